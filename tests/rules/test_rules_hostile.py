@@ -14,7 +14,7 @@ import unickpt
 from unickpt import RuleError, Rules, RuleSyntaxError
 from unickpt.arrays.names import matches
 from unickpt.backends.deepspeed.patterns import BadPattern, of_list
-from unickpt.rules.ast import Choice, Linear, Name, Position, Text
+from unickpt.rules.ast import Enumeration, Linear, Name, SourcePosition, Text
 from unickpt.rules.name_patterns import Pattern
 
 
@@ -26,7 +26,7 @@ def _planned(path: Path, text: str, name: str) -> None:
 _CAPTURES = st.one_of(
     st.just(Linear((("l", 1),))),
     st.sampled_from([("a", "aa"), ("aa", "a", "1"), ("a.a", "a")]).map(
-        lambda options: Choice("x", options, True)
+        lambda options: Enumeration("x", options, True)
     ),
     st.sampled_from([("a", "aa"), ()]).map(lambda options: Text("t", False, options)),
     st.just(Text("m", True)),
@@ -42,7 +42,7 @@ _LITERALS = st.text("a1/.", min_size=1, max_size=3)
 def test_a_name_is_divided_as_the_regular_expression_divides_it(
     items: list[object], name: str
 ) -> None:
-    pattern = Pattern(Name(tuple(items), Position("", 1, 1, "")))  # type: ignore[arg-type]
+    pattern = Pattern(Name(tuple(items), SourcePosition("", 1, 1, "")))  # type: ignore[arg-type]
     found = pattern._regex.fullmatch(name)
     assert pattern._divided(name) == (None if found is None else list(found.groups()))
 

@@ -13,7 +13,7 @@ from unickpt.frameworks.leaves import LocalFragments, PerProcess, expand, is_lea
 from unickpt.frameworks.protocol import Adapter, ArrayTarget
 from unickpt.frameworks.registry import adapter_of, by_type
 from unickpt.quoting import quoted, some
-from unickpt.rules.plan import Fact
+from unickpt.rules.plan import Fact, LeafKind
 from unickpt.trees import tree
 
 Patterns = str | Sequence[str]
@@ -164,10 +164,10 @@ class _Facts(Mapping[str, Fact]):
     def __getitem__(self, name: str) -> Fact:
         value, target = self._asked.leaves[name], self._asked.targets.get(name)
         if target is not None:
-            return Fact("array", tuple(target.shape), dtypes.name_of(target.dtype))
+            return Fact(tuple(target.shape), dtypes.name_of(target.dtype))
         if isinstance(value, PerProcess):
-            return Fact("process")
-        return Fact("value", (), _NUMBERS.get(type(value), ""))
+            return Fact(kind=LeafKind.PROCESS)
+        return Fact((), _NUMBERS.get(type(value), ""), LeafKind.VALUE)
 
     def __contains__(self, name: object) -> bool:
         return name in self._asked.leaves

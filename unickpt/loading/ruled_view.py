@@ -30,7 +30,7 @@ from unickpt.reading.chunk_reader import read_box, read_made
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.recipes import Recipe, Unchanged
 from unickpt.rules.functions import Function
-from unickpt.rules.plan import Constant, Fact, Made, RulePlan, Same, Stored
+from unickpt.rules.plan import Constant, Fact, LeafKind, Made, RulePlan, Same, StoredLeaves
 from unickpt.rules.planner import make_plan, offers
 from unickpt.rules.rule_set import Rules
 from unickpt.trees import tree, tree_json
@@ -64,16 +64,15 @@ class RuledView:
         blobs: dict[str, PerProcessEntry] = {}
         stored = checkpoint.index
         for name, made in plan.made.items():
-            if made.fact.kind == "array":
+            source = made.carried
+            if source is None:
                 arrays[name] = _entry(made, stored)
                 self._recipes[name] = Recipe(made.sources, made.fills, self._function(made))
-            elif made.fact.kind == "process":
-                assert made.carried is not None, "only arrays are made of more than one thing"
-                blobs[name] = stored.per_process[made.carried]
-                self._sources[name] = made.carried
+            elif source in stored.per_process:
+                blobs[name] = stored.per_process[source]
+                self._sources[name] = source
             else:
-                assert made.carried is not None, "likewise"
-                value = stored.values[made.carried]
+                value = stored.values[source]
                 entry = as_array_entry(name, value, (asked or {}).get(name), made)
                 if entry is None:
                     plain[name] = value
@@ -104,7 +103,7 @@ class RuledView:
 
     def unchanged_entry(self, name: str) -> ArrayEntry | None:
         made = self.plan.made[name]
-        if made.fact.kind != "array" or len(made.sources) != 1 or made.fills:
+        if made.carried is not None or len(made.sources) != 1 or made.fills:
             return None
         (source,) = made.sources
         is_same = source.is_identity and source.entry.dtype == made.fact.dtype
@@ -164,14 +163,14 @@ class RuledView:
                 f"everywhere, so leaving it out would lose it\n  {check.rule}"
             )
 
-    def _function(self, made: Made) -> _Function | None:
+    def _function(self, made: Made) -> _FunctionCall | None:
         if made.function is None:
             return None
-        return _Function(self.checkpoint, made, made.function)
+        return _FunctionCall(self.checkpoint, made, made.function)
 
 
 @dataclass(frozen=True)
-class _Function:
+class _FunctionCall:
     """A function that makes an array of a view from stored arrays."""
 
     checkpoint: Reader
@@ -282,7 +281,7 @@ class Offered(Mapping[str, Any]):
         # A plain number for which a rule gives a dtype becomes an array.
         return {
             name: _entry(m, index)
-            if m.fact.kind == "array" or (m.fact.kind == "value" and m.fact.dtype)
+            if m.fact.is_array or (m.fact.kind is LeafKind.VALUE and m.fact.dtype)
             else index.values.get(m.carried or "")
             for name, m in made.items()
         }
@@ -309,14 +308,14 @@ def request_through(
     return Request.of(like, among, known, selection)
 
 
-def stored_facts(checkpoint: Reader) -> Stored:
+def stored_facts(checkpoint: Reader) -> StoredLeaves:
     """What is stored, as rules see it."""
     index = checkpoint.index
     entries = index.entries
-    facts = {name: Fact("array", e.shape, e.dtype) for name, e in entries.items()}
-    facts |= {name: Fact("value") for name in index.values}
-    facts |= {name: Fact("process") for name in index.per_process}
-    return Stored(facts, entries)
+    facts = {name: Fact(e.shape, e.dtype) for name, e in entries.items()}
+    facts |= {name: Fact(kind=LeafKind.VALUE) for name in index.values}
+    facts |= {name: Fact(kind=LeafKind.PROCESS) for name in index.per_process}
+    return StoredLeaves(facts, entries)
 
 
 def _entry(made: Made, stored: Index) -> ArrayEntry:

@@ -175,7 +175,7 @@ def as_array_entry(
     `cast=True` may round it.
     """
     dtype_text = made.fact.dtype if made is not None else ""
-    target = asked.dtype if asked is not None and asked.kind == "array" else ""
+    target = asked.dtype if asked is not None and asked.is_array else ""
     if not (dtype_text or target) or not isinstance(value, bool | int | float):
         return None
     if target and asked is not None and asked.shape != ():

@@ -7,10 +7,10 @@ import numpy as np
 from unickpt.arrays import dtypes, strided_copy
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import LoadMismatch
-from unickpt.reading.recipes import Source
+from unickpt.reading.recipes import ElementSource
 
 
-def place(data: Array, out: Array, source: Source) -> None:
+def place(data: Array, out: Array, source: ElementSource) -> None:
     """Copies elements of a stored array to their destination, with the arithmetic of rules."""
     if not source.is_exact:
         wide = np.dtype(np.float64 if np.float64 in (data.dtype, out.dtype) else np.float32)

@@ -18,7 +18,7 @@ from unickpt.format.reader import Reader, Request
 from unickpt.frameworks.host_memory import prefer_huge_pages
 from unickpt.frameworks.protocol import ArrayTarget
 from unickpt.reading.placement import place, put
-from unickpt.reading.recipes import Copy, Needed, Recipe, Source, Unchanged
+from unickpt.reading.recipes import Copy, ElementSource, Needed, Recipe, Unchanged
 
 
 class Job:
@@ -98,7 +98,7 @@ class Consumer(NamedTuple):
 
     needed: Needed
     buffer: Array
-    source: Source
+    source: ElementSource
 
     def pieces(self, box: Box) -> Iterator[Piece]:
         """What it needs from a box of the stored array."""
@@ -116,7 +116,7 @@ class Piece(NamedTuple):
 
     copy: Copy
     out: Array
-    source: Source
+    source: ElementSource
 
     def place(self, data: Array) -> None:
         """Copies the elements of the box to the destination."""

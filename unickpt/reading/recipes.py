@@ -5,7 +5,7 @@ Without rules every array has one source, itself. Rules permute, merge, split, s
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import sub
@@ -43,35 +43,6 @@ class Copy(NamedTuple):
                 low[dim] += min(0, (n - 1) * step)
                 high[dim] += max(0, (n - 1) * step)
         return tuple(low), tuple(high)
-
-
-class Needed(Hashable, Protocol):
-    """What a box of a requested array needs from a stored array.
-
-    Equal ones need the same of arrays of the same shape.
-    """
-
-    @property
-    def boxes(self) -> Sequence[Box]:
-        """Boxes of the stored array that contain all of it."""
-
-    def copies(self, chunk: Box) -> Iterator[Copy]:
-        """The copies from a box of the stored array."""
-
-
-class Source(Protocol):
-    """Where elements come from; see `MappedSource`, the general one."""
-
-    @property
-    def entry(self) -> ArrayEntry: ...
-    @property
-    def is_exact(self) -> bool: ...
-    @property
-    def scale(self) -> float: ...
-    @property
-    def offset(self) -> float: ...
-
-    def within(self, box: Box) -> Needed | None: ...
 
 
 @dataclass(frozen=True)
@@ -166,11 +137,11 @@ class Unchanged:
         self.entry = entry
 
     def within(self, box: Box) -> Needed | None:
-        return None if box.empty else _Plain(box)
+        return None if box.empty else _StoredBox(box)
 
 
 @dataclass(frozen=True, slots=True)
-class _Plain:
+class _StoredBox:
     """A box of an array as it is stored; equal boxes are planned once."""
 
     box: Box
@@ -186,6 +157,15 @@ class _Plain:
             there = tuple(map(sub, common.start, chunk.start))
             steps = unit_steps(len(there))
             yield Copy(common.shape, there, steps, tuple(map(sub, common.start, box.start)), steps)
+
+
+ElementSource = MappedSource | Unchanged
+"""Where elements of a requested array come from."""
+Needed = _Pulled | _StoredBox
+"""What a box of a requested array needs from a stored one: boxes that contain it, and the copies.
+
+Equal ones need the same of arrays of the same shape.
+"""
 
 
 def whole_dims(shape: Sequence[int]) -> tuple[Dim, ...]:
@@ -243,7 +223,7 @@ class Recipe:
         function: makes the array instead of these.
     """
 
-    sources: Sequence[Source] = ()
+    sources: Sequence[ElementSource] = ()
     fills: Sequence[Fill] = ()
     function: Applied | None = None
 

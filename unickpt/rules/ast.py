@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from unickpt.errors import RuleSyntaxError
 
 
-def axes_of(items: Sequence[Item]) -> Iterator[Axis]:
-    """All axes, in their order, as often as they occur."""
-    for item in items:
-        match item:
-            case Axis():
-                yield item
-            case Flip(inner):
-                yield from axes_of([inner])
-            case Composite(segments):
-                for segment in segments:
-                    yield from axes_of(segment)
-
-
 @dataclass(frozen=True)
-class Position:
+class SourcePosition:
     """Where something is written: file, line and column from 1, and the text of that line."""
 
     file: str
@@ -38,7 +24,7 @@ class Position:
         return f"  {self.text}\n  {' ' * (self.column - 1)}^"
 
 
-def syntax_error(message: str, position: Position) -> RuleSyntaxError:
+def syntax_error(message: str, position: SourcePosition) -> RuleSyntaxError:
     """An error that shows its line with a caret."""
     return RuleSyntaxError(f"{position}: {message}\n{position.pointed()}")
 
@@ -71,7 +57,7 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Enumeration:
     """`{query|key|value}` or `{qkv:query|key|value}`: an axis whose indices are spelled out."""
 
     axis: str
@@ -79,28 +65,28 @@ class Choice:
     named: bool = False
 
 
-Capture = Text | Linear | Choice
+NameCapture = Text | Linear | Enumeration
 
 
 @dataclass(frozen=True)
 class Name:
     """A name with captures, which matches whole names only."""
 
-    items: tuple[str | Capture, ...]
-    position: Position = field(compare=False)
+    items: tuple[str | NameCapture, ...]
+    position: SourcePosition = field(compare=False)
 
     def __str__(self) -> str:
         return "".join(map(item_text, self.items))
 
 
-def item_text(item: str | Capture) -> str:
+def item_text(item: str | NameCapture) -> str:
     """A piece of a name as it is written."""
     match item:
         case str():
             return item.replace("{", "{{").replace("}", "}}")
         case Text(key, path, options):
             return "{" + key + ("..." if path else "=" * bool(options) + "|".join(options)) + "}"
-        case Choice(axis, options, named):
+        case Enumeration(axis, options, named):
             return "{" + (f"{axis}:" if named else "") + "|".join(options) + "}"
         case Linear(terms, constant):
             parts = [axis if factor == 1 else f"{factor}*{axis}" for axis, factor in terms]
@@ -116,7 +102,7 @@ class Axis:
     """A named axis; `...` matches any number of them."""
 
     name: str
-    position: Position = field(compare=False)
+    position: SourcePosition = field(compare=False)
 
     def __str__(self) -> str:
         if self.name.startswith("_"):
@@ -136,7 +122,7 @@ class One:
 class Pad:
     """`_`: elements that have no counterpart."""
 
-    position: Position = field(compare=False)
+    position: SourcePosition = field(compare=False)
 
     def __str__(self) -> str:
         return "_"
@@ -146,23 +132,23 @@ class Pad:
 class Flip:
     """`-h`: an axis in reverse order."""
 
-    item: Item
+    item: AxisItem
 
     def __str__(self) -> str:
         return f"-{self.item}"
 
 
 @dataclass(frozen=True)
-class Composite:
+class AxisGroup:
     """`(a b + c)`: segments one after the other, each the product of its items."""
 
-    segments: tuple[tuple[Item, ...], ...]
+    segments: tuple[tuple[AxisItem, ...], ...]
 
     def __str__(self) -> str:
         return "(" + " + ".join(" ".join(map(str, s)) for s in self.segments) + ")"
 
 
-Item = Axis | One | Pad | Flip | Composite
+AxisItem = Axis | One | Pad | Flip | AxisGroup
 
 ELLIPSIS = "..."
 
@@ -187,7 +173,7 @@ class ArrayExpr:
     """A name with its axes, arithmetic and dtype; `items` is None where no axes are given."""
 
     name: Name
-    items: tuple[Item, ...] | None = None
+    items: tuple[AxisItem, ...] | None = None
     arithmetic: tuple[tuple[str, Operand], ...] = ()
     dtype: str | None = None
 
@@ -232,7 +218,7 @@ def side_text(side: Side) -> str:
 class RuleLine:
     """`left <-> right`, with the sizes that follow it."""
 
-    position: Position = field(compare=False)
+    position: SourcePosition = field(compare=False)
     left: Side
     right: Side
     optional: bool = False
@@ -245,7 +231,7 @@ class RuleLine:
 class LiftLine:
     """`lift left <-> right for prefix <-> prefix law=...`: the rules of parameters serve slots."""
 
-    position: Position = field(compare=False)
+    position: SourcePosition = field(compare=False)
     left: ArrayExpr
     right: ArrayExpr
     domain: tuple[Name, Name] | None
@@ -256,7 +242,7 @@ class LiftLine:
 class WhereLine:
     """`where a=1, b=2`: sizes for all rules of the file."""
 
-    position: Position = field(compare=False)
+    position: SourcePosition = field(compare=False)
     sizes: tuple[tuple[str, int], ...]
 
 
@@ -264,7 +250,7 @@ class WhereLine:
 class IncludeLine:
     """`include target under left <-> right for prefix <-> prefix`: another file, or a preset."""
 
-    position: Position = field(compare=False)
+    position: SourcePosition = field(compare=False)
     target: str
     under: tuple[str, str]
     domain: tuple[Name, Name] | None = None
@@ -276,7 +262,7 @@ class IncludeLine:
 class ConventionLine:
     """`convention rope: interleaved <-> half`: what the numbers of each side mean."""
 
-    position: Position = field(compare=False)
+    position: SourcePosition = field(compare=False)
     name: str
     left: str
     right: str

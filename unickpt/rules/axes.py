@@ -12,12 +12,25 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from unickpt.arrays.index_map import Digit, Dim
-from unickpt.rules.ast import ELLIPSIS, Axis, Composite, Flip, Item, Pad, axes_of
+from unickpt.rules.ast import ELLIPSIS, Axis, AxisGroup, AxisItem, Flip, Pad
 
 PAD = "_"
 
 
-def name_pads(items: Sequence[Item], tag: str) -> tuple[Item, ...]:
+def axes_of(items: Sequence[AxisItem]) -> Iterator[Axis]:
+    """All axes, in their order, as often as they occur."""
+    for item in items:
+        match item:
+            case Axis():
+                yield item
+            case Flip(inner):
+                yield from axes_of([inner])
+            case AxisGroup(segments):
+                for segment in segments:
+                    yield from axes_of(segment)
+
+
+def name_pads(items: Sequence[AxisItem], tag: str) -> tuple[AxisItem, ...]:
     """Axes with each pad as an axis of its own.
 
     Arguments:
@@ -26,20 +39,20 @@ def name_pads(items: Sequence[Item], tag: str) -> tuple[Item, ...]:
     """
     counter = itertools.count()
 
-    def named(item: Item) -> Item:
+    def named(item: AxisItem) -> AxisItem:
         match item:
             case Pad(position):
                 return Axis(f"{PAD}{tag}{next(counter)}", position)
-            case Composite(segments):
-                return Composite(tuple(tuple(map(named, segment)) for segment in segments))
+            case AxisGroup(segments):
+                return AxisGroup(tuple(tuple(map(named, segment)) for segment in segments))
         return item
 
     return tuple(map(named, items))
 
 
-def expand(items: Sequence[Item], rank: int) -> tuple[Item, ...]:
+def expand(items: Sequence[AxisItem], rank: int) -> tuple[AxisItem, ...]:
     """Axes with `...` spelled out as so many axes."""
-    out: list[Item] = []
+    out: list[AxisItem] = []
     for item in items:
         match item:
             case Axis(name, position) if name == ELLIPSIS:
@@ -56,47 +69,47 @@ def is_pad(axis: str) -> bool:
     return axis.startswith(PAD)
 
 
-def has_pad(items: Sequence[Item]) -> bool:
+def has_pad(items: Sequence[AxisItem]) -> bool:
     """Whether there is a pad among the axes."""
     return any(is_pad(axis.name) for axis in axes_of(items))
 
 
 # --- blocks -----------------------------------------------------------------------------------
 
-Choice = tuple[int, ...]
+SegmentChoice = tuple[int, ...]
 """Which segment is chosen in each sum that is reached, in the order of the text."""
 
 
-def choices(items: Sequence[Item]) -> list[Choice]:
+def choices(items: Sequence[AxisItem]) -> list[SegmentChoice]:
     """All ways to choose a segment in each sum, sums within segments included."""
     return [sum(parts, ()) for parts in itertools.product(*map(_item_choices, items))]
 
 
-def count_choices(items: Sequence[Item]) -> int:
+def count_choices(items: Sequence[AxisItem]) -> int:
     """How many `choices` there are."""
-    sums = (item.segments for item in items if isinstance(item, Composite))
+    sums = (item.segments for item in items if isinstance(item, AxisGroup))
     return math.prod(sum(map(count_choices, segments)) for segments in sums)
 
 
-def _item_choices(item: Item) -> list[Choice]:
-    if not isinstance(item, Composite):
+def _item_choices(item: AxisItem) -> list[SegmentChoice]:
+    if not isinstance(item, AxisGroup):
         return [()]
     return [(k, *rest) for k, segment in enumerate(item.segments) for rest in choices(segment)]
 
 
-def block_axes(items: Sequence[Item], choice: Choice) -> list[Axis]:
+def block_axes(items: Sequence[AxisItem], choice: SegmentChoice) -> list[Axis]:
     """The axes of a block, as often as they occur in it."""
     picked = iter(choice)
     return [axis for item in items for axis in _chosen_axes(item, picked)]
 
 
-def _chosen_axes(item: Item, picked: Iterator[int]) -> Iterator[Axis]:
+def _chosen_axes(item: AxisItem, picked: Iterator[int]) -> Iterator[Axis]:
     match item:
         case Axis():
             yield item
         case Flip(inner):
             yield from _chosen_axes(inner, picked)
-        case Composite(segments):
+        case AxisGroup(segments):
             for inner in segments[next(picked)]:
                 yield from _chosen_axes(inner, picked)
 
@@ -108,18 +121,18 @@ class DoesNotFit(ValueError):
     """Why sizes do not fit."""
 
 
-def _other_size(item: Item | str, here: int, elsewhere: int) -> str:
+def _other_size(item: AxisItem | str, here: int, elsewhere: int) -> str:
     return f"{item} has {here} elements here, but {elsewhere} elsewhere"
 
 
-def size_of(item: Item, sizes: Mapping[str, int]) -> int | None:
+def size_of(item: AxisItem, sizes: Mapping[str, int]) -> int | None:
     """The extent of an item; None where it is not known yet."""
     match item:
         case Axis(name, _):
             return sizes.get(name)
         case Flip(inner):
             return size_of(inner, sizes)
-        case Composite(segments):
+        case AxisGroup(segments):
             total = 0
             for segment in segments:
                 extents = [size_of(i, sizes) for i in segment]
@@ -130,7 +143,7 @@ def size_of(item: Item, sizes: Mapping[str, int]) -> int | None:
     return 1
 
 
-def solve(item: Item, extent: int, sizes: dict[str, int]) -> bool:
+def solve(item: AxisItem, extent: int, sizes: dict[str, int]) -> bool:
     """Finds sizes of axes from the extent of what they make up.
 
     Returns:
@@ -152,7 +165,7 @@ def solve(item: Item, extent: int, sizes: dict[str, int]) -> bool:
             return False
         case Flip(inner):
             return solve(inner, extent, sizes)
-        case Composite(segments):
+        case AxisGroup(segments):
             return _solve_sum(item, segments, extent, sizes)
     if extent != 1:
         raise DoesNotFit(f"there are {extent} elements where the rule says 1")
@@ -160,11 +173,11 @@ def solve(item: Item, extent: int, sizes: dict[str, int]) -> bool:
 
 
 def _solve_sum(
-    item: Item, segments: Sequence[Sequence[Item]], extent: int, sizes: dict[str, int]
+    item: AxisItem, segments: Sequence[Sequence[AxisItem]], extent: int, sizes: dict[str, int]
 ) -> bool:
     rest, open_segments = extent, []
     for segment in segments:
-        size = size_of(Composite((tuple(segment),)), sizes) if len(segments) > 1 else None
+        size = size_of(AxisGroup((tuple(segment),)), sizes) if len(segments) > 1 else None
         if size is None:
             open_segments.append(segment)
         else:
@@ -176,7 +189,9 @@ def _solve_sum(
     return _solve_product(item, open_segments[0], rest, sizes)
 
 
-def _solve_product(whole: Item, items: Sequence[Item], extent: int, sizes: dict[str, int]) -> bool:
+def _solve_product(
+    whole: AxisItem, items: Sequence[AxisItem], extent: int, sizes: dict[str, int]
+) -> bool:
     known = 1
     unknown = []
     for item in items:
@@ -196,7 +211,7 @@ def _solve_product(whole: Item, items: Sequence[Item], extent: int, sizes: dict[
     return solve(unknown[0], extent // known, sizes)
 
 
-def always_followed(axis: str, exprs: Sequence[Sequence[Item]]) -> bool:
+def always_followed(axis: str, exprs: Sequence[Sequence[AxisItem]]) -> bool:
     """Whether an axis always comes directly before one other."""
     every = [a.name for items in exprs for a in axes_of(items)]
     pairs = [
@@ -214,9 +229,9 @@ def always_followed(axis: str, exprs: Sequence[Sequence[Item]]) -> bool:
     )
 
 
-def _products(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
+def _products(items: Sequence[AxisItem]) -> Iterator[Sequence[AxisItem]]:
     for item in items:
-        if isinstance(item, Composite):
+        if isinstance(item, AxisGroup):
             for segment in item.segments:
                 yield segment
                 yield from _products(segment)
@@ -226,8 +241,8 @@ def _products(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
 
 
 def dims_of(
-    items: Sequence[Item],
-    choice: Choice,
+    items: Sequence[AxisItem],
+    choice: SegmentChoice,
     sizes: Mapping[str, int],
     numbers: Mapping[str, int],
     fixed: Mapping[str, int],
@@ -243,7 +258,7 @@ def dims_of(
     """
     picked = iter(choice)
 
-    def digit(item: Item, reverse: bool = False) -> Digit:
+    def digit(item: AxisItem, reverse: bool = False) -> Digit:
         match item:
             case Axis(name, _) if name in fixed:
                 size = sizes[name]
@@ -253,9 +268,9 @@ def dims_of(
                 return Digit(sizes[name], 0, sizes[name], numbers[name], reverse)
             case Flip(inner):
                 return digit(inner, True)
-            case Composite(segments):
+            case AxisGroup(segments):
                 at = next(picked)
-                extents = [size_of(Composite((s,)), sizes) or 0 for s in segments]
+                extents = [size_of(AxisGroup((s,)), sizes) or 0 for s in segments]
                 inner_digits = tuple(digit(i) for i in segments[at])
                 return Digit(sum(extents), sum(extents[:at]), extents[at], inner_digits)
         return Digit(1, 0, 1, None)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from unickpt.format.index import ArrayEntry
 from unickpt.rules.ast import Nothing
-from unickpt.rules.matching import Instance, Names, names_of
+from unickpt.rules.matching import Family, LeafNames, Unfit, names_of
 from unickpt.rules.rule import terms_of
 
 _HOW_TO_TELL = (
@@ -25,9 +25,9 @@ class Claims:
         self._clashes: dict[tuple[str, ...], list[tuple[str, str]]] = {}
         self._taken: dict[str, str] = {}
         self._made: dict[str, str] = {}
-        self._left: set[tuple[str, Instance]] = set()
+        self._left: set[tuple[str, Family]] = set()
 
-    def settle(self, valid: Sequence[Instance], have: Names, want: Names | None) -> None:
+    def settle(self, valid: Sequence[Family], have: LeafNames, want: LeafNames | None) -> None:
         """Finds arrays that two of the rules that fit use or make.
 
         Where a rule gives an array several names (tied by `=`), another rule may take all but the
@@ -39,23 +39,23 @@ class Claims:
         ):
             for name, by in _claims_of(valid, right, names).items():
                 best = min(rank for _, rank in by)
-                kept = [instance for instance, rank in by if rank == best]
-                self._left.update((name, instance) for instance, rank in by if rank > best)
+                kept = [family for family, rank in by if rank == best]
+                self._left.update((name, family) for family, rank in by if rank > best)
                 claimed[name] = str(kept[0].rule)
                 if len(kept) > 1 and not _same_constant(kept):
-                    self._twice(name, verb, [str(instance.rule) for instance in kept])
+                    self._twice(name, verb, [str(family.rule) for family in kept])
 
     def add(self, have: Iterable[str], want: Iterable[str], rule: str) -> None:
-        """Adds what a lift takes and makes; no `Instance` exists for it."""
+        """Adds what a lift takes and makes; no `Family` exists for it."""
         for names, claimed, verb in ((have, self._taken, "taken"), (want, self._made, "made")):
             for name in names:
                 other = claimed.setdefault(name, rule)
                 if other != rule:
                     self._twice(name, verb, [other, rule])
 
-    def is_left(self, name: str, instance: Instance) -> bool:
+    def is_left(self, name: str, family: Family) -> bool:
         """Whether another rule takes this name, so that this one skips it."""
-        return (name, instance) in self._left
+        return (name, family) in self._left
 
     def problems(self, both_known: bool) -> list[str]:
         """Arrays that two rules use or make, as one message for each set of rules.
@@ -78,20 +78,20 @@ class Claims:
 
 
 def _claims_of(
-    valid: Iterable[Instance], right: bool, names: Names | None
-) -> dict[str, list[tuple[Instance, int]]]:
+    valid: Iterable[Family], right: bool, names: LeafNames | None
+) -> dict[str, list[tuple[Family, int]]]:
     """The rules that claim each array of a side; 0 if under its first name, 1 if under another."""
-    claims: dict[str, list[tuple[Instance, int]]] = {}
-    for instance in valid:
-        for term in terms_of(instance.rule.right if right else instance.rule.left):
+    claims: dict[str, list[tuple[Family, int]]] = {}
+    for family in valid:
+        for term in terms_of(family.rule.right if right else family.rule.left):
             for number, expr in enumerate(term):
-                for _, name in instance.grid(expr):
+                for _, name in family.grid(expr):
                     if names is None or name in names.facts:
-                        claims.setdefault(name, []).append((instance, min(number, 1)))
+                        claims.setdefault(name, []).append((family, min(number, 1)))
     return claims
 
 
-def _same_constant(claims: Sequence[Instance]) -> bool:
+def _same_constant(claims: Sequence[Family]) -> bool:
     """Whether all of some rules have the same `drop` or constant on the same side."""
     sides = [(i.rule.left, i.rule.right) for i in claims]
     return any(
@@ -100,34 +100,34 @@ def _same_constant(claims: Sequence[Instance]) -> bool:
     )
 
 
-def keep_ties(found: Sequence[Instance], entries: Mapping[str, ArrayEntry]) -> None:
+def keep_ties(found: Sequence[Family], entries: Mapping[str, ArrayEntry]) -> None:
     """Leaves stored arrays that are tied to the rule that ties them, where `like` is not given.
 
     Otherwise a rule for models without the tie would load a second array from the shared one.
     """
     tied = _tied(found, entries)
-    for instance in found:
-        if instance.why_not is None and not isinstance(instance.rule.left, Nothing):
-            owners = {tied.get(name) for name in names_of(instance, instance.rule.left)}
-            if owners and None not in owners and instance not in owners:
-                instance.why_not = "another rule takes it, as tied to another name"
+    for family in found:
+        if family.reason is None and not isinstance(family.rule.left, Nothing):
+            owners = {tied.get(name) for name in names_of(family, family.rule.left)}
+            if owners and None not in owners and family not in owners:
+                family.reason = Unfit("another rule takes it, as tied to another name")
 
 
-def _tied(found: Iterable[Instance], entries: Mapping[str, ArrayEntry]) -> dict[str, Instance]:
+def _tied(found: Iterable[Family], entries: Mapping[str, ArrayEntry]) -> dict[str, Family]:
     """The stored arrays that a rule ties to another name of the same array, with that rule."""
-    tied: dict[str, Instance] = {}
-    for instance in found:
-        for term in terms_of(instance.rule.left) if instance.why_not is None else ():
-            for at, first in instance.grid(term[0]):
+    tied: dict[str, Family] = {}
+    for family in found:
+        for term in terms_of(family.rule.left) if family.reason is None else ():
+            for at, first in family.grid(term[0]):
                 for expr in term[1:]:
-                    name = expr.pattern.format(instance.texts, at)
+                    name = expr.pattern.format(family.texts, at)
                     if name in entries and entries.get(first) is entries[name]:
-                        tied[name] = instance
+                        tied[name] = family
     return tied
 
 
 def leave_to_others(
-    found: Sequence[Instance],
+    found: Sequence[Family],
     shared: Iterable[tuple[Sequence[str], Sequence[str]]],
     both_known: bool,
 ) -> None:
@@ -142,31 +142,31 @@ def leave_to_others(
         shared: the names, on both sides, of what all parameters share.
         both_known: whether the names of both sides are known.
     """
-    if not any(instance.rule.default for instance in found):
+    if not any(family.rule.default for family in found):
         return
-    valid = [instance for instance in found if instance.why_not is None]
-    others = [instance for instance in valid if not instance.rule.default]
+    valid = [family for family in found if family.reason is None]
+    others = [family for family in valid if not family.rule.default]
     taken, made = _claimed(others, both_known)
     for have, want in shared:
         if have:
             taken.update(have)
             made.update(want)
-    misfits, hiding = _misfits_by_name(found, both_known), dict[Instance, None]()
-    for instance in valid:
-        rule = instance.rule
+    misfits, hiding = _misfits_by_name(found, both_known), set[Unfit]()
+    for family in valid:
+        rule = family.rule
         if not rule.default:
             continue
-        left, right = set(names_of(instance, rule.left)), set(names_of(instance, rule.right))
+        left, right = set(names_of(family, rule.left)), set(names_of(family, rule.right))
         hidden = next((misfits[name] for name in left | right if name in misfits), None)
         if hidden is not None:
-            hiding[hidden] = None
+            hiding.add(hidden)
         if hidden is not None or left & taken or right & made:
-            instance.why_not = "another rule applies to it"
-    for instance in hiding:
-        instance.why_not = f"{instance.why_not}{_TO_DEFAULT}"
+            family.reason = Unfit("another rule applies to it")
+    for reason in hiding:
+        reason.args = (f"{reason}{_TO_DEFAULT}",)
 
 
-def _claimed(valid: Iterable[Instance], first_only: bool) -> tuple[set[str], set[str]]:
+def _claimed(valid: Iterable[Family], first_only: bool) -> tuple[set[str], set[str]]:
     """The names that rules take and those that they make.
 
     Arguments:
@@ -175,36 +175,36 @@ def _claimed(valid: Iterable[Instance], first_only: bool) -> tuple[set[str], set
     """
     taken: set[str] = set()
     made: set[str] = set()
-    for instance in valid:
-        for side, names in ((instance.rule.left, taken), (instance.rule.right, made)):
+    for family in valid:
+        for side, names in ((family.rule.left, taken), (family.rule.right, made)):
             for term in terms_of(side):
                 for expr in term[:1] if first_only else term:
-                    names.update(name for _, name in instance.grid(expr))
+                    names.update(name for _, name in family.grid(expr))
     return taken, made
 
 
-def _misfits_by_name(found: Iterable[Instance], both_known: bool) -> dict[str, Instance]:
-    """The families whose names all exist but whose axes do not fit, by these names."""
-    misfits: dict[str, Instance] = {}
-    for instance in found:
-        there = instance.have and (instance.want or not both_known)
-        fits_names = instance.why_not is not None and not instance.lacks_names and there
-        if fits_names and not instance.rule.optional:
-            misfits.update(dict.fromkeys(instance.matched_names(), instance))
+def _misfits_by_name(found: Iterable[Family], both_known: bool) -> dict[str, Unfit]:
+    """Why families whose names all exist have axes that do not fit, by these names."""
+    misfits: dict[str, Unfit] = {}
+    for family in found:
+        there = family.have and (family.want or not both_known)
+        reason = None if family.lacks_names or family.rule.optional else family.reason
+        if reason is not None and there:
+            misfits.update(dict.fromkeys(family.matched_names(), reason))
     return misfits
 
 
-def choose_variants(found: Sequence[Instance]) -> None:
+def choose_variants(found: Sequence[Family]) -> None:
     """Of the readings of one rule that all fit the same arrays, keeps the likeliest."""
     best: dict[tuple[str, str, str], int] = {}
-    valid = [i for i in found if i.why_not is None and i.rule.lifted]
-    for instance in valid:
-        rule = instance.rule
-        for name in names_of(instance, rule.left):
+    valid = [i for i in found if i.reason is None and i.rule.lifted]
+    for family in valid:
+        rule = family.rule
+        for name in names_of(family, rule.left):
             key = (str(rule.position), rule.text, name)
             best[key] = min(best.get(key, rule.variant), rule.variant)
-    for instance in valid:
-        rule = instance.rule
-        names = names_of(instance, rule.left)
+    for family in valid:
+        rule = family.rule
+        names = names_of(family, rule.left)
         if any(best[str(rule.position), rule.text, name] < rule.variant for name in names):
-            instance.why_not = "another reading of the rule fits too"
+            family.reason = Unfit("another reading of the rule fits too")

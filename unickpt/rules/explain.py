@@ -9,12 +9,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, S
 from dataclasses import dataclass, replace
 
 from unickpt.quoting import printable
-from unickpt.rules.ast import Nothing, Position
-from unickpt.rules.matching import Instance, Names, instances
+from unickpt.rules.ast import Nothing, SourcePosition
+from unickpt.rules.matching import Family, Lacks, LeafNames, Misshapen, OtherSizes, families
 from unickpt.rules.name_patterns import Pattern
-from unickpt.rules.optimizer_slots import Shared
-from unickpt.rules.plan import Fact, Made
-from unickpt.rules.rule import Rule, Terms, exprs_of
+from unickpt.rules.optimizer_slots import SharedState
+from unickpt.rules.plan import Fact, LeafFacts, Made
+from unickpt.rules.rule import Rule, exprs_of
 from unickpt.trees.name_ranges import skeleton
 
 _MOST_LINES = 22
@@ -22,9 +22,6 @@ _MOST_IDLE = 3
 _NUMBERED = re.compile(r"(^|/)state/\d+/")
 _OPTIONAL = "if that is intended, begin it with `optional`"
 _LIKELY, _POSSIBLE = 0.8, 0.5  # how similar a name must be, alone and where the shape agrees
-
-
-Facts = Mapping[str, Fact]
 
 
 @dataclass(frozen=True)
@@ -58,12 +55,12 @@ def message(where: str, problems: Sequence[Problem]) -> str:
 
 
 def left_over(
-    unused: Facts,
-    unmade: Facts,
+    unused: LeafFacts,
+    unmade: LeafFacts,
     made: Mapping[str, Made],
-    asked: Facts,
-    found: Sequence[Instance],
-    shared: Sequence[Shared],
+    asked: LeafFacts,
+    found: Sequence[Family],
+    shared: Sequence[SharedState],
 ) -> list[Problem]:
     """All that is neither used nor made, and why; the likeliest cause first.
 
@@ -86,7 +83,7 @@ def left_over(
     return [*map(Problem, ties.values()), *misfits, *map(Problem, texts)]
 
 
-def _without_use(unused: Facts, unmade: Facts, explained: Set[str]) -> Iterator[str]:
+def _without_use(unused: LeafFacts, unmade: LeafFacts, explained: Set[str]) -> Iterator[str]:
     """What is stored and not used; the first one without a counterpart says how to leave it out."""
     said = False
     for name, text, near in _unexplained(unused, unmade, explained):
@@ -96,7 +93,7 @@ def _without_use(unused: Facts, unmade: Facts, explained: Set[str]) -> Iterator[
         yield f"{text} is stored, and no rule takes it{hint}"
 
 
-def _without_maker(unmade: Facts, unused: Facts, explained: Set[str]) -> Iterator[str]:
+def _without_maker(unmade: LeafFacts, unused: LeafFacts, explained: Set[str]) -> Iterator[str]:
     """What is asked for and not made."""
     for name, text, near in _unexplained(unmade, unused, explained):
         hint = "" if near is None else _missing_rule(near, name)
@@ -104,7 +101,7 @@ def _without_maker(unmade: Facts, unused: Facts, explained: Set[str]) -> Iterato
 
 
 def _unexplained(
-    facts: Facts, others: Facts, explained: Set[str]
+    facts: LeafFacts, others: LeafFacts, explained: Set[str]
 ) -> Iterator[tuple[str, str, str | None]]:
     """What only one side has: a name, it and those like it as text, and its likely counterpart."""
     for at, (name, like, fact) in enumerate(_alike(facts, explained)):
@@ -112,8 +109,8 @@ def _unexplained(
         yield name, f"{name!r} ({fact}){like}", near
 
 
-def _odd_names(unused: Facts, unmade: Facts) -> Iterator[str]:
-    """Names that rules cannot map as they are."""
+def _odd_names(unused: LeafFacts, unmade: LeafFacts) -> Iterator[str]:
+    """LeafNames that rules cannot map as they are."""
     if any("%2F" in name for name in unused):
         yield (
             "%2F in a name is a `/` within a key, as in a flat tree; save a nested tree, or write "
@@ -130,13 +127,15 @@ def _missing_rule(stored: str, asked: str) -> str:
     return f"\n    perhaps a rule is missing: from {stored!r} to {asked!r}"
 
 
-def _ties(unmade: Facts, made: Mapping[str, Made], asked: Facts) -> Iterator[tuple[str, str]]:
+def _ties(
+    unmade: LeafFacts, made: Mapping[str, Made], asked: LeafFacts
+) -> Iterator[tuple[str, str]]:
     """What is asked for and probably tied to what is made: no other array has this shape."""
     like: dict[Fact, list[str]] = {}
     for name, fact in asked.items():
         like.setdefault(fact, []).append(name)
     for name, fact in unmade.items():
-        if fact.kind != "array" or not fact.shape or len(like[fact]) != 2:
+        if not fact.is_array or not fact.shape or len(like[fact]) != 2:
             continue
         (tied,) = (other for other in like[fact] if other != name)
         if tied in made and skeleton(tied) != skeleton(name):
@@ -156,10 +155,10 @@ def _tie(name: str, fact: Fact, tied: str, rule: str) -> str:
 
 
 def misfits(
-    unused: Facts,
-    unmade: Facts,
-    found: Sequence[Instance],
-    shared: Sequence[Shared],
+    unused: LeafFacts,
+    unmade: LeafFacts,
+    found: Sequence[Family],
+    shared: Sequence[SharedState],
 ) -> list[Problem]:
     """The rules that do not fit what is on both sides; what only one side has is no problem.
 
@@ -169,23 +168,25 @@ def misfits(
     return _misfits({**unused, **unmade}, set(), both, shared)[0]
 
 
-def misshapen(found: Sequence[Instance], unused: Facts, unmade: Facts) -> list[Instance]:
+def misshapen(found: Sequence[Family], unused: LeafFacts, unmade: LeafFacts) -> list[Family]:
     """The families that are asked for in another shape than what is stored gives."""
-    return [i for i in found if i.misshapen and _is_left_over(i, unused, unmade)]
+    return [
+        i for i in found if isinstance(i.reason, Misshapen) and _is_left_over(i, unused, unmade)
+    ]
 
 
-def _is_left_over(instance: Instance, unused: Facts, unmade: Facts) -> bool:
+def _is_left_over(family: Family, unused: LeafFacts, unmade: LeafFacts) -> bool:
     """Whether a rule does not apply here, and no other one does on either side."""
     return (
-        instance.why_not is not None
-        and any(name in unused for name in instance.names_there())
-        and any(name in unmade for name in instance.names_asked())
+        family.reason is not None
+        and any(name in unused for name in family.names_there())
+        and any(name in unmade for name in family.names_asked())
     )
 
 
-def _nearest(name: str, fact: Fact, among: Facts) -> str | None:
+def _nearest(name: str, fact: Fact, among: LeafFacts) -> str | None:
     """The likeliest counterpart of a name: one of its kind, with as many elements if there is."""
-    of_kind = {n: f for n, f in among.items() if f.kind == fact.kind}
+    of_kind = {n: f for n, f in among.items() if f.kind is fact.kind}
     same = [n for n, f in of_kind.items() if sorted(f.shape) == sorted(fact.shape)]
     if same and fact.shape:
         return _similar(name, same, _POSSIBLE)
@@ -197,7 +198,7 @@ def _similar(name: str, among: Iterable[str], least: float) -> str | None:
     return near[0] if near else None
 
 
-def _respelled(name: str, among: Facts) -> tuple[str | None, str]:
+def _respelled(name: str, among: LeafFacts) -> tuple[str | None, str]:
     """The name that was probably meant by one that does not exist, and what to say of it."""
     dotted = name.replace("/", ".")
     for other in among:
@@ -208,7 +209,7 @@ def _respelled(name: str, among: Facts) -> tuple[str | None, str]:
 
 
 def _misfits(
-    rest: Facts, tied: Set[str], found: Sequence[Instance], shared: Sequence[Shared]
+    rest: LeafFacts, tied: Set[str], found: Sequence[Family], shared: Sequence[SharedState]
 ) -> tuple[list[Problem], set[str]]:
     """The rules that match what is left over, but do not fit; and those names.
 
@@ -217,74 +218,72 @@ def _misfits(
         tied: of these, what is explained already.
         found, shared: as for `left_over`.
     """
-    by_statement: dict[tuple[Position, str], tuple[Instance, list[str]]] = {}
-    for instance, names in _likeliest(found):
+    by_statement: dict[tuple[SourcePosition, str], tuple[Family, list[str]]] = {}
+    for family, names in _likeliest(found):
         here = [name for name in names if name in rest and name not in tied]
         if here:
-            by_statement.setdefault(instance.rule.statement, (instance, []))[1].extend(here)
+            by_statement.setdefault(family.rule.statement, (family, []))[1].extend(here)
     matched = [name for _, names in by_statement.values() for name in names]
     explained = set(matched)
     for lift in shared:
         for slot in (lift.left, lift.right):
             explained.update(own for name in matched for own in slot.of(name))
     problems = []
-    for instance, names in _once_for_each_lift(by_statement.values()):
-        meant, hint = _instead(instance, {n: f for n, f in rest.items() if n not in names})
+    for family, names in _once_for_each_lift(by_statement.values()):
+        meant, hint = _instead(family, {n: f for n, f in rest.items() if n not in names})
         if meant is not None:
             explained.update(n for n in rest if skeleton(n) == skeleton(meant))
-        why = f"{_reason(instance)}{hint} (it matches {counted(names)})"
-        problems.append(fault(instance.rule, why, _caret(instance)))
+        why = f"{_reason(family)}{hint} (it matches {counted(names)})"
+        problems.append(fault(family.rule, why, _caret(family)))
     return problems, explained
 
 
-def _likeliest(found: Sequence[Instance]) -> Iterator[tuple[Instance, list[str]]]:
+def _likeliest(found: Sequence[Family]) -> Iterator[tuple[Family, list[str]]]:
     """The families that do not fit, each with the names for which it is the likeliest of them."""
-    misfits = [instance for instance in found if instance.why_not is not None]
+    misfits = [family for family in found if family.reason is not None]
     best: dict[str, int] = {}
-    for instance in misfits:
-        for name in instance.matched_names():
-            best[name] = max(best.get(name, 0), _likelihood(instance))
-    for instance in misfits:
-        score = _likelihood(instance)
-        yield instance, [name for name in instance.matched_names() if best[name] == score]
+    for family in misfits:
+        for name in family.matched_names():
+            best[name] = max(best.get(name, 0), _likelihood(family))
+    for family in misfits:
+        score = _likelihood(family)
+        yield family, [name for name in family.matched_names() if best[name] == score]
 
 
 def _once_for_each_lift(
-    misfits: Collection[tuple[Instance, list[str]]],
-) -> Iterator[tuple[Instance, list[str]]]:
+    misfits: Collection[tuple[Family, list[str]]],
+) -> Iterator[tuple[Family, list[str]]]:
     """Leaves out slots of optimizers whose parameter has the same reason, or a lift's second."""
-    reasons = {instance.why_not for instance, _ in misfits if not instance.rule.lifted}
-    lifts: set[Position] = set()
-    for instance, names in misfits:
-        if instance.rule.lifted:
-            if instance.why_not in reasons or instance.rule.position in lifts:
+    reasons = {str(family.reason) for family, _ in misfits if not family.rule.lifted}
+    lifts: set[SourcePosition] = set()
+    for family, names in misfits:
+        if family.rule.lifted:
+            if str(family.reason) in reasons or family.rule.position in lifts:
                 continue
-            lifts.add(instance.rule.position)
-        yield instance, names
+            lifts.add(family.rule.position)
+        yield family, names
 
 
-def _instead(instance: Instance, others: Facts) -> tuple[str | None, str]:
+def _instead(family: Family, others: LeafFacts) -> tuple[str | None, str]:
     """The name that was probably meant by one that is lacking, and what to say of it."""
-    return (None, "") if instance.lacks is None else _respelled(instance.lacks, others)
+    reason = family.reason
+    return _respelled(reason.name, others) if isinstance(reason, Lacks) else (None, "")
 
 
-def _caret(instance: Instance) -> str:
+def _caret(family: Family) -> str:
     """A line with a caret below the name that does not fit, in the rule's text."""
-    if instance.fault is None or instance.rule.lifted:
+    expr = None if family.reason is None else family.reason.expr
+    if expr is None or family.rule.lifted:
         return ""
-    rule, name = str(instance.rule), str(instance.fault.pattern.name)
-    at = rule.rfind(name) if instance.fault.tag in _tags(instance.rule.right) else rule.find(name)
+    rule, name = str(family.rule), str(expr.pattern.name)
+    is_right = any(other.tag == expr.tag for other in exprs_of(family.rule.right))
+    at = rule.rfind(name) if is_right else rule.find(name)
     return "" if at < 0 else f"\n  {' ' * at}^"
 
 
-def _tags(side: Terms | Nothing) -> set[str]:
-    return {expr.tag for expr in exprs_of(side)}
-
-
-def _reason(instance: Instance) -> str:
-    rule, why = instance.rule, instance.why_not
-    about_sizes = instance.lacks_names or instance.sizes_differ
-    if about_sizes and any(expr.pattern.choices for expr in rule.exprs):
+def _reason(family: Family) -> str:
+    rule, why = family.rule, family.reason
+    if isinstance(why, Lacks | OtherSizes) and any(expr.pattern.choices for expr in rule.exprs):
         return f"{why}; note that an enumeration such as {{a|b}} means all of its names together"
     return str(why)
 
@@ -294,14 +293,14 @@ def counted(names: Sequence[str]) -> str:
     return f"{names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-def _likelihood(instance: Instance) -> int:
+def _likelihood(family: Family) -> int:
     """A score of how likely a rule was meant for the names it matches: a match on both sides counts
     most, then that only a name is missing."""
-    both = bool(instance.have and instance.want)
-    return 4 * both + 2 * instance.lacks_names + (not instance.rule.optional)
+    both = bool(family.have and family.want)
+    return 4 * both + 2 * family.lacks_names + (not family.rule.optional)
 
 
-def _alike(facts: Facts, without: Set[str]) -> Iterator[tuple[str, str, Fact]]:
+def _alike(facts: LeafFacts, without: Set[str]) -> Iterator[tuple[str, str, Fact]]:
     """One name for all that differ in numbers alone, and a text that says how many they are."""
     groups: dict[tuple[str, Fact], list[str]] = {}
     for name, fact in facts.items():
@@ -312,15 +311,15 @@ def _alike(facts: Facts, without: Set[str]) -> Iterator[tuple[str, str, Fact]]:
 
 
 def idle(
-    rules: Sequence[Rule], found: Sequence[Instance], problems: Sequence[Problem], have: Names
+    rules: Sequence[Rule], found: Sequence[Family], problems: Sequence[Problem], have: LeafNames
 ) -> list[Problem]:
     """The rules that apply to nothing although they must; those in `problems` are left out."""
     known = {problem.rule.statement for problem in problems if problem.rule is not None}
-    busy = {instance.rule for instance in found if instance.why_not is None}
-    misfits: dict[Rule, Instance] = {}
-    for instance in found:
-        if instance.why_not is not None:
-            misfits.setdefault(instance.rule, instance)
+    busy = {family.rule for family in found if family.reason is None}
+    misfits: dict[Rule, Family] = {}
+    for family in found:
+        if family.reason is not None:
+            misfits.setdefault(family.rule, family)
     must = [r for r in rules if not r.optional and r not in busy and _relates(r)]
     idle_rules = []
     for rule in must:
@@ -340,7 +339,7 @@ def idle(
     return idle_rules
 
 
-def _other_spelling(rule: Rule, have: Names) -> str | None:
+def _other_spelling(rule: Rule, have: LeafNames) -> str | None:
     """What is wrong with a rule's name of what is stored, where that can be seen."""
     for expr in exprs_of(rule.left):
         name = expr.pattern.name
@@ -357,10 +356,10 @@ def _other_spelling(rule: Rule, have: Names) -> str | None:
 
 
 def unfamiliar(
-    rules: Sequence[Rule], valid: Sequence[Instance], found: Sequence[Instance], have: Names
+    rules: Sequence[Rule], valid: Sequence[Family], found: Sequence[Family], have: LeafNames
 ) -> list[Problem]:
     """Whether these are rules for another model altogether: none matches what is stored."""
-    matching = any(instance.have for instance in found)
+    matching = any(family.have for family in found)
     relating = [rule for rule in rules if _relates(rule) and not rule.lifted]
     if valid or matching or len(relating) < _MOST_IDLE or not have.facts:
         return []
@@ -375,10 +374,10 @@ def unfamiliar(
 
 
 def matching_nothing(
-    rules: Sequence[Rule], found: Sequence[Instance], have: Names
+    rules: Sequence[Rule], found: Sequence[Family], have: LeafNames
 ) -> list[Problem]:
     """The rules that match nothing stored although they must; slots of optimizers may be absent."""
-    there = {instance.rule for instance in found if instance.have}
+    there = {family.rule for family in found if family.have}
     return [
         fault(rule, f"matches nothing that is stored; {_other_spelling(rule, have) or _OPTIONAL}")
         for rule in rules
@@ -391,11 +390,11 @@ def _relates(rule: Rule) -> bool:
     return not isinstance(rule.left, Nothing) and not isinstance(rule.right, Nothing)
 
 
-def backwards(rules: Sequence[Rule], found: Sequence[Instance], have: Names) -> list[Problem]:
+def backwards(rules: Sequence[Rule], found: Sequence[Family], have: LeafNames) -> list[Problem]:
     """Whether the rules are the wrong way round: all that match nothing would match if turned."""
-    matching = {instance.rule for instance in found}
+    matching = {family.rule for family in found}
     idle = [rule for rule in rules if rule not in matching and _relates(rule)]
-    if not idle or not all(instances(rule.inverse, have, None) for rule in idle):
+    if not idle or not all(families(rule.inverse, have, None) for rule in idle):
         return []
     if 2 * len(idle) < sum(map(_relates, rules)):
         swapped = "has its sides swapped: what is stored belongs on the left"

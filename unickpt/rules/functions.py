@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 
-Shape = tuple[int, ...]
 
-
-def _same_shape(*shapes: Shape) -> Shape:
+def _same_shape(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     return shapes[0]
 
 
@@ -39,5 +37,5 @@ class Function:
 
     apply: Callable[..., Array]
     region: Callable[..., Sequence[Box]] | None = None
-    shape: Callable[..., Shape] = _same_shape
+    shape: Callable[..., tuple[int, ...]] = _same_shape
     inverse: Function | None = None

@@ -6,12 +6,12 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from unickpt.rules.ast import Choice, Linear, Name, item_text
+from unickpt.rules.ast import Enumeration, Linear, Name, item_text
+from unickpt.rules.name_patterns import Components
 from unickpt.rules.rule import Rule, exprs_of
 from unickpt.trees.name_ranges import skeleton
 
 _SEPARATOR = re.compile(r"[/.]")
-Components = tuple[str, ...]
 
 _MOST_PAIRS = 4096  # of names of a rule that are compared
 
@@ -50,7 +50,7 @@ def _names(rule: Rule) -> Iterator[tuple[Components, Components]]:
 def _components(name: Name, chosen: dict[str, int]) -> Components:
     text = ""
     for item in name.items:
-        if isinstance(item, Choice) and item.axis in chosen:
+        if isinstance(item, Enumeration) and item.axis in chosen:
             text += item.options[chosen[item.axis]]
         else:
             text += item_text(item)

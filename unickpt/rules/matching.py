@@ -9,16 +9,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from unickpt.format.index import ArrayEntry
+from unickpt.reading.recipes import MappedSource
 from unickpt.rules import ast, axes
-from unickpt.rules.ast import ELLIPSIS, Item, Nothing
-from unickpt.rules.name_patterns import Match, Path, is_ambiguous, solve_linear
+from unickpt.rules.ast import ELLIPSIS, AxisItem, Nothing
+from unickpt.rules.name_patterns import Components, Match, is_ambiguous, solve_linear
 from unickpt.rules.plan import Fact
 from unickpt.rules.rule import CompiledExpr, Rule, Terms, exprs_of
 
 _MOST_ARRAYS = 1 << 16  # of a family, however few there are
 
 
-class Names:
+class LeafNames:
     """Leaves by name, found by the text that their names begin with."""
 
     def __init__(self, facts: Mapping[str, Fact]) -> None:
@@ -66,7 +68,7 @@ class Lacks(Unfit):
 
 
 @dataclass(eq=False)
-class Instance:
+class Family:
     """A rule together with the texts that its captures took: the arrays of one family.
 
     Arguments:
@@ -75,43 +77,39 @@ class Instance:
         have, want: the arrays of each expression that match, with what their names hold.
         sizes: of all axes.
         rank: how many axes `...` matches.
-        why_not: why it does not apply; None where it does.
-        fault: the expression that does not fit, where it is one.
-        lacks: the first array of the family that does not exist, where that is the reason.
-        misshapen: whether the reason is that arrays have other shapes.
-        sizes_differ: whether the reason is that axes have other sizes.
+        reason: why it does not apply; None where it does.
     """
 
     rule: Rule
-    texts: dict[str, Path]
+    texts: dict[str, Components]
     have: dict[str, list[tuple[str, Match]]] = field(default_factory=dict)
     want: dict[str, list[tuple[str, Match]]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     rank: int = 0
-    why_not: str | None = None
-    fault: CompiledExpr | None = None
-    lacks: str | None = None
-    misshapen: bool = False
-    sizes_differ: bool = False
-    _items: dict[str, tuple[Item, ...]] = field(default_factory=dict)
+    reason: Unfit | None = None
+    _items: dict[str, tuple[AxisItem, ...]] = field(default_factory=dict)
+    _grids: dict[str, list[tuple[dict[str, int], str]]] = field(default_factory=dict)
 
     @property
     def lacks_names(self) -> bool:
         """Whether it does not apply because arrays of the family do not exist."""
-        return self.lacks is not None
+        return isinstance(self.reason, Lacks)
 
-    def items(self, expr: CompiledExpr) -> tuple[Item, ...]:
+    def items(self, expr: CompiledExpr) -> tuple[AxisItem, ...]:
         """An expression's axes with `...` spelled out; not before `rank` is known."""
         if expr.tag not in self._items:
             self._items[expr.tag] = axes.expand(expr.items, self.rank)
         return self._items[expr.tag]
 
-    def grid(self, expr: CompiledExpr) -> Iterator[tuple[dict[str, int], str]]:
-        """Every array of an expression: the indices in its name, and its name."""
-        names = sorted(expr.pattern.axes)
-        for indices in itertools.product(*(range(self.sizes[a]) for a in names)):
-            at = dict(zip(names, indices, strict=True))
-            yield at, expr.pattern.format(self.texts, at)
+    def grid(self, expr: CompiledExpr) -> list[tuple[dict[str, int], str]]:
+        """Every array of an expression: the indices in its name, and its name; not before all
+        sizes are known."""
+        if expr.tag not in self._grids:
+            names = sorted(expr.pattern.axes)
+            every = itertools.product(*(range(self.sizes[a]) for a in names))
+            indices = [dict(zip(names, at, strict=True)) for at in every]
+            self._grids[expr.tag] = [(at, expr.pattern.format(self.texts, at)) for at in indices]
+        return self._grids[expr.tag]
 
     def names_there(self) -> Iterator[str]:
         """The names of stored arrays that match."""
@@ -125,39 +123,87 @@ class Instance:
         """All names that match."""
         return itertools.chain(self.names_there(), self.names_asked())
 
+    def blocks(
+        self, exprs: Iterable[CompiledExpr]
+    ) -> Iterator[tuple[frozenset[str], tuple[CompiledExpr, axes.SegmentChoice]]]:
+        """Each block of some expressions under its axes."""
+        for expr in exprs:
+            items = self.items(expr)
+            for choice in axes.choices(items):
+                own = frozenset(axis.name for axis in axes.block_axes(items, choice))
+                yield own | expr.pattern.axes, (expr, choice)
 
-def instances(rule: Rule, have: Names, want: Names | None) -> list[Instance]:
+    def mapped(
+        self,
+        entry: ArrayEntry,
+        source: tuple[CompiledExpr, axes.SegmentChoice, Mapping[str, int]],
+        out: tuple[CompiledExpr, axes.SegmentChoice, Mapping[str, int]],
+    ) -> MappedSource:
+        """A block of a made array, and the stored one that it comes from: for each its expression,
+        the choice of segments, and the indices in its name."""
+        fixed = {**source[2], **out[2]}
+        items = self.items(source[0])
+        own = [axis.name for axis in axes.block_axes(items, source[1]) if axis.name not in fixed]
+        numbers = {axis: number for number, axis in enumerate(own)}
+        dims = [
+            axes.dims_of(self.items(expr), choice, self.sizes, numbers, fixed)
+            for expr, choice, _ in (source, out)
+        ]
+        (a, b), (c, d) = (expr.affine(self.sizes) for expr, _, _ in (source, out))
+        extents = tuple(self.sizes[axis] for axis in own)
+        return MappedSource(entry, extents, dims[0], dims[1], scale=a / c, offset=(b - d) / c)
+
+    def padded_sizes(self) -> dict[str, int]:
+        """The sizes of the axes, those of a pad under `_`."""
+        pads = {axis: size for axis, size in self.sizes.items() if axes.is_pad(axis)}
+        sizes = {axis: size for axis, size in self.sizes.items() if axis not in pads}
+        if len(pads) == 1:
+            sizes[axes.PAD] = next(iter(pads.values()))
+        return sizes
+
+    def check_shape(self, expr: CompiledExpr, name: str, shape: tuple[int, ...]) -> None:
+        """Compares the shape that a function makes with the axes of its rule."""
+        items, sizes = self.items(expr), dict(self.sizes)
+        made = f"the function makes {name!r} of shape {list(shape)}"
+        if len(items) != len(shape):
+            raise Unfit(f"{made}, but the rule gives it the axes [{' '.join(map(str, items))}]")
+        for item, extent in zip(items, shape, strict=True):
+            try:
+                axes.solve(item, extent, sizes)
+            except axes.DoesNotFit as error:
+                raise Unfit(f"{made}: {error}") from None
+
+
+def families(rule: Rule, have: LeafNames, want: LeafNames | None) -> list[Family]:
     """The families of arrays that a rule matches, not resolved yet."""
-    found: dict[tuple[tuple[str, Path], ...], Instance] = {}
+    found: dict[tuple[tuple[str, Components], ...], Family] = {}
     for side, names, attribute in ((rule.left, have, "have"), (rule.right, want, "want")):
         for expr in exprs_of(side) if names is not None else []:
             assert names is not None
             for name, match in names.matching(expr):
                 texts = match.texts
-                instance = found.setdefault(texts, Instance(rule, dict(texts)))
-                getattr(instance, attribute).setdefault(expr.tag, []).append((name, match))
+                family = found.setdefault(texts, Family(rule, dict(texts)))
+                getattr(family, attribute).setdefault(expr.tag, []).append((name, match))
     free = any(expr.pattern.texts for expr in exprs_of(rule.right))
     if not found and want is None and isinstance(rule.left, Nothing) and not free:
-        found[()] = Instance(rule, {})  # it makes arrays out of nothing
+        found[()] = Family(rule, {})  # it makes arrays out of nothing
     return list(found.values())
 
 
-def resolve(instance: Instance, have: Names, want: Names | None, *, partly: bool) -> None:
+def resolve(family: Family, have: LeafNames, want: LeafNames | None, *, partly: bool) -> None:
     """Finds the sizes of all axes, and whether all arrays of the family are there.
 
     Arguments:
-        instance: `sizes` (which may hold some already), `rank` and `why_not` are set.
+        family: `sizes` (which may hold some already), `rank` and `reason` are set.
         have: what is stored.
         want: what is asked for, where that is known.
         partly: whether some of the arrays that the rule makes need not be asked for.
     """
     try:
-        _resolve(instance, have, want, partly)
+        _resolve(family, have, want, partly)
     except Unfit as error:
-        instance.why_not, instance.fault = str(error), error.expr
-        instance.lacks = error.name if isinstance(error, Lacks) else None
-        instance.misshapen = isinstance(error, Misshapen)
-        instance.sizes_differ = isinstance(error, OtherSizes)
+        error.__context__ = None  # the frames of both would live as long as the family
+        family.reason = error.with_traceback(None)
 
 
 class _Matched(NamedTuple):
@@ -171,7 +217,7 @@ class _Matched(NamedTuple):
 
     expr: CompiledExpr
     arrays: Sequence[tuple[str, Match]]
-    names: Names
+    names: LeafNames
 
     @property
     def first(self) -> tuple[str, Fact]:
@@ -180,43 +226,43 @@ class _Matched(NamedTuple):
         return name, self.names.facts[name]
 
 
-def _resolve(instance: Instance, have: Names, want: Names | None, partly: bool) -> None:
-    rule = instance.rule
-    sides = [(rule.left, have, instance.have)]
+def _resolve(family: Family, have: LeafNames, want: LeafNames | None, partly: bool) -> None:
+    rule = family.rule
+    sides = [(rule.left, have, family.have)]
     if want is not None:
-        sides.append((rule.right, want, instance.want))
+        sides.append((rule.right, want, family.want))
     matched = [
         _Matched(expr, found[expr.tag], names)
         for side, names, found in sides
         for expr in exprs_of(side)
         if expr.tag in found
     ]
-    given = {**instance.sizes, **rule.sizes}
+    given = {**family.sizes, **rule.sizes}
     for expr in rule.exprs:
         given |= {choice.axis: len(choice.options) for choice in expr.pattern.choices}
-    instance.sizes = {k: v for k, v in given.items() if k != axes.PAD}
+    family.sizes = {k: v for k, v in given.items() if k != axes.PAD}
     if rule.says_shapes:
-        instance.rank = _rank(matched)
+        family.rank = _rank(matched)
         if axes.PAD in given:
-            _size_pads(instance, given[axes.PAD])
-        _find_sizes(instance, matched)
-    _check_all_there(instance, have, want, partly)
+            _size_pads(family, given[axes.PAD])
+        _find_sizes(family, matched)
+    _check_all_there(family, have, want, partly)
 
 
-def _size_pads(instance: Instance, size: int) -> None:
+def _size_pads(family: Family, size: int) -> None:
     """Gives each pad the size that is given for `_`."""
-    for expr in instance.rule.exprs:
-        for pad in ast.axes_of(instance.items(expr)):
+    for expr in family.rule.exprs:
+        for pad in axes.axes_of(family.items(expr)):
             if axes.is_pad(pad.name):
-                instance.sizes[pad.name] = size
+                family.sizes[pad.name] = size
 
 
-def _find_sizes(instance: Instance, matched: Sequence[_Matched]) -> None:
+def _find_sizes(family: Family, matched: Sequence[_Matched]) -> None:
     """Finds the sizes of all axes from the shapes of arrays, and the numbers in their names."""
-    sizes = instance.sizes
+    sizes = family.sizes
     # First from arrays without an index in their names: these certainly belong to the family.
-    _solve(instance, [one for one in matched if not one.expr.pattern.axes])
-    family: list[_Matched] = []
+    _solve(family, [one for one in matched if not one.expr.pattern.axes])
+    inside_sizes: list[_Matched] = []
     indices: list[list[dict[str, int]]] = []
     for one in matched:
         inside = _within(one, sizes)
@@ -225,16 +271,16 @@ def _find_sizes(instance: Instance, matched: Sequence[_Matched]) -> None:
                 f"the numbers in the names that match {one.expr.pattern.name} are out of range",
                 one.expr,
             )
-        family.append(one._replace(arrays=[(name, match) for name, match, _ in inside]))
+        inside_sizes.append(one._replace(arrays=[(name, match) for name, match, _ in inside]))
         indices.append([at for _, _, at in inside])
-    _solve(instance, family)
-    for one, of_one in zip(family, indices, strict=True):
+    _solve(family, inside_sizes)
+    for one, of_one in zip(inside_sizes, indices, strict=True):
         for axis in one.expr.pattern.axes:
             if axis not in sizes:
                 sizes[axis] = 1 + max(at[axis] for at in of_one)
-    _solve(instance, family)
-    if instance.rule.moves:  # else the function knows the shape of what it makes
-        _fuse(instance, family)
+    _solve(family, inside_sizes)
+    if family.rule.moves:  # else the function knows the shape of what it makes
+        _fuse(family, inside_sizes)
 
 
 def _rank(matched: Sequence[_Matched]) -> int:
@@ -242,7 +288,7 @@ def _rank(matched: Sequence[_Matched]) -> int:
     ranks: dict[int, None] = {}
     for one in matched:
         (name, fact), items = one.first, one.expr.items
-        dots = sum(1 for axis in ast.axes_of(items) if axis.name == ELLIPSIS)
+        dots = sum(1 for axis in axes.axes_of(items) if axis.name == ELLIPSIS)
         rank = len(fact.shape) - (len(items) - dots)
         if rank < 0 or (rank and not dots):
             raise Misshapen(_rank_text(one.expr, fact, name), one.expr)
@@ -254,7 +300,7 @@ def _rank(matched: Sequence[_Matched]) -> int:
 
 
 def _rank_text(expr: CompiledExpr, fact: Fact, name: str) -> str:
-    if fact.kind != "array":
+    if not fact.is_array:
         return (
             f"{name!r} is {fact}, which has no axes: a rule for it has no brackets on either side"
         )
@@ -276,7 +322,7 @@ def _within(matched: _Matched, sizes: Mapping[str, int]) -> list[tuple[str, Matc
     return kept
 
 
-def _solve(instance: Instance, matched: Sequence[_Matched]) -> None:
+def _solve(family: Family, matched: Sequence[_Matched]) -> None:
     """Finds sizes from shapes until nothing new follows, then compares all shapes with them."""
     equations: dict[tuple[str, tuple[int, ...]], tuple[CompiledExpr, str, Fact]] = {}
     for one in matched:
@@ -284,70 +330,70 @@ def _solve(instance: Instance, matched: Sequence[_Matched]) -> None:
             fact = one.names.facts[name]
             equations.setdefault((one.expr.tag, fact.shape), (one.expr, name, fact))
     for expr, name, fact in equations.values():
-        if len(instance.items(expr)) != len(fact.shape):
+        if len(family.items(expr)) != len(fact.shape):
             raise Misshapen(_rank_text(expr, fact, name), expr)
     origins: dict[str, str] = {}
     again = True
     while again:
         again = False
         for expr, name, fact in equations.values():
-            for item, extent in zip(instance.items(expr), fact.shape, strict=True):
+            for item, extent in zip(family.items(expr), fact.shape, strict=True):
                 try:
-                    again |= axes.solve(item, extent, instance.sizes)
+                    again |= axes.solve(item, extent, family.sizes)
                 except axes.DoesNotFit as error:
-                    details = _details(instance, expr, item, fact, origins)
+                    details = _details(family, expr, item, fact, origins)
                     raise OtherSizes(f"{name!r} is {fact}: {error}{details}", expr) from None
-                for axis in ast.axes_of([item]):
+                for axis in axes.axes_of([item]):
                     origins.setdefault(axis.name, name)
 
 
 def _details(
-    instance: Instance, expr: CompiledExpr, item: Item, fact: Fact, origins: Mapping[str, str]
+    family: Family, expr: CompiledExpr, item: AxisItem, fact: Fact, origins: Mapping[str, str]
 ) -> str:
     """Where the sizes come from that do not fit, and the order of axes that would fit."""
-    own = {axis.name for axis in ast.axes_of([item])}
-    given = [f"{a}={n}" for a, n in instance.rule.sizes.items() if a in own]
+    own = {axis.name for axis in axes.axes_of([item])}
+    given = [f"{a}={n}" for a, n in family.rule.sizes.items() if a in own]
     elsewhere = dict.fromkeys(repr(name) for axis, name in origins.items() if axis in own)
     text = f", where {', '.join(given)} is given" if given else ""
     text += f" (in {', '.join(elsewhere)})" if elsewhere and not given else ""
-    items = instance.items(expr)
-    by_size = {axes.size_of(i, instance.sizes): str(i) for i in items}
+    items = family.items(expr)
+    by_size = {axes.size_of(i, family.sizes): str(i) for i in items}
     if len(by_size) == len(items) and set(by_size) == set(fact.shape):
         text += f"; the order [{' '.join(by_size[n] for n in fact.shape)}] would fit"
     return text
 
 
-def _fuse(instance: Instance, matched: Sequence[_Matched]) -> None:
+def _fuse(family: Family, matched: Sequence[_Matched]) -> None:
     """Treats axes that always appear together as one, where nothing gives their single sizes."""
-    exprs = instance.rule.exprs
-    all_items = [instance.items(expr) for expr in exprs]
+    exprs = family.rule.exprs
+    all_items = [family.items(expr) for expr in exprs]
     apart = {axis for expr in exprs for axis in (*expr.pattern.axes, *expr.arithmetic_axes)}
-    while unknown := _unknown_axes(instance):
+    while unknown := _unknown_axes(family):
         for axis in unknown:
             if axis not in apart and axes.always_followed(axis, all_items):
-                instance.sizes[axis] = 1
+                family.sizes[axis] = 1
                 break
         else:
             names = ", ".join(a if not axes.is_pad(a) else axes.PAD for a in unknown)
             one = next((a for a in unknown if not axes.is_pad(a)), axes.PAD)
             raise Unfit(f"the size of {names} is unknown: give it, as in `{one}=8`")
-        _solve(instance, matched)
+        _solve(family, matched)
 
 
-def _unknown_axes(instance: Instance) -> list[str]:
+def _unknown_axes(family: Family) -> list[str]:
     """The axes of a rule whose sizes are unknown, sorted."""
     found: set[str] = set()
-    for expr in instance.rule.exprs:
-        found |= expr.pattern.axes | {axis.name for axis in ast.axes_of(instance.items(expr))}
-    return sorted(found - instance.sizes.keys())
+    for expr in family.rule.exprs:
+        found |= expr.pattern.axes | {axis.name for axis in axes.axes_of(family.items(expr))}
+    return sorted(found - family.sizes.keys())
 
 
-def _check_all_there(instance: Instance, have: Names, want: Names | None, partly: bool) -> None:
-    rule = instance.rule
+def _check_all_there(family: Family, have: LeafNames, want: LeafNames | None, partly: bool) -> None:
+    rule = family.rule
     for expr in rule.exprs:
-        if any(is_ambiguous(linear, instance.sizes) for linear in expr.pattern.linears):
+        if any(is_ambiguous(linear, family.sizes) for linear in expr.pattern.linears):
             raise Unfit(f"two sets of indices make one number in {expr.pattern.name}")
-        count = math.prod(instance.sizes.get(axis, 1) for axis in expr.pattern.axes)
+        count = math.prod(family.sizes.get(axis, 1) for axis in expr.pattern.axes)
         if count > max(_MOST_ARRAYS, 2 * len({**have.facts, **(want.facts if want else {})})):
             why = (
                 f"{expr.pattern.name} would be {count:,} arrays, far more than there are: is a "
@@ -360,24 +406,24 @@ def _check_all_there(instance: Instance, have: Names, want: Names | None, partly
         if names is None or isinstance(side, Nothing):
             continue
         for term in side:
-            _check_term(instance, term, names, verb, partly and names is want)
-        makes = list(names_of(instance, side)) if partly and names is want else []
+            _check_term(family, term, names, verb, partly and names is want)
+        makes = list(names_of(family, side)) if partly and names is want else []
         if makes and not any(name in names.facts for name in makes):
             raise Lacks("nothing that it makes is asked for", exprs_of(side)[0], makes[0])
 
 
-def names_of(instance: Instance, side: Terms | Nothing) -> Iterator[str]:
+def names_of(family: Family, side: Terms | Nothing) -> Iterator[str]:
     """All names of a side of a family."""
     for expr in exprs_of(side):
-        for _, name in instance.grid(expr):
+        for _, name in family.grid(expr):
             yield name
 
 
 def _check_term(
-    instance: Instance, term: Sequence[CompiledExpr], names: Names, verb: str, partly: bool
+    family: Family, term: Sequence[CompiledExpr], names: LeafNames, verb: str, partly: bool
 ) -> None:
     for number, expr in enumerate(term):
-        needed = [name for _, name in instance.grid(expr)]
+        needed = [name for _, name in family.grid(expr)]
         missing = [name for name in needed if name not in names.facts]
         if not missing or partly or (number and len(missing) == len(needed)):
             continue  # of arrays that are one, the first must be there

@@ -1,4 +1,4 @@
-"""Names with captures: matched against whole names, and made again from what was captured."""
+"""LeafNames with captures: matched against whole names, and made again from what was captured."""
 
 from __future__ import annotations
 
@@ -9,9 +9,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from unickpt.errors import RuleSyntaxError
-from unickpt.rules.ast import Capture, Choice, Linear, Name, Position, Text, item_text, syntax_error
+from unickpt.rules.ast import (
+    Enumeration,
+    Linear,
+    Name,
+    NameCapture,
+    SourcePosition,
+    Text,
+    item_text,
+    syntax_error,
+)
 
-Path = tuple[str, ...]
+Components = tuple[str, ...]
 _SEPARATORS = "/."
 _NUMBER = "(0|[1-9][0-9]{0,17})"
 _DIGITS, _COMPONENT = re.compile(_NUMBER), re.compile("[^/.]+")
@@ -27,7 +36,7 @@ class Match:
         chosen: the index of each enumeration's axis.
     """
 
-    texts: tuple[tuple[str, Path], ...]
+    texts: tuple[tuple[str, Components], ...]
     numbers: tuple[int, ...]
     chosen: tuple[tuple[str, int], ...]
 
@@ -45,7 +54,7 @@ class Pattern:
         for item in self.name.items:
             if isinstance(item, Linear):
                 found.update(axis for axis, _ in item.terms)
-            elif isinstance(item, Choice):
+            elif isinstance(item, Enumeration):
                 found.add(item.axis)
         return frozenset(found)
 
@@ -59,8 +68,8 @@ class Pattern:
         return [item for item in self.name.items if isinstance(item, Linear)]
 
     @property
-    def choices(self) -> list[Choice]:
-        return [item for item in self.name.items if isinstance(item, Choice)]
+    def choices(self) -> list[Enumeration]:
+        return [item for item in self.name.items if isinstance(item, Enumeration)]
 
     @cached_property
     def prefix(self) -> str:
@@ -74,10 +83,10 @@ class Pattern:
         return all(isinstance(item, str) for item in self.name.items)
 
     @cached_property
-    def _parts(self) -> list[tuple[str | Text | Linear | Choice, str]]:
+    def _parts(self) -> list[tuple[str | NameCapture, str]]:
         """The pieces with their separators: those of `Text` may be left out with it."""
         items = list(self.name.items)
-        parts: list[tuple[str | Text | Linear | Choice, str]] = []
+        parts: list[tuple[str | NameCapture, str]] = []
         for at, item in enumerate(items):
             if not isinstance(item, Text) or not item.path:
                 parts.append((item, ""))
@@ -103,7 +112,7 @@ class Pattern:
                     text += re.escape(item)
                 case Linear():
                     text += _NUMBER
-                case Choice(_, options, _):
+                case Enumeration(_, options, _):
                     text += "(" + "|".join(map(re.escape, options)) + ")"
                 case Text(_, False, options):
                     text += f"({'|'.join(map(re.escape, options))})" if options else "([^/.]+)"
@@ -129,7 +138,7 @@ class Pattern:
                     found += begins.isdigit()
                 case Text(_, False, ()):
                     found += begins not in ("", *_SEPARATORS)
-                case Choice() | Text(_, False, _):
+                case Enumeration() | Text(_, False, _):
                     ordered = sorted(item.options)
                     found += any(b.startswith(a) for a, b in itertools.pairwise(ordered))
         return found > 1
@@ -192,7 +201,7 @@ class Pattern:
 
     def _one_component(self, first: Text, second: Text) -> RuleSyntaxError:
         options = second.options or ("one", "two")
-        line = self._rewritten(second, item_text(Choice("", options)))
+        line = self._rewritten(second, item_text(Enumeration("", options)))
         where = "" if second.options else f"\nwhere {second.key} is `one` or `two`"
         return syntax_error(
             f"{item_text(first)} and {item_text(second)} are in one component, without `/` or "
@@ -207,7 +216,7 @@ class Pattern:
         written = rf"\{{\s*{capture.key}\s*{dots}(?:=[^}}]*)?\}}"
         return re.sub(written, lambda _: text, self.name.position.text).strip()
 
-    def _position_of(self, capture: Capture) -> Position:
+    def _position_of(self, capture: NameCapture) -> SourcePosition:
         """Where a capture is written; if that is not certain, where the whole name is."""
         position = self.name.position
         before = self.name.items[: self.name.items.index(capture)]
@@ -216,7 +225,7 @@ class Pattern:
         certain = position.text.startswith("{", column - 1)
         return replace(position, column=column) if certain else position
 
-    def _check_whole(self, item: Text, before: str | Capture, after: str | Capture) -> None:
+    def _check_whole(self, item: Text, before: str | NameCapture, after: str | NameCapture) -> None:
         for neighbour, end in ((before, -1), (after, 0)):
             if not isinstance(neighbour, str) or neighbour[end:][:1] not in ("", *_SEPARATORS):
                 raise syntax_error(
@@ -234,7 +243,7 @@ class Pattern:
             all_taken = None if found is None else list(found.groups())
         if all_taken is None:
             return None
-        texts: list[tuple[str, Path]] = []
+        texts: list[tuple[str, Components]] = []
         numbers: list[int] = []
         chosen: list[tuple[str, int]] = []
         groups = iter(all_taken)
@@ -249,7 +258,7 @@ class Pattern:
             match item:
                 case Linear():
                     numbers.append(int(taken))
-                case Choice(axis, options, _):
+                case Enumeration(axis, options, _):
                     chosen.append((axis, options.index(taken)))
                 case Text(key, False):
                     texts.append((key, (taken,)))
@@ -257,7 +266,7 @@ class Pattern:
                     texts.append((key, tuple(taken.split(separator[1:] or "/"))))
         return Match(tuple(sorted(texts)), tuple(numbers), tuple(chosen))
 
-    def format(self, texts: Mapping[str, Path], indices: Mapping[str, int]) -> str:
+    def format(self, texts: Mapping[str, Components], indices: Mapping[str, int]) -> str:
         """The name that the captures make."""
         out = ""
         for item, separator in self._parts:
@@ -266,7 +275,7 @@ class Pattern:
                     out += item
                 case Linear(terms, constant):
                     out += str(sum(indices[axis] * factor for axis, factor in terms) + constant)
-                case Choice(axis, options, _):
+                case Enumeration(axis, options, _):
                     out += options[indices[axis]]
                 case Text(key, False):
                     out += texts[key][0]
@@ -278,12 +287,12 @@ class Pattern:
         return out
 
 
-def _ends(part: str | Text | Linear | Choice, separator: str, name: str, at: int) -> Iterator[int]:
+def _ends(part: str | NameCapture, separator: str, name: str, at: int) -> Iterator[int]:
     """Where a piece of a pattern can end that begins at a place of a name; the likeliest first."""
     match part:
         case str():
             options: tuple[str, ...] = (part,)
-        case Choice() | Text():
+        case Enumeration() | Text():
             options = part.options
         case Linear():
             options = ()
@@ -306,7 +315,7 @@ def _ends(part: str | Text | Linear | Choice, separator: str, name: str, at: int
 
 
 def _taken(
-    parts: list[tuple[str | Text | Linear | Choice, str]], name: str, ends: list[int]
+    parts: list[tuple[str | NameCapture, str]], name: str, ends: list[int]
 ) -> list[str | None]:
     """The text of each capture, without its separator; None for a path that is left out."""
     taken: list[str | None] = []

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field, replace
 
 from unickpt.rules.ast import (
     ArrayExpr,
-    Capture,
     LiftLine,
     Linear,
     Name,
+    NameCapture,
     Nothing,
-    Position,
+    SourcePosition,
     Text,
     syntax_error,
 )
-from unickpt.rules.matching import Instance, Names, names_of
+from unickpt.rules.matching import Family, LeafNames, names_of
 from unickpt.rules.name_patterns import Pattern
 from unickpt.rules.rule import Rule, Terms, exprs_of
 
@@ -25,7 +25,7 @@ Domain = tuple[Name | None, Name | None]
 
 
 @dataclass(frozen=True)
-class Slot:
+class StateName:
     """The names of one slot of all parameters, or the one name of what all of them share.
 
     Arguments:
@@ -54,22 +54,22 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedState:
     """`lift count <-> state/{p}/step`: one value on one side, on the other one per parameter."""
 
-    position: Position = field(compare=False)
-    left: Slot
-    right: Slot
+    position: SourcePosition = field(compare=False)
+    left: StateName
+    right: StateName
 
     @property
-    def inverse(self) -> Shared:
-        return Shared(self.position, self.right, self.left)
+    def inverse(self) -> SharedState:
+        return SharedState(self.position, self.right, self.left)
 
     def __str__(self) -> str:
         return f"{self.position}: lift {self.left.name} <-> {self.right.name}"
 
 
-def lift(line: LiftLine, rules: Sequence[Rule]) -> list[Rule] | Shared:
+def lift(line: LiftLine, rules: Sequence[Rule]) -> list[Rule] | SharedState:
     """The rules of optimizer slots that follow from the rules of parameters.
 
     Raises:
@@ -87,10 +87,10 @@ def lift(line: LiftLine, rules: Sequence[Rule]) -> list[Rule] | Shared:
             raise syntax_error(f"this name needs the capture {{{min(keys)}}}", name.position)
     if None in captures:
         left, right = line.domain or (None, None)
-        return Shared(
+        return SharedState(
             line.position,
-            Slot(line.left.name, left, line.left.dtype),
-            Slot(line.right.name, right, line.right.dtype),
+            StateName(line.left.name, left, line.left.dtype),
+            StateName(line.right.name, right, line.right.dtype),
         )
     lifted: list[Rule] = []
     for rule in rules:
@@ -112,7 +112,7 @@ def _domains(line: LiftLine, rule: Rule) -> list[Domain]:
     return list(itertools.product(left, right))
 
 
-def _readings(side: Terms | Nothing, capture: Capture, line: LiftLine) -> list[Name | None]:
+def _readings(side: Terms | Nothing, capture: NameCapture, line: LiftLine) -> list[Name | None]:
     heads = {_head(expr.pattern.name) for expr in exprs_of(side)}
     head = heads.pop() if len(heads) == 1 else ""
     return [None, *([Name((head, capture), line.position)] if head else [])]
@@ -180,8 +180,8 @@ def _lift_side(
 
 
 def _without(
-    items: Sequence[str | Capture], domain: Name | None
-) -> tuple[str | Capture, ...] | None:
+    items: Sequence[str | NameCapture], domain: Name | None
+) -> tuple[str | NameCapture, ...] | None:
     """A parameter's name without the rest of `domain`; None if `domain` does not match."""
     rest = list(items)
     if domain is None:
@@ -199,8 +199,8 @@ def _without(
     return tuple(item for item in rest if item != "")
 
 
-def _nested(outer: Name, inner: Sequence[str | Capture]) -> tuple[str | Capture, ...]:
-    out: list[str | Capture] = []
+def _nested(outer: Name, inner: Sequence[str | NameCapture]) -> tuple[str | NameCapture, ...]:
+    out: list[str | NameCapture] = []
     for item in outer.items:
         for piece in [item] if isinstance(item, str) else inner:
             if isinstance(piece, str) and out and isinstance(out[-1], str):
@@ -211,7 +211,7 @@ def _nested(outer: Name, inner: Sequence[str | Capture]) -> tuple[str | Capture,
 
 
 def shared_names(
-    lift: Shared, found: Sequence[Instance], have: Names, want: Names | None
+    lift: SharedState, found: Sequence[Family], have: LeafNames, want: LeafNames | None
 ) -> tuple[list[str], list[str]]:
     """The names that a lift is about, on both sides.
 
@@ -228,14 +228,14 @@ def shared_names(
     ]
 
 
-def _names(slot: Slot, found: Sequence[Instance], left: bool, other: Slot) -> list[str]:
+def _names(slot: StateName, found: Sequence[Family], left: bool, other: StateName) -> list[str]:
     if slot.single is not None:
         return [slot.single]
     parameters = [
         name
-        for instance in found
-        if not instance.rule.lifted
-        for name in names_of(instance, instance.rule.left if left else instance.rule.right)
+        for family in found
+        if not family.rule.lifted
+        for name in names_of(family, family.rule.left if left else family.rule.right)
     ]
     names = list(dict.fromkeys(n for parameter in parameters for n in slot.of(parameter)))
     assert other.single is not None, "one side has one name"
@@ -245,7 +245,7 @@ def _names(slot: Slot, found: Sequence[Instance], left: bool, other: Slot) -> li
     return [name for name in names if not neighbours.isdisjoint(_but_one(name))]
 
 
-def _neighbours(single: str, found: Sequence[Instance], left: bool) -> set[tuple[str, ...]]:
+def _neighbours(single: str, found: Sequence[Family], left: bool) -> set[tuple[str, ...]]:
     """What the names of the slots that lie next to the one name on the other side have in common
     with those of other slots of the same parameters.
 
@@ -253,14 +253,14 @@ def _neighbours(single: str, found: Sequence[Instance], left: bool) -> set[tuple
     """
     folder = single.rpartition("/")[0]
     common: set[tuple[str, ...]] = set()
-    for instance in found:
-        if not instance.rule.lifted:
+    for family in found:
+        if not family.rule.lifted:
             continue
-        ours, theirs = instance.rule.left, instance.rule.right
+        ours, theirs = family.rule.left, family.rule.right
         if not left:
             ours, theirs = theirs, ours
-        if any(f"{name}/".startswith(f"{folder}/") for name in names_of(instance, theirs)):
-            for name in names_of(instance, ours):
+        if any(f"{name}/".startswith(f"{folder}/") for name in names_of(family, theirs)):
+            for name in names_of(family, ours):
                 common.update(_but_one(name))
     return common
 

@@ -13,32 +13,31 @@ from unickpt.rules.ast import (
     ELLIPSIS,
     ArrayExpr,
     Axis,
-    Capture,
-    Choice,
-    Composite,
+    AxisGroup,
+    AxisItem,
     ConventionLine,
+    Enumeration,
     Flip,
     IncludeLine,
-    Item,
     LiftLine,
     Linear,
     Name,
+    NameCapture,
     Nothing,
     One,
     Operand,
     Pad,
-    Position,
     RuleLine,
     Side,
+    SourcePosition,
     Statement,
     Term,
     Text,
     WhereLine,
-    axes_of,
     syntax_error,
 )
-from unickpt.rules.lines import logical_lines
-from unickpt.rules.scanner import IDENTIFIER, Scanner
+from unickpt.rules.axes import axes_of
+from unickpt.rules.scanner import IDENTIFIER, LineScanner, logical_lines
 
 LAWS = ("value", "gradient", "square")
 _NUMBER = re.compile(r"\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?")
@@ -68,7 +67,7 @@ def parse(text: str, file: str = "rules") -> list[Statement]:
     return [_Parser(line, file).statement() for line in logical_lines(text)]
 
 
-class _Parser(Scanner):
+class _Parser(LineScanner):
     """A recursive-descent parser of one logical line."""
 
     _depth = 0  # of the item that is read
@@ -98,7 +97,7 @@ class _Parser(Scanner):
         self.end()
         return statement
 
-    def _rule(self, position: Position, keyword: str | None) -> RuleLine:
+    def _rule(self, position: SourcePosition, keyword: str | None) -> RuleLine:
         left = self._side()
         self.expect("<->", " between the two sides")
         right = self._side()
@@ -109,7 +108,7 @@ class _Parser(Scanner):
         optional, default = keyword == "optional", keyword == "default"
         return RuleLine(position, left, right, optional, default, function, sizes)
 
-    def _lift(self, position: Position) -> LiftLine:
+    def _lift(self, position: SourcePosition) -> LiftLine:
         left = self._expr()
         self.expect("<->", " between the two sides")
         right = self._expr()
@@ -134,7 +133,7 @@ class _Parser(Scanner):
         self.expect("<->", " between the names of parameters")
         return left, self._name()
 
-    def _include(self, position: Position) -> IncludeLine:
+    def _include(self, position: SourcePosition) -> IncludeLine:
         target = self._quoted() if self.sees('"') else self.match(_TARGET)
         if not target:
             raise self.fail("expected the name of a preset, or of a file in quotes")
@@ -153,7 +152,7 @@ class _Parser(Scanner):
             raise self.fail("a prefix cannot contain captures")
         return prefix
 
-    def _convention(self, position: Position) -> ConventionLine:
+    def _convention(self, position: SourcePosition) -> ConventionLine:
         name = self.identifier("the name of a convention")
         self.expect(":", " and what it is on each side")
         left = self.identifier("what it is on the left")
@@ -277,7 +276,7 @@ class _Parser(Scanner):
         self.skip()
         position, begin = self.position(), self.at
         quoted = self.take('"')
-        items: list[str | Capture] = []
+        items: list[str | NameCapture] = []
         literal = _QUOTED_LITERAL if quoted else _LITERAL
         while self.at < len(self.text):
             found = literal.match(self.text, self.at)
@@ -305,14 +304,14 @@ class _Parser(Scanner):
             )
         return Name(tuple(items), position)
 
-    def _capture(self) -> Capture:
+    def _capture(self) -> NameCapture:
         begin = self.at
         self.expect("{")
         body_end = self.text.find("}", self.at)
         if body_end < 0:
             raise self.fail("this capture has no closing `}`", begin)
         body = self.text[self.at : body_end]
-        capture: Capture
+        capture: NameCapture
         if found := _ONE_OF.match(self.text, self.at):
             self.at = found.end()
             capture = Text(found[1], options=self._options())
@@ -327,13 +326,13 @@ class _Parser(Scanner):
             raise self.fail("expected `}` at the end of the capture")
         return capture
 
-    def _choice(self) -> Choice:
+    def _choice(self) -> Enumeration:
         begin = self.at
         axis = self.match(IDENTIFIER)
         if axis is None or not self.take(":"):
             self.at, axis = begin, None
         options = self._options()
-        return Choice(axis or "|".join(options), options, axis is not None)
+        return Enumeration(axis or "|".join(options), options, axis is not None)
 
     def _options(self) -> tuple[str, ...]:
         self.skip()
@@ -376,8 +375,8 @@ class _Parser(Scanner):
 
     # --- axes -------------------------------------------------------------------------------
 
-    def _axes(self) -> tuple[Item, ...]:
-        items: list[Item] = []
+    def _axes(self) -> tuple[AxisItem, ...]:
+        items: list[AxisItem] = []
         while not self.take("]"):
             if self.at >= len(self.text):
                 raise self.fail("expected `]` at the end of the axes")
@@ -390,7 +389,7 @@ class _Parser(Scanner):
             items.append(self._item())
         return tuple(items)
 
-    def _item(self) -> Item:
+    def _item(self) -> AxisItem:
         self._depth += 1
         if self._depth > _DEEPEST:
             raise self.fail(f"parentheses are nested more than {_DEEPEST} deep")
@@ -398,7 +397,7 @@ class _Parser(Scanner):
         self._depth -= 1
         return item
 
-    def _one_item(self) -> Item:
+    def _one_item(self) -> AxisItem:
         self.skip()
         begin = self.at
         if self.take("-"):
@@ -434,9 +433,9 @@ class _Parser(Scanner):
             return One()
         return Axis(self.identifier("an axis"), self.position(begin))
 
-    def _composite(self) -> Composite:
+    def _composite(self) -> AxisGroup:
         begin = self.at - 1
-        segments: list[list[Item]] = [[]]
+        segments: list[list[AxisItem]] = [[]]
         while not self.take(")"):
             if self.at >= len(self.text) or self.sees("]"):
                 raise self.fail("this parenthesis is not closed", begin)
@@ -448,10 +447,10 @@ class _Parser(Scanner):
             raise self.fail("a piece of the sum is empty", begin)
         if any(ELLIPSIS in map(str, axes_of(segment)) for segment in segments):
             raise self.fail("`...` cannot be in parentheses", begin)
-        return Composite(tuple(map(tuple, segments)))
+        return AxisGroup(tuple(map(tuple, segments)))
 
 
-def _add(items: list[str | Capture], text: str) -> None:
+def _add(items: list[str | NameCapture], text: str) -> None:
     if items and isinstance(items[-1], str):
         items[-1] += text
     else:

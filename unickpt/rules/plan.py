@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
 from unickpt.arrays import dtypes
 from unickpt.format.index import ArrayEntry
@@ -11,23 +12,39 @@ from unickpt.reading.recipes import Fill, MappedSource
 from unickpt.rules.functions import Function
 
 
+class LeafKind(Enum):
+    """What a leaf is; the value is how messages say it."""
+
+    ARRAY = "an array"
+    VALUE = "a plain value"
+    PROCESS = "a PerProcess"
+
+
 @dataclass(frozen=True)
 class Fact:
     """What is known of a leaf.
 
     Arguments:
-        kind: "array", "value" (a plain one) or "process" (differs by process).
         shape: of an array; a plain number counts as an array without dimensions.
         dtype: name of the dtype, where there is one; of a plain number, what it is to Python.
+        kind: what it is.
     """
 
-    kind: str
     shape: tuple[int, ...] = ()
     dtype: str = ""
+    kind: LeafKind = LeafKind.ARRAY
+
+    @property
+    def is_array(self) -> bool:
+        """Whether it is an array."""
+        return self.kind is LeafKind.ARRAY
 
     def __str__(self) -> str:
-        kinds = {"value": "a plain value", "process": "a PerProcess"}
-        return kinds.get(self.kind) or dtypes.with_shape(self.dtype, self.shape)
+        return dtypes.with_shape(self.dtype, self.shape) if self.is_array else self.kind.value
+
+
+LeafFacts = Mapping[str, Fact]
+"""What is known of leaves, by name."""
 
 
 @dataclass(frozen=True)
@@ -108,14 +125,18 @@ class RulePlan:
     unused: list[str] = field(default_factory=list)
     misfits: dict[str, str] = field(default_factory=dict)
 
+    def add(self, made: Made) -> None:
+        """Adds what is made; a second rule that makes it is a conflict, which is known."""
+        self.made.setdefault(made.name, made)
+
 
 @dataclass(frozen=True)
-class Stored:
+class StoredLeaves:
     """What is stored: the facts, and the arrays' entries by each of their names.
 
     `sizes` are those of axes that padding hides, as recorded when such an array was made.
     """
 
-    facts: Mapping[str, Fact]
+    facts: LeafFacts
     entries: Mapping[str, ArrayEntry]
     sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)

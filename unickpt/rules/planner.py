@@ -19,19 +19,28 @@ from unickpt.errors import RuleError
 from unickpt.format.index import ArrayEntry
 from unickpt.reading.recipes import Fill, MappedSource, whole_dims
 from unickpt.rules import axes, explain
-from unickpt.rules.ast import Item, Nothing
+from unickpt.rules.ast import AxisItem, Nothing
 from unickpt.rules.conflicts import Claims, choose_variants, keep_ties, leave_to_others
 from unickpt.rules.explain import Problem
-from unickpt.rules.matching import Instance, Names, Unfit, instances, names_of, resolve
-from unickpt.rules.optimizer_slots import Shared, shared_names
-from unickpt.rules.plan import Constant, Fact, Made, RulePlan, Same, Stored
+from unickpt.rules.matching import Family, LeafNames, Unfit, families, names_of, resolve
+from unickpt.rules.optimizer_slots import SharedState, shared_names
+from unickpt.rules.plan import (
+    Constant,
+    Fact,
+    LeafFacts,
+    LeafKind,
+    Made,
+    RulePlan,
+    Same,
+    StoredLeaves,
+)
 from unickpt.rules.rule import CompiledExpr, Rule, exprs_of
 from unickpt.rules.rule_set import Rules
 
 
 def make_plan(
     rules: Rules,
-    stored: Stored,
+    stored: StoredLeaves,
     want: Mapping[str, Fact] | None,
     *,
     strict: bool = True,
@@ -53,40 +62,39 @@ def make_plan(
     Raises:
         RuleError: lists all reasons at once.
     """
-    planner = _Planner(rules, stored, want, strict, keep_misfits=keep_misfits)
+    planner = _RulePlanner(rules, stored, want, strict, keep_misfits=keep_misfits)
     return planner.make_plan(where)
 
 
-def offers(rules: Rules, stored: Stored, want: Mapping[str, Fact]) -> dict[str, Made]:
+def offers(rules: Rules, stored: StoredLeaves, want: Mapping[str, Fact]) -> dict[str, Made]:
     """All that rules could make of what is stored, whether or not several rules could make it.
 
     Arguments:
         want: what else is asked for; gives sizes.
     """
-    sized = _Planner(rules, stored, want, False)
+    sized = _RulePlanner(rules, stored, want, False)
     sized.resolved([rule for rule in rules.rules if not rule.lifted])
-    planner = _Planner(rules, stored, None, False, sized.sizes)
+    planner = _RulePlanner(rules, stored, None, False, sized.sizes)
     found = planner.resolved(rules.rules)
     plan = RulePlan()
-    for instance in found:
-        if instance.why_not is None:
-            planner.try_to_make(instance, plan)
+    for family in found:
+        if family.reason is None:
+            planner.try_to_make(family, plan)
     planner.share(found, plan)
     return plan.made
 
 
-Facts = dict[str, Fact]
-Blocks = Mapping[frozenset[str], tuple[CompiledExpr, axes.Choice]]
+StoredBlocks = Mapping[frozenset[str], tuple[CompiledExpr, axes.SegmentChoice]]
 """The blocks of what is stored, by their axes."""
 
 
-class _Planner:
+class _RulePlanner:
     """The state that the steps of one plan share."""
 
     def __init__(
         self,
         rules: Rules,
-        stored: Stored,
+        stored: StoredLeaves,
         want: Mapping[str, Fact] | None,
         strict: bool,
         sizes: Mapping[tuple[str, str], Mapping[str, int]] | None = None,
@@ -96,8 +104,8 @@ class _Planner:
         self._rules, self._stored = rules, stored
         self._strict, self._keep_misfits = strict, keep_misfits
         self.sizes = dict(sizes or {})  # of families of parameters, which their slots have too
-        self._have = Names(stored.facts)
-        self._want = None if want is None else Names(want)
+        self._have = LeafNames(stored.facts)
+        self._want = None if want is None else LeafNames(want)
         self._problems: list[Problem] = []
         self._claims = Claims()
 
@@ -107,34 +115,34 @@ class _Planner:
         valid = self._applicable(found)
         self._claims.settle(valid, self._have, self._want)
         plan = RulePlan()
-        for instance in valid:
-            self.try_to_make(instance, plan)
+        for family in valid:
+            self.try_to_make(family, plan)
         self.share(valid, plan)
         clashes = self._claims.problems(self._want is not None)
         problems = [*map(Problem, clashes), *self._problems]
         unused, unmade = self._left_over(plan, valid)
         kept = explain.misshapen(found, unused, unmade) if self._keep_misfits else []
-        for instance in kept:
-            unused, unmade = _leave_alone(instance, plan, unused, unmade)
+        for family in kept:
+            unused, unmade = _leave_alone(family, plan, unused, unmade)
         plan.unused = list(unused)
         problems += self._problems_left_over(plan, found, kept, problems, (unused, unmade))
         if problems:
             raise RuleError(explain.message(where, self._likeliest(problems, found, valid)))
         if self._want is None:
-            plan.nameless = _nameless(self._rules.rules)
+            plan.nameless = self._rules.nameless
         return plan
 
-    def _applicable(self, found: Sequence[Instance]) -> list[Instance]:
+    def _applicable(self, found: Sequence[Family]) -> list[Family]:
         """The families to which a rule applies, after those that give way to others."""
         choose_variants(found)
         if self._want is None:
             keep_ties(found, self._stored.entries)
-        valid = [instance for instance in found if instance.why_not is None]
+        valid = [family for family in found if family.reason is None]
         of_all = (shared_names(lift, valid, self._have, self._want) for lift in self._rules.shared)
         leave_to_others(found, of_all, self._want is not None)
-        return [instance for instance in valid if instance.why_not is None]
+        return [family for family in valid if family.reason is None]
 
-    def _left_over(self, plan: RulePlan, valid: Sequence[Instance]) -> tuple[Facts, Facts]:
+    def _left_over(self, plan: RulePlan, valid: Sequence[Family]) -> tuple[LeafFacts, LeafFacts]:
         """What is stored and not used, and what is asked for and not made."""
         used, there = _used(plan, valid), {*plan.made, *plan.aliases, *plan.kept}
         asked = {} if self._want is None else self._want.facts
@@ -144,10 +152,10 @@ class _Planner:
     def _problems_left_over(
         self,
         plan: RulePlan,
-        found: Sequence[Instance],
-        kept: Sequence[Instance],
+        found: Sequence[Family],
+        kept: Sequence[Family],
         before: Sequence[Problem],
-        left: tuple[Facts, Facts],
+        left: tuple[LeafFacts, LeafFacts],
     ) -> list[Problem]:
         """Why something is left over, and which rules apply to nothing.
 
@@ -158,8 +166,11 @@ class _Planner:
             left: what is not used, and what is not made.
         """
         shared = self._rules.shared
-        of_kept = {instance.rule for instance in kept}
+        of_kept = {family.rule for family in kept}
         rules = [rule for rule in self._rules.rules if rule not in of_kept]
+        applied = {family.rule for family in found if family.reason is None}
+        if not any(left) and all(rule.optional or rule in applied for rule in rules):
+            return []
         if not self._strict:
             problems = explain.misfits(*left, found, shared)
             return problems + explain.matching_nothing(rules, found, self._have)
@@ -168,7 +179,7 @@ class _Planner:
         return problems + explain.idle(rules, found, [*before, *problems], self._have)
 
     def _likeliest(
-        self, problems: Sequence[Problem], found: Sequence[Instance], valid: Sequence[Instance]
+        self, problems: Sequence[Problem], found: Sequence[Family], valid: Sequence[Family]
     ) -> list[Problem]:
         """The problems after one that probably causes them all, if there is such a one."""
         turned = explain.backwards(self._rules.rules, found, self._have)
@@ -177,93 +188,93 @@ class _Planner:
         rest = [p for p in problems if p.rule is None or p.rule.statement not in said]
         return [*first, *(rest if valid or not turned else ())]
 
-    def resolved(self, rules: Sequence[Rule]) -> list[Instance]:
+    def resolved(self, rules: Sequence[Rule]) -> list[Family]:
         """Every family of arrays that a rule may be about."""
         found = []
         for rule in rules:  # those of parameters come before those of their slots
-            for instance in instances(rule, self._have, self._want):
-                family = rule.parameter or str(rule), str(sorted(instance.texts.items()))
-                instance.sizes = {**self._recorded(instance), **self.sizes.get(family, {})}
-                resolve(instance, self._have, self._want, partly=not self._strict)
-                if instance.why_not is None and not rule.lifted:
-                    self.sizes[family] = instance.sizes
-                found.append(instance)
+            for family in families(rule, self._have, self._want):
+                key = rule.parameter or str(rule), str(sorted(family.texts.items()))
+                family.sizes = {**self._recorded(family), **self.sizes.get(key, {})}
+                resolve(family, self._have, self._want, partly=not self._strict)
+                if family.reason is None and not rule.lifted:
+                    self.sizes[key] = family.sizes
+                found.append(family)
         return found
 
-    def _recorded(self, instance: Instance) -> dict[str, int]:
+    def _recorded(self, family: Family) -> dict[str, int]:
         sizes: dict[str, int] = {}
-        for name in instance.matched_names() if self._stored.sizes else ():
+        for name in family.matched_names() if self._stored.sizes else ():
             sizes |= self._stored.sizes.get(name, {})
         return sizes
 
     # --- what is made of what -----------------------------------------------------------------
 
-    def try_to_make(self, instance: Instance, plan: RulePlan) -> None:
+    def try_to_make(self, family: Family, plan: RulePlan) -> None:
         """Adds what a rule makes of one family."""
-        rule = instance.rule
+        rule = family.rule
         try:
             if isinstance(rule.right, Nothing):
-                self._drop(instance, rule.right, plan)
+                self._drop(family, rule.right, plan)
             elif isinstance(rule.left, Nothing):
-                self._make_constants(instance, rule.left, plan)
+                self._make_constants(family, rule.left, plan)
             elif rule.function is not None:
-                self._apply_function(instance, plan)
+                self._apply_function(family, plan)
             else:
-                self._make(instance, plan)
+                self._make(family, plan)
         except (Unfit, RuleError) as error:
             self._problems.append(explain.fault(rule, error))
 
-    def _drop(self, instance: Instance, nothing: Nothing, plan: RulePlan) -> None:
-        for expr in exprs_of(instance.rule.left):
-            for _, name in instance.grid(expr):
+    def _drop(self, family: Family, nothing: Nothing, plan: RulePlan) -> None:
+        for expr in exprs_of(family.rule.left):
+            for _, name in family.grid(expr):
                 if name not in self._stored.facts:
                     continue
-                plan.dropped[name] = str(instance.rule)
+                plan.dropped[name] = str(family.rule)
                 if not nothing.unchecked:
                     assert nothing.value is not None, "only `drop` has no value"
                     _check_constant(nothing.value, name, self._stored.facts[name])
-                    plan.checks.append(Constant(name, nothing.value, str(instance.rule)))
+                    plan.checks.append(Constant(name, nothing.value, str(family.rule)))
 
-    def _make_constants(self, instance: Instance, nothing: Nothing, plan: RulePlan) -> None:
-        for expr in exprs_of(instance.rule.right):
-            items = instance.items(expr)
-            for _, name in instance.grid(expr):
+    def _make_constants(self, family: Family, nothing: Nothing, plan: RulePlan) -> None:
+        for expr in exprs_of(family.rule.right):
+            items = family.items(expr)
+            for _, name in family.grid(expr):
                 if not self._is_wanted(name):
                     continue
                 if nothing.value is None:
                     plan.kept.add(name)
                     continue
-                shape = tuple(axes.size_of(item, instance.sizes) or 0 for item in items)
+                shape = tuple(axes.size_of(item, family.sizes) or 0 for item in items)
                 asked = None if self._want is None else self._want.facts[name].dtype
-                fact = Fact("array", shape, expr.dtype or asked or "float32")
+                fact = Fact(shape, expr.dtype or asked or "float32")
                 fill = Fill(shape, whole_dims(shape), nothing.value)
-                self._add(plan, Made(name, fact, str(instance.rule), fills=(fill,)))
+                plan.add(Made(name, fact, str(family.rule), fills=(fill,)))
                 _check_constant(nothing.value, name, fact)
 
-    def _apply_function(self, instance: Instance, plan: RulePlan) -> None:
-        rule = instance.rule
+    def _apply_function(self, family: Family, plan: RulePlan) -> None:
+        rule = family.rule
         function = self._rules.functions[rule.function or ""]
         (expr,) = exprs_of(rule.right)
-        for at, name in instance.grid(expr):
+        for at, name in family.grid(expr):
             if not self._is_wanted(name):
                 continue
             if rule.moves:
-                blocks = [dict(_blocks_by_axes(instance, [v])) for v in exprs_of(rule.left)]
+                blocks = [dict(family.blocks([v])) for v in exprs_of(rule.left)]
                 raw = replace(expr, dtype=None)
-                inputs = [self._make_one(instance, raw, at, name, b) for b in blocks]
+                inputs = [self._make_one(family, raw, at, name, b) for b in blocks]
                 shape = inputs[0].fact.shape
             else:
-                inputs = [self._as_it_is(n) for n in names_of(instance, rule.left)]
+                inputs = [self._as_it_is(n) for n in names_of(family, rule.left)]
                 shape = tuple(function.shape(*(made.fact.shape for made in inputs)))
                 if rule.says_shapes:
-                    _check_shape(instance, expr, name, shape)
+                    family.check_shape(expr, name, shape)
             if any(made.carried is not None for made in inputs):
                 raise Unfit(
                     f"{name!r} would be made of something else than an array; functions need arrays"
                 )
-            fact = Fact("array", shape, expr.dtype or inputs[0].fact.dtype)
+            fact = Fact(shape, expr.dtype or inputs[0].fact.dtype)
             made = Made(name, fact, str(rule), function=function, inputs=tuple(inputs), exact=False)
-            self._add(plan, made)
+            plan.add(made)
 
     def _as_it_is(self, name: str) -> Made:
         """A stored array."""
@@ -271,37 +282,37 @@ class _Planner:
         dims = whole_dims(fact.shape)
         return Made(name, fact, "", (MappedSource(self._entry(name), fact.shape, dims, dims),))
 
-    def _make(self, instance: Instance, plan: RulePlan) -> None:
-        rule = instance.rule
+    def _make(self, family: Family, plan: RulePlan) -> None:
+        rule = family.rule
         assert not isinstance(rule.left, Nothing)
         assert not isinstance(rule.right, Nothing)
-        blocks = dict(_blocks_by_axes(instance, [term[0] for term in rule.left]))
+        blocks = dict(family.blocks([term[0] for term in rule.left]))
         for term in rule.left:
             for expr in term[1:]:
-                self._check_same(instance, term[0], expr, plan)
+                self._check_same(family, term[0], expr, plan)
         for term in rule.right:
-            for at, _ in instance.grid(term[0]):
-                self._make_term(instance, term, at, blocks, plan)
+            for at, _ in family.grid(term[0]):
+                self._make_term(family, term, at, blocks, plan)
 
     def _make_term(
         self,
-        instance: Instance,
+        family: Family,
         term: Sequence[CompiledExpr],
         at: dict[str, int],
-        blocks: Blocks,
+        blocks: StoredBlocks,
         plan: RulePlan,
     ) -> None:
         """Adds an array under all of its names; those of the same form are one array."""
         first: dict[tuple[Any, ...], str] = {}
-        if instance.rule.lifted and self._want is None:
+        if family.rule.lifted and self._want is None:
             term = term[:1]  # an optimizer has one state of a tied parameter
         for expr in term:
-            name = expr.pattern.format(instance.texts, at)
-            if not self._is_wanted(name) or self._claims.is_left(name, instance):
+            name = expr.pattern.format(family.texts, at)
+            if not self._is_wanted(name) or self._claims.is_left(name, family):
                 continue
             other = first.setdefault(expr.form, name)
             if other == name:
-                self._add(plan, self._make_one(instance, expr, at, name, blocks))
+                plan.add(self._make_one(family, expr, at, name, blocks))
             else:
                 plan.aliases[name] = other
 
@@ -309,39 +320,39 @@ class _Planner:
         return self._want is None or name in self._want.facts
 
     def _check_same(
-        self, instance: Instance, first: CompiledExpr, other: CompiledExpr, plan: RulePlan
+        self, family: Family, first: CompiledExpr, other: CompiledExpr, plan: RulePlan
     ) -> None:
-        for at, name in instance.grid(first):
-            copy = other.pattern.format(instance.texts, at)
-            if copy not in self._stored.facts or self._claims.is_left(copy, instance):
+        for at, name in family.grid(first):
+            copy = other.pattern.format(family.texts, at)
+            if copy not in self._stored.facts or self._claims.is_left(copy, family):
                 continue
             made = None
             if other.form != first.form:
-                blocks = dict(_blocks_by_axes(instance, [first]))
-                made = self._make_one(instance, other, at, copy, blocks)
-            plan.checks.append(Same(name, copy, str(instance.rule), made))
+                blocks = dict(family.blocks([first]))
+                made = self._make_one(family, other, at, copy, blocks)
+            plan.checks.append(Same(name, copy, str(family.rule), made))
 
     def _make_one(
         self,
-        instance: Instance,
+        family: Family,
         expr: CompiledExpr,
         at: dict[str, int],
         name: str,
-        blocks: Blocks,
+        blocks: StoredBlocks,
     ) -> Made:
         """What an array is made of, block by block.
 
         Arguments:
-            instance: the family.
+            family: the arrays.
             expr: of the array.
             at: the indices in its name.
             name: of the array.
             blocks: of what is stored.
         """
-        rule = instance.rule
-        origins, sources, fills = self._pieces(instance, expr, at, blocks)
+        rule = family.rule
+        origins, sources, fills = self._pieces(family, expr, at, blocks)
         facts = [self._stored.facts[origin] for origin in origins]
-        plain = [o for o, fact in zip(origins, facts, strict=True) if fact.kind != "array"]
+        plain = [origin for origin in origins if origin not in self._stored.entries]
         if plain:
             return self._carry(rule, expr, name, plain[-1], facts)
         have = sorted({fact.dtype for fact in facts})
@@ -349,8 +360,8 @@ class _Planner:
             raise Unfit(
                 f"{name!r} is made of arrays of {' and '.join(have)}; add `as` with the dtype"
             )
-        shape = tuple(axes.size_of(i, instance.sizes) or 0 for i in instance.items(expr))
-        fact = Fact("array", shape, expr.dtype or have[0])
+        shape = tuple(axes.size_of(i, family.sizes) or 0 for i in family.items(expr))
+        fact = Fact(shape, expr.dtype or have[0])
         _check_arithmetic(sources)
         cropped = any(axes.has_pad(one.items) for one in exprs_of(rule.left))
         return Made(
@@ -361,49 +372,49 @@ class _Planner:
             tuple(fills),
             exact=all(x.is_exact and _holds(fact.dtype, x.entry.dtype) for x in sources),
             cropped=cropped,
-            sizes=_padded_sizes(instance) if fills or cropped else {},
+            sizes=family.padded_sizes() if fills or cropped else {},
         )
 
     def _pieces(
-        self, instance: Instance, expr: CompiledExpr, at: Mapping[str, int], blocks: Blocks
+        self, family: Family, expr: CompiledExpr, at: Mapping[str, int], blocks: StoredBlocks
     ) -> tuple[list[str], list[MappedSource], list[Fill]]:
         """The names of all that an array is made of, the arrays among these, and its padding."""
-        items = instance.items(expr)
+        items = family.items(expr)
         origins: list[str] = []
         sources: list[MappedSource] = []
         fills: list[Fill] = []
         for choice in axes.choices(items):
             own = [axis.name for axis in axes.block_axes(items, choice)]
             if any(map(axes.is_pad, own)):
-                fills.append(self._pad(instance, items, choice, own))
+                fills.append(self._pad(family, items, choice, own))
                 continue
             block, block_choice = blocks[frozenset(own) | expr.pattern.axes]
-            for origin, there in self._origins(instance, block, at):
+            for origin, there in self._origins(family, block, at):
                 origins.append(origin)
-                if self._stored.facts[origin].kind == "array":
+                if origin in self._stored.entries:
                     entry, stored = self._entry(origin), (block, block_choice, there)
-                    sources.append(_mapped(instance, entry, stored, (expr, choice, at)))
+                    sources.append(family.mapped(entry, stored, (expr, choice, at)))
         return origins, sources, fills
 
     def _origins(
-        self, instance: Instance, source: CompiledExpr, at: Mapping[str, int]
+        self, family: Family, source: CompiledExpr, at: Mapping[str, int]
     ) -> Iterator[tuple[str, dict[str, int]]]:
         """The stored arrays of an expression that agree with the indices in the made name."""
         names = sorted(source.pattern.axes)
         ranges = [
-            range(at[axis], at[axis] + 1) if axis in at else range(instance.sizes[axis])
+            range(at[axis], at[axis] + 1) if axis in at else range(family.sizes[axis])
             for axis in names
         ]
         for indices in itertools.product(*ranges):
             there = dict(zip(names, indices, strict=True))
-            yield source.pattern.format(instance.texts, there), there
+            yield source.pattern.format(family.texts, there), there
 
     def _pad(
-        self, instance: Instance, items: Sequence[Item], choice: axes.Choice, own: list[str]
+        self, family: Family, items: Sequence[AxisItem], choice: axes.SegmentChoice, own: list[str]
     ) -> Fill:
         numbers = {axis: number for number, axis in enumerate(own)}
-        extents = tuple(instance.sizes[axis] for axis in own)
-        return Fill(extents, axes.dims_of(items, choice, instance.sizes, numbers, {}), 0)
+        extents = tuple(family.sizes[axis] for axis in own)
+        return Fill(extents, axes.dims_of(items, choice, family.sizes, numbers, {}), 0)
 
     def _carry(
         self, rule: Rule, expr: CompiledExpr, name: str, source: str, facts: Sequence[Fact]
@@ -411,7 +422,7 @@ class _Planner:
         if len(facts) > 1 or expr.arithmetic or any(v.arithmetic for v in rule.exprs):
             raise Unfit(f"{source!r} is {facts[0]}, which can only be copied as it is")
         dtype = expr.dtype or facts[0].dtype
-        return Made(name, Fact(facts[0].kind, (), dtype), str(rule), carried=source)
+        return Made(name, Fact((), dtype, facts[0].kind), str(rule), carried=source)
 
     def _entry(self, name: str) -> ArrayEntry:
         entry = self._stored.entries.get(name)
@@ -419,16 +430,11 @@ class _Planner:
             raise Unfit(f"{name!r} is {self._stored.facts[name]}, not an array")
         return entry
 
-    def _add(self, plan: RulePlan, made: Made) -> None:
-        plan.made.setdefault(
-            made.name, made
-        )  # a second rule that makes it was reported by `Claims`
-
     # --- values shared by all parameters ------------------------------------------------------
 
-    def share(self, found: Sequence[Instance], plan: RulePlan) -> None:
+    def share(self, found: Sequence[Family], plan: RulePlan) -> None:
         """Adds values that one side has once and the other once per parameter."""
-        valid = [instance for instance in found if instance.why_not is None]
+        valid = [family for family in found if family.reason is None]
         for lift in self._rules.shared:
             have, want = shared_names(lift, valid, self._have, self._want)
             if not have:
@@ -437,24 +443,24 @@ class _Planner:
             first = have[0]
             plan.checks += [Same(first, other, str(lift)) for other in have[1:]]
             for name in want:
-                self._add(plan, self._copy_of(first, name, lift))
+                plan.add(self._copy_of(first, name, lift))
 
-    def _copy_of(self, source: str, name: str, lift: Shared) -> Made:
+    def _copy_of(self, source: str, name: str, lift: SharedState) -> Made:
         fact = self._stored.facts[source]
         dtype = lift.right.dtype or fact.dtype
-        if fact.kind != "array":
-            return Made(name, Fact(fact.kind, (), dtype), str(lift), carried=source)
+        if source not in self._stored.entries:
+            return Made(name, Fact((), dtype, fact.kind), str(lift), carried=source)
         sources = self._as_it_is(source).sources
-        return Made(name, Fact("array", fact.shape, dtype), str(lift), sources)
+        return Made(name, Fact(fact.shape, dtype), str(lift), sources)
 
 
 def _leave_alone(
-    instance: Instance, plan: RulePlan, unused: Facts, unmade: Facts
-) -> tuple[Facts, Facts]:
+    family: Family, plan: RulePlan, unused: LeafFacts, unmade: LeafFacts
+) -> tuple[LeafFacts, LeafFacts]:
     """Adds a family of the wrong shape to those left alone; returns what else is left over."""
-    source = next(name for name in instance.names_there() if name in unused)
-    plan.misfits |= {name: source for name in instance.names_asked() if name in unmade}
-    there = set(instance.names_there())
+    source = next(name for name in family.names_there() if name in unused)
+    plan.misfits |= {name: source for name in family.names_asked() if name in unmade}
+    there = set(family.names_there())
     unused = {name: fact for name, fact in unused.items() if name not in there}
     return unused, {name: fact for name, fact in unmade.items() if name not in plan.misfits}
 
@@ -466,21 +472,8 @@ def _check_arithmetic(sources: Iterable[MappedSource]) -> None:
             raise Unfit(f"{entry.name!r} is {entry.dtype}: arithmetic is for floats")
 
 
-def _check_shape(instance: Instance, expr: CompiledExpr, name: str, shape: tuple[int, ...]) -> None:
-    """Compares the shape that a function makes with the axes of its rule."""
-    items, sizes = instance.items(expr), dict(instance.sizes)
-    made = f"the function makes {name!r} of shape {list(shape)}"
-    if len(items) != len(shape):
-        raise Unfit(f"{made}, but the rule gives it the axes [{' '.join(map(str, items))}]")
-    for item, extent in zip(items, shape, strict=True):
-        try:
-            axes.solve(item, extent, sizes)
-        except axes.DoesNotFit as error:
-            raise Unfit(f"{made}: {error}") from None
-
-
 def _check_constant(value: float, name: str, fact: Fact) -> None:
-    if fact.kind == "process":
+    if fact.kind is LeafKind.PROCESS:
         raise Unfit(f"{name!r} is {fact}, which a constant cannot make or replace")
     try:
         if fact.dtype:
@@ -489,60 +482,12 @@ def _check_constant(value: float, name: str, fact: Fact) -> None:
         raise Unfit(f"{name!r} is {fact}, and {error}") from None
 
 
-def _nameless(rules: Sequence[Rule]) -> dict[str, str]:
-    return {
-        str(expr.pattern.name): str(rule)
-        for rule in rules
-        if isinstance(rule.left, Nothing) and rule.left.value is not None and not rule.lifted
-        for expr in exprs_of(rule.right)
-        if expr.pattern.texts
-    }
-
-
-def _used(plan: RulePlan, valid: Sequence[Instance]) -> set[str]:
+def _used(plan: RulePlan, valid: Sequence[Family]) -> set[str]:
     """The stored names that are used."""
-    used = {name for instance in valid for name in names_of(instance, instance.rule.left)}
+    used = {name for family in valid for name in names_of(family, family.rule.left)}
     used |= {x.entry.name for made in plan.made.values() for x in made.sources}
     used |= {made.carried for made in plan.made.values() if made.carried is not None}
     return used | {check.other for check in plan.checks if isinstance(check, Same)}
-
-
-def _blocks_by_axes(
-    instance: Instance, exprs: Iterable[CompiledExpr]
-) -> Iterator[tuple[frozenset[str], tuple[CompiledExpr, axes.Choice]]]:
-    """Each block of some expressions under its axes."""
-    for expr in exprs:
-        items = instance.items(expr)
-        for choice in axes.choices(items):
-            own = frozenset(axis.name for axis in axes.block_axes(items, choice))
-            yield own | expr.pattern.axes, (expr, choice)
-
-
-def _mapped(
-    instance: Instance,
-    entry: ArrayEntry,
-    source: tuple[CompiledExpr, axes.Choice, Mapping[str, int]],
-    out: tuple[CompiledExpr, axes.Choice, Mapping[str, int]],
-) -> MappedSource:
-    fixed = {**source[2], **out[2]}
-    items = instance.items(source[0])
-    own = [axis.name for axis in axes.block_axes(items, source[1]) if axis.name not in fixed]
-    numbers = {axis: number for number, axis in enumerate(own)}
-    dims = [
-        axes.dims_of(instance.items(expr), choice, instance.sizes, numbers, fixed)
-        for expr, choice, _ in (source, out)
-    ]
-    (a, b), (c, d) = (expr.affine(instance.sizes) for expr, _, _ in (source, out))
-    extents = tuple(instance.sizes[axis] for axis in own)
-    return MappedSource(entry, extents, dims[0], dims[1], scale=a / c, offset=(b - d) / c)
-
-
-def _padded_sizes(instance: Instance) -> dict[str, int]:
-    pads = {axis: size for axis, size in instance.sizes.items() if axes.is_pad(axis)}
-    sizes = {axis: size for axis, size in instance.sizes.items() if axis not in pads}
-    if len(pads) == 1:
-        sizes[axes.PAD] = next(iter(pads.values()))
-    return sizes
 
 
 def _holds(target: str, source: str) -> bool:

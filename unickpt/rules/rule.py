@@ -1,30 +1,21 @@
-"""A rule: a statement whose captures and axes were checked against each other, and lifts of it."""
+"""A rule: names and axes of two sides that were checked against each other."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from unickpt.errors import RuleError
-from unickpt.rules import ast, axes
+from unickpt.rules import axes
 from unickpt.rules.ast import (
     ELLIPSIS,
     ArrayExpr,
-    Axis,
-    Capture,
-    Choice,
-    Item,
-    Linear,
-    Name,
+    AxisItem,
     Nothing,
     Operand,
-    Position,
-    RuleLine,
-    Side,
-    Text,
-    side_text,
-    syntax_error,
+    SourcePosition,
 )
 from unickpt.rules.name_patterns import Pattern
 
@@ -43,14 +34,14 @@ class CompiledExpr:
     """
 
     pattern: Pattern
-    items: tuple[Item, ...]
+    items: tuple[AxisItem, ...]
     arithmetic: tuple[tuple[str, Operand], ...] = ()
     law: str | None = "value"
     dtype: str | None = None
     tag: str = ""
 
     @property
-    def position(self) -> Position:
+    def position(self) -> SourcePosition:
         return self.pattern.name.position
 
     @property
@@ -58,7 +49,7 @@ class CompiledExpr:
         """The axes whose sizes the arithmetic needs."""
         return {o.value for _, o in self.arithmetic if isinstance(o.value, str)}
 
-    @property
+    @cached_property
     def form(self) -> tuple[object, ...]:
         """Equal for expressions whose arrays have the same elements in the same places."""
         return " ".join(map(str, self.items)), self.arithmetic, self.law, self.dtype
@@ -103,7 +94,7 @@ class CompiledExpr:
         return str(ArrayExpr(self.pattern.name, self.items, self.arithmetic, self.dtype))
 
 
-def _value(operand: Operand, sizes: Mapping[str, int], position: Position) -> float:
+def _value(operand: Operand, sizes: Mapping[str, int], position: SourcePosition) -> float:
     base = operand.value
     if isinstance(base, str):
         if base not in sizes:
@@ -112,9 +103,7 @@ def _value(operand: Operand, sizes: Mapping[str, int], position: Position) -> fl
     return float(base**operand.power)
 
 
-_MOST_PIECES = 1024
 Terms = tuple[tuple[CompiledExpr, ...], ...]
-Options = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -134,7 +123,7 @@ class Rule:
         variant: of several rules with one text, of which one is meant, how unlikely this one is.
     """
 
-    position: Position = field(compare=False)
+    position: SourcePosition = field(compare=False)
     text: str
     left: Terms | Nothing
     right: Terms | Nothing
@@ -156,7 +145,7 @@ class Rule:
     @property
     def says_shapes(self) -> bool:
         """Whether its axes tell anything of shapes: not where a function knows them better."""
-        return self.moves or ELLIPSIS not in _all_axes([self.left, self.right])
+        return self.moves or ELLIPSIS not in axes_of_sides([self.left, self.right])
 
     @property
     def lifted(self) -> bool:
@@ -178,7 +167,7 @@ class Rule:
         return keyword + " <-> ".join(sides) + function + sizes
 
     @property
-    def statement(self) -> tuple[Position, str]:
+    def statement(self) -> tuple[SourcePosition, str]:
         """Where and how it is written; the same for all readings of one statement."""
         return self.position, self.text
 
@@ -186,8 +175,12 @@ class Rule:
     def exprs(self) -> list[CompiledExpr]:
         return [expr for side in (self.left, self.right) for expr in exprs_of(side)]
 
-    def __str__(self) -> str:
+    @cached_property
+    def _title(self) -> str:
         return f"{self.position}: {self.text}"
+
+    def __str__(self) -> str:
+        return self._title  # which every array that it makes has
 
 
 def terms_of(side: Terms | Nothing) -> Terms:
@@ -200,324 +193,13 @@ def exprs_of(side: Terms | Nothing) -> list[CompiledExpr]:
     return [expr for term in terms_of(side) for expr in term]
 
 
-# --- from a statement ---------------------------------------------------------------------------
-
-
-def compile_rule(
-    line: RuleLine, moves: bool, sizes: Mapping[str, int], given: Mapping[str, int]
-) -> Rule:
-    """A rule out of its statement.
-
-    Arguments:
-        line: the statement.
-        moves: see `Rule`.
-        sizes: those of the whole file; the rule's own take precedence.
-        given: those of the caller, which come before all others.
-
-    Raises:
-        RuleSyntaxError: captures or axes of the two sides do not match.
-    """
-    own = dict(line.sizes)
-    written = [
-        v for s in (line.left, line.right) if not isinstance(s, Nothing) for t in s for v in t
-    ]
-    bare = [expr for expr in written if expr.items is None]
-    if bare and len(bare) < len(written):
-        raise syntax_error(
-            "this name has no axes, but another name of the rule has: give axes in brackets "
-            "after every name, or after none",
-            bare[0].name.position,
-        )
-    known = {**sizes, **own, **given}
-    numbers = _number_axes(written, own)
-    renamed = _paired_choices(line.left, line.right, written)
-    options = _options_of(written)
-    left = _compile_side(line.left, "l", numbers, renamed, options)
-    right = _compile_side(line.right, "r", numbers, renamed, options)
-    rule = Rule(
-        position=line.position,
-        text=_text(line),
-        left=left,
-        right=right,
-        sizes={k: v for k, v in known.items() if k in own or k in _all_axes([left, right])},
-        optional=line.optional or line.default,
-        default=line.default,
-        function=line.function,
-        moves=moves,
-    )
-    _check_sizes(rule, own)
-    if line.function is None:
-        _check_sides(rule)
-    else:
-        _check_function(rule)
-    return rule
-
-
-def _text(line: RuleLine) -> str:
-    """A rule as it is written, without its sizes."""
-    keyword = "default " if line.default else "optional " * line.optional
-    function = "" if line.function is None else f" via {line.function}"
-    return f"{keyword}{side_text(line.left)} <-> {side_text(line.right)}{function}"
-
-
-def _number_axes(exprs: Iterable[ArrayExpr], sizes: Mapping[str, int]) -> frozenset[str]:
-    """The captures that are numbers: axes in brackets, in sums, or with a size of their rule."""
-    found = set(sizes)
-    for expr in exprs:
-        found.update(axis.name for axis in ast.axes_of(expr.items or ()))
-        for item in expr.name.items:
-            if isinstance(item, Linear) and item.lone is None:
-                found.update(axis for axis, _ in item.terms)
-    return frozenset(found)
-
-
-def _paired_choices(left: Side, right: Side, exprs: Sequence[ArrayExpr]) -> dict[str, str]:
-    """Enumerations without a name of the right side that are the same axis as one of the left."""
-
-    def anonymous(side: Side) -> dict[str, int]:
-        if isinstance(side, Nothing):
-            return {}
-        items = [item for term in side for expr in term for item in expr.name.items]
-        return {i.axis: len(i.options) for i in items if isinstance(i, Choice) and not i.named}
-
-    def used(side: Side) -> set[str]:
-        if isinstance(side, Nothing):
-            return set()
-        exprs = [expr for term in side for expr in term]
-        return set(anonymous(side)) | {a.name for v in exprs for a in ast.axes_of(v.items or ())}
-
-    ours = {a: n for a, n in anonymous(left).items() if a not in used(right)}
-    theirs = {a: n for a, n in anonymous(right).items() if a not in used(left)}
-    if list(ours.values()) != list(theirs.values()):
-        return {}
-    return dict(zip(theirs, ours, strict=True))
-
-
-def _options_of(exprs: Iterable[ArrayExpr]) -> dict[str, Options]:
-    """What texts are restricted to, wherever in the rule that is said."""
-    found: dict[str, Options] = {}
-    for expr in exprs:
-        restricted = (i for i in expr.name.items if isinstance(i, Text) and i.options)
-        for item in restricted:
-            if found.setdefault(item.key, item.options) != item.options:
-                raise syntax_error(
-                    f"{item.key!r} has other options elsewhere in the rule", expr.name.position
-                )
-    return found
-
-
-def _compile_side(
-    side: Side,
-    tag: str,
-    numbers: frozenset[str],
-    renamed: Mapping[str, str],
-    options: Mapping[str, Options],
-) -> Terms | Nothing:
-    if isinstance(side, Nothing):
-        return side
-    terms = []
-    for t, term in enumerate(side):
-        exprs = []
-        for v, expr in enumerate(term):
-            name = Name(
-                tuple(_compile_capture(i, numbers, renamed, options) for i in expr.name.items),
-                expr.name.position,
-            )
-            pattern = Pattern(name)
-            pattern.check()
-            written = (Axis(ELLIPSIS, name.position),) if expr.items is None else expr.items
-            own = f"{tag}{t}.{v}."
-            items = axes.name_pads(written, own)
-            _check_expr(pattern, items)
-            exprs.append(CompiledExpr(pattern, items, expr.arithmetic, "value", expr.dtype, own))
-            _check_arithmetic(exprs[-1])
-        terms.append(tuple(exprs))
-    return tuple(terms)
-
-
-def _compile_capture(
-    item: str | Capture,
-    numbers: frozenset[str],
-    renamed: Mapping[str, str],
-    options: Mapping[str, Options],
-) -> str | Capture:
-    match item:
-        case Linear() if item.lone is not None and item.lone not in numbers:
-            return Text(item.lone, options=options.get(item.lone, ()))
-        case Choice(axis, names, named):
-            return Choice(renamed.get(axis, axis), names, named)
-    return item
-
-
-def _check_expr(pattern: Pattern, items: tuple[Item, ...]) -> None:
-    count = axes.count_choices(items)
-    if count > _MOST_PIECES:
-        raise syntax_error(
-            f"its sums divide this array into {count:,} pieces; at most {_MOST_PIECES:,} are "
-            "possible: give pieces of one kind an axis, as in `(n i)`",
-            pattern.name.position,
-        )
-    for choice in axes.choices(items):
-        block = axes.block_axes(items, choice)
-        before: set[str] = set()
-        for axis in block:
-            if axis.name in before or axis.name in pattern.axes:
-                where = "in the name and in the axes" if axis.name in pattern.axes else "twice"
-                raise syntax_error(f"axis {axis.name!r} is used {where}", axis.position)
-            before.add(axis.name)
-
-
-def _check_arithmetic(expr: CompiledExpr) -> None:
-    for op, operand in expr.arithmetic:
-        if op in "*/" and operand.value == 0:
-            raise syntax_error("multiplication by 0 cannot be undone", expr.position)
-
-
-def _all_axes(sides: Sequence[Terms | Nothing]) -> set[str]:
+def axes_of_sides(sides: Sequence[Terms | Nothing]) -> set[str]:
+    """All axes of both sides; pads as one."""
     found: set[str] = set()
     for side in sides:
         for expr in exprs_of(side):
-            found |= expr.pattern.axes | {a.name for a in ast.axes_of(expr.items)}
+            found |= expr.pattern.axes | {a.name for a in axes.axes_of(expr.items)}
             found |= expr.arithmetic_axes
     if any(map(axes.is_pad, found)):
         found.add(axes.PAD)
     return found
-
-
-def _check_sizes(rule: Rule, own: Mapping[str, int]) -> None:
-    there = _all_axes([rule.left, rule.right])
-    for name in own:
-        if name not in there:
-            raise syntax_error(f"the rule has no axis {name!r}", rule.position)
-    for expr in rule.exprs:
-        for choice in expr.pattern.choices:
-            if rule.sizes.get(choice.axis, len(choice.options)) != len(choice.options):
-                raise syntax_error(
-                    f"axis {choice.axis!r} has {len(choice.options)} names, not "
-                    f"{rule.sizes[choice.axis]}",
-                    expr.position,
-                )
-
-
-def _check_sides(rule: Rule) -> None:
-    """Makes sure that each block of one side has exactly one counterpart on the other."""
-    sides = [side for side in (rule.left, rule.right) if not isinstance(side, Nothing)]
-    if len(sides) < 2:
-        for expr in exprs_of(sides[0]):
-            if axes.has_pad(expr.items):
-                raise syntax_error("padding (`_`) needs an array on the other side", expr.position)
-        return
-    left, right = (_texts(side) for side in sides)
-    paths: dict[str, bool] = {}
-    for expr in rule.exprs:
-        for item in expr.pattern.name.items:
-            if isinstance(item, Text) and paths.setdefault(item.key, item.path) != item.path:
-                raise syntax_error(
-                    f"{item.key!r} matches one component in one name, and any number in "
-                    "another; write `...` in both, or in none",
-                    expr.position,
-                )
-        missing = (left | right) - expr.pattern.texts
-        if missing & {choice.axis for choice in expr.pattern.choices}:
-            raise syntax_error(
-                f"{min(missing)!r} is an enumeration, which numbers arrays: write it in the other "
-                "name too; to match one of its names at a time, write `=` in place of `:`",
-                expr.position,
-            )
-        if missing:
-            raise syntax_error(
-                f"{{{min(missing)}}} is in another name of the rule, but not in this one: add it "
-                f"here; or, if this is one array that the others are stacked into, give its axes, "
-                f"including `{min(missing)}`",
-                expr.position,
-            )
-    _check_blocks(*(_blocks(side) for side in sides))
-
-
-def _check_function(rule: Rule) -> None:
-    """Makes sure that a function makes one array out of arrays that the names tell."""
-    if isinstance(rule.left, Nothing) or isinstance(rule.right, Nothing):
-        raise syntax_error("a function needs arrays on both sides", rule.position)
-    first = rule.exprs[0]
-    for expr in rule.exprs:
-        if expr.arithmetic or axes.has_pad(expr.items):
-            raise syntax_error(
-                "a rule with a function (via) cannot have padding or arithmetic",
-                expr.position,
-            )
-        if expr.pattern.texts != first.pattern.texts:
-            raise syntax_error(
-                "all names in a rule with a function need the same captures", expr.position
-            )
-        if rule.moves and set(block_keys(expr)) != set(block_keys(first)):
-            raise syntax_error(
-                "a function without a region works element by element, so all of its arrays need "
-                "the same axes; see Function(region=)",
-                expr.position,
-            )
-        if not rule.moves and expr.pattern.axes:
-            raise syntax_error(
-                "a function with a region makes one array, so names cannot contain axes",
-                expr.position,
-            )
-    if len(exprs_of(rule.right)) > 1:
-        raise syntax_error("a function makes one array", exprs_of(rule.right)[1].position)
-
-
-def _texts(side: Terms) -> frozenset[str]:
-    return frozenset(key for expr in exprs_of(side) for key in expr.pattern.texts)
-
-
-def _blocks(side: Terms) -> dict[frozenset[str], CompiledExpr]:
-    found: dict[frozenset[str], CompiledExpr] = {}
-    for term in side:
-        of_term: set[frozenset[str]] | None = None
-        for expr in term:
-            keys = set(block_keys(expr))
-            if of_term is not None and keys != of_term:
-                raise syntax_error("names joined by `=` must have the same axes", expr.position)
-            padded = axes.has_pad(expr.items) or axes.has_pad(term[0].items)
-            if padded and expr.form != term[0].form:
-                raise syntax_error("names joined by `=` must have the same padding", expr.position)
-            of_term = keys
-        for key in block_keys(term[0]):
-            if key in found:
-                raise syntax_error(
-                    f"two pieces have the axes {_named(key)}, so that their elements would be "
-                    "taken twice; give the axes different names, or join names of one array by `=`",
-                    term[0].position,
-                )
-            found[key] = term[0]
-    return found
-
-
-def block_keys(expr: CompiledExpr) -> list[frozenset[str]]:
-    """The axes of each block of an expression, without the blocks of pads."""
-    keys = []
-    for choice in axes.choices(expr.items):
-        names = {axis.name for axis in axes.block_axes(expr.items, choice)}
-        if not any(map(axes.is_pad, names)):
-            keys.append(frozenset(names) | expr.pattern.axes)
-    return keys
-
-
-def _check_blocks(
-    left: Mapping[frozenset[str], CompiledExpr], right: Mapping[frozenset[str], CompiledExpr]
-) -> None:
-    for ours, theirs in ((left, right), (right, left)):
-        for key, expr in ours.items():
-            if key in theirs:
-                continue
-            near = min(theirs, key=lambda k: len(k ^ key))
-            here, there = _named(key - near), _named(near - key)
-            where = [f"{here} on this side only"] if key - near else []
-            where += [f"{there} on the other side only"] if near - key else []
-            raise syntax_error(
-                f"every axis must be on both sides under one name, but {', and '.join(where)}; "
-                "write it in brackets, or in braces within names if it numbers arrays",
-                expr.position,
-            )
-
-
-def _named(key: Iterable[str]) -> str:
-    return ", ".join(sorted(key)) or "(none)"

@@ -18,16 +18,18 @@ from unickpt.rules.ast import (
     ConventionLine,
     IncludeLine,
     LiftLine,
+    Nothing,
     RuleLine,
     Statement,
     WhereLine,
     included,
     syntax_error,
 )
+from unickpt.rules.compiling import compile_rule
 from unickpt.rules.functions import Function
 from unickpt.rules.lint import swapped_names
-from unickpt.rules.optimizer_slots import Shared, lift
-from unickpt.rules.rule import Rule, compile_rule
+from unickpt.rules.optimizer_slots import SharedState, lift
+from unickpt.rules.rule import Rule, exprs_of
 
 PRESETS = Path(__file__).parent / "presets"
 _DEEPEST, _MOST_FILES, _MOST_CHARACTERS = 30, 1000, 16 << 20  # of what a file includes
@@ -55,7 +57,7 @@ class Rules:
     """
 
     rules: tuple[Rule, ...]
-    shared: tuple[Shared, ...] = ()
+    shared: tuple[SharedState, ...] = ()
     conventions: tuple[Convention, ...] = ()
     functions: Mapping[str, Function] = field(default_factory=dict)
 
@@ -155,6 +157,17 @@ class Rules:
             tuple(Convention(c.name, c.right, c.left) for c in self.conventions),
             functions,
         )
+
+    @property
+    def nameless(self) -> dict[str, str]:
+        """Constants that only what is asked for would tell the names of; with their rules."""
+        return {
+            str(expr.pattern.name): str(rule)
+            for rule in self.rules
+            if isinstance(rule.left, Nothing) and rule.left.value is not None and not rule.lifted
+            for expr in exprs_of(rule.right)
+            if expr.pattern.texts
+        }
 
     def __add__(self, other: Rules) -> Rules:
         return Rules(
@@ -289,7 +302,7 @@ def _compile(
     rules, shared = list(found.rules), []
     for line in found.lifts:
         lifted = lift(line, found.rules)
-        if isinstance(lifted, Shared):
+        if isinstance(lifted, SharedState):
             shared.append(lifted)
         else:
             rules += lifted

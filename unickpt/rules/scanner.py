@@ -1,12 +1,14 @@
-"""Scan: goes through a line of rules, word by word; says what is wrong where it stands."""
+"""Scan: the lines of a rule file, each whole, word by word; says what is wrong where it stands."""
 
 from __future__ import annotations
 
 import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from unickpt.errors import RuleSyntaxError
-from unickpt.rules.ast import Position, syntax_error
-from unickpt.rules.lines import LogicalLine
+from unickpt.rules.ast import SourcePosition, syntax_error
 
 IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _SPACE = re.compile(r"[ \t]*")
@@ -18,7 +20,50 @@ _NO_PATTERN = (
 )
 
 
-class Scanner:
+@dataclass(frozen=True)
+class LogicalLine:
+    """A logical line: the physical lines that it was put together from."""
+
+    text: str
+    starts: tuple[tuple[int, int, int, str], ...]  # offset, line number, indentation, its text
+
+    def position(self, file: str, at: int) -> SourcePosition:
+        offset, number, cut, text = next(s for s in reversed(self.starts) if s[0] <= at)
+        return SourcePosition(file, number, at - offset + cut + 1, text)
+
+
+def logical_lines(text: str) -> Iterator[LogicalLine]:
+    """Lines without comments; one that is not complete takes the next one along."""
+    held, starts = "", []
+    pending: list[tuple[int, str]] = [
+        (number, line)
+        for number, line in enumerate(textwrap.dedent(text).splitlines(), 1)
+        if _without_comment(line).strip()
+    ]
+    for at, (number, raw) in enumerate(pending):
+        line = _without_comment(raw).rstrip()
+        stripped = line.lstrip()
+        held += " " if held else ""
+        starts.append((len(held), number, len(line) - len(stripped), raw.rstrip()))
+        held += stripped
+        following = pending[at + 1][1].lstrip() if at + 1 < len(pending) else ""
+        if following and (_is_open(held) or following.startswith(("<->", ",", "="))):
+            continue
+        yield LogicalLine(held, tuple(starts))
+        held, starts = "", []
+
+
+def _without_comment(line: str) -> str:
+    return re.sub(r'("(?:[^"\\]|\\.)*")|(?:^|(?<=\s))#.*', lambda found: found[1] or "", line)
+
+
+def _is_open(text: str) -> bool:
+    depth = sum(text.count(c) for c in "[(") - sum(text.count(c) for c in ")]")
+    ends = (",", "+", "=") if text.startswith("include ") else ("<->", ",", "+", "=")
+    return depth > 0 or text.endswith(ends)
+
+
+class LineScanner:
     """A place in one logical line.
 
     Arguments:
@@ -33,7 +78,7 @@ class Scanner:
     def __init__(self, line: LogicalLine, file: str) -> None:
         self._line, self.text, self._file, self.at = line, line.text, file, 0
 
-    def position(self, at: int | None = None) -> Position:
+    def position(self, at: int | None = None) -> SourcePosition:
         """Where the scanner is, or another place of the line."""
         return self._line.position(self._file, self.at if at is None else at)
 

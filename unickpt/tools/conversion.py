@@ -30,7 +30,7 @@ from unickpt.progress import Progress
 from unickpt.quoting import quoted
 from unickpt.reading import checkpoint
 from unickpt.reading.options import LoadOptions
-from unickpt.rules.plan import Fact
+from unickpt.rules.plan import Fact, LeafKind
 from unickpt.rules.rule_set import Rules
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.task import SaveTask, call_metrics
@@ -225,12 +225,12 @@ def convertible(stored: Reader, rules: Rules | None, like: Any) -> StoredView | 
         asked, held = wanted.facts, wanted.leaves
     view = through(stored, rules, asked)
     # As in a load, `like` keeps what rules drop on purpose, such as hyper-parameters.
-    view.keep({n: held[n] for n in view.kept if asked[n].kind == "value"})
+    view.keep({n: held[n] for n in view.kept if asked[n].kind is LeafKind.VALUE})
     others = [
         f"  {name!r} is made as {entry.dtype}, but `like` has {asked[name].dtype}; write "
         f"`as {asked[name].dtype}` in its rule"
         for name, entry in view.index.arrays.items()
-        if name in asked and asked[name].kind == "array" and asked[name].dtype != entry.dtype
+        if name in asked and asked[name].is_array and asked[name].dtype != entry.dtype
     ]
     if others:
         raise LoadMismatch("\n".join([f"{stored.location} does not fit `like`:", *others[:10]]))
