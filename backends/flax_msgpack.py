@@ -20,10 +20,10 @@ from unickpt.backends.hugging_face import weight_map
 from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
 from unickpt.foreign import loose_files
 from unickpt.foreign.cursor import Cursor
-from unickpt.foreign.elements import Elements, FileRange, InMemory, Joined, Run
+from unickpt.foreign.elements import ElementRun, Elements, FileRange, InMemoryElements, Joined
 from unickpt.foreign.file_ranges import FileBox, RangeReader, whole
 from unickpt.foreign.files import Files
-from unickpt.foreign.loose_files import Found, open_kind
+from unickpt.foreign.loose_files import FoundFiles, open_kind
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
@@ -51,7 +51,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         StorageError: the storage failed.
     """
 
-    def make(found: Found) -> FlaxReader:
+    def make(found: FoundFiles) -> FlaxReader:
         if found.index is not None:
             return FlaxReader(files, found.index, _joined(files, found.index))
         return FlaxReader(files, found.names[0], scan(files, found.names[0]))
@@ -92,7 +92,7 @@ def scan(files: Files, name: str) -> Any:
         UnsupportedFormat: it contains what unickpt lacks.
         Failed: the storage failed.
     """
-    return _Scanner(Cursor(files, name)).root()
+    return _MsgpackScanner(Cursor(files, name)).root()
 
 
 def _joined(files: Files, index: str) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def _is_leaf(value: Any) -> bool:
     return isinstance(value, (InFile, Elsewhere)) or plain_values.is_plain(value)
 
 
-class _Scanner:
+class _MsgpackScanner:
     """Reads one msgpack value.
 
     Arguments:
@@ -263,7 +263,7 @@ class _Scanner:
         extents = self._extents(shape)
         if len({chunk.dtype for chunk in chunks}) > 1:
             raise self._damaged(f"the chunks of {quoted(name)} have several dtypes")
-        runs = [Run(chunk.elements, 0, chunk.count) for chunk in chunks if chunk.count]
+        runs = [ElementRun(chunk.elements, 0, chunk.count) for chunk in chunks if chunk.count]
         joined = Joined(tuple(runs))
         if joined.count != math.prod(extents):
             raise self._damaged(
@@ -329,7 +329,7 @@ class _Scanner:
         found = self._value(depth + 1, name)
         if not isinstance(found, list) or [type(x) for x in found] != [float, float]:
             raise self._damaged(f"{quoted(found)} is not a complex number")
-        return InFile((), "complex128", InMemory(np.array([complex(*found)]).tobytes()))
+        return InFile((), "complex128", InMemoryElements(np.array([complex(*found)]).tobytes()))
 
 
 _ATOMS: Mapping[int, Any] = {0xC0: None, 0xC2: False, 0xC3: True}

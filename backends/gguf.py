@@ -27,7 +27,7 @@ from unickpt.foreign.cursor import Cursor
 from unickpt.foreign.elements import ByteRange, Elements, FileRange, Unreadable
 from unickpt.foreign.file_ranges import FileBox, RangeReader, whole
 from unickpt.foreign.files import Files
-from unickpt.foreign.loose_files import Found, open_kind
+from unickpt.foreign.loose_files import FoundFiles, open_kind
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
@@ -62,7 +62,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         StorageError: the storage failed.
     """
 
-    def make(found: Found) -> GgufReader:
+    def make(found: FoundFiles) -> GgufReader:
         dequantize = hints.get("dequantize")
         if dequantize not in (None, _DEQUANTIZED):
             raise HintError(
@@ -110,7 +110,7 @@ class Quantization:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class GGUFBlocks:
     """Elements that are dequantized when they are read.
 
     Arguments:
@@ -161,7 +161,7 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class _GGUFTensor:
     """A tensor as the file describes it: its extents in NumPy's order, and where it begins."""
 
     name: str
@@ -204,9 +204,9 @@ class GgufReader(RangeReader):
         super().__init__(files, Index(tree.to_json(node), entries, metadata=metadata), boxes)
 
 
-def _headers(files: Files, name: str) -> Sequence[_Header]:
+def _headers(files: Files, name: str) -> Sequence[_GGUFHeader]:
     """The headers of all files of a model, of which one is known."""
-    known = _Header(Cursor(files, name))
+    known = _GGUFHeader(Cursor(files, name))
     count = known.metadata.get(_COUNT, 1)
     if count in (0, 1):
         return [known]
@@ -219,7 +219,7 @@ def _headers(files: Files, name: str) -> Sequence[_Header]:
     found = []
     for number in range(count):
         part = f"{match[1]}-{number + 1:05d}-of-{count:05d}.gguf"
-        found.append(known if part == name else _Header(_cursor(files, part, known)))
+        found.append(known if part == name else _GGUFHeader(_cursor(files, part, known)))
         told = found[-1].metadata
         if told.get(_COUNT) != count or told.get(_NUMBER) != number:
             raise found[-1].damaged(
@@ -236,7 +236,7 @@ def _headers(files: Files, name: str) -> Sequence[_Header]:
     return found
 
 
-def _cursor(files: Files, name: str, known: _Header) -> Cursor:
+def _cursor(files: Files, name: str, known: _GGUFHeader) -> Cursor:
     """The beginning of another file of a model."""
     try:
         head = files.head(name)
@@ -252,7 +252,7 @@ def _cursor(files: Files, name: str, known: _Header) -> Cursor:
     return Cursor(files, name)
 
 
-def _metadata(headers: Sequence[_Header]) -> dict[str, Any]:
+def _metadata(headers: Sequence[_GGUFHeader]) -> dict[str, Any]:
     """That of all files of a model; usually only the first one has any."""
     if len(headers) == 1:
         return headers[0].metadata
@@ -271,7 +271,7 @@ def _array_name(tensor: str) -> str:
 
 
 def _stored(
-    tensor: _Tensor, header: _Header, quants: Any
+    tensor: _GGUFTensor, header: _GGUFHeader, quants: Any
 ) -> tuple[tuple[int, ...], str, Elements, int]:
     """The shape, dtype and elements of a tensor's array, and its bytes in the file."""
     file, shape, big_endian = header.file, tensor.shape, header.order == ">"
@@ -292,11 +292,11 @@ def _stored(
     nbytes = math.prod(shape[:-1]) * row
     if quants is None:
         return (*shape[:-1], row), "uint8", FileRange(file, tensor.offset), nbytes
-    blocks = Blocks(file, tensor.offset, tensor.kind, kind, big_endian, quants, told)
+    blocks = GGUFBlocks(file, tensor.offset, tensor.kind, kind, big_endian, quants, told)
     return shape, _DEQUANTIZED, blocks, nbytes
 
 
-class _Header:
+class _GGUFHeader:
     """What stands before the data.
 
     Arguments:
@@ -326,7 +326,7 @@ class _Header:
             raise self.damaged(f"{_ALIGNMENT} is {quoted(alignment)}")
         begin = -(-cursor.at // alignment) * alignment
         self._begin, self._alignment = begin, alignment
-        self.tensors = [_Tensor(t.name, t.shape, t.kind, begin + t.offset) for t in found]
+        self.tensors = [_GGUFTensor(t.name, t.shape, t.kind, begin + t.offset) for t in found]
 
     def damaged(self, reason: str) -> CheckpointCorrupt:
         """The error for a damaged file."""
@@ -393,7 +393,7 @@ class _Header:
             raise self.unsupported(f"{quoted(key)} is a list of lists")
         return [self._value(of, key) for _ in range(count)]
 
-    def _tensor(self) -> _Tensor:
+    def _tensor(self) -> _GGUFTensor:
         name, rank = self._text(), self._number("I")
         if rank > _MOST_RANK:
             raise self.damaged(f"{quoted(name)} has {rank} dimensions")
@@ -401,7 +401,7 @@ class _Header:
         kind, offset = self._number("I"), self._number("Q")
         if any(n >= 1 << 62 for n in (*shape, offset, math.prod(shape))):
             raise self.damaged(f"{quoted(name)} has the shape {list(shape)} at {offset}")
-        return _Tensor(name, shape, kind, offset)
+        return _GGUFTensor(name, shape, kind, offset)
 
 
 _QUANTIZED: Mapping[int, Quantization] = {

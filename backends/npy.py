@@ -12,7 +12,7 @@ from unickpt.foreign import loose_files
 from unickpt.foreign.elements import FileRange
 from unickpt.foreign.file_ranges import FileBox, RangeReader, whole
 from unickpt.foreign.files import Files
-from unickpt.foreign.loose_files import Found, open_kind
+from unickpt.foreign.loose_files import FoundFiles, open_kind
 from unickpt.format.index import Index
 from unickpt.format.reader import Reader
 from unickpt.trees import tree
@@ -31,7 +31,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         StorageError: the storage failed.
     """
 
-    def make(found: Found) -> NpyReader:
+    def make(found: FoundFiles) -> NpyReader:
         return NpyReader(files, found.names[0])
 
     return open_kind(files, loose_files.NPY, make)

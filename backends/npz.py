@@ -42,7 +42,7 @@ _MOST_DEFLATED = 1032
 
 
 @dataclass(frozen=True)
-class Header:
+class NpyHeader:
     """What the head of an array says.
 
     Arguments:
@@ -97,7 +97,7 @@ class NpzReader(RangeReader):
 
     def __init__(self, files: Files, name: str) -> None:
         self._zip = ZipFile(files, name)
-        self._deflated: dict[str, tuple[Member, Header]] = {}
+        self._deflated: dict[str, tuple[Member, NpyHeader]] = {}
         entries, boxes = dict[str, ArrayEntry](), dict[str, tuple[FileBox]]()
         name_of = _nested if _can_nest(self._zip.members.values()) else _flat
         for member in self._zip.members.values():
@@ -121,7 +121,7 @@ class NpzReader(RangeReader):
         node = tree.from_names(entries)
         super().__init__(files, Index(tree.to_json(node), entries), boxes)
 
-    def _header(self, member: Member) -> tuple[Header, FileBox]:
+    def _header(self, member: Member) -> tuple[NpyHeader, FileBox]:
         where = f"{self._zip.files.location}: {self._zip.name}: {quoted(member.name)}"
         at = 0
         most = min(member.size, MOST_HEADER + 12)
@@ -201,7 +201,7 @@ class NpzReader(RangeReader):
         return True
 
 
-def parsed(data: bytes, where: str) -> Header:
+def parsed(data: bytes, where: str) -> NpyHeader:
     """The head of an array, of its first bytes.
 
     Raises:
@@ -224,7 +224,7 @@ def parsed(data: bytes, where: str) -> Header:
     except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError) as error:
         raise CheckpointCorrupt(f"{where}: its header is damaged: {error}") from error
     dtype, big_endian = _dtype(descr, where)
-    return Header(dtype, shape, fortran, big_endian, start + count)
+    return NpyHeader(dtype, shape, fortran, big_endian, start + count)
 
 
 def _check(shape: Any, fortran: Any) -> None:

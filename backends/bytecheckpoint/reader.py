@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from unickpt.arrays import dtypes
-from unickpt.backends.bytecheckpoint.flat_params import FLAT, Part, parts_of, split
+from unickpt.backends.bytecheckpoint.flat_params import FLAT, FlatPart, parts_of, split
 from unickpt.backends.dcp.chunks import Located
 from unickpt.backends.dcp.metadata import Blob, Chunk, Metadata, Path, TensorFacts, fields
 from unickpt.backends.dcp.objects import read_file, read_objects
@@ -59,7 +59,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
     """
     try:
         folder = files if _parts_in(files) else _latest(files)
-        return None if folder is None else _Folder(folder).reader()
+        return None if folder is None else _StepFolder(folder).reader()
     except Failed as error:
         raise reading_failed(error, str(files.location)) from error
 
@@ -100,7 +100,7 @@ class ByteCheckpointReader(DcpReader):
 # --- what is in a folder ------------------------------------------------------------------------
 
 
-class _Folder:
+class _StepFolder:
     """The folder of a step.
 
     Arguments:
@@ -176,7 +176,7 @@ class _Folder:
                 if name.startswith(prefix) and whole in known:
                     paths[name] = (_STATE, whole, slot)
 
-    def _flat_params(self) -> Mapping[str, Sequence[Part]]:
+    def _flat_params(self) -> Mapping[str, Sequence[FlatPart]]:
         """The flat parameters; the model's metadata describes those of the optimizer, too."""
         optimizer = self._metadata.get(_OPTIMIZER)
         names = optimizer.names if optimizer is not None else ()

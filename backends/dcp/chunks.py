@@ -19,7 +19,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.dtypes import Array
 from unickpt.backends.dcp.memory_files import InMemory, Known, Rest
 from unickpt.backends.dcp.metadata import Blob, Chunk, TensorFacts
-from unickpt.backends.safetensors.reader import Header, read_header
+from unickpt.backends.safetensors.reader import SafetensorsHeader, read_header
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign.elements import ByteRange, Elements
 from unickpt.foreign.file_ranges import FileBox, read_flat
@@ -120,7 +120,7 @@ class Chunks:
     """Finds the chunks of one checkpoint in its files."""
 
     def __init__(self) -> None:
-        self._headers: dict[tuple[str, int], Header] = {}
+        self._headers: dict[tuple[str, int], SafetensorsHeader] = {}
 
     def elements(self, name: str, facts: TensorFacts, chunk: Chunk) -> Elements:
         """The elements of a chunk.
@@ -166,7 +166,9 @@ def _in_zip(dtype: str, chunk: Chunk, files: Files) -> FileBox:
     return found.box(tensor)
 
 
-def _in_safetensors(name: str, facts: TensorFacts, chunk: Chunk, header: Header) -> FileBox:
+def _in_safetensors(
+    name: str, facts: TensorFacts, chunk: Chunk, header: SafetensorsHeader
+) -> FileBox:
     tensor = header.tensors.get(name)
     others = [other for other in facts.chunks if other.blob.file == chunk.blob.file]
     if tensor is None or len(others) > 1:  # it can hold one tensor of a name
@@ -191,7 +193,7 @@ def _contradicts(dtype: str, chunk: Chunk, found: str) -> CheckpointCorrupt:
     )
 
 
-def _recorded_start(header: Header, name: str) -> Any:
+def _recorded_start(header: SafetensorsHeader, name: str) -> Any:
     """Where a tensor of a safetensors file begins in the whole one, if the file says it."""
     text = header.metadata.get("DCP_SHARDING_INFO", "{}")
     try:

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from unickpt.arrays import dtypes
-from unickpt.backends.deepspeed.folder import Folder
-from unickpt.backends.deepspeed.sources import Source
+from unickpt.backends.deepspeed.folder import DeepSpeedFolder
+from unickpt.backends.deepspeed.sources import TensorSource
 from unickpt.backends.deepspeed.states import (
-    ModelState,
+    ModelFileState,
     OptimizerState,
     StateFile,
     same_everywhere,
@@ -21,12 +21,12 @@ from unickpt.errors import CheckpointCorrupt
 
 _SAME = ("ds_version", "global_steps", "global_samples", "dp_world_size", "mp_world_size")
 
-Models = Sequence[Sequence[ModelState]]
+Models = Sequence[Sequence[ModelFileState]]
 """By model-parallel rank, by data-parallel rank."""
 Optimizers = Sequence[Sequence[OptimizerState]]
 
 
-def check(folder: Folder, models: Models, optimizers: Optimizers) -> None:
+def check(folder: DeepSpeedFolder, models: Models, optimizers: Optimizers) -> None:
     """Checks that no file is missing, and that all are of one save.
 
     Raises:
@@ -44,7 +44,7 @@ def check(folder: Folder, models: Models, optimizers: Optimizers) -> None:
         _check_optimizers(folder, models, optimizers)
 
 
-def _check_experts(folder: Folder, models: Models) -> None:
+def _check_experts(folder: DeepSpeedFolder, models: Models) -> None:
     """Checks that the file of each expert is there, where the model file tells their number."""
     for rank, (model, *_) in enumerate(models):
         told = model.file.state.get("num_experts")
@@ -59,7 +59,7 @@ def _check_experts(folder: Folder, models: Models) -> None:
                     )
 
 
-def _check_optimizers(folder: Folder, models: Models, optimizers: Optimizers) -> None:
+def _check_optimizers(folder: DeepSpeedFolder, models: Models, optimizers: Optimizers) -> None:
     where = folder.files.location
     if not optimizers:
         raise CheckpointCorrupt(
@@ -90,7 +90,7 @@ def _check_optimizers(folder: Folder, models: Models, optimizers: Optimizers) ->
 
 
 def _steps(
-    folder: Folder, optimizers: Sequence[OptimizerState]
+    folder: DeepSpeedFolder, optimizers: Sequence[OptimizerState]
 ) -> Iterator[tuple[StateFile, float]]:
     """How often each rank stepped: the only number in these files that tells two saves apart."""
     for optimizer in optimizers:
@@ -99,15 +99,15 @@ def _steps(
             yield optimizer.file, _number(folder, step)
 
 
-def _number(folder: Folder, found: Source | int | float) -> float:
-    if not isinstance(found, Source):
+def _number(folder: DeepSpeedFolder, found: TensorSource | int | float) -> float:
+    if not isinstance(found, TensorSource):
         return found
     out = np.empty(1, dtypes.from_name(found.dtype))
     found.elements.read(folder.files, found.first, out)
     return float(out[0])
 
 
-def check_steps(folder: Folder, states: Sequence[TorchState]) -> None:
+def check_steps(folder: DeepSpeedFolder, states: Sequence[TorchState]) -> None:
     """Checks that torch's optimizers in several files made the same steps.
 
     Raises:
@@ -121,7 +121,7 @@ def check_steps(folder: Folder, states: Sequence[TorchState]) -> None:
     )
 
 
-def tensor_parallelism(folder: Folder, models: Models) -> int:
+def tensor_parallelism(folder: DeepSpeedFolder, models: Models) -> int:
     """The degree of tensor parallelism.
 
     Raises:

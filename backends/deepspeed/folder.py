@@ -32,7 +32,7 @@ _NOT_READ = {
 
 
 @dataclass(frozen=True)
-class Folder:
+class DeepSpeedFolder:
     """The files of one checkpoint. Model-parallel rank `pp * tp_degree + tp` is "mp rank".
 
     Arguments:
@@ -64,7 +64,7 @@ class Folder:
         return bool(self.states)
 
 
-def find(files: Files) -> Folder | None:
+def find(files: Files) -> DeepSpeedFolder | None:
     """The checkpoint at a location, which is the folder of a tag or the one above; None if none is
     there.
 
@@ -97,7 +97,7 @@ def find(files: Files) -> Folder | None:
     return None
 
 
-def _in_tag(files: Files) -> Folder | None:
+def _in_tag(files: Files) -> DeepSpeedFolder | None:
     here = files.here
     matches = {name: match for name in here if (match := _MODEL.fullmatch(name))}
     optimizers = {name: match for name in here if (match := _OPTIMIZER.fullmatch(name))}
@@ -122,7 +122,7 @@ def _in_tag(files: Files) -> Folder | None:
             "(mp_rank_*) are mixed; are the files of one save?"
         )
     ranks_of_experts = {name: (int(m[2]), int(m[1])) for name, m in of_experts.items()}
-    return Folder(
+    return DeepSpeedFolder(
         files,
         stage3,
         _grid(files, {name: (int(m[2]), int(m[1] or 0)) for name, m in matches.items()}),

@@ -20,7 +20,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.backends.deepspeed import folder as folders
 from unickpt.backends.deepspeed import merging
 from unickpt.backends.deepspeed.contents import Contents
-from unickpt.backends.deepspeed.sources import Merged, whole
+from unickpt.backends.deepspeed.sources import MergedArray, whole
 from unickpt.backends.torch_files import expand
 from unickpt.errors import CheckpointCorrupt, CoverageError, UnickptError, UnsupportedFormat
 from unickpt.foreign import file_ranges
@@ -134,10 +134,10 @@ class DeepSpeedReader(RangeReader):
 
 
 def _is_leaf(value: Any) -> bool:
-    return isinstance(value, Merged | Tensor) or plain_values.is_plain(value)
+    return isinstance(value, MergedArray | Tensor) or plain_values.is_plain(value)
 
 
-def _entry(files: Files, name: str, array: Merged) -> ArrayEntry:
+def _entry(files: Files, name: str, array: MergedArray) -> ArrayEntry:
     # A part of an array is in the files of some ranks only: chunks must not span those of all.
     nbytes = math.prod(array.shape) * dtypes.from_name(array.dtype).itemsize
     most = min(max(_LEAST_CHUNK, nbytes // _CHUNKS), file_ranges.CHUNK_BYTES)

@@ -12,14 +12,14 @@ import numpy as np
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.layout import Layout
-from unickpt.foreign.elements import Converted, Elements, Joined, Run
+from unickpt.foreign.elements import ConvertedElements, ElementRun, Elements, Joined
 from unickpt.foreign.file_ranges import FileBox, row_major
 
 FLOAT32 = "float32"
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     """A tensor in files: all of one, or what one rank holds of it.
 
     Arguments:
@@ -54,14 +54,14 @@ class Source:
             n == 1 or a == b for n, a, b in zip(self.shape, self.steps, expected, strict=True)
         )
 
-    def reshaped(self, shape: Sequence[int]) -> Source:
+    def reshaped(self, shape: Sequence[int]) -> TensorSource:
         """The elements in another shape; only if they are in row-major order."""
         assert self.is_row_major, "checked by the caller"
-        return Source(self.dtype, tuple(shape), self.elements, self.first)
+        return TensorSource(self.dtype, tuple(shape), self.elements, self.first)
 
 
 @dataclass(frozen=True, eq=False)  # by identity: names of one array are aliases
-class Merged:
+class MergedArray:
     """An array, and where its boxes are.
 
     Arguments:
@@ -76,24 +76,24 @@ class Merged:
     shape: tuple[int, ...]
     boxes: Sequence[FileBox]
     layout: Layout | None = None
-    copies: list[Merged] = field(default_factory=list)
+    copies: list[MergedArray] = field(default_factory=list)
 
-    def converted(self, dtype: str) -> Merged:
+    def converted(self, dtype: str) -> MergedArray:
         """The array in another dtype."""
         boxes = [
-            FileBox(b.box, Converted(b.elements, self.dtype), b.first, b.strides)
+            FileBox(b.box, ConvertedElements(b.elements, self.dtype), b.first, b.strides)
             for b in self.boxes
         ]
-        return Merged(dtype, self.shape, boxes, self.layout)
+        return MergedArray(dtype, self.shape, boxes, self.layout)
 
 
-def whole(source: Source) -> Merged:
+def whole(source: TensorSource) -> MergedArray:
     """An array that one rank holds."""
     box = FileBox(Box.whole(source.shape), source.elements, source.first, source.strides)
-    return Merged(source.dtype, source.shape, (box,))
+    return MergedArray(source.dtype, source.shape, (box,))
 
 
-def widened(array: Merged) -> Merged:
+def widened(array: MergedArray) -> MergedArray:
     """An array of 16 bits in float32, which is exact; others as they are."""
     narrow = dtypes.from_name(array.dtype).itemsize == 2 and array.dtype in ("float16", "bfloat16")
     return array.converted(FLOAT32) if narrow else array
@@ -110,8 +110,8 @@ class Parameter:
     """
 
     shape: tuple[int, ...]
-    slots: Mapping[str, Source]
-    scalars: Mapping[str, Source | int | float] = field(default_factory=dict)
+    slots: Mapping[str, TensorSource]
+    scalars: Mapping[str, TensorSource | int | float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Flat:
     count: int
 
 
-class EvenParts(Sequence[Run]):
+class EvenParts(Sequence[ElementRun]):
     """The parts of a tensor of which each rank holds as many elements, the last ones fewer.
 
     They are made when they are needed: parameters times ranks can be millions.
@@ -152,22 +152,22 @@ class EvenParts(Sequence[Run]):
         return -(-self._count // self._part) if self._part else 0
 
     @overload
-    def __getitem__(self, number: int) -> Run: ...
+    def __getitem__(self, number: int) -> ElementRun: ...
     @overload
-    def __getitem__(self, number: slice) -> Sequence[Run]: ...
-    def __getitem__(self, number: int | slice) -> Run | Sequence[Run]:
+    def __getitem__(self, number: slice) -> Sequence[ElementRun]: ...
+    def __getitem__(self, number: int | slice) -> ElementRun | Sequence[ElementRun]:
         if isinstance(number, slice):
             return [self[at] for at in range(*number.indices(len(self)))]
         if not 0 <= number < len(self):
             raise IndexError(number)
         flat = self._flats[number]
         count = min(self._part, self._count - number * self._part)
-        return Run(flat.elements, flat.first + self._offset, count)
+        return ElementRun(flat.elements, flat.first + self._offset, count)
 
 
-def joined(dtype: str, shape: Sequence[int], runs: Sequence[Run]) -> Source:
+def joined(dtype: str, shape: Sequence[int], runs: Sequence[ElementRun]) -> TensorSource:
     """A tensor whose elements, in row-major order, are in several runs."""
-    return Source(dtype, tuple(shape), Joined(runs))
+    return TensorSource(dtype, tuple(shape), Joined(runs))
 
 
 def is_number(found: Any) -> bool:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from unickpt.backends.deepspeed.sources import Flat, Source, is_number
+from unickpt.backends.deepspeed.sources import Flat, TensorSource, is_number
 from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
 from unickpt.foreign.files import Files
-from unickpt.foreign.pickles import Constructors, Opaque
+from unickpt.foreign.pickles import Constructors, PickledObject
 from unickpt.foreign.torch_pickles import Tensor, TorchFile
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Failed, reading_failed
@@ -36,7 +36,7 @@ _THREADS_LOCAL, _THREADS_REMOTE = 4, 32
 _MOST_DEPTH = 50
 
 Shapes = Mapping[str, tuple[int, ...]]
-Fragments = Mapping[str, tuple[int, int]]
+FlatFragments = Mapping[str, tuple[int, int]]
 """By parameter, where it begins in the flat tensor of a rank, and how many elements are there."""
 
 
@@ -85,7 +85,7 @@ class StateFile:
             raise self.damaged(f"{what} is no list, but {_kind(found)}")
         return found
 
-    def source(self, found: Any, what: str) -> Source:
+    def source(self, found: Any, what: str) -> TensorSource:
         """A value that must be a tensor."""
         if not isinstance(found, Tensor):
             raise self.damaged(f"{what} is no tensor, but {_kind(found)}")
@@ -96,7 +96,7 @@ class StateFile:
         except UnickptError as error:
             reason = str(error).removeprefix(f"{self.files.location}: ")
             raise CheckpointCorrupt(f"{self.files.location}: {what}: {reason}") from error
-        return Source(found.dtype, found.shape, where.elements, where.first, where.strides)
+        return TensorSource(found.dtype, found.shape, where.elements, where.first, where.strides)
 
     def flat(self, found: Any, what: str) -> Flat:
         """A value that must be a one-dimensional tensor without gaps."""
@@ -139,14 +139,16 @@ def read_all(files: Files, names: Sequence[str], decode: Callable[[StateFile], T
 
 
 def _kind(found: Any) -> str:
-    return repr(found) if isinstance(found, Opaque) else f"an object of {type(found).__name__}"
+    return (
+        repr(found) if isinstance(found, PickledObject) else f"an object of {type(found).__name__}"
+    )
 
 
 # --- model files --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class ModelState:
+class ModelFileState:
     """What a model file holds.
 
     Arguments:
@@ -163,7 +165,7 @@ class ModelState:
 
     file: StateFile
     module: Mapping[str, Any] | None
-    sources: Mapping[str, Source]
+    sources: Mapping[str, TensorSource]
     shapes: Sequence[Shapes]
     frozen_shapes: Shapes
     frozen: Mapping[str, Flat]
@@ -178,7 +180,7 @@ class ModelState:
         return {name: shape for group in self.shapes for name, shape in group.items()}
 
 
-def model_state(file: StateFile) -> ModelState:
+def model_state(file: StateFile) -> ModelFileState:
     """What a model file holds.
 
     Raises:
@@ -198,7 +200,7 @@ def model_state(file: StateFile) -> ModelState:
     told = file.a_list(state.get("param_shapes") or (), "param_shapes")
     frozen = file.a_dict(state.get("frozen_param_fragments") or {}, "frozen_param_fragments")
     shared = file.a_dict(state.get("shared_params") or {}, "shared_params")
-    return ModelState(
+    return ModelFileState(
         file,
         module,
         {
@@ -273,7 +275,7 @@ def _degrees(file: StateFile, found: Any) -> tuple[int, int] | None:
 
 
 @dataclass(frozen=True)
-class Group:
+class ParameterGroup:
     """What one rank holds of a group of parameters, or of a sub-group at stage 3.
 
     Arguments:
@@ -284,9 +286,9 @@ class Group:
     """
 
     slots: Mapping[str, Flat]
-    scalars: Mapping[str, Source | int | float]
+    scalars: Mapping[str, TensorSource | int | float]
     partitions: int
-    fragments: Fragments
+    fragments: FlatFragments
 
 
 @dataclass(frozen=True)
@@ -303,7 +305,7 @@ class OptimizerState:
 
     file: StateFile
     stage: int
-    groups: Sequence[Group]
+    groups: Sequence[ParameterGroup]
     plain: Mapping[Any, Any]
     version: Any
 
@@ -330,7 +332,7 @@ def optimizer_state(file: StateFile) -> OptimizerState:
     flats = file.a_list(state.get(key), key)
     slots, param_groups = _slots(file, inner, len(flats))
     partitions = _partition_counts(file, state.get("partition_count"), len(flats))
-    fragments: Sequence[Fragments] = [{}] * len(flats)
+    fragments: Sequence[FlatFragments] = [{}] * len(flats)
     if stage < 3:
         fragments = _fragments(file, state.get("param_slice_mappings"), len(flats))
     groups = [
@@ -351,7 +353,7 @@ def common_values(state: Mapping[Any, Any]) -> dict[Any, Any]:
 
 def _loss_scaler(found: Any) -> Any:
     """The fields of a loss scaler; anything else as it is."""
-    known = isinstance(found, Opaque) and found.name.startswith(_SCALERS)
+    known = isinstance(found, PickledObject) and found.name.startswith(_SCALERS)
     return found.state if known and isinstance(found.state, dict) else found
 
 
@@ -384,7 +386,7 @@ def _partition_counts(file: StateFile, found: Any, count: int) -> Sequence[int]:
     return counts
 
 
-def _fragments(file: StateFile, found: Any, count: int) -> Sequence[Fragments]:
+def _fragments(file: StateFile, found: Any, count: int) -> Sequence[FlatFragments]:
     if found is None:
         raise file.unsupported(
             "it does not tell where parameters are (param_slice_mappings); load and save it with "
@@ -403,7 +405,7 @@ def _fragments(file: StateFile, found: Any, count: int) -> Sequence[Fragments]:
 
 
 def _fragment(file: StateFile, name: str, found: Any) -> tuple[int, int]:
-    state = found.state if isinstance(found, Opaque) and found.name == _FRAGMENT else None
+    state = found.state if isinstance(found, PickledObject) and found.name == _FRAGMENT else None
     fields = state if isinstance(state, dict) else {}
     start, count = fields.get("start"), fields.get("numel")
     if type(start) is not int or type(count) is not int or start < 0 or count < 0:
@@ -417,10 +419,10 @@ def _group(
     weights: Any,
     slots: Mapping[Any, Any],
     partitions: int,
-    fragments: Fragments,
-) -> Group:
+    fragments: FlatFragments,
+) -> ParameterGroup:
     flats = {"fp32": file.flat(weights, f"the weights of group {number}")}
-    scalars: dict[str, Source | int | float] = {}
+    scalars: dict[str, TensorSource | int | float] = {}
     for slot, value in slots.items():
         what = f"the slot {quoted(slot)} of group {number}"
         if not isinstance(slot, str) or slot in ("fp32", "module"):
@@ -434,7 +436,7 @@ def _group(
         elif value is not None:
             raise file.unsupported(f"{what} is neither a tensor nor a number")
     _check_fragments(file, number, flats, fragments)
-    return Group(flats, scalars, partitions, fragments)
+    return ParameterGroup(flats, scalars, partitions, fragments)
 
 
 def _slot(file: StateFile, value: Tensor, weights: Flat, what: str) -> Flat:
@@ -446,7 +448,7 @@ def _slot(file: StateFile, value: Tensor, weights: Flat, what: str) -> Flat:
 
 
 def _check_fragments(
-    file: StateFile, number: int, flats: Mapping[str, Flat], fragments: Fragments
+    file: StateFile, number: int, flats: Mapping[str, Flat], fragments: FlatFragments
 ) -> None:
     """Checks that fragments lie in the flat tensors, and do not overlap."""
     end, before = 0, ""

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unickpt.backends.deepspeed.partitions import EXPERT, local_experts
-from unickpt.backends.deepspeed.sources import Parameter, Source, is_number
-from unickpt.backends.deepspeed.states import ModelState, StateFile, same_everywhere
+from unickpt.backends.deepspeed.sources import Parameter, TensorSource, is_number
+from unickpt.backends.deepspeed.states import ModelFileState, StateFile, same_everywhere
 from unickpt.foreign.torch_pickles import Tensor
 from unickpt.quoting import quoted
 
@@ -83,7 +83,7 @@ def _items(found: Any) -> Sequence[Any]:
 
 
 def _parameter(file: StateFile, number: int, state: Any) -> Parameter:
-    arrays, scalars = dict[str, Source](), dict[str, Source | int | float]()
+    arrays, scalars = dict[str, TensorSource](), dict[str, TensorSource | int | float]()
     for slot, value in file.a_dict(state, "a state of the optimizer").items():
         if isinstance(value, Tensor) and isinstance(slot, str):
             source = file.source(value, f"array '{slot}/{number}'")
@@ -180,7 +180,7 @@ def _global(
 
 
 def check(
-    models: Sequence[ModelState],
+    models: Sequence[ModelFileState],
     states: Sequence[Sequence[TorchState]],
     weights: Sequence[Collection[str]],
 ) -> None:
@@ -214,7 +214,9 @@ def check(
             _check_count(model, state, names, len(states))
 
 
-def _check_count(model: ModelState, state: TorchState, names: Collection[str], ranks: int) -> None:
+def _check_count(
+    model: ModelFileState, state: TorchState, names: Collection[str], ranks: int
+) -> None:
     """Checks that a rank trains as many parameters as it has, if there are so many ranks."""
     experts = sum(EXPERT.fullmatch(name) is not None for name in names)
     dense = sum(EXPERT.fullmatch(name) is None and name not in model.buffers for name in names)

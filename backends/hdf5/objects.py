@@ -15,8 +15,8 @@ import numpy as np
 
 from unickpt.backends.hdf5.blocks import (
     UNDEFINED,
-    Blocks,
     FractalHeap,
+    HDF5Blocks,
     integer,
     tree_leaves,
     tree_records,
@@ -133,17 +133,17 @@ class Link:
 
 
 @dataclass(frozen=True)
-class File:
+class HDF5File:
     """An HDF5 file.
 
     Arguments:
         blocks: its bytes.
     """
 
-    blocks: Blocks
+    blocks: HDF5Blocks
 
     @cached_property
-    def root(self) -> Object:
+    def root(self) -> HDF5Object:
         """The group that contains all.
 
         Raises:
@@ -169,11 +169,11 @@ class File:
             raise UnsupportedFormat(f"{blocks.where}: it begins with a block of users")
         if end > blocks.size:
             raise blocks.damaged(f"it has {blocks.size} bytes of {end}")
-        return Object(blocks, root)
+        return HDF5Object(blocks, root)
 
 
 @dataclass(frozen=True)
-class Object:
+class HDF5Object:
     """A group, a dataset, or a datatype with a name.
 
     Arguments:
@@ -181,7 +181,7 @@ class Object:
         at: its header.
     """
 
-    blocks: Blocks
+    blocks: HDF5Blocks
     at: int
 
     @cached_property
@@ -241,7 +241,7 @@ class Object:
             at = integer(data[8:16] if data[0] == 1 else data[2:10])
             if depth or (data[0] == 3 and data[1] != 2):
                 break
-            return Object(self.blocks, at)._message(kind, 1)
+            return HDF5Object(self.blocks, at)._message(kind, 1)
         return None
 
     def _has(self, *kinds: int) -> bool:

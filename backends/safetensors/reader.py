@@ -22,7 +22,7 @@ from unickpt.foreign import loose_files
 from unickpt.foreign.elements import Elements, FileRange, Nibbles, Unreadable
 from unickpt.foreign.file_ranges import FileBox, RangeReader, of_boxes, whole
 from unickpt.foreign.files import Files
-from unickpt.foreign.loose_files import Found, open_kind
+from unickpt.foreign.loose_files import FoundFiles, open_kind
 from unickpt.format.coverage import check_boxes
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
@@ -46,7 +46,7 @@ _FOUR_BITS = {"F4": "float4_e2m1fn"}
 
 
 @dataclass(frozen=True)
-class Tensor:
+class SafetensorsTensor:
     """A tensor of one file.
 
     Arguments:
@@ -67,10 +67,10 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Header:
+class SafetensorsHeader:
     """The header of a file: its tensors by name, and its metadata."""
 
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, SafetensorsTensor]
     metadata: Mapping[str, str]
 
 
@@ -85,7 +85,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         StorageError: the storage failed.
     """
 
-    def make(found: Found) -> SafetensorsReader:
+    def make(found: FoundFiles) -> SafetensorsReader:
         where = None if found.index is None else weight_map(files, found.index, (_SUFFIX,))
         names = found.names if where is None else sorted({*where.values()})
         _check_complete(files, names)
@@ -123,7 +123,10 @@ class SafetensorsReader(RangeReader):
     format = "safetensors"
 
     def __init__(
-        self, files: Files, headers: Mapping[str, Header], where: Mapping[str, str] | None
+        self,
+        files: Files,
+        headers: Mapping[str, SafetensorsHeader],
+        where: Mapping[str, str] | None,
     ) -> None:
         pieces = _pieces(files, headers, where)
         entries, boxes = dict[str, ArrayEntry](), dict[str, Sequence[FileBox]]()
@@ -156,7 +159,7 @@ def _entry(name: str, dtype: str, boxes: Sequence[FileBox]) -> ArrayEntry:
 
 
 def _pieces(
-    files: Files, headers: Mapping[str, Header], where: Mapping[str, str] | None
+    files: Files, headers: Mapping[str, SafetensorsHeader], where: Mapping[str, str] | None
 ) -> dict[str, tuple[str, list[FileBox]]]:
     """The dtype and the boxes of each tensor."""
     found: dict[str, tuple[str, list[FileBox]]] = {}
@@ -195,7 +198,7 @@ def _pieces(
     return found
 
 
-def _offsets(header: Header, where: str) -> dict[str, tuple[int, ...]]:
+def _offsets(header: SafetensorsHeader, where: str) -> dict[str, tuple[int, ...]]:
     """Where pieces begin in their tensors, if torch recorded it."""
     text = header.metadata.get(_SHARDING)
     if text is None:
@@ -207,7 +210,7 @@ def _offsets(header: Header, where: str) -> dict[str, tuple[int, ...]]:
         raise CheckpointCorrupt(f"{where}: {_SHARDING} in its header is damaged") from error
 
 
-def read_header(files: Files, file: str) -> Header:
+def read_header(files: Files, file: str) -> SafetensorsHeader:
     """Reads and checks the header of a file.
 
     Raises:
@@ -233,28 +236,28 @@ def read_header(files: Files, file: str) -> Header:
         raise CheckpointCorrupt(
             f"{where} has {size} bytes, but {8 + length + end} according to its header"
         )
-    return Header(tensors, metadata)
+    return SafetensorsHeader(tensors, metadata)
 
 
 def _tensor(
     name: str, facts: Mapping[str, Any], end: int, files: Files, file: str, data: int
-) -> tuple[Tensor, int]:
+) -> tuple[SafetensorsTensor, int]:
     """A tensor of a header, and the end of its bytes, which begin where those before it end."""
     shape, (begin, stop) = _ints(facts["shape"]), _ints(facts["data_offsets"])
     kind, count, at = facts["dtype"], math.prod(shape), data + begin
     if kind in DTYPES:
         dtype = DTYPES[kind]
-        tensor = Tensor(dtype, shape, at)
+        tensor = SafetensorsTensor(dtype, shape, at)
         nbytes = count * dtypes.from_name(dtype).itemsize
     elif kind in _FOUR_BITS:
-        tensor, nbytes = Tensor(_FOUR_BITS[kind], shape, at, Nibbles), -(-count // 2)
+        tensor, nbytes = SafetensorsTensor(_FOUR_BITS[kind], shape, at, Nibbles), -(-count // 2)
     else:
         reason = (
             f"{files.location}: {file}: {quoted(name)} has the dtype {quoted(kind)}, which is not "
             "read; read the other tensors by their names (only=), or drop it by a rule"
         )
         nbytes = max(0, stop - begin)
-        tensor = Tensor("uint8", shape, at, lambda *_: Unreadable(reason))
+        tensor = SafetensorsTensor("uint8", shape, at, lambda *_: Unreadable(reason))
     if begin != end or stop - begin != nbytes:
         raise ValueError(
             f"{quoted(name)} of {nbytes} bytes lies at {begin} to {stop}, after byte {end}"

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 
-from unickpt.foreign.crc32 import Parts, Range, Ranges
+from unickpt.foreign.crc32 import ChecksummedRanges, Parts, Range
 from unickpt.storage import contexts
 from unickpt.storage.errors import Damaged, system_calls
 from unickpt.storage.kvstore import KvStore
@@ -41,7 +41,7 @@ class Files:
         """The name of the file that the location is; None for a folder."""
         self._above = f"{above}/"
         self._heads: dict[str, bytes] = {}
-        self.summed = Ranges()
+        self.summed = ChecksummedRanges()
         """The ranges of the files that have a checksum; whoever parses a file adds them."""
         self._inside = {self.single}
         """The files that are known not to lie elsewhere: at first the one that the user gave."""

@@ -15,11 +15,11 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.errors import CheckpointCorrupt
 from unickpt.foreign import pickle_writer, pickles
-from unickpt.foreign.elements import Elements, FileRange, InMemory, Lazy
+from unickpt.foreign.elements import Elements, FileRange, InMemoryElements, Lazy
 from unickpt.foreign.file_ranges import FileBox
 from unickpt.foreign.files import Files
 from unickpt.foreign.loose_files import is_legacy
-from unickpt.foreign.pickles import BadPickle, Constructors, EndsEarly, Global, Opaque
+from unickpt.foreign.pickles import BadPickle, Constructors, EndsEarly, Global, PickledObject
 from unickpt.foreign.zip_files import STORED, ZipFile
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Damaged
@@ -45,7 +45,7 @@ _KEPT = 1 << 20  # bytes of a pickle that may be needed again
 
 
 @dataclass(frozen=True)
-class Storage:
+class TorchStorage:
     """The memory of tensors, in the file.
 
     Arguments:
@@ -81,7 +81,7 @@ class Tensor:
         lazy: what torch left to be done when the elements are read, "conj", "neg" or both.
     """
 
-    storage: Storage
+    storage: TorchStorage
     dtype: str
     offset: int
     shape: tuple[int, ...]
@@ -149,7 +149,7 @@ def _of_dtype(
 def _tensor(
     storage: Any, dtype: str | None, offset: Any, shape: Any, strides: Any, lazy: Any = None
 ) -> Tensor:
-    if not isinstance(storage, Storage) or (dtype or storage.dtype) is None:
+    if not isinstance(storage, TorchStorage) or (dtype or storage.dtype) is None:
         raise BadPickle("a tensor has no storage")
     of_elements = dtype or storage.dtype
     assert of_elements is not None, "checked above"
@@ -238,13 +238,13 @@ class TorchFile:
         self.damaged = self._source.damaged
         """The error for a damaged file."""
         self.value = self._source.value
-        """What was saved: containers, plain values, `Tensor`s and `Opaque`s."""
+        """What was saved: containers, plain values, `Tensor`s and `PickledObject`s."""
         self.pickle_size = self._source.pickle_size
         """Bytes of the pickle, to bound what follows from it."""
         self._name = name
-        self._described: dict[int, Opaque] | None = None
+        self._described: dict[int, PickledObject] | None = None
 
-    def opaque(self, found: Opaque | Global, most: int) -> plain_values.Opaque:
+    def opaque(self, found: PickledObject | Global, most: int) -> plain_values.Opaque:
         """An object of `value` that only its class can read, as it was saved.
 
         Arguments:
@@ -256,7 +256,7 @@ class TorchFile:
         """
         facts: Any = found
         try:
-            if isinstance(found, Opaque):
+            if isinstance(found, PickledObject):
                 if self._described is None:
                     self._described = pickles.described(*self._source.pickle(), _as_stored)
                 facts = self._described[found.at]
@@ -277,7 +277,7 @@ class TorchFile:
         place = box or Box.whole(tensor.shape)
         held = tensor.storage
         if held.data is not None:
-            return FileBox(place, InMemory(held.data, held.big_endian), 0, tensor.strides)
+            return FileBox(place, InMemoryElements(held.data, held.big_endian), 0, tensor.strides)
         begin = self._source.offset(held)
         itemsize = dtypes.from_name(tensor.dtype).itemsize
         last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
@@ -320,7 +320,7 @@ class _Zip:
         member = self._zip.members.get(self._top + "byteorder")
         return b"little" if member is None or member.size > 10 else self._zip.read(member)
 
-    def offset(self, of: Storage) -> int:
+    def offset(self, of: TorchStorage) -> int:
         """Where a storage begins in the file."""
         if of.key not in self._offsets:
             member = self._zip.members.get(f"{self._top}data/{of.key}")
@@ -335,7 +335,7 @@ class _Zip:
         return self._offsets[of.key]
 
 
-def storage(found: Any) -> Storage:
+def storage(found: Any) -> TorchStorage:
     """A storage by its persistent id: `("storage", class, key, device, count, ...)`.
 
     Raises:
@@ -350,12 +350,12 @@ def storage(found: Any) -> Storage:
     if not isinstance(key, str) or type(count) is not int or not 0 <= count < _MOST_EXTENT:
         raise BadPickle("a storage is malformed")
     if name == "torch.storage.UntypedStorage":
-        return Storage(key, None, count)
+        return TorchStorage(key, None, count)
     short = name.removeprefix("torch.").removesuffix("Storage")
     dtype = STORAGES.get(short) or _QUANTIZED.get(short)
     if dtype is None:
         raise BadPickle(f"unknown storage {name}")
-    return Storage(key, dtype, count)
+    return TorchStorage(key, dtype, count)
 
 
 def _is_module(found: Any) -> bool:
@@ -383,7 +383,7 @@ class LegacyFile:
     def __init__(self, files: Files, name: str, known: Constructors) -> None:
         self._files, self._name = files, name
         self._data = b""
-        self._storages: dict[str, Storage] = {}
+        self._storages: dict[str, TorchStorage] = {}
         _, at = self._read(0, known)
         protocol, at = self._read(at, known)
         system, self._begin = self._read(at, known)
@@ -450,7 +450,7 @@ class LegacyFile:
             at += 8 + self._storages[key].nbytes
         return places
 
-    def offset(self, of: Storage) -> int:
+    def offset(self, of: TorchStorage) -> int:
         """Where a storage begins in the file; costs one small read."""
         begin = self._offsets.get(of.key)
         if begin is None:
@@ -464,10 +464,10 @@ class LegacyFile:
         return begin
 
 
-_CONTAINERS = (dict, list, tuple, set, frozenset, Opaque)
+_CONTAINERS = (dict, list, tuple, set, frozenset, PickledObject)
 
 
-def holds_tensors(found: Opaque, without: set[int], spend: Callable[[int], None]) -> bool:
+def holds_tensors(found: PickledObject, without: set[int], spend: Callable[[int], None]) -> bool:
     """Whether an object has tensors in it, however deep.
 
     Arguments:
@@ -478,7 +478,7 @@ def holds_tensors(found: Opaque, without: set[int], spend: Callable[[int], None]
     seen, rest = set[int](), [found]
     while rest:
         item: Any = rest.pop()
-        if isinstance(item, Tensor | Storage):
+        if isinstance(item, Tensor | TorchStorage):
             return True
         if isinstance(item, _CONTAINERS) and id(item) not in seen and id(item) not in without:
             seen.add(id(item))
@@ -491,12 +491,12 @@ def holds_tensors(found: Opaque, without: set[int], spend: Callable[[int], None]
 
 def _inside(found: Any) -> list[Any]:
     """What a container or an object consists of."""
-    if isinstance(found, Opaque):
+    if isinstance(found, PickledObject):
         return [found.args, found.named, found.state, found.appended, found.items]
     return [*found.keys(), *found.values()] if isinstance(found, dict) else list(found)
 
 
-def attributes(found: Opaque) -> list[tuple[Any, Any]]:
+def attributes(found: PickledObject) -> list[tuple[Any, Any]]:
     """The attributes of an object, what it contains, and what it was made of, with their names."""
     pairs: list[tuple[Any, Any]] = []
     slots = found.state if isinstance(found.state, tuple) else (found.state,)
