@@ -18,17 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from unickpt.arrays import dtypes
-from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import CheckpointCorrupt, HintError, UnsupportedFormat
 from unickpt.foreign import loose_files
+from unickpt.foreign.array_table import ArrayTable, TensorSource
 from unickpt.foreign.cursor import Cursor
-from unickpt.foreign.elements import ByteRange, Elements, FileRange, Unreadable
-from unickpt.foreign.file_ranges import FileBox, RangeReader, whole
+from unickpt.foreign.elements import ByteRange, FileRange, Unreadable
+from unickpt.foreign.file_ranges import RangeReader
 from unickpt.foreign.files import Files
 from unickpt.foreign.loose_files import FoundFiles, open_kind
-from unickpt.format.index import ArrayEntry, Index
+from unickpt.foreign.validators import is_size
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Damaged
@@ -184,24 +183,21 @@ class GgufReader(RangeReader):
     def __init__(self, files: Files, name: str, quants: Any) -> None:
         headers = _headers(files, name)
         self.version = str(headers[0].version)
-        entries, boxes = dict[str, ArrayEntry](), dict[str, tuple[FileBox]]()
-        packed = dict[str, str]()
+        table, packed = ArrayTable(), dict[str, str]()
         for header in headers:
             ends: list[tuple[int, int, str]] = []
             for tensor in header.tensors:
-                shape, dtype, elements, nbytes = _stored(tensor, header, quants)
+                found, nbytes = _stored(tensor, header, quants)
                 array = _array_name(tensor.name)
-                if array in entries:
+                if array in table.entries:
                     raise header.damaged(f"two tensors are called {quoted(tensor.name)}")
-                if dtype == "uint8":
+                if found.dtype == "uint8":
                     packed[array] = header.kind_name(tensor.kind)
-                where = FileBox(Box.whole(shape), elements)
-                entries[array], boxes[array] = whole(array, shape, dtype, where), (where,)
+                table.add(array, found)
                 ends.append((tensor.offset, tensor.offset + nbytes, tensor.name))
             header.check_places(ends)
         metadata = {**_metadata(headers), **({"quantized": packed} if packed else {})}
-        node = tree.from_names(entries)
-        super().__init__(files, Index(tree.to_json(node), entries, metadata=metadata), boxes)
+        super().__init__(files, table.index(metadata), table.boxes)
 
 
 def _headers(files: Files, name: str) -> Sequence[_GGUFHeader]:
@@ -270,30 +266,28 @@ def _array_name(tensor: str) -> str:
     return tree.component(tensor)
 
 
-def _stored(
-    tensor: _GGUFTensor, header: _GGUFHeader, quants: Any
-) -> tuple[tuple[int, ...], str, Elements, int]:
-    """The shape, dtype and elements of a tensor's array, and its bytes in the file."""
+def _stored(tensor: _GGUFTensor, header: _GGUFHeader, quants: Any) -> tuple[TensorSource, int]:
+    """A tensor's array, and its bytes in the file."""
     file, shape, big_endian = header.file, tensor.shape, header.order == ">"
     dtype = _DTYPES.get(tensor.kind)
     if dtype is not None:
-        nbytes = math.prod(shape) * dtypes.from_name(dtype).itemsize
-        return shape, dtype, FileRange(file, tensor.offset, big_endian), nbytes
+        found = TensorSource(dtype, shape, FileRange(file, tensor.offset, big_endian))
+        return found, found.nbytes
     kind, told = _QUANTIZED.get(tensor.kind), header.told(tensor.name)
     if kind is None:
         reason = f"{told} has the unknown type {tensor.kind}, of which not even the size is known"
-        return shape, "uint8", Unreadable(f"{reason}; {_OTHERS}"), 0
+        return TensorSource("uint8", shape, Unreadable(f"{reason}; {_OTHERS}")), 0
     if not shape or shape[-1] % kind.elements:
         raise header.damaged(
             f"{quoted(tensor.name)} has the shape {list(shape)}, which blocks of {kind.elements} "
             f"({kind.name}) do not fill"
         )
     row = shape[-1] // kind.elements * kind.nbytes
-    nbytes = math.prod(shape[:-1]) * row
+    packed = TensorSource("uint8", (*shape[:-1], row), FileRange(file, tensor.offset))
     if quants is None:
-        return (*shape[:-1], row), "uint8", FileRange(file, tensor.offset), nbytes
+        return packed, packed.nbytes
     blocks = GGUFBlocks(file, tensor.offset, tensor.kind, kind, big_endian, quants, told)
-    return shape, _DEQUANTIZED, blocks, nbytes
+    return TensorSource(_DEQUANTIZED, shape, blocks), packed.nbytes
 
 
 class _GGUFHeader:
@@ -399,7 +393,7 @@ class _GGUFHeader:
             raise self.damaged(f"{quoted(name)} has {rank} dimensions")
         shape = tuple(self._number("Q") for _ in range(rank))[::-1]
         kind, offset = self._number("I"), self._number("Q")
-        if any(n >= 1 << 62 for n in (*shape, offset, math.prod(shape))):
+        if not all(map(is_size, (*shape, offset, math.prod(shape)))):
             raise self.damaged(f"{quoted(name)} has the shape {list(shape)} at {offset}")
         return _GGUFTensor(name, shape, kind, offset)
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from unickpt.backends.hugging_face import weight_map
-from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
+from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign import known_objects, loose_files
+from unickpt.foreign.array_table import ArrayTable, table_of
 from unickpt.foreign.file_ranges import FileBox, RangeReader, whole
 from unickpt.foreign.files import Files
 from unickpt.foreign.loose_files import FoundFiles, open_kind
 from unickpt.foreign.pickles import BadPickle, Global, PickledObject
 from unickpt.foreign.torch_pickles import Tensor, TorchFile, TorchStorage, attributes, holds_tensors
-from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted, shortened
 from unickpt.storage.errors import Failed, reading_failed
@@ -69,27 +69,15 @@ class TorchFilesReader(RangeReader):
     format = "torch"
 
     def __init__(self, files: Files, root: Any, by_file: Mapping[int, TorchFile]) -> None:
-        try:
-            node = tree.flatten(root, _is_leaf, expand)
-        except UnickptError as error:
-            raise UnsupportedFormat(f"{files.location}: {error}") from error
-        entries, boxes = dict[str, ArrayEntry](), dict[str, tuple[FileBox]]()
-        aliases, values = dict[str, str](), dict[str, plain_values.Plain]()
-        first: dict[tuple[int, str], str] = {}
-        for leaf in tree.leaves(node):
-            if not isinstance(leaf.value, Tensor):
-                values[leaf.name] = leaf.value
-                continue
-            file = by_file[id(leaf.value)]
-            known = first.setdefault((id(file), leaf.value.identity), leaf.name)
-            if known != leaf.name:
-                aliases[leaf.name] = known
-                continue
-            where = _box(files, file, leaf)
-            entries[leaf.name] = whole(leaf.name, leaf.value.shape, leaf.value.dtype, where)
-            boxes[leaf.name] = (where,)
-        index = Index(tree.to_json(node), entries, aliases=aliases, values=values)
-        super().__init__(files, index, boxes)
+        def put(table: ArrayTable, leaf: tree.Leaf) -> None:
+            where = _box(files, by_file[id(leaf.value)], leaf)
+            table.put(whole(leaf.name, leaf.value.shape, leaf.value.dtype, where), (where,))
+
+        def identity(tensor: Tensor) -> tuple[int, str]:
+            return id(by_file[id(tensor)]), tensor.identity
+
+        table = table_of(files, root, Tensor, put, expand, identity)
+        super().__init__(files, table.index(), table.boxes)
 
 
 def _box(files: Files, file: TorchFile, leaf: tree.Leaf) -> FileBox:
@@ -160,10 +148,6 @@ class _ObjectNode:
 
     class_name: str
     children: Mapping[str | int, Any]
-
-
-def _is_leaf(value: Any) -> bool:
-    return isinstance(value, Tensor) or plain_values.is_plain(value)
 
 
 def expand(found: Any, name: str) -> tree.Expansion | None:

@@ -151,7 +151,7 @@ class Chunks:
                 if blob.length > _EDGE:
                     known.append((end - _EDGE, files.read(blob.file, end - _EDGE, _EDGE)))
                 return _in_zip(facts.dtype, chunk, Known(files, known))
-            header = read_header(Rest(files, blob.offset), blob.file)
+            header = read_header(Rest(files, blob.offset), blob.file, blob.offset)
             self._headers[blob.file, blob.offset] = header
         return _in_safetensors(name, facts, chunk, header)
 
@@ -177,7 +177,7 @@ def _in_safetensors(
     told = _recorded_start(header, name)
     if told is not None and told != list(chunk.box.start):
         raise _contradicts(facts.dtype, chunk, f"the part of it that begins at {quoted(told)}")
-    return FileBox(chunk.box, tensor.elements(chunk.blob.file, chunk.blob.offset))
+    return FileBox(chunk.box, tensor.elements)
 
 
 def _check(expected: str, chunk: Chunk, dtype: str, shape: tuple[int, ...]) -> None:

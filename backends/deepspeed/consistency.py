@@ -9,7 +9,6 @@ import numpy as np
 
 from unickpt.arrays import dtypes
 from unickpt.backends.deepspeed.folder import DeepSpeedFolder
-from unickpt.backends.deepspeed.sources import TensorSource
 from unickpt.backends.deepspeed.states import (
     ModelFileState,
     OptimizerState,
@@ -18,6 +17,7 @@ from unickpt.backends.deepspeed.states import (
 )
 from unickpt.backends.deepspeed.unsharded import TorchState
 from unickpt.errors import CheckpointCorrupt
+from unickpt.foreign.array_table import TensorSource
 
 _SAME = ("ds_version", "global_steps", "global_samples", "dp_world_size", "mp_world_size")
 

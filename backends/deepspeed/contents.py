@@ -8,7 +8,7 @@ from typing import Any
 from unickpt.backends.deepspeed import consistency, partitions, universal, unsharded, weights
 from unickpt.backends.deepspeed.folder import DeepSpeedFolder
 from unickpt.backends.deepspeed.ranks import Named, Ranks
-from unickpt.backends.deepspeed.sources import MergedArray, Parameter, TensorSource, whole, widened
+from unickpt.backends.deepspeed.sources import MergedArray, Parameter, whole, widened
 from unickpt.backends.deepspeed.states import (
     StateFile,
     common_values,
@@ -20,6 +20,7 @@ from unickpt.backends.deepspeed.unsharded import TorchState, torch_state
 from unickpt.backends.deepspeed.weights import ModuleWeights
 from unickpt.backends.torch_files import PlainTree
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.foreign.array_table import TensorSource
 from unickpt.quoting import quoted
 
 # What DeepSpeed itself puts into a model file and unickpt shows.

@@ -10,13 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from unickpt.backends.deepspeed.sources import (
-    EvenParts,
-    Flat,
-    Parameter,
-    TensorSource,
-    joined,
-)
+from unickpt.backends.deepspeed.sources import EvenParts, Flat, Parameter, joined
 from unickpt.backends.deepspeed.states import (
     ModelFileState,
     OptimizerState,
@@ -25,6 +19,7 @@ from unickpt.backends.deepspeed.states import (
     same_everywhere,
 )
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.foreign.array_table import TensorSource
 from unickpt.foreign.elements import ElementRun
 from unickpt.quoting import quoted
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
@@ -10,54 +9,12 @@ from typing import Any, overload
 import numpy as np
 
 from unickpt.arrays import dtypes
-from unickpt.arrays.box import Box
 from unickpt.arrays.layout import Layout
+from unickpt.foreign.array_table import TensorSource
 from unickpt.foreign.elements import ConvertedElements, ElementRun, Elements, Joined
-from unickpt.foreign.file_ranges import FileBox, row_major
+from unickpt.foreign.file_ranges import FileBox
 
 FLOAT32 = "float32"
-
-
-@dataclass(frozen=True)
-class TensorSource:
-    """A tensor in files: all of one, or what one rank holds of it.
-
-    Arguments:
-        dtype: the checkpoint's name of its dtype.
-        shape: its extents.
-        elements: a sequence that contains its elements.
-        first: the number of its first element in the sequence.
-        strides: in elements; None for row-major order without gaps.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    elements: Elements
-    first: int = 0
-    strides: tuple[int, ...] | None = None
-
-    @property
-    def count(self) -> int:
-        """How many elements it has."""
-        return math.prod(self.shape)
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """The strides, also for row-major order."""
-        return row_major(self.shape) if self.strides is None else self.strides
-
-    @property
-    def is_row_major(self) -> bool:
-        """Whether its elements follow each other in row-major order."""
-        expected = row_major(self.shape)
-        return all(
-            n == 1 or a == b for n, a, b in zip(self.shape, self.steps, expected, strict=True)
-        )
-
-    def reshaped(self, shape: Sequence[int]) -> TensorSource:
-        """The elements in another shape; only if they are in row-major order."""
-        assert self.is_row_major, "checked by the caller"
-        return TensorSource(self.dtype, tuple(shape), self.elements, self.first)
 
 
 @dataclass(frozen=True, eq=False)  # by identity: names of one array are aliases
@@ -89,8 +46,7 @@ class MergedArray:
 
 def whole(source: TensorSource) -> MergedArray:
     """An array that one rank holds."""
-    box = FileBox(Box.whole(source.shape), source.elements, source.first, source.strides)
-    return MergedArray(source.dtype, source.shape, (box,))
+    return MergedArray(source.dtype, source.shape, (source.box,))
 
 
 def widened(array: MergedArray) -> MergedArray:

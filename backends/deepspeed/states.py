@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from unickpt.backends.deepspeed.sources import Flat, TensorSource, is_number
+from unickpt.backends.deepspeed.sources import Flat, is_number
 from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
+from unickpt.foreign.array_table import TensorSource
 from unickpt.foreign.files import Files
 from unickpt.foreign.pickles import Constructors, PickledObject
 from unickpt.foreign.torch_pickles import Tensor, TorchFile

@@ -10,9 +10,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from unickpt.backends.deepspeed.folder import DeepSpeedFolder
-from unickpt.backends.deepspeed.sources import Parameter, TensorSource, is_number
+from unickpt.backends.deepspeed.sources import Parameter, is_number
 from unickpt.backends.deepspeed.states import StateFile, read_all
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.foreign.array_table import TensorSource
 from unickpt.foreign.torch_pickles import Tensor
 
 _EXPERTS = "deepspeed_experts."

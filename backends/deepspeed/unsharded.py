@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unickpt.backends.deepspeed.partitions import EXPERT, local_experts
-from unickpt.backends.deepspeed.sources import Parameter, TensorSource, is_number
+from unickpt.backends.deepspeed.sources import Parameter, is_number
 from unickpt.backends.deepspeed.states import ModelFileState, StateFile, same_everywhere
+from unickpt.foreign.array_table import TensorSource
 from unickpt.foreign.torch_pickles import Tensor
 from unickpt.quoting import quoted
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from unickpt.backends.deepspeed import partitions
 from unickpt.backends.deepspeed.folder import DeepSpeedFolder
-from unickpt.backends.deepspeed.sources import TensorSource
 from unickpt.backends.deepspeed.states import ModelFileState, StateFile, flattened, read_all
 from unickpt.errors import CheckpointCorrupt
+from unickpt.foreign.array_table import TensorSource
 from unickpt.foreign.elements import Joined
 from unickpt.foreign.torch_pickles import Tensor
 from unickpt.quoting import quoted

@@ -17,8 +17,8 @@ import unickpt
 from unickpt import CheckpointCorrupt, UnsupportedFormat
 from unickpt.arrays.layout import Layout
 from unickpt.backends.deepspeed import merging, patterns, states
-from unickpt.backends.deepspeed.sources import TensorSource
 from unickpt.errors import HintError, UnickptError
+from unickpt.foreign.array_table import TensorSource
 from unickpt.foreign.elements import FileRange
 from unickpt.foreign.files import Files
 from unickpt.storage import contexts

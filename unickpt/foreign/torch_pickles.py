@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from unickpt.arrays import dtypes
@@ -20,6 +21,7 @@ from unickpt.foreign.file_ranges import FileBox
 from unickpt.foreign.files import Files
 from unickpt.foreign.loose_files import is_legacy
 from unickpt.foreign.pickles import BadPickle, Constructors, EndsEarly, Global, PickledObject
+from unickpt.foreign.validators import is_size, sizes
 from unickpt.foreign.zip_files import STORED, ZipFile
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Damaged
@@ -37,8 +39,7 @@ _QUANTIZED = {
 _COMPLEX = ("complex64", "complex128")
 _LAZY = {"conj": _COMPLEX, "neg": (*_COMPLEX, "float16", "float32", "float64")}
 _MOST_PICKLE = 1 << 30
-_MOST_EXTENT = 1 << 62
-_MOST_RANK = 32
+_MOST_SIZES = 1 << 62  # of a torch.Size, which a user can have saved
 _PROTOCOL = 1001  # of files before torch 1.6
 _WINDOW = 64 << 10
 _KEPT = 1 << 20  # bytes of a pickle that may be needed again
@@ -120,13 +121,6 @@ def dtype_of(found: Any) -> str:
         raise BadPickle(f"{name or 'an object'} is not a dtype that unickpt supports") from None
 
 
-def _sizes(found: Any) -> tuple[int, ...]:
-    for n in found if isinstance(found, tuple) else (None,):
-        if type(n) is not int or not 0 <= n < _MOST_EXTENT:
-            raise BadPickle("sizes are not a tuple of numbers")
-    return found  # type: ignore[no-any-return]
-
-
 def _of_storage(
     storage: Any, offset: Any, shape: Any, strides: Any, grad: Any = None, *rest: Any
 ) -> Tensor:
@@ -153,11 +147,11 @@ def _tensor(
         raise BadPickle("a tensor has no storage")
     of_elements = dtype or storage.dtype
     assert of_elements is not None, "checked above"
-    sizes, steps = _sizes(shape), _sizes(strides)
-    if len(sizes) != len(steps) or len(sizes) > _MOST_RANK:
+    extents, steps = sizes(shape), sizes(strides)
+    if len(extents) != len(steps) or not is_size(offset):
         raise BadPickle("the strides of a tensor do not fit its shape")
     todo = _lazy(lazy, of_elements)
-    return Tensor(storage, of_elements, _sizes((offset,))[0], sizes, steps, todo)
+    return Tensor(storage, of_elements, offset, extents, steps, todo)
 
 
 def _lazy(found: Any, dtype: str) -> tuple[str, ...]:
@@ -193,7 +187,7 @@ CONSTRUCTORS: Constructors = {
     "torch._utils._rebuild_parameter": lambda data, *rest: data,
     "torch._utils._rebuild_parameter_with_state": lambda data, *rest: data,
     "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
-    "torch.Size": _sizes,
+    "torch.Size": partial(sizes, most=_MOST_SIZES),
     "torch.serialization._get_layout": lambda name: name,
     "collections.OrderedDict": _ordered,
     "collections.defaultdict": lambda *args: _ordered(*args[1:]),
@@ -347,7 +341,7 @@ def storage(found: Any) -> TorchStorage:
         raise BadPickle("a storage is a part of another, as in files of torch before 0.4")
     kind, key, count = found[1], found[2], found[4]
     name = kind.name if isinstance(kind, Global) else ""
-    if not isinstance(key, str) or type(count) is not int or not 0 <= count < _MOST_EXTENT:
+    if not isinstance(key, str) or not is_size(count):
         raise BadPickle("a storage is malformed")
     if name == "torch.storage.UntypedStorage":
         return TorchStorage(key, None, count)
