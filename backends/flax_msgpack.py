@@ -19,13 +19,11 @@ from unickpt.arrays import dtypes
 from unickpt.backends.hugging_face import weight_map
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign import loose_files
-from unickpt.foreign.array_table import ArrayTable, TensorSource, table_of
-from unickpt.foreign.cursor import Cursor
 from unickpt.foreign.elements import ElementRun, FileRange, InMemoryElements, Joined
-from unickpt.foreign.file_ranges import RangeReader
+from unickpt.foreign.file_ranges import ArrayTable, RangeReader, TensorSource, table_of
 from unickpt.foreign.files import Files
+from unickpt.foreign.headers import Cursor, sizes
 from unickpt.foreign.loose_files import FoundFiles, open_kind
-from unickpt.foreign.validators import sizes
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
 from unickpt.trees import tree

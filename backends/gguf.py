@@ -21,13 +21,11 @@ import numpy as np
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import CheckpointCorrupt, HintError, UnsupportedFormat
 from unickpt.foreign import loose_files
-from unickpt.foreign.array_table import ArrayTable, TensorSource
-from unickpt.foreign.cursor import Cursor
 from unickpt.foreign.elements import ByteRange, FileRange, Unreadable
-from unickpt.foreign.file_ranges import RangeReader
+from unickpt.foreign.file_ranges import ArrayTable, RangeReader, TensorSource
 from unickpt.foreign.files import Files
+from unickpt.foreign.headers import Cursor, is_size
 from unickpt.foreign.loose_files import FoundFiles, open_kind
-from unickpt.foreign.validators import is_size
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Damaged

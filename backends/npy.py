@@ -8,8 +8,7 @@ from typing import Any
 from unickpt.backends.npz import MOST_HEADER, parsed
 from unickpt.errors import CheckpointCorrupt
 from unickpt.foreign import loose_files
-from unickpt.foreign.array_table import ArrayTable
-from unickpt.foreign.file_ranges import RangeReader
+from unickpt.foreign.file_ranges import ArrayTable, RangeReader
 from unickpt.foreign.files import Files
 from unickpt.foreign.loose_files import FoundFiles, open_kind
 from unickpt.format.reader import Reader

@@ -19,12 +19,11 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign import loose_files
-from unickpt.foreign.array_table import ArrayTable, TensorSource
 from unickpt.foreign.elements import FileRange
-from unickpt.foreign.file_ranges import RangeReader, row_major
+from unickpt.foreign.file_ranges import ArrayTable, RangeReader, TensorSource, row_major
 from unickpt.foreign.files import Files
+from unickpt.foreign.headers import sizes
 from unickpt.foreign.loose_files import open_kind
-from unickpt.foreign.validators import sizes
 from unickpt.foreign.zip_files import DEFLATED, STORED, Member, ZipFile
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry

@@ -13,8 +13,7 @@ from typing import Any
 from unickpt.backends.hugging_face import weight_map
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign import known_objects, loose_files
-from unickpt.foreign.array_table import ArrayTable, table_of
-from unickpt.foreign.file_ranges import FileBox, RangeReader, whole
+from unickpt.foreign.file_ranges import ArrayTable, FileBox, RangeReader, table_of, whole
 from unickpt.foreign.files import Files
 from unickpt.foreign.loose_files import FoundFiles, open_kind
 from unickpt.foreign.pickles import BadPickle, Global, PickledObject

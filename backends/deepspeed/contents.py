@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from unickpt.backends.deepspeed import consistency, partitions, universal, unsharded, weights
-from unickpt.backends.deepspeed.folder import DeepSpeedFolder
+from unickpt.backends.deepspeed.folder import DeepSpeedFolder, incomplete
 from unickpt.backends.deepspeed.ranks import Named, Ranks
 from unickpt.backends.deepspeed.sources import MergedArray, Parameter, whole, widened
 from unickpt.backends.deepspeed.states import (
@@ -20,7 +20,7 @@ from unickpt.backends.deepspeed.unsharded import TorchState, torch_state
 from unickpt.backends.deepspeed.weights import ModuleWeights
 from unickpt.backends.torch_files import PlainTree
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.foreign.array_table import TensorSource
+from unickpt.foreign.file_ranges import TensorSource
 from unickpt.quoting import quoted
 
 # What DeepSpeed itself puts into a model file and unickpt shows.
@@ -109,10 +109,10 @@ class Contents:
                 "and another model file has none; are the files of one save?"
             )
         if not states and own and self.folder.experts:
-            raise CheckpointCorrupt(
-                f"{self.folder.files.location}: the optimizer files of the experts, "
-                "expp_rank_*_mp_rank_*_optim_states.pt, are missing; was the folder copied as a "
-                "whole?"
+            raise incomplete(
+                self.folder.files,
+                "the optimizer files of the experts, expp_rank_*_mp_rank_*_optim_states.pt, are "
+                "missing",
             )
         if not states:
             return own
@@ -202,9 +202,9 @@ class Contents:
         if self.folder.experts:
             missing += [name for name in of_weights if _EXPERTS in name and name not in module]
         if missing:
-            raise CheckpointCorrupt(
-                f"{self.folder.files.location}: array 'module/{missing[0]}': the file with its "
-                "weights is missing; was the folder copied as a whole?"
+            raise incomplete(
+                self.folder.files,
+                f"array 'module/{missing[0]}': the file with its weights is missing",
             )
 
     # --- plain values ---------------------------------------------------------------------------

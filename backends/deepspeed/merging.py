@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from unickpt.arrays.box import Box
-from unickpt.backends.deepspeed.patterns import BadPattern, PatternTable, of_list
+from unickpt.backends.deepspeed.patterns import BadPattern, PatternTable
 from unickpt.backends.deepspeed.sources import unraveled
 from unickpt.errors import HintError
 from unickpt.foreign.file_ranges import row_major
+from unickpt.foreign.headers import sizes
 from unickpt.foreign.pickles import PickledObject
 from unickpt.quoting import quoted
 
@@ -36,7 +37,7 @@ HINTS = (*_LISTS, SUB_PARAMETERS, WIDTHS, VOCABULARY_SIZE)
 """The keys of `universal_checkpoint_info` that users can say where a folder does not."""
 _WITH_WIDTHS = 0.4
 _AFFINE_VERSION = 1
-_MOST_DIMENSIONS, _MOST_PARTS = 32, 10_000
+_MOST_PARTS = 10_000
 
 
 class BadInfo(ValueError):
@@ -315,20 +316,28 @@ def _affine_piece(
     if last >= held or to[0] >= math.prod(logical):
         raise BadInfo(f"a piece of its affine map lies outside of what rank {rank} holds")
     # The piece is a box of the parameter: each of its dimensions is one of the parameter's.
-    extents, strides = [1] * len(logical), [0] * len(logical)
-    left = {d for d, n in enumerate(shape) if n > 1}
-    for dim, (n, step) in enumerate(zip(logical, row_major(logical), strict=True)):
-        match = next((d for d in sorted(left) if to[1][d] == step), None) if n > 1 else None
-        if match is not None:
-            left.remove(match)
-            extents[dim], strides[dim] = shape[match], from_[1][match]
+    matched = _dimensions(shape, to[1], logical)
     start = unraveled(to[0], logical)
-    stop = tuple(a + n for a, n in zip(start, extents, strict=True))
-    if left or any(b > n for b, n in zip(stop, logical, strict=True)):
+    extents = [1 if d is None else shape[d] for d in matched or ()]
+    stop = tuple(a + n for a, n in zip(start, extents, strict=False))
+    if matched is None or any(b > n for b, n in zip(stop, logical, strict=True)):
         raise Unsupported(
             f"a piece of its affine map, {quoted(said)}, is not a box of the shape {list(logical)}"
         )
-    return RankPiece(Box(start, stop), rank, from_[0], tuple(strides), float(scale))
+    strides = tuple(0 if d is None else from_[1][d] for d in matched)
+    return RankPiece(Box(start, stop), rank, from_[0], strides, float(scale))
+
+
+def _dimensions(shape: Extents, steps: Extents, logical: Extents) -> list[int | None] | None:
+    """For each dimension of a parameter, which one of a piece it is, by their strides; None if the
+    piece has others."""
+    left, found = [d for d, n in enumerate(shape) if n > 1], list[int | None]()
+    for n, step in zip(logical, row_major(logical), strict=True):
+        match = next((d for d in left if n > 1 and steps[d] == step), None)
+        if match is not None:
+            left.remove(match)
+        found.append(match)
+    return None if left else found
 
 
 def _strided(found: Any, dimensions: int, what: str) -> tuple[int, tuple[int, ...]]:
@@ -386,10 +395,10 @@ def _sequence(found: Any, what: str) -> Sequence[Any]:
 
 
 def _shape(found: Any, what: str) -> Extents:
-    numbers = _sequence(found, what)
-    if len(numbers) > _MOST_DIMENSIONS or not all(type(n) is int and n >= 0 for n in numbers):
-        raise BadInfo(f"{what} is no list of sizes: {quoted(found)}")
-    return tuple(numbers)
+    try:
+        return sizes(found)
+    except ValueError as error:
+        raise BadInfo(f"{what}: {error}") from error
 
 
 def _numbers(found: Any, degree: int) -> list[Sequence[int]]:
@@ -412,10 +421,7 @@ def _list_of_patterns(said: Mapping[str, Any], key: str) -> PatternTable:
     patterns = _sequence(said.get(key) or (), key)
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise BadInfo(f"{key} has patterns that are no texts: {quoted(patterns)}")
-    try:
-        return of_list(patterns)
-    except BadPattern as error:
-        raise BadInfo(f"{key}: {error}") from error
+    return _patterns(dict.fromkeys(patterns), key)
 
 
 def _sub_parameters(said: Any) -> PatternTable:

@@ -19,8 +19,8 @@ from unickpt.backends.deepspeed.states import (
     same_everywhere,
 )
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.foreign.array_table import TensorSource
 from unickpt.foreign.elements import ElementRun
+from unickpt.foreign.file_ranges import TensorSource
 from unickpt.quoting import quoted
 
 EXPERT = re.compile(r"(.*deepspeed_experts\.)(\d{1,9})(\..*)")

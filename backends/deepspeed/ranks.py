@@ -16,9 +16,8 @@ from unickpt.backends.deepspeed.merging import (
 )
 from unickpt.backends.deepspeed.sources import MergedArray, unraveled, whole
 from unickpt.errors import CheckpointCorrupt, HintError, UnsupportedFormat
-from unickpt.foreign.array_table import TensorSource
 from unickpt.foreign.elements import ElementRun, MeanElements
-from unickpt.foreign.file_ranges import FileBox, row_major
+from unickpt.foreign.file_ranges import FileBox, TensorSource, row_major
 from unickpt.quoting import quoted
 
 

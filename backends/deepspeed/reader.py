@@ -24,8 +24,7 @@ from unickpt.backends.deepspeed.sources import MergedArray, whole
 from unickpt.backends.torch_files import expand
 from unickpt.errors import CheckpointCorrupt, CoverageError
 from unickpt.foreign import file_ranges
-from unickpt.foreign.array_table import ArrayTable, table_of
-from unickpt.foreign.file_ranges import FileBox, RangeReader
+from unickpt.foreign.file_ranges import ArrayTable, FileBox, RangeReader, table_of
 from unickpt.foreign.files import Files
 from unickpt.foreign.torch_pickles import Tensor
 from unickpt.format.coverage import check_boxes

@@ -10,9 +10,8 @@ import numpy as np
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.layout import Layout
-from unickpt.foreign.array_table import TensorSource
 from unickpt.foreign.elements import ConvertedElements, ElementRun, Elements, Joined
-from unickpt.foreign.file_ranges import FileBox
+from unickpt.foreign.file_ranges import FileBox, TensorSource
 
 FLOAT32 = "float32"
 

@@ -6,14 +6,15 @@ Sources: deepspeed/runtime/engine.py, zero/stage_1_and_2.py, zero/stage3.py, bf1
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from unickpt.backends.deepspeed.sources import Flat, is_number
 from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
-from unickpt.foreign.array_table import TensorSource
+from unickpt.foreign.file_ranges import TensorSource
 from unickpt.foreign.files import Files
+from unickpt.foreign.headers import is_size
 from unickpt.foreign.pickles import Constructors, PickledObject
 from unickpt.foreign.torch_pickles import Tensor, TorchFile
 from unickpt.quoting import quoted
@@ -35,6 +36,7 @@ _OF_PARAMETERS = {
 }  # fmt: skip
 _THREADS_LOCAL, _THREADS_REMOTE = 4, 32
 _MOST_DEPTH = 50
+_CONVERT = "convert it with DeepSpeed's ds_to_universal, and read the universal checkpoint"
 
 Shapes = Mapping[str, tuple[int, ...]]
 FlatFragments = Mapping[str, tuple[int, int]]
@@ -99,10 +101,20 @@ class StateFile:
             raise CheckpointCorrupt(f"{self.files.location}: {what}: {reason}") from error
         return TensorSource(found.dtype, found.shape, where.elements, where.first, where.strides)
 
-    def flat(self, found: Any, what: str) -> Flat:
-        """A value that must be a one-dimensional tensor without gaps."""
+    def sources(
+        self, module: Mapping[str, Any], wanted: Callable[[Tensor], bool] = lambda tensor: True
+    ) -> dict[str, TensorSource]:
+        """The tensors of a module's state, or some of them."""
+        return {
+            name: self.source(found, f"array 'module/{name}'")
+            for name, found in module.items()
+            if isinstance(found, Tensor) and wanted(found)
+        }
+
+    def flat(self, found: Any, what: str, rank: int | None = 1) -> Flat:
+        """A value that must be a tensor without gaps, by default one-dimensional."""
         source = self.source(found, what)
-        if len(source.shape) != 1 or not source.is_row_major:
+        if rank not in (None, len(source.shape)) or not source.is_row_major:
             raise self.damaged(f"{what} is not flat, but of shape {list(source.shape)}")
         return Flat(self.name, source.dtype, source.elements, source.first, source.count)
 
@@ -111,7 +123,7 @@ class StateFile:
         shapes = self.a_dict(found, what)
         for name, shape in shapes.items():
             self.a_name(name)
-            if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
+            if not isinstance(shape, tuple) or not all(map(is_size, shape)):
                 raise self.damaged(f"{what} has no shape for {quoted(name)}")
         return shapes
 
@@ -192,38 +204,31 @@ def model_state(file: StateFile) -> ModelFileState:
     if "module" not in state:
         raise file.damaged("it has no 'module'; DeepSpeed did not write it")
     if any(state.get(key) is not None for key in _AUTOEP):
-        raise file.unsupported(
-            "its experts were split by AutoEP; convert it with DeepSpeed's ds_to_universal, and "
-            "read the universal checkpoint"
-        )
+        raise file.unsupported(f"its experts were split by AutoEP; {_CONVERT}")
     _refuse_swapped(file, state.get("ds_config"))
     module = None if state["module"] is None else flattened(file, state["module"])
-    told = file.a_list(state.get("param_shapes") or (), "param_shapes")
-    frozen = file.a_dict(state.get("frozen_param_fragments") or {}, "frozen_param_fragments")
-    shared = file.a_dict(state.get("shared_params") or {}, "shared_params")
+
+    def told(key: str) -> dict[Any, Any]:
+        return file.a_dict(state.get(key) or {}, key)
+
     return ModelFileState(
         file,
         module,
+        file.sources(module or {}, lambda tensor: 0 not in tensor.shape),
+        [
+            file.shapes(shapes, "param_shapes")
+            for shapes in file.a_list(state.get("param_shapes") or (), "param_shapes")
+        ],
+        file.shapes(told("frozen_param_shapes"), "frozen_param_shapes"),
         {
-            name: file.source(value, f"array 'module/{name}'")
-            for name, value in (module or {}).items()
-            if isinstance(value, Tensor) and 0 not in value.shape
+            file.a_name(name): file.flat(found, f"array 'module/{name}'", None)
+            for name, found in told("frozen_param_fragments").items()
         },
-        [file.shapes(shapes, "param_shapes") for shapes in told],
-        file.shapes(state.get("frozen_param_shapes") or {}, "frozen_param_shapes"),
-        {file.a_name(n): _fragment_of_frozen(file, n, t) for n, t in frozen.items()},
-        {file.a_name(alias): file.a_name(of) for alias, of in shared.items()},
+        {file.a_name(alias): file.a_name(of) for alias, of in told("shared_params").items()},
         frozenset(n for n in state.get("buffer_names") or () if isinstance(n, str)),
-        _info(file, state),
+        told("universal_checkpoint_info"),
         _degrees(file, state.get("checkpoint_parallel_dimensions")),
     )
-
-
-def _fragment_of_frozen(file: StateFile, name: str, found: Any) -> Flat:
-    source = file.source(found, f"array 'module/{name}'")
-    if not source.is_row_major:
-        raise file.damaged(f"array 'module/{name}' has gaps")
-    return Flat(file.name, source.dtype, source.elements, source.first, source.count)
 
 
 def flattened(file: StateFile, module: Any) -> dict[str, Any]:
@@ -256,11 +261,6 @@ def _refuse_swapped(file: StateFile, config: Any) -> None:
                 f"{part} was on NVMe, and such states are not in these files; save it from a run "
                 "with the device 'cpu' or 'none'"
             )
-
-
-def _info(file: StateFile, state: Mapping[Any, Any]) -> dict[str, Any]:
-    found = state.get("universal_checkpoint_info") or {}
-    return file.a_dict(found, "universal_checkpoint_info")
 
 
 def _degrees(file: StateFile, found: Any) -> tuple[int, int] | None:
@@ -323,10 +323,7 @@ def optimizer_state(file: StateFile) -> OptimizerState:
     if type(stage) is not int or not 0 <= stage <= 3:
         raise file.damaged(f"its ZeRO stage is {quoted(stage)}")
     if state.get("ds_zero_partition_groups"):
-        raise file.unsupported(
-            "its sub-groups have partitions of their own (AutoEP); convert it with DeepSpeed's "
-            "ds_to_universal, and read the universal checkpoint"
-        )
+        raise file.unsupported(f"its sub-groups have partitions of their own (AutoEP); {_CONVERT}")
     _refuse_swapped(file, file.state.get("ds_config"))
     key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
     inner = state.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
@@ -371,12 +368,11 @@ def _slots(file: StateFile, inner: Any, count: int) -> tuple[list[dict[Any, Any]
     if strange:
         raise file.damaged(f"it has the state {quoted(strange[0])}, and weights of {count} groups")
     slots = [dict(file.a_dict(states.get(n) or {}, "a state")) for n in range(count)]
-    for group in groups:  # some optimizers, such as FusedAdam, count their steps here
-        step = file.a_dict(group, "a group of the optimizer").get("step")
-        numbers = group.get("params")
-        for number in numbers if isinstance(numbers, list) and is_number(step) else ():
-            if type(number) is int and number in range(count) and slots[number]:
-                slots[number].setdefault("step", step)
+    for group in groups:
+        file.a_dict(group, "a group of the optimizer")
+    for number, step in steps_of(groups):
+        if number in range(count) and slots[number]:
+            slots[number].setdefault("step", step)
     return slots, groups
 
 
@@ -409,7 +405,7 @@ def _fragment(file: StateFile, name: str, found: Any) -> tuple[int, int]:
     state = found.state if isinstance(found, PickledObject) and found.name == _FRAGMENT else None
     fields = state if isinstance(state, dict) else {}
     start, count = fields.get("start"), fields.get("numel")
-    if type(start) is not int or type(count) is not int or start < 0 or count < 0:
+    if not is_size(start) or not is_size(count):
         raise file.damaged(f"param_slice_mappings does not say where {quoted(name)} is")
     return start, count
 
@@ -422,30 +418,62 @@ def _group(
     partitions: int,
     fragments: FlatFragments,
 ) -> ParameterGroup:
-    flats = {"fp32": file.flat(weights, f"the weights of group {number}")}
-    scalars: dict[str, TensorSource | int | float] = {}
-    for slot, value in slots.items():
-        what = f"the slot {quoted(slot)} of group {number}"
-        if not isinstance(slot, str) or slot in ("fp32", "module"):
-            raise file.unsupported(f"{what} has the name of something else")
-        if isinstance(value, Tensor) and value.shape == ():
-            scalars[slot] = file.source(value, what)
-        elif isinstance(value, Tensor):
-            flats[slot] = _slot(file, value, flats["fp32"], what)
-        elif is_number(value):
-            scalars[slot] = value
-        elif value is not None:
-            raise file.unsupported(f"{what} is neither a tensor nor a number")
+    of_group = f"group {number}"
+    tensors, scalars = slots_of(file, slots, of_group, ("fp32", "module"))
+    flats = {"fp32": file.flat(weights, f"the weights of {of_group}")}
+    for slot, value in tensors.items():
+        what, held = f"the slot {quoted(slot)} of {of_group}", math.prod(value.shape)
+        if held < flats["fp32"].count:
+            raise file.unsupported(
+                f"{what} has {held} elements, and the weights {flats['fp32'].count}"
+            )
+        flats[slot] = file.flat(value, what)
     _check_fragments(file, number, flats, fragments)
     return ParameterGroup(flats, scalars, partitions, fragments)
 
 
-def _slot(file: StateFile, value: Tensor, weights: Flat, what: str) -> Flat:
-    if math.prod(value.shape) < weights.count:
-        raise file.unsupported(
-            f"{what} has {math.prod(value.shape)} elements, and the weights {weights.count}"
-        )
-    return file.flat(value, what)
+def slots_of(
+    file: StateFile, state: Mapping[Any, Any], owner: str, reserved: Collection[str] = ()
+) -> tuple[dict[str, Tensor], dict[str, TensorSource | int | float]]:
+    """The slots of an optimizer's state: tensors with dimensions, and numbers.
+
+    Arguments:
+        file: that has it.
+        state: by slot.
+        owner: whose state it is, for errors.
+        reserved: what no slot may be called.
+
+    Raises:
+        UnsupportedFormat: it has something else.
+    """
+    tensors, scalars = dict[str, Tensor](), dict[str, TensorSource | int | float]()
+    for slot, value in state.items():
+        what = f"the slot {quoted(slot)} of {owner}"
+        if not isinstance(slot, str) or slot in reserved:
+            raise file.unsupported(f"{what} has the name of something else")
+        if isinstance(value, Tensor) and value.shape:
+            tensors[slot] = value
+        elif isinstance(value, Tensor):
+            scalars[slot] = file.source(value, what)
+        elif is_number(value):
+            scalars[slot] = value
+        elif value is not None:
+            raise file.unsupported(f"{what} is neither a tensor nor a number")
+    return tensors, scalars
+
+
+def items(found: Any) -> Sequence[Any]:
+    """The items of a list; none of anything else."""
+    return found if isinstance(found, list | tuple) else ()
+
+
+def steps_of(groups: Iterable[Mapping[Any, Any]]) -> Iterator[tuple[int, int | float]]:
+    """The steps that some optimizers, such as FusedAdam, count by group, for each parameter."""
+    for group in groups:
+        step: Any = group.get("step")
+        for number in items(group.get("params")) if is_number(step) else ():
+            if type(number) is int:
+                yield number, step
 
 
 def _check_fragments(

@@ -9,11 +9,11 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from unickpt.backends.deepspeed.folder import DeepSpeedFolder
+from unickpt.backends.deepspeed.folder import DeepSpeedFolder, incomplete
 from unickpt.backends.deepspeed.sources import Parameter, is_number
 from unickpt.backends.deepspeed.states import StateFile, read_all
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.foreign.array_table import TensorSource
+from unickpt.foreign.file_ranges import TensorSource
 from unickpt.foreign.torch_pickles import Tensor
 
 _EXPERTS = "deepspeed_experts."
@@ -55,12 +55,11 @@ def parameters(
 
 def _check_complete(folder: DeepSpeedFolder, known: Mapping[str, Any]) -> None:
     """Checks that no file is missing: all that are trained have the same slots."""
-    where = folder.files.location
     for name in known:
         if name not in folder.states and _EXPERTS not in name:
-            raise CheckpointCorrupt(
-                f"{where}: array 'fp32/{name}': there is no folder zero/{name}; was the folder "
-                "copied as a whole?"
+            raise incomplete(
+                folder.files,
+                f"array 'fp32/{name}': there is no folder zero/{name}",
             )
     # Without model files, only those with several files can be told from what was copied.
     trained = {
@@ -71,9 +70,9 @@ def _check_complete(folder: DeepSpeedFolder, known: Mapping[str, Any]) -> None:
         expected = all_slots if name in trained else {"fp32"}
         missing = sorted(expected - set(slots))
         if missing:
-            raise CheckpointCorrupt(
-                f"{where}: array '{missing[0]}/{name}': there is no file "
-                f"zero/{name}/{missing[0]}.pt; was the folder copied as a whole?"
+            raise incomplete(
+                folder.files,
+                f"array '{missing[0]}/{name}': there is no file zero/{name}/{missing[0]}.pt",
             )
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from unickpt.backends.deepspeed import partitions
-from unickpt.backends.deepspeed.folder import DeepSpeedFolder
+from unickpt.backends.deepspeed.folder import DeepSpeedFolder, incomplete
 from unickpt.backends.deepspeed.states import ModelFileState, StateFile, flattened, read_all
 from unickpt.errors import CheckpointCorrupt
-from unickpt.foreign.array_table import TensorSource
 from unickpt.foreign.elements import Joined
+from unickpt.foreign.file_ranges import TensorSource
 from unickpt.foreign.torch_pickles import Tensor
 from unickpt.quoting import quoted
 
@@ -75,22 +75,25 @@ def of_models(
 
 def _ties(models: Sequence[ModelFileState], shapes: Mapping[str, Any]) -> dict[str, str]:
     """Names of one tensor: the others of the one that is trained, or comes first."""
-    by_model = []
-    for model in models:
-        names: dict[str, list[str]] = {}
-        for name, value in (model.module or {}).items():
-            if isinstance(value, Tensor) and 0 not in value.shape:
-                names.setdefault(value.identity, []).append(name)
-        tied = {}
-        for same in names.values():
-            first = next((name for name in same if name in shapes), same[0])
-            tied.update({name: first for name in same if name != first})
-        by_model.append(tied)
-    first_tied = by_model[0] if by_model else {}  # a universal one may have no model file
-    found = {k: v for k, v in first_tied.items() if all(tied.get(k) == v for tied in by_model)}
+    by_model = [_tied(model, shapes) for model in models]
+    first = by_model[0] if by_model else {}  # a universal one may have no model file
+    found = {k: v for k, v in first.items() if all(tied.get(k) == v for tied in by_model)}
     present = {name for model in models for name in model.module or ()}
     told = {alias: of for model in models for alias, of in model.shared.items()}
     return found | {alias: of for alias, of in told.items() if alias in present and of in present}
+
+
+def _tied(model: ModelFileState, shapes: Mapping[str, Any]) -> dict[str, str]:
+    names: dict[str, list[str]] = {}
+    for name in model.sources:
+        names.setdefault((model.module or {})[name].identity, []).append(name)
+    mains = (next((name for name in same if name in shapes), same[0]) for same in names.values())
+    return {
+        name: main
+        for main, same in zip(mains, names.values(), strict=True)
+        for name in same
+        if name != main
+    }
 
 
 def _of_stage3(models: Sequence[Sequence[ModelFileState]]) -> ModuleWeights:
@@ -126,11 +129,7 @@ def _of_stage3(models: Sequence[Sequence[ModelFileState]]) -> ModuleWeights:
 
 
 def _module_of(file: StateFile) -> dict[str, TensorSource]:
-    return {
-        name: file.source(value, f"array 'module/{name}'")
-        for name, value in flattened(file, file.value).items()
-        if isinstance(value, Tensor)
-    }
+    return file.sources(flattened(file, file.value))
 
 
 def _add_experts(folder: DeepSpeedFolder, held: Sequence[dict[str, TensorSource]]) -> None:
@@ -188,10 +187,10 @@ def _check_layers(
             continue
         layer, key = int(match[1]), name[len(match[1]) + 1 :]
         if layer not in by_layer:
-            raise CheckpointCorrupt(
-                f"{folder.files.location}: array 'module/{name}': the file of layer {layer}, "
-                f"layer_{layer:02d}-model_states.pt or its parts, is missing; was the folder "
-                "copied as a whole?"
+            raise incomplete(
+                folder.files,
+                f"array 'module/{name}': the file of layer {layer}, "
+                f"layer_{layer:02d}-model_states.pt or its parts, is missing",
             )
         if key not in by_layer[layer][0]:
             raise CheckpointCorrupt(
@@ -229,9 +228,10 @@ def _tied_names(
             and by_rank[0][key].shape == shape
         ]
         if len(layers) < len(meant):
-            raise CheckpointCorrupt(
-                f"{folder.files.location}: array 'module/{meant[-1]}' of shape {list(shape)}: the "
-                "file of its layer is missing; was the folder copied as a whole?"
+            raise incomplete(
+                folder.files,
+                f"array 'module/{meant[-1]}' of shape {list(shape)}: the file of its layer is "
+                "missing",
             )
         if len(layers) == len(meant) == 1:
             found[layers[0]] = meant[0]

@@ -15,8 +15,7 @@ from unickpt.backends import flax_msgpack
 from unickpt.backends.flax_msgpack import Elsewhere
 from unickpt.backends.orbax.metadata import ItemMetadata, NamedTuple, Stored
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.foreign.array_table import ArrayTable, TensorSource
-from unickpt.foreign.file_ranges import RangeReader
+from unickpt.foreign.file_ranges import ArrayTable, RangeReader, TensorSource
 from unickpt.foreign.files import Files
 from unickpt.foreign.loose_files import is_flax
 from unickpt.format.index import Index

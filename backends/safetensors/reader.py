@@ -18,12 +18,18 @@ from unickpt.arrays.box import Box
 from unickpt.backends.hugging_face import weight_map
 from unickpt.errors import CheckpointCorrupt, CoverageError
 from unickpt.foreign import loose_files
-from unickpt.foreign.array_table import ArrayTable, TensorSource
 from unickpt.foreign.elements import FileRange, Nibbles, Unreadable
-from unickpt.foreign.file_ranges import FileBox, RangeReader, of_boxes, whole
+from unickpt.foreign.file_ranges import (
+    ArrayTable,
+    FileBox,
+    RangeReader,
+    TensorSource,
+    of_boxes,
+    whole,
+)
 from unickpt.foreign.files import Files
+from unickpt.foreign.headers import sizes
 from unickpt.foreign.loose_files import FoundFiles, open_kind
-from unickpt.foreign.validators import sizes
 from unickpt.format.coverage import check_boxes
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader

@@ -18,8 +18,8 @@ from unickpt import CheckpointCorrupt, UnsupportedFormat
 from unickpt.arrays.layout import Layout
 from unickpt.backends.deepspeed import merging, patterns, states
 from unickpt.errors import HintError, UnickptError
-from unickpt.foreign.array_table import TensorSource
 from unickpt.foreign.elements import FileRange
+from unickpt.foreign.file_ranges import TensorSource
 from unickpt.foreign.files import Files
 from unickpt.storage import contexts
 from unickpt.storage.paths import resolve

@@ -19,9 +19,9 @@ from unickpt.foreign import pickle_writer, pickles
 from unickpt.foreign.elements import Elements, FileRange, InMemoryElements, Lazy
 from unickpt.foreign.file_ranges import FileBox
 from unickpt.foreign.files import Files
+from unickpt.foreign.headers import is_size, sizes
 from unickpt.foreign.loose_files import is_legacy
 from unickpt.foreign.pickles import BadPickle, Constructors, EndsEarly, Global, PickledObject
-from unickpt.foreign.validators import is_size, sizes
 from unickpt.foreign.zip_files import STORED, ZipFile
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Damaged
@@ -147,8 +147,10 @@ def _tensor(
         raise BadPickle("a tensor has no storage")
     of_elements = dtype or storage.dtype
     assert of_elements is not None, "checked above"
+    if not isinstance(shape, tuple) or not isinstance(strides, tuple) or not is_size(offset):
+        raise BadPickle("the shape, strides or offset of a tensor are none")
     extents, steps = sizes(shape), sizes(strides)
-    if len(extents) != len(steps) or not is_size(offset):
+    if len(extents) != len(steps):
         raise BadPickle("the strides of a tensor do not fit its shape")
     todo = _lazy(lazy, of_elements)
     return Tensor(storage, of_elements, offset, extents, steps, todo)
