@@ -9,7 +9,7 @@ so of an array, before it tells where the next value begins.)
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,17 +186,10 @@ class _MsgpackScanner:
 
     def _head(self, code: int) -> tuple[str, Any]:
         """What begins with a byte: its kind, and its length or value."""
-        if code < 0x80 or code >= 0xE0:
-            return "value", code if code < 0x80 else code - 0x100
-        for first, last, kind in ((0x80, 0x8F, "map"), (0x90, 0x9F, "list"), (0xA0, 0xBF, "str")):
-            if first <= code <= last:
-                return kind, code - first
-        if code in _ATOMS:
-            return "value", _ATOMS[code]
-        if code not in _FORMATS:
+        if code not in _HEADS:
             raise self._damaged(f"no value begins with {code:#04x}")
-        kind, format = _FORMATS[code]
-        return kind, self._at.unpack(format) if isinstance(format, str) else format
+        kind, found = _HEADS[code]
+        return kind, self._at.unpack(found) if isinstance(found, str) else found
 
     def _some(self, count: int) -> bytes:
         if count > _MOST_TEXT:
@@ -303,20 +296,24 @@ class _MsgpackScanner:
         )
 
 
-_ATOMS: Mapping[int, Any] = {0xC0: None, 0xC2: False, 0xC3: True}
-
-
-def _formats() -> Iterator[tuple[int, tuple[str, str | int]]]:
-    """The other first bytes: the kind, and how its length or value is stored."""
-    known: tuple[tuple[int, str, tuple[str | int, ...]], ...] = (
-        (0xC4, "bytes", (">B", ">H", ">I")), (0xC7, "extension", (">B", ">H", ">I")),
-        (0xCA, "value", (">f", ">d", ">B", ">H", ">I", ">Q", ">b", ">h", ">i", ">q")),
-        (0xD4, "extension", (1, 2, 4, 8, 16)), (0xD9, "str", (">B", ">H", ">I")),
-        (0xDC, "list", (">H", ">I")), (0xDE, "map", (">H", ">I")),
-    )  # fmt: skip
-    for first, kind, formats in known:
-        for n, format in enumerate(formats):
-            yield first + n, (kind, format)
-
-
-_FORMATS = dict(_formats())
+_HEADS: Mapping[int, tuple[str, Any]] = {
+    **{code: ("value", code) for code in range(0x80)},
+    **{code: ("value", code - 0x100) for code in range(0xE0, 0x100)},
+    **{
+        first + n: (kind, n)
+        for first, count, kind in ((0x80, 16, "map"), (0x90, 16, "list"), (0xA0, 32, "str"))
+        for n in range(count)
+    },
+    **{
+        first + n: (kind, found)
+        for first, kind, each in (
+            (0xC0, "value", (None,)), (0xC2, "value", (False, True)),
+            (0xC4, "bytes", (">B", ">H", ">I")), (0xC7, "extension", (">B", ">H", ">I")),
+            (0xCA, "value", (">f", ">d", ">B", ">H", ">I", ">Q", ">b", ">h", ">i", ">q")),
+            (0xD4, "extension", (1, 2, 4, 8, 16)), (0xD9, "str", (">B", ">H", ">I")),
+            (0xDC, "list", (">H", ">I")), (0xDE, "map", (">H", ">I")),
+        )
+        for n, found in enumerate(each)
+    },
+}  # fmt: skip
+"""What begins with a byte: its kind, and its length or value, or how `struct` reads that."""

@@ -132,44 +132,32 @@ class Link:
     at: int | None
 
 
-@dataclass(frozen=True)
-class HDF5File:
-    """An HDF5 file.
+def root_of(blocks: HDF5Blocks) -> HDF5Object:
+    """The group that contains all of an HDF5 file.
 
-    Arguments:
-        blocks: its bytes.
+    Raises:
+        CheckpointCorrupt: the head is damaged, or the file too short.
+        UnsupportedFormat: it is of another version.
     """
-
-    blocks: HDF5Blocks
-
-    @cached_property
-    def root(self) -> HDF5Object:
-        """The group that contains all.
-
-        Raises:
-            CheckpointCorrupt: the head is damaged, or the file too short.
-            UnsupportedFormat: it is of another version.
-        """
-        blocks = self.blocks
-        head = blocks.read(0, min(blocks.size, 96))
-        if head[:8] != _SIGNATURE or len(head) < 48:
-            raise blocks.damaged("it has no valid head")
-        version = head[8]
-        if version > 3 or (head[9:11] if version > 1 else head[13:15]) != b"\x08\x08":
-            raise UnsupportedFormat(
-                f"{blocks.where}: its version {version}, or the size of its addresses, is not read"
-            )
-        at = {0: 24, 1: 28}.get(version, 12)
-        base, _, end, root = struct.unpack_from("<QQQQ", head, at)
-        if version < 2:
-            root = integer(head[at + 40 : at + 48])
-        else:
-            blocks.checked(0, _SIGNATURE, 44)
-        if base:
-            raise UnsupportedFormat(f"{blocks.where}: it begins with a block of users")
-        if end > blocks.size:
-            raise blocks.damaged(f"it has {blocks.size} bytes of {end}")
-        return HDF5Object(blocks, root)
+    head = blocks.read(0, min(blocks.size, 96))
+    if head[:8] != _SIGNATURE or len(head) < 48:
+        raise blocks.damaged("it has no valid head")
+    version = head[8]
+    if version > 3 or (head[9:11] if version > 1 else head[13:15]) != b"\x08\x08":
+        raise UnsupportedFormat(
+            f"{blocks.where}: its version {version}, or the size of its addresses, is not read"
+        )
+    at = {0: 24, 1: 28}.get(version, 12)
+    base, _, end, root = struct.unpack_from("<QQQQ", head, at)
+    if version < 2:
+        root = integer(head[at + 40 : at + 48])
+    else:
+        blocks.checked(0, _SIGNATURE, 44)
+    if base:
+        raise UnsupportedFormat(f"{blocks.where}: it begins with a block of users")
+    if end > blocks.size:
+        raise blocks.damaged(f"it has {blocks.size} bytes of {end}")
+    return HDF5Object(blocks, root)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ import math
 import struct
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,14 +25,21 @@ from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.backends.hdf5.blocks import HDF5Blocks
 from unickpt.backends.hdf5.chunks import HDF5Chunk, HDF5Storage, storage
-from unickpt.backends.hdf5.objects import HDF5File, HDF5Object
+from unickpt.backends.hdf5.objects import HDF5Object, root_of
 from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
 from unickpt.foreign.elements import FileRange
-from unickpt.foreign.file_ranges import CHUNK_BYTES, FileBox, RangeReader, read_box, whole
+from unickpt.foreign.file_ranges import (
+    CHUNK_BYTES,
+    ArrayTable,
+    FileBox,
+    RangeReader,
+    read_box,
+    whole,
+)
 from unickpt.foreign.files import Files
 from unickpt.foreign.zip_files import DEFLATED, STORED, Member, ZipFile
 from unickpt.format.chunk_grid import Part
-from unickpt.format.index import ArrayEntry, Index
+from unickpt.format.index import ArrayEntry
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Failed, reading_failed
 from unickpt.trees import tree
@@ -178,25 +186,20 @@ class Hdf5Reader(RangeReader):
         self._chunks: dict[str, Mapping[tuple[int, ...], HDF5Chunk]] = {}
         self._counted: dict[str, tuple[int, int]] = {}
         self._lock = threading.Lock()
-        found, entries, boxes = _HDF5Walk(), dict[str, ArrayEntry](), dict[str, tuple[FileBox]]()
-        try:
+        found, table = _HDF5Walk(), ArrayTable()
+        with _damages(f"{self._where} is damaged"):
             root = _root(files, name, self._stored)
-            named = _layer_names(root) if names is None else names
-            self._walk(root, (), (), found, named)
+            self._walk(root, (), (), found, _layer_names(root) if names is None else names)
             for array, dataset in found.datasets.items():
-                entries[array], where = self._entry(array, dataset)
+                table.entries[array], where = self._entry(array, dataset)
                 if where is not None:
-                    boxes[array] = (where,)
-            self._check_total(entries)
-            node = tree.from_names([*entries, *found.aliases])
-        except _DAMAGES as error:
-            if isinstance(error, UnickptError | Failed):
-                raise
-            raise CheckpointCorrupt(f"{self._where} is damaged: {error!r}") from error
-        index = Index(tree.to_json(node), entries, aliases=found.aliases)
+                    table.boxes[array] = (where,)
+            self._check_total(table.entries)
+            table.aliases.update(found.aliases)
+            index = table.index()
         self.groups = {*found.groups.values()}
         """The paths of the file's groups."""
-        super().__init__(files, index, boxes)
+        super().__init__(files, index, table.boxes)
 
     # --- opening --------------------------------------------------------------------------------
 
@@ -307,18 +310,12 @@ class Hdf5Reader(RangeReader):
         how = self._storages[entry.name]
         with self._lock:
             if entry.name not in self._chunks:
+                where = f"{self.location}: array {entry.name!r}"
                 try:
-                    self._chunks[entry.name] = how.chunks() if how.chunk else {}
+                    with _damages(f"{where}: its index in {self._name} is damaged"):
+                        self._chunks[entry.name] = how.chunks() if how.chunk else {}
                 except Failed as error:
-                    where = f"{self.location}: array {entry.name!r}"
                     raise reading_failed(error, where) from error
-                except _DAMAGES as error:
-                    if isinstance(error, UnickptError):
-                        raise
-                    raise CheckpointCorrupt(
-                        f"{self.location}: array {entry.name!r}: its index in {self._name} is "
-                        f"damaged: {error!r}"
-                    ) from error
             return self._chunks[entry.name]
 
     def unchecked(self) -> Sequence[str]:
@@ -388,7 +385,7 @@ def _root(files: Files, name: str, stored: _HDF5Place) -> HDF5Object:
             return unpacked[at : at + count]
         return files.read(name, begin + at, count)
 
-    return HDF5File(HDF5Blocks(f"{files.location}: {name}", stored.size, read)).root
+    return root_of(HDF5Blocks(f"{files.location}: {name}", stored.size, read))
 
 
 def layer_names(files: Files, name: str) -> LayerNames:
@@ -398,12 +395,19 @@ def layer_names(files: Files, name: str) -> LayerNames:
         CheckpointCorrupt: it is damaged.
         Failed: the storage failed.
     """
-    try:
+    with _damages(f"{files.location}: {name} is damaged"):
         return _layer_names(_root(files, name, _stored(files, name)))
+
+
+@contextmanager
+def _damages(what: str) -> Iterator[None]:
+    """Where what a damaged structure leads to is an error of its own."""
+    try:
+        yield
+    except (UnickptError, Failed):
+        raise
     except _DAMAGES as error:
-        if isinstance(error, UnickptError | Failed):
-            raise
-        raise CheckpointCorrupt(f"{files.location}: {name} is damaged: {error!r}") from error
+        raise CheckpointCorrupt(f"{what}: {error!r}") from error
 
 
 def _layer_names(root: HDF5Object) -> LayerNames:

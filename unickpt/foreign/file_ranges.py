@@ -431,7 +431,8 @@ class ArrayTable:
         Raises:
             ValueError: without a tree, if a name is both an array and a container.
         """
-        node = tree.from_names(self.entries) if self._node is None else self._node
+        names = (*self.entries, *self.aliases)
+        node = tree.from_names(names) if self._node is None else self._node
         return Index(
             tree.to_json(node), self.entries, aliases=self.aliases, values=self.values,
             metadata=metadata or {}, processes=processes,
