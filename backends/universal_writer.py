@@ -80,7 +80,7 @@ def _opened(template: str | os.PathLike[str]) -> tuple[Files, str]:
     location = resolve(template)
     files = Files(location)
     if _LATEST in files.here:
-        tag = files.whole(_LATEST).decode(errors="replace").strip()
+        tag = files.text(_LATEST)
         if not re.fullmatch(r"[\w.-]+", tag):
             raise ValueError(f"template: {location}: {_LATEST} names the folder {quoted(tag)}")
         files = Files(location.child(tag))

@@ -41,7 +41,7 @@ from unickpt.threads import Pool
 _ROOT = "bytecheckpoint.checkpointer.meta_type.Metadata"
 _MODEL, _OPTIMIZER, _EXTRA = "model", "optimizer", "extra_state"
 _HEAD, _MODULE = 200, b"bytecheckpoint"
-_LATEST, _MOST_LATEST = "latest_checkpointed_iteration.txt", 100
+_LATEST = "latest_checkpointed_iteration.txt"
 _EXTRA_FILE = re.compile(rf"{_EXTRA}/{_EXTRA}_rank_(\d{{1,9}})\.pt")
 _STATE, _SEVERAL = "state", "model_dict_keys"
 _THREADS = 16
@@ -84,7 +84,7 @@ def _latest(files: Files) -> Files | None:
     """The folder of the latest step of a run."""
     if _LATEST not in files.here:
         return None
-    text = files.tail(_LATEST, _MOST_LATEST).decode(errors="replace").strip()
+    text = files.text(_LATEST)
     if not (text.isascii() and text.isdecimal() and len(text) < 20):
         return None
     inner = Files(files.location.child(f"global_step_{int(text)}"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign.files import Files
@@ -15,7 +16,6 @@ from unickpt.quoting import quoted
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 _SCRIPT = "zero_to_fp32.py"  # DeepSpeed puts it beside `latest`; it is never run
-_MOST_TAG = 1000
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
 _OPTIMIZER = re.compile(
@@ -77,9 +77,7 @@ def find(files: Files) -> DeepSpeedFolder | None:
     for pointer in (LATEST, LATEST_UNIVERSAL):
         if pointer not in here:
             continue
-        tag = files.read(pointer, 0, min(files.size(pointer) or 0, _MOST_TAG))
-        tag = tag or files.whole(pointer)[:_MOST_TAG]  # the storage does not tell the size
-        name = tag.decode(errors="replace").strip()
+        name = files.text(pointer)
         is_name = name and "/" not in name and name not in (".", "..") and "\0" not in name
         found = _in_tag(Files(files.location.child(name))) if is_name else None
         # Another checkpoint than the one that is named would be a wrong one.
@@ -109,27 +107,10 @@ def _in_tag(files: Files) -> DeepSpeedFolder | None:
     states = _states(files) if common else {}
     if not (models or optimizers or of_experts or states):
         return None
-    others = [name for name in here if name.startswith("expert_") and name.endswith(".pt")]
-    if others:
-        raise UnsupportedFormat(
-            f"{files.location}: {others[0]} is of a kind that unickpt does not read: experts of "
-            "DeepSpeed before 0.5"
-        )
-    if not models and not states:
-        raise CheckpointCorrupt(
-            f"{files.location}: there are optimizer files such as "
-            f"{next(iter({**optimizers, **of_experts}))}, but no model files "
-            "(*_model_states.pt), which tell the shapes; was it copied as a whole?"
-        )
-    of_stage3 = {match[1] is not None for match in models.values()}
-    if len(of_stage3) > 1:
-        raise CheckpointCorrupt(
-            f"{files.location}: model files of ZeRO 3 (zero_pp_rank_*) and of other stages "
-            "(mp_rank_*) are mixed; are the files of one save?"
-        )
+    _refuse_mixed(files, models, {**optimizers, **of_experts}, bool(states))
     return DeepSpeedFolder(
         files,
-        True in of_stage3,
+        any(match[1] is not None for match in models.values()),
         _grid(files, models),
         _grid(files, optimizers),
         _grid(files, of_experts, "expert-parallel"),
@@ -138,6 +119,33 @@ def _in_tag(files: Files) -> DeepSpeedFolder | None:
         states,
         common,
     )
+
+
+def _refuse_mixed(
+    files: Files,
+    models: Mapping[str, re.Match[str]],
+    optimizers: Mapping[str, Any],
+    universal: bool,
+) -> None:
+    """Refuses files of several kinds, or of one that is not read."""
+    others = [name for name in files.here if name.startswith("expert_") and name.endswith(".pt")]
+    if others:
+        raise UnsupportedFormat(
+            f"{files.location}: {others[0]} is of a kind that unickpt does not read: experts of "
+            "DeepSpeed before 0.5"
+        )
+    if not models and not universal:
+        raise CheckpointCorrupt(
+            f"{files.location}: there are optimizer files such as "
+            f"{next(iter(optimizers))}, but no model files "
+            "(*_model_states.pt), which tell the shapes; was it copied as a whole?"
+        )
+    of_stage3 = {match[1] is not None for match in models.values()}
+    if len(of_stage3) > 1:
+        raise CheckpointCorrupt(
+            f"{files.location}: model files of ZeRO 3 (zero_pp_rank_*) and of other stages "
+            "(mp_rank_*) are mixed; are the files of one save?"
+        )
 
 
 def _grid(
