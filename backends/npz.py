@@ -30,7 +30,7 @@ from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted, shortened
 from unickpt.storage.errors import Failed, reading_failed
-from unickpt.trees import tree
+from unickpt.trees import tree, tree_json
 
 _MAGIC = b"\x93NUMPY"
 MOST_HEADER = 10_000  # as NumPy's own limit for files that are not trusted
@@ -228,7 +228,7 @@ def _nested(member: Member) -> str:
 def _can_nest(members: Iterable[Member]) -> bool:
     """Whether no array has the name of what would contain others."""
     try:
-        tree.from_names(dict.fromkeys(map(_nested, members)))
+        tree_json.from_names(dict.fromkeys(map(_nested, members)))
     except (ValueError, RecursionError):
         return False
     return True

@@ -21,7 +21,7 @@ from unickpt.foreign.torch_pickles import Tensor, TorchFile, TorchStorage, attri
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted, shortened
 from unickpt.storage.errors import Failed, reading_failed
-from unickpt.trees import plain_values, tree
+from unickpt.trees import tree, tree_json
 
 _SCRIPT = "constants.pkl"
 _MOST_TEXT = 1000
@@ -212,11 +212,11 @@ class PlainTree:
             made = self._file.opaque(found, self._opaque)
             self._opaque -= len(made.pickle)
             return made
-        return self._counted(found) if plain_values.is_plain(found) else _text(found)
+        return self._counted(found) if tree_json.is_plain(found) else _text(found)
 
-    def _counted(self, found: plain_values.Plain) -> plain_values.Plain:
+    def _counted(self, found: tree_json.Plain) -> tree_json.Plain:
         """A plain value, whose length counts: whoever writes it writes all of it."""
-        self._values -= plain_values.length(found)
+        self._values -= tree_json.length(found)
         if self._values < 0:
             raise CheckpointCorrupt(f"{self._where}: its values are too long for its size")
         return found
@@ -267,6 +267,6 @@ def _text(found: Any) -> str:
     """What is neither an array nor a plain value, as a text for people."""
     if isinstance(found, PickledObject | Global):  # as a key
         return f"<{shortened(found.name, _MOST_TEXT)}>"
-    if plain_values.is_plain(found) or isinstance(found, tuple):  # of a key, which is short
+    if tree_json.is_plain(found) or isinstance(found, tuple):  # of a key, which is short
         return quoted(found, _MOST_TEXT)
     return f"<{type(found).__name__}>"

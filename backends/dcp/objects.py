@@ -20,7 +20,7 @@ from unickpt.foreign.torch_pickles import Tensor, TorchFile, TorchStorage, attri
 from unickpt.quoting import quoted, shortened
 from unickpt.storage.errors import Failed, reading_failed
 from unickpt.threads import Pool
-from unickpt.trees import plain_values, tree
+from unickpt.trees import tree, tree_json
 
 _MOST_OBJECTS = 1 << 30  # bytes of all values that are no tensors; they are read by `open`
 _MOST_COMPRESSED = 16 << 20  # bytes that one of them may become
@@ -145,8 +145,8 @@ class _Values:
             raise BadPickle(f"it is nested deeper than {tree.MAX_DEPTH} levels")
         if isinstance(found, PickledObject):
             found = decoded(found)
-        if plain_values.is_plain(found):
-            self._length -= plain_values.length(found)
+        if tree_json.is_plain(found):
+            self._length -= tree_json.length(found)
             if self._length < 0:
                 raise BadPickle("its values are too long for its size")
             return found

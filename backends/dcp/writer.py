@@ -20,7 +20,7 @@ from unickpt.foreign.zip_layout import ZipLayout
 from unickpt.format.index import Index
 from unickpt.format.writer import Data, Ending, Plan, PlannedFile, text_file
 from unickpt.quoting import quoted
-from unickpt.trees import tree
+from unickpt.trees import tree, tree_json
 
 _CHUNK_BYTES = 64 << 20
 _FILE_BYTES = 1 << 30
@@ -39,7 +39,7 @@ class DcpWriter:
 
     def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
         refuse("dcp", torch_layout.missing_dtypes(index), {})
-        root = _unwrapped(tree.from_json(index.tree))
+        root = _unwrapped(tree_json.from_json(index.tree))
         if isinstance(root, tree.Leaf) or root.kind not in _MAPPINGS:
             raise UnsupportedLeaf(
                 "DCP stores dicts, and this checkpoint is a single leaf, a list or a tuple; put it "

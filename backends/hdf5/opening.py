@@ -25,7 +25,7 @@ from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import ParallelMap, Reader
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Damaged
-from unickpt.trees import tree
+from unickpt.trees import tree_json
 
 _SHARD = re.compile(r"(.+)_[0-9]{5}(\.weights)\.h5", re.DOTALL)
 _MOST_INDEX = 64 << 20
@@ -105,7 +105,7 @@ class ShardsReader(Reader):
                     f"{self.location}: {index} says that {quoted(group)} is in {lacking}, which "
                     "does not contain it; are the files of one save?"
                 )
-        self.index = Index(tree.to_json(tree.from_names(entries)), entries)
+        self.index = Index(tree_json.to_json(tree_json.from_names(entries)), entries)
 
     def read_chunk(
         self,

@@ -25,7 +25,7 @@ from unickpt.errors import UnickptError
 from unickpt.foreign import file_ranges
 from unickpt.foreign.pickle_writer import PickledCall, dumps
 from unickpt.foreign.pickles import BadPickle, Global
-from unickpt.storage.contexts import context
+from unickpt.storage.database import context
 from unickpt.storage.paths import resolve
 
 CASES = ["bcp-ddp", "bcp-fsdp1", "bcp-fsdp2", "bcp-fsdp1-flat", "bcp-fsdp1-flat-nested"]

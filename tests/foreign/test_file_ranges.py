@@ -18,12 +18,12 @@ from unickpt.foreign.file_ranges import FileBox, RangeReader, of_boxes, whole
 from unickpt.foreign.files import Files
 from unickpt.format.index import Index
 from unickpt.storage.paths import resolve
-from unickpt.trees import tree
+from unickpt.trees import tree_json
 
 
 def reader(folder: Path, entry: Any, boxes: list[FileBox]) -> Checkpoint:
-    node = tree.from_names([entry.name])
-    index = Index(tree.to_json(node), {entry.name: entry})
+    node = tree_json.from_names([entry.name])
+    index = Index(tree_json.to_json(node), {entry.name: entry})
     found = RangeReader(Files(resolve(folder)), index, {entry.name: boxes})
     found.format = "test"
     return Checkpoint(found)

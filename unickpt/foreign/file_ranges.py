@@ -26,7 +26,7 @@ from unickpt.format.chunk_grid import Part, free_chunk
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.storage.errors import Failed, reading_failed
-from unickpt.trees import plain_values, tree
+from unickpt.trees import tree, tree_json
 
 CHUNK_BYTES = 16 << 20
 """What one thread reads at a time: of a chunk only what is needed is read, so that small chunks
@@ -414,7 +414,7 @@ class ArrayTable:
         self.boxes: dict[str, Sequence[FileBox]] = {}
         """By array, for `RangeReader`."""
         self.aliases: dict[str, str] = {}
-        self.values: dict[str, plain_values.Plain] = {}
+        self.values: dict[str, tree_json.Plain] = {}
 
     def add(self, name: str, found: TensorSource) -> None:
         """Adds an array that is one tensor."""
@@ -432,9 +432,9 @@ class ArrayTable:
             ValueError: without a tree, if a name is both an array and a container.
         """
         names = (*self.entries, *self.aliases)
-        node = tree.from_names(names) if self._node is None else self._node
+        node = tree_json.from_names(names) if self._node is None else self._node
         return Index(
-            tree.to_json(node), self.entries, aliases=self.aliases, values=self.values,
+            tree_json.to_json(node), self.entries, aliases=self.aliases, values=self.values,
             metadata=metadata or {}, processes=processes,
         )  # fmt: skip
 
@@ -463,7 +463,7 @@ def table_of(
     """
 
     def is_leaf(value: Any) -> bool:
-        return isinstance(value, kinds) or plain_values.is_plain(value)
+        return isinstance(value, kinds) or tree_json.is_plain(value)
 
     try:
         node = tree.flatten(root, is_leaf, expand)

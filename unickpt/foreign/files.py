@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from functools import cached_property
 
 from unickpt.foreign.crc32 import ChecksummedRanges, Parts, Range
-from unickpt.storage import contexts
+from unickpt.storage import database
 from unickpt.storage.errors import Damaged, system_calls
 from unickpt.storage.kvstore import KvStore
 from unickpt.storage.local_files import Inside, check_regular, open_to_read
@@ -50,7 +50,7 @@ class Files:
     def _store(self) -> KvStore:
         folder = self.location if self.single is None else self.location.parent
         assert folder is not None, "only a local file has no folder"
-        return folder.store(contexts.context())
+        return folder.store(database.context())
 
     @property
     def _folder(self) -> str | None:
@@ -119,7 +119,7 @@ class Files:
         if self._folder is None:
             paths = (name.split("/") for name in self.names)
             return [path[0] for path in paths if path[1:] == [MANIFEST]]
-        found = self.location.folders_with(MANIFEST, contexts.context())
+        found = self.location.folders_with(MANIFEST, database.context())
         return sorted(name for name in found if name != ".")
 
     @property

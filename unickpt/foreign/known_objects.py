@@ -19,7 +19,7 @@ from unickpt.arrays.dtypes import DType
 from unickpt.foreign.pickles import BadPickle, Global, PickledObject
 from unickpt.foreign.torch_pickles import Tensor, TorchStorage
 from unickpt.quoting import quoted
-from unickpt.trees import plain_values
+from unickpt.trees import tree_json
 
 _MOST_RANK = 64  # NumPy's own limit
 _DTYPE = re.compile(r"[biufcSU][0-9]{1,9}")
@@ -107,7 +107,7 @@ def _scalar(found: PickledObject) -> Any:
     if dtype.kind == "S":
         return data.rstrip(b"\0")
     value = np.frombuffer(data, dtype.newbyteorder(">") if big_endian else dtype)[0].item()
-    return value if plain_values.is_plain(value) else None  # wider floats are not
+    return value if tree_json.is_plain(value) else None  # wider floats are not
 
 
 def _dtype(found: Any) -> tuple[DType | None, bool]:

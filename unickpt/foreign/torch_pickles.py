@@ -25,7 +25,7 @@ from unickpt.foreign.pickles import BadPickle, Constructors, EndsEarly, Global, 
 from unickpt.foreign.zip_files import STORED, ZipFile
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Damaged
-from unickpt.trees import plain_values
+from unickpt.trees import tree
 
 STORAGES = {
     "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16",
@@ -240,7 +240,7 @@ class TorchFile:
         self._name = name
         self._described: dict[int, PickledObject] | None = None
 
-    def opaque(self, found: PickledObject | Global, most: int) -> plain_values.Opaque:
+    def opaque(self, found: PickledObject | Global, most: int) -> tree.Opaque:
         """An object of `value` that only its class can read, as it was saved.
 
         Arguments:
@@ -256,7 +256,7 @@ class TorchFile:
                 if self._described is None:
                     self._described = pickles.described(*self._source.pickle(), _as_stored)
                 facts = self._described[found.at]
-            return plain_values.Opaque(found.name, pickle_writer.dumps(facts, most))
+            return tree.Opaque(found.name, pickle_writer.dumps(facts, most))
         except (ValueError, TypeError, KeyError) as error:
             raise self.damaged(f"{found!r} is malformed: {error}") from error
 
