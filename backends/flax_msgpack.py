@@ -2,32 +2,31 @@
 
 Sources: flax/serialization.py, flax/training/checkpoints.py, and msgpack's specification
 (github.com/msgpack/msgpack/blob/master/spec.md). One pass finds out where the arrays are; their
-bytes are not read before they are needed.
+bytes are not read before they are needed. (msgpack's own Unpacker reads all of an extension, and
+so of an array, before it tells where the next value begins.)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from unickpt.arrays import dtypes
-from unickpt.arrays.box import Box
 from unickpt.backends.hugging_face import weight_map
-from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
+from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign import loose_files
-from unickpt.foreign.cursor import Cursor
-from unickpt.foreign.elements import Elements, FileRange, InMemory, Joined, Run
-from unickpt.foreign.file_ranges import FileBox, RangeReader, whole
+from unickpt.foreign.elements import ElementRun, FileRange, InMemoryElements, Joined
+from unickpt.foreign.file_ranges import ArrayTable, RangeReader, TensorSource, table_of
 from unickpt.foreign.files import Files
-from unickpt.foreign.loose_files import Found, open_kind
-from unickpt.format.index import ArrayEntry, Index
+from unickpt.foreign.headers import Cursor, sizes
+from unickpt.foreign.loose_files import FoundFiles, open_kind
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
-from unickpt.trees import tree, tree_json
+from unickpt.trees import tree
 
 _ARRAY, _COMPLEX, _SCALAR, _TUPLE = 1, 2, 3, 4  # extensions; the last one is Orbax's
 _CHUNKED = "__msgpack_chunked_array__"
@@ -35,7 +34,6 @@ _CHUNKED = "__msgpack_chunked_array__"
 _ELSEWHERE = ("PLACEHOLDER://", "AGGREGATED://", "//GDAPlaceholder:")
 _SPEC = {"driver", "kvstore"}  # keys of T5X's specs of TensorStore
 _MOST_TEXT = 64 << 20
-_MOST_RANK, _MOST_EXTENT = 32, 1 << 62
 # All names together may have so many letters for each byte that is no array's, and this many more.
 _LETTERS, _LEAST_LETTERS = 64, 1 << 16
 
@@ -51,26 +49,12 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         StorageError: the storage failed.
     """
 
-    def make(found: Found) -> FlaxReader:
+    def make(found: FoundFiles) -> FlaxReader:
         if found.index is not None:
             return FlaxReader(files, found.index, _joined(files, found.index))
         return FlaxReader(files, found.names[0], scan(files, found.names[0]))
 
     return open_kind(files, loose_files.FLAX, make)
-
-
-@dataclass(frozen=True, eq=False)
-class InFile:
-    """An array, and where its elements are."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    elements: Elements
-
-    @property
-    def count(self) -> int:
-        """How many elements it has."""
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +65,7 @@ class Elsewhere:
 
 
 def scan(files: Files, name: str) -> Any:
-    """What a file holds: containers, plain values, `InFile` and `Elsewhere`.
+    """What a file holds: containers, plain values, `TensorSource` and `Elsewhere`.
 
     Arguments:
         files: of the checkpoint.
@@ -92,7 +76,7 @@ def scan(files: Files, name: str) -> Any:
         UnsupportedFormat: it contains what unickpt lacks.
         Failed: the storage failed.
     """
-    return _Scanner(Cursor(files, name)).root()
+    return _MsgpackScanner(Cursor(files, name)).root()
 
 
 def _joined(files: Files, index: str) -> dict[str, Any]:
@@ -108,7 +92,7 @@ def _joined(files: Files, index: str) -> dict[str, Any]:
         for key in above:
             inner = level.setdefault(key, {})
             level = inner if isinstance(inner, dict) else {last: inner}
-        if not isinstance(found, InFile) or last in level:
+        if not isinstance(found, TensorSource) or last in level:
             raise CheckpointCorrupt(
                 f"{files.location}: {index} says that {quoted(name)} is an array in {file}, which "
                 "does not contain it; was the folder copied as a whole?"
@@ -132,34 +116,21 @@ class FlaxReader(RangeReader):
     format = "flax"
 
     def __init__(self, files: Files, file: str, root: Any) -> None:
-        try:
-            node = tree.flatten(root, _is_leaf, lambda value, name: None)
-        except UnickptError as error:
-            raise UnsupportedFormat(f"{files.location}: {error}") from error
-        entries, boxes = dict[str, ArrayEntry](), dict[str, tuple[FileBox]]()
-        values = dict[str, tree_json.Plain]()
-        for leaf in tree.leaves(node):
-            found = leaf.value
-            if isinstance(found, Elsewhere):
-                raise UnsupportedFormat(
-                    f"{files.location}: {file}: {quoted(leaf.name)} is not in this file, but "
-                    f"elsewhere: {quoted(found.found)}; give the path of the folder that contains "
-                    "both"
-                )
-            if not isinstance(found, InFile):
-                values[leaf.name] = found
-                continue
-            where = FileBox(Box.whole(found.shape), found.elements)
-            entries[leaf.name] = whole(leaf.name, found.shape, found.dtype, where)
-            boxes[leaf.name] = (where,)
-        super().__init__(files, Index(tree_json.to_json(node), entries, values=values), boxes)
+        def put(table: ArrayTable, leaf: tree.Leaf) -> None:
+            if isinstance(leaf.value, TensorSource):
+                table.add(leaf.name, leaf.value)
+                return
+            raise UnsupportedFormat(
+                f"{files.location}: {file}: {quoted(leaf.name)} is not in this file, but "
+                f"elsewhere: {quoted(leaf.value.found)}; give the path of the folder that contains "
+                "both"
+            )
+
+        table = table_of(files, root, (TensorSource, Elsewhere), put)
+        super().__init__(files, table.index(), table.boxes)
 
 
-def _is_leaf(value: Any) -> bool:
-    return isinstance(value, (InFile, Elsewhere)) or tree_json.is_plain(value)
-
-
-class _Scanner:
+class _MsgpackScanner:
     """Reads one msgpack value.
 
     Arguments:
@@ -215,17 +186,10 @@ class _Scanner:
 
     def _head(self, code: int) -> tuple[str, Any]:
         """What begins with a byte: its kind, and its length or value."""
-        if code < 0x80 or code >= 0xE0:
-            return "value", code if code < 0x80 else code - 0x100
-        for first, last, kind in ((0x80, 0x8F, "map"), (0x90, 0x9F, "list"), (0xA0, 0xBF, "str")):
-            if first <= code <= last:
-                return kind, code - first
-        if code in _ATOMS:
-            return "value", _ATOMS[code]
-        if code not in _FORMATS:
+        if code not in _HEADS:
             raise self._damaged(f"no value begins with {code:#04x}")
-        kind, format = _FORMATS[code]
-        return kind, self._at.unpack(format) if isinstance(format, str) else format
+        kind, found = _HEADS[code]
+        return kind, self._at.unpack(found) if isinstance(found, str) else found
 
     def _some(self, count: int) -> bytes:
         if count > _MOST_TEXT:
@@ -255,22 +219,22 @@ class _Scanner:
             return found
         raise self._damaged("a key is neither a text nor a number")
 
-    def _chunked(self, found: Mapping[Any, Any], name: str) -> InFile:
+    def _chunked(self, found: Mapping[Any, Any], name: str) -> TensorSource:
         """An array that Flax has cut, since msgpack limits the size of a value."""
         shape, chunks = self._numbered(found, "shape"), self._numbered(found, "chunks")
-        if not chunks or not all(isinstance(chunk, InFile) for chunk in chunks):
+        if not chunks or not all(isinstance(chunk, TensorSource) for chunk in chunks):
             raise self._damaged(f"the chunks of {quoted(name)} are not arrays")
         extents = self._extents(shape)
         if len({chunk.dtype for chunk in chunks}) > 1:
             raise self._damaged(f"the chunks of {quoted(name)} have several dtypes")
-        runs = [Run(chunk.elements, 0, chunk.count) for chunk in chunks if chunk.count]
+        runs = [ElementRun(chunk.elements, 0, chunk.count) for chunk in chunks if chunk.count]
         joined = Joined(tuple(runs))
         if joined.count != math.prod(extents):
             raise self._damaged(
                 f"the chunks of {quoted(name)} have {joined.count} elements, "
                 f"{math.prod(extents)} expected"
             )
-        return InFile(extents, chunks[0].dtype, joined)
+        return TensorSource(chunks[0].dtype, extents, joined)
 
     def _numbered(self, found: Mapping[Any, Any], key: str) -> list[Any]:
         """What Flax makes of a tuple: a dict whose keys are its positions, as texts."""
@@ -280,13 +244,10 @@ class _Scanner:
         raise self._damaged(f"the {key} of a cut array is {quoted(items)}")
 
     def _extents(self, shape: Any) -> tuple[int, ...]:
-        if (
-            not isinstance(shape, list)
-            or len(shape) > _MOST_RANK
-            or not all(type(n) is int and 0 <= n < _MOST_EXTENT for n in shape)
-        ):
-            raise self._damaged(f"{quoted(shape)} is not a shape")
-        return tuple(shape)
+        try:
+            return sizes(shape)
+        except ValueError as error:
+            raise self._damaged(str(error)) from error
 
     def _extension(self, length: int, depth: int, name: str) -> Any:
         kind = self._at.unpack("b")
@@ -304,7 +265,7 @@ class _Scanner:
             raise self._damaged(f"{quoted(name)} has {length} bytes, and ends elsewhere")
         return found
 
-    def _array(self, depth: int, name: str) -> InFile:
+    def _array(self, depth: int, name: str) -> TensorSource:
         kind, count = self._head(self._at.take(1)[0])
         if (kind, count) != ("list", 3):
             raise self._damaged(f"{quoted(name)} is not an array")
@@ -318,34 +279,41 @@ class _Scanner:
             dtype = dtypes.name_of(dtypes.from_name(text))
         except TypeError:
             raise self._unsupported(name, f"has the dtype {quoted(text)}") from None
-        expected = math.prod(shape) * dtypes.from_name(dtype).itemsize
-        if count != expected:
+        found = TensorSource(dtype, shape, FileRange(self._at.name, self._at.at))
+        if count != found.nbytes:
             raise self._damaged(
-                f"{quoted(name)}, {dtype}{list(shape)}, has {count} bytes, {expected} expected"
+                f"{quoted(name)}, {dtype}{list(shape)}, has {count} bytes, {found.nbytes} expected"
             )
-        return InFile(shape, dtype, FileRange(self._at.name, self._at.skip(count)))
+        self._at.skip(count)
+        return found
 
-    def _complex(self, depth: int, name: str) -> InFile:
+    def _complex(self, depth: int, name: str) -> TensorSource:
         found = self._value(depth + 1, name)
         if not isinstance(found, list) or [type(x) for x in found] != [float, float]:
             raise self._damaged(f"{quoted(found)} is not a complex number")
-        return InFile((), "complex128", InMemory(np.array([complex(*found)]).tobytes()))
+        return TensorSource(
+            "complex128", (), InMemoryElements(np.array([complex(*found)]).tobytes())
+        )
 
 
-_ATOMS: Mapping[int, Any] = {0xC0: None, 0xC2: False, 0xC3: True}
-
-
-def _formats() -> Iterator[tuple[int, tuple[str, str | int]]]:
-    """The other first bytes: the kind, and how its length or value is stored."""
-    known: tuple[tuple[int, str, tuple[str | int, ...]], ...] = (
-        (0xC4, "bytes", (">B", ">H", ">I")), (0xC7, "extension", (">B", ">H", ">I")),
-        (0xCA, "value", (">f", ">d", ">B", ">H", ">I", ">Q", ">b", ">h", ">i", ">q")),
-        (0xD4, "extension", (1, 2, 4, 8, 16)), (0xD9, "str", (">B", ">H", ">I")),
-        (0xDC, "list", (">H", ">I")), (0xDE, "map", (">H", ">I")),
-    )  # fmt: skip
-    for first, kind, formats in known:
-        for n, format in enumerate(formats):
-            yield first + n, (kind, format)
-
-
-_FORMATS = dict(_formats())
+_HEADS: Mapping[int, tuple[str, Any]] = {
+    **{code: ("value", code) for code in range(0x80)},
+    **{code: ("value", code - 0x100) for code in range(0xE0, 0x100)},
+    **{
+        first + n: (kind, n)
+        for first, count, kind in ((0x80, 16, "map"), (0x90, 16, "list"), (0xA0, 32, "str"))
+        for n in range(count)
+    },
+    **{
+        first + n: (kind, found)
+        for first, kind, each in (
+            (0xC0, "value", (None,)), (0xC2, "value", (False, True)),
+            (0xC4, "bytes", (">B", ">H", ">I")), (0xC7, "extension", (">B", ">H", ">I")),
+            (0xCA, "value", (">f", ">d", ">B", ">H", ">I", ">Q", ">b", ">h", ">i", ">q")),
+            (0xD4, "extension", (1, 2, 4, 8, 16)), (0xD9, "str", (">B", ">H", ">I")),
+            (0xDC, "list", (">H", ">I")), (0xDE, "map", (">H", ">I")),
+        )
+        for n, found in enumerate(each)
+    },
+}  # fmt: skip
+"""What begins with a byte: its kind, and its length or value, or how `struct` reads that."""

@@ -18,21 +18,18 @@ from typing import Any
 
 import numpy as np
 
-from unickpt.arrays import dtypes
-from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import CheckpointCorrupt, HintError, UnsupportedFormat
 from unickpt.foreign import loose_files
-from unickpt.foreign.cursor import Cursor
-from unickpt.foreign.elements import ByteRange, Elements, FileRange, Unreadable
-from unickpt.foreign.file_ranges import FileBox, RangeReader, whole
+from unickpt.foreign.elements import ByteRange, FileRange, Unreadable
+from unickpt.foreign.file_ranges import ArrayTable, RangeReader, TensorSource
 from unickpt.foreign.files import Files
-from unickpt.foreign.loose_files import Found, open_kind
-from unickpt.format.index import ArrayEntry, Index
+from unickpt.foreign.headers import Cursor, is_size
+from unickpt.foreign.loose_files import FoundFiles, open_kind
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Damaged
-from unickpt.trees import tree, tree_json
+from unickpt.trees import tree
 
 _VERSIONS = (2, 3)
 _ALIGNMENT = "general.alignment"
@@ -62,7 +59,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         StorageError: the storage failed.
     """
 
-    def make(found: Found) -> GgufReader:
+    def make(found: FoundFiles) -> GgufReader:
         dequantize = hints.get("dequantize")
         if dequantize not in (None, _DEQUANTIZED):
             raise HintError(
@@ -110,7 +107,7 @@ class Quantization:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class GGUFBlocks:
     """Elements that are dequantized when they are read.
 
     Arguments:
@@ -161,7 +158,7 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class _GGUFTensor:
     """A tensor as the file describes it: its extents in NumPy's order, and where it begins."""
 
     name: str
@@ -184,29 +181,26 @@ class GgufReader(RangeReader):
     def __init__(self, files: Files, name: str, quants: Any) -> None:
         headers = _headers(files, name)
         self.version = str(headers[0].version)
-        entries, boxes = dict[str, ArrayEntry](), dict[str, tuple[FileBox]]()
-        packed = dict[str, str]()
+        table, packed = ArrayTable(), dict[str, str]()
         for header in headers:
             ends: list[tuple[int, int, str]] = []
             for tensor in header.tensors:
-                shape, dtype, elements, nbytes = _stored(tensor, header, quants)
+                found, nbytes = _stored(tensor, header, quants)
                 array = _array_name(tensor.name)
-                if array in entries:
+                if array in table.entries:
                     raise header.damaged(f"two tensors are called {quoted(tensor.name)}")
-                if dtype == "uint8":
+                if found.dtype == "uint8":
                     packed[array] = header.kind_name(tensor.kind)
-                where = FileBox(Box.whole(shape), elements)
-                entries[array], boxes[array] = whole(array, shape, dtype, where), (where,)
+                table.add(array, found)
                 ends.append((tensor.offset, tensor.offset + nbytes, tensor.name))
             header.check_places(ends)
         metadata = {**_metadata(headers), **({"quantized": packed} if packed else {})}
-        node = tree_json.from_names(entries)
-        super().__init__(files, Index(tree_json.to_json(node), entries, metadata=metadata), boxes)
+        super().__init__(files, table.index(metadata), table.boxes)
 
 
-def _headers(files: Files, name: str) -> Sequence[_Header]:
+def _headers(files: Files, name: str) -> Sequence[_GGUFHeader]:
     """The headers of all files of a model, of which one is known."""
-    known = _Header(Cursor(files, name))
+    known = _GGUFHeader(Cursor(files, name))
     count = known.metadata.get(_COUNT, 1)
     if count in (0, 1):
         return [known]
@@ -219,7 +213,7 @@ def _headers(files: Files, name: str) -> Sequence[_Header]:
     found = []
     for number in range(count):
         part = f"{match[1]}-{number + 1:05d}-of-{count:05d}.gguf"
-        found.append(known if part == name else _Header(_cursor(files, part, known)))
+        found.append(known if part == name else _GGUFHeader(_cursor(files, part, known)))
         told = found[-1].metadata
         if told.get(_COUNT) != count or told.get(_NUMBER) != number:
             raise found[-1].damaged(
@@ -236,7 +230,7 @@ def _headers(files: Files, name: str) -> Sequence[_Header]:
     return found
 
 
-def _cursor(files: Files, name: str, known: _Header) -> Cursor:
+def _cursor(files: Files, name: str, known: _GGUFHeader) -> Cursor:
     """The beginning of another file of a model."""
     try:
         head = files.head(name)
@@ -252,7 +246,7 @@ def _cursor(files: Files, name: str, known: _Header) -> Cursor:
     return Cursor(files, name)
 
 
-def _metadata(headers: Sequence[_Header]) -> dict[str, Any]:
+def _metadata(headers: Sequence[_GGUFHeader]) -> dict[str, Any]:
     """That of all files of a model; usually only the first one has any."""
     if len(headers) == 1:
         return headers[0].metadata
@@ -270,33 +264,31 @@ def _array_name(tensor: str) -> str:
     return tree.component(tensor)
 
 
-def _stored(
-    tensor: _Tensor, header: _Header, quants: Any
-) -> tuple[tuple[int, ...], str, Elements, int]:
-    """The shape, dtype and elements of a tensor's array, and its bytes in the file."""
+def _stored(tensor: _GGUFTensor, header: _GGUFHeader, quants: Any) -> tuple[TensorSource, int]:
+    """A tensor's array, and its bytes in the file."""
     file, shape, big_endian = header.file, tensor.shape, header.order == ">"
     dtype = _DTYPES.get(tensor.kind)
     if dtype is not None:
-        nbytes = math.prod(shape) * dtypes.from_name(dtype).itemsize
-        return shape, dtype, FileRange(file, tensor.offset, big_endian), nbytes
+        found = TensorSource(dtype, shape, FileRange(file, tensor.offset, big_endian))
+        return found, found.nbytes
     kind, told = _QUANTIZED.get(tensor.kind), header.told(tensor.name)
     if kind is None:
         reason = f"{told} has the unknown type {tensor.kind}, of which not even the size is known"
-        return shape, "uint8", Unreadable(f"{reason}; {_OTHERS}"), 0
+        return TensorSource("uint8", shape, Unreadable(f"{reason}; {_OTHERS}")), 0
     if not shape or shape[-1] % kind.elements:
         raise header.damaged(
             f"{quoted(tensor.name)} has the shape {list(shape)}, which blocks of {kind.elements} "
             f"({kind.name}) do not fill"
         )
     row = shape[-1] // kind.elements * kind.nbytes
-    nbytes = math.prod(shape[:-1]) * row
+    packed = TensorSource("uint8", (*shape[:-1], row), FileRange(file, tensor.offset))
     if quants is None:
-        return (*shape[:-1], row), "uint8", FileRange(file, tensor.offset), nbytes
-    blocks = Blocks(file, tensor.offset, tensor.kind, kind, big_endian, quants, told)
-    return shape, _DEQUANTIZED, blocks, nbytes
+        return packed, packed.nbytes
+    blocks = GGUFBlocks(file, tensor.offset, tensor.kind, kind, big_endian, quants, told)
+    return TensorSource(_DEQUANTIZED, shape, blocks), packed.nbytes
 
 
-class _Header:
+class _GGUFHeader:
     """What stands before the data.
 
     Arguments:
@@ -326,7 +318,7 @@ class _Header:
             raise self.damaged(f"{_ALIGNMENT} is {quoted(alignment)}")
         begin = -(-cursor.at // alignment) * alignment
         self._begin, self._alignment = begin, alignment
-        self.tensors = [_Tensor(t.name, t.shape, t.kind, begin + t.offset) for t in found]
+        self.tensors = [_GGUFTensor(t.name, t.shape, t.kind, begin + t.offset) for t in found]
 
     def damaged(self, reason: str) -> CheckpointCorrupt:
         """The error for a damaged file."""
@@ -393,15 +385,15 @@ class _Header:
             raise self.unsupported(f"{quoted(key)} is a list of lists")
         return [self._value(of, key) for _ in range(count)]
 
-    def _tensor(self) -> _Tensor:
+    def _tensor(self) -> _GGUFTensor:
         name, rank = self._text(), self._number("I")
         if rank > _MOST_RANK:
             raise self.damaged(f"{quoted(name)} has {rank} dimensions")
         shape = tuple(self._number("Q") for _ in range(rank))[::-1]
         kind, offset = self._number("I"), self._number("Q")
-        if any(n >= 1 << 62 for n in (*shape, offset, math.prod(shape))):
+        if not all(map(is_size, (*shape, offset, math.prod(shape)))):
             raise self.damaged(f"{quoted(name)} has the shape {list(shape)} at {offset}")
-        return _Tensor(name, shape, kind, offset)
+        return _GGUFTensor(name, shape, kind, offset)
 
 
 _QUANTIZED: Mapping[int, Quantization] = {

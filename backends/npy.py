@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from unickpt.arrays.box import Box
 from unickpt.backends.npz import MOST_HEADER, parsed
 from unickpt.errors import CheckpointCorrupt
 from unickpt.foreign import loose_files
-from unickpt.foreign.elements import FileRange
-from unickpt.foreign.file_ranges import FileBox, RangeReader, whole
+from unickpt.foreign.file_ranges import ArrayTable, RangeReader
 from unickpt.foreign.files import Files
-from unickpt.foreign.loose_files import Found, open_kind
-from unickpt.format.index import Index
+from unickpt.foreign.loose_files import FoundFiles, open_kind
 from unickpt.format.reader import Reader
-from unickpt.trees import tree, tree_json
+from unickpt.trees import tree
 
 _MOST = MOST_HEADER + 12  # bytes before the elements
 
@@ -31,7 +28,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         StorageError: the storage failed.
     """
 
-    def make(found: Found) -> NpyReader:
+    def make(found: FoundFiles) -> NpyReader:
         return NpyReader(files, found.names[0])
 
     return open_kind(files, loose_files.NPY, make)
@@ -51,12 +48,10 @@ class NpyReader(RangeReader):
         size = files.size(file)
         data = files.whole(file) if size is None else files.read(file, 0, min(size, _MOST))
         header = parsed(data, f"{files.location}: {file}")
-        told, there = header.length + header.nbytes, len(data) if size is None else size
+        found = header.source(file)
+        told, there = header.length + found.nbytes, len(data) if size is None else size
         if told != there:
             raise CheckpointCorrupt(f"{files.location}: {file} has {there} bytes, {told} expected")
-        name = tree.component(file.removesuffix(".npy"))
-        elements = FileRange(file, header.length, header.big_endian)
-        where = FileBox(Box.whole(header.shape), elements, 0, header.strides)
-        entries = {name: whole(name, header.shape, header.dtype, where)}
-        index = Index(tree_json.to_json(tree_json.from_names(entries)), entries)
-        super().__init__(files, index, {name: (where,)})
+        table = ArrayTable()
+        table.add(tree.component(file.removesuffix(".npy")), found)
+        super().__init__(files, table.index(), table.boxes)

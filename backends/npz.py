@@ -6,12 +6,11 @@ refused.
 
 from __future__ import annotations
 
-import ast
-import math
-import struct
+import io
+import tokenize
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,27 +21,32 @@ from unickpt.arrays.dtypes import Array
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign import loose_files
 from unickpt.foreign.elements import FileRange
-from unickpt.foreign.file_ranges import FileBox, RangeReader, row_major, whole
+from unickpt.foreign.file_ranges import ArrayTable, RangeReader, TensorSource, row_major
 from unickpt.foreign.files import Files
+from unickpt.foreign.headers import sizes
 from unickpt.foreign.loose_files import open_kind
 from unickpt.foreign.zip_files import DEFLATED, STORED, Member, ZipFile
 from unickpt.format.chunk_grid import Part
-from unickpt.format.index import ArrayEntry, Index
+from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
-from unickpt.quoting import quoted
+from unickpt.quoting import quoted, shortened
 from unickpt.storage.errors import Failed, reading_failed
 from unickpt.trees import tree, tree_json
 
 _MAGIC = b"\x93NUMPY"
 MOST_HEADER = 10_000  # as NumPy's own limit for files that are not trusted
-_MOST_RANK = 32
-_MOST_EXTENT = 1 << 62
+_MOST_TOLD = 200
+# What a damaged header leads to in NumPy.
+_DAMAGES = (
+    ValueError, SyntaxError, TypeError, LookupError, AttributeError, ArithmeticError,
+    RecursionError, MemoryError, tokenize.TokenError,
+)  # fmt: skip
 # Deflate makes data at most 1032 times smaller.
 _MOST_DEFLATED = 1032
 
 
 @dataclass(frozen=True)
-class Header:
+class NpyHeader:
     """What the head of an array says.
 
     Arguments:
@@ -59,15 +63,11 @@ class Header:
     big_endian: bool
     length: int
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its elements."""
-        return math.prod(self.shape) * dtypes.from_name(self.dtype).itemsize
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """In elements."""
-        return row_major(self.shape[::-1])[::-1] if self.fortran else row_major(self.shape)
+    def source(self, file: str, begin: int = 0) -> TensorSource:
+        """The array in a file, in which its head begins at a byte."""
+        strides = row_major(self.shape[::-1])[::-1] if self.fortran else None
+        elements = FileRange(file, begin + self.length, self.big_endian)
+        return TensorSource(self.dtype, self.shape, elements, 0, strides)
 
 
 HINTS: Collection[str] = ()
@@ -97,31 +97,24 @@ class NpzReader(RangeReader):
 
     def __init__(self, files: Files, name: str) -> None:
         self._zip = ZipFile(files, name)
-        self._deflated: dict[str, tuple[Member, Header]] = {}
-        entries, boxes = dict[str, ArrayEntry](), dict[str, tuple[FileBox]]()
+        self._deflated: dict[str, tuple[Member, NpyHeader]] = {}
+        table = ArrayTable()
         name_of = _nested if _can_nest(self._zip.members.values()) else _flat
         for member in self._zip.members.values():
             array = name_of(member)
-            if array in entries:
+            if array in table.entries:
                 raise self._zip.damaged(f"two arrays are called {quoted(array)}")
             header, where = self._header(member)
-            entries[array] = whole(array, header.shape, header.dtype, where)
-            if member.method == STORED:
-                boxes[array] = (where,)
-            else:
+            table.add(array, where)
+            if member.method != STORED:
                 # What is compressed is read as a whole.
-                entries[array] = ArrayEntry(
-                    array,
-                    header.shape,
-                    header.dtype,
-                    tuple(max(1, n) for n in header.shape),
-                    entries[array].layout,
-                )
+                chunk = tuple(max(1, n) for n in header.shape)
+                table.entries[array] = replace(table.entries[array], chunk=chunk)
+                del table.boxes[array]
                 self._deflated[array] = member, header
-        node = tree_json.from_names(entries)
-        super().__init__(files, Index(tree_json.to_json(node), entries), boxes)
+        super().__init__(files, table.index(), table.boxes)
 
-    def _header(self, member: Member) -> tuple[Header, FileBox]:
+    def _header(self, member: Member) -> tuple[NpyHeader, TensorSource]:
         where = f"{self._zip.files.location}: {self._zip.name}: {quoted(member.name)}"
         at = 0
         most = min(member.size, MOST_HEADER + 12)
@@ -133,17 +126,14 @@ class NpzReader(RangeReader):
         else:
             raise UnsupportedFormat(f"{where} is compressed by the method {member.method}")
         header = parsed(data, where)
-        if header.length + header.nbytes != member.size:
+        found = header.source(self._zip.name, at)
+        if header.length + found.nbytes != member.size:
             raise CheckpointCorrupt(
-                f"{where} has {member.size} bytes, {header.length + header.nbytes} expected"
+                f"{where} has {member.size} bytes, {header.length + found.nbytes} expected"
             )
-        box = Box.whole(header.shape)
-        begin = at + header.length
         if member.method == STORED:
             self._zip.summed(member, at, data[: header.length])
-        return header, FileBox(
-            box, FileRange(self._zip.name, begin, header.big_endian), 0, header.strides
-        )
+        return header, found
 
     def _inflated(self, member: Member, most: int) -> bytes:
         """The first bytes of a member, at most so many."""
@@ -179,7 +169,7 @@ class NpzReader(RangeReader):
             super().read_box(entry, part, box, out)
             return
         member, header = self._deflated[entry.name]
-        is_plain = header.strides == row_major(header.shape)
+        is_plain = header.source("").is_row_major
         flat = out.reshape(-1) if is_plain else np.empty(out.size, out.dtype)
         try:
             self._zip.inflate(member, flat.view(np.uint8).data, header.length)
@@ -193,7 +183,7 @@ class NpzReader(RangeReader):
             out.byteswap(inplace=True)
 
 
-def parsed(data: bytes, where: str) -> Header:
+def parsed(data: bytes, where: str) -> NpyHeader:
     """The head of an array, of its first bytes.
 
     Raises:
@@ -202,39 +192,22 @@ def parsed(data: bytes, where: str) -> Header:
     """
     if data[:6] != _MAGIC or len(data) < 12 or data[6] not in (1, 2, 3):
         raise UnsupportedFormat(f"{where} is not an array of NumPy")
-    count, start = (
-        (*struct.unpack("<H", data[8:10]), 10)
-        if data[6] == 1
-        else (*struct.unpack("<I", data[8:12]), 12)
-    )
-    if count > MOST_HEADER or start + count > len(data):
-        raise CheckpointCorrupt(f"{where} has a header of {count} bytes")
+    stream = io.BytesIO(data)
+    major, _ = np.lib.format.read_magic(stream)
+    # Version 3 differs from 2 in the names of fields only.
+    known = np.lib.format
+    read = known.read_array_header_1_0 if major == 1 else known.read_array_header_2_0
     try:
-        facts = ast.literal_eval(data[start : start + count].decode("latin-1").strip())
-        shape, descr, fortran = facts["shape"], facts["descr"], facts["fortran_order"]
-        _check(shape, fortran)
-    except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError) as error:
-        raise CheckpointCorrupt(f"{where}: its header is damaged: {error}") from error
-    dtype, big_endian = _dtype(descr, where)
-    return Header(dtype, shape, fortran, big_endian, start + count)
-
-
-def _check(shape: Any, fortran: Any) -> None:
-    if not isinstance(shape, tuple) or len(shape) > _MOST_RANK or type(fortran) is not bool:
-        raise ValueError("no shape or order")
-    if not all(type(n) is int and 0 <= n < _MOST_EXTENT for n in shape):
-        raise ValueError(f"{quoted(shape)} is not a shape")
-
-
-def _dtype(descr: Any, where: str) -> tuple[str, bool]:
-    """The name of a dtype, and whether it is big endian."""
-    if not isinstance(descr, str) or descr[:1] not in ("<", ">", "|"):
-        raise UnsupportedFormat(f"{where} has the dtype {quoted(descr)}")
+        stored, fortran, dtype = read(stream, max_header_size=MOST_HEADER)
+        shape = sizes(stored)
+    except _DAMAGES as error:
+        told = shortened(str(error), _MOST_TOLD)
+        raise CheckpointCorrupt(f"{where}: its header is damaged: {told}") from error
     try:
-        found = np.dtype(descr)
-        return dtypes.name_of(found.newbyteorder("=")), descr[0] == ">"
+        name = dtypes.name_of(dtype.newbyteorder("="))
     except TypeError as error:
-        raise UnsupportedFormat(f"{where} has the dtype {quoted(descr)}") from error
+        raise UnsupportedFormat(f"{where} has the dtype {quoted(str(dtype))}") from error
+    return NpyHeader(name, shape, fortran, dtype.byteorder == ">", stream.tell())
 
 
 def _flat(member: Member) -> str:

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from unickpt.backends.hugging_face import weight_map
-from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
+from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign import known_objects, loose_files
-from unickpt.foreign.file_ranges import FileBox, RangeReader, whole
+from unickpt.foreign.file_ranges import ArrayTable, FileBox, RangeReader, table_of, whole
 from unickpt.foreign.files import Files
-from unickpt.foreign.loose_files import Found, open_kind
-from unickpt.foreign.pickles import BadPickle, Global, Opaque
-from unickpt.foreign.torch_pickles import Storage, Tensor, TorchFile, attributes, holds_tensors
-from unickpt.format.index import ArrayEntry, Index
+from unickpt.foreign.loose_files import FoundFiles, open_kind
+from unickpt.foreign.pickles import BadPickle, Global, PickledObject
+from unickpt.foreign.torch_pickles import Tensor, TorchFile, TorchStorage, attributes, holds_tensors
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted, shortened
 from unickpt.storage.errors import Failed, reading_failed
@@ -48,7 +47,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         StorageError: the storage failed.
     """
 
-    def make(found: Found) -> Reader:
+    def make(found: FoundFiles) -> Reader:
         if found.index is None:
             return _open_single(files, found.names[0])
         where = weight_map(files, found.index, loose_files.TORCH.suffixes)
@@ -69,27 +68,15 @@ class TorchFilesReader(RangeReader):
     format = "torch"
 
     def __init__(self, files: Files, root: Any, by_file: Mapping[int, TorchFile]) -> None:
-        try:
-            node = tree.flatten(root, _is_leaf, expand)
-        except UnickptError as error:
-            raise UnsupportedFormat(f"{files.location}: {error}") from error
-        entries, boxes = dict[str, ArrayEntry](), dict[str, tuple[FileBox]]()
-        aliases, values = dict[str, str](), dict[str, tree_json.Plain]()
-        first: dict[tuple[int, str], str] = {}
-        for leaf in tree.leaves(node):
-            if not isinstance(leaf.value, Tensor):
-                values[leaf.name] = leaf.value
-                continue
-            file = by_file[id(leaf.value)]
-            known = first.setdefault((id(file), leaf.value.identity), leaf.name)
-            if known != leaf.name:
-                aliases[leaf.name] = known
-                continue
-            where = _box(files, file, leaf)
-            entries[leaf.name] = whole(leaf.name, leaf.value.shape, leaf.value.dtype, where)
-            boxes[leaf.name] = (where,)
-        index = Index(tree_json.to_json(node), entries, aliases=aliases, values=values)
-        super().__init__(files, index, boxes)
+        def put(table: ArrayTable, leaf: tree.Leaf) -> None:
+            where = _box(files, by_file[id(leaf.value)], leaf)
+            table.put(whole(leaf.name, leaf.value.shape, leaf.value.dtype, where), (where,))
+
+        def identity(tensor: Tensor) -> tuple[int, str]:
+            return id(by_file[id(tensor)]), tensor.identity
+
+        table = table_of(files, root, Tensor, put, expand, identity)
+        super().__init__(files, table.index(), table.boxes)
 
 
 def _box(files: Files, file: TorchFile, leaf: tree.Leaf) -> FileBox:
@@ -155,20 +142,16 @@ def _open_sharded(files: Files, where: Mapping[str, str], index: str) -> Reader:
 
 
 @dataclass(frozen=True)
-class _Object:
+class _ObjectNode:
     """An object of an unknown class that holds tensors: a container of its attributes."""
 
     class_name: str
     children: Mapping[str | int, Any]
 
 
-def _is_leaf(value: Any) -> bool:
-    return isinstance(value, Tensor) or tree_json.is_plain(value)
-
-
 def expand(found: Any, name: str) -> tree.Expansion | None:
     """An object that holds tensors as a container, for `tree.flatten`."""
-    if not isinstance(found, _Object):
+    if not isinstance(found, _ObjectNode):
         return None
     keys = tuple(found.children)
     return tree.Expansion(
@@ -211,21 +194,21 @@ class PlainTree:
             raise self._too_many()
         if depth > tree.MAX_DEPTH:
             raise UnsupportedFormat(f"{self._where} is nested deeper than {tree.MAX_DEPTH} levels")
-        if isinstance(found, Opaque):
+        if isinstance(found, PickledObject):
             found = self._decoded(known_objects.decoded, found)
         if isinstance(found, dict):
             return self._dict(found.items(), depth, letters)
         if isinstance(found, list | tuple | set | frozenset):
             children = (self.tree(child, depth + 1, letters + 2) for child in found)
             return tuple(children) if isinstance(found, tuple) else list(children)
-        if isinstance(found, Storage):
+        if isinstance(found, TorchStorage):
             found = Tensor(found, found.dtype or "uint8", 0, (found.count,), (1,))
         if isinstance(found, Tensor):
             self.tensors[id(found)] = found
             return found
-        if isinstance(found, Opaque) and self._holds_tensors(found):
+        if isinstance(found, PickledObject) and self._holds_tensors(found):
             return self._object(found, depth, letters)
-        if isinstance(found, Opaque | Global):
+        if isinstance(found, PickledObject | Global):
             made = self._file.opaque(found, self._opaque)
             self._opaque -= len(made.pickle)
             return made
@@ -264,11 +247,11 @@ class PlainTree:
             children[name] = self.tree(value, depth + 1, length)
         return children
 
-    def _object(self, found: Opaque, depth: int, letters: int) -> _Object:
+    def _object(self, found: PickledObject, depth: int, letters: int) -> _ObjectNode:
         """An object as a container: its attributes, what it contains, and what it was made of."""
-        return _Object(found.name, self._dict(attributes(found), depth, letters))
+        return _ObjectNode(found.name, self._dict(attributes(found), depth, letters))
 
-    def _holds_tensors(self, found: Opaque) -> bool:
+    def _holds_tensors(self, found: PickledObject) -> bool:
         return holds_tensors(found, self._without, self._spend)
 
 
@@ -282,7 +265,7 @@ def _name(key: Any) -> str | int:
 
 def _text(found: Any) -> str:
     """What is neither an array nor a plain value, as a text for people."""
-    if isinstance(found, Opaque | Global):  # as a key
+    if isinstance(found, PickledObject | Global):  # as a key
         return f"<{shortened(found.name, _MOST_TEXT)}>"
     if tree_json.is_plain(found) or isinstance(found, tuple):  # of a key, which is short
         return quoted(found, _MOST_TEXT)

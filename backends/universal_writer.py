@@ -80,7 +80,7 @@ def _opened(template: str | os.PathLike[str]) -> tuple[Files, str]:
     location = resolve(template)
     files = Files(location)
     if _LATEST in files.here:
-        tag = files.whole(_LATEST).decode(errors="replace").strip()
+        tag = files.text(_LATEST)
         if not re.fullmatch(r"[\w.-]+", tag):
             raise ValueError(f"template: {location}: {_LATEST} names the folder {quoted(tag)}")
         files = Files(location.child(tag))
@@ -107,7 +107,7 @@ def _copy(files: Files, path: str, tag: str) -> PlannedFile:
 
 
 @dataclass(frozen=True)
-class _Slot:
+class _TemplateSlot:
     """A file of the template.
 
     Arguments:
@@ -121,20 +121,20 @@ class _Slot:
     extras: Mapping[str, Any] | None
 
 
-def _slot(files: Files, path: str) -> _Slot:
+def _slot(files: Files, path: str) -> _TemplateSlot:
     value = TorchFile(files, path).value
     extras = None
     if isinstance(value, dict):
         extras = {key: found for key, found in value.items() if key != _PARAM}
         value = value.get(_PARAM)
     if isinstance(value, int | float):
-        return _Slot((), None, extras)
+        return _TemplateSlot((), None, extras)
     if not isinstance(value, Tensor):
         raise ValueError(f"template: {files.location}/{path} holds no tensor")
-    return _Slot(value.shape, value.dtype, extras)
+    return _TemplateSlot(value.shape, value.dtype, extras)
 
 
-def _problem(index: Index, leaf: str, slot: _Slot) -> str:
+def _problem(index: Index, leaf: str, slot: _TemplateSlot) -> str:
     """Why a leaf does not fit the template; empty if it does."""
     entry = index.entries.get(leaf)
     wanted = f"{slot.dtype or 'a number'}{list(slot.shape)}"
@@ -158,7 +158,7 @@ def _why_not(leaf: str, states: Mapping[str, Mapping[str, str]]) -> str:
     return "which is not trained in the template"
 
 
-def _file(index: Index, path: str, leaf: str, slot: _Slot) -> PlannedFile:
+def _file(index: Index, path: str, leaf: str, slot: _TemplateSlot) -> PlannedFile:
     storages: dict[str, tuple[str, Box, int]] = {}
     value: Any = index.values.get(leaf)
     if leaf not in index.values:

@@ -15,7 +15,7 @@ from typing import Any
 from unickpt.arrays.box import Box
 from unickpt.backends.dcp.metadata import extents
 from unickpt.backends.dcp.reader import ChunkedArray
-from unickpt.foreign.elements import Joined, Run
+from unickpt.foreign.elements import ElementRun, Joined
 from unickpt.foreign.file_ranges import FileBox
 from unickpt.foreign.pickles import BadPickle
 from unickpt.quoting import quoted
@@ -28,7 +28,7 @@ _MOST_PARTS = 1_000_000
 
 
 @dataclass(frozen=True)
-class Part:
+class FlatPart:
     """A parameter within a flat one.
 
     Arguments:
@@ -42,7 +42,7 @@ class Part:
     first: int
 
 
-def parts_of(found: Any, known: Collection[str]) -> Mapping[str, Sequence[Part]]:
+def parts_of(found: Any, known: Collection[str]) -> Mapping[str, Sequence[FlatPart]]:
     """The parameters in each flat one, by its name.
 
     Arguments:
@@ -68,7 +68,7 @@ def parts_of(found: Any, known: Collection[str]) -> Mapping[str, Sequence[Part]]
 
 def _parts(
     flat: Any, names: Any, shapes: Any, counts: Any, padding: Any, *, known: Collection[str]
-) -> Sequence[Part]:
+) -> Sequence[FlatPart]:
     lists = (names, shapes, counts, padding)
     if not isinstance(flat, str) or not all(isinstance(x, (list, tuple)) for x in lists):
         raise BadPickle(f"the facts of the flat parameter {quoted(flat)} are no lists")
@@ -76,7 +76,7 @@ def _parts(
         raise BadPickle(f"the facts of the flat parameter {quoted(flat)} contradict each other")
     if not all(isinstance(name, str) for name in names):
         raise BadPickle(f"the names in the flat parameter {quoted(flat)} are no texts")
-    found, first = list[Part](), 0
+    found, first = list[FlatPart](), 0
     rest = zip(_whole_names(flat, names, known), shapes, strict=True)
     for (count,), pads in zip(map(_one, counts), padding, strict=True):
         name, shape = (None, ()) if pads else next(rest, (None, ()))
@@ -87,7 +87,7 @@ def _parts(
                     f"the flat parameter {quoted(flat)} has {count} elements of {quoted(name)}, "
                     f"whose shape is {list(sizes)}"
                 )
-            found.append(Part(name, sizes, first))
+            found.append(FlatPart(name, sizes, first))
         first += count
     if next(rest, None) is not None:
         raise BadPickle(f"the flat parameter {quoted(flat)} lacks elements of its last parameters")
@@ -114,7 +114,7 @@ def _whole_names(flat: str, names: Sequence[str], known: Collection[str]) -> lis
     return list(names) if old else relative
 
 
-def split(name: str, flat: ChunkedArray, parts: Sequence[Part]) -> Mapping[str, ChunkedArray]:
+def split(name: str, flat: ChunkedArray, parts: Sequence[FlatPart]) -> Mapping[str, ChunkedArray]:
     """The parameters that are stored in a flat array, by name.
 
     Arguments:
@@ -146,7 +146,7 @@ def split(name: str, flat: ChunkedArray, parts: Sequence[Part]) -> Mapping[str, 
     return found
 
 
-def _runs(boxes: Sequence[FileBox], ends: Sequence[int], first: int, stop: int) -> list[Run]:
+def _runs(boxes: Sequence[FileBox], ends: Sequence[int], first: int, stop: int) -> list[ElementRun]:
     """What is stored of the elements from `first` to `stop`, in order."""
     found = []
     for at in range(bisect.bisect_right(ends, first), len(boxes)):
@@ -154,5 +154,5 @@ def _runs(boxes: Sequence[FileBox], ends: Sequence[int], first: int, stop: int) 
         low, high = max(begin, first), min(ends[at], stop)
         if low >= high:
             break
-        found.append(Run(boxes[at].elements, low - begin, high - low))
+        found.append(ElementRun(boxes[at].elements, low - begin, high - low))
     return found

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from unickpt.arrays import dtypes
-from unickpt.backends.bytecheckpoint.flat_params import FLAT, Part, parts_of, split
+from unickpt.backends.bytecheckpoint.flat_params import FLAT, FlatPart, parts_of, split
 from unickpt.backends.dcp.chunks import LocatedElements
 from unickpt.backends.dcp.metadata import Blob, DcpChunk, KeyPath, Metadata, TensorFacts, fields
 from unickpt.backends.dcp.objects import read_file, read_objects
@@ -41,7 +41,7 @@ from unickpt.threads import Pool
 _ROOT = "bytecheckpoint.checkpointer.meta_type.Metadata"
 _MODEL, _OPTIMIZER, _EXTRA = "model", "optimizer", "extra_state"
 _HEAD, _MODULE = 200, b"bytecheckpoint"
-_LATEST, _MOST_LATEST = "latest_checkpointed_iteration.txt", 100
+_LATEST = "latest_checkpointed_iteration.txt"
 _EXTRA_FILE = re.compile(rf"{_EXTRA}/{_EXTRA}_rank_(\d{{1,9}})\.pt")
 _STATE, _SEVERAL = "state", "model_dict_keys"
 _THREADS = 16
@@ -59,7 +59,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
     """
     try:
         folder = files if _parts_in(files) else _latest(files)
-        return None if folder is None else _Folder(folder).reader()
+        return None if folder is None else _StepFolder(folder).reader()
     except Failed as error:
         raise reading_failed(error, str(files.location)) from error
 
@@ -84,7 +84,7 @@ def _latest(files: Files) -> Files | None:
     """The folder of the latest step of a run."""
     if _LATEST not in files.here:
         return None
-    text = files.tail(_LATEST, _MOST_LATEST).decode(errors="replace").strip()
+    text = files.text(_LATEST)
     if not (text.isascii() and text.isdecimal() and len(text) < 20):
         return None
     inner = Files(files.location.child(f"global_step_{int(text)}"))
@@ -100,7 +100,7 @@ class ByteCheckpointReader(DcpReader):
 # --- what is in a folder ------------------------------------------------------------------------
 
 
-class _Folder:
+class _StepFolder:
     """The folder of a step.
 
     Arguments:
@@ -176,7 +176,7 @@ class _Folder:
                 if name.startswith(prefix) and whole in known:
                     paths[name] = (_STATE, whole, slot)
 
-    def _flat_params(self) -> Mapping[str, Sequence[Part]]:
+    def _flat_params(self) -> Mapping[str, Sequence[FlatPart]]:
         """The flat parameters; the model's metadata describes those of the optimizer, too."""
         optimizer = self._metadata.get(_OPTIMIZER)
         names = optimizer.names if optimizer is not None else ()

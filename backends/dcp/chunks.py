@@ -18,7 +18,7 @@ from typing import Any
 from unickpt.arrays import dtypes
 from unickpt.arrays.dtypes import Array
 from unickpt.backends.dcp.metadata import Blob, DcpChunk, TensorFacts
-from unickpt.backends.safetensors.reader import Header, read_header
+from unickpt.backends.safetensors.reader import SafetensorsHeader, read_header
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign.elements import ByteRange, Elements
 from unickpt.foreign.file_ranges import FileBox, read_flat
@@ -120,7 +120,7 @@ class ChunkFinder:
     """Finds the chunks of one checkpoint in its files."""
 
     def __init__(self) -> None:
-        self._headers: dict[tuple[str, int], Header] = {}
+        self._headers: dict[tuple[str, int], SafetensorsHeader] = {}
 
     def elements(self, name: str, facts: TensorFacts, chunk: DcpChunk) -> Elements:
         """The elements of a chunk.
@@ -151,7 +151,7 @@ class ChunkFinder:
                 if blob.length > _EDGE:
                     known.append((end - _EDGE, files.read(blob.file, end - _EDGE, _EDGE)))
                 return _in_zip(facts.dtype, chunk, Known(files, known))
-            header = read_header(Rest(files, blob.offset), blob.file)
+            header = read_header(Rest(files, blob.offset), blob.file, blob.offset)
             self._headers[blob.file, blob.offset] = header
         return _in_safetensors(name, facts, chunk, header)
 
@@ -166,7 +166,9 @@ def _in_zip(dtype: str, chunk: DcpChunk, files: Files) -> FileBox:
     return found.box(tensor)
 
 
-def _in_safetensors(name: str, facts: TensorFacts, chunk: DcpChunk, header: Header) -> FileBox:
+def _in_safetensors(
+    name: str, facts: TensorFacts, chunk: DcpChunk, header: SafetensorsHeader
+) -> FileBox:
     tensor = header.tensors.get(name)
     others = [other for other in facts.chunks if other.blob.file == chunk.blob.file]
     if tensor is None or len(others) > 1:  # it can hold one tensor of a name
@@ -175,7 +177,7 @@ def _in_safetensors(name: str, facts: TensorFacts, chunk: DcpChunk, header: Head
     start = _recorded_start(header, name)
     if start is not None and start != list(chunk.box.start):
         raise _contradicts(facts.dtype, chunk, f"the part of it that begins at {quoted(start)}")
-    return FileBox(chunk.box, tensor.elements(chunk.blob.file, chunk.blob.offset))
+    return FileBox(chunk.box, tensor.elements)
 
 
 def _check(expected: str, chunk: DcpChunk, dtype: str, shape: tuple[int, ...]) -> None:
@@ -191,7 +193,7 @@ def _contradicts(dtype: str, chunk: DcpChunk, found: str) -> CheckpointCorrupt:
     )
 
 
-def _recorded_start(header: Header, name: str) -> Any:
+def _recorded_start(header: SafetensorsHeader, name: str) -> Any:
     """Where a tensor of a safetensors file begins in the whole one, if the file says it."""
     text = header.metadata.get("DCP_SHARDING_INFO", "{}")
     try:

@@ -15,7 +15,7 @@ from typing import Any
 from unickpt.arrays.box import Box
 from unickpt.errors import UnsupportedFormat
 from unickpt.foreign import pickles, torch_pickles
-from unickpt.foreign.pickles import BadPickle, Global, Opaque
+from unickpt.foreign.pickles import BadPickle, Global, PickledObject
 from unickpt.quoting import quoted
 from unickpt.trees.tree import MAX_DEPTH
 
@@ -116,7 +116,7 @@ def read(data: bytes, where: str, roots: Collection[str] = ROOTS) -> Metadata | 
         UnsupportedFormat: it uses what unickpt does not read.
     """
     root, _ = pickles.read(data, torch_pickles.CONSTRUCTORS)
-    if not isinstance(root, Opaque):
+    if not isinstance(root, PickledObject):
         raise BadPickle("it holds no metadata")
     if root.name not in roots:
         return None
@@ -132,7 +132,7 @@ class _Decoder:
         where: for messages.
     """
 
-    def __init__(self, root: Opaque, most: int, where: str) -> None:
+    def __init__(self, root: PickledObject, most: int, where: str) -> None:
         self._root, self._most, self._where = fields(root, "Metadata"), most, where
         self._stored: dict[tuple[str, tuple[int, ...] | None], Blob] = {}
 
@@ -144,7 +144,7 @@ class _Decoder:
         for name, facts in described:
             if not isinstance(name, str):
                 raise BadPickle(f"the name {quoted(name)} is no text")
-            kind = facts.name.rpartition(".")[2] if isinstance(facts, Opaque) else ""
+            kind = facts.name.rpartition(".")[2] if isinstance(facts, PickledObject) else ""
             if kind == "BytesStorageMetadata":
                 objects[name] = self._blob(name, None)
             else:
@@ -205,7 +205,7 @@ class _Decoder:
         return TensorFacts(self._dtype(name, facts.get("properties")), shape, found)
 
     def _dtype(self, name: str, properties: Any) -> str:
-        state = properties.state if isinstance(properties, Opaque) else None
+        state = properties.state if isinstance(properties, PickledObject) else None
         # TensorProperties are pickled as a tuple; the dtype is the first.
         dtype = state[0] if isinstance(state, tuple) and state else None
         dtype = state.get("dtype") if isinstance(state, dict) else dtype
@@ -247,8 +247,8 @@ def fields(found: Any, kind: str) -> Mapping[str, Any]:
     Raises:
         BadPickle: it is something else.
     """
-    if not isinstance(found, Opaque) or not found.function.name.endswith(f".{kind}"):
-        what = found.name if isinstance(found, Opaque) else type(found).__name__
+    if not isinstance(found, PickledObject) or not found.function.name.endswith(f".{kind}"):
+        what = found.name if isinstance(found, PickledObject) else type(found).__name__
         raise BadPickle(f"a {kind} is expected, {quoted(what)} found")
     if not isinstance(found.state, dict):
         raise BadPickle(f"a {kind} has no fields")

@@ -14,8 +14,8 @@ from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign.file_ranges import FileBox
 from unickpt.foreign.files import Files
 from unickpt.foreign.known_objects import decoded, key_of
-from unickpt.foreign.pickles import BadPickle, Global, Opaque
-from unickpt.foreign.torch_pickles import Storage, Tensor, TorchFile, attributes, holds_tensors
+from unickpt.foreign.pickles import BadPickle, Global, PickledObject
+from unickpt.foreign.torch_pickles import Tensor, TorchFile, TorchStorage, attributes, holds_tensors
 from unickpt.quoting import quoted, shortened
 from unickpt.storage.errors import Failed, reading_failed
 from unickpt.threads import Pool
@@ -142,7 +142,7 @@ class _PickledValues:
         self._spend(1)
         if depth >= tree.MAX_DEPTH:
             raise BadPickle(f"it is nested deeper than {tree.MAX_DEPTH} levels")
-        if isinstance(found, Opaque):
+        if isinstance(found, PickledObject):
             found = decoded(found)
         if tree_json.is_plain(found):
             self._length -= tree_json.length(found)
@@ -162,11 +162,11 @@ class _PickledValues:
             # One that repeats its elements could have any size.
             if numbers * dtypes.from_name(found.dtype).itemsize <= found.nbytes:
                 return InnerTensor(found, self._box(found))
-        if isinstance(found, Opaque) and holds_tensors(found, self._without, self._spend):
+        if isinstance(found, PickledObject) and holds_tensors(found, self._without, self._spend):
             found = dict(attributes(found))
             if all(map(_is_key, found)):
                 return self.value(found, depth + 1)
-        elif isinstance(found, (Opaque, Global)):
+        elif isinstance(found, (PickledObject, Global)):
             made = self._file.opaque(found, self._most_opaque)
             self._most_opaque -= len(made.pickle)
             return made
@@ -192,7 +192,7 @@ def _is_key(key: Any) -> bool:
 
 
 def _class_of(found: Any) -> str:
-    if isinstance(found, (Opaque, Global)):
+    if isinstance(found, (PickledObject, Global)):
         return shortened(found.name, 200)
-    names = {Storage: "torch.UntypedStorage", Tensor: "torch.Tensor"}
+    names = {TorchStorage: "torch.UntypedStorage", Tensor: "torch.Tensor"}
     return names.get(type(found), type(found).__name__)

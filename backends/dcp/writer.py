@@ -14,7 +14,7 @@ from unickpt.arrays.box import Box, cut
 from unickpt.errors import UnsupportedLeaf
 from unickpt.foreign import torch_layout
 from unickpt.foreign.flat_names import refuse
-from unickpt.foreign.pickle_writer import Call, dumps
+from unickpt.foreign.pickle_writer import PickledCall, dumps
 from unickpt.foreign.pickles import Global
 from unickpt.foreign.zip_layout import ZipLayout
 from unickpt.format.index import Index
@@ -138,8 +138,8 @@ class _DcpPlanner:
             value = torch_layout.tensor(entry, box.shape, "0")
             storages = {"0": (name, box, box.size * entry.itemsize)}
             chunks.append((box, self._files.add(value, storages)))
-        layout = Call(Global("torch.serialization._get_layout"), ("torch.strided",))
-        contiguous = Call(Global(f"{_DCP}.metadata._MEM_FORMAT_ENCODING"), (0,))
+        layout = PickledCall(Global("torch.serialization._get_layout"), ("torch.strided",))
+        contiguous = PickledCall(Global(f"{_DCP}.metadata._MEM_FORMAT_ENCODING"), (0,))
         properties = _object("metadata.TensorProperties")
         properties.state = (Global(f"torch.{entry.dtype}"), layout, False, contiguous, False)
         described = _object(
@@ -246,10 +246,10 @@ def _below(node: tree.Node | tree.Leaf, name: str) -> Iterator[tuple[str, str]]:
         yield from _below(child, below)
 
 
-def _object(kind: str, **fields: Any) -> Call:
+def _object(kind: str, **fields: Any) -> PickledCall:
     """An object of one of DCP's classes."""
-    return Call(Global(f"{_DCP}.{kind}"), state=fields or None, is_new=True)
+    return PickledCall(Global(f"{_DCP}.{kind}"), state=fields or None, is_new=True)
 
 
-def _size(extents: Sequence[int]) -> Call:
-    return Call(Global("torch.Size"), (tuple(extents),))
+def _size(extents: Sequence[int]) -> PickledCall:
+    return PickledCall(Global("torch.Size"), (tuple(extents),))

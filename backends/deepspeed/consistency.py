@@ -8,25 +8,24 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from unickpt.arrays import dtypes
-from unickpt.backends.deepspeed.folder import Folder
-from unickpt.backends.deepspeed.sources import Source
+from unickpt.backends.deepspeed.folder import DeepSpeedFolder, incomplete
 from unickpt.backends.deepspeed.states import (
-    ModelState,
+    ModelFileState,
     OptimizerState,
     StateFile,
     same_everywhere,
 )
 from unickpt.backends.deepspeed.unsharded import TorchState
-from unickpt.errors import CheckpointCorrupt
+from unickpt.foreign.file_ranges import TensorSource
 
 _SAME = ("ds_version", "global_steps", "global_samples", "dp_world_size", "mp_world_size")
 
-Models = Sequence[Sequence[ModelState]]
+Models = Sequence[Sequence[ModelFileState]]
 """By model-parallel rank, by data-parallel rank."""
 Optimizers = Sequence[Sequence[OptimizerState]]
 
 
-def check(folder: Folder, models: Models, optimizers: Optimizers) -> None:
+def check(folder: DeepSpeedFolder, models: Models, optimizers: Optimizers) -> None:
     """Checks that no file is missing, and that all are of one save.
 
     Raises:
@@ -44,7 +43,7 @@ def check(folder: Folder, models: Models, optimizers: Optimizers) -> None:
         _check_optimizers(folder, models, optimizers)
 
 
-def _check_experts(folder: Folder, models: Models) -> None:
+def _check_experts(folder: DeepSpeedFolder, models: Models) -> None:
     """Checks that the file of each expert is there, where the model file tells their number."""
     for rank, (model, *_) in enumerate(models):
         told = model.file.state.get("num_experts")
@@ -52,36 +51,39 @@ def _check_experts(folder: Folder, models: Models) -> None:
         for layer, count in enumerate(counts):
             for expert in range(count if type(count) is int else 0):
                 if (layer, expert, rank) not in folder.experts:
-                    raise CheckpointCorrupt(
-                        f"{folder.files.location}: the file of expert {expert} of layer {layer}, "
+                    raise incomplete(
+                        folder.files,
+                        f"the file of expert {expert} of layer {layer}, "
                         f"layer_{layer}_expert_{expert}_mp_rank_{rank:02d}_model_states.pt, is "
-                        f"missing, of {count}; was the folder copied as a whole?"
+                        f"missing, of {count}",
                     )
 
 
-def _check_optimizers(folder: Folder, models: Models, optimizers: Optimizers) -> None:
-    where = folder.files.location
+def _check_optimizers(folder: DeepSpeedFolder, models: Models, optimizers: Optimizers) -> None:
     if not optimizers:
-        raise CheckpointCorrupt(
-            f"{where}: the optimizer files of ZeRO, *zero_pp_rank_*_optim_states.pt, are missing; "
-            "was the folder copied as a whole?"
+        raise incomplete(
+            folder.files,
+            "the optimizer files of ZeRO, *zero_pp_rank_*_optim_states.pt, are missing",
         )
     if len(optimizers) != len(models):
-        raise CheckpointCorrupt(
-            f"{where}: there are model files of {len(models)} model-parallel ranks, and optimizer "
-            f"files of {len(optimizers)}; was the folder copied as a whole?"
+        raise incomplete(
+            folder.files,
+            f"there are model files of {len(models)} model-parallel ranks, and optimizer files of "
+            f"{len(optimizers)}",
         )
     count, model = len(optimizers[0]), models[0][0]
     told = model.file.state.get("dp_world_size")
     if folder.stage3 and len(models[0]) != count:
-        raise CheckpointCorrupt(
-            f"{where}: there are model files of {len(models[0])} data-parallel ranks, and "
-            f"optimizer files of {count}; was the folder copied as a whole?"
+        raise incomplete(
+            folder.files,
+            f"there are model files of {len(models[0])} data-parallel ranks, and optimizer files "
+            f"of {count}",
         )
     if type(told) is int and told != count:
-        raise CheckpointCorrupt(
-            f"{where}: {model.file.name} is of a run with {told} data-parallel ranks, and there "
-            f"are optimizer files of {count}; was the folder copied as a whole?"
+        raise incomplete(
+            folder.files,
+            f"{model.file.name} is of a run with {told} data-parallel ranks, and there are "
+            f"optimizer files of {count}",
         )
     files = list(itertools.chain(*optimizers))
     version = model.file.state.get("ds_version")
@@ -90,7 +92,7 @@ def _check_optimizers(folder: Folder, models: Models, optimizers: Optimizers) ->
 
 
 def _steps(
-    folder: Folder, optimizers: Sequence[OptimizerState]
+    folder: DeepSpeedFolder, optimizers: Sequence[OptimizerState]
 ) -> Iterator[tuple[StateFile, float]]:
     """How often each rank stepped: the only number in these files that tells two saves apart."""
     for optimizer in optimizers:
@@ -99,15 +101,15 @@ def _steps(
             yield optimizer.file, _number(folder, step)
 
 
-def _number(folder: Folder, found: Source | int | float) -> float:
-    if not isinstance(found, Source):
+def _number(folder: DeepSpeedFolder, found: TensorSource | int | float) -> float:
+    if not isinstance(found, TensorSource):
         return found
     out = np.empty(1, dtypes.from_name(found.dtype))
     found.elements.read(folder.files, found.first, out)
     return float(out[0])
 
 
-def check_steps(folder: Folder, states: Sequence[TorchState]) -> None:
+def check_steps(folder: DeepSpeedFolder, states: Sequence[TorchState]) -> None:
     """Checks that torch's optimizers in several files made the same steps.
 
     Raises:
@@ -121,7 +123,7 @@ def check_steps(folder: Folder, states: Sequence[TorchState]) -> None:
     )
 
 
-def tensor_parallelism(folder: Folder, models: Models) -> int:
+def tensor_parallelism(folder: DeepSpeedFolder, models: Models) -> int:
     """The degree of tensor parallelism.
 
     Raises:
@@ -133,9 +135,9 @@ def tensor_parallelism(folder: Folder, models: Models) -> int:
     stages, degree = told or (max(1, count // (in_layers or count)), in_layers or count)
     if stages * degree != count or in_layers not in (0, degree):
         layers = f", {in_layers} for each layer" if in_layers else ""
-        raise CheckpointCorrupt(
-            f"{folder.files.location}: {stages} stages of a pipeline x {degree} tensor-parallel "
-            f"ranks wrote it, and there are model files of {count} ranks{layers}; was the folder "
-            "copied as a whole?"
+        raise incomplete(
+            folder.files,
+            f"{stages} stages of a pipeline x {degree} tensor-parallel ranks wrote it, and there "
+            f"are model files of {count} ranks{layers}",
         )
     return degree

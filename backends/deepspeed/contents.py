@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from unickpt.backends.deepspeed import consistency, partitions, universal, unsharded, weights
-from unickpt.backends.deepspeed.folder import Folder
+from unickpt.backends.deepspeed.folder import DeepSpeedFolder, incomplete
 from unickpt.backends.deepspeed.ranks import Named, Ranks
-from unickpt.backends.deepspeed.sources import Merged, Parameter, Source, whole, widened
+from unickpt.backends.deepspeed.sources import MergedArray, Parameter, whole, widened
 from unickpt.backends.deepspeed.states import (
     StateFile,
     common_values,
@@ -17,9 +17,10 @@ from unickpt.backends.deepspeed.states import (
     read_all,
 )
 from unickpt.backends.deepspeed.unsharded import TorchState, torch_state
-from unickpt.backends.deepspeed.weights import Weights
+from unickpt.backends.deepspeed.weights import ModuleWeights
 from unickpt.backends.torch_files import PlainTree
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.foreign.file_ranges import TensorSource
 from unickpt.quoting import quoted
 
 # What DeepSpeed itself puts into a model file and unickpt shows.
@@ -51,7 +52,7 @@ class Contents:
         Failed: the storage failed.
     """
 
-    def __init__(self, folder: Folder, hints: Mapping[str, Any]) -> None:
+    def __init__(self, folder: DeepSpeedFolder, hints: Mapping[str, Any]) -> None:
         self.folder, where = folder, str(folder.files.location)
         self._models = _by_rank(folder, folder.models, model_state)
         self._optimizers = _by_rank(folder, folder.optimizers, optimizer_state)
@@ -62,7 +63,7 @@ class Contents:
         self.files_of: dict[int, StateFile] = {}
         """The file of each tensor of plain states, by its identity as an object."""
         self.root: dict[str, Any] = {}
-        """The tree; its leaves are `Merged`, tensors and plain values."""
+        """The tree; its leaves are `MergedArray`, tensors and plain values."""
         held = weights.of_models(folder, self._models, degree)
         self._torch = self._torch_states(held)
         slots, of_weights = self._slots(held)
@@ -87,7 +88,7 @@ class Contents:
 
     # --- arrays ---------------------------------------------------------------------------------
 
-    def _torch_states(self, held: Weights) -> list[TorchState]:
+    def _torch_states(self, held: ModuleWeights) -> list[TorchState]:
         """The states of torch's optimizers, without ZeRO: by expert-parallel rank, by
         model-parallel rank."""
         of_models = [torch_state(of_rank[0].file) for of_rank in self._models]
@@ -108,10 +109,10 @@ class Contents:
                 "and another model file has none; are the files of one save?"
             )
         if not states and own and self.folder.experts:
-            raise CheckpointCorrupt(
-                f"{self.folder.files.location}: the optimizer files of the experts, "
-                "expp_rank_*_mp_rank_*_optim_states.pt, are missing; was the folder copied as a "
-                "whole?"
+            raise incomplete(
+                self.folder.files,
+                "the optimizer files of the experts, expp_rank_*_mp_rank_*_optim_states.pt, are "
+                "missing",
             )
         if not states:
             return own
@@ -120,7 +121,7 @@ class Contents:
         consistency.check_steps(self.folder, [*own, *flat])
         return flat
 
-    def _slots(self, of_module: Weights) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    def _slots(self, of_module: ModuleWeights) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
         """The weights in float32 and the optimizer's slots; and of the former, the names that
         ranks have for them."""
         found: dict[str, dict[str, Any]] = {FP32: {}}
@@ -135,11 +136,13 @@ class Contents:
                     of_weights[named.name] = named.of
                 if slot == slots[0]:
                     for scalar, value in by_rank[named.rank][named.of].scalars.items():
-                        array = whole(value) if isinstance(value, Source) else value
+                        array = whole(value) if isinstance(value, TensorSource) else value
                         found.setdefault(scalar, {})[named.name] = array
         return found, of_weights
 
-    def _parameters(self, of_module: Weights) -> tuple[Sequence[Mapping[str, Parameter]], Any]:
+    def _parameters(
+        self, of_module: ModuleWeights
+    ) -> tuple[Sequence[Mapping[str, Parameter]], Any]:
         """By rank, what it holds of parameters; and how the ranks' parts are combined."""
         models = [of_rank[0] for of_rank in self._models]
         if self.folder.universal:
@@ -162,7 +165,7 @@ class Contents:
         ], self._ranks.combined
 
     def _module(
-        self, held: Weights, fp32: dict[str, Any], of_weights: Mapping[str, str]
+        self, held: ModuleWeights, fp32: dict[str, Any], of_weights: Mapping[str, str]
     ) -> dict[str, Any]:
         """The module's state; adds to that in float32 what the optimizer does not have."""
         module, of_module = dict[str, Any](), dict[str, str]()
@@ -179,7 +182,7 @@ class Contents:
         _add_aliases(fp32, of_weights, held.aliases)
         if self._has_unnamed_masters():
             return module
-        made: dict[int, Merged] = {}
+        made: dict[int, MergedArray] = {}
         for name, array in module.items():
             if name not in fp32:
                 fp32[name] = made.setdefault(id(array), widened(array))
@@ -192,21 +195,21 @@ class Contents:
         return any(isinstance(found, dict) and not _MASTERS.isdisjoint(found) for found in states)
 
     def _check_weights(
-        self, held: Weights, module: Mapping[str, Any], of_weights: Mapping[str, str]
+        self, held: ModuleWeights, module: Mapping[str, Any], of_weights: Mapping[str, str]
     ) -> None:
         """Checks that what is trained has weights; experts have files of their own."""
         missing = sorted(held.trained.keys() - set(of_weights.values()))
         if self.folder.experts:
             missing += [name for name in of_weights if _EXPERTS in name and name not in module]
         if missing:
-            raise CheckpointCorrupt(
-                f"{self.folder.files.location}: array 'module/{missing[0]}': the file with its "
-                "weights is missing; was the folder copied as a whole?"
+            raise incomplete(
+                self.folder.files,
+                f"array 'module/{missing[0]}': the file with its weights is missing",
             )
 
     # --- plain values ---------------------------------------------------------------------------
 
-    def _add_module_values(self, held: Weights) -> None:
+    def _add_module_values(self, held: ModuleWeights) -> None:
         if held.values:
             module = self.root.setdefault(MODULE, {})
             for name, (value, file) in held.values.items():
@@ -247,13 +250,15 @@ class Contents:
         return made
 
 
-def _by_rank(folder: Folder, names: Sequence[Sequence[str]], decode: Any) -> list[list[Any]]:
+def _by_rank(
+    folder: DeepSpeedFolder, names: Sequence[Sequence[str]], decode: Any
+) -> list[list[Any]]:
     """What files hold, by model-parallel rank, by data-parallel rank."""
     found = iter(read_all(folder.files, [name for of in names for name in of], decode))
     return [[next(found) for _ in of_rank] for of_rank in names]
 
 
-def _of_one_rank(kind: str, held: Sequence[Mapping[str, Source]]) -> Iterable[Named]:
+def _of_one_rank(kind: str, held: Sequence[Mapping[str, TensorSource]]) -> Iterable[Named]:
     return [Named(name, name, 0, whole(source)) for name, source in held[0].items()]
 
 

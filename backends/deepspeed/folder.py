@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign.files import Files
@@ -15,7 +16,6 @@ from unickpt.quoting import quoted
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 _SCRIPT = "zero_to_fp32.py"  # DeepSpeed puts it beside `latest`; it is never run
-_MOST_TAG = 1000
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
 _OPTIMIZER = re.compile(
@@ -26,13 +26,10 @@ _LAYER = re.compile(r"layer_(\d{1,6})(?:-model_(\d{1,6}))?-model_states\.pt")
 _EXPERT = re.compile(r"layer_(\d{1,6})_expert_(\d{1,6})_mp_rank_(\d{1,6})_model_states\.pt")
 _STATE = re.compile(r"zero/(.+)/([^/]+)\.pt")
 _UNIVERSAL_COMMON = "zero/optimizer_state.pt"
-_NOT_READ = {
-    "expert_": "experts of DeepSpeed before 0.5",
-}
 
 
 @dataclass(frozen=True)
-class Folder:
+class DeepSpeedFolder:
     """The files of one checkpoint. Model-parallel rank `pp * tp_degree + tp` is "mp rank".
 
     Arguments:
@@ -64,7 +61,7 @@ class Folder:
         return bool(self.states)
 
 
-def find(files: Files) -> Folder | None:
+def find(files: Files) -> DeepSpeedFolder | None:
     """The checkpoint at a location, which is the folder of a tag or the one above; None if none is
     there.
 
@@ -80,9 +77,7 @@ def find(files: Files) -> Folder | None:
     for pointer in (LATEST, LATEST_UNIVERSAL):
         if pointer not in here:
             continue
-        tag = files.read(pointer, 0, min(files.size(pointer) or 0, _MOST_TAG))
-        tag = tag or files.whole(pointer)[:_MOST_TAG]  # the storage does not tell the size
-        name = tag.decode(errors="replace").strip()
+        name = files.text(pointer)
         is_name = name and "/" not in name and name not in (".", "..") and "\0" not in name
         found = _in_tag(Files(files.location.child(name))) if is_name else None
         # Another checkpoint than the one that is named would be a wrong one.
@@ -97,63 +92,69 @@ def find(files: Files) -> Folder | None:
     return None
 
 
-def _in_tag(files: Files) -> Folder | None:
+def incomplete(files: Files, what: str) -> CheckpointCorrupt:
+    """The error for a file that is missing."""
+    return CheckpointCorrupt(f"{files.location}: {what}; was the folder copied as a whole?")
+
+
+def _in_tag(files: Files) -> DeepSpeedFolder | None:
     here = files.here
-    matches = {name: match for name in here if (match := _MODEL.fullmatch(name))}
-    optimizers = {name: match for name in here if (match := _OPTIMIZER.fullmatch(name))}
-    of_experts = {name: match for name in here if (match := _EXPERT_OPTIMIZER.fullmatch(name))}
-    states: dict[str, dict[str, str]] = {}
-    common = None
-    if not optimizers and files.exists(_UNIVERSAL_COMMON):
-        common, states = _UNIVERSAL_COMMON, _states(files)
-    if not (matches or optimizers or of_experts or states):
+    models, optimizers, of_experts, experts = (
+        {name: match for name in here if (match := pattern.fullmatch(name))}
+        for pattern in (_MODEL, _OPTIMIZER, _EXPERT_OPTIMIZER, _EXPERT)
+    )
+    common = _UNIVERSAL_COMMON if not optimizers and files.exists(_UNIVERSAL_COMMON) else None
+    states = _states(files) if common else {}
+    if not (models or optimizers or of_experts or states):
         return None
-    _refuse_others(files, here)
-    if not matches and not states:
-        raise CheckpointCorrupt(
-            f"{files.location}: there are optimizer files such as "
-            f"{next(iter({**optimizers, **of_experts}))}, but no model files "
-            "(*_model_states.pt), which tell the shapes; was it copied as a whole?"
-        )
-    stage3 = any(match[1] is not None for match in matches.values())
-    if stage3 and any(match[1] is None for match in matches.values()):
-        raise CheckpointCorrupt(
-            f"{files.location}: model files of ZeRO 3 (zero_pp_rank_*) and of other stages "
-            "(mp_rank_*) are mixed; are the files of one save?"
-        )
-    ranks_of_experts = {name: (int(m[2]), int(m[1])) for name, m in of_experts.items()}
-    return Folder(
+    _refuse_mixed(files, models, {**optimizers, **of_experts}, bool(states))
+    return DeepSpeedFolder(
         files,
-        stage3,
-        _grid(files, {name: (int(m[2]), int(m[1] or 0)) for name, m in matches.items()}),
-        _grid(files, {name: (int(m[2]), int(m[1])) for name, m in optimizers.items()}),
-        _grid(files, ranks_of_experts, "expert-parallel"),
+        any(match[1] is not None for match in models.values()),
+        _grid(files, models),
+        _grid(files, optimizers),
+        _grid(files, of_experts, "expert-parallel"),
         _layers(files),
-        {
-            (int(match[1]), int(match[2]), int(match[3])): name
-            for name in here
-            if (match := _EXPERT.fullmatch(name))
-        },
+        {(int(m[1]), int(m[2]), int(m[3])): name for name, m in experts.items()},
         states,
         common,
     )
 
 
-def _refuse_others(files: Files, here: Sequence[str]) -> None:
-    for name in here:
-        for prefix, what in _NOT_READ.items():
-            if name.startswith(prefix) and name.endswith(".pt"):
-                raise UnsupportedFormat(
-                    f"{files.location}: {name} is of a kind that unickpt does not read: {what}"
-                )
+def _refuse_mixed(
+    files: Files,
+    models: Mapping[str, re.Match[str]],
+    optimizers: Mapping[str, Any],
+    universal: bool,
+) -> None:
+    """Refuses files of several kinds, or of one that is not read."""
+    others = [name for name in files.here if name.startswith("expert_") and name.endswith(".pt")]
+    if others:
+        raise UnsupportedFormat(
+            f"{files.location}: {others[0]} is of a kind that unickpt does not read: experts of "
+            "DeepSpeed before 0.5"
+        )
+    if not models and not universal:
+        raise CheckpointCorrupt(
+            f"{files.location}: there are optimizer files such as "
+            f"{next(iter(optimizers))}, but no model files "
+            "(*_model_states.pt), which tell the shapes; was it copied as a whole?"
+        )
+    of_stage3 = {match[1] is not None for match in models.values()}
+    if len(of_stage3) > 1:
+        raise CheckpointCorrupt(
+            f"{files.location}: model files of ZeRO 3 (zero_pp_rank_*) and of other stages "
+            "(mp_rank_*) are mixed; are the files of one save?"
+        )
 
 
 def _grid(
-    files: Files, ranks: Mapping[str, tuple[int, int]], kind: str = "data-parallel"
+    files: Files, matches: Mapping[str, re.Match[str]], kind: str = "data-parallel"
 ) -> list[list[str]]:
     """Files by mp rank and by that of the other kind, without a hole."""
     by_rank: dict[tuple[int, int], str] = {}
-    for name, rank in ranks.items():
+    for name, match in matches.items():
+        rank = int(match[2]), int(match[1] or 0)
         if rank in by_rank:
             raise CheckpointCorrupt(
                 f"{files.location}: {by_rank[rank]} and {name} are of the same rank; are the files "
@@ -170,10 +171,10 @@ def _grid(
             for other in range(counts[1])
             if (mp, other) not in by_rank
         )
-        raise CheckpointCorrupt(
-            f"{files.location}: of the files such as {next(iter(ranks))}, that of {kind} "
-            f"rank {other} and model-parallel rank {mp} is missing, of {counts[1]} x {counts[0]}; "
-            "was the folder copied as a whole?"
+        raise incomplete(
+            files,
+            f"of the files such as {next(iter(matches))}, that of {kind} rank {other} and "
+            f"model-parallel rank {mp} is missing, of {counts[1]} x {counts[0]}",
         )
     return [[by_rank[mp, other] for other in range(counts[1])] for mp in range(counts[0])]
 
@@ -188,10 +189,10 @@ def _layers(files: Files) -> dict[int, list[str]]:
     for layer, by_rank in found.items():
         for rank in range(count):
             if rank not in by_rank:
-                raise CheckpointCorrupt(
-                    f"{files.location}: layer {layer} has {next(iter(by_rank.values()))}, but no "
-                    f"file of tensor-parallel rank {rank}, of {count}; was the folder copied as a "
-                    "whole?"
+                raise incomplete(
+                    files,
+                    f"layer {layer} has {next(iter(by_rank.values()))}, but no file of "
+                    f"tensor-parallel rank {rank}, of {count}",
                 )
     return {layer: [found[layer][rank] for rank in range(count)] for layer in sorted(found)}
 

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from unickpt.arrays.box import Box
-from unickpt.backends.deepspeed.patterns import BadPattern, Patterns, of_list
+from unickpt.backends.deepspeed.patterns import BadPattern, PatternTable
 from unickpt.backends.deepspeed.sources import unraveled
 from unickpt.errors import HintError
 from unickpt.foreign.file_ranges import row_major
-from unickpt.foreign.pickles import Opaque
+from unickpt.foreign.headers import sizes
+from unickpt.foreign.pickles import PickledObject
 from unickpt.quoting import quoted
 
-Shape = tuple[int, ...]
+Extents = tuple[int, ...]
 
 REPLICATED = "tp_replicated_parameter_patterns"
 AVERAGED = "parameter_to_average_patterns"
@@ -36,7 +37,7 @@ HINTS = (*_LISTS, SUB_PARAMETERS, WIDTHS, VOCABULARY_SIZE)
 """The keys of `universal_checkpoint_info` that users can say where a folder does not."""
 _WITH_WIDTHS = 0.4
 _AFFINE_VERSION = 1
-_MOST_DIMENSIONS, _MOST_PARTS = 32, 10_000
+_MOST_PARTS = 10_000
 
 
 class BadInfo(ValueError):
@@ -48,7 +49,7 @@ class Unsupported(ValueError):
 
 
 @dataclass(frozen=True)
-class Piece:
+class RankPiece:
     """A box of a parameter, and where one rank has it.
 
     Arguments:
@@ -67,7 +68,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TensorParallelPlan:
     """How a parameter follows from what the ranks hold.
 
     Arguments:
@@ -76,12 +77,12 @@ class Plan:
         mean: whether it is the mean of the pieces.
     """
 
-    shape: Shape
-    pieces: Sequence[Piece]
+    shape: Extents
+    pieces: Sequence[RankPiece]
     mean: bool = False
 
 
-class Rules:
+class TensorParallelRules:
     """How tensor-parallel ranks share parameters.
 
     Arguments:
@@ -116,7 +117,7 @@ class Rules:
         self.known = bool(hints) or any(told.get(key) for key in (*_LISTS, SUB_PARAMETERS, _AFFINE))
         """Whether it says anything; else nobody knows how to merge."""
 
-    def plan(self, name: str, shapes: Sequence[Shape]) -> Plan:
+    def plan(self, name: str, shapes: Sequence[Extents]) -> TensorParallelPlan:
         """How a parameter follows from what the ranks hold.
 
         Arguments:
@@ -151,17 +152,19 @@ class Rules:
                     "parameter that several ranks share"
                 )
 
-    def _plan(self, name: str, shapes: Sequence[Shape]) -> Plan:
+    def _plan(self, name: str, shapes: Sequence[Extents]) -> TensorParallelPlan:
         affine = self._affine.find(name)
         if affine is not None:
             self._mark_used(name)
             return _affine_plan(affine[1], shapes)
         if self._lists[REPLICATED].find(name):
             _check_equal(shapes)
-            return Plan(shapes[0], [_all_of(0, shapes[0])])
+            return TensorParallelPlan(shapes[0], [_all_of(0, shapes[0])])
         if self._lists[AVERAGED].find(name):
             _check_equal(shapes)
-            return Plan(shapes[0], [_all_of(r, s) for r, s in enumerate(shapes)], mean=True)
+            return TensorParallelPlan(
+                shapes[0], [_all_of(r, s) for r, s in enumerate(shapes)], mean=True
+            )
         if self._lists[HALVES].find(name):
             return _sub_plan(shapes, 0, _halves(shapes))
         sub = self._sub_parameters.find(name)
@@ -175,8 +178,8 @@ class Rules:
             patterns.find(name)
 
     def _of_sub_parameters(
-        self, pattern: str, said: Mapping[str, Any], shapes: Sequence[Shape]
-    ) -> Plan:
+        self, pattern: str, said: Mapping[str, Any], shapes: Sequence[Extents]
+    ) -> TensorParallelPlan:
         dim, spec = said["partition_dim"], said["shape"][said["partition_dim"]]
         full = sum(_extent(shape, dim) for shape in shapes)
         if self._needs_widths or pattern in self._widths:
@@ -198,7 +201,7 @@ class Rules:
 # --- concatenations -----------------------------------------------------------------------------
 
 
-def _extent(shape: Shape, dim: int) -> int:
+def _extent(shape: Extents, dim: int) -> int:
     if dim >= len(shape):
         raise BadInfo(
             f"it has {len(shape)} dimensions, and is said to be split along dimension {dim}"
@@ -206,23 +209,25 @@ def _extent(shape: Shape, dim: int) -> int:
     return shape[dim]
 
 
-def _all_of(rank: int, shape: Shape) -> Piece:
-    return Piece(Box.whole(shape), rank, 0, row_major(shape))
+def _all_of(rank: int, shape: Extents) -> RankPiece:
+    return RankPiece(Box.whole(shape), rank, 0, row_major(shape))
 
 
-def _check_equal(shapes: Sequence[Shape]) -> None:
+def _check_equal(shapes: Sequence[Extents]) -> None:
     if any(shape != shapes[0] for shape in shapes):
         raise BadInfo(
             f"it is said to be the same on all ranks, but its shapes are {quoted(shapes)}"
         )
 
 
-def _halves(shapes: Sequence[Shape]) -> list[list[int]]:
+def _halves(shapes: Sequence[Extents]) -> list[list[int]]:
     extents = [_extent(shape, 0) for shape in shapes]
     return [[-(-n // 2) for n in extents], [n // 2 for n in extents]]  # as torch.chunk
 
 
-def _sub_plan(shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]]) -> Plan:
+def _sub_plan(
+    shapes: Sequence[Extents], dim: int, widths: Sequence[Sequence[int]]
+) -> TensorParallelPlan:
     """Sub-parameters one after the other along a dimension, each of all ranks in turn.
 
     Arguments:
@@ -247,13 +252,13 @@ def _sub_plan(shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]]
             steps = row_major(shape)
             start = tuple(at if d == dim else 0 for d in range(len(shape)))
             stop = tuple(at + width if d == dim else n for d, n in enumerate(shape))
-            pieces.append(Piece(Box(start, stop), rank, begins[rank] * steps[dim], steps))
+            pieces.append(RankPiece(Box(start, stop), rank, begins[rank] * steps[dim], steps))
             at, begins[rank] = at + width, begins[rank] + width
     full = tuple(at if d == dim else n for d, n in enumerate(shapes[0]))
-    return Plan(full, pieces)
+    return TensorParallelPlan(full, pieces)
 
 
-def _cut(plan: Plan, size: Any) -> Plan:
+def _cut(plan: TensorParallelPlan, size: Any) -> TensorParallelPlan:
     """A plan without the rows that only pad a vocabulary."""
     if type(size) is not int or size < 1:
         raise BadInfo(f"it is padded to a vocabulary whose size is {quoted(size)}")
@@ -264,21 +269,21 @@ def _cut(plan: Plan, size: Any) -> Plan:
     for piece in plan.pieces:
         box = piece.box.intersect(limit)
         if box is not None and not box.empty:
-            pieces.append(Piece(box, piece.rank, piece.first, piece.strides, piece.scale))
-    return Plan(limit.shape, pieces, plan.mean)
+            pieces.append(RankPiece(box, piece.rank, piece.first, piece.strides, piece.scale))
+    return TensorParallelPlan(limit.shape, pieces, plan.mean)
 
 
 # --- affine maps --------------------------------------------------------------------------------
 
 
-def _affine_plan(said: Any, shapes: Sequence[Shape]) -> Plan:
+def _affine_plan(said: Any, shapes: Sequence[Extents]) -> TensorParallelPlan:
     """What an affine map says: strided pieces of what each rank holds, and of the parameter."""
     said = _dict(said, "an affine map")
     logical = _shape(said.get("logical_shape"), "logical_shape")
     by_rank = {int(rank): found for rank, found in _dict(said.get("ranks"), "ranks").items()}
     if sorted(by_rank) != list(range(len(shapes))):
         raise BadInfo(f"its affine map is of the ranks {quoted(sorted(by_rank))}, of {len(shapes)}")
-    pieces: dict[tuple[int, ...], Piece] = {}
+    pieces: dict[tuple[int, ...], RankPiece] = {}
     for rank in range(len(shapes)):
         of_rank = _dict(by_rank[rank], "a rank of an affine map")
         if math.prod(_shape(of_rank.get("shard_shape"), "shard_shape")) != math.prod(shapes[rank]):
@@ -293,10 +298,12 @@ def _affine_plan(said: Any, shapes: Sequence[Shape]) -> Plan:
             known = pieces.setdefault(piece.box.start, piece)  # replicated: of the first rank
             if known is not piece and (known.box, known.scale) != (piece.box, piece.scale):
                 raise BadInfo(f"its affine map has two pieces at {list(piece.box.start)}")
-    return Plan(logical, [*pieces.values()])
+    return TensorParallelPlan(logical, [*pieces.values()])
 
 
-def _affine_piece(said: Mapping[str, Any], rank: int, logical: Shape, held: int) -> Piece | None:
+def _affine_piece(
+    said: Mapping[str, Any], rank: int, logical: Extents, held: int
+) -> RankPiece | None:
     """A piece of an affine map; None if it is empty."""
     shape = _shape(said.get("shape"), "a piece")
     to, from_ = (_strided(said.get(side), len(shape), side) for side in ("source", "dest"))
@@ -309,20 +316,28 @@ def _affine_piece(said: Mapping[str, Any], rank: int, logical: Shape, held: int)
     if last >= held or to[0] >= math.prod(logical):
         raise BadInfo(f"a piece of its affine map lies outside of what rank {rank} holds")
     # The piece is a box of the parameter: each of its dimensions is one of the parameter's.
-    extents, strides = [1] * len(logical), [0] * len(logical)
-    left = {d for d, n in enumerate(shape) if n > 1}
-    for dim, (n, step) in enumerate(zip(logical, row_major(logical), strict=True)):
-        match = next((d for d in sorted(left) if to[1][d] == step), None) if n > 1 else None
-        if match is not None:
-            left.remove(match)
-            extents[dim], strides[dim] = shape[match], from_[1][match]
+    matched = _dimensions(shape, to[1], logical)
     start = unraveled(to[0], logical)
-    stop = tuple(a + n for a, n in zip(start, extents, strict=True))
-    if left or any(b > n for b, n in zip(stop, logical, strict=True)):
+    extents = [1 if d is None else shape[d] for d in matched or ()]
+    stop = tuple(a + n for a, n in zip(start, extents, strict=False))
+    if matched is None or any(b > n for b, n in zip(stop, logical, strict=True)):
         raise Unsupported(
             f"a piece of its affine map, {quoted(said)}, is not a box of the shape {list(logical)}"
         )
-    return Piece(Box(start, stop), rank, from_[0], tuple(strides), float(scale))
+    strides = tuple(0 if d is None else from_[1][d] for d in matched)
+    return RankPiece(Box(start, stop), rank, from_[0], strides, float(scale))
+
+
+def _dimensions(shape: Extents, steps: Extents, logical: Extents) -> list[int | None] | None:
+    """For each dimension of a parameter, which one of a piece it is, by their strides; None if the
+    piece has others."""
+    left, found = [d for d, n in enumerate(shape) if n > 1], list[int | None]()
+    for n, step in zip(logical, row_major(logical), strict=True):
+        match = next((d for d in left if n > 1 and steps[d] == step), None)
+        if match is not None:
+            left.remove(match)
+        found.append(match)
+    return None if left else found
 
 
 def _strided(found: Any, dimensions: int, what: str) -> tuple[int, tuple[int, ...]]:
@@ -335,7 +350,7 @@ def _strided(found: Any, dimensions: int, what: str) -> tuple[int, tuple[int, ..
     return pair[0], strides
 
 
-def _affine_maps(said: Mapping[str, Any]) -> Patterns:
+def _affine_maps(said: Mapping[str, Any]) -> PatternTable:
     version = said.get("version", _AFFINE_VERSION)
     if type(version) is not int or version > _AFFINE_VERSION:
         raise Unsupported(
@@ -379,11 +394,11 @@ def _sequence(found: Any, what: str) -> Sequence[Any]:
     return found
 
 
-def _shape(found: Any, what: str) -> Shape:
-    numbers = _sequence(found, what)
-    if len(numbers) > _MOST_DIMENSIONS or not all(type(n) is int and n >= 0 for n in numbers):
-        raise BadInfo(f"{what} is no list of sizes: {quoted(found)}")
-    return tuple(numbers)
+def _shape(found: Any, what: str) -> Extents:
+    try:
+        return sizes(found)
+    except ValueError as error:
+        raise BadInfo(f"{what}: {error}") from error
 
 
 def _numbers(found: Any, degree: int) -> list[Sequence[int]]:
@@ -393,30 +408,27 @@ def _numbers(found: Any, degree: int) -> list[Sequence[int]]:
     return [*rows]
 
 
-def _patterns(values: Mapping[str, Any], what: str) -> Patterns:
+def _patterns(values: Mapping[str, Any], what: str) -> PatternTable:
     if not all(isinstance(pattern, str) for pattern in values):
         raise BadInfo(f"{what} has patterns that are no texts: {quoted(list(values))}")
     try:
-        return Patterns(values)
+        return PatternTable(values)
     except BadPattern as error:
         raise BadInfo(f"{what}: {error}") from error
 
 
-def _list_of_patterns(said: Mapping[str, Any], key: str) -> Patterns:
+def _list_of_patterns(said: Mapping[str, Any], key: str) -> PatternTable:
     patterns = _sequence(said.get(key) or (), key)
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise BadInfo(f"{key} has patterns that are no texts: {quoted(patterns)}")
-    try:
-        return of_list(patterns)
-    except BadPattern as error:
-        raise BadInfo(f"{key}: {error}") from error
+    return _patterns(dict.fromkeys(patterns), key)
 
 
-def _sub_parameters(said: Any) -> Patterns:
+def _sub_parameters(said: Any) -> PatternTable:
     """What is said of parameters that consist of several, by pattern."""
     found: dict[str, Mapping[str, Any]] = {}
     for item in _sequence(said, SUB_PARAMETERS):
-        fields = _dict(item.state if isinstance(item, Opaque) else item, SUB_PARAMETERS)
+        fields = _dict(item.state if isinstance(item, PickledObject) else item, SUB_PARAMETERS)
         shape, dim = fields.get("shape"), fields.get("partition_dim")
         sizes = _sequence(shape, f"the shape of {SUB_PARAMETERS}")
         if type(dim) is not int or not 0 <= dim < len(sizes):

@@ -10,22 +10,17 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from unickpt.backends.deepspeed.sources import (
-    EvenParts,
-    Flat,
-    Parameter,
-    Source,
-    joined,
-)
+from unickpt.backends.deepspeed.sources import EvenParts, Flat, Parameter, joined
 from unickpt.backends.deepspeed.states import (
-    Group,
-    ModelState,
+    ModelFileState,
     OptimizerState,
+    ParameterGroup,
     Shapes,
     same_everywhere,
 )
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.foreign.elements import Run
+from unickpt.foreign.elements import ElementRun
+from unickpt.foreign.file_ranges import TensorSource
 from unickpt.quoting import quoted
 
 EXPERT = re.compile(r"(.*deepspeed_experts\.)(\d{1,9})(\..*)")
@@ -33,7 +28,7 @@ EXPERT = re.compile(r"(.*deepspeed_experts\.)(\d{1,9})(\..*)")
 
 
 def parameters(
-    model: ModelState, optimizers: Sequence[OptimizerState], data_before_experts: bool
+    model: ModelFileState, optimizers: Sequence[OptimizerState], data_before_experts: bool
 ) -> dict[str, Parameter]:
     """The parameters that one model-parallel rank trains.
 
@@ -75,7 +70,7 @@ def parameters(
 
 
 def _evenly(
-    model: ModelState, optimizers: Sequence[OptimizerState], number: int, shapes: Shapes
+    model: ModelFileState, optimizers: Sequence[OptimizerState], number: int, shapes: Shapes
 ) -> dict[str, Parameter]:
     """The parameters of a sub-group, of which each rank holds as many elements."""
     ranks = len(optimizers)
@@ -111,11 +106,11 @@ def _evenly(
     return found
 
 
-def _even(flats: Sequence[Flat], shape: Sequence[int], offset: int, part: int) -> Source:
+def _even(flats: Sequence[Flat], shape: Sequence[int], offset: int, part: int) -> TensorSource:
     return joined(flats[0].dtype, shape, EvenParts(flats, offset, part, math.prod(shape)))
 
 
-def frozen(models: Sequence[ModelState]) -> dict[str, Source]:
+def frozen(models: Sequence[ModelFileState]) -> dict[str, TensorSource]:
     """Parameters that are not trained, of which each rank holds as many elements; at stage 3.
 
     Arguments:
@@ -154,9 +149,9 @@ class _Members:
 
 
 def _by_fragments(
-    model: ModelState,
+    model: ModelFileState,
     optimizers: Sequence[OptimizerState],
-    groups: Sequence[Group],
+    groups: Sequence[ParameterGroup],
     shapes: Shapes,
     data_before_experts: bool,
 ) -> dict[str, Parameter]:
@@ -191,10 +186,10 @@ def _by_fragments(
     return found
 
 
-_Held = list[tuple[Group, int, int]]
+_Held = list[tuple[ParameterGroup, int, int]]
 
 
-def _fragments_by_name(of: Iterable[tuple[OptimizerState, Group]]) -> dict[str, _Held]:
+def _fragments_by_name(of: Iterable[tuple[OptimizerState, ParameterGroup]]) -> dict[str, _Held]:
     """By parameter, the group of each rank that holds a fragment, where it begins, and its size."""
     found: dict[str, _Held] = {}
     for _, group in of:
@@ -204,13 +199,15 @@ def _fragments_by_name(of: Iterable[tuple[OptimizerState, Group]]) -> dict[str, 
     return found
 
 
-def _of_runs(group: Group, slot: str, shape: Sequence[int], held: _Held) -> Source:
-    runs = [Run(g.slots[slot].elements, g.slots[slot].first + start, n) for g, start, n in held]
+def _of_runs(group: ParameterGroup, slot: str, shape: Sequence[int], held: _Held) -> TensorSource:
+    runs = [
+        ElementRun(g.slots[slot].elements, g.slots[slot].first + start, n) for g, start, n in held
+    ]
     return joined(group.slots[slot].dtype, shape, runs)
 
 
 def _common_slots(
-    optimizers: Sequence[OptimizerState], groups: Sequence[Group], number: int
+    optimizers: Sequence[OptimizerState], groups: Sequence[ParameterGroup], number: int
 ) -> list[str]:
     """The slots that all ranks have, with the same dtypes."""
     same_everywhere(
@@ -229,7 +226,7 @@ def _names(optimizers: Iterable[OptimizerState]) -> str:
 
 
 def _members(
-    model: ModelState, ranks: int, partitions: int, data_before_experts: bool
+    model: ModelFileState, ranks: int, partitions: int, data_before_experts: bool
 ) -> list[_Members]:
     """The sets of ranks that share a group: all, or those with the same experts."""
     if partitions == ranks:
@@ -255,7 +252,7 @@ def local_experts(names: Iterable[str]) -> dict[str, int]:
     return {layer: len(found) for layer, found in numbers.items()}
 
 
-def _global(model: ModelState, name: str, members: _Members, numbers: Mapping[str, int]) -> str:
+def _global(model: ModelFileState, name: str, members: _Members, numbers: Mapping[str, int]) -> str:
     """The name of an expert's parameter with the number of the expert among all ranks'."""
     match = EXPERT.fullmatch(name)
     if match is None or int(match[2]) >= numbers[match[1]]:

@@ -24,7 +24,7 @@ class BadPattern(ValueError):
     """A pattern that is none, or takes too long to match."""
 
 
-class Patterns:
+class PatternTable:
     """A set of patterns, each with a value.
 
     Arguments:
@@ -69,9 +69,9 @@ class Patterns:
         return (found[0], self._values[found[0]]) if found else None
 
 
-def of_list(patterns: Sequence[str]) -> Patterns:
+def of_list(patterns: Sequence[str]) -> PatternTable:
     """A set of patterns without values."""
-    return Patterns(dict.fromkeys(patterns))
+    return PatternTable(dict.fromkeys(patterns))
 
 
 def _steps(pattern: str, length: int) -> int:

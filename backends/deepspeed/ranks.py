@@ -7,11 +7,17 @@ from typing import Any, NamedTuple
 
 from unickpt.arrays.box import Box
 from unickpt.arrays.layout import Layout, Mesh
-from unickpt.backends.deepspeed.merging import BadInfo, Piece, Plan, Rules, Unsupported
-from unickpt.backends.deepspeed.sources import Merged, Source, unraveled, whole
+from unickpt.backends.deepspeed.merging import (
+    BadInfo,
+    RankPiece,
+    TensorParallelPlan,
+    TensorParallelRules,
+    Unsupported,
+)
+from unickpt.backends.deepspeed.sources import MergedArray, unraveled, whole
 from unickpt.errors import CheckpointCorrupt, HintError, UnsupportedFormat
-from unickpt.foreign.elements import Mean, Run
-from unickpt.foreign.file_ranges import FileBox, row_major
+from unickpt.foreign.elements import ElementRun, MeanElements
+from unickpt.foreign.file_ranges import FileBox, TensorSource, row_major
 from unickpt.quoting import quoted
 
 
@@ -29,7 +35,7 @@ class Named(NamedTuple):
     name: str
     of: str
     rank: int
-    array: Merged
+    array: MergedArray
 
 
 class Ranks:
@@ -54,15 +60,15 @@ class Ranks:
     ) -> None:
         self.where, self.degree = where, degree
         self._hinted = bool(hints)
-        self._plans: dict[tuple[str, tuple[tuple[int, ...], ...]], Plan] = {}
+        self._plans: dict[tuple[str, tuple[tuple[int, ...], ...]], TensorParallelPlan] = {}
         try:
-            self.rules = Rules(info, hints, degree)
+            self.rules = TensorParallelRules(info, hints, degree)
         except BadInfo as error:
             raise CheckpointCorrupt(f"{where}: universal_checkpoint_info: {error}") from error
         except Unsupported as error:
             raise UnsupportedFormat(f"{where}: {error}") from error
 
-    def combined(self, kind: str, held: Sequence[Mapping[str, Source]]) -> Iterator[Named]:
+    def combined(self, kind: str, held: Sequence[Mapping[str, TensorSource]]) -> Iterator[Named]:
         """The arrays of which ranks hold parts.
 
         Arguments:
@@ -75,7 +81,7 @@ class Ranks:
             UnsupportedFormat: how they do is not supported.
             HintError: a hint does not fit.
         """
-        found: dict[str, Merged] = {}
+        found: dict[str, MergedArray] = {}
         for first in range(0, len(held), self.degree):
             together = held[first : first + self.degree]
             for name in dict.fromkeys(name for parts in together for name in parts):
@@ -93,7 +99,7 @@ class Ranks:
                         )
                     known.copies.append(named.array)  # such as a tied one, in several stages
 
-    def apart(self, kind: str, held: Sequence[Mapping[str, Source]]) -> Iterator[Named]:
+    def apart(self, kind: str, held: Sequence[Mapping[str, TensorSource]]) -> Iterator[Named]:
         """The ranks' parts as arrays of their own, of what has no names.
 
         Arguments: as for `combined`.
@@ -112,7 +118,7 @@ class Ranks:
         self.rules.check_hints_used(self.where)
 
     def _merged(
-        self, kind: str, name: str, first: int, parts: Sequence[Source | None]
+        self, kind: str, name: str, first: int, parts: Sequence[TensorSource | None]
     ) -> Iterator[Named]:
         present = [(rank, part) for rank, part in enumerate(parts) if part is not None]
         if self.degree == 1:
@@ -142,7 +148,7 @@ class Ranks:
             return HintError(f"{self.where}: with the hints, {reason}")
         return CheckpointCorrupt(f"{self.where}: by its universal_checkpoint_info, {reason}")
 
-    def _array(self, kind: str, name: str, sources: Sequence[Source]) -> Merged:
+    def _array(self, kind: str, name: str, sources: Sequence[TensorSource]) -> MergedArray:
         shapes = tuple(source.shape for source in sources)
         plan = self._plans.get((name, shapes))
         if plan is None:
@@ -155,14 +161,14 @@ class Ranks:
             return _mean(plan, sources)
         boxes = [_box(piece, sources[piece.rank]) for piece in plan.pieces if not piece.box.empty]
         if not boxes:
-            return whole(Source(dtype, plan.shape, sources[0].elements))
-        array = Merged(dtype, plan.shape, boxes, _layout(plan, self.degree))
+            return whole(TensorSource(dtype, plan.shape, sources[0].elements))
+        array = MergedArray(dtype, plan.shape, boxes, _layout(plan, self.degree))
         if all(source.shape == plan.shape for source in sources):
             array.copies.extend(whole(source) for source in sources[1:])
         return array
 
 
-def _layout(plan: Plan, degree: int) -> Layout | None:
+def _layout(plan: TensorParallelPlan, degree: int) -> Layout | None:
     """The layout that splits one dimension among the ranks, if that is what they hold."""
     mesh = Mesh(("tp",), (degree,), tuple(range(degree)))
     boxes = [piece.box for piece in plan.pieces]
@@ -174,12 +180,12 @@ def _layout(plan: Plan, degree: int) -> Layout | None:
     return layout if same else None
 
 
-def _box(piece: Piece, source: Source) -> FileBox:
+def _box(piece: RankPiece, source: TensorSource) -> FileBox:
     first, strides = _placed(piece, source)
     return FileBox(piece.box, source.elements, first, strides)
 
 
-def _placed(piece: Piece, source: Source) -> tuple[int, tuple[int, ...]]:
+def _placed(piece: RankPiece, source: TensorSource) -> tuple[int, tuple[int, ...]]:
     """The first element of a piece in a source's sequence, and its strides there."""
     if source.is_row_major:
         return source.first + piece.first, piece.strides
@@ -194,13 +200,13 @@ def _placed(piece: Piece, source: Source) -> tuple[int, tuple[int, ...]]:
     return at, source.steps
 
 
-def _mean(plan: Plan, sources: Sequence[Source]) -> Merged:
+def _mean(plan: TensorParallelPlan, sources: Sequence[TensorSource]) -> MergedArray:
     """The mean of what the ranks hold, which is all of it."""
     steps = sources[0].steps
     if any(source.steps != steps for source in sources):
         raise Unsupported("it is a mean, and the ranks hold it in different orders")
-    runs = [Run(source.elements, source.first, source.count) for source in sources]
-    mean = Mean(runs, sources[0].dtype)
+    runs = [ElementRun(source.elements, source.first, source.count) for source in sources]
+    mean = MeanElements(runs, sources[0].dtype)
     # The plan can be smaller: without the padding of a vocabulary.
     box = FileBox(Box.whole(plan.shape), mean, 0, steps)
-    return Merged(sources[0].dtype, plan.shape, (box,))
+    return MergedArray(sources[0].dtype, plan.shape, (box,))

@@ -20,18 +20,18 @@ from unickpt.arrays.dtypes import Array
 from unickpt.backends.deepspeed import folder as folders
 from unickpt.backends.deepspeed import merging
 from unickpt.backends.deepspeed.contents import Contents
-from unickpt.backends.deepspeed.sources import Merged, whole
+from unickpt.backends.deepspeed.sources import MergedArray, whole
 from unickpt.backends.torch_files import expand
-from unickpt.errors import CheckpointCorrupt, CoverageError, UnickptError, UnsupportedFormat
+from unickpt.errors import CheckpointCorrupt, CoverageError
 from unickpt.foreign import file_ranges
-from unickpt.foreign.file_ranges import FileBox, RangeReader
+from unickpt.foreign.file_ranges import ArrayTable, FileBox, RangeReader, table_of
 from unickpt.foreign.files import Files
 from unickpt.foreign.torch_pickles import Tensor
 from unickpt.format.coverage import check_boxes
-from unickpt.format.index import ArrayEntry, Index
+from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import ParallelMap, Reader
 from unickpt.storage.errors import Failed, reading_failed
-from unickpt.trees import tree, tree_json
+from unickpt.trees import tree
 
 HINTS: Collection[str] = merging.HINTS
 
@@ -72,37 +72,18 @@ class DeepSpeedReader(RangeReader):
 
     def __init__(self, contents: Contents) -> None:
         files = contents.folder.files
-        try:
-            node = tree.flatten(contents.root, _is_leaf, expand)
-        except UnickptError as error:
-            raise UnsupportedFormat(f"{files.location}: {error}") from error
-        entries, boxes = dict[str, ArrayEntry](), dict[str, Sequence[FileBox]]()
-        aliases, values = dict[str, str](), dict[str, tree_json.Plain]()
-        first: dict[int, str] = {}
         copies: list[_Copy] = []
-        for leaf in tree.leaves(node):
+
+        def put(table: ArrayTable, leaf: tree.Leaf) -> None:
             array = leaf.value
-            known = first.setdefault(id(array), leaf.name)
-            if tree_json.is_plain(array):
-                values[leaf.name] = array
-            elif known != leaf.name:
-                aliases[leaf.name] = known
-            else:
-                if isinstance(array, Tensor):  # of a user's state
-                    file = contents.files_of[id(array)]
-                    array = whole(file.source(array, f"array {leaf.name!r}"))
-                entries[leaf.name] = _entry(files, leaf.name, array)
-                boxes[leaf.name] = array.boxes
-                copies += [(leaf.name, array.boxes, copy.boxes) for copy in array.copies]
-        meshes = [len(entry.layout.mesh.processes) for entry in entries.values() if entry.layout]
-        index = Index(
-            tree_json.to_json(node),
-            entries,
-            aliases=aliases,
-            values=values,
-            processes=max(meshes, default=1),
-        )
-        super().__init__(files, index, boxes)
+            if isinstance(array, Tensor):  # of a user's state
+                array = whole(contents.files_of[id(array)].source(array, f"array {leaf.name!r}"))
+            table.put(_entry(files, leaf.name, array), array.boxes)
+            copies.extend((leaf.name, array.boxes, copy.boxes) for copy in array.copies)
+
+        table = table_of(files, contents.root, (MergedArray, Tensor), put, expand)
+        meshes = [len(e.layout.mesh.processes) for e in table.entries.values() if e.layout]
+        super().__init__(files, table.index(processes=max(meshes, default=1)), table.boxes)
         self._copies = copies
         self.version = contents.version
 
@@ -133,11 +114,7 @@ class DeepSpeedReader(RangeReader):
         return out
 
 
-def _is_leaf(value: Any) -> bool:
-    return isinstance(value, Merged | Tensor) or tree_json.is_plain(value)
-
-
-def _entry(files: Files, name: str, array: Merged) -> ArrayEntry:
+def _entry(files: Files, name: str, array: MergedArray) -> ArrayEntry:
     # A part of an array is in the files of some ranks only: chunks must not span those of all.
     nbytes = math.prod(array.shape) * dtypes.from_name(array.dtype).itemsize
     most = min(max(_LEAST_CHUNK, nbytes // _CHUNKS), file_ranges.CHUNK_BYTES)

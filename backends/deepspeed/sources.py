@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
@@ -10,58 +9,15 @@ from typing import Any, overload
 import numpy as np
 
 from unickpt.arrays import dtypes
-from unickpt.arrays.box import Box
 from unickpt.arrays.layout import Layout
-from unickpt.foreign.elements import Converted, Elements, Joined, Run
-from unickpt.foreign.file_ranges import FileBox, row_major
+from unickpt.foreign.elements import ConvertedElements, ElementRun, Elements, Joined
+from unickpt.foreign.file_ranges import FileBox, TensorSource
 
 FLOAT32 = "float32"
 
 
-@dataclass(frozen=True)
-class Source:
-    """A tensor in files: all of one, or what one rank holds of it.
-
-    Arguments:
-        dtype: the checkpoint's name of its dtype.
-        shape: its extents.
-        elements: a sequence that contains its elements.
-        first: the number of its first element in the sequence.
-        strides: in elements; None for row-major order without gaps.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    elements: Elements
-    first: int = 0
-    strides: tuple[int, ...] | None = None
-
-    @property
-    def count(self) -> int:
-        """How many elements it has."""
-        return math.prod(self.shape)
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """The strides, also for row-major order."""
-        return row_major(self.shape) if self.strides is None else self.strides
-
-    @property
-    def is_row_major(self) -> bool:
-        """Whether its elements follow each other in row-major order."""
-        expected = row_major(self.shape)
-        return all(
-            n == 1 or a == b for n, a, b in zip(self.shape, self.steps, expected, strict=True)
-        )
-
-    def reshaped(self, shape: Sequence[int]) -> Source:
-        """The elements in another shape; only if they are in row-major order."""
-        assert self.is_row_major, "checked by the caller"
-        return Source(self.dtype, tuple(shape), self.elements, self.first)
-
-
 @dataclass(frozen=True, eq=False)  # by identity: names of one array are aliases
-class Merged:
+class MergedArray:
     """An array, and where its boxes are.
 
     Arguments:
@@ -76,24 +32,23 @@ class Merged:
     shape: tuple[int, ...]
     boxes: Sequence[FileBox]
     layout: Layout | None = None
-    copies: list[Merged] = field(default_factory=list)
+    copies: list[MergedArray] = field(default_factory=list)
 
-    def converted(self, dtype: str) -> Merged:
+    def converted(self, dtype: str) -> MergedArray:
         """The array in another dtype."""
         boxes = [
-            FileBox(b.box, Converted(b.elements, self.dtype), b.first, b.strides)
+            FileBox(b.box, ConvertedElements(b.elements, self.dtype), b.first, b.strides)
             for b in self.boxes
         ]
-        return Merged(dtype, self.shape, boxes, self.layout)
+        return MergedArray(dtype, self.shape, boxes, self.layout)
 
 
-def whole(source: Source) -> Merged:
+def whole(source: TensorSource) -> MergedArray:
     """An array that one rank holds."""
-    box = FileBox(Box.whole(source.shape), source.elements, source.first, source.strides)
-    return Merged(source.dtype, source.shape, (box,))
+    return MergedArray(source.dtype, source.shape, (source.box,))
 
 
-def widened(array: Merged) -> Merged:
+def widened(array: MergedArray) -> MergedArray:
     """An array of 16 bits in float32, which is exact; others as they are."""
     narrow = dtypes.from_name(array.dtype).itemsize == 2 and array.dtype in ("float16", "bfloat16")
     return array.converted(FLOAT32) if narrow else array
@@ -110,8 +65,8 @@ class Parameter:
     """
 
     shape: tuple[int, ...]
-    slots: Mapping[str, Source]
-    scalars: Mapping[str, Source | int | float] = field(default_factory=dict)
+    slots: Mapping[str, TensorSource]
+    scalars: Mapping[str, TensorSource | int | float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -133,7 +88,7 @@ class Flat:
     count: int
 
 
-class EvenParts(Sequence[Run]):
+class EvenParts(Sequence[ElementRun]):
     """The parts of a tensor of which each rank holds as many elements, the last ones fewer.
 
     They are made when they are needed: parameters times ranks can be millions.
@@ -152,22 +107,22 @@ class EvenParts(Sequence[Run]):
         return -(-self._count // self._part) if self._part else 0
 
     @overload
-    def __getitem__(self, number: int) -> Run: ...
+    def __getitem__(self, number: int) -> ElementRun: ...
     @overload
-    def __getitem__(self, number: slice) -> Sequence[Run]: ...
-    def __getitem__(self, number: int | slice) -> Run | Sequence[Run]:
+    def __getitem__(self, number: slice) -> Sequence[ElementRun]: ...
+    def __getitem__(self, number: int | slice) -> ElementRun | Sequence[ElementRun]:
         if isinstance(number, slice):
             return [self[at] for at in range(*number.indices(len(self)))]
         if not 0 <= number < len(self):
             raise IndexError(number)
         flat = self._flats[number]
         count = min(self._part, self._count - number * self._part)
-        return Run(flat.elements, flat.first + self._offset, count)
+        return ElementRun(flat.elements, flat.first + self._offset, count)
 
 
-def joined(dtype: str, shape: Sequence[int], runs: Sequence[Run]) -> Source:
+def joined(dtype: str, shape: Sequence[int], runs: Sequence[ElementRun]) -> TensorSource:
     """A tensor whose elements, in row-major order, are in several runs."""
-    return Source(dtype, tuple(shape), Joined(runs))
+    return TensorSource(dtype, tuple(shape), Joined(runs))
 
 
 def is_number(found: Any) -> bool:

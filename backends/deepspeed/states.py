@@ -6,14 +6,16 @@ Sources: deepspeed/runtime/engine.py, zero/stage_1_and_2.py, zero/stage3.py, bf1
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from unickpt.backends.deepspeed.sources import Flat, Source, is_number
+from unickpt.backends.deepspeed.sources import Flat, is_number
 from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
+from unickpt.foreign.file_ranges import TensorSource
 from unickpt.foreign.files import Files
-from unickpt.foreign.pickles import Constructors, Opaque
+from unickpt.foreign.headers import is_size
+from unickpt.foreign.pickles import Constructors, PickledObject
 from unickpt.foreign.torch_pickles import Tensor, TorchFile
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Failed, reading_failed
@@ -34,9 +36,10 @@ _OF_PARAMETERS = {
 }  # fmt: skip
 _THREADS_LOCAL, _THREADS_REMOTE = 4, 32
 _MOST_DEPTH = 50
+_CONVERT = "convert it with DeepSpeed's ds_to_universal, and read the universal checkpoint"
 
 Shapes = Mapping[str, tuple[int, ...]]
-Fragments = Mapping[str, tuple[int, int]]
+FlatFragments = Mapping[str, tuple[int, int]]
 """By parameter, where it begins in the flat tensor of a rank, and how many elements are there."""
 
 
@@ -85,7 +88,7 @@ class StateFile:
             raise self.damaged(f"{what} is no list, but {_kind(found)}")
         return found
 
-    def source(self, found: Any, what: str) -> Source:
+    def source(self, found: Any, what: str) -> TensorSource:
         """A value that must be a tensor."""
         if not isinstance(found, Tensor):
             raise self.damaged(f"{what} is no tensor, but {_kind(found)}")
@@ -96,12 +99,22 @@ class StateFile:
         except UnickptError as error:
             reason = str(error).removeprefix(f"{self.files.location}: ")
             raise CheckpointCorrupt(f"{self.files.location}: {what}: {reason}") from error
-        return Source(found.dtype, found.shape, where.elements, where.first, where.strides)
+        return TensorSource(found.dtype, found.shape, where.elements, where.first, where.strides)
 
-    def flat(self, found: Any, what: str) -> Flat:
-        """A value that must be a one-dimensional tensor without gaps."""
+    def sources(
+        self, module: Mapping[str, Any], wanted: Callable[[Tensor], bool] = lambda tensor: True
+    ) -> dict[str, TensorSource]:
+        """The tensors of a module's state, or some of them."""
+        return {
+            name: self.source(found, f"array 'module/{name}'")
+            for name, found in module.items()
+            if isinstance(found, Tensor) and wanted(found)
+        }
+
+    def flat(self, found: Any, what: str, rank: int | None = 1) -> Flat:
+        """A value that must be a tensor without gaps, by default one-dimensional."""
         source = self.source(found, what)
-        if len(source.shape) != 1 or not source.is_row_major:
+        if rank not in (None, len(source.shape)) or not source.is_row_major:
             raise self.damaged(f"{what} is not flat, but of shape {list(source.shape)}")
         return Flat(self.name, source.dtype, source.elements, source.first, source.count)
 
@@ -110,7 +123,7 @@ class StateFile:
         shapes = self.a_dict(found, what)
         for name, shape in shapes.items():
             self.a_name(name)
-            if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
+            if not isinstance(shape, tuple) or not all(map(is_size, shape)):
                 raise self.damaged(f"{what} has no shape for {quoted(name)}")
         return shapes
 
@@ -139,14 +152,16 @@ def read_all(files: Files, names: Sequence[str], decode: Callable[[StateFile], T
 
 
 def _kind(found: Any) -> str:
-    return repr(found) if isinstance(found, Opaque) else f"an object of {type(found).__name__}"
+    return (
+        repr(found) if isinstance(found, PickledObject) else f"an object of {type(found).__name__}"
+    )
 
 
 # --- model files --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class ModelState:
+class ModelFileState:
     """What a model file holds.
 
     Arguments:
@@ -163,7 +178,7 @@ class ModelState:
 
     file: StateFile
     module: Mapping[str, Any] | None
-    sources: Mapping[str, Source]
+    sources: Mapping[str, TensorSource]
     shapes: Sequence[Shapes]
     frozen_shapes: Shapes
     frozen: Mapping[str, Flat]
@@ -178,7 +193,7 @@ class ModelState:
         return {name: shape for group in self.shapes for name, shape in group.items()}
 
 
-def model_state(file: StateFile) -> ModelState:
+def model_state(file: StateFile) -> ModelFileState:
     """What a model file holds.
 
     Raises:
@@ -189,38 +204,31 @@ def model_state(file: StateFile) -> ModelState:
     if "module" not in state:
         raise file.damaged("it has no 'module'; DeepSpeed did not write it")
     if any(state.get(key) is not None for key in _AUTOEP):
-        raise file.unsupported(
-            "its experts were split by AutoEP; convert it with DeepSpeed's ds_to_universal, and "
-            "read the universal checkpoint"
-        )
+        raise file.unsupported(f"its experts were split by AutoEP; {_CONVERT}")
     _refuse_swapped(file, state.get("ds_config"))
     module = None if state["module"] is None else flattened(file, state["module"])
-    told = file.a_list(state.get("param_shapes") or (), "param_shapes")
-    frozen = file.a_dict(state.get("frozen_param_fragments") or {}, "frozen_param_fragments")
-    shared = file.a_dict(state.get("shared_params") or {}, "shared_params")
-    return ModelState(
+
+    def told(key: str) -> dict[Any, Any]:
+        return file.a_dict(state.get(key) or {}, key)
+
+    return ModelFileState(
         file,
         module,
+        file.sources(module or {}, lambda tensor: 0 not in tensor.shape),
+        [
+            file.shapes(shapes, "param_shapes")
+            for shapes in file.a_list(state.get("param_shapes") or (), "param_shapes")
+        ],
+        file.shapes(told("frozen_param_shapes"), "frozen_param_shapes"),
         {
-            name: file.source(value, f"array 'module/{name}'")
-            for name, value in (module or {}).items()
-            if isinstance(value, Tensor) and 0 not in value.shape
+            file.a_name(name): file.flat(found, f"array 'module/{name}'", None)
+            for name, found in told("frozen_param_fragments").items()
         },
-        [file.shapes(shapes, "param_shapes") for shapes in told],
-        file.shapes(state.get("frozen_param_shapes") or {}, "frozen_param_shapes"),
-        {file.a_name(n): _fragment_of_frozen(file, n, t) for n, t in frozen.items()},
-        {file.a_name(alias): file.a_name(of) for alias, of in shared.items()},
+        {file.a_name(alias): file.a_name(of) for alias, of in told("shared_params").items()},
         frozenset(n for n in state.get("buffer_names") or () if isinstance(n, str)),
-        _info(file, state),
+        told("universal_checkpoint_info"),
         _degrees(file, state.get("checkpoint_parallel_dimensions")),
     )
-
-
-def _fragment_of_frozen(file: StateFile, name: str, found: Any) -> Flat:
-    source = file.source(found, f"array 'module/{name}'")
-    if not source.is_row_major:
-        raise file.damaged(f"array 'module/{name}' has gaps")
-    return Flat(file.name, source.dtype, source.elements, source.first, source.count)
 
 
 def flattened(file: StateFile, module: Any) -> dict[str, Any]:
@@ -255,11 +263,6 @@ def _refuse_swapped(file: StateFile, config: Any) -> None:
             )
 
 
-def _info(file: StateFile, state: Mapping[Any, Any]) -> dict[str, Any]:
-    found = state.get("universal_checkpoint_info") or {}
-    return file.a_dict(found, "universal_checkpoint_info")
-
-
 def _degrees(file: StateFile, found: Any) -> tuple[int, int] | None:
     if found is None:
         return None
@@ -273,7 +276,7 @@ def _degrees(file: StateFile, found: Any) -> tuple[int, int] | None:
 
 
 @dataclass(frozen=True)
-class Group:
+class ParameterGroup:
     """What one rank holds of a group of parameters, or of a sub-group at stage 3.
 
     Arguments:
@@ -284,9 +287,9 @@ class Group:
     """
 
     slots: Mapping[str, Flat]
-    scalars: Mapping[str, Source | int | float]
+    scalars: Mapping[str, TensorSource | int | float]
     partitions: int
-    fragments: Fragments
+    fragments: FlatFragments
 
 
 @dataclass(frozen=True)
@@ -303,7 +306,7 @@ class OptimizerState:
 
     file: StateFile
     stage: int
-    groups: Sequence[Group]
+    groups: Sequence[ParameterGroup]
     plain: Mapping[Any, Any]
     version: Any
 
@@ -320,17 +323,14 @@ def optimizer_state(file: StateFile) -> OptimizerState:
     if type(stage) is not int or not 0 <= stage <= 3:
         raise file.damaged(f"its ZeRO stage is {quoted(stage)}")
     if state.get("ds_zero_partition_groups"):
-        raise file.unsupported(
-            "its sub-groups have partitions of their own (AutoEP); convert it with DeepSpeed's "
-            "ds_to_universal, and read the universal checkpoint"
-        )
+        raise file.unsupported(f"its sub-groups have partitions of their own (AutoEP); {_CONVERT}")
     _refuse_swapped(file, file.state.get("ds_config"))
     key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
     inner = state.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
     flats = file.a_list(state.get(key), key)
     slots, param_groups = _slots(file, inner, len(flats))
     partitions = _partition_counts(file, state.get("partition_count"), len(flats))
-    fragments: Sequence[Fragments] = [{}] * len(flats)
+    fragments: Sequence[FlatFragments] = [{}] * len(flats)
     if stage < 3:
         fragments = _fragments(file, state.get("param_slice_mappings"), len(flats))
     groups = [
@@ -351,7 +351,7 @@ def common_values(state: Mapping[Any, Any]) -> dict[Any, Any]:
 
 def _loss_scaler(found: Any) -> Any:
     """The fields of a loss scaler; anything else as it is."""
-    known = isinstance(found, Opaque) and found.name.startswith(_SCALERS)
+    known = isinstance(found, PickledObject) and found.name.startswith(_SCALERS)
     return found.state if known and isinstance(found.state, dict) else found
 
 
@@ -368,12 +368,11 @@ def _slots(file: StateFile, inner: Any, count: int) -> tuple[list[dict[Any, Any]
     if strange:
         raise file.damaged(f"it has the state {quoted(strange[0])}, and weights of {count} groups")
     slots = [dict(file.a_dict(states.get(n) or {}, "a state")) for n in range(count)]
-    for group in groups:  # some optimizers, such as FusedAdam, count their steps here
-        step = file.a_dict(group, "a group of the optimizer").get("step")
-        numbers = group.get("params")
-        for number in numbers if isinstance(numbers, list) and is_number(step) else ():
-            if type(number) is int and number in range(count) and slots[number]:
-                slots[number].setdefault("step", step)
+    for group in groups:
+        file.a_dict(group, "a group of the optimizer")
+    for number, step in steps_of(groups):
+        if number in range(count) and slots[number]:
+            slots[number].setdefault("step", step)
     return slots, groups
 
 
@@ -384,7 +383,7 @@ def _partition_counts(file: StateFile, found: Any, count: int) -> Sequence[int]:
     return counts
 
 
-def _fragments(file: StateFile, found: Any, count: int) -> Sequence[Fragments]:
+def _fragments(file: StateFile, found: Any, count: int) -> Sequence[FlatFragments]:
     if found is None:
         raise file.unsupported(
             "it does not tell where parameters are (param_slice_mappings); load and save it with "
@@ -403,10 +402,10 @@ def _fragments(file: StateFile, found: Any, count: int) -> Sequence[Fragments]:
 
 
 def _fragment(file: StateFile, name: str, found: Any) -> tuple[int, int]:
-    state = found.state if isinstance(found, Opaque) and found.name == _FRAGMENT else None
+    state = found.state if isinstance(found, PickledObject) and found.name == _FRAGMENT else None
     fields = state if isinstance(state, dict) else {}
     start, count = fields.get("start"), fields.get("numel")
-    if type(start) is not int or type(count) is not int or start < 0 or count < 0:
+    if not is_size(start) or not is_size(count):
         raise file.damaged(f"param_slice_mappings does not say where {quoted(name)} is")
     return start, count
 
@@ -417,36 +416,68 @@ def _group(
     weights: Any,
     slots: Mapping[Any, Any],
     partitions: int,
-    fragments: Fragments,
-) -> Group:
-    flats = {"fp32": file.flat(weights, f"the weights of group {number}")}
-    scalars: dict[str, Source | int | float] = {}
-    for slot, value in slots.items():
-        what = f"the slot {quoted(slot)} of group {number}"
-        if not isinstance(slot, str) or slot in ("fp32", "module"):
+    fragments: FlatFragments,
+) -> ParameterGroup:
+    of_group = f"group {number}"
+    tensors, scalars = slots_of(file, slots, of_group, ("fp32", "module"))
+    flats = {"fp32": file.flat(weights, f"the weights of {of_group}")}
+    for slot, value in tensors.items():
+        what, held = f"the slot {quoted(slot)} of {of_group}", math.prod(value.shape)
+        if held < flats["fp32"].count:
+            raise file.unsupported(
+                f"{what} has {held} elements, and the weights {flats['fp32'].count}"
+            )
+        flats[slot] = file.flat(value, what)
+    _check_fragments(file, number, flats, fragments)
+    return ParameterGroup(flats, scalars, partitions, fragments)
+
+
+def slots_of(
+    file: StateFile, state: Mapping[Any, Any], owner: str, reserved: Collection[str] = ()
+) -> tuple[dict[str, Tensor], dict[str, TensorSource | int | float]]:
+    """The slots of an optimizer's state: tensors with dimensions, and numbers.
+
+    Arguments:
+        file: that has it.
+        state: by slot.
+        owner: whose state it is, for errors.
+        reserved: what no slot may be called.
+
+    Raises:
+        UnsupportedFormat: it has something else.
+    """
+    tensors, scalars = dict[str, Tensor](), dict[str, TensorSource | int | float]()
+    for slot, value in state.items():
+        what = f"the slot {quoted(slot)} of {owner}"
+        if not isinstance(slot, str) or slot in reserved:
             raise file.unsupported(f"{what} has the name of something else")
-        if isinstance(value, Tensor) and value.shape == ():
-            scalars[slot] = file.source(value, what)
+        if isinstance(value, Tensor) and value.shape:
+            tensors[slot] = value
         elif isinstance(value, Tensor):
-            flats[slot] = _slot(file, value, flats["fp32"], what)
+            scalars[slot] = file.source(value, what)
         elif is_number(value):
             scalars[slot] = value
         elif value is not None:
             raise file.unsupported(f"{what} is neither a tensor nor a number")
-    _check_fragments(file, number, flats, fragments)
-    return Group(flats, scalars, partitions, fragments)
+    return tensors, scalars
 
 
-def _slot(file: StateFile, value: Tensor, weights: Flat, what: str) -> Flat:
-    if math.prod(value.shape) < weights.count:
-        raise file.unsupported(
-            f"{what} has {math.prod(value.shape)} elements, and the weights {weights.count}"
-        )
-    return file.flat(value, what)
+def items(found: Any) -> Sequence[Any]:
+    """The items of a list; none of anything else."""
+    return found if isinstance(found, list | tuple) else ()
+
+
+def steps_of(groups: Iterable[Mapping[Any, Any]]) -> Iterator[tuple[int, int | float]]:
+    """The steps that some optimizers, such as FusedAdam, count by group, for each parameter."""
+    for group in groups:
+        step: Any = group.get("step")
+        for number in items(group.get("params")) if is_number(step) else ():
+            if type(number) is int:
+                yield number, step
 
 
 def _check_fragments(
-    file: StateFile, number: int, flats: Mapping[str, Flat], fragments: Fragments
+    file: StateFile, number: int, flats: Mapping[str, Flat], fragments: FlatFragments
 ) -> None:
     """Checks that fragments lie in the flat tensors, and do not overlap."""
     end, before = 0, ""

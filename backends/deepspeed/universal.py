@@ -9,17 +9,20 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from unickpt.backends.deepspeed.folder import Folder
-from unickpt.backends.deepspeed.sources import Parameter, Source, is_number
+from unickpt.backends.deepspeed.folder import DeepSpeedFolder, incomplete
+from unickpt.backends.deepspeed.sources import Parameter, is_number
 from unickpt.backends.deepspeed.states import StateFile, read_all
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.foreign.file_ranges import TensorSource
 from unickpt.foreign.torch_pickles import Tensor
 
 _EXPERTS = "deepspeed_experts."
 
 
 def parameters(
-    folder: Folder, shapes: Sequence[Mapping[str, tuple[int, ...]]], copied: Collection[str]
+    folder: DeepSpeedFolder,
+    shapes: Sequence[Mapping[str, tuple[int, ...]]],
+    copied: Collection[str],
 ) -> dict[str, Parameter]:
     """The parameters.
 
@@ -43,21 +46,20 @@ def parameters(
     order = [*(n for n in known if n in trained), *(n for n in trained if n not in known)]
     files = [(name, slot) for name in order for slot in trained[name]]
     found = read_all(folder.files, [trained[name][slot] for name, slot in files], lambda file: file)
-    made: dict[str, dict[str, Source | int | float]] = {}
+    made: dict[str, dict[str, TensorSource | int | float]] = {}
     for (name, slot), file in zip(files, found, strict=True):
         made.setdefault(name, {})[slot] = _value(file, name, slot, known.get(name))
     steps = _steps_of_stage3(folder, shapes)
     return {name: _parameter(folder, name, slots, steps) for name, slots in made.items()}
 
 
-def _check_complete(folder: Folder, known: Mapping[str, Any]) -> None:
+def _check_complete(folder: DeepSpeedFolder, known: Mapping[str, Any]) -> None:
     """Checks that no file is missing: all that are trained have the same slots."""
-    where = folder.files.location
     for name in known:
         if name not in folder.states and _EXPERTS not in name:
-            raise CheckpointCorrupt(
-                f"{where}: array 'fp32/{name}': there is no folder zero/{name}; was the folder "
-                "copied as a whole?"
+            raise incomplete(
+                folder.files,
+                f"array 'fp32/{name}': there is no folder zero/{name}",
             )
     # Without model files, only those with several files can be told from what was copied.
     trained = {
@@ -68,15 +70,15 @@ def _check_complete(folder: Folder, known: Mapping[str, Any]) -> None:
         expected = all_slots if name in trained else {"fp32"}
         missing = sorted(expected - set(slots))
         if missing:
-            raise CheckpointCorrupt(
-                f"{where}: array '{missing[0]}/{name}': there is no file "
-                f"zero/{name}/{missing[0]}.pt; was the folder copied as a whole?"
+            raise incomplete(
+                folder.files,
+                f"array '{missing[0]}/{name}': there is no file zero/{name}/{missing[0]}.pt",
             )
 
 
 def _value(
     file: StateFile, name: str, slot: str, shape: tuple[int, ...] | None
-) -> Source | int | float:
+) -> TensorSource | int | float:
     what = f"array '{slot}/{name}'"
     value = file.value
     if isinstance(value, dict):
@@ -101,16 +103,19 @@ def _value(
 
 
 def _parameter(
-    folder: Folder, name: str, slots: Mapping[str, Source | int | float], steps: Mapping[str, Any]
+    folder: DeepSpeedFolder,
+    name: str,
+    slots: Mapping[str, TensorSource | int | float],
+    steps: Mapping[str, Any],
 ) -> Parameter:
     weights = slots["fp32"]
-    if not isinstance(weights, Source):
+    if not isinstance(weights, TensorSource):
         raise CheckpointCorrupt(f"{folder.files.location}: array 'fp32/{name}' is no tensor")
-    arrays, scalars = dict[str, Source](), dict[str, Source | int | float]()
+    arrays, scalars = dict[str, TensorSource](), dict[str, TensorSource | int | float]()
     for slot, value in slots.items():
-        if isinstance(value, Source) and value.shape == weights.shape and slot != "step":
+        if isinstance(value, TensorSource) and value.shape == weights.shape and slot != "step":
             arrays[slot] = value
-        elif not isinstance(value, Source) or value.shape == ():
+        elif not isinstance(value, TensorSource) or value.shape == ():
             scalars[slot] = value
         else:
             raise CheckpointCorrupt(
@@ -124,15 +129,15 @@ def _parameter(
 
 
 def _steps_of_stage3(
-    folder: Folder, shapes: Sequence[Mapping[str, Any]]
-) -> dict[str, Source | int | float]:
+    folder: DeepSpeedFolder, shapes: Sequence[Mapping[str, Any]]
+) -> dict[str, TensorSource | int | float]:
     """The steps by parameter, which a converted ZeRO 3 has in the common file, by group."""
     if folder.common is None:
         return {}
     file = StateFile(folder.files, folder.common)
     inner = file.state.get("optimizer_state_dict")
     states = inner.get("state") if isinstance(inner, dict) else None
-    found: dict[str, Source | int | float] = {}
+    found: dict[str, TensorSource | int | float] = {}
     for number, group in enumerate(shapes):
         state = states.get(number) if isinstance(states, dict) else None
         step: Any = state.get("step") if isinstance(state, dict) else None

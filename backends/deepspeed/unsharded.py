@@ -15,9 +15,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unickpt.backends.deepspeed.partitions import EXPERT, local_experts
-from unickpt.backends.deepspeed.sources import Parameter, Source, is_number
-from unickpt.backends.deepspeed.states import ModelState, StateFile, same_everywhere
-from unickpt.foreign.torch_pickles import Tensor
+from unickpt.backends.deepspeed.sources import Parameter
+from unickpt.backends.deepspeed.states import (
+    ModelFileState,
+    StateFile,
+    items,
+    same_everywhere,
+    slots_of,
+    steps_of,
+)
 from unickpt.quoting import quoted
 
 _EXPERT_GROUP = re.compile(r"ep_size_(\d{1,6})")
@@ -54,47 +60,35 @@ def torch_state(file: StateFile) -> TorchState | None:
     if not isinstance(optimizer, dict):
         return None
     states = optimizer.get("state")
-    found = {}
-    for number, state in (states if isinstance(states, dict) else {}).items():
-        if type(number) is not int:
-            raise file.damaged(f"the optimizer has the state {quoted(number)}, which is no number")
-        found[number] = _parameter(file, number, state)
+    found = {
+        number: _parameter(file, number, state)
+        for number, state in (states if isinstance(states, dict) else {}).items()
+    }
     wrapped = optimizer.get(_WRAPPED)
     groups = (wrapped if isinstance(wrapped, dict) else optimizer).get("param_groups")
     groups = [group for group in groups or () if isinstance(group, dict)]
-    numbers = [n for group in groups for n in _items(group.get("params")) if type(n) is int]
-    names = [n for group in groups for n in _items(group.get("param_names")) if isinstance(n, str)]
-    told = [
-        int(match[1])
-        for group in groups
-        if group.get("moe") is True and (match := _EXPERT_GROUP.fullmatch(str(group.get("name"))))
-    ]
-    for group in groups:  # some optimizers, such as FusedAdam, count their steps here
-        for number in _items(group.get("params")) if is_number(group.get("step")) else ():
-            if type(number) is int and number in found:
-                scalars = {"step": group["step"], **found[number].scalars}
-                found[number] = replace(found[number], scalars=scalars)
+    for number, step in steps_of(groups):
+        if number in found:
+            scalars = {"step": step, **found[number].scalars}
+            found[number] = replace(found[number], scalars=scalars)
+    numbers, names = _every(groups, "params", int), _every(groups, "param_names", str)
+    named = (str(group.get("name")) for group in groups if group.get("moe") is True)
+    degrees = [int(match[1]) for match in map(_EXPERT_GROUP.fullmatch, named) if match]
     complete = len(names) == len(numbers) and found.keys() <= {*numbers}
-    return TorchState(file, found, numbers, names if complete else (), max(told, default=None))
+    return TorchState(file, found, numbers, names if complete else (), max(degrees, default=None))
 
 
-def _items(found: Any) -> Sequence[Any]:
-    return found if isinstance(found, list | tuple) else ()
+def _every(groups: Sequence[Mapping[Any, Any]], key: str, kind: type) -> list[Any]:
+    """What the lists of all groups have of a class."""
+    return [found for group in groups for found in items(group.get(key)) if type(found) is kind]
 
 
-def _parameter(file: StateFile, number: int, state: Any) -> Parameter:
-    arrays, scalars = dict[str, Source](), dict[str, Source | int | float]()
-    for slot, value in file.a_dict(state, "a state of the optimizer").items():
-        if isinstance(value, Tensor) and isinstance(slot, str):
-            source = file.source(value, f"array '{slot}/{number}'")
-            (arrays if value.shape else scalars)[slot] = source
-        elif is_number(value) and isinstance(slot, str):
-            scalars[slot] = value
-        elif value is not None:
-            raise file.unsupported(
-                f"the slot {quoted(slot)} of the optimizer's parameter {number} is neither a "
-                "tensor nor a number"
-            )
+def _parameter(file: StateFile, number: Any, state: Any) -> Parameter:
+    if type(number) is not int:
+        raise file.damaged(f"the optimizer has the state {quoted(number)}, which is no number")
+    held = file.a_dict(state, "a state of the optimizer")
+    tensors, scalars = slots_of(file, held, f"the optimizer's parameter {number}")
+    arrays = {slot: file.source(t, f"array '{slot}/{number}'") for slot, t in tensors.items()}
     shape = next((source.shape for source in arrays.values()), ())
     return Parameter(shape, arrays, scalars)
 
@@ -180,7 +174,7 @@ def _global(
 
 
 def check(
-    models: Sequence[ModelState],
+    models: Sequence[ModelFileState],
     states: Sequence[Sequence[TorchState]],
     weights: Sequence[Collection[str]],
 ) -> None:
@@ -214,7 +208,9 @@ def check(
             _check_count(model, state, names, len(states))
 
 
-def _check_count(model: ModelState, state: TorchState, names: Collection[str], ranks: int) -> None:
+def _check_count(
+    model: ModelFileState, state: TorchState, names: Collection[str], ranks: int
+) -> None:
     """Checks that a rank trains as many parameters as it has, if there are so many ranks."""
     experts = sum(EXPERT.fullmatch(name) is not None for name in names)
     dense = sum(EXPERT.fullmatch(name) is None and name not in model.buffers for name in names)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from unickpt.backends.deepspeed import partitions
-from unickpt.backends.deepspeed.folder import Folder
-from unickpt.backends.deepspeed.sources import Source
-from unickpt.backends.deepspeed.states import ModelState, StateFile, flattened, read_all
+from unickpt.backends.deepspeed.folder import DeepSpeedFolder, incomplete
+from unickpt.backends.deepspeed.states import ModelFileState, StateFile, flattened, read_all
 from unickpt.errors import CheckpointCorrupt
 from unickpt.foreign.elements import Joined
+from unickpt.foreign.file_ranges import TensorSource
 from unickpt.foreign.torch_pickles import Tensor
 from unickpt.quoting import quoted
 
@@ -24,7 +24,7 @@ _TIED = "tied_modules."
 
 
 @dataclass(frozen=True)
-class Weights:
+class ModuleWeights:
     """What model-parallel ranks hold of the module's state.
 
     Arguments:
@@ -34,13 +34,15 @@ class Weights:
         values: what is no tensor, by name, and the file that has it.
     """
 
-    held: Sequence[Mapping[str, Source]]
+    held: Sequence[Mapping[str, TensorSource]]
     trained: Mapping[str, str]
     aliases: Mapping[str, str]
     values: Mapping[str, tuple[Any, StateFile]]
 
 
-def of_models(folder: Folder, models: Sequence[Sequence[ModelState]], degree: int) -> Weights:
+def of_models(
+    folder: DeepSpeedFolder, models: Sequence[Sequence[ModelFileState]], degree: int
+) -> ModuleWeights:
     """The weights in all files.
 
     Arguments:
@@ -53,7 +55,7 @@ def of_models(folder: Folder, models: Sequence[Sequence[ModelState]], degree: in
     """
     if folder.stage3:
         return _of_stage3(models)
-    held: list[dict[str, Source]] = []
+    held: list[dict[str, TensorSource]] = []
     values: dict[str, tuple[Any, StateFile]] = {}
     shapes = {n: s for (model,) in models for n, s in model.all_shapes.items()}
     aliases = _ties([model for (model,) in models], shapes)
@@ -63,41 +65,44 @@ def of_models(folder: Folder, models: Sequence[Sequence[ModelState]], degree: in
             if not isinstance(value, Tensor):
                 values.setdefault(name, (value, model.file))
             elif 0 in value.shape:
-                sources[name] = Source(value.dtype, value.shape, Joined(()))
+                sources[name] = TensorSource(value.dtype, value.shape, Joined(()))
         held.append({name: found for name, found in sources.items() if name not in aliases})
     _add_experts(folder, held)
     if folder.layers:
         _add_layers(folder, [model.all_shapes for (model,) in models], held, degree)
-    return Weights(held, {}, aliases, values)
+    return ModuleWeights(held, {}, aliases, values)
 
 
-def _ties(models: Sequence[ModelState], shapes: Mapping[str, Any]) -> dict[str, str]:
+def _ties(models: Sequence[ModelFileState], shapes: Mapping[str, Any]) -> dict[str, str]:
     """Names of one tensor: the others of the one that is trained, or comes first."""
-    by_model = []
-    for model in models:
-        names: dict[str, list[str]] = {}
-        for name, value in (model.module or {}).items():
-            if isinstance(value, Tensor) and 0 not in value.shape:
-                names.setdefault(value.identity, []).append(name)
-        tied = {}
-        for same in names.values():
-            first = next((name for name in same if name in shapes), same[0])
-            tied.update({name: first for name in same if name != first})
-        by_model.append(tied)
-    first_tied = by_model[0] if by_model else {}  # a universal one may have no model file
-    found = {k: v for k, v in first_tied.items() if all(tied.get(k) == v for tied in by_model)}
+    by_model = [_tied(model, shapes) for model in models]
+    first = by_model[0] if by_model else {}  # a universal one may have no model file
+    found = {k: v for k, v in first.items() if all(tied.get(k) == v for tied in by_model)}
     present = {name for model in models for name in model.module or ()}
     told = {alias: of for model in models for alias, of in model.shared.items()}
     return found | {alias: of for alias, of in told.items() if alias in present and of in present}
 
 
-def _of_stage3(models: Sequence[Sequence[ModelState]]) -> Weights:
+def _tied(model: ModelFileState, shapes: Mapping[str, Any]) -> dict[str, str]:
+    names: dict[str, list[str]] = {}
+    for name in model.sources:
+        names.setdefault((model.module or {})[name].identity, []).append(name)
+    mains = (next((name for name in same if name in shapes), same[0]) for same in names.values())
+    return {
+        name: main
+        for main, same in zip(mains, names.values(), strict=True)
+        for name in same
+        if name != main
+    }
+
+
+def _of_stage3(models: Sequence[Sequence[ModelFileState]]) -> ModuleWeights:
     held, trained = [], dict[str, str]()
     aliases, values = dict[str, str](), dict[str, tuple[Any, StateFile]]()
     for of_rank in models:
         model = of_rank[0]
         frozen, shapes = partitions.frozen(of_rank), model.all_shapes
-        found: dict[str, Source] = {}
+        found: dict[str, TensorSource] = {}
         for name, value in (model.module or {}).items():
             if name in shapes and isinstance(value, Tensor):
                 trained[name] = value.dtype
@@ -110,28 +115,24 @@ def _of_stage3(models: Sequence[Sequence[ModelState]]) -> Weights:
             elif name in model.sources:
                 found[name] = model.sources[name]
             elif name in model.buffers:
-                found[name] = Source(value.dtype, value.shape, Joined(()))
+                found[name] = TensorSource(value.dtype, value.shape, Joined(()))
             else:
                 raise model.file.damaged(
                     f"array 'module/{name}' is empty there, and is in no param_shapes; are all "
                     "files of one save?"
                 )
         held.append(found)
-    return Weights(held, trained, aliases, values)
+    return ModuleWeights(held, trained, aliases, values)
 
 
 # --- experts, layers of a pipeline --------------------------------------------------------------
 
 
-def _module_of(file: StateFile) -> dict[str, Source]:
-    return {
-        name: file.source(value, f"array 'module/{name}'")
-        for name, value in flattened(file, file.value).items()
-        if isinstance(value, Tensor)
-    }
+def _module_of(file: StateFile) -> dict[str, TensorSource]:
+    return file.sources(flattened(file, file.value))
 
 
-def _add_experts(folder: Folder, held: Sequence[dict[str, Source]]) -> None:
+def _add_experts(folder: DeepSpeedFolder, held: Sequence[dict[str, TensorSource]]) -> None:
     """Adds the experts, each of which has a file for each model-parallel rank."""
     names = list(folder.experts.values())
     read = read_all(folder.files, names, _module_of)
@@ -144,9 +145,9 @@ def _add_experts(folder: Folder, held: Sequence[dict[str, Source]]) -> None:
 
 
 def _add_layers(
-    folder: Folder,
+    folder: DeepSpeedFolder,
     shapes: Sequence[Mapping[str, tuple[int, ...]]],
-    held: Sequence[dict[str, Source]],
+    held: Sequence[dict[str, TensorSource]],
     degree: int,
 ) -> None:
     """Adds the layers of a pipeline, whose files have names without the number of the layer.
@@ -176,7 +177,9 @@ def _add_layers(
 
 
 def _check_layers(
-    folder: Folder, names: Mapping[str, int], by_layer: Mapping[int, Sequence[Mapping[str, Source]]]
+    folder: DeepSpeedFolder,
+    names: Mapping[str, int],
+    by_layer: Mapping[int, Sequence[Mapping[str, TensorSource]]],
 ) -> None:
     for name in names:
         match = _LAYER_NAME.fullmatch(name)
@@ -184,10 +187,10 @@ def _check_layers(
             continue
         layer, key = int(match[1]), name[len(match[1]) + 1 :]
         if layer not in by_layer:
-            raise CheckpointCorrupt(
-                f"{folder.files.location}: array 'module/{name}': the file of layer {layer}, "
-                f"layer_{layer:02d}-model_states.pt or its parts, is missing; was the folder "
-                "copied as a whole?"
+            raise incomplete(
+                folder.files,
+                f"array 'module/{name}': the file of layer {layer}, "
+                f"layer_{layer:02d}-model_states.pt or its parts, is missing",
             )
         if key not in by_layer[layer][0]:
             raise CheckpointCorrupt(
@@ -197,8 +200,8 @@ def _check_layers(
 
 
 def _tied_names(
-    folder: Folder,
-    by_layer: Mapping[int, Sequence[Mapping[str, Source]]],
+    folder: DeepSpeedFolder,
+    by_layer: Mapping[int, Sequence[Mapping[str, TensorSource]]],
     names: Mapping[str, int],
     shapes: Sequence[Mapping[str, tuple[int, ...]]],
 ) -> dict[str, str]:
@@ -225,9 +228,10 @@ def _tied_names(
             and by_rank[0][key].shape == shape
         ]
         if len(layers) < len(meant):
-            raise CheckpointCorrupt(
-                f"{folder.files.location}: array 'module/{meant[-1]}' of shape {list(shape)}: the "
-                "file of its layer is missing; was the folder copied as a whole?"
+            raise incomplete(
+                folder.files,
+                f"array 'module/{meant[-1]}' of shape {list(shape)}: the file of its layer is "
+                "missing",
             )
         if len(layers) == len(meant) == 1:
             found[layers[0]] = meant[0]

@@ -25,7 +25,7 @@ _MASK = 0xFFFFFFFF
 
 
 @dataclass
-class Blocks:
+class HDF5Blocks:
     """The bytes of an HDF5 file, called from several threads.
 
     Arguments:
@@ -130,7 +130,7 @@ def checksum(data: bytes) -> int:
     return (c ^ b) - _rotated(b, 24) & _MASK
 
 
-def tree_leaves(blocks: Blocks, at: int, kind: int, key: int) -> Iterator[tuple[bytes, int]]:
+def tree_leaves(blocks: HDF5Blocks, at: int, kind: int, key: int) -> Iterator[tuple[bytes, int]]:
     """The keys and addresses in the leaves of a B-tree of version 1.
 
     Arguments:
@@ -164,7 +164,7 @@ def _width(most: int) -> int:
     return max(1, (most.bit_length() + 7) // 8)
 
 
-def tree_records(blocks: Blocks, at: int, kinds: tuple[int, ...]) -> Iterator[bytes]:
+def tree_records(blocks: HDF5Blocks, at: int, kinds: tuple[int, ...]) -> Iterator[bytes]:
     """The records of a B-tree of version 2.
 
     Arguments:
@@ -214,7 +214,7 @@ class FractalHeap:
         at: its header.
     """
 
-    blocks: Blocks
+    blocks: HDF5Blocks
     at: int
     _kept: dict[int, bytes] = field(default_factory=dict)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from unickpt.backends.hdf5.blocks import UNDEFINED, integer, tree_leaves, tree_records
-from unickpt.backends.hdf5.objects import Object
+from unickpt.backends.hdf5.objects import HDF5Object
 from unickpt.errors import UnsupportedFormat
 
 _COMPACT, _CONTIGUOUS, _CHUNKED, _VIRTUAL = range(4)
@@ -27,7 +27,7 @@ _WORDS = 1 << 16
 
 
 @dataclass(frozen=True)
-class Chunk:
+class HDF5Chunk:
     """Where a chunk is.
 
     Arguments:
@@ -41,7 +41,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Storage:
+class HDF5Storage:
     """How a dataset is stored.
 
     Arguments:
@@ -53,7 +53,7 @@ class Storage:
         filters: by number, in the order in which they were applied.
     """
 
-    dataset: Object
+    dataset: HDF5Object
     told: str
     begin: int | None = None
     size: int = 0
@@ -65,7 +65,7 @@ class Storage:
         """The bytes of a chunk in memory."""
         return math.prod(self.chunk or ()) * self.dataset.type.size
 
-    def chunks(self) -> dict[tuple[int, ...], Chunk]:
+    def chunks(self) -> dict[tuple[int, ...], HDF5Chunk]:
         """The chunks that are stored, by their places in the grid of chunks.
 
         Raises:
@@ -73,7 +73,7 @@ class Storage:
         """
         blocks, shape = self.dataset.blocks, self.dataset.shape or ()
         grid = [-(-n // c) for n, c in zip(shape, self.chunk or (), strict=True)]
-        found: dict[tuple[int, ...], Chunk] = {}
+        found: dict[tuple[int, ...], HDF5Chunk] = {}
         for place, chunk in _stored(self):
             if any(i >= n for i, n in zip(place, grid, strict=True)) or not chunk.size:
                 continue  # of a time when the dataset was larger
@@ -88,7 +88,7 @@ class Storage:
             raise blocks.damaged(f"{self.told}: chunks share bytes")
         return found
 
-    def decode(self, chunk: Chunk, data: bytes) -> np.ndarray:
+    def decode(self, chunk: HDF5Chunk, data: bytes) -> np.ndarray:
         """The bytes of a chunk in memory, from those in the file.
 
         Raises:
@@ -137,7 +137,7 @@ def _unshuffled(data: bytes, size: int) -> bytes:
     return planes.T.tobytes() + data[count * size :]
 
 
-def storage(dataset: Object, told: str) -> Storage:
+def storage(dataset: HDF5Object, told: str) -> HDF5Storage:
     """How a dataset is stored.
 
     Raises:
@@ -151,10 +151,14 @@ def storage(dataset: Object, told: str) -> Storage:
     if version not in (3, 4, 5):
         raise UnsupportedFormat(f"{where} has a layout of version {version}, which is not read")
     if kind == _COMPACT:
-        return Storage(dataset, told, place + 4, integer(data[2:4]))
+        return HDF5Storage(dataset, told, place + 4, integer(data[2:4]))
     if kind == _CONTIGUOUS:
         begin, size = struct.unpack_from("<QQ", data, 2)
-        return Storage(dataset, told) if begin == UNDEFINED else Storage(dataset, told, begin, size)
+        return (
+            HDF5Storage(dataset, told)
+            if begin == UNDEFINED
+            else HDF5Storage(dataset, told, begin, size)
+        )
     rank = len(dataset.shape or ())
     if version == 3:
         stored, dims = data[2], struct.unpack_from(f"<{rank + 1}I", data, 11)
@@ -163,7 +167,7 @@ def storage(dataset: Object, told: str) -> Storage:
         dims = tuple(integer(data[5 + n * wide :][:wide]) for n in range(rank + 1))
     if kind != _CHUNKED or stored != rank + 1 or 0 in dims or dims[-1] != dataset.type.size:
         raise dataset.blocks.damaged(f"{told}: its chunks do not fit its shape")
-    return Storage(dataset, told, None, 0, dims[:-1], _filters(dataset.filters, where))
+    return HDF5Storage(dataset, told, None, 0, dims[:-1], _filters(dataset.filters, where))
 
 
 def _filters(data: bytes, where: str) -> tuple[int, ...]:
@@ -193,7 +197,7 @@ def _filters(data: bytes, where: str) -> tuple[int, ...]:
 # --- indexes --------------------------------------------------------------------------------------
 
 
-def _stored(of: Storage) -> Iterator[tuple[tuple[int, ...], Chunk]]:
+def _stored(of: HDF5Storage) -> Iterator[tuple[tuple[int, ...], HDF5Chunk]]:
     """The chunks in the index of a dataset, with their places."""
     assert of.chunk is not None
     (data, _), blocks, rank = of.dataset.layout, of.dataset.blocks, len(of.chunk)
@@ -206,7 +210,7 @@ def _stored(of: Storage) -> Iterator[tuple[tuple[int, ...], Chunk]]:
             if any(n % c for n, c in zip(offsets, of.chunk, strict=False)):
                 raise blocks.damaged(f"{of.told}: a chunk begins at {offsets}")
             place = tuple(n // c for n, c in zip(offsets, of.chunk, strict=False))
-            yield place, Chunk(at, size, skipped)
+            yield place, HDF5Chunk(at, size, skipped)
         return
     at = 5 + data[4] * (rank + 1)
     kind, root = data[at], integer(data[-8:])
@@ -215,7 +219,7 @@ def _stored(of: Storage) -> Iterator[tuple[tuple[int, ...], Chunk]]:
     if kind == _SINGLE:
         filtered = struct.unpack_from("<QI", data, at + 1) if data[2] & 2 else (of.chunk_bytes, 0)
         root = integer(data[at + 1 + (12 if data[2] & 2 else 0) :][:8])
-        yield (0,) * rank, Chunk(root, *filtered)
+        yield (0,) * rank, HDF5Chunk(root, *filtered)
     elif kind == _TREE:
         root = integer(data[at + 7 : at + 15])
         for record in tree_records(blocks, root, (10, 11)):
@@ -226,7 +230,7 @@ def _stored(of: Storage) -> Iterator[tuple[tuple[int, ...], Chunk]]:
         yield from _numbered(of, data, at)
 
 
-def _whole_edges(of: Storage, chunk: Chunk, layout: bytes) -> Chunk:
+def _whole_edges(of: HDF5Storage, chunk: HDF5Chunk, layout: bytes) -> HDF5Chunk:
     if layout[2] & 1:
         raise UnsupportedFormat(
             f"{of.dataset.blocks.where}: {of.told} has chunks at its edges without filters, which "
@@ -235,7 +239,7 @@ def _whole_edges(of: Storage, chunk: Chunk, layout: bytes) -> Chunk:
     return chunk
 
 
-def _numbered(of: Storage, data: bytes, at: int) -> Iterator[tuple[tuple[int, ...], Chunk]]:
+def _numbered(of: HDF5Storage, data: bytes, at: int) -> Iterator[tuple[tuple[int, ...], HDF5Chunk]]:
     """As `_stored`, of an index in which the chunks have numbers."""
     assert of.chunk is not None
     most, kind, order = list(of.dataset.most), data[at], list(range(len(of.chunk)))
@@ -243,12 +247,12 @@ def _numbered(of: Storage, data: bytes, at: int) -> Iterator[tuple[tuple[int, ..
     if kind == _EXTENSIBLE:  # the dimension without an end comes first
         order.sort(key=lambda d: most[d] != UNDEFINED)
     grid = [-(-most[d] // of.chunk[d]) for d in order]
-    found: Iterator[tuple[int, Chunk]]
+    found: Iterator[tuple[int, HDF5Chunk]]
     if kind == _IMPLICIT:
         count, blocks = math.prod(grid), of.dataset.blocks
         if count * of.chunk_bytes > blocks.size:
             raise blocks.damaged(f"{of.told}: the file is too short for its chunks")
-        found = ((n, Chunk(root + n * of.chunk_bytes, of.chunk_bytes)) for n in range(count))
+        found = ((n, HDF5Chunk(root + n * of.chunk_bytes, of.chunk_bytes)) for n in range(count))
     elif kind == _FIXED:
         found = _fixed(of, root)
     elif kind == _EXTENSIBLE:
@@ -266,17 +270,19 @@ def _numbered(of: Storage, data: bytes, at: int) -> Iterator[tuple[tuple[int, ..
         yield tuple(place), _whole_edges(of, chunk, data)
 
 
-def _element(of: Storage, data: bytes) -> Chunk | None:
+def _element(of: HDF5Storage, data: bytes) -> HDF5Chunk | None:
     """A chunk from its element of an index; None if it is not stored."""
     at = integer(data[:8])
     if at == UNDEFINED:
         return None
     if len(data) == 8:
-        return Chunk(at, of.chunk_bytes)
-    return Chunk(at, integer(data[8:-4]), integer(data[-4:]))
+        return HDF5Chunk(at, of.chunk_bytes)
+    return HDF5Chunk(at, integer(data[8:-4]), integer(data[-4:]))
 
 
-def _elements(of: Storage, data: bytes, size: int, first: int) -> Iterator[tuple[int, Chunk]]:
+def _elements(
+    of: HDF5Storage, data: bytes, size: int, first: int
+) -> Iterator[tuple[int, HDF5Chunk]]:
     for begin in range(0, len(data), size):
         chunk = _element(of, data[begin : begin + size])
         if chunk is not None:
@@ -284,8 +290,8 @@ def _elements(of: Storage, data: bytes, size: int, first: int) -> Iterator[tuple
 
 
 def _pages(
-    of: Storage, at: int, count: int, page: int, size: int, first: int, written: Sequence[bool]
-) -> Iterator[tuple[int, Chunk]]:
+    of: HDF5Storage, at: int, count: int, page: int, size: int, first: int, written: Sequence[bool]
+) -> Iterator[tuple[int, HDF5Chunk]]:
     """The elements in pages, each with its checksum, of which not all need be written."""
     for number, here in enumerate(written):
         length = min(page, count - number * page)
@@ -299,7 +305,7 @@ def _bits(data: bytes, count: int) -> list[bool]:
     return [bool(data[n // 8] & 0x80 >> n % 8) for n in range(count)]
 
 
-def _fixed(of: Storage, root: int) -> Iterator[tuple[int, Chunk]]:
+def _fixed(of: HDF5Storage, root: int) -> Iterator[tuple[int, HDF5Chunk]]:
     """The elements of a fixed array."""
     blocks = of.dataset.blocks
     *_, size, page_bits, count, at = struct.unpack("<4sBBBBQQ", blocks.checked(root, b"FAHD", 24))
@@ -318,7 +324,7 @@ def _fixed(of: Storage, root: int) -> Iterator[tuple[int, Chunk]]:
     yield from _pages(of, at + len(data) + 4, count, page, size, 0, written)
 
 
-def _extensible(of: Storage, root: int) -> Iterator[tuple[int, Chunk]]:
+def _extensible(of: HDF5Storage, root: int) -> Iterator[tuple[int, HDF5Chunk]]:
     """The elements of an extensible array."""
     blocks = of.dataset.blocks
     head = struct.unpack("<4sBBBBBBBB7Q", blocks.checked(root, b"EAHD", 68))
@@ -361,9 +367,9 @@ def _extensible(of: Storage, root: int) -> Iterator[tuple[int, Chunk]]:
 
 
 def _block(
-    of: Storage, at: int, count: int, page: int, size: int, first: int, wide: int,
+    of: HDF5Storage, at: int, count: int, page: int, size: int, first: int, wide: int,
     written: Sequence[bool],
-) -> Iterator[tuple[int, Chunk]]:  # fmt: skip
+) -> Iterator[tuple[int, HDF5Chunk]]:  # fmt: skip
     """The elements of a data block of an extensible array."""
     if at == UNDEFINED:
         return

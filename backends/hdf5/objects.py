@@ -15,8 +15,8 @@ import numpy as np
 
 from unickpt.backends.hdf5.blocks import (
     UNDEFINED,
-    Blocks,
     FractalHeap,
+    HDF5Blocks,
     integer,
     tree_leaves,
     tree_records,
@@ -132,48 +132,36 @@ class Link:
     at: int | None
 
 
-@dataclass(frozen=True)
-class File:
-    """An HDF5 file.
+def root_of(blocks: HDF5Blocks) -> HDF5Object:
+    """The group that contains all of an HDF5 file.
 
-    Arguments:
-        blocks: its bytes.
+    Raises:
+        CheckpointCorrupt: the head is damaged, or the file too short.
+        UnsupportedFormat: it is of another version.
     """
-
-    blocks: Blocks
-
-    @cached_property
-    def root(self) -> Object:
-        """The group that contains all.
-
-        Raises:
-            CheckpointCorrupt: the head is damaged, or the file too short.
-            UnsupportedFormat: it is of another version.
-        """
-        blocks = self.blocks
-        head = blocks.read(0, min(blocks.size, 96))
-        if head[:8] != _SIGNATURE or len(head) < 48:
-            raise blocks.damaged("it has no valid head")
-        version = head[8]
-        if version > 3 or (head[9:11] if version > 1 else head[13:15]) != b"\x08\x08":
-            raise UnsupportedFormat(
-                f"{blocks.where}: its version {version}, or the size of its addresses, is not read"
-            )
-        at = {0: 24, 1: 28}.get(version, 12)
-        base, _, end, root = struct.unpack_from("<QQQQ", head, at)
-        if version < 2:
-            root = integer(head[at + 40 : at + 48])
-        else:
-            blocks.checked(0, _SIGNATURE, 44)
-        if base:
-            raise UnsupportedFormat(f"{blocks.where}: it begins with a block of users")
-        if end > blocks.size:
-            raise blocks.damaged(f"it has {blocks.size} bytes of {end}")
-        return Object(blocks, root)
+    head = blocks.read(0, min(blocks.size, 96))
+    if head[:8] != _SIGNATURE or len(head) < 48:
+        raise blocks.damaged("it has no valid head")
+    version = head[8]
+    if version > 3 or (head[9:11] if version > 1 else head[13:15]) != b"\x08\x08":
+        raise UnsupportedFormat(
+            f"{blocks.where}: its version {version}, or the size of its addresses, is not read"
+        )
+    at = {0: 24, 1: 28}.get(version, 12)
+    base, _, end, root = struct.unpack_from("<QQQQ", head, at)
+    if version < 2:
+        root = integer(head[at + 40 : at + 48])
+    else:
+        blocks.checked(0, _SIGNATURE, 44)
+    if base:
+        raise UnsupportedFormat(f"{blocks.where}: it begins with a block of users")
+    if end > blocks.size:
+        raise blocks.damaged(f"it has {blocks.size} bytes of {end}")
+    return HDF5Object(blocks, root)
 
 
 @dataclass(frozen=True)
-class Object:
+class HDF5Object:
     """A group, a dataset, or a datatype with a name.
 
     Arguments:
@@ -181,7 +169,7 @@ class Object:
         at: its header.
     """
 
-    blocks: Blocks
+    blocks: HDF5Blocks
     at: int
 
     @cached_property
@@ -241,7 +229,7 @@ class Object:
             at = integer(data[8:16] if data[0] == 1 else data[2:10])
             if depth or (data[0] == 3 and data[1] != 2):
                 break
-            return Object(self.blocks, at)._message(kind, 1)
+            return HDF5Object(self.blocks, at)._message(kind, 1)
         return None
 
     def _has(self, *kinds: int) -> bool:

@@ -17,7 +17,7 @@ from unickpt.backends.hdf5.reader import Hdf5Reader, LayerNames, layer_names
 from unickpt.errors import CheckpointCorrupt
 from unickpt.foreign import loose_files
 from unickpt.foreign.files import Files
-from unickpt.foreign.loose_files import Found, open_kind
+from unickpt.foreign.loose_files import FoundFiles, open_kind
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import ParallelMap, Reader, Request
 from unickpt.quoting import quoted
@@ -40,7 +40,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         StorageError: the storage failed.
     """
 
-    def make(found: Found) -> Reader:
+    def make(found: FoundFiles) -> Reader:
         if found.index is not None:
             return ShardsReader(files, found.index)
         reader = Hdf5Reader(files, found.names[0])

@@ -13,7 +13,8 @@ import math
 import struct
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,19 +23,26 @@ import numpy as np
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
-from unickpt.backends.hdf5.blocks import Blocks
-from unickpt.backends.hdf5.chunks import Chunk, Storage, storage
-from unickpt.backends.hdf5.objects import File, Object
+from unickpt.backends.hdf5.blocks import HDF5Blocks
+from unickpt.backends.hdf5.chunks import HDF5Chunk, HDF5Storage, storage
+from unickpt.backends.hdf5.objects import HDF5Object, root_of
 from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
 from unickpt.foreign.elements import FileRange
-from unickpt.foreign.file_ranges import CHUNK_BYTES, FileBox, RangeReader, read_box, whole
+from unickpt.foreign.file_ranges import (
+    CHUNK_BYTES,
+    ArrayTable,
+    FileBox,
+    RangeReader,
+    read_box,
+    whole,
+)
 from unickpt.foreign.files import Files
 from unickpt.foreign.zip_files import DEFLATED, STORED, Member, ZipFile
 from unickpt.format.chunk_grid import Part
-from unickpt.format.index import ArrayEntry, Index
+from unickpt.format.index import ArrayEntry
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Failed, reading_failed
-from unickpt.trees import tree, tree_json
+from unickpt.trees import tree
 
 _MOST_RANK = 32
 # Chunks can be compressed or missing. What an array takes in memory may exceed what is stored for
@@ -50,7 +58,7 @@ _DAMAGES = (struct.error, LookupError, ValueError, TypeError, ArithmeticError, R
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _HDF5Place:
     """Where an HDF5 file is.
 
     Arguments:
@@ -67,7 +75,7 @@ class _Stored:
     version: str = ""
 
 
-def _stored(files: Files, name: str) -> _Stored:
+def _stored(files: Files, name: str) -> _HDF5Place:
     """Where the HDF5 file is.
 
     Raises:
@@ -76,7 +84,7 @@ def _stored(files: Files, name: str) -> _Stored:
         Failed: the storage failed.
     """
     if files.head(name)[:4] != _ZIP:
-        return _Stored(0, _size(files, name))
+        return _HDF5Place(0, _size(files, name))
     found = ZipFile(files, name)
     member = found.members.get(_IN_KERAS)
     if member is None:
@@ -88,9 +96,9 @@ def _stored(files: Files, name: str) -> _Stored:
     if member.method == STORED:
         begin = found.offset(member)
         found.summed(member, begin)
-        return _Stored(begin, member.size, None, bool(member.crc), version)
+        return _HDF5Place(begin, member.size, None, bool(member.crc), version)
     data = _unpacked(found, member, _MOST_UNPACKED)
-    return _Stored(0, member.size, data, bool(member.crc), version)
+    return _HDF5Place(0, member.size, data, bool(member.crc), version)
 
 
 def _unpacked(found: ZipFile, member: Member, most: int) -> bytes:
@@ -142,7 +150,7 @@ LayerNames = Mapping[tuple[str, ...], Mapping[str, str]]
 
 
 @dataclass(frozen=True)
-class _Found:
+class _HDF5Walk:
     """What the walk through a file found.
 
     Arguments:
@@ -152,7 +160,7 @@ class _Found:
         groups: the path in the file of each group, by its place.
     """
 
-    datasets: dict[str, Object] = field(default_factory=dict)
+    datasets: dict[str, HDF5Object] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     by_address: dict[int, str] = field(default_factory=dict)
     groups: dict[int, str] = field(default_factory=dict)
@@ -174,29 +182,24 @@ class Hdf5Reader(RangeReader):
         self._where, self._name = f"{files.location}: {name}", name
         self._stored = _stored(files, name)
         self.version = self._stored.version
-        self._storages: dict[str, Storage] = {}
-        self._chunks: dict[str, Mapping[tuple[int, ...], Chunk]] = {}
+        self._storages: dict[str, HDF5Storage] = {}
+        self._chunks: dict[str, Mapping[tuple[int, ...], HDF5Chunk]] = {}
         self._counted: dict[str, tuple[int, int]] = {}
         self._lock = threading.Lock()
-        found, entries, boxes = _Found(), dict[str, ArrayEntry](), dict[str, tuple[FileBox]]()
-        try:
+        found, table = _HDF5Walk(), ArrayTable()
+        with _damages(f"{self._where} is damaged"):
             root = _root(files, name, self._stored)
-            named = _layer_names(root) if names is None else names
-            self._walk(root, (), (), found, named)
+            self._walk(root, (), (), found, _layer_names(root) if names is None else names)
             for array, dataset in found.datasets.items():
-                entries[array], where = self._entry(array, dataset)
+                table.entries[array], where = self._entry(array, dataset)
                 if where is not None:
-                    boxes[array] = (where,)
-            self._check_total(entries)
-            node = tree_json.from_names([*entries, *found.aliases])
-        except _DAMAGES as error:
-            if isinstance(error, UnickptError | Failed):
-                raise
-            raise CheckpointCorrupt(f"{self._where} is damaged: {error!r}") from error
-        index = Index(tree_json.to_json(node), entries, aliases=found.aliases)
+                    table.boxes[array] = (where,)
+            self._check_total(table.entries)
+            table.aliases.update(found.aliases)
+            index = table.index()
         self.groups = {*found.groups.values()}
         """The paths of the file's groups."""
-        super().__init__(files, index, boxes)
+        super().__init__(files, index, table.boxes)
 
     # --- opening --------------------------------------------------------------------------------
 
@@ -213,10 +216,10 @@ class Hdf5Reader(RangeReader):
 
     def _walk(
         self,
-        group: Object,
+        group: HDF5Object,
         path: tuple[str, ...],
         stored: tuple[str, ...],
-        found: _Found,
+        found: _HDF5Walk,
         named: LayerNames,
     ) -> None:
         """Finds the datasets of a group.
@@ -237,7 +240,7 @@ class Hdf5Reader(RangeReader):
             told = f"{self._where}: {quoted('/'.join((*path, link.name)))}"
             if link.at is None:
                 raise UnsupportedFormat(f"{told} is a link, which could lead to other files")
-            item, at = Object(group.blocks, link.at), (*path, names.get(link.name, link.name))
+            item, at = HDF5Object(group.blocks, link.at), (*path, names.get(link.name, link.name))
             if item.is_dataset:
                 name = "/".join(map(tree.component, at))
                 first = found.by_address.setdefault(item.at, name)
@@ -253,7 +256,7 @@ class Hdf5Reader(RangeReader):
             else:
                 raise UnsupportedFormat(f"{told} is neither a group nor a dataset")
 
-    def _entry(self, name: str, dataset: Object) -> tuple[ArrayEntry, FileBox | None]:
+    def _entry(self, name: str, dataset: HDF5Object) -> tuple[ArrayEntry, FileBox | None]:
         told, shape = f"{self._where}: {quoted(name)}", dataset.shape
         if shape is None or len(shape) > _MOST_RANK:
             raise UnsupportedFormat(f"{told} has no shape, or too many dimensions")
@@ -267,14 +270,14 @@ class Hdf5Reader(RangeReader):
                 where = self._box(dataset, shape, how.begin)
                 return whole(name, shape, dtype, where), where
             self._storages[name] = replace(how, chunk=shape)
-            self._chunks[name] = {(0,) * len(shape): Chunk(how.begin, size)}
+            self._chunks[name] = {(0,) * len(shape): HDF5Chunk(how.begin, size)}
         chunk = tuple(max(1, n) for n in shape)
         if how.chunk is not None:
             chunk = _chunk(how.chunk, shape, dataset.type.size)
         entry = whole(name, shape, dtype, self._box(dataset, shape, 0))
         return ArrayEntry(name, entry.shape, dtype, chunk, entry.layout), None
 
-    def _box(self, dataset: Object, shape: tuple[int, ...], at: int) -> FileBox:
+    def _box(self, dataset: HDF5Object, shape: tuple[int, ...], at: int) -> FileBox:
         """Elements that lie in one piece."""
         found = dataset.type.dtype
         swapped = found is not None and found.byteorder == ">"
@@ -303,22 +306,16 @@ class Hdf5Reader(RangeReader):
                 f"few for {dtypes.with_shape(entry.dtype, entry.shape)}, or shared with others"
             )
 
-    def _chunks_of(self, entry: ArrayEntry) -> Mapping[tuple[int, ...], Chunk]:
+    def _chunks_of(self, entry: ArrayEntry) -> Mapping[tuple[int, ...], HDF5Chunk]:
         how = self._storages[entry.name]
         with self._lock:
             if entry.name not in self._chunks:
+                where = f"{self.location}: array {entry.name!r}"
                 try:
-                    self._chunks[entry.name] = how.chunks() if how.chunk else {}
+                    with _damages(f"{where}: its index in {self._name} is damaged"):
+                        self._chunks[entry.name] = how.chunks() if how.chunk else {}
                 except Failed as error:
-                    where = f"{self.location}: array {entry.name!r}"
                     raise reading_failed(error, where) from error
-                except _DAMAGES as error:
-                    if isinstance(error, UnickptError):
-                        raise
-                    raise CheckpointCorrupt(
-                        f"{self.location}: array {entry.name!r}: its index in {self._name} is "
-                        f"damaged: {error!r}"
-                    ) from error
             return self._chunks[entry.name]
 
     def unchecked(self) -> Sequence[str]:
@@ -357,7 +354,7 @@ class Hdf5Reader(RangeReader):
                 f"{self.location}: array {entry.name!r} {box} cannot be read: {error}"
             ) from error
 
-    def _read_chunk(self, how: Storage, chunk: Chunk, local: Box, out: Array) -> None:
+    def _read_chunk(self, how: HDF5Storage, chunk: HDF5Chunk, local: Box, out: Array) -> None:
         """Reads a part of a chunk."""
         shape = how.chunk or ()
         if not how.filters and self._stored.unpacked is None:
@@ -372,14 +369,14 @@ class Hdf5Reader(RangeReader):
         out[...] = found.reshape(shape)[local.slices]
 
 
-def _fill(dataset: Object, dtype: Any) -> Any:
+def _fill(dataset: HDF5Object, dtype: Any) -> Any:
     """The value of elements that are not stored."""
     if not dataset.fill:
         return np.zeros((), dtype)
     return np.frombuffer(dataset.fill, dataset.type.dtype or dtype, 1)[0]
 
 
-def _root(files: Files, name: str, stored: _Stored) -> Object:
+def _root(files: Files, name: str, stored: _HDF5Place) -> HDF5Object:
     """The group that contains all others of a file, or of what was unpacked."""
     begin, unpacked = stored.begin, stored.unpacked
 
@@ -388,7 +385,7 @@ def _root(files: Files, name: str, stored: _Stored) -> Object:
             return unpacked[at : at + count]
         return files.read(name, begin + at, count)
 
-    return File(Blocks(f"{files.location}: {name}", stored.size, read)).root
+    return root_of(HDF5Blocks(f"{files.location}: {name}", stored.size, read))
 
 
 def layer_names(files: Files, name: str) -> LayerNames:
@@ -398,37 +395,44 @@ def layer_names(files: Files, name: str) -> LayerNames:
         CheckpointCorrupt: it is damaged.
         Failed: the storage failed.
     """
-    try:
+    with _damages(f"{files.location}: {name} is damaged"):
         return _layer_names(_root(files, name, _stored(files, name)))
+
+
+@contextmanager
+def _damages(what: str) -> Iterator[None]:
+    """Where what a damaged structure leads to is an error of its own."""
+    try:
+        yield
+    except (UnickptError, Failed):
+        raise
     except _DAMAGES as error:
-        if isinstance(error, UnickptError | Failed):
-            raise
-        raise CheckpointCorrupt(f"{files.location}: {name} is damaged: {error!r}") from error
+        raise CheckpointCorrupt(f"{what}: {error!r}") from error
 
 
-def _layer_names(root: Object) -> LayerNames:
+def _layer_names(root: HDF5Object) -> LayerNames:
     """The names that Keras gives layers, by those in the file, which count them by class; for each
     group of layers, by its path in the file."""
     names: dict[tuple[str, ...], dict[str, str]] = {}
-    waiting, seen = list[tuple[tuple[str, ...], Object]]([((), root)]), set[int]()
+    waiting, seen = list[tuple[tuple[str, ...], HDF5Object]]([((), root)]), set[int]()
     while waiting:
         path, group = waiting.pop()
         for link in group.links:
             if link.at is None or link.at in seen or len(path) > tree.MAX_DEPTH:
                 continue  # which `_walk` refuses
             seen.add(link.at)
-            item = Object(root.blocks, link.at)
+            item = HDF5Object(root.blocks, link.at)
             if not item.is_group:
                 continue
             waiting.append(((*path, link.name), item))
             if path[-1:] == (_LAYERS,):
                 variables = [one.at for one in item.links if one.name == _VARIABLES and one.at]
-                name = Object(root.blocks, variables[0]).text("name") if variables else None
+                name = HDF5Object(root.blocks, variables[0]).text("name") if variables else None
                 names.setdefault(path, {})[link.name] = name or link.name
     return names
 
 
-def _dtype(dataset: Object, told: str) -> str:
+def _dtype(dataset: HDF5Object, told: str) -> str:
     """The checkpoint's name of a dataset's dtype."""
     found = dataset.type
     if found.opaque and found.size == 2 and dataset.text("dtype") == "bfloat16":  # of Keras

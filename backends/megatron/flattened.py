@@ -15,7 +15,7 @@ from typing import Any
 from unickpt.arrays.box import Box
 from unickpt.backends.dcp.metadata import extents
 from unickpt.backends.dcp.reader import ChunkedArray
-from unickpt.foreign.elements import Joined, Run
+from unickpt.foreign.elements import ElementRun, Joined
 from unickpt.foreign.file_ranges import FileBox
 from unickpt.foreign.pickles import BadPickle
 from unickpt.quoting import quoted
@@ -62,12 +62,12 @@ def unflattened(name: str, stored: ChunkedArray, shape: tuple[int, ...]) -> Chun
     inner = tuple(extent // n if n else 0 for n, extent in zip(counts, shape, strict=True))
     if math.prod(inner) != size:
         raise _contradicts(name, stored, shape)
-    pieces = dict[tuple[int, ...], list[tuple[int, Run]]]()
+    pieces = dict[tuple[int, ...], list[tuple[int, ElementRun]]]()
     for found in stored.boxes:
         *at, first = found.box.start
         if any(n != 1 for n in found.box.shape[:-1]):
             raise BadPickle(f"a piece of {quoted(name)} at {list(at)} belongs to several boxes")
-        run = Run(found.elements, 0, found.box.size)
+        run = ElementRun(found.elements, 0, found.box.size)
         pieces.setdefault(tuple(at), []).append((first, run))
     boxes = []
     for index, runs in pieces.items():
@@ -77,7 +77,7 @@ def unflattened(name: str, stored: ChunkedArray, shape: tuple[int, ...]) -> Chun
     return replace(stored, shape=shape, boxes=boxes)
 
 
-def _joined(name: str, box: Box, pieces: list[tuple[int, Run]]) -> Joined:
+def _joined(name: str, box: Box, pieces: list[tuple[int, ElementRun]]) -> Joined:
     """The elements of a box: all its pieces in order."""
     end = 0
     for first, run in sorted(pieces, key=lambda piece: piece[0]):

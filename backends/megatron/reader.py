@@ -35,7 +35,6 @@ _MARKER, _COMMON = "metadata.json", "common.pt"
 _MOST_MARKER = 1 << 20
 _DAMAGED = object()
 _LATEST = "latest_checkpointed_iteration.txt"
-_MOST_LATEST = 100
 _PER_RANK = re.compile(r"mp_rank_\d+(_\d+)*/model_optim_rng\.pt")
 _EXTRA = re.compile(r"(.*\.)?_extra_state(/.*)?")
 _OBJECT = re.compile(r"shard_[\d.]+_[\d.]+")
@@ -161,7 +160,7 @@ def _latest(files: Files) -> Files | None:
     """
     if _LATEST not in files.here:
         return None
-    text = files.tail(_LATEST, _MOST_LATEST).decode(errors="replace").strip()
+    text = files.text(_LATEST)
     if text != "release" and not (text.isdecimal() and text.isascii() and len(text) < 20):
         return None
     name = text if text == "release" else f"iter_{int(text):07}"

@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from unickpt.arrays.box import Box
 from unickpt.backends import flax_msgpack
-from unickpt.backends.flax_msgpack import Elsewhere, InFile
+from unickpt.backends.flax_msgpack import Elsewhere
 from unickpt.backends.orbax.metadata import ItemMetadata, NamedTuple, Stored
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.foreign.file_ranges import FileBox, RangeReader, whole
+from unickpt.foreign.file_ranges import ArrayTable, RangeReader, TensorSource
 from unickpt.foreign.files import Files
 from unickpt.foreign.loose_files import is_flax
 from unickpt.format.index import Index
@@ -40,13 +39,13 @@ class Inline:
     """
 
     files: Files
-    found: InFile
+    found: TensorSource
 
     def reader(self, name: str) -> RangeReader:
         """Reads it as an array of a name."""
-        box = FileBox(Box.whole(self.found.shape), self.found.elements)
-        entry = whole(name, self.found.shape, self.found.dtype, box)
-        return _Reader(self.files, Index({}, {name: entry}), {name: (box,)})
+        table = ArrayTable()
+        table.add(name, self.found)
+        return _Reader(self.files, Index({}, table.entries), table.boxes)
 
 
 def begins(files: Files, name: str) -> bool:
@@ -94,7 +93,7 @@ def _tree(files: Files, found: Any, path: tuple[str, ...]) -> Any:
     if isinstance(found, (list, tuple)):
         every = enumerate(found)
         return type(found)(_tree(files, child, (*path, str(n))) for n, child in every)
-    if isinstance(found, InFile):
+    if isinstance(found, TensorSource):
         return Inline(files, found)
     if not isinstance(found, Elsewhere):
         return found

@@ -10,31 +10,37 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.backends.hugging_face import weight_map
 from unickpt.errors import CheckpointCorrupt, CoverageError
 from unickpt.foreign import loose_files
-from unickpt.foreign.elements import Elements, FileRange, Nibbles, Unreadable
-from unickpt.foreign.file_ranges import FileBox, RangeReader, of_boxes, whole
+from unickpt.foreign.elements import FileRange, Nibbles, Unreadable
+from unickpt.foreign.file_ranges import (
+    ArrayTable,
+    FileBox,
+    RangeReader,
+    TensorSource,
+    of_boxes,
+    whole,
+)
 from unickpt.foreign.files import Files
-from unickpt.foreign.loose_files import Found, open_kind
+from unickpt.foreign.headers import sizes
+from unickpt.foreign.loose_files import FoundFiles, open_kind
 from unickpt.format.coverage import check_boxes
-from unickpt.format.index import ArrayEntry, Index
+from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
-from unickpt.trees import tree, tree_json
+from unickpt.trees import tree
 
 _SUFFIX = ".safetensors"
 # As transformers numbers the files of a folder; those of torch's ranks are numbered otherwise.
 _NUMBERED = r"(?!shard-\d)(.*)-\d{5}-of-(\d{5})\.safetensors"
 _SHARDING = "DCP_SHARDING_INFO"
 _MOST_HEADER = 100_000_000  # as upstream
-_MOST_RANK = 32
 DTYPES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16",
     "U32": "uint32", "I32": "int32", "U64": "uint64", "I64": "int64", "F16": "float16",
@@ -46,31 +52,10 @@ _FOUR_BITS = {"F4": "float4_e2m1fn"}
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """A tensor of one file.
-
-    Arguments:
-        dtype: the checkpoint's name of its dtype.
-        shape: its extents.
-        offset: of its first byte in the file.
-        kind: makes elements of a file and an offset.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    kind: Callable[[str, int], Elements] = FileRange
-
-    def elements(self, file: str, begin: int = 0) -> Elements:
-        """Its elements, in a file in which its own begins at a byte."""
-        return self.kind(file, begin + self.offset)
-
-
-@dataclass(frozen=True)
-class Header:
+class SafetensorsHeader:
     """The header of a file: its tensors by name, and its metadata."""
 
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, TensorSource]
     metadata: Mapping[str, str]
 
 
@@ -85,7 +70,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         StorageError: the storage failed.
     """
 
-    def make(found: Found) -> SafetensorsReader:
+    def make(found: FoundFiles) -> SafetensorsReader:
         where = None if found.index is None else weight_map(files, found.index, (_SUFFIX,))
         names = found.names if where is None else sorted({*where.values()})
         _check_complete(files, names)
@@ -123,24 +108,25 @@ class SafetensorsReader(RangeReader):
     format = "safetensors"
 
     def __init__(
-        self, files: Files, headers: Mapping[str, Header], where: Mapping[str, str] | None
+        self,
+        files: Files,
+        headers: Mapping[str, SafetensorsHeader],
+        where: Mapping[str, str] | None,
     ) -> None:
         pieces = _pieces(files, headers, where)
-        entries, boxes = dict[str, ArrayEntry](), dict[str, Sequence[FileBox]]()
+        table = ArrayTable()
         for name, (dtype, of_tensor) in pieces.items():
             component = tree.component(name)
             try:
-                entries[component] = _entry(component, dtype, of_tensor)
+                table.put(_entry(component, dtype, of_tensor), of_tensor)
             except CoverageError as error:
                 raise CheckpointCorrupt(
                     f"{files.location}: the pieces of {quoted(name)} do not make it up; are files "
                     f"missing? {error}"
                 ) from error
-            boxes[component] = of_tensor
-        node = tree_json.from_names(entries)
         metadata = {k: v for header in headers.values() for k, v in header.metadata.items()}
         metadata.pop(_SHARDING, None)
-        super().__init__(files, Index(tree_json.to_json(node), entries, metadata=metadata), boxes)
+        super().__init__(files, table.index(metadata), table.boxes)
 
 
 def _entry(name: str, dtype: str, boxes: Sequence[FileBox]) -> ArrayEntry:
@@ -156,7 +142,7 @@ def _entry(name: str, dtype: str, boxes: Sequence[FileBox]) -> ArrayEntry:
 
 
 def _pieces(
-    files: Files, headers: Mapping[str, Header], where: Mapping[str, str] | None
+    files: Files, headers: Mapping[str, SafetensorsHeader], where: Mapping[str, str] | None
 ) -> dict[str, tuple[str, list[FileBox]]]:
     """The dtype and the boxes of each tensor."""
     found: dict[str, tuple[str, list[FileBox]]] = {}
@@ -182,7 +168,7 @@ def _pieces(
                     f"{tensor.dtype}{list(tensor.shape)} at {list(origin)} in {file}"
                 )
             stop = tuple(a + n for a, n in zip(origin, tensor.shape, strict=True))
-            box = FileBox(Box(origin, stop), tensor.elements(file))
+            box = FileBox(Box(origin, stop), tensor.elements)
             first_in.setdefault(name, file)
             found.setdefault(name, (tensor.dtype, []))[1].append(box)
     missing = sorted((where or {}).keys() - found.keys())
@@ -195,20 +181,25 @@ def _pieces(
     return found
 
 
-def _offsets(header: Header, where: str) -> dict[str, tuple[int, ...]]:
+def _offsets(header: SafetensorsHeader, where: str) -> dict[str, tuple[int, ...]]:
     """Where pieces begin in their tensors, if torch recorded it."""
     text = header.metadata.get(_SHARDING)
     if text is None:
         return {}
     try:
         told = json.loads(text)
-        return {name: _ints(facts["saved_offsets"]) for name, facts in told.items()}
+        return {name: sizes(facts["saved_offsets"]) for name, facts in told.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointCorrupt(f"{where}: {_SHARDING} in its header is damaged") from error
 
 
-def read_header(files: Files, file: str) -> Header:
+def read_header(files: Files, file: str, begin: int = 0) -> SafetensorsHeader:
     """Reads and checks the header of a file.
+
+    Arguments:
+        files: read it from its front.
+        file: its name.
+        begin: where it lies in the file that its tensors are read from.
 
     Raises:
         CheckpointCorrupt: it is damaged, or the file is shorter than it says.
@@ -226,50 +217,38 @@ def read_header(files: Files, file: str) -> Header:
             raise ValueError("its metadata are not texts")
         tensors, end = {}, 0
         for name, facts in sorted(found.items(), key=lambda item: item[1]["data_offsets"]):
-            tensors[name], end = _tensor(name, facts, end, files, file, 8 + length)
+            tensors[name], end = _tensor(name, facts, end, where, file, begin + 8 + length)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointCorrupt(f"{where}: its header is damaged: {error}") from error
     if size is not None and size != 8 + length + end:
         raise CheckpointCorrupt(
             f"{where} has {size} bytes, but {8 + length + end} according to its header"
         )
-    return Header(tensors, metadata)
+    return SafetensorsHeader(tensors, metadata)
 
 
 def _tensor(
-    name: str, facts: Mapping[str, Any], end: int, files: Files, file: str, data: int
-) -> tuple[Tensor, int]:
+    name: str, facts: Mapping[str, Any], end: int, where: str, file: str, data: int
+) -> tuple[TensorSource, int]:
     """A tensor of a header, and the end of its bytes, which begin where those before it end."""
-    shape, (begin, stop) = _ints(facts["shape"]), _ints(facts["data_offsets"])
+    shape, (begin, stop) = sizes(facts["shape"]), sizes(facts["data_offsets"])
     kind, count, at = facts["dtype"], math.prod(shape), data + begin
     if kind in DTYPES:
-        dtype = DTYPES[kind]
-        tensor = Tensor(dtype, shape, at)
-        nbytes = count * dtypes.from_name(dtype).itemsize
+        found = TensorSource(DTYPES[kind], shape, FileRange(file, at))
+        nbytes = found.nbytes
     elif kind in _FOUR_BITS:
-        tensor, nbytes = Tensor(_FOUR_BITS[kind], shape, at, Nibbles), -(-count // 2)
+        found, nbytes = TensorSource(_FOUR_BITS[kind], shape, Nibbles(file, at)), -(-count // 2)
     else:
         reason = (
-            f"{files.location}: {file}: {quoted(name)} has the dtype {quoted(kind)}, which is not "
-            "read; read the other tensors by their names (only=), or drop it by a rule"
+            f"{where}: {quoted(name)} has the dtype {quoted(kind)}, which is not read; read the "
+            "other tensors by their names (only=), or drop it by a rule"
         )
-        nbytes = max(0, stop - begin)
-        tensor = Tensor("uint8", shape, at, lambda *_: Unreadable(reason))
+        found, nbytes = TensorSource("uint8", shape, Unreadable(reason)), max(0, stop - begin)
     if begin != end or stop - begin != nbytes:
         raise ValueError(
             f"{quoted(name)} of {nbytes} bytes lies at {begin} to {stop}, after byte {end}"
         )
-    return tensor, stop
-
-
-def _ints(found: Any) -> tuple[int, ...]:
-    if (
-        not isinstance(found, list)
-        or len(found) > _MOST_RANK
-        or not all(type(n) is int and 0 <= n < 1 << 62 for n in found)
-    ):
-        raise ValueError(f"{quoted(found)} is not a list of sizes")
-    return tuple(found)
+    return found, stop
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from unickpt import CheckpointCorrupt, CheckpointNotFound, Rules, UnsupportedFor
 from unickpt.backends.bytecheckpoint.flat_params import parts_of
 from unickpt.errors import UnickptError
 from unickpt.foreign import file_ranges
-from unickpt.foreign.pickle_writer import Call, dumps
+from unickpt.foreign.pickle_writer import PickledCall, dumps
 from unickpt.foreign.pickles import BadPickle, Global
 from unickpt.storage.database import context
 from unickpt.storage.paths import resolve
@@ -145,7 +145,7 @@ class TestSuite(ReaderSuite):
                 files[rank] += chunk.tobytes()
             properties = (Global(f"torch.{array.dtype.name}"), None, False, None, False)
             facts = {"size": size(array.shape), "chunks": chunks}
-            facts["properties"] = Call(Global(f"{DCP}TensorProperties"), (), properties)
+            facts["properties"] = PickledCall(Global(f"{DCP}TensorProperties"), (), properties)
             described[name] = a(f"{DCP}TensorStorageMetadata", facts)
         metadata = {
             "state_dict_metadata": described,
@@ -171,13 +171,13 @@ class TestSuite(ReaderSuite):
         file.write_bytes(data.replace(form, b"x" * len(form)))
 
 
-def a(name: str, fields: Any) -> Call:
+def a(name: str, fields: Any) -> PickledCall:
     """An object of a class."""
-    return Call(Global(name), (), fields)
+    return PickledCall(Global(name), (), fields)
 
 
-def size(shape: Sequence[int]) -> Call:
-    return Call(Global("torch.Size"), (tuple(shape),))
+def size(shape: Sequence[int]) -> PickledCall:
+    return PickledCall(Global("torch.Size"), (tuple(shape),))
 
 
 def halves(array: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:

@@ -17,9 +17,9 @@ import unickpt
 from unickpt import CheckpointCorrupt, UnsupportedFormat
 from unickpt.arrays.layout import Layout
 from unickpt.backends.deepspeed import merging, patterns, states
-from unickpt.backends.deepspeed.sources import Source
 from unickpt.errors import HintError, UnickptError
 from unickpt.foreign.elements import FileRange
+from unickpt.foreign.file_ranges import TensorSource
 from unickpt.foreign.files import Files
 from unickpt.storage import database
 from unickpt.storage.paths import resolve
@@ -450,7 +450,7 @@ def test_files_of_two_saves_are_noticed(copy: Callable[[str], Path]) -> None:
     file = tag / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     state = states.optimizer_state(states.StateFile(Files(resolve(tag)), file.name))
     step = state.groups[0].scalars["step"]
-    assert isinstance(step, Source)
+    assert isinstance(step, TensorSource)
     assert isinstance(step.elements, FileRange)
     data = bytearray(file.read_bytes())
     data[step.elements.offset : step.elements.offset + 4] = np.float32(4).tobytes()
@@ -592,7 +592,9 @@ def test_what_affine_maps_and_patterns_must_not_say(
     ],
 )
 def test_sub_parameters_without_widths_are_split_evenly(said: Any, expected: list[int]) -> None:
-    rules = merging.Rules({"parameter_with_sub_params": [{**said, "patterns": ["w"]}]}, {}, 2)
+    rules = merging.TensorParallelRules(
+        {"parameter_with_sub_params": [{**said, "patterns": ["w"]}]}, {}, 2
+    )
     plan = rules.plan("w", [(3, 2), (3, 2)])
     rows = {}
     for piece in plan.pieces:

@@ -19,7 +19,7 @@ import unickpt
 from unickpt import CheckpointCorrupt, Opaque, UnsupportedFormat
 from unickpt.cli.app import app
 from unickpt.foreign import pickles
-from unickpt.foreign.pickle_writer import Call, dumps
+from unickpt.foreign.pickle_writer import PickledCall, dumps
 from unickpt.foreign.pickles import Global
 from unickpt.format import index_json
 
@@ -38,8 +38,8 @@ def written(path: Path, value: Any, kind: str = "zip") -> Path:
     return path
 
 
-def ours(state: Any = None, args: tuple[Any, ...] = (), **more: Any) -> Call:
-    return Call(Global("mine.Ours"), args, state, **more)
+def ours(state: Any = None, args: tuple[Any, ...] = (), **more: Any) -> PickledCall:
+    return PickledCall(Global("mine.Ours"), args, state, **more)
 
 
 ARGS = optparse.Values(
@@ -123,7 +123,7 @@ def test_tensors_in_objects_are_arrays(kind: str, tmp_path: Path) -> None:
 
     def inside(self: Any, value: Any) -> Any:  # also in what follows a call
         made = original(self, value)
-        if isinstance(made, Call):
+        if isinstance(made, PickledCall):
             made.appended, made.items = original(self, made.appended), original(self, made.items)
         return made
 

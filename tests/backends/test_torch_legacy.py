@@ -19,7 +19,7 @@ from support.reader_suite import ReaderSuite, nested
 
 import unickpt
 from unickpt import Checkpoint, CheckpointCorrupt, UnickptError
-from unickpt.foreign.pickle_writer import Call, dumps
+from unickpt.foreign.pickle_writer import PickledCall, dumps
 from unickpt.foreign.pickles import Global, PersistentId
 from unickpt.storage import database
 from unickpt.storage.paths import resolve
@@ -154,7 +154,7 @@ def test_storages_within_storages_are_refused(tmp_path: Path) -> None:
 
 @given(st.data())
 def test_any_damage_is_an_error_or_other_data(data: st.DataObject) -> None:
-    ours = Call(Global("mine.Ours"), (), {"w": np.arange(3.0), "x": 1})
+    ours = PickledCall(Global("mine.Ours"), (), {"w": np.arange(3.0), "x": 1})
     whole = bytearray(file_writers.torch_legacy({"w": np.arange(4), "ours": ours, "step": 3}))
     for _ in range(data.draw(st.integers(1, 4))):
         whole[data.draw(st.integers(15, len(whole) - 1))] = data.draw(st.integers(0, 255))

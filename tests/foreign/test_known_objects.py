@@ -35,7 +35,7 @@ def renamed(data: bytes) -> bytes:
 
 def decoded(data: bytes) -> Any:
     found, _ = pickles.read(data, CONSTRUCTORS)
-    return known_objects.decoded(found) if isinstance(found, pickles.Opaque) else found
+    return known_objects.decoded(found) if isinstance(found, pickles.PickledObject) else found
 
 
 def opened(folder: Path, data: bytes) -> unickpt.Checkpoint:
@@ -164,9 +164,9 @@ def test_what_has_no_plain_form_stays_as_it_was(value: Any, tmp_path: Path) -> N
 # --- damage -------------------------------------------------------------------------------------
 
 
-def facts(value: Any) -> pickles.Opaque:
+def facts(value: Any) -> pickles.PickledObject:
     found, _ = pickles.read(pickle.dumps(value, 2), CONSTRUCTORS)
-    assert isinstance(found, pickles.Opaque)
+    assert isinstance(found, pickles.PickledObject)
     return found
 
 
@@ -198,7 +198,9 @@ def test_damage_names_the_file(tmp_path: Path) -> None:
 
 
 DTYPES = st.builds(
-    lambda name, state: pickles.Opaque(pickles.Global("numpy.dtype"), (name, False, True), state),
+    lambda name, state: pickles.PickledObject(
+        pickles.Global("numpy.dtype"), (name, False, True), state
+    ),
     st.sampled_from(
         [
             *("f4", "i8", "U1", "U0", "S0", "O8", "V4", "b9", "c8", "f16", "x", ""),
@@ -225,7 +227,7 @@ PARTS = st.one_of(
     st.one_of(PARTS, st.lists(PARTS, min_size=5, max_size=5).map(tuple)),
 )
 def test_any_facts_are_decoded_or_refused(name: str, args: Any, state: Any) -> None:
-    found = pickles.Opaque(pickles.Global(name), args, state, at=7)
+    found = pickles.PickledObject(pickles.Global(name), args, state, at=7)
     try:
         made = known_objects.decoded(found)
     except BadPickle:

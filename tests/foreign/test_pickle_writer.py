@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from support.pickled import trees, typed
 
 from unickpt.foreign import pickles
-from unickpt.foreign.pickle_writer import Call, dumps
+from unickpt.foreign.pickle_writer import PickledCall, dumps
 from unickpt.foreign.pickles import Global, PersistentId
 
 
@@ -110,7 +110,7 @@ def test_what_is_shared_or_contains_itself_stays_so(protocol: int) -> None:
 
 def test_an_object_in_its_own_arguments() -> None:
     args: list[Any] = []
-    call = Call(Global("collections.deque"), (args,))
+    call = PickledCall(Global("collections.deque"), (args,))
     args.append(call)
     found, _ = pickles.read(dumps([call, call]), {})
     assert found[0] is found[1]
@@ -160,8 +160,8 @@ def test_a_name_cannot_smuggle_opcodes(name: Global) -> None:
 def test_torch_reads_what_is_written(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     storage = PersistentId(("storage", Global("torch.FloatStorage"), "0", "cpu", 6))
-    args = (storage, 0, (2, 3), (3, 1), False, Call(Global("collections.OrderedDict")))
-    tensor = Call(Global("torch._utils._rebuild_tensor_v2"), args)
+    args = (storage, 0, (2, 3), (3, 1), False, PickledCall(Global("collections.OrderedDict")))
+    tensor = PickledCall(Global("torch._utils._rebuild_tensor_v2"), args)
     state = {"w": tensor, "tied": tensor, "step": 3, "raw": b"\xff", "size": [None, 0.5, 1 << 40]}
     data = torch.arange(6, dtype=torch.float32).reshape(2, 3)
     with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:

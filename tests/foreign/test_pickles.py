@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support.pickled import trees, typed
 
 from unickpt.foreign import pickles, torch_pickles
-from unickpt.foreign.pickles import BadPickle, Global, Opaque
+from unickpt.foreign.pickles import BadPickle, Global, PickledObject
 
 _BOUND = 5.0  # seconds of processor time; what would take minutes or hours without a bound
 
@@ -76,7 +76,7 @@ class Ours:
 @pytest.mark.parametrize("protocol", range(6))
 def test_an_object_of_an_unknown_class_says_what_the_pickle_says(protocol: int) -> None:
     found = read(pickle.dumps(Ours(), protocol))
-    assert isinstance(found, Opaque)
+    assert isinstance(found, PickledObject)
     assert found.state == {"x": 1} or protocol < 2
     assert "Ours" in repr(found) or protocol < 2
 
@@ -105,7 +105,7 @@ def test_no_function_that_a_pickle_names_is_called(protocol: int, tmp_path: Any)
     ]
     for attack in attacks:
         found = read(pickle.dumps([attack], protocol))
-        assert isinstance(found[0], Opaque)
+        assert isinstance(found[0], PickledObject)
     assert not made.exists()
 
 
@@ -119,7 +119,7 @@ def test_every_way_to_call_is_a_description() -> None:
         b"\x80\x04\x8c\x08builtins\x8c\x04eval\x93\x8c\x041+11\x85R.",
     ]:
         found = read(data)
-        assert isinstance(found, Opaque)
+        assert isinstance(found, PickledObject)
         assert found.name in ("os.system", "builtins.eval")
 
 

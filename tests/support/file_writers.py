@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from unickpt.foreign.pickle_writer import Call, dumps
+from unickpt.foreign.pickle_writer import PickledCall, dumps
 from unickpt.foreign.pickles import Global, PersistentId
 
 KINDS = {"float32": "Float", "float64": "Double", "int64": "Long", "uint8": "Byte", "bool": "Bool"}
@@ -51,16 +51,18 @@ class TorchPickle:
             kind = Global(f"torch.{KINDS[value.dtype.name]}Storage")
             storage = PersistentId(("storage", kind, key, "cpu", value.size, *self._view))
             strides = tuple(s // value.itemsize for s in np.empty(value.shape, value.dtype).strides)
-            hooks = Call(Global("collections.OrderedDict"))
+            hooks = PickledCall(Global("collections.OrderedDict"))
             args = (storage, 0, value.shape, strides, False, hooks)
-            return Call(Global("torch._utils._rebuild_tensor_v2"), args)
+            return PickledCall(Global("torch._utils._rebuild_tensor_v2"), args)
         if isinstance(value, dict):
             return {k: self._facts(v) for k, v in value.items()}
         if isinstance(value, list | tuple):
             return type(value)(map(self._facts, value))
-        if isinstance(value, Call):
+        if isinstance(value, PickledCall):
             args, state = self._facts(value.args), self._facts(value.state)
-            return Call(value.function, args, state, value.appended, value.items, value.is_new)
+            return PickledCall(
+                value.function, args, state, value.appended, value.items, value.is_new
+            )
         return value
 
 

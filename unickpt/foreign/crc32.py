@@ -33,7 +33,7 @@ class Range:
     name: str = ""
 
 
-class Ranges:
+class ChecksummedRanges:
     """The ranges of a checkpoint's files that have a CRC-32; some are found when they are read."""
 
     def __init__(self) -> None:

@@ -120,7 +120,7 @@ class Unreadable:
 
 
 @dataclass(frozen=True)
-class Run:
+class ElementRun:
     """Consecutive elements of a sequence.
 
     Arguments:
@@ -142,7 +142,7 @@ class Joined:
         runs: in order.
     """
 
-    runs: Sequence[Run]
+    runs: Sequence[ElementRun]
 
     @cached_property
     def _ends(self) -> list[int]:
@@ -163,19 +163,19 @@ class Joined:
         for run in self._parts(first, count):
             yield from run.elements.ranges(run.first, run.count, itemsize)
 
-    def _parts(self, first: int, count: int) -> Iterator[Run]:
+    def _parts(self, first: int, count: int) -> Iterator[ElementRun]:
         """The parts of the runs that contain consecutive elements."""
         number = bisect.bisect_right(self._ends, first)
         while count > 0:
             run = self.runs[number]
             skipped = first - (self._ends[number] - run.count)
             taken = min(run.count - skipped, count)
-            yield Run(run.elements, run.first + skipped, taken)
+            yield ElementRun(run.elements, run.first + skipped, taken)
             number, first, count = number + 1, first + taken, count - taken
 
 
 @dataclass(frozen=True)
-class Converted:
+class ConvertedElements:
     """Elements that are stored in another dtype than the array's; NumPy converts them.
 
     Arguments:
@@ -221,7 +221,7 @@ class Lazy:
 
 
 @dataclass(frozen=True)
-class InMemory:
+class InMemoryElements:
     """Elements that were read already, because they are no range of a file.
 
     Arguments:
@@ -243,7 +243,7 @@ class InMemory:
 
 
 @dataclass(frozen=True)
-class Mean:
+class MeanElements:
     """The mean of several sequences, computed in float32.
 
     Arguments:
@@ -251,7 +251,7 @@ class Mean:
         dtype: the name of the dtype in which their elements are stored.
     """
 
-    runs: Sequence[Run]
+    runs: Sequence[ElementRun]
     dtype: str
 
     def read(self, files: Files, first: int, out: Array) -> None:

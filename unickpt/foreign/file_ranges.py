@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -18,7 +18,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, flat_range_to_boxes
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.layout import Layout
-from unickpt.errors import CheckpointCorrupt
+from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
 from unickpt.foreign.crc32 import Range
 from unickpt.foreign.elements import ByteRange, Elements
 from unickpt.foreign.files import CheckedFiles, Files
@@ -26,6 +26,7 @@ from unickpt.format.chunk_grid import Part, free_chunk
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader, Request
 from unickpt.storage.errors import Failed, reading_failed
+from unickpt.trees import tree, tree_json
 
 CHUNK_BYTES = 16 << 20
 """What one thread reads at a time: of a chunk only what is needed is read, so that small chunks
@@ -337,3 +338,139 @@ def _span(shape: Sequence[int], steps: Sequence[int]) -> tuple[int, int]:
     """The lowest and the highest element of a strided box, relative to its first."""
     ends = [(n - 1) * s for n, s in zip(shape, steps, strict=True)]
     return sum(min(0, end) for end in ends), sum(max(0, end) for end in ends)
+
+
+# --- what headers say, as a table -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """A tensor in files: all of one, or a part of it that lies together.
+
+    Arguments:
+        dtype: the checkpoint's name of its dtype.
+        shape: its extents.
+        elements: a sequence that contains its elements.
+        first: the number of its first element in the sequence.
+        strides: in elements; None for row-major order without gaps.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    elements: Elements
+    first: int = 0
+    strides: tuple[int, ...] | None = None
+
+    @property
+    def count(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return self.count * dtypes.from_name(self.dtype).itemsize
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The strides, also for row-major order."""
+        return row_major(self.shape) if self.strides is None else self.strides
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether its elements follow each other in row-major order."""
+        expected = row_major(self.shape)
+        return all(
+            n == 1 or a == b for n, a, b in zip(self.shape, self.steps, expected, strict=True)
+        )
+
+    @property
+    def box(self) -> FileBox:
+        """All of it, as a box of an array of its shape."""
+        return FileBox(Box.whole(self.shape), self.elements, self.first, self.strides)
+
+    def reshaped(self, shape: Sequence[int]) -> TensorSource:
+        """The elements in another shape; only if they are in row-major order."""
+        assert self.is_row_major, "checked by the caller"
+        return TensorSource(self.dtype, tuple(shape), self.elements, self.first)
+
+
+class ArrayTable:
+    """The arrays and plain values of a checkpoint.
+
+    Arguments:
+        node: its tree; by default nested dicts, as the names of the arrays say.
+    """
+
+    def __init__(self, node: tree.Node | tree.Leaf | None = None) -> None:
+        self._node = node
+        self.entries: dict[str, ArrayEntry] = {}
+        self.boxes: dict[str, Sequence[FileBox]] = {}
+        """By array, for `RangeReader`."""
+        self.aliases: dict[str, str] = {}
+        self.values: dict[str, tree_json.Plain] = {}
+
+    def add(self, name: str, found: TensorSource) -> None:
+        """Adds an array that is one tensor."""
+        where = found.box
+        self.put(whole(name, found.shape, found.dtype, where), (where,))
+
+    def put(self, entry: ArrayEntry, boxes: Sequence[FileBox]) -> None:
+        """Adds an array that consists of several boxes."""
+        self.entries[entry.name], self.boxes[entry.name] = entry, boxes
+
+    def index(self, metadata: Mapping[str, Any] | None = None, processes: int = 1) -> Index:
+        """The index of all that was added.
+
+        Raises:
+            ValueError: without a tree, if a name is both an array and a container.
+        """
+        names = (*self.entries, *self.aliases)
+        node = tree_json.from_names(names) if self._node is None else self._node
+        return Index(
+            tree_json.to_json(node), self.entries, aliases=self.aliases, values=self.values,
+            metadata=metadata or {}, processes=processes,
+        )  # fmt: skip
+
+
+def table_of(
+    files: Files,
+    root: Any,
+    kinds: type | tuple[type, ...],
+    put: Callable[[ArrayTable, tree.Leaf], None],
+    expand: Callable[[Any, str], tree.Expansion | None] = lambda value, name: None,
+    identity: Callable[[Any], Hashable] = id,
+) -> ArrayTable:
+    """The table of a tree of containers, plain values and arrays.
+
+    Arguments:
+        files: of the checkpoint.
+        root: the tree.
+        kinds: the classes of what stands for arrays in it.
+        put: adds what stands for an array to the table.
+        expand: as for `tree.flatten`.
+        identity: equal for what stands for the same array, whose other names are aliases.
+
+    Raises:
+        UnsupportedFormat: the tree has names, or is nested, as no tree of unickpt.
+        All that `put` raises.
+    """
+
+    def is_leaf(value: Any) -> bool:
+        return isinstance(value, kinds) or tree_json.is_plain(value)
+
+    try:
+        node = tree.flatten(root, is_leaf, expand)
+    except UnickptError as error:
+        raise UnsupportedFormat(f"{files.location}: {error}") from error
+    table, first = ArrayTable(node), dict[Hashable, str]()
+    for leaf in tree.leaves(node):
+        if not isinstance(leaf.value, kinds):
+            table.values[leaf.name] = leaf.value
+            continue
+        known = first.setdefault(identity(leaf.value), leaf.name)
+        if known == leaf.name:
+            put(table, leaf)
+        else:
+            table.aliases[leaf.name] = known
+    return table

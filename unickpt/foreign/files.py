@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 
-from unickpt.foreign.crc32 import Parts, Range, Ranges
+from unickpt.foreign.crc32 import ChecksummedRanges, Parts, Range
 from unickpt.storage import database
 from unickpt.storage.errors import Damaged, system_calls
 from unickpt.storage.kvstore import KvStore
@@ -17,7 +17,7 @@ from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
 
 _MOST = 1 << 62  # bytes of a file
-_HEAD = 512
+_HEAD, _MOST_TEXT = 512, 1000
 _AT_ONCE = 16 << 20
 
 
@@ -41,7 +41,7 @@ class Files:
         """The name of the file that the location is; None for a folder."""
         self._above = f"{above}/"
         self._heads: dict[str, bytes] = {}
-        self.summed = Ranges()
+        self.summed = ChecksummedRanges()
         """The ranges of the files that have a checksum; whoever parses a file adds them."""
         self._inside = {self.single}
         """The files that are known not to lie elsewhere: at first the one that the user gave."""
@@ -191,6 +191,10 @@ class Files:
         """All bytes of a file, whose size the storage may not tell. Raises as `read`."""
         size = self.size(file)
         return self._fetch(file, slice(None)) if size is None else self.read(file, 0, size)
+
+    def text(self, file: str) -> str:
+        """The text of a small file, such as the name of the latest step. Raises as `read`."""
+        return self.tail(file, _MOST_TEXT).decode(errors="replace").strip()
 
     def tail(self, file: str, most: int) -> bytes:
         """The last bytes of a file, at most so many. Raises as `read`."""

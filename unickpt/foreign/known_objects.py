@@ -16,8 +16,8 @@ import numpy as np
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.dtypes import DType
-from unickpt.foreign.pickles import BadPickle, Global, Opaque
-from unickpt.foreign.torch_pickles import Storage, Tensor
+from unickpt.foreign.pickles import BadPickle, Global, PickledObject
+from unickpt.foreign.torch_pickles import Tensor, TorchStorage
 from unickpt.quoting import quoted
 from unickpt.trees import tree_json
 
@@ -26,7 +26,7 @@ _DTYPE = re.compile(r"[biufcSU][0-9]{1,9}")
 _ORDERS = {"<": False, "|": False, ">": True}
 
 
-def decoded(found: Opaque) -> Any:
+def decoded(found: PickledObject) -> Any:
     """An object as what it is.
 
     Returns:
@@ -44,14 +44,14 @@ def decoded(found: Opaque) -> Any:
 
 def key_of(found: Any) -> Any:
     """A key of a dict; a text or an integer of NumPy's as one of Python's. Raises as `decoded`."""
-    made = decoded(found) if isinstance(found, Opaque) else found
+    made = decoded(found) if isinstance(found, PickledObject) else found
     return made if type(made) in (str, int) else found
 
 
 # --- NumPy --------------------------------------------------------------------------------------
 
 
-def _reconstructed(found: Opaque) -> Any:
+def _reconstructed(found: PickledObject) -> Any:
     """An array by `_reconstruct(numpy.ndarray, ...)` and its state."""
     kind, state = found.args[0] if found.args else None, found.state
     if not isinstance(kind, Global) or kind.name != "numpy.ndarray":
@@ -62,7 +62,7 @@ def _reconstructed(found: Opaque) -> Any:
     return _array(found, data, dtype, shape, bool(fortran))
 
 
-def _from_buffer(found: Opaque) -> Any:
+def _from_buffer(found: PickledObject) -> Any:
     """An array by `_frombuffer(bytes, dtype, shape, order)`."""
     if len(found.args) != 4 or found.args[3] not in ("C", "F"):
         return None
@@ -70,7 +70,7 @@ def _from_buffer(found: Opaque) -> Any:
     return _array(found, data, dtype, shape, order == "F")
 
 
-def _array(found: Opaque, data: Any, kind: Any, shape: Any, fortran: bool) -> Tensor | None:
+def _array(found: PickledObject, data: Any, kind: Any, shape: Any, fortran: bool) -> Tensor | None:
     dtype, big_endian = _dtype(kind)
     name = None if dtype is None else _name_of(dtype)
     if dtype is None or name is None or not isinstance(data, bytes):
@@ -83,11 +83,11 @@ def _array(found: Opaque, data: Any, kind: Any, shape: Any, fortran: bool) -> Te
     ):
         raise BadPickle(f"a NumPy array of shape {quoted(shape)} has {len(data)} bytes")
     steps = [math.prod(shape[:d] if fortran else shape[d + 1 :]) for d in range(len(shape))]
-    memory = Storage(f"numpy at {found.at}", name, math.prod(shape), data, big_endian)
+    memory = TorchStorage(f"numpy at {found.at}", name, math.prod(shape), data, big_endian)
     return Tensor(memory, name, 0, shape, tuple(steps))
 
 
-def _scalar(found: Opaque) -> Any:
+def _scalar(found: PickledObject) -> Any:
     """A scalar by `scalar(dtype, bytes)`: a plain value; an array if it is complex."""
     if len(found.args) != 2:
         return None
@@ -114,7 +114,7 @@ def _dtype(found: Any) -> tuple[DType | None, bool]:
     """A dtype in the order of this machine, and whether it is stored in the other; None for those
     of objects, of fields and so on."""
     unknown = None, False
-    if not isinstance(found, Opaque) or found.name != "numpy.dtype" or not found.args:
+    if not isinstance(found, PickledObject) or found.name != "numpy.dtype" or not found.args:
         return unknown
     name, state = found.args[0], found.state
     if not isinstance(state, tuple) or len(state) < 5 or any(x is not None for x in state[2:5]):
@@ -141,7 +141,7 @@ def _name_of(dtype: DType) -> str | None:
 # --- torch --------------------------------------------------------------------------------------
 
 
-def _dtensor(found: Opaque) -> Any:
+def _dtensor(found: PickledObject) -> Any:
     """A DTensor that was pickled as an object: its array, if this process held all of it; else its
     part, below a name that says so, and the shape of the whole."""
     try:
@@ -166,37 +166,39 @@ _DTENSORS = ("torch.distributed.tensor.DTensor", "torch.distributed._tensor.api.
 # --- Python -------------------------------------------------------------------------------------
 
 
-def _complex(found: Opaque) -> Tensor | None:
+def _complex(found: PickledObject) -> Tensor | None:
     if [type(x) for x in found.args] != [float, float]:
         return None
     data = np.array([complex(*found.args)]).tobytes()
-    return Tensor(Storage(f"complex at {found.at}", "complex128", 1, data), "complex128", 0, (), ())
+    return Tensor(
+        TorchStorage(f"complex at {found.at}", "complex128", 1, data), "complex128", 0, (), ()
+    )
 
 
-def _record(found: Opaque) -> Any:
+def _record(found: PickledObject) -> Any:
     """Objects that are nothing but named values."""
     return found.state if isinstance(found.state, dict) else None
 
 
-def _sequence(found: Opaque) -> Any:
+def _sequence(found: PickledObject) -> Any:
     items = found.args[0] if found.args else ()
     return [*items, *found.appended] if isinstance(items, (list, tuple)) else None
 
 
-def _counter(found: Opaque) -> Any:
+def _counter(found: PickledObject) -> Any:
     counts = found.args[0] if found.args else {}
     return counts if isinstance(counts, dict) and not found.items else None
 
 
-def _path(kind: Callable[..., Any]) -> Callable[[Opaque], Any]:
-    def decode(found: Opaque) -> Any:
+def _path(kind: Callable[..., Any]) -> Callable[[PickledObject], Any]:
+    def decode(found: PickledObject) -> Any:
         is_path = all(type(part) is str for part in found.args)
         return str(kind(*found.args)) if is_path else None
 
     return decode
 
 
-_KNOWN: Mapping[str, Callable[[Opaque], Any]] = {
+_KNOWN: Mapping[str, Callable[[PickledObject], Any]] = {
     **{f"numpy.{core}.multiarray._reconstruct": _reconstructed for core in ("core", "_core")},
     **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
     **{f"numpy.{core}.numeric._frombuffer": _from_buffer for core in ("core", "_core")},

@@ -33,7 +33,7 @@ _BESIDE_WEIGHTS = re.compile(
 
 
 @dataclass(frozen=True)
-class Kind:
+class FileKind:
     """A format whose checkpoints are single files.
 
     Arguments:
@@ -107,35 +107,35 @@ def is_flax(head: bytes) -> bool:
 
 
 _WEIGHTS = ("model", "adapter_model", "diffusion_pytorch_model")
-SAFETENSORS = Kind(
+SAFETENSORS = FileKind(
     "safetensors", (".safetensors",), _is_safetensors,
     tuple(f"{w}.safetensors" for w in _WEIGHTS), together=re.compile(r".*", re.DOTALL),
 )  # fmt: skip
-TORCH = Kind(
+TORCH = FileKind(
     "torch", (".pt", ".pth", ".bin", ".ckpt", ".pth.tar"), _is_torch,
     ("pytorch_model.bin", *(f"{w}.bin" for w in _WEIGHTS[1:])),
     shared=(".bin", ".ckpt", ".pth.tar"),
 )  # fmt: skip
-FLAX = Kind(
+FLAX = FileKind(
     "flax", (".msgpack",), is_flax, ("flax_model.msgpack",),
     is_named=lambda name: re.fullmatch(r"[\w-]*[0-9](\.[0-9]+)?", name) is not None,
 )  # fmt: skip
-HDF5 = Kind("hdf5", (".h5", ".hdf5", ".keras"), _is_hdf5, indexes=(".weights.json",))
+HDF5 = FileKind("hdf5", (".h5", ".hdf5", ".keras"), _is_hdf5, indexes=(".weights.json",))
 GGUF_PART = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.gguf", re.DOTALL)
 """The name of one of several files of a model: the model's, and how many there are."""
-GGUF = Kind(
+GGUF = FileKind(
     "gguf", (".gguf",), lambda head: head[:4] == b"GGUF",
     together=GGUF_PART,
 )  # fmt: skip
-NPZ = Kind("npz", (".npz",), _is_npz)
-NPY = Kind("npy", (".npy",), lambda head: head[:6] == b"\x93NUMPY")
+NPZ = FileKind("npz", (".npz",), _is_npz)
+NPY = FileKind("npy", (".npy",), lambda head: head[:6] == b"\x93NUMPY")
 KINDS = (SAFETENSORS, TORCH, FLAX, HDF5, GGUF, NPZ, NPY)
 """In the order in which Hugging Face's libraries prefer them."""
 _SUFFIXES = tuple(suffix for kind in KINDS for suffix in kind.suffixes)
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundFiles:
     """The files of a checkpoint.
 
     Arguments:
@@ -149,7 +149,7 @@ class Found:
     beside: tuple[str, ...] = ()
 
 
-def open_kind(files: Files, kind: Kind, make: Callable[[Found], R]) -> R | None:
+def open_kind(files: Files, kind: FileKind, make: Callable[[FoundFiles], R]) -> R | None:
     """Opens the checkpoint at a location; None if it is none of this kind.
 
     Arguments:
@@ -173,7 +173,7 @@ def open_kind(files: Files, kind: Kind, make: Callable[[Found], R]) -> R | None:
     return reader
 
 
-def of_kind(files: Files, kind: Kind) -> Found | None:
+def of_kind(files: Files, kind: FileKind) -> FoundFiles | None:
     """The files at a location that are its checkpoint; None if it is none of this kind.
 
     Raises:
@@ -189,7 +189,7 @@ def of_kind(files: Files, kind: Kind) -> Found | None:
     return found[1]
 
 
-def find(files: Files) -> tuple[Kind, Found] | None:
+def find(files: Files) -> tuple[FileKind, FoundFiles] | None:
     """The kind and the files of the checkpoint at a location. Raises as `of_kind`."""
     if files.single is not None:
         return _single(files, files.single)
@@ -202,13 +202,15 @@ def find(files: Files) -> tuple[Kind, Found] | None:
             raise _ambiguous(files, [*indexes, *weights])
         if indexes:
             others = tuple(name for name in every if not name.endswith(kind.suffixes))
-            return kind, Found((), indexes[0], others)
+            return kind, FoundFiles((), indexes[0], others)
         if weights:
-            return kind, Found((weights[0],), None, tuple(n for n in every if n != weights[0]))
+            return kind, FoundFiles((weights[0],), None, tuple(n for n in every if n != weights[0]))
     return _only(files, names, every)
 
 
-def _only(files: Files, names: Sequence[str], every: Sequence[str]) -> tuple[Kind, Found] | None:
+def _only(
+    files: Files, names: Sequence[str], every: Sequence[str]
+) -> tuple[FileKind, FoundFiles] | None:
     """The checkpoint in a folder without names that Hugging Face gives.
 
     Arguments:
@@ -229,25 +231,25 @@ def _only(files: Files, names: Sequence[str], every: Sequence[str]) -> tuple[Kin
     [[kind, of], *others] = chosen.items()
     if others or (len(of) > 1 and not _are_together(kind, of)):
         raise _ambiguous(files, [name for of in chosen.values() for name in of])
-    return kind, Found(tuple(of), None, tuple(n for n in every if n not in of))
+    return kind, FoundFiles(tuple(of), None, tuple(n for n in every if n not in of))
 
 
-def _are_together(kind: Kind, names: Sequence[str]) -> bool:
+def _are_together(kind: FileKind, names: Sequence[str]) -> bool:
     if kind.together is None:
         return False
     matches = [kind.together.fullmatch(name) for name in names]
     return len({match.groups() if match else None for match in matches}) == 1 and all(matches)
 
 
-def _single(files: Files, name: str) -> tuple[Kind, Found] | None:
+def _single(files: Files, name: str) -> tuple[FileKind, FoundFiles] | None:
     for kind in KINDS:
         if kind.is_index(name):
-            return kind, Found((), name)
+            return kind, FoundFiles((), name)
     head = files.head(name)
-    return next(((kind, Found((name,))) for kind in KINDS if kind.begins(head)), None)
+    return next(((kind, FoundFiles((name,))) for kind in KINDS if kind.begins(head)), None)
 
 
-def _belongs(files: Files, kind: Kind, name: str) -> bool:
+def _belongs(files: Files, kind: FileKind, name: str) -> bool:
     """Whether a file of a folder is of a kind."""
     if name.endswith(kind.shared) or kind.is_named(name):
         return kind.begins(files.head(name))

@@ -10,12 +10,12 @@ import struct
 from collections.abc import Generator, Iterable
 from typing import Any
 
-from unickpt.foreign.pickles import Global, Opaque, PersistentId
+from unickpt.foreign.pickles import Global, PersistentId, PickledObject
 from unickpt.quoting import quoted
 
-Call = Opaque
-"""A call of a class or function: `Call(Global("torch.Size"), ((2, 3),))`. Its state, and what is
-appended to it or set on it, follow."""
+PickledCall = PickledObject
+"""A call of a class or function: `PickledCall(Global("torch.Size"), ((2, 3),))`. Its state, and
+what is appended to it or set on it, follow."""
 
 _Writing = Generator[Any, None, None]
 _ENCODE, _SET, _FROZEN_SET = (
@@ -33,8 +33,8 @@ def dumps(value: Any, most: int | None = None) -> bytes:
 
     Arguments:
         value: None, bool, int, float, str, bytes, list, tuple, dict, set, frozenset, `Global`,
-            `Call` or `PersistentId`, nested; of these types exactly. What occurs twice (the same
-            object) is shared in the pickle as well.
+            `PickledCall` or `PersistentId`, nested; of these types exactly. What occurs twice (the
+            same object) is shared in the pickle as well.
         most: how many bytes it may have, about; without a limit by default.
 
     Raises:
@@ -146,7 +146,7 @@ class _Pickler:
         yield args
         self._out += b"R"
 
-    def _call(self, value: Opaque) -> _Writing:
+    def _call(self, value: PickledObject) -> _Writing:
         function, args = value.function, value.args
         is_new = value.is_new
         if value.named:
@@ -222,6 +222,6 @@ _COMPOUND: dict[type, Any] = {
     set: _Pickler._set,
     frozenset: _Pickler._set,
     Global: _Pickler._global,
-    Opaque: _Pickler._call,
+    PickledObject: _Pickler._call,
     PersistentId: _Pickler._persistent,
 }

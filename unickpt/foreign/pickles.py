@@ -2,12 +2,13 @@
 
 A pickle is a program for a small stack machine (Python's `pickletools` documents it). This machine
 calls only constructors that its caller gives, each known by the name of a class or function in the
-pickle. Any other class becomes an `Opaque`, which keeps what the pickle says of it. Time and memory
-are bounded by the size of the pickle.
+pickle. Any other class becomes a `PickledObject`, which keeps what the pickle says of it. Time and
+memory are bounded by the size of the pickle.
 """
 
 from __future__ import annotations
 
+import pickle
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -54,10 +55,10 @@ class Global:
         if not isinstance(args, tuple):
             raise BadPickle(f"{quoted(self.name)} is called with {_kind(args)}")
         if self.make is None:
-            return Opaque(self, args)
+            return PickledObject(self, args)
         try:
             made = self.make(*args)
-            return Opaque(self, args) if made is NotImplemented else made
+            return PickledObject(self, args) if made is NotImplemented else made
         except BadPickle:
             raise
         except Exception as error:
@@ -67,7 +68,7 @@ class Global:
 
 
 @dataclass(eq=False, slots=True)
-class Opaque:
+class PickledObject:
     """An object of a class that is not known, as the pickle makes it; hashed by identity.
 
     Arguments:
@@ -173,7 +174,7 @@ def _run(machine: _Machine) -> Any:
 
 def described(
     data: bytes, start: int = 0, persistent: Callable[[Any], Any] = PersistentId
-) -> dict[int, Opaque]:
+) -> dict[int, PickledObject]:
     """All objects that a pickle makes, each as it makes it: no class is known.
 
     `pickle_writer.dumps` writes them again.
@@ -184,7 +185,7 @@ def described(
         persistent: as for `read`; its persistent ids stay what they are by default.
 
     Returns:
-        By the place of each in the pickle, which `Opaque.at` tells.
+        By the place of each in the pickle, which `PickledObject.at` tells.
 
     Raises:
         BadPickle: it is malformed.
@@ -217,7 +218,7 @@ class _Machine:
         self._below: list[list[Any]] = []  # a stack for each mark: what was there before it
         self._memo: dict[int, Any] = {}
         self._work = _LEAST_WORK + _WORK * len(data)
-        self.made: dict[int, Opaque] | None = None
+        self.made: dict[int, PickledObject] | None = None
 
     def run(self) -> Any:
         data, operations = self._data, _TABLE
@@ -317,7 +318,7 @@ class _Machine:
             raise BadPickle(f"{_kind(function)} is called")
         self._spend(args)
         made = function(args)
-        if isinstance(made, Opaque) and made.at < 0:
+        if isinstance(made, PickledObject) and made.at < 0:
             made.is_new, made.at = is_new, self.at
             if self.made is not None:
                 self.made[self.at] = made
@@ -344,7 +345,7 @@ class _Machine:
     def _build(self) -> None:
         state = self._pop()
         target = self._top()
-        if isinstance(target, Opaque):
+        if isinstance(target, PickledObject):
             target.state = state
         # The state of other objects is what their classes add, such as `_metadata` of a torch
         # state dict; a checkpoint's values do not depend on it.
@@ -353,7 +354,7 @@ class _Machine:
         target = self._top()
         if isinstance(target, list):
             target.extend(values)
-        elif isinstance(target, Opaque):
+        elif isinstance(target, PickledObject):
             target.appended.extend(values)
         else:
             raise BadPickle(f"something is appended to {_kind(target)}")
@@ -372,7 +373,7 @@ class _Machine:
         if isinstance(target, dict):
             for k, value in pairs:
                 target[k if type(k) is str else key(k)] = value
-        elif isinstance(target, Opaque):
+        elif isinstance(target, PickledObject):
             target.items.extend(pairs)
         else:
             raise BadPickle(f"an item of {_kind(target)} is set")
@@ -411,7 +412,8 @@ class _Machine:
 
 def _kind(value: Any) -> str:
     """What a value is; its own text could be of any length."""
-    return repr(value) if isinstance(value, Opaque) else f"an object of {type(value).__name__}"
+    known = isinstance(value, PickledObject)
+    return repr(value) if known else f"an object of {type(value).__name__}"
 
 
 def key(value: Any) -> Any:
@@ -500,75 +502,81 @@ def _value(make: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
 _OPERATIONS: dict[int, Callable[[_Machine], Any]] = {
     ord(code): operation
     for code, operation in {
-        "(": _Machine._mark,
-        "0": _Machine._drop,
-        "1": lambda m: m._to_mark(),
-        "2": lambda m: m._push(m._top()),
+        pickle.MARK: _Machine._mark,
+        pickle.POP: _Machine._drop,
+        pickle.POP_MARK: lambda m: m._to_mark(),
+        pickle.DUP: lambda m: m._push(m._top()),
         # numbers
-        "F": _value(lambda m: float(m._line())),
-        "I": _value(lambda m: m._integer()),
-        "J": _value(lambda m: m._number(_INT32)),
-        "K": _small_integer,
-        "L": _value(lambda m: int(m._line().rstrip("L"))),
-        "M": _value(lambda m: m._number(_UINT16)),
-        "G": _value(lambda m: struct.unpack(">d", m._take(8))[0]),
-        "\x8a": _value(lambda m: _signed(m._take(m._byte()))),
-        "\x8b": _value(lambda m: _signed(m._take(m._number(_INT32)))),
-        "N": _value(lambda m: None),
-        "\x88": _value(lambda m: True),
-        "\x89": _value(lambda m: False),
+        pickle.FLOAT: _value(lambda m: float(m._line())),
+        pickle.INT: _value(lambda m: m._integer()),
+        pickle.BININT: _value(lambda m: m._number(_INT32)),
+        pickle.BININT1: _small_integer,
+        pickle.LONG: _value(lambda m: int(m._line().rstrip("L"))),
+        pickle.BININT2: _value(lambda m: m._number(_UINT16)),
+        pickle.BINFLOAT: _value(lambda m: struct.unpack(">d", m._take(8))[0]),
+        pickle.LONG1: _value(lambda m: _signed(m._take(m._byte()))),
+        pickle.LONG4: _value(lambda m: _signed(m._take(m._number(_INT32)))),
+        pickle.NONE: _value(lambda m: None),
+        pickle.NEWTRUE: _value(lambda m: True),
+        pickle.NEWFALSE: _value(lambda m: False),
         # texts and bytes
-        "S": _value(lambda m: m._quoted_string()),
-        "T": _value(lambda m: m._take(m._number(_INT32)).decode("latin-1")),
-        "U": _value(lambda m: m._take(m._byte()).decode("latin-1")),
-        "V": _value(lambda m: m._line_bytes().decode("raw-unicode-escape")),
-        "X": _value(lambda m: m._take(m._number(_UINT32)).decode(errors="surrogatepass")),
-        "\x8c": _value(lambda m: m._take(m._byte()).decode(errors="surrogatepass")),
-        "\x8d": _value(lambda m: m._take(m._number(_UINT64)).decode(errors="surrogatepass")),
-        "B": _value(lambda m: m._take(m._number(_UINT32))),
-        "C": _value(lambda m: m._take(m._byte())),
-        "\x8e": _value(lambda m: m._take(m._number(_UINT64))),
-        "\x96": _value(lambda m: m._take(m._number(_UINT64))),
+        pickle.STRING: _value(lambda m: m._quoted_string()),
+        pickle.BINSTRING: _value(lambda m: m._take(m._number(_INT32)).decode("latin-1")),
+        pickle.SHORT_BINSTRING: _value(lambda m: m._take(m._byte()).decode("latin-1")),
+        pickle.UNICODE: _value(lambda m: m._line_bytes().decode("raw-unicode-escape")),
+        pickle.BINUNICODE: _value(
+            lambda m: m._take(m._number(_UINT32)).decode(errors="surrogatepass")
+        ),
+        pickle.SHORT_BINUNICODE: _value(
+            lambda m: m._take(m._byte()).decode(errors="surrogatepass")
+        ),
+        pickle.BINUNICODE8: _value(
+            lambda m: m._take(m._number(_UINT64)).decode(errors="surrogatepass")
+        ),
+        pickle.BINBYTES: _value(lambda m: m._take(m._number(_UINT32))),
+        pickle.SHORT_BINBYTES: _value(lambda m: m._take(m._byte())),
+        pickle.BINBYTES8: _value(lambda m: m._take(m._number(_UINT64))),
+        pickle.BYTEARRAY8: _value(lambda m: m._take(m._number(_UINT64))),
         # containers
-        "]": lambda m: m._stack.append([]),
-        "}": lambda m: m._stack.append({}),
-        ")": lambda m: m._stack.append(()),
-        "\x8f": _value(lambda m: set()),
-        "l": lambda m: m._push(m._to_mark()),
-        "d": lambda m: m._dict(m._to_mark()),
-        "t": lambda m: m._push(tuple(m._to_mark())),
-        "\x85": _tuple(1),
-        "\x86": _tuple(2),
-        "\x87": _tuple(3),
-        "\x91": lambda m: m._push(frozenset(map(key, m._to_mark()))),
-        "a": lambda m: m._append([m._pop()]),
-        "e": lambda m: m._append(m._to_mark()),
-        "s": lambda m: m._set_items(list(m._pop_pair())),
-        "u": lambda m: m._set_items(m._to_mark()),
-        "\x90": lambda m: m._add(m._to_mark()),
+        pickle.EMPTY_LIST: lambda m: m._stack.append([]),
+        pickle.EMPTY_DICT: lambda m: m._stack.append({}),
+        pickle.EMPTY_TUPLE: lambda m: m._stack.append(()),
+        pickle.EMPTY_SET: _value(lambda m: set()),
+        pickle.LIST: lambda m: m._push(m._to_mark()),
+        pickle.DICT: lambda m: m._dict(m._to_mark()),
+        pickle.TUPLE: lambda m: m._push(tuple(m._to_mark())),
+        pickle.TUPLE1: _tuple(1),
+        pickle.TUPLE2: _tuple(2),
+        pickle.TUPLE3: _tuple(3),
+        pickle.FROZENSET: lambda m: m._push(frozenset(map(key, m._to_mark()))),
+        pickle.APPEND: lambda m: m._append([m._pop()]),
+        pickle.APPENDS: lambda m: m._append(m._to_mark()),
+        pickle.SETITEM: lambda m: m._set_items(list(m._pop_pair())),
+        pickle.SETITEMS: lambda m: m._set_items(m._to_mark()),
+        pickle.ADDITEMS: lambda m: m._add(m._to_mark()),
         # classes and functions
-        "c": lambda m: m._push(m._global(m._line(), m._line())),
-        "\x93": lambda m: m._push(m._global(*m._pop_pair())),
-        "i": lambda m: m._instance(),
-        "o": lambda m: m._object(),
-        "R": _Machine._reduce,
-        "\x81": _Machine._new_object,
-        "\x92": lambda m: m._new_object_with_names(),
-        "b": _Machine._build,
-        "P": lambda m: m._load_persistent(m._line()),
-        "Q": lambda m: m._load_persistent(m._pop()),
+        pickle.GLOBAL: lambda m: m._push(m._global(m._line(), m._line())),
+        pickle.STACK_GLOBAL: lambda m: m._push(m._global(*m._pop_pair())),
+        pickle.INST: lambda m: m._instance(),
+        pickle.OBJ: lambda m: m._object(),
+        pickle.REDUCE: _Machine._reduce,
+        pickle.NEWOBJ: _Machine._new_object,
+        pickle.NEWOBJ_EX: lambda m: m._new_object_with_names(),
+        pickle.BUILD: _Machine._build,
+        pickle.PERSID: lambda m: m._load_persistent(m._line()),
+        pickle.BINPERSID: lambda m: m._load_persistent(m._pop()),
         # the memo
-        "g": _recall(lambda m: int(m._line())),
-        "h": _recall_by_byte,
-        "j": _recall_by_four,
-        "p": _remember(lambda m: int(m._line())),
-        "q": _remember(_Machine._byte),
-        "r": _remember(lambda m: m._number(_UINT32)),
-        "\x94": _memoize,
+        pickle.GET: _recall(lambda m: int(m._line())),
+        pickle.BINGET: _recall_by_byte,
+        pickle.LONG_BINGET: _recall_by_four,
+        pickle.PUT: _remember(lambda m: int(m._line())),
+        pickle.BINPUT: _remember(_Machine._byte),
+        pickle.LONG_BINPUT: _remember(lambda m: m._number(_UINT32)),
+        pickle.MEMOIZE: _memoize,
         # frames and the version say nothing that matters
-        "\x80": lambda m: m._take(1),
-        "\x95": lambda m: m._take(8),
+        pickle.PROTO: lambda m: m._take(1),
+        pickle.FRAME: lambda m: m._take(8),
     }.items()
 }
-_STOP = ord(".")
+_STOP = ord(pickle.STOP)
 _TABLE = [_OPERATIONS.get(code, _unknown) for code in range(256)]

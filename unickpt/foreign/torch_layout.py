@@ -10,7 +10,7 @@ from typing import Any
 
 from unickpt.arrays.box import Box
 from unickpt.foreign.file_ranges import row_major
-from unickpt.foreign.pickle_writer import Call, dumps
+from unickpt.foreign.pickle_writer import PickledCall, dumps
 from unickpt.foreign.pickles import Global, PersistentId
 from unickpt.foreign.torch_pickles import STORAGES
 from unickpt.foreign.zip_layout import ALIGN, Content, ZipLayout
@@ -35,7 +35,7 @@ def missing_dtypes(index: Index) -> list[ArrayEntry]:
     ]
 
 
-def tensor(entry: ArrayEntry, shape: Sequence[int], key: str) -> Call:
+def tensor(entry: ArrayEntry, shape: Sequence[int], key: str) -> PickledCall:
     """A contiguous tensor.
 
     Arguments:
@@ -50,11 +50,11 @@ def tensor(entry: ArrayEntry, shape: Sequence[int], key: str) -> Call:
     else:
         of, count = Global("torch.storage.UntypedStorage"), box.size * entry.itemsize
     storage = PersistentId(("storage", of, key, "cpu", count))
-    facts = (storage, 0, tuple(shape), strides, False, Call(ORDERED))
+    facts = (storage, 0, tuple(shape), strides, False, PickledCall(ORDERED))
     if entry.dtype in _CLASSES:
-        return Call(Global("torch._utils._rebuild_tensor_v2"), facts)
+        return PickledCall(Global("torch._utils._rebuild_tensor_v2"), facts)
     dtype = Global(f"torch.{entry.dtype}")
-    return Call(Global("torch._utils._rebuild_tensor_v3"), (*facts, dtype))
+    return PickledCall(Global("torch._utils._rebuild_tensor_v3"), (*facts, dtype))
 
 
 def saved(value: Any, storages: Mapping[str, tuple[str, Box, int]], begin: int = 0) -> ZipLayout:
@@ -96,5 +96,5 @@ def object_of(node: tree.Node | tree.Leaf, value: Callable[[str], Any]) -> Any:
     if node.kind == "tuple":
         return tuple(children)
     if node.kind == "ordereddict":
-        return Call(ORDERED, items=list(zip(node.keys, children, strict=True)))
+        return PickledCall(ORDERED, items=list(zip(node.keys, children, strict=True)))
     return dict(zip(node.keys, children, strict=True))

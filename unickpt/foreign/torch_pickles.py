@@ -9,17 +9,19 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.errors import CheckpointCorrupt
 from unickpt.foreign import pickle_writer, pickles
-from unickpt.foreign.elements import Elements, FileRange, InMemory, Lazy
+from unickpt.foreign.elements import Elements, FileRange, InMemoryElements, Lazy
 from unickpt.foreign.file_ranges import FileBox
 from unickpt.foreign.files import Files
+from unickpt.foreign.headers import is_size, sizes
 from unickpt.foreign.loose_files import is_legacy
-from unickpt.foreign.pickles import BadPickle, Constructors, EndsEarly, Global, Opaque
+from unickpt.foreign.pickles import BadPickle, Constructors, EndsEarly, Global, PickledObject
 from unickpt.foreign.zip_files import STORED, ZipFile
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Damaged
@@ -37,15 +39,14 @@ _QUANTIZED = {
 _COMPLEX = ("complex64", "complex128")
 _LAZY = {"conj": _COMPLEX, "neg": (*_COMPLEX, "float16", "float32", "float64")}
 _MOST_PICKLE = 1 << 30
-_MOST_EXTENT = 1 << 62
-_MOST_RANK = 32
+_MOST_SIZES = 1 << 62  # of a torch.Size, which a user can have saved
 _PROTOCOL = 1001  # of files before torch 1.6
 _WINDOW = 64 << 10
 _KEPT = 1 << 20  # bytes of a pickle that may be needed again
 
 
 @dataclass(frozen=True)
-class Storage:
+class TorchStorage:
     """The memory of tensors, in the file.
 
     Arguments:
@@ -81,7 +82,7 @@ class Tensor:
         lazy: what torch left to be done when the elements are read, "conj", "neg" or both.
     """
 
-    storage: Storage
+    storage: TorchStorage
     dtype: str
     offset: int
     shape: tuple[int, ...]
@@ -120,13 +121,6 @@ def dtype_of(found: Any) -> str:
         raise BadPickle(f"{name or 'an object'} is not a dtype that unickpt supports") from None
 
 
-def _sizes(found: Any) -> tuple[int, ...]:
-    for n in found if isinstance(found, tuple) else (None,):
-        if type(n) is not int or not 0 <= n < _MOST_EXTENT:
-            raise BadPickle("sizes are not a tuple of numbers")
-    return found  # type: ignore[no-any-return]
-
-
 def _of_storage(
     storage: Any, offset: Any, shape: Any, strides: Any, grad: Any = None, *rest: Any
 ) -> Tensor:
@@ -149,15 +143,17 @@ def _of_dtype(
 def _tensor(
     storage: Any, dtype: str | None, offset: Any, shape: Any, strides: Any, lazy: Any = None
 ) -> Tensor:
-    if not isinstance(storage, Storage) or (dtype or storage.dtype) is None:
+    if not isinstance(storage, TorchStorage) or (dtype or storage.dtype) is None:
         raise BadPickle("a tensor has no storage")
     of_elements = dtype or storage.dtype
     assert of_elements is not None, "checked above"
-    sizes, steps = _sizes(shape), _sizes(strides)
-    if len(sizes) != len(steps) or len(sizes) > _MOST_RANK:
+    if not isinstance(shape, tuple) or not isinstance(strides, tuple) or not is_size(offset):
+        raise BadPickle("the shape, strides or offset of a tensor are none")
+    extents, steps = sizes(shape), sizes(strides)
+    if len(extents) != len(steps):
         raise BadPickle("the strides of a tensor do not fit its shape")
     todo = _lazy(lazy, of_elements)
-    return Tensor(storage, of_elements, _sizes((offset,))[0], sizes, steps, todo)
+    return Tensor(storage, of_elements, offset, extents, steps, todo)
 
 
 def _lazy(found: Any, dtype: str) -> tuple[str, ...]:
@@ -193,7 +189,7 @@ CONSTRUCTORS: Constructors = {
     "torch._utils._rebuild_parameter": lambda data, *rest: data,
     "torch._utils._rebuild_parameter_with_state": lambda data, *rest: data,
     "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
-    "torch.Size": _sizes,
+    "torch.Size": partial(sizes, most=_MOST_SIZES),
     "torch.serialization._get_layout": lambda name: name,
     "collections.OrderedDict": _ordered,
     "collections.defaultdict": lambda *args: _ordered(*args[1:]),
@@ -238,13 +234,13 @@ class TorchFile:
         self.damaged = self._source.damaged
         """The error for a damaged file."""
         self.value = self._source.value
-        """What was saved: containers, plain values, `Tensor`s and `Opaque`s."""
+        """What was saved: containers, plain values, `Tensor`s and `PickledObject`s."""
         self.pickle_size = self._source.pickle_size
         """Bytes of the pickle, to bound what follows from it."""
         self._name = name
-        self._described: dict[int, Opaque] | None = None
+        self._described: dict[int, PickledObject] | None = None
 
-    def opaque(self, found: Opaque | Global, most: int) -> tree.Opaque:
+    def opaque(self, found: PickledObject | Global, most: int) -> tree.Opaque:
         """An object of `value` that only its class can read, as it was saved.
 
         Arguments:
@@ -256,7 +252,7 @@ class TorchFile:
         """
         facts: Any = found
         try:
-            if isinstance(found, Opaque):
+            if isinstance(found, PickledObject):
                 if self._described is None:
                     self._described = pickles.described(*self._source.pickle(), _as_stored)
                 facts = self._described[found.at]
@@ -277,7 +273,7 @@ class TorchFile:
         place = box or Box.whole(tensor.shape)
         held = tensor.storage
         if held.data is not None:
-            return FileBox(place, InMemory(held.data, held.big_endian), 0, tensor.strides)
+            return FileBox(place, InMemoryElements(held.data, held.big_endian), 0, tensor.strides)
         begin = self._source.offset(held)
         itemsize = dtypes.from_name(tensor.dtype).itemsize
         last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
@@ -320,7 +316,7 @@ class _Zip:
         member = self._zip.members.get(self._top + "byteorder")
         return b"little" if member is None or member.size > 10 else self._zip.read(member)
 
-    def offset(self, of: Storage) -> int:
+    def offset(self, of: TorchStorage) -> int:
         """Where a storage begins in the file."""
         if of.key not in self._offsets:
             member = self._zip.members.get(f"{self._top}data/{of.key}")
@@ -335,7 +331,7 @@ class _Zip:
         return self._offsets[of.key]
 
 
-def storage(found: Any) -> Storage:
+def storage(found: Any) -> TorchStorage:
     """A storage by its persistent id: `("storage", class, key, device, count, ...)`.
 
     Raises:
@@ -347,15 +343,15 @@ def storage(found: Any) -> Storage:
         raise BadPickle("a storage is a part of another, as in files of torch before 0.4")
     kind, key, count = found[1], found[2], found[4]
     name = kind.name if isinstance(kind, Global) else ""
-    if not isinstance(key, str) or type(count) is not int or not 0 <= count < _MOST_EXTENT:
+    if not isinstance(key, str) or not is_size(count):
         raise BadPickle("a storage is malformed")
     if name == "torch.storage.UntypedStorage":
-        return Storage(key, None, count)
+        return TorchStorage(key, None, count)
     short = name.removeprefix("torch.").removesuffix("Storage")
     dtype = STORAGES.get(short) or _QUANTIZED.get(short)
     if dtype is None:
         raise BadPickle(f"unknown storage {name}")
-    return Storage(key, dtype, count)
+    return TorchStorage(key, dtype, count)
 
 
 def _is_module(found: Any) -> bool:
@@ -383,7 +379,7 @@ class LegacyFile:
     def __init__(self, files: Files, name: str, known: Constructors) -> None:
         self._files, self._name = files, name
         self._data = b""
-        self._storages: dict[str, Storage] = {}
+        self._storages: dict[str, TorchStorage] = {}
         _, at = self._read(0, known)
         protocol, at = self._read(at, known)
         system, self._begin = self._read(at, known)
@@ -450,7 +446,7 @@ class LegacyFile:
             at += 8 + self._storages[key].nbytes
         return places
 
-    def offset(self, of: Storage) -> int:
+    def offset(self, of: TorchStorage) -> int:
         """Where a storage begins in the file; costs one small read."""
         begin = self._offsets.get(of.key)
         if begin is None:
@@ -464,10 +460,10 @@ class LegacyFile:
         return begin
 
 
-_CONTAINERS = (dict, list, tuple, set, frozenset, Opaque)
+_CONTAINERS = (dict, list, tuple, set, frozenset, PickledObject)
 
 
-def holds_tensors(found: Opaque, without: set[int], spend: Callable[[int], None]) -> bool:
+def holds_tensors(found: PickledObject, without: set[int], spend: Callable[[int], None]) -> bool:
     """Whether an object has tensors in it, however deep.
 
     Arguments:
@@ -478,7 +474,7 @@ def holds_tensors(found: Opaque, without: set[int], spend: Callable[[int], None]
     seen, rest = set[int](), [found]
     while rest:
         item: Any = rest.pop()
-        if isinstance(item, Tensor | Storage):
+        if isinstance(item, Tensor | TorchStorage):
             return True
         if isinstance(item, _CONTAINERS) and id(item) not in seen and id(item) not in without:
             seen.add(id(item))
@@ -491,12 +487,12 @@ def holds_tensors(found: Opaque, without: set[int], spend: Callable[[int], None]
 
 def _inside(found: Any) -> list[Any]:
     """What a container or an object consists of."""
-    if isinstance(found, Opaque):
+    if isinstance(found, PickledObject):
         return [found.args, found.named, found.state, found.appended, found.items]
     return [*found.keys(), *found.values()] if isinstance(found, dict) else list(found)
 
 
-def attributes(found: Opaque) -> list[tuple[Any, Any]]:
+def attributes(found: PickledObject) -> list[tuple[Any, Any]]:
     """The attributes of an object, what it contains, and what it was made of, with their names."""
     pairs: list[tuple[Any, Any]] = []
     slots = found.state if isinstance(found.state, tuple) else (found.state,)

@@ -1,15 +1,22 @@
-"""Reads a file from its front to its end, in windows; what is skipped is not read."""
+"""Headers of files: read from the front in windows, and checks of the sizes that they tell.
+
+What is skipped is not read. The files are untrusted.
+"""
 
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import Any, TypeGuard
 
 from unickpt.errors import CheckpointCorrupt
 from unickpt.foreign.files import Files
+from unickpt.quoting import quoted
 from unickpt.storage.errors import Damaged
 
 _WINDOW = 64 << 10
+_MOST_SIZE = 1 << 62
+MOST_RANK = 32
+"""Dimensions of an array, in formats that have no limit of their own."""
 
 
 class Cursor:
@@ -104,3 +111,23 @@ class Cursor:
             return self.files.read(self.name, at, count)
         except Damaged as error:
             raise self.damaged(f"ends before byte {at + count}") from error
+
+
+def is_size(found: Any) -> TypeGuard[int]:
+    """Whether a value is an extent, an offset or a number of elements or bytes."""
+    return type(found) is int and 0 <= found < _MOST_SIZE
+
+
+def sizes(found: Any, most: int = MOST_RANK) -> tuple[int, ...]:
+    """A value that must be a list or tuple of sizes, such as a shape.
+
+    Arguments:
+        found: the value.
+        most: how many there may be.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not isinstance(found, list | tuple) or len(found) > most or not all(map(is_size, found)):
+        raise ValueError(f"{quoted(found)} is not a list of sizes")
+    return tuple(found)
