@@ -59,7 +59,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
     """
     try:
         folder = files if _parts_in(files) else _latest(files)
-        return None if folder is None else _StepFolder(folder).reader()
+        return None if folder is None else _RankFolder(folder).reader()
     except Failed as error:
         raise reading_failed(error, str(files.location)) from error
 
@@ -100,7 +100,7 @@ class ByteCheckpointReader(DcpReader):
 # --- what is in a folder ------------------------------------------------------------------------
 
 
-class _StepFolder:
+class _RankFolder:
     """The folder of a step.
 
     Arguments:

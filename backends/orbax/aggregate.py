@@ -25,7 +25,7 @@ FILE = "checkpoint"
 _PREFIXES = ("PLACEHOLDER://", "AGGREGATED://")
 
 
-class _Reader(RangeReader):
+class _AggregateReader(RangeReader):
     format = "orbax"
 
 
@@ -45,7 +45,7 @@ class Inline:
         """Reads it as an array of a name."""
         table = ArrayTable()
         table.add(name, self.found)
-        return _Reader(self.files, Index({}, table.entries), table.boxes)
+        return _AggregateReader(self.files, Index({}, table.entries), table.boxes)
 
 
 def begins(files: Files, name: str) -> bool:

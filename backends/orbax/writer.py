@@ -69,7 +69,7 @@ class OrbaxWriter:
 
 
 @dataclass(frozen=True)
-class _Leaf:
+class _OrbaxLeaf:
     """A leaf, or an empty container.
 
     Arguments:
@@ -96,20 +96,20 @@ def _unwrapped(node: tree.Node | tree.Leaf) -> tree.Node | tree.Leaf:
     return node
 
 
-def _leaves(node: tree.Node | tree.Leaf, keys: _Keys, shown: str) -> Iterator[_Leaf]:
+def _leaves(node: tree.Node | tree.Leaf, keys: _Keys, shown: str) -> Iterator[_OrbaxLeaf]:
     node = _unwrapped(node)
     if isinstance(node, tree.Leaf):
-        yield _Leaf(node.name, shown, keys)
+        yield _OrbaxLeaf(node.name, shown, keys)
         return
     if not node.children and keys:
-        yield _Leaf("", shown, keys, _EMPTY.get(node.kind, "Dict"))
+        yield _OrbaxLeaf("", shown, keys, _EMPTY.get(node.kind, "Dict"))
     kind = _SEQUENCE if node.kind in ("list", "tuple") else _DICT
     for key, child in zip(map(str, node.keys), node.children, strict=True):
         below = tree.join(shown, key if kind == _SEQUENCE else tree.component(key))
         yield from _leaves(child, (*keys, (key, kind)), below)
 
 
-def _check(index: Index, leaves: Sequence[_Leaf]) -> None:
+def _check(index: Index, leaves: Sequence[_OrbaxLeaf]) -> None:
     """Refuses what Orbax cannot hold, and names that it would confuse."""
     missing = [
         entry
@@ -122,7 +122,7 @@ def _check(index: Index, leaves: Sequence[_Leaf]) -> None:
         if isinstance(value, bytes) or (type(value) is int and not -(1 << 63) <= value < 1 << 63)
     }
     refuse("orbax", missing, values)
-    seen: dict[str, _Leaf] = {}
+    seen: dict[str, _OrbaxLeaf] = {}
     for leaf in leaves:
         other = seen.setdefault(leaf.stored, leaf)
         if other is not leaf:

@@ -733,7 +733,7 @@ def test_jobs_of_many_processes(count: int, tmp_path: Path) -> None:
         jobs = plan_writes(description, index).own
         direct = DirectSource(1 << 20)
         attempt.make_folder()
-        attempt.publish(writer.Writer(attempt, description, 1 << 20, direct).write_all(jobs))
+        attempt.publish(writer.ChunkWriter(attempt, description, 1 << 20, direct).write_all(jobs))
         held.append((attempt, description))
     attempt, description = held[0]
     totals = attempt.commit(

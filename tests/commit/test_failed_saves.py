@@ -220,7 +220,9 @@ def test_all_processes_of_a_job_leave_nothing(kind: str, there: str, tmp_path: P
 
 
 @pytest.mark.parametrize("index", [0, 2])
-@pytest.mark.parametrize(("module", "name"), [(writer.Writer, "write_all"), (Notes, "publish")])
+@pytest.mark.parametrize(
+    ("module", "name"), [(writer.ChunkWriter, "write_all"), (Notes, "publish")]
+)
 def test_one_of_a_job_that_fails_leaves_nothing(
     index: int, module: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,14 +243,14 @@ def test_a_process_that_is_late_leaves_nothing_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attempt, "_GRACE_S", 0.1)
-    late, real = threading.Event(), writer.Writer.write_all
+    late, real = threading.Event(), writer.ChunkWriter.write_all
 
     def slow(self: Any, jobs: Any) -> Any:
         if self._attempt.group.index == 3:
             assert late.wait(30)
         return real(self, jobs)
 
-    monkeypatch.setattr(writer.Writer, "write_all", slow)
+    monkeypatch.setattr(writer.ChunkWriter, "write_all", slow)
     threading.Timer(2.0, late.set).start()
     ended = job(tmp_path / "c", lambda index: {"w": piece(index)}, timeout_s=0.5)
     assert all(isinstance(error, UnickptError) for error in ended)
@@ -309,13 +311,13 @@ def attempt(path, tree, **options):
 w = torch.arange(10_000.)
 attempt(root + "/describe", {"w": w, "bad": object() if rank == 1 else 1})
 attempt(root + "/values", {"w": w, "step": rank})
-real = write.Writer.write_all
+real = write.ChunkWriter.write_all
 def broken(self, jobs):
     record = real(self, jobs)
     if rank == 2:
         raise Failed("RESOURCE_EXHAUSTED: no space left")
     return record
-write.Writer.write_all = broken
+write.ChunkWriter.write_all = broken
 attempt(root + "/write", {"w": w})
 dist.barrier()
 dist.destroy_process_group()

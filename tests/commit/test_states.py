@@ -15,7 +15,7 @@ from unickpt import ProcessFailed, SaveConflict, SaveOptions, StorageError
 from unickpt.commit.attempt import Attempt
 from unickpt.commit.attempt_state import NEXT, REMOVABLE, AttemptState
 from unickpt.saving.task import SaveTask
-from unickpt.saving.writer import Writer
+from unickpt.saving.writer import ChunkWriter
 
 States = dict[int, list[str]]
 
@@ -51,14 +51,14 @@ def test_the_states_of_a_job_that_commits(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_states_of_a_job_of_which_one_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real: Callable[..., Any] = Writer.write_all
+    real: Callable[..., Any] = ChunkWriter.write_all
 
     def fail(self: Any, items: Any) -> Any:
         if self._attempt.group.index == 1:
             raise StorageError("no space left")
         return real(self, items)
 
-    monkeypatch.setattr(Writer, "write_all", fail)
+    monkeypatch.setattr(ChunkWriter, "write_all", fail)
     attempts, saves = entered(monkeypatch, Attempt), entered(monkeypatch, SaveTask)
     errors = save_in_job(tmp_path, 2, lambda index: numbers(1))
     assert isinstance(errors[0], ProcessFailed)

@@ -62,14 +62,14 @@ def test_the_phases_of_a_background_save_are_kept(tmp_path: Path) -> None:
 def test_a_slow_process_is_the_one_that_was_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = writer.Writer.write_all
+    real = writer.ChunkWriter.write_all
 
-    def slow(self: writer.Writer, items: Any) -> Record:
+    def slow(self: writer.ChunkWriter, items: Any) -> Record:
         if self._attempt.group.index == 2:
             time.sleep(0.5)
         return real(self, items)
 
-    monkeypatch.setattr(writer.Writer, "write_all", slow)
+    monkeypatch.setattr(writer.ChunkWriter, "write_all", slow)
     save_in_job(tmp_path, 4, tree)
     found = unickpt.open(tmp_path).timing
     assert found is not None

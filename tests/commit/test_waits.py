@@ -322,7 +322,7 @@ def test_a_report_that_cannot_be_written_does_not_disturb_the_save(
         raise OSError("no")
 
     monkeypatch.setattr(progress_reports, "name_of", refuse)
-    monkeypatch.setattr(writer.Writer, "write_all", slowly(writer.Writer.write_all, 0.3))
+    monkeypatch.setattr(writer.ChunkWriter, "write_all", slowly(writer.ChunkWriter.write_all, 0.3))
     unickpt.save(tmp_path, numbers(1))
     assert asked
     assert unickpt.verify(tmp_path).ok
@@ -347,8 +347,8 @@ def test_nothing_is_left_of_what_was_said(
             raise RuntimeError("no")
         return real(*arguments)
 
-    real = writer.Writer.write_all
-    monkeypatch.setattr(writer.Writer, "write_all", slow)
+    real = writer.ChunkWriter.write_all
+    monkeypatch.setattr(writer.ChunkWriter, "write_all", slow)
     results = save_in_job(tmp_path / "c", 3, lambda index: numbers(1))
     assert all(isinstance(result, Exception) for result in results) == fails
     left = [name for name in files(tmp_path) if "/records/" in name]
@@ -374,14 +374,14 @@ def test_on_object_storage(
     run = f"s3://{bucket}/run"
     told, stop = threading.Event(), threading.Event()
 
-    def slow(self: writer.Writer, items: Any) -> Any:
+    def slow(self: writer.ChunkWriter, items: Any) -> Any:
         if self._attempt.group.index == 1:
             told.set()
             assert stop.wait(60)
         return real(self, items)
 
-    real = writer.Writer.write_all
-    monkeypatch.setattr(writer.Writer, "write_all", slow)
+    real = writer.ChunkWriter.write_all
+    monkeypatch.setattr(writer.ChunkWriter, "write_all", slow)
     monkeypatch.setattr(waits, "_FIRST_S", 0.5)
     job = f"{run}/step_3", 2, lambda index: numbers(1)
     saving = threading.Thread(target=save_in_job, args=job, kwargs={"timeout_s": 60})

@@ -43,7 +43,7 @@ def numbers(shape: tuple[int, ...], dtype: str, seed: int = 0) -> Any:
     return np.asarray(rng.standard_t(3, shape)).astype(dtypes.from_name(dtype))
 
 
-def back(encoded: values.Encoded, like: Any, codes: str) -> Any:
+def back(encoded: values.QuantizedChunk, like: Any, codes: str) -> Any:
     out = np.empty_like(like)
     values.decode(encoded.data, out, codes)
     return out

@@ -169,12 +169,12 @@ def test_any_rows_of_a_table_in_blocks_are_those_of_the_table() -> None:
         asked.append((offset, length))
         return table.tobytes()[offset : offset + length]
 
-    known = digest_table.Blocks(blocks, 23, read)
+    known = digest_table.TableBlocks(blocks, 23, read)
     for which in ([22, 0, 7, 7], [1], [13, 12, 21], list(range(23))[::-1]):
         assert known.rows(np.array(which, np.int64)).tolist() == table[which].tolist()
     assert sum(length for _, length in asked) <= 23 * digest_table.DTYPE.itemsize, "each once"
     assert known.rows(slice(4, 17)).tolist() == table[4:17].tolist()
-    damaged = digest_table.Blocks(blocks, 23, lambda a, n: b"\x01" * n)
+    damaged = digest_table.TableBlocks(blocks, 23, lambda a, n: b"\x01" * n)
     with pytest.raises(digest_table.Mismatch, match="block 4 "):
         damaged.rows(np.array([20], np.int64))
 

@@ -277,7 +277,7 @@ STEPS = [
     ("storage.local_files.RegularFiles:link", "after"),
     ("reuse.base.Base:read", "during"),
     ("reuse.linked_files.LinkedFiles:take", "during"),
-    ("saving.writer.Writer:write_more", "during"),
+    ("saving.writer.ChunkWriter:write_more", "during"),
 ]
 COORDINATORS_STEPS = [
     *STEPS[:-1],

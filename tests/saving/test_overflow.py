@@ -21,7 +21,7 @@ from support.saving import in_job
 import unickpt
 from unickpt import Checkpointer, SaveOptions, SaveReport
 from unickpt.saving.background import SaveQueue, SaveRequest
-from unickpt.saving.writer import Writer
+from unickpt.saving.writer import ChunkWriter
 from unickpt.storage import spill_files
 from unickpt.storage.spill_files import SpillFiles, file_system_of
 
@@ -55,13 +55,13 @@ def disk(tmp_path: Path) -> Path:
 @pytest.fixture
 def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Nothing is written to the storage before it is set."""
-    opened, real = threading.Event(), Writer.write_all
+    opened, real = threading.Event(), ChunkWriter.write_all
 
-    def write_all(self: Writer, items: Any) -> Any:
+    def write_all(self: ChunkWriter, items: Any) -> Any:
         assert opened.wait(30)
         return real(self, items)
 
-    monkeypatch.setattr(Writer, "write_all", write_all)
+    monkeypatch.setattr(ChunkWriter, "write_all", write_all)
     yield opened
     opened.set()
 

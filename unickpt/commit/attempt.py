@@ -33,7 +33,7 @@ from unickpt.commit.messages import (
     statistics_of,
 )
 from unickpt.commit.progress_reports import Report
-from unickpt.commit.replicas import Difference
+from unickpt.commit.replicas import ReplicaDifference
 from unickpt.commit.root import Root
 from unickpt.commit.waits import Waits
 from unickpt.errors import (
@@ -89,7 +89,7 @@ class Attempt:
         self.writers: tuple[Mapping[str, float], ...] = ()
         """The statistics in each process's record, once the coordinator has committed."""
         self.bases: tuple[str, ...] = ()
-        self.differences: Sequence[Difference] = ()
+        self.differences: Sequence[ReplicaDifference] = ()
         """The arrays that were assumed to be replicas but differ; likewise."""
         self.quantized: Mapping[str, tuple[float, float]] = {}
         """The errors of quantised arrays; likewise."""

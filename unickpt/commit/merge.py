@@ -15,7 +15,7 @@ import xxhash
 from unickpt.arrays.box import Box
 from unickpt.commit.merge_chunks import Chunks, Requests, merged_chunks, requests
 from unickpt.commit.messages import Names, Records
-from unickpt.commit.replicas import Difference, Replicas
+from unickpt.commit.replicas import ReplicaDifference, Replicas
 from unickpt.errors import CoverageError
 from unickpt.format import digest_table
 from unickpt.format.coverage import check_boxes
@@ -37,7 +37,7 @@ class Merged:
 
     index: Index
     chunks: Chunks
-    differences: Sequence[Difference]
+    differences: Sequence[ReplicaDifference]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy as np
 
 from unickpt.arrays.box import Box
 from unickpt.commit import chunk_owners
-from unickpt.commit.messages import ELSEWHERE, Names, Place, Record, Records
+from unickpt.commit.messages import ELSEWHERE, Names, Record, Records, ValuePlace
 from unickpt.errors import CoverageError
 from unickpt.format import borrowed, chunk_grid, digest_table
 from unickpt.format.index import ArrayEntry, BaseEntry, Index
@@ -54,10 +54,10 @@ class Chunks:
     kinds: Column
     places: Column
     patches: Column
-    blobs: Mapping[str, Place]
+    blobs: Mapping[str, ValuePlace]
     files: Sequence[tuple[int, str]]
     inline: bytes
-    borrowed: borrowed.Table
+    borrowed: borrowed.BorrowedTable
     bases: tuple[BaseEntry, ...]
     contested: Mapping[str, list[int]]
 
@@ -95,7 +95,7 @@ def merged_chunks(
     Raises:
         CoverageError: two processes wrote different data for a chunk of another array.
     """
-    listed = _Listed(index, records, names, winners or {})
+    listed = _ListedChunks(index, records, names, winners or {})
     # Where an index occurs twice, NumPy keeps what is assigned last: the first process's.
     chosen = np.full(chunk_grid.total_chunks(index.arrays), -1, np.int64)
     for kind in (BORROWED, PATCHED, WHOLE):
@@ -128,7 +128,7 @@ def merged_chunks(
     )
 
 
-class _Listed:
+class _ListedChunks:
     """The chunks of all records, one after the other; some perhaps twice.
 
     Arguments:
@@ -148,7 +148,7 @@ class _Listed:
         self.place = np.zeros(count, PLACE_DTYPE)
         self.base, self.patch = np.zeros(count, np.int32), np.zeros(count, np.int64)
         """If it is borrowed, or patched: of what in `bases`, and with what in `patches`."""
-        self.patches, self.blobs = [np.zeros(0, PLACE_DTYPE)], dict[str, Place]()
+        self.patches, self.blobs = [np.zeros(0, PLACE_DTYPE)], dict[str, ValuePlace]()
         self.files, self.inline = list[tuple[int, str]](), list[bytes]()
         self.bases: dict[BaseEntry, int] = {}
         self._nbytes = self._patch_count = 0
@@ -244,7 +244,7 @@ class _Positions:
 
 
 def _contested(
-    index: Index, listed: _Listed, chosen: Column, assumed: Collection[str]
+    index: Index, listed: _ListedChunks, chosen: Column, assumed: Collection[str]
 ) -> dict[str, list[int]]:
     """The assumed arrays for which two processes wrote different data for a chunk, with those two.
 

@@ -37,7 +37,7 @@ ELSEWHERE = -2
 # A fingerprint of an array that is assumed to be equal on all processes that have it.
 REPLICA_DTYPE = np.dtype([("array", "<u4"), ("fingerprint", "<u8")])
 _SEAL_BYTES = 8
-Place = tuple[int, int, int]
+ValuePlace = tuple[int, int, int]
 """Where a value is: the number of its file, offset and length; see `PLACE_DTYPE`."""
 
 
@@ -70,8 +70,8 @@ class Record:
     files: tuple[str, ...] = ()
     inline: bytes = b""
     boxes: Mapping[int, tuple[Box, ...]] = field(default_factory=dict)
-    blobs: Mapping[str, tuple[int, int, Place]] = field(default_factory=dict)
-    described: Place | None = None
+    blobs: Mapping[str, tuple[int, int, ValuePlace]] = field(default_factory=dict)
+    described: ValuePlace | None = None
     statistics: Mapping[str, float] = field(default_factory=dict)
     replaces: str = ""
     replicas: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, REPLICA_DTYPE))

@@ -31,7 +31,7 @@ _ADVICE = (
 
 
 @dataclass(frozen=True)
-class Difference:
+class ReplicaDifference:
     """An array that was assumed to be equal on all processes, and is not.
 
     Arguments:
@@ -81,7 +81,7 @@ class Replicas:
         """The arrays whose replication is only assumed."""
         return set(self._reported)
 
-    def differences(self, contested: Mapping[str, Sequence[int]]) -> list[Difference]:
+    def differences(self, contested: Mapping[str, Sequence[int]]) -> list[ReplicaDifference]:
         """The arrays that differ.
 
         Arguments:
@@ -96,7 +96,7 @@ class Replicas:
                 stored = min(process for processes in reported.values() for process in processes)
                 others = {p for ps in reported.values() if stored not in ps for p in ps}
                 others |= set(contested.get(name, ())) - {stored}
-                found.append(Difference(name, stored, tuple(sorted(others))))
+                found.append(ReplicaDifference(name, stored, tuple(sorted(others))))
         if found and self.checked:
             raise CoverageError(
                 f"arrays differ between processes (SaveOptions.check_replicas): {_list(found)}. "
@@ -105,7 +105,7 @@ class Replicas:
         return found
 
 
-def warn(differences: Sequence[Difference]) -> None:
+def warn(differences: Sequence[ReplicaDifference]) -> None:
     """Warns, after the commit, that arrays differ; raises nothing, because it is committed.
 
     The text is the same at every save, so that Python shows it once.
@@ -120,7 +120,7 @@ def warn(differences: Sequence[Difference]) -> None:
         warnings.warn(text, ReplicasDiffer, stacklevel=2)
 
 
-def _list(differences: Sequence[Difference]) -> str:
+def _list(differences: Sequence[ReplicaDifference]) -> str:
     groups: dict[tuple[int, tuple[int, ...]], dict[str, list[str]]] = {}
     for found in differences:
         alike = groups.setdefault((found.stored, found.others), {})

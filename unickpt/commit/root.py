@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from unickpt.commit.merge_chunks import PATCHED, WHOLE, Chunks
-from unickpt.commit.messages import Place
+from unickpt.commit.merge_chunks import PATCHED, WHOLE, Chunks, Column
+from unickpt.commit.messages import ValuePlace
 from unickpt.errors import StorageError
 from unickpt.format import chunk_grid, patches
 from unickpt.format.chunk_grid import Part, join_key
@@ -194,7 +194,7 @@ class _DataFiles:
 
     def place_all(
         self, values: Mapping[str, bytes], chunks: Chunks
-    ) -> tuple[dict[str, Place], bytes]:
+    ) -> tuple[dict[str, ValuePlace], bytes]:
         """Writes values; returns where each will be by its key, and all that nodes hold themselves.
 
         Arguments:
@@ -202,7 +202,7 @@ class _DataFiles:
             chunks: after whose files and values these are numbered.
         """
         inline, nbytes = [chunks.inline], len(chunks.inline)
-        placed: dict[bytes, Place] = {}  # arrays of one shape share their metadata
+        placed: dict[bytes, ValuePlace] = {}  # arrays of one shape share their metadata
         for value in values.values():
             if value in placed:
                 continue
@@ -230,10 +230,7 @@ class _DataFiles:
         self._ahead, self._nbytes = [], 0
 
 
-Column = np.ndarray[Any, Any]
-
-
-def runs(index: Index, chunks: Chunks, extra: Mapping[str, Place]) -> Iterator[TreeEntries]:
+def runs(index: Index, chunks: Chunks, extra: Mapping[str, ValuePlace]) -> Iterator[TreeEntries]:
     """All entries of the root database of a checkpoint.
 
     Arguments:
@@ -242,7 +239,7 @@ def runs(index: Index, chunks: Chunks, extra: Mapping[str, Place]) -> Iterator[T
         extra: of the values that are neither chunks nor per-process values, by key.
     """
     others = {**extra, **chunks.blobs}
-    keys, rows, grids = [key.encode() for key in others], list[int](), list[_Grid]()
+    keys, rows, grids = [key.encode() for key in others], list[int](), list[_ChunkEntries]()
     patch_places = np.zeros(0, PLACE_DTYPE)
     if len(chunks.patches):  # a row for each chunk, as of the others
         patch_places = np.zeros(len(chunks.kinds), PLACE_DTYPE)
@@ -268,18 +265,18 @@ def runs(index: Index, chunks: Chunks, extra: Mapping[str, Place]) -> Iterator[T
 
 def _grids(
     part: Part, entry: ArrayEntry, chunks: Chunks, patch_places: Column, rows: slice
-) -> Iterator[_Grid]:
+) -> Iterator[_ChunkEntries]:
     """The chunks of a part, and the patches and full chunks of those that are patched."""
     kinds, places = chunks.kinds[rows], chunks.places[rows]
-    yield _Grid(part, places, kinds == WHOLE)
+    yield _ChunkEntries(part, places, kinds == WHOLE)
     if entry.patched:
         is_patch = kinds == PATCHED
-        yield _Grid(patches.full_of(part), places, is_patch)
-        yield _Grid(patches.patch_of(part), patch_places[rows], is_patch)
+        yield _ChunkEntries(patches.full_of(part), places, is_patch)
+        yield _ChunkEntries(patches.patch_of(part), patch_places[rows], is_patch)
 
 
 @dataclass(frozen=True, eq=False)
-class _Grid:
+class _ChunkEntries:
     """Some chunks of a part.
 
     Arguments:
@@ -327,7 +324,7 @@ class _Orders:
 
 
 def _ordered(
-    keys: Sequence[bytes], places: Column, grids: Sequence[_Grid]
+    keys: Sequence[bytes], places: Column, grids: Sequence[_ChunkEntries]
 ) -> Iterator[TreeEntries]:
     """Entries, and between them those of grids, all in order."""
     at, orders = 0, _Orders()

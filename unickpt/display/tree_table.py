@@ -20,7 +20,7 @@ _VALUE_WIDTH = 48
 
 
 @dataclass(frozen=True)
-class LeafFacts:
+class TreeRowFacts:
     """What is shown of a leaf, or of several equal leaves in total.
 
     `kind` is "array", "value", "per process" or "tie"; `fragments` is per leaf, `nbytes` in total.
@@ -48,7 +48,7 @@ class OutlineItem:
     """A leaf or container of the outline; `count` is how many items of the tree it represents."""
 
     label: str
-    facts: LeafFacts | None
+    facts: TreeRowFacts | None
     children: tuple[OutlineItem, ...] = ()
     type_name: str = ""
     count: int = 1
@@ -66,7 +66,7 @@ class OutlineRow:
     depth: int
     label: str
     count: int
-    facts: LeafFacts | None
+    facts: TreeRowFacts | None
     nbytes: int
 
 
@@ -180,7 +180,7 @@ def _item(
     return OutlineItem(label, None, children, node.type_name)
 
 
-def _facts(name: str, index: Index, mesh_labels: Mapping[Mesh, str]) -> LeafFacts:
+def _facts(name: str, index: Index, mesh_labels: Mapping[Mesh, str]) -> TreeRowFacts:
     if name in index.arrays:
         entry = index.arrays[name]
         layout = layout_text(entry.layout)
@@ -189,21 +189,23 @@ def _facts(name: str, index: Index, mesh_labels: Mapping[Mesh, str]) -> LeafFact
         dtype = codes.joined(entry.dtype, entry.quantized)
         if entry.prng is not None:
             dtype += " key"
-        return LeafFacts("array", entry.shape, dtype, layout, fragment_count(entry), entry.nbytes)
+        return TreeRowFacts(
+            "array", entry.shape, dtype, layout, fragment_count(entry), entry.nbytes
+        )
     if name in index.aliases:
-        return LeafFacts("tie", None, "", "", None, 0, targets=(index.aliases[name],))
+        return TreeRowFacts("tie", None, "", "", None, 0, targets=(index.aliases[name],))
     if name in index.values:
         value = index.values[name]
         dtype = "None" if value is None else type(value).__name__
         if isinstance(value, tree.Opaque):
             dtype = f"opaque {shorten(value.class_name, _VALUE_WIDTH)}"
-            return LeafFacts("value", None, dtype, "", None, len(value.pickle), values=(value,))
-        return LeafFacts("value", None, dtype, "", None, 0, values=(value,))
+            return TreeRowFacts("value", None, dtype, "", None, len(value.pickle), values=(value,))
+        return TreeRowFacts("value", None, dtype, "", None, 0, values=(value,))
     if name in index.per_process:
         blobs = index.per_process[name].blobs
         nbytes = sum(size for size, _ in blobs)
-        return LeafFacts("per process", None, "per process", "", len(blobs), nbytes)
-    return LeafFacts("value", None, "missing", "", None, 0)
+        return TreeRowFacts("per process", None, "per process", "", len(blobs), nbytes)
+    return TreeRowFacts("value", None, "missing", "", None, 0)
 
 
 # --- folding ------------------------------------------------------------------------------------

@@ -20,12 +20,12 @@ from unickpt.storage.locations import Location
 
 DTYPE = np.dtype([("row", "<u8"), ("base", "<u4")])
 """A borrowed chunk: its row in the digest table, and the position of its base in the index."""
-Table = np.ndarray[Any, Any]
+BorrowedTable = np.ndarray[Any, Any]
 MARKS = "borrowers"
 """In the folder of an attempt: a file for each checkpoint that may borrow from it."""
 
 
-def decode(data: bytes, index: Index) -> Table:
+def decode(data: bytes, index: Index) -> BorrowedTable:
     """Decodes the table of borrowed chunks.
 
     Arguments:

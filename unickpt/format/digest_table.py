@@ -77,7 +77,7 @@ def blocks(table: Table, rows: int = 0) -> DigestBlocks | None:
     return DigestBlocks(size, tuple(found))
 
 
-class Blocks:
+class TableBlocks:
     """The blocks of a stored table, read when they are needed.
 
     Arguments:

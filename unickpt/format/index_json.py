@@ -156,7 +156,7 @@ def decode(data: bytes, where: str, *, partial: bool = False) -> Index:
             _check_version(body.get("format"), where)
         if seal is None or int(seal[1], 16) != xxhash.xxh3_64_intdigest(data[: seal.start()]):
             raise _Bad("its seal does not match its bytes")
-        index = _decode(_Reader(body, "index"), partial)
+        index = _decode(_IndexReader(body, "index"), partial)
         if tree_json.has_opaque(data):
             index = replace(index, values=tree_json.with_opaque(index.tree, index.values))
         return index
@@ -260,7 +260,7 @@ def _check_version(version: Any, where: str) -> None:
         )
 
 
-class _Reader:
+class _IndexReader:
     """A JSON object; reading a field checks its type.
 
     Arguments:
@@ -313,12 +313,12 @@ def _first_bad(items: list[Any], low: int) -> str:
     return str(next(bad))
 
 
-def _decode(r: _Reader, partial: bool) -> Index:
+def _decode(r: _IndexReader, partial: bool) -> Index:
     processes = r.get("processes", int)
     if not 0 < processes < 1 << 31:
         raise _Bad(f"it names {processes} processes")
-    meshes = [_mesh(_Reader(m, "mesh")) for m in r.get("meshes", list)]
-    layouts = [_layout(_Reader(x, "layout"), meshes) for x in r.get("layouts", list)]
+    meshes = [_mesh(_IndexReader(m, "mesh")) for m in r.get("meshes", list)]
+    layouts = [_layout(_IndexReader(x, "layout"), meshes) for x in r.get("layouts", list)]
     arrays = _arrays(r.get("arrays", dict), layouts, partial)
     aliases = r.get("aliases", dict)
     for alias, target in aliases.items():
@@ -351,7 +351,7 @@ def _decode(r: _Reader, partial: bool) -> Index:
     )
 
 
-def _digest_blocks(r: _Reader) -> DigestBlocks | None:
+def _digest_blocks(r: _IndexReader) -> DigestBlocks | None:
     chunks, found = r.get("chunks", int), r.get("digest_blocks", list, [])
     match found:
         case []:
@@ -363,11 +363,11 @@ def _digest_blocks(r: _Reader) -> DigestBlocks | None:
     raise _Bad("'digest_blocks' does not fit the number of chunks")
 
 
-def _borrowed(r: _Reader) -> dict[str, Any]:
+def _borrowed(r: _IndexReader) -> dict[str, Any]:
     """What is borrowed, and from which checkpoints beside this one."""
     bases = tuple(
         BaseEntry(base.get("name", str), base.get("manifest", str))
-        for base in (_Reader(b, "base") for b in r.get("bases", list, []))
+        for base in (_IndexReader(b, "base") for b in r.get("bases", list, []))
     )
     if not bases:
         return {}
@@ -431,7 +431,7 @@ def _codecs(items: list[Any]) -> tuple[Mapping[str, Any], ...]:
     return tuple(items)
 
 
-def _mesh(r: _Reader) -> Mesh:
+def _mesh(r: _IndexReader) -> Mesh:
     axes = r.get("axes", list)
     if not all(isinstance(a, str) for a in axes):
         raise _Bad(f"mesh axes are {quoted(axes)}")
@@ -440,7 +440,7 @@ def _mesh(r: _Reader) -> Mesh:
     return _made(Mesh, tuple(axes), r.ints("shape", 1), r.ints("processes", 0))
 
 
-def _layout(r: _Reader, meshes: list[Mesh]) -> Layout:
+def _layout(r: _IndexReader, meshes: list[Mesh]) -> Layout:
     mesh = r.get("mesh", int)
     dims = r.get("dims", list)
     if not 0 <= mesh < len(meshes):
@@ -460,7 +460,7 @@ def _arrays(
     for name, body in bodies.items():
         same = known.get(id(body))
         if same is None:
-            same = _array(name, _Reader(body, "array", name), layouts, partial)
+            same = _array(name, _IndexReader(body, "array", name), layouts, partial)
             known[id(body)] = arrays[name] = same
             continue
         arrays[name] = ArrayEntry(
@@ -470,7 +470,7 @@ def _arrays(
     return arrays
 
 
-def _array(name: str, r: _Reader, layouts: list[Layout], partial: bool) -> ArrayEntry:
+def _array(name: str, r: _IndexReader, layouts: list[Layout], partial: bool) -> ArrayEntry:
     shape, chunk = r.ints("shape", 0), r.ints("chunk", 1)
     try:
         dtype, quantized, itemsize = _dtype(r.get("dtype", str))

@@ -198,7 +198,7 @@ class OcdbtReader(Reader):
         return self._parts[entry.name]
 
     @cached_property
-    def _borrowed(self) -> borrowed.Table:
+    def _borrowed(self) -> borrowed.BorrowedTable:
         nbytes = self.index.borrowed * borrowed.DTYPE.itemsize
         self._check_digests()  # on its own, the index may claim any number of chunks
         if self.key_length(BORROWED_KEY) != nbytes:
@@ -335,7 +335,7 @@ class OcdbtReader(Reader):
         if blocks is None:
             return self.read_digests().__getitem__
         self._check_digests()
-        return digest_table.Blocks(blocks, self.index.chunks, self._read_digest_rows).rows
+        return digest_table.TableBlocks(blocks, self.index.chunks, self._read_digest_rows).rows
 
     def _read_digest_rows(self, offset: int, length: int) -> bytes:
         try:

@@ -14,7 +14,7 @@ from unickpt.frameworks.protocol import ArrayTarget
 from unickpt.loading import mismatch
 from unickpt.loading.mismatch import Difference
 from unickpt.loading.report import LoadReport
-from unickpt.loading.request import ALL, Request, Selection
+from unickpt.loading.request import ALL, LoadRequest, Selection
 from unickpt.loading.views import CheckpointView, leaf_text, same_digests, stored_leaf
 from unickpt.trees import tree, tree_json
 from unickpt.trees.name_ranges import natural
@@ -52,7 +52,7 @@ class _Comparison:
     prevent loading. The arguments are those of `compare`, and all names of the checkpoint."""
 
     view: CheckpointView
-    asked: Request
+    asked: LoadRequest
     policy: Policy
     have: Collection[str]
     rows: list[Difference] = field(default_factory=list)
@@ -131,7 +131,7 @@ class _Comparison:
         )
 
 
-def compare(view: CheckpointView, asked: Request, policy: Policy) -> LoadReport:
+def compare(view: CheckpointView, asked: LoadRequest, policy: Policy) -> LoadReport:
     """Compares all leaves of `like` with the checkpoint, before anything is read.
 
     Arguments:

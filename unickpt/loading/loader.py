@@ -17,7 +17,7 @@ from unickpt.frameworks.protocol import Adapter, ArrayTarget
 from unickpt.frameworks.registry import adapters, current_group
 from unickpt.loading.compare import Policy, compare, is_number
 from unickpt.loading.report import LoadReport
-from unickpt.loading.request import Patterns, Request, Selection
+from unickpt.loading.request import LoadRequest, Patterns, Selection
 from unickpt.loading.views import CheckpointView, StoredView, jobs_of
 from unickpt.progress import ProgressFunction, reporting
 from unickpt.quoting import some
@@ -159,7 +159,7 @@ def load(
         cast,
         Selection.of(only, skip),
     )
-    loading = _Load(rules, policy, strict_experts, LoadOptions.or_default(options), adapters())
+    loading = _Loading(rules, policy, strict_experts, LoadOptions.or_default(options), adapters())
     # Fills everything again; processes that exchange all start again together.
     found, report = checkpoint.again(lambda: loading.load(path, like))
     if _log.isEnabledFor(logging.INFO):
@@ -175,7 +175,7 @@ def _chosen(argument: str, value: str, other: str) -> bool:
 
 
 @dataclass(frozen=True)
-class _Load:
+class _Loading:
     """The arguments of a call of `load`, and the frameworks' adapters."""
 
     rules: Rules | None
@@ -241,7 +241,7 @@ class _Load:
         policy = self.policy
         if self.rules is None:
             known = _leaves_of(stored.index)
-            asked = Request.of(like, self.among, known, policy.selection)
+            asked = LoadRequest.of(like, self.among, known, policy.selection)
             view = StoredView(stored, asked.facts)
         else:
             from unickpt.loading.ruled_view import request_through, through  # as in _load_all
@@ -254,7 +254,7 @@ class _Load:
         return self._read_like(view, asked, report, read), report
 
     def _read_like(
-        self, view: CheckpointView, asked: Request, report: LoadReport, read: ReadArrays
+        self, view: CheckpointView, asked: LoadRequest, report: LoadReport, read: ReadArrays
     ) -> Any:
         kept = {*report.kept, *(name for name, _, _ in report.mismatched)}
         leaves = {name: value for name, value in asked.leaves.items() if name not in kept}

@@ -1,4 +1,4 @@
-"""Request: the leaves of `like`, and what rules need to know about them."""
+"""LoadRequest: the leaves of `like`, and what rules need to know about them."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ _NUMBERS = {bool: "bool", int: "int64", float: "float64"}
 
 
 @dataclass(frozen=True)
-class Request:
+class LoadRequest:
     """What a load requests.
 
     Arguments:
@@ -129,7 +129,7 @@ class Request:
         among: Sequence[Adapter],
         known: Mapping[str, Any],
         selection: Selection = ALL,
-    ) -> Request:
+    ) -> LoadRequest:
         """The leaves of a tree.
 
         Arguments:
@@ -152,13 +152,13 @@ class Request:
     @property
     def facts(self) -> Mapping[str, Fact]:
         """The leaves as rules see them."""
-        return _Facts(self)
+        return _RequestedFacts(self)
 
 
-class _Facts(Mapping[str, Fact]):
+class _RequestedFacts(Mapping[str, Fact]):
     """Made when they are looked at: without rules, only those of plain numbers are."""
 
-    def __init__(self, asked: Request) -> None:
+    def __init__(self, asked: LoadRequest) -> None:
         self._asked = asked
 
     def __getitem__(self, name: str) -> Fact:

@@ -18,7 +18,7 @@ from unickpt.format.index import ArrayEntry, Index, PerProcessEntry
 from unickpt.format.reader import Reader
 from unickpt.frameworks.protocol import Adapter
 from unickpt.loading.provenance import Provenance
-from unickpt.loading.request import ALL, Request, Selection
+from unickpt.loading.request import ALL, LoadRequest, Selection
 from unickpt.loading.views import (
     as_array_entry,
     leaf_text,
@@ -302,10 +302,10 @@ def request_through(
     rules: Rules,
     among: Sequence[Adapter],
     selection: Selection = ALL,
-) -> Request:
+) -> LoadRequest:
     """What a tree requests; optimizers without state request what the rules could make."""
-    known = Offered(checkpoint, rules, lambda: Request.of(like, among, {}).facts)
-    return Request.of(like, among, known, selection)
+    known = Offered(checkpoint, rules, lambda: LoadRequest.of(like, among, {}).facts)
+    return LoadRequest.of(like, among, known, selection)
 
 
 def stored_facts(checkpoint: Reader) -> StoredLeaves:

@@ -13,11 +13,11 @@ from unickpt.quoting import quoted
 # The last word of the names of arrays that count steps, also where they are floats, as in torch.
 _COUNTS = frozenset({"step", "steps", "count"})
 
-Patterns = Mapping[str, str | None]
+QuantizePatterns = Mapping[str, str | None]
 """The codes of the arrays that each pattern matches; None leaves them as they are."""
 
 
-def check(patterns: Patterns) -> None:
+def check(patterns: QuantizePatterns) -> None:
     """Checks the patterns of `SaveOptions.quantize`.
 
     Raises:
@@ -37,7 +37,7 @@ def check(patterns: Patterns) -> None:
 
 
 def codes_for(
-    patterns: Patterns, name: str, dtype: str, shape: tuple[int, ...], prng: str | None
+    patterns: QuantizePatterns, name: str, dtype: str, shape: tuple[int, ...], prng: str | None
 ) -> str | None:
     """The codes as which an array is to be stored; None if as it is. The first match counts.
 
@@ -67,7 +67,7 @@ def _problem(codes: str, name: str, dtype: str, shape: tuple[int, ...]) -> str |
     return None
 
 
-def check_used(patterns: Patterns, names: Iterable[str]) -> None:
+def check_used(patterns: QuantizePatterns, names: Iterable[str]) -> None:
     """Checks that every pattern is the first match of an array.
 
     Arguments:
@@ -89,5 +89,5 @@ def check_used(patterns: Patterns, names: Iterable[str]) -> None:
         )
 
 
-def _first(patterns: Patterns, name: str) -> str | None:
+def _first(patterns: QuantizePatterns, name: str) -> str | None:
     return next((p for p in patterns if matches(p, name)), None)

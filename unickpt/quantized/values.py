@@ -27,7 +27,7 @@ class BadCodes(ValueError):
 
 
 @dataclass(frozen=True)
-class Encoded:
+class QuantizedChunk:
     """A chunk as it is stored.
 
     Arguments:
@@ -41,7 +41,7 @@ class Encoded:
     relative: float
 
 
-def encode(chunk: Array, codes: str) -> Encoded:
+def encode(chunk: Array, codes: str) -> QuantizedChunk:
     """Quantises a chunk.
 
     Arguments:
@@ -85,7 +85,7 @@ def encode(chunk: Array, codes: str) -> Encoded:
     if scales is not None:
         packed = packing.pack(coded.reshape(-1), kinds.BITS[codes])
         data[data.size - packed.size :] = packed
-    return Encoded(data, absolute, relative)
+    return QuantizedChunk(data, absolute, relative)
 
 
 def _scales(data: Array, blocks: Blocks, work: dtypes.DType) -> tuple[Array, Array]:

@@ -80,7 +80,7 @@ class _Unreachable(ProcessFailed):
     """The processes cannot exchange anything any more."""
 
 
-class _Chunk(NamedTuple):
+class _ExchangedChunk(NamedTuple):
     """A chunk, its reader, and the boxes of it that each process needs."""
 
     entry: ArrayEntry
@@ -94,7 +94,7 @@ class _Chunk(NamedTuple):
 
 def schedule(
     entries: Sequence[ArrayEntry], wants: Sequence[Wants], budget_bytes: int
-) -> Iterator[list[_Chunk]]:
+) -> Iterator[list[_ExchangedChunk]]:
     """All chunks that any process needs, in rounds; all processes get the same result.
 
     A chunk is read by a process that needs it, the one with the least to read so far.
@@ -107,14 +107,14 @@ def schedule(
     """
     read = [0] * len(wants)
     held = [0] * len(wants)
-    batch: list[_Chunk] = []
+    batch: list[_ExchangedChunk] = []
     for entry in entries:
         itemsize = dtypes.from_name(entry.dtype).itemsize
         for part, number, row, wanted in wanted_chunks(entry, wants):
             owner = min(wanted, key=lambda process: (read[process], process))
             box = part.chunk_box(number)
             read[owner] += box.size
-            chunk = _Chunk(entry, part, number, row, box, owner, wanted)
+            chunk = _ExchangedChunk(entry, part, number, row, box, owner, wanted)
             moved = {p: itemsize * sum(b.size for b in boxes) for p, boxes in wanted.items()}
             moved[owner] = sum(moved.values())
             full = max(held) > budget_bytes  # by a chunk that is larger than that
@@ -128,10 +128,10 @@ def schedule(
         yield batch
 
 
-class _Item(NamedTuple):
+class _SentBox(NamedTuple):
     """A box of a chunk that is sent, and its place in the message of a process."""
 
-    chunk: _Chunk
+    chunk: _ExchangedChunk
     box: Box
     process: int
     offset: int
@@ -142,10 +142,10 @@ class _Messages:
 
     def __init__(self, count: int) -> None:
         self.sizes = [_ALIGN] * count
-        self.items: list[_Item] = []
+        self.items: list[_SentBox] = []
 
-    def add(self, chunk: _Chunk, box: Box, process: int) -> _Item:
-        item = _Item(chunk, box, process, self.sizes[process])
+    def add(self, chunk: _ExchangedChunk, box: Box, process: int) -> _SentBox:
+        item = _SentBox(chunk, box, process, self.sizes[process])
         nbytes = box.size * dtypes.from_name(chunk.entry.dtype).itemsize
         self.sizes[process] += -(-nbytes // _ALIGN) * _ALIGN
         self.items.append(item)
@@ -156,7 +156,7 @@ class _Messages:
         """Where each message begins, after everything was added."""
         return [0, *accumulate(self.sizes)][:-1]
 
-    def view(self, data: Array, item: _Item) -> Array:
+    def view(self, data: Array, item: _SentBox) -> Array:
         """A box in the bytes of all messages."""
         dtype = dtypes.from_name(item.chunk.entry.dtype)
         begin = self.starts[item.process] + item.offset
@@ -168,7 +168,7 @@ class _Messages:
 class _Round:
     """A batch of chunks in progress."""
 
-    chunks: Sequence[_Chunk]
+    chunks: Sequence[_ExchangedChunk]
     sent: _Messages
     received: _Messages
     outbox: Array
@@ -247,11 +247,11 @@ class _Exchange:
 
     # --- a round --------------------------------------------------------------------------------
 
-    def _begin(self, chunks: Sequence[_Chunk]) -> _Round:
+    def _begin(self, chunks: Sequence[_ExchangedChunk]) -> _Round:
         """Begins to read this process's chunks of a round."""
         me, count = self._group.index, self._group.count
         sent, received = _Messages(count), _Messages(count)
-        own: list[tuple[_Chunk, list[_Item]]] = []
+        own: list[tuple[_ExchangedChunk, list[_SentBox]]] = []
         for chunk in chunks:
             if chunk.owner == me:
                 others = [(p, box) for p, of_p in chunk.wanted.items() for box in of_p if p != me]
@@ -263,7 +263,9 @@ class _Exchange:
         self._try(self._read, begun, own)
         return begun
 
-    def _read(self, begun: _Round, own: Sequence[tuple[_Chunk, Sequence[_Item]]]) -> None:
+    def _read(
+        self, begun: _Round, own: Sequence[tuple[_ExchangedChunk, Sequence[_SentBox]]]
+    ) -> None:
         for chunk, items in own:
             consumers = self._fillings.consumers(chunk.entry.name, chunk.row)
             pieces = [piece for consumer in consumers for piece in consumer.pieces(chunk.box)]
@@ -291,7 +293,7 @@ class _Exchange:
         self._try(self._place, begun, inbox, done)
 
     def _place(self, begun: _Round, inbox: Array, done: dict[str, Any]) -> None:
-        def place(received: tuple[_Item, Sequence[Consumer]]) -> None:
+        def place(received: tuple[_SentBox, Sequence[Consumer]]) -> None:
             item, consumers = received
             data = begun.received.view(inbox, item)
             for consumer in consumers:

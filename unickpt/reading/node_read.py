@@ -164,7 +164,7 @@ def _is_worth_meeting(stored: Reader, jobs: Sequence[Job], mine: int, count: int
     return spread * mine >= least * whole and min(count, spread) * mine >= _LEAST_BYTES
 
 
-class _Chunk(NamedTuple):
+class _NodeChunk(NamedTuple):
     """A chunk, who reads it, and where it lies in that process's memory; None if only one process
     needs it."""
 
@@ -180,7 +180,7 @@ class _Chunk(NamedTuple):
 
 def rounds_of(
     entries: Sequence[ArrayEntry], wants: Sequence[Wants], most_bytes: int
-) -> tuple[list[list[_Chunk]], int, int]:
+) -> tuple[list[list[_NodeChunk]], int, int]:
     """All chunks that any process needs, in rounds; all processes get the same.
 
     A chunk is read by a process that needs it, the one with the least to read so far.
@@ -196,7 +196,7 @@ def rounds_of(
         are not read again.
     """
     read, held = [0] * len(wants), [0] * len(wants)
-    rounds: list[list[_Chunk]] = [[]]
+    rounds: list[list[_NodeChunk]] = [[]]
     largest = saved = 0
     for entry in entries:
         for part, number, row, wanted in wanted_chunks(entry, wants):
@@ -213,7 +213,7 @@ def rounds_of(
                 offset = held[owner]
                 held[owner] += nbytes
                 largest = max(largest, held[owner])
-            rounds[-1].append(_Chunk(entry, part, number, row, box, owner, wanted, offset))
+            rounds[-1].append(_NodeChunk(entry, part, number, row, box, owner, wanted, offset))
     return rounds, largest, saved
 
 
@@ -270,19 +270,19 @@ class _NodeRead:
         finally:
             self._reader.close()
 
-    def _check_agreed(self, rounds: Sequence[Sequence[_Chunk]]) -> None:
+    def _check_agreed(self, rounds: Sequence[Sequence[_NodeChunk]]) -> None:
         """Whoever took another's chunk for the one that it needs would load other values."""
         facts = [[(c.entry.name, c.row, c.owner, c.offset) for c in chunks] for chunks in rounds]
         planned = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).digest()
         if set(self._met.gather(planned)) != {planned}:
             raise Apart("they planned differently")
 
-    def _begin(self, rounds: Sequence[Sequence[_Chunk]], number: int) -> set[Task]:
+    def _begin(self, rounds: Sequence[Sequence[_NodeChunk]], number: int) -> set[Task]:
         """Begins to read this process's chunks of a round."""
         chunks = rounds[number] if number < len(rounds) else ()
         return {self._start(chunk, number) for chunk in chunks if chunk.owner == self._met.index}
 
-    def _start(self, chunk: _Chunk, number: int) -> Task:
+    def _start(self, chunk: _NodeChunk, number: int) -> Task:
         entry = chunk.entry
         if chunk.offset is None:
             consumers = self._fillings.consumers(entry.name, chunk.row)
@@ -302,7 +302,7 @@ class _NodeRead:
         for task in tasks:
             self._reader.wait(task)
 
-    def _place(self, chunks: Sequence[_Chunk], number: int, done: dict[str, Any]) -> None:
+    def _place(self, chunks: Sequence[_NodeChunk], number: int, done: dict[str, Any]) -> None:
         """Takes what this process needs of the chunks of a round."""
 
         def place(taken: tuple[Array, Box, Sequence[Consumer]]) -> None:
@@ -323,7 +323,7 @@ class _NodeRead:
         for chunk in own:
             self._fillings.placed(chunk.entry.name, done)
 
-    def _memory(self, chunk: _Chunk, number: int) -> Array:
+    def _memory(self, chunk: _NodeChunk, number: int) -> Array:
         """Where a chunk of a round lies."""
         assert chunk.offset is not None, "it is shared"
         dtype = dtypes.from_name(chunk.entry.dtype)

@@ -87,7 +87,7 @@ class HeldFiles:
         return BaseEntry(borrowed.name_of(self.base.location), self.base.manifest_digest)
 
     @property
-    def table(self) -> borrowed.Table:
+    def table(self) -> borrowed.BorrowedTable:
         """The chunks, as borrowed from the base, the only one."""
         rows = sorted(chunk.row for some in self.chunks.values() for chunk in some)
         table = np.zeros(len(rows), borrowed.DTYPE)

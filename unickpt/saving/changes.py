@@ -17,13 +17,13 @@ from unickpt.saving.write_plan import DirectSource, WriteItem, naming
 _THREADS = 4  # at most
 _ALONE_BYTES = 16 << 20  # below this, starting threads costs more than it gains
 
-Place = TypeVar("Place")
+PlaceT = TypeVar("PlaceT")
 
 
 def copy_in_order(
     items: Sequence[WriteItem],
-    reserve: Callable[[WriteItem], Place],
-    keep: Callable[[WriteItem, Place], None],
+    reserve: Callable[[WriteItem], PlaceT],
+    keep: Callable[[WriteItem, PlaceT], None],
     stopped: Callable[[], bool],
     threads: int | None = None,
 ) -> None:

@@ -38,7 +38,7 @@ _PRIVATE = Memory(mutable=False)
 
 
 @dataclass(frozen=True)
-class _Facts:
+class _ArrayFacts:
     """What an adapter says of all arrays of its framework.
 
     Arguments:
@@ -54,7 +54,7 @@ class _Facts:
     first: Sequence[int] | None
 
     @classmethod
-    def of(cls, adapter: Adapter, at: Sequence[int], values: Sequence[Any]) -> _Facts:
+    def of(cls, adapter: Adapter, at: Sequence[int], values: Sequence[Any]) -> _ArrayFacts:
         facts, keys = adapter.facts([values[number] for number in at])
         if len(set(keys)) == len(keys):
             return cls(adapter, at, facts, None)
@@ -170,7 +170,7 @@ class CachedPlan:
     skeleton: Skeleton
     types: Sequence[type]
     names: Mapping[int, str]
-    facts: Sequence[_Facts]
+    facts: Sequence[_ArrayFacts]
     description: Description
     together: Sequence[_Together]
     others: Sequence[tuple[int, Adapter, ArraySource]]
@@ -193,7 +193,7 @@ class CachedPlan:
         if list(map(type, values)) != self.types:
             return False
         try:
-            return all(_Facts.of(f.adapter, f.at, values) == f for f in self.facts)
+            return all(_ArrayFacts.of(f.adapter, f.at, values) == f for f in self.facts)
         except Exception:  # an array was deleted, say: it is for `describe` to say so
             return False
 
@@ -435,7 +435,7 @@ class PlanCache:
                 same.sources.append(kept[name])
         values = [leaf.value for leaf in leaves]
         try:
-            facts = [_Facts.of(adapter, at, values) for adapter, at in arrays.values()]
+            facts = [_ArrayFacts.of(adapter, at, values) for adapter, at in arrays.values()]
         except Exception:  # of these arrays an adapter says nothing in advance
             return None
         return CachedPlan(

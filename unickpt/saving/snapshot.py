@@ -16,12 +16,12 @@ from unickpt.frameworks.protocol import ArraySource, Fragment
 from unickpt.saving.capture import BACKGROUND, Capture, CaptureMethod
 from unickpt.saving.changes import Changes, copy_in_order
 from unickpt.saving.plan_cache import CachedPlan, SameTree
-from unickpt.saving.staging_memory import HostArea, NoSlot, Place, Places, SpilledChunk
+from unickpt.saving.staging_memory import CopyPlace, HostArea, NoSlot, Places, SpilledChunk
 from unickpt.saving.task import SaveEvent, SaveState, SaveTask
 from unickpt.saving.write_plan import DirectSource, Staged, StagedChunk, WriteItem, WritePlan
 from unickpt.storage.spill_files import Slot
 
-Key = tuple[int, int]
+ChunkKey = tuple[int, int]
 """Of a chunk: its array, and its position there."""
 _COPIES = {CaptureMethod.COPY_NOW, CaptureMethod.COPY_LATER}
 
@@ -45,7 +45,7 @@ class StagedPlan:
     writes: WritePlan = field(default_factory=lambda: WritePlan((), ()))
     items: dict[CaptureMethod, list[WriteItem]] = field(default_factory=_none)
     deferred: Sequence[WriteItem] = ()
-    never_in_memory: frozenset[Key] = frozenset()
+    never_in_memory: frozenset[ChunkKey] = frozenset()
     waits_for_commit: bool = False
 
 
@@ -79,7 +79,7 @@ def plan_staging(writes: WritePlan, capture: Capture, places: Places) -> StagedP
 
 def _held_back(
     spare: Sequence[WriteItem], own: Sequence[WriteItem], capture: Capture, places: Places
-) -> frozenset[Key]:
+) -> frozenset[ChunkKey]:
     """Of chunks that another process should write, those that have no room in memory.
 
     If that process lacks them, this one must write them; so they are held until the commit. They
@@ -118,7 +118,7 @@ def _deferring(
     return found, deferred
 
 
-def key(item: WriteItem) -> Key:
+def key(item: WriteItem) -> ChunkKey:
     """By which a chunk is found."""
     return item.array, item.position
 
@@ -161,8 +161,8 @@ class Snapshot:
         self._direct = DirectSource(self.working_bytes)
         self._plan: StagedPlan | None = None
         self._changes = Changes(self._direct)
-        self._staged: dict[Key, StagedChunk | SpilledChunk] = {}
-        self._references: dict[Key, WriteItem] = {}
+        self._staged: dict[ChunkKey, StagedChunk | SpilledChunk] = {}
+        self._references: dict[ChunkKey, WriteItem] = {}
         self._error: BaseException | None = None
         described = task.description
         sources = described.sources.values() if same is None else same.others
@@ -291,7 +291,7 @@ class Snapshot:
         plan = self._planned()
         deferred = frozenset(plan.deferred)
 
-        def find_place(item: WriteItem) -> Place:
+        def find_place(item: WriteItem) -> CopyPlace:
             in_memory = key(item) not in plan.never_in_memory
             return self._places.find(item, in_memory=in_memory, counted=item in deferred)
 
@@ -300,7 +300,7 @@ class Snapshot:
 
         copy_in_order(plan.items[method], find_place, self._keep, failed, *threads)
 
-    def _keep(self, item: WriteItem, place: Place) -> None:
+    def _keep(self, item: WriteItem, place: CopyPlace) -> None:
         if isinstance(place, Slot):
             if (spilled := self._spill(item, place)) is not None:
                 self._has(item, spilled)
@@ -315,7 +315,7 @@ class Snapshot:
             self._has(item, self._copied(item))
             self._places.count(copied=item.nbytes)
 
-    def _find_other(self, item: WriteItem) -> Place:
+    def _find_other(self, item: WriteItem) -> CopyPlace:
         """A place for a chunk for which there is none in a file."""
         if key(item) in self._planned().never_in_memory:
             return NoSlot.NOWHERE
@@ -466,7 +466,7 @@ class Snapshot:
 
         return replace(staged, release=release)
 
-    def _release(self, of: Key) -> None:
+    def _release(self, of: ChunkKey) -> None:
         with self._changed:
             staged = self._staged.pop(of, None)
         if staged is not None:

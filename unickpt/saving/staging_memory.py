@@ -190,7 +190,7 @@ class NoSlot(Enum):
     NOWHERE = auto()
 
 
-Place = Slot | NoSlot
+CopyPlace = Slot | NoSlot
 
 
 class Places:
@@ -240,7 +240,7 @@ class Places:
         """Whether there are files for copies."""
         return self.spill is not None and self.spill.files.usable
 
-    def find(self, item: WriteItem, *, in_memory: bool = True, counted: bool = False) -> Place:
+    def find(self, item: WriteItem, *, in_memory: bool = True, counted: bool = False) -> CopyPlace:
         """A place for a copy; waits until there is one.
 
         Arguments:

@@ -43,7 +43,7 @@ from unickpt.saving.write_plan import (
     check_alone,
     plan_writes,
 )
-from unickpt.saving.writer import Writer
+from unickpt.saving.writer import ChunkWriter
 from unickpt.storage import database, paths
 from unickpt.threads import Events, Ticker
 
@@ -324,7 +324,7 @@ class SaveTask:
         source: ChunkSource,
         ticker: Ticker,
         told: ProgressFunction | None,
-    ) -> tuple[Writer, Record]:
+    ) -> tuple[ChunkWriter, Record]:
         self.check_destination()
         self._has_begun = True
         base, reuses = self._open_base()
@@ -332,7 +332,7 @@ class SaveTask:
         self._become(SaveState.WRITING)
         if base is not None:
             source = BorrowingSource(source, base)
-        writer = Writer(
+        writer = ChunkWriter(
             self._attempt, self.description, self.working_bytes, source, base, reuses, told
         )
         total = sum(item.nbytes for item in plan.own)
@@ -345,7 +345,7 @@ class SaveTask:
     def _ticker(self) -> Ticker:
         return Ticker("unickpt report", report_after_s(self.group.count), _REPORT_EVERY_S)
 
-    def _report_progress(self, writer: Writer, total: int, number: int) -> None:
+    def _report_progress(self, writer: ChunkWriter, total: int, number: int) -> None:
         done = min(total, writer.nbytes + writer.reused_bytes)
         phase, processes = self._attempt.phase, self.group.count
         elapsed = self.timings.elapsed
@@ -388,7 +388,7 @@ class SaveTask:
             _log.warning(FAULTY, path, error)
             return None
 
-    def _publish(self, record: Record, writer: Writer, staged: Staged) -> None:
+    def _publish(self, record: Record, writer: ChunkWriter, staged: Staged) -> None:
         statistics = {
             "chunks": writer.count,
             "reused_bytes": writer.reused_bytes,
@@ -416,7 +416,7 @@ class SaveTask:
         self._become(SaveState.COMMITTED)
         return totals
 
-    def _report(self, totals: Totals, writer: Writer, staged: Staged) -> SaveReport:
+    def _report(self, totals: Totals, writer: ChunkWriter, staged: Staged) -> SaveReport:
         attempt, timings = self._attempt, self.timings
         return SaveReport(
             url=self.location.url,
@@ -494,7 +494,7 @@ def call_metrics(options: SaveOptions, report: SaveReport) -> None:
 
 
 def _write_more(
-    writer: Writer, held: Sequence[WriteItem], request: Mapping[str, list[int]]
+    writer: ChunkWriter, held: Sequence[WriteItem], request: Mapping[str, list[int]]
 ) -> Record:
     """Writes chunks that the coordinator requests, because their planned writer lacks them."""
     wanted = {(name, position) for name, positions in request.items() for position in positions}

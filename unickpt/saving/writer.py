@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from unickpt.commit.attempt import Attempt
-from unickpt.commit.messages import CHUNK_DTYPE, ELSEWHERE, PATCH_DTYPE, Place, Record
+from unickpt.commit.messages import CHUNK_DTYPE, ELSEWHERE, PATCH_DTYPE, Record, ValuePlace
 from unickpt.errors import StorageError
 from unickpt.format import codec
 from unickpt.format.index import BaseEntry
@@ -47,7 +47,7 @@ _FILES_EACH = 8  # so many for each thread, so that they end together
 _BACKGROUND_PIECE = 8 << 20
 
 
-class Writer:
+class ChunkWriter:
     """Stages, encodes, hashes and writes chunks, each batch of them as one file.
 
     Arguments:
@@ -291,7 +291,7 @@ class _Batch:
 
     def __init__(
         self,
-        writer: Writer,
+        writer: ChunkWriter,
         done: _References,
         first: int,
         items: Sequence[WriteItem],
@@ -379,7 +379,7 @@ class _References:
         self.chunks = np.zeros(len(items), CHUNK_DTYPE)
         self.chunks["array"] = [item.array for item in items]
         self.chunks["chunk"] = [item.position for item in items]
-        self.others: list[Place] = []
+        self.others: list[ValuePlace] = []
         """Where the values are that are no chunks, in their order."""
         self._files = dict[str, int]()
         self._inline, self._nbytes = list[bytes](), 0

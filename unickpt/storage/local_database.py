@@ -85,7 +85,7 @@ class LocalDatabaseReader(ocdbt.DatabaseReader):
         keys: Sequence[str],
         out: Sequence[Array],
         lengths: Sequence[int],
-        looks: Sequence[ocdbt.Look | None],
+        looks: Sequence[ocdbt.OnRead | None],
     ) -> Sequence[bool]:
         """As `DatabaseReader.read_into`, of any size: small values that lie beside each other in a
         file together, large ones in pieces.
@@ -124,7 +124,7 @@ def _read_beside(
     rows: NodeColumn,
     out: Sequence[Array],
     done: NodeColumn,
-    looks: Sequence[ocdbt.Look | None],
+    looks: Sequence[ocdbt.OnRead | None],
 ) -> None:
     """Reads small values of a file.
 
@@ -158,7 +158,7 @@ def _read_large(
     rows: NodeColumn,
     out: Sequence[Array],
     done: NodeColumn,
-    looks: Sequence[ocdbt.Look | None],
+    looks: Sequence[ocdbt.OnRead | None],
 ) -> None:
     """Reads large values of a file, piece by piece; arguments as for `_read_beside`."""
     values = []
@@ -186,7 +186,7 @@ def _bytes_of(array: Array) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def _show(look: ocdbt.Look | None, memory: memoryview) -> None:
+def _show(look: ocdbt.OnRead | None, memory: memoryview) -> None:
     if look is not None:
         look(memory)
 

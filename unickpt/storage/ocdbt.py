@@ -222,7 +222,7 @@ def _after(prefix: bytes) -> bytes | None:
 
 
 _SMALL = 64 << 10
-Look = Callable[[memoryview], object]
+OnRead = Callable[[memoryview], object]
 """What is called with bytes that were read."""
 
 
@@ -262,7 +262,7 @@ class DatabaseReader:
         keys: Sequence[str],
         out: Sequence[Array],
         lengths: Sequence[int],
-        looks: Sequence[Look | None],
+        looks: Sequence[OnRead | None],
     ) -> Sequence[bool]:
         """Reads values into memory, as far as that is good for them.
 

@@ -12,7 +12,7 @@ from unickpt.integrations.orbax import options as manager_options
 from unickpt.integrations.orbax.args import Composite
 from unickpt.integrations.orbax.described import RootMetadata, StepMetadata, TreeMetadata
 from unickpt.integrations.orbax.options import CheckpointManagerOptions
-from unickpt.integrations.orbax.run import Info, Rules, Run, custom_metadata, how_saved
+from unickpt.integrations.orbax.run import Info, Run, SavePolicies, custom_metadata, how_saved
 from unickpt.integrations.orbax.run import reached_preemption as _reached_preemption
 from unickpt.integrations.orbax.stored import as_path, item_metadata, item_of, items_of
 from unickpt.reading.checkpoint import Checkpoint
@@ -346,8 +346,8 @@ class CheckpointManager:
 _json = items.plain_json  # within `save`, `items` is an argument
 
 
-def _rules(options: Any, metadata: Mapping[str, Any] | None) -> Rules:
-    return Rules(
+def _rules(options: Any, metadata: Mapping[str, Any] | None) -> SavePolicies:
+    return SavePolicies(
         manager_options.save_policy(options),
         manager_options.preservation_policy(options),
         options.read_only,

@@ -85,7 +85,7 @@ class Info:
 
 
 @dataclass(frozen=True)
-class Rules:
+class SavePolicies:
     """How a run saves and keeps.
 
     Arguments:
@@ -124,7 +124,7 @@ class Run:
     def __init__(
         self,
         directory: paths.PathLike,
-        rules: Rules,
+        rules: SavePolicies,
         arguments: Mapping[str, Any],
         timeout_s: float | None = None,
     ) -> None:

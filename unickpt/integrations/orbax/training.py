@@ -12,8 +12,8 @@ from unickpt.integrations.orbax import items, policies
 from unickpt.integrations.orbax.described import RootMetadata
 from unickpt.integrations.orbax.run import (
     Info,
-    Rules,
     Run,
+    SavePolicies,
     StepAlreadyExistsError,
     StepNotFoundError,
     custom_metadata,
@@ -157,7 +157,7 @@ class Checkpointer:
         if custom_metadata is not None:
             root = items.plain_json("custom_metadata", custom_metadata)
         keep = preservation_policy or policies.PreserveAll()
-        rules = Rules(save_decision_policy or default, keep, metadata=root)
+        rules = SavePolicies(save_decision_policy or default, keep, metadata=root)
         self._run = Run(directory, rules, unickpt or {})
         self._directory = as_path(directory)
 
