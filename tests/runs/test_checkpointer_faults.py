@@ -52,8 +52,8 @@ except unickpt.UnickptError as error:
 
 MANY = 4
 STEPS = [
-    ("saving.save_job:describe", "before"),  # planning
-    ("saving.staging.kept_state:stage", "after"),  # staging
+    ("saving.task:describe", "before"),  # planning
+    ("saving.snapshot:stage", "after"),  # staging
     ("storage.data_files.DataFile:add", "after"),  # writing
     ("commit.attempt.Attempt:publish", "before"),  # before the record
     ("commit.attempt.Attempt:publish", "during"),
@@ -70,7 +70,7 @@ COORDINATORS_STEPS = [
     ("runs.step_folder.StepFolder:remove", "before"),
     ("runs.step_folder.StepFolder:remove", "during"),  # during the deletion
     # Its files are gone, its folder is not.
-    ("storage.local_locations.LocalLocation:remove_empty", "before"),
+    ("storage.paths.LocalLocation:remove_empty", "before"),
 ]
 
 
