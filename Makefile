@@ -4,7 +4,7 @@ BIN := .venv/bin
 # torch's CPU build: a plain "torch" would bring gigabytes of CUDA libraries along.
 TORCH := torch==2.13.0
 
-.PHONY: demo test test-fast lint docs soak bench clean
+.PHONY: demo test test-fast lint docs modules soak bench clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -24,6 +24,10 @@ lint: .venv/installed
 # The pages of docs/ as a site, without a network: open site/index.html.
 docs: .venv/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+# What every module is for.
+modules:
+	@python3 docs/list_modules.py
 
 test: lint
 	$(BIN)/python -m pytest -n 2 -m 'not slow'

@@ -16,8 +16,8 @@ from unickpt.foreign import known_objects, loose_files
 from unickpt.foreign.file_ranges import ArrayTable, FileBox, RangeReader, table_of, whole
 from unickpt.foreign.files import Files
 from unickpt.foreign.loose_files import FoundFiles, open_kind
-from unickpt.foreign.pickles import BadPickle, Global, PickledObject
-from unickpt.foreign.torch_pickles import Tensor, TorchFile, TorchStorage, attributes, holds_tensors
+from unickpt.foreign.pickle_objects import BadPickle, Global, PickledObject, attributes
+from unickpt.foreign.torch_pickles import Tensor, TorchFile, TorchStorage, holds_tensors
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted, shortened
 from unickpt.storage.errors import Failed, reading_failed

@@ -17,7 +17,7 @@ from unickpt.backends.dcp.metadata import extents
 from unickpt.backends.dcp.reader import ChunkedArray
 from unickpt.foreign.elements import ElementRun, Joined
 from unickpt.foreign.file_ranges import FileBox
-from unickpt.foreign.pickles import BadPickle
+from unickpt.foreign.pickle_objects import BadPickle
 from unickpt.quoting import quoted
 
 FLAT = "_flat_param"

@@ -31,7 +31,7 @@ from unickpt.foreign import pickles, torch_pickles
 from unickpt.foreign.elements import FileRange
 from unickpt.foreign.file_ranges import FileBox
 from unickpt.foreign.files import Files
-from unickpt.foreign.pickles import BadPickle
+from unickpt.foreign.pickle_objects import BadPickle
 from unickpt.foreign.torch_pickles import Tensor
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted

@@ -15,7 +15,7 @@ from typing import Any
 from unickpt.arrays.box import Box
 from unickpt.errors import UnsupportedFormat
 from unickpt.foreign import pickles, torch_pickles
-from unickpt.foreign.pickles import BadPickle, Global, PickledObject
+from unickpt.foreign.pickle_objects import BadPickle, Global, PickledObject
 from unickpt.quoting import quoted
 from unickpt.trees.tree import MAX_DEPTH
 

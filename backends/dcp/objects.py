@@ -14,8 +14,8 @@ from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign.file_ranges import FileBox
 from unickpt.foreign.files import Files
 from unickpt.foreign.known_objects import decoded, key_of
-from unickpt.foreign.pickles import BadPickle, Global, PickledObject
-from unickpt.foreign.torch_pickles import Tensor, TorchFile, TorchStorage, attributes, holds_tensors
+from unickpt.foreign.pickle_objects import BadPickle, Global, PickledObject, attributes
+from unickpt.foreign.torch_pickles import Tensor, TorchFile, TorchStorage, holds_tensors
 from unickpt.quoting import quoted, shortened
 from unickpt.storage.errors import Failed, reading_failed
 from unickpt.threads import Pool

@@ -22,7 +22,7 @@ from unickpt.foreign.elements import FileRange
 from unickpt.foreign.file_ranges import WHOLE, FileBox, RangeReader, of_boxes, whole
 from unickpt.foreign.files import Files
 from unickpt.foreign.known_objects import LOCAL
-from unickpt.foreign.pickles import BadPickle
+from unickpt.foreign.pickle_objects import BadPickle
 from unickpt.format.coverage import check_boxes
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader

@@ -14,8 +14,8 @@ from unickpt.arrays.box import Box, cut
 from unickpt.errors import UnsupportedLeaf
 from unickpt.foreign import torch_layout
 from unickpt.foreign.flat_names import refuse
+from unickpt.foreign.pickle_objects import Global
 from unickpt.foreign.pickle_writer import PickledCall, dumps
-from unickpt.foreign.pickles import Global
 from unickpt.foreign.zip_layout import ZipLayout
 from unickpt.format.index import Index
 from unickpt.format.writer import Data, Ending, Plan, PlannedFile, text_file

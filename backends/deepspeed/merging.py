@@ -16,7 +16,7 @@ from unickpt.backends.deepspeed.sources import unraveled
 from unickpt.errors import HintError
 from unickpt.foreign.file_ranges import row_major
 from unickpt.foreign.headers import sizes
-from unickpt.foreign.pickles import PickledObject
+from unickpt.foreign.pickle_objects import PickledObject
 from unickpt.quoting import quoted
 
 Extents = tuple[int, ...]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from unickpt.backends.deepspeed.sources import is_number
 from unickpt.quoting import quoted
 
 _MOST_PATTERN = 2000
@@ -94,3 +95,17 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
         raise BadPattern(f"the pattern {quoted(pattern)} is not valid: {error}") from error
+
+
+def items(found: Any) -> Sequence[Any]:
+    """The items of a list; none of anything else."""
+    return found if isinstance(found, list | tuple) else ()
+
+
+def steps_of(groups: Iterable[Mapping[Any, Any]]) -> Iterator[tuple[int, int | float]]:
+    """The steps that some optimizers, such as FusedAdam, count by group, for each parameter."""
+    for group in groups:
+        step: Any = group.get("step")
+        for number in items(group.get("params")) if is_number(step) else ():
+            if type(number) is int:
+                yield number, step

@@ -6,23 +6,24 @@ Sources: deepspeed/runtime/engine.py, zero/stage_1_and_2.py, zero/stage3.py, bf1
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from unickpt.backends.deepspeed.patterns import steps_of
 from unickpt.backends.deepspeed.sources import Flat, is_number
 from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
 from unickpt.foreign.file_ranges import TensorSource
 from unickpt.foreign.files import Files
 from unickpt.foreign.headers import is_size
-from unickpt.foreign.pickles import Constructors, PickledObject
+from unickpt.foreign.pickle_objects import PickledObject
+from unickpt.foreign.pickles import Constructors
 from unickpt.foreign.torch_pickles import Tensor, TorchFile
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Failed, reading_failed
 from unickpt.threads import Pool
 
 T = TypeVar("T")
-
 _CONSTRUCTORS: Constructors = {
     "deepspeed.runtime.zero.config.ZeroStageEnum": lambda stage: stage,
 }
@@ -34,8 +35,7 @@ _OF_PARAMETERS = {
     "base_optimizer_state", "param_slice_mappings", "group_paddings", "param_alignment_paddings",
     "partition_count", "ds_version", "universal_checkpoint_info",
 }  # fmt: skip
-_THREADS_LOCAL, _THREADS_REMOTE = 4, 32
-_MOST_DEPTH = 50
+_THREADS_LOCAL, _THREADS_REMOTE, _MOST_DEPTH = 4, 32, 50
 _CONVERT = "convert it with DeepSpeed's ds_to_universal, and read the universal checkpoint"
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -460,20 +460,6 @@ def slots_of(
         elif value is not None:
             raise file.unsupported(f"{what} is neither a tensor nor a number")
     return tensors, scalars
-
-
-def items(found: Any) -> Sequence[Any]:
-    """The items of a list; none of anything else."""
-    return found if isinstance(found, list | tuple) else ()
-
-
-def steps_of(groups: Iterable[Mapping[Any, Any]]) -> Iterator[tuple[int, int | float]]:
-    """The steps that some optimizers, such as FusedAdam, count by group, for each parameter."""
-    for group in groups:
-        step: Any = group.get("step")
-        for number in items(group.get("params")) if is_number(step) else ():
-            if type(number) is int:
-                yield number, step
 
 
 def _check_fragments(

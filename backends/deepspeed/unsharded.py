@@ -15,15 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unickpt.backends.deepspeed.partitions import EXPERT, local_experts
+from unickpt.backends.deepspeed.patterns import items, steps_of
 from unickpt.backends.deepspeed.sources import Parameter
-from unickpt.backends.deepspeed.states import (
-    ModelFileState,
-    StateFile,
-    items,
-    same_everywhere,
-    slots_of,
-    steps_of,
-)
+from unickpt.backends.deepspeed.states import ModelFileState, StateFile, same_everywhere, slots_of
 from unickpt.quoting import quoted
 
 _EXPERT_GROUP = re.compile(r"ep_size_(\d{1,6})")

@@ -26,7 +26,7 @@ from unickpt.backends.dcp.reader import (
 from unickpt.backends.megatron.flattened import shapes_of, unflattened
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign.files import Files
-from unickpt.foreign.pickles import BadPickle
+from unickpt.foreign.pickle_objects import BadPickle
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Failed, reading_failed

@@ -23,8 +23,8 @@ from unickpt import CheckpointCorrupt, CheckpointNotFound, Rules, UnsupportedFor
 from unickpt.backends.bytecheckpoint.flat_params import parts_of
 from unickpt.errors import UnickptError
 from unickpt.foreign import file_ranges
+from unickpt.foreign.pickle_objects import BadPickle, Global
 from unickpt.foreign.pickle_writer import PickledCall, dumps
-from unickpt.foreign.pickles import BadPickle, Global
 from unickpt.storage.database import context
 from unickpt.storage.paths import resolve
 

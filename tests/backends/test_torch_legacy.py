@@ -19,8 +19,8 @@ from support.reader_suite import ReaderSuite, nested
 
 import unickpt
 from unickpt import Checkpoint, CheckpointCorrupt, UnickptError
+from unickpt.foreign.pickle_objects import Global, PersistentId
 from unickpt.foreign.pickle_writer import PickledCall, dumps
-from unickpt.foreign.pickles import Global, PersistentId
 from unickpt.storage import database
 from unickpt.storage.paths import resolve
 

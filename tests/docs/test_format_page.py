@@ -20,7 +20,7 @@ from unickpt import Layout, LocalFragments, Mesh, PerProcess, SaveOptions
 from unickpt.arrays import dtypes
 from unickpt.display import tree_table
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.format import chunk_grid, codec, index_json, patches
+from unickpt.format import chunk_grid, codec, index_encoding, index_json, patches
 from unickpt.format.index import INDEX_KEY, ArrayEntry, Index
 from unickpt.quantized import values
 from unickpt.quantized.blocks import Blocks
@@ -173,7 +173,7 @@ def test_index_of_the_format() -> None:
         **{name: body[name] for name in ("library", "created", "attempt", "metadata")},
         digests_xxh3=body["digests"],
     )
-    ours_json = json.loads(index_json.encode(ours))
+    ours_json = json.loads(index_encoding.encode(ours))
     del body["xxh3"], ours_json["xxh3"]
     assert ours_json == body
     assert list(ours_json) == list(body)

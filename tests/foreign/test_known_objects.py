@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 import unickpt
 from unickpt import CheckpointCorrupt, Opaque
-from unickpt.foreign import known_objects, pickles
-from unickpt.foreign.pickles import BadPickle
+from unickpt.foreign import known_objects, pickle_objects, pickles
+from unickpt.foreign.pickle_objects import BadPickle
 from unickpt.foreign.torch_pickles import CONSTRUCTORS, Tensor
 
 PROTOCOLS = (2, 3, 4, 5)
@@ -35,7 +35,9 @@ def renamed(data: bytes) -> bytes:
 
 def decoded(data: bytes) -> Any:
     found, _ = pickles.read(data, CONSTRUCTORS)
-    return known_objects.decoded(found) if isinstance(found, pickles.PickledObject) else found
+    return (
+        known_objects.decoded(found) if isinstance(found, pickle_objects.PickledObject) else found
+    )
 
 
 def opened(folder: Path, data: bytes) -> unickpt.Checkpoint:
@@ -164,9 +166,9 @@ def test_what_has_no_plain_form_stays_as_it_was(value: Any, tmp_path: Path) -> N
 # --- damage -------------------------------------------------------------------------------------
 
 
-def facts(value: Any) -> pickles.PickledObject:
+def facts(value: Any) -> pickle_objects.PickledObject:
     found, _ = pickles.read(pickle.dumps(value, 2), CONSTRUCTORS)
-    assert isinstance(found, pickles.PickledObject)
+    assert isinstance(found, pickle_objects.PickledObject)
     return found
 
 
@@ -198,13 +200,13 @@ def test_damage_names_the_file(tmp_path: Path) -> None:
 
 
 DTYPES = st.builds(
-    lambda name, state: pickles.PickledObject(
-        pickles.Global("numpy.dtype"), (name, False, True), state
+    lambda name, state: pickle_objects.PickledObject(
+        pickle_objects.Global("numpy.dtype"), (name, False, True), state
     ),
     st.sampled_from(
         [
             *("f4", "i8", "U1", "U0", "S0", "O8", "V4", "b9", "c8", "f16", "x", ""),
-            *map(pickles.Global, ("ml_dtypes.bfloat16", "ml_dtypes.x")),
+            *map(pickle_objects.Global, ("ml_dtypes.bfloat16", "ml_dtypes.x")),
         ]
     ),
     st.one_of(st.none(), st.sampled_from([(3, x, *[None] * 3, -1, -1, 0) for x in "<>|=x"])),
@@ -216,7 +218,7 @@ PARTS = st.one_of(
     st.text(max_size=3),
     st.booleans(),
     st.tuples(st.integers(-2, 9)),
-    st.just(pickles.Global("numpy.ndarray")),
+    st.just(pickle_objects.Global("numpy.ndarray")),
     DTYPES,
 )
 
@@ -227,7 +229,7 @@ PARTS = st.one_of(
     st.one_of(PARTS, st.lists(PARTS, min_size=5, max_size=5).map(tuple)),
 )
 def test_any_facts_are_decoded_or_refused(name: str, args: Any, state: Any) -> None:
-    found = pickles.PickledObject(pickles.Global(name), args, state, at=7)
+    found = pickle_objects.PickledObject(pickle_objects.Global(name), args, state, at=7)
     try:
         made = known_objects.decoded(found)
     except BadPickle:

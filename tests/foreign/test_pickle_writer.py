@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from support.pickled import trees, typed
 
 from unickpt.foreign import pickles
+from unickpt.foreign.pickle_objects import Global, PersistentId
 from unickpt.foreign.pickle_writer import PickledCall, dumps
-from unickpt.foreign.pickles import Global, PersistentId
 
 
 class Slotted:

@@ -30,21 +30,20 @@ from unickpt.commit.messages import (
     Notes,
     Record,
     Records,
+    WriteMore,
     statistics_of,
 )
 from unickpt.commit.progress_reports import Report
-from unickpt.commit.replicas import ReplicaDifference
 from unickpt.commit.root import Root
 from unickpt.commit.waits import Waits
 from unickpt.errors import (
-    CheckpointExists,
     ProcessFailed,
     SaveConflict,
     SaveTimeout,
     StorageError,
     out_of_memory,
 )
-from unickpt.format import codec, index_json, timing
+from unickpt.format import codec, index_encoding, timing
 from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, Index
 from unickpt.format.timing import Arrivals
 from unickpt.frameworks.process_group import Group
@@ -57,8 +56,6 @@ from unickpt.storage.locations import Location
 # After a process gives up, how long the coordinator may take to finish a commit that was in
 # progress when it last checked for such a process.
 _GRACE_S = 1.0
-WriteMore = Callable[[Mapping[str, list[int]]], Record]
-"""Writes the chunks at some positions of arrays; returns the record of these."""
 
 
 class Attempt:
@@ -88,11 +85,7 @@ class Attempt:
         self._more: Records = ()  # of processes that wrote chunks of others, too
         self.writers: tuple[Mapping[str, float], ...] = ()
         """The statistics in each process's record, once the coordinator has committed."""
-        self.bases: tuple[str, ...] = ()
-        self.differences: Sequence[ReplicaDifference] = ()
-        """The arrays that were assumed to be replicas but differ; likewise."""
-        self.quantized: Mapping[str, tuple[float, float]] = {}
-        """The errors of quantised arrays; likewise."""
+        self.merged: Merged | None = None  # likewise: what all processes saved
 
     @cached_property
     def _waits(self) -> Waits:
@@ -106,28 +99,14 @@ class Attempt:
             CheckpointExists: it holds a checkpoint (without `overwrite`) or foreign files.
             StorageError: the storage cannot be read.
         """
-        foreign = self.location.foreign_files()
-        if foreign:
-            raise CheckpointExists(
-                f"{self.location} holds other files ({', '.join(foreign[:3])}, ...); choose a "
-                "new or empty directory"
-            )
+        root.refuse_other_files(self.location)
         with self._translating():
             found = self._root.read()
             # For a bucket that does not exist, S3 only reports that the object is missing; if OCDBT
             # then writes there, TensorStore ends the process. Listing reports the missing bucket.
             self._notes.check_reachable()
-        if found.digest and not overwrite:
-            raise CheckpointExists(
-                f"{self.location} already holds a checkpoint; pass overwrite=True "
-                "(--overwrite on the command line) to replace it, "
-                "or save to another path"
-            )
-        if found.digest and (needed := borrowers.of(self.location, self.context)):
-            raise CheckpointExists(
-                f"{self.location} has chunks of {', '.join(needed[:3])}, which did not write them "
-                "again; save to another path, or remove these first"
-            )
+        if found.digest:
+            root.refuse_checkpoint(self.location, self.context, overwrite=overwrite)
         self._found = found
         self._become(AttemptState.WRITING)
 
@@ -427,10 +406,7 @@ class Attempt:
         self._become(AttemptState.COMMITTED)
         self._remove_older_attempts(older)
         self.writers = statistics_of(records, self._more)
-        self.bases = tuple(base.name for base in merged.index.bases)
-        self.differences = merged.differences
-        arrays = merged.index.arrays.items()
-        self.quantized = {name: entry.errors for name, entry in arrays if entry.quantized}
+        self.merged = merged
         return totals
 
     def _merge(self, own: Mapping[int, Index], records: Records, write_more: WriteMore) -> Merged:
@@ -463,7 +439,7 @@ class Attempt:
             **codec.zarr_keys(index),
             DIGESTS_KEY: chunks.table.tobytes(),
             timing.TIMING_KEY: self._timing,
-            INDEX_KEY: index_json.encode(index),
+            INDEX_KEY: index_encoding.encode(index),
         }
         if index.bases:
             extra[BORROWED_KEY] = chunks.borrowed.tobytes()

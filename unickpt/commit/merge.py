@@ -39,6 +39,17 @@ class Merged:
     chunks: Chunks
     differences: Sequence[ReplicaDifference]
 
+    @property
+    def bases(self) -> tuple[str, ...]:
+        """The names of the checkpoints that have some of its chunks."""
+        return tuple(base.name for base in self.index.bases)
+
+    @property
+    def quantized(self) -> dict[str, tuple[float, float]]:
+        """The errors of quantised arrays."""
+        arrays = self.index.arrays.items()
+        return {name: entry.errors for name, entry in arrays if entry.quantized}
+
 
 @dataclass(frozen=True)
 class Totals:

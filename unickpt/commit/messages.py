@@ -19,7 +19,10 @@ import tensorstore as ts
 import xxhash
 
 from unickpt.arrays.box import Box
-from unickpt.errors import ProcessFailed, StorageError
+from unickpt.errors import (
+    ProcessFailed,
+    StorageError,
+)
 from unickpt.format.index import BaseEntry
 from unickpt.frameworks.process_group import Group
 from unickpt.reuse.experts import ExpertSteps
@@ -460,3 +463,7 @@ def _error_note(data: bytes) -> _ErrorNote:
     note = _object(data) or {}
     message = str(note.get("message", "its error message cannot be read"))
     return _ErrorNote(message, note.get("hopeless") is True, note.get("refused") is True)
+
+
+WriteMore = Callable[[Mapping[str, list[int]]], Record]
+"""Writes the chunks at some positions of arrays; returns the record of these."""

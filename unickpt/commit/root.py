@@ -15,10 +15,12 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
+import tensorstore as ts
 
+from unickpt.commit import borrowers
 from unickpt.commit.merge_chunks import PATCHED, WHOLE, Chunks, Column
 from unickpt.commit.messages import ValuePlace
-from unickpt.errors import StorageError
+from unickpt.errors import CheckpointExists, StorageError
 from unickpt.format import chunk_grid, patches
 from unickpt.format.chunk_grid import Part, join_key
 from unickpt.format.index import ArrayEntry, Index
@@ -28,6 +30,7 @@ from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.database import Database, digest_of
 from unickpt.storage.errors import Failed
 from unickpt.storage.kvstore import Future, KvStore
+from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
 
 _FILE_BYTES = 64 << 20
@@ -159,6 +162,39 @@ class Root:
             found = self._store.read(MANIFEST).result()
             if found.value == manifest:
                 self._store.write(MANIFEST, None, if_equal=found.stamp.generation).result()
+
+
+def refuse_other_files(location: Location) -> None:
+    """Refuses a folder that holds what no save has written.
+
+    Raises:
+        CheckpointExists: names some of it.
+    """
+    foreign = location.foreign_files()
+    if foreign:
+        raise CheckpointExists(
+            f"{location} holds other files ({', '.join(foreign[:3])}, ...); choose a "
+            "new or empty directory"
+        )
+
+
+def refuse_checkpoint(location: Location, context: ts.Context, *, overwrite: bool) -> None:
+    """Refuses to replace a checkpoint unless that is allowed, and no other one needs it.
+
+    Raises:
+        CheckpointExists: says what to do.
+    """
+    if not overwrite:
+        raise CheckpointExists(
+            f"{location} already holds a checkpoint; pass overwrite=True "
+            "(--overwrite on the command line) to replace it, "
+            "or save to another path"
+        )
+    if needed := borrowers.of(location, context):
+        raise CheckpointExists(
+            f"{location} has chunks of {', '.join(needed[:3])}, which did not write them "
+            "again; save to another path, or remove these first"
+        )
 
 
 def _numbered(run: TreeEntries, numbers: Any) -> TreeEntries:

@@ -16,7 +16,7 @@ import numpy as np
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.dtypes import DType
-from unickpt.foreign.pickles import BadPickle, Global, PickledObject
+from unickpt.foreign.pickle_objects import BadPickle, Global, PickledObject
 from unickpt.foreign.torch_pickles import Tensor, TorchStorage
 from unickpt.quoting import quoted
 from unickpt.trees import tree_json

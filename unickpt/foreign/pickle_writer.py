@@ -10,7 +10,7 @@ import struct
 from collections.abc import Generator, Iterable
 from typing import Any
 
-from unickpt.foreign.pickles import Global, PersistentId, PickledObject
+from unickpt.foreign.pickle_objects import Global, PersistentId, PickledObject
 from unickpt.quoting import quoted
 
 PickledCall = PickledObject

@@ -11,9 +11,16 @@ from __future__ import annotations
 import pickle
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
+from unickpt.foreign.pickle_objects import (
+    BadPickle,
+    EndsEarly,
+    Global,
+    PersistentId,
+    PickledObject,
+    kind_of,
+)
 from unickpt.quoting import quoted
 
 # Larger integers can be chosen so that a dict of them takes quadratic time; in a tuple, whose hash
@@ -26,89 +33,6 @@ _UINT16, _INT32, _UINT32, _UINT64 = map(struct.Struct, ("<H", "<i", "<I", "<Q"))
 # What calls may look at, for each byte of the pickle: arguments can be remembered and used again.
 _WORK = 8
 _LEAST_WORK = 100_000
-
-
-class BadPickle(ValueError):
-    """The bytes are not a valid pickle, or use what no checkpoint needs."""
-
-
-class EndsEarly(BadPickle):
-    """The pickle needs more bytes than there are."""
-
-
-@dataclass(frozen=True)
-class Global:
-    """A class or function that a pickle names.
-
-    Arguments:
-        name: with its module.
-        make: makes its objects, or returns NotImplemented for those that it does not know; None if
-            nothing of it is known.
-        module: what of the name is the module; by default all before the last dot.
-    """
-
-    name: str
-    make: Callable[..., Any] | None = None
-    module: str | None = None
-
-    def __call__(self, args: Any) -> Any:
-        if not isinstance(args, tuple):
-            raise BadPickle(f"{quoted(self.name)} is called with {_kind(args)}")
-        if self.make is None:
-            return PickledObject(self, args)
-        try:
-            made = self.make(*args)
-            return PickledObject(self, args) if made is NotImplemented else made
-        except BadPickle:
-            raise
-        except Exception as error:
-            raise BadPickle(
-                f"{quoted(self.name)} cannot be made of what is there: {error}"
-            ) from error
-
-
-@dataclass(eq=False, slots=True)
-class PickledObject:
-    """An object of a class that is not known, as the pickle makes it; hashed by identity.
-
-    Arguments:
-        function: the class or function that is called.
-        args: what it is called with.
-        state: as it was pickled, if any.
-        appended: what was appended to it, in order.
-        items: the keys and values that were set on it, in order.
-        is_new: whether the class makes it with `__new__` instead of a call.
-        named: arguments with names.
-        at: where the pickle has made it, in bytes; no other object of the pickle has this place.
-    """
-
-    function: Global
-    args: tuple[Any, ...] = ()
-    state: Any = None
-    appended: list[Any] = field(default_factory=list)
-    items: list[tuple[Any, Any]] = field(default_factory=list)
-    is_new: bool = False
-    named: Any = None
-    at: int = -1
-
-    @property
-    def name(self) -> str:
-        """Of the class or function, with its module."""
-        return self.function.name
-
-    def __repr__(self) -> str:
-        return f"<{quoted(self.name)}>"
-
-
-@dataclass(frozen=True, eq=False)
-class PersistentId:
-    """What stands in a pickle for data outside of it.
-
-    Arguments:
-        value: says which data.
-    """
-
-    value: Any
 
 
 Constructors = Mapping[str, Callable[..., Any]]
@@ -315,7 +239,7 @@ class _Machine:
 
     def _make(self, function: Any, args: Any, is_new: bool = False) -> None:
         if not isinstance(function, Global):
-            raise BadPickle(f"{_kind(function)} is called")
+            raise BadPickle(f"{kind_of(function)} is called")
         self._spend(args)
         made = function(args)
         if isinstance(made, PickledObject) and made.at < 0:
@@ -357,12 +281,12 @@ class _Machine:
         elif isinstance(target, PickledObject):
             target.appended.extend(values)
         else:
-            raise BadPickle(f"something is appended to {_kind(target)}")
+            raise BadPickle(f"something is appended to {kind_of(target)}")
 
     def _add(self, values: list[Any]) -> None:
         target = self._top()
         if not isinstance(target, set):
-            raise BadPickle(f"something is added to {_kind(target)}")
+            raise BadPickle(f"something is added to {kind_of(target)}")
         target.update(key(value) for value in values)
 
     def _set_items(self, values: list[Any]) -> None:
@@ -376,7 +300,7 @@ class _Machine:
         elif isinstance(target, PickledObject):
             target.items.extend(pairs)
         else:
-            raise BadPickle(f"an item of {_kind(target)} is set")
+            raise BadPickle(f"an item of {kind_of(target)} is set")
 
     def _dict(self, values: list[Any]) -> None:
         self._push({})
@@ -410,12 +334,6 @@ class _Machine:
         return line == "01" if line in ("00", "01") else int(line)
 
 
-def _kind(value: Any) -> str:
-    """What a value is; its own text could be of any length."""
-    known = isinstance(value, PickledObject)
-    return repr(value) if known else f"an object of {type(value).__name__}"
-
-
 def key(value: Any) -> Any:
     """A key of a dict, or an element of a set.
 
@@ -436,7 +354,7 @@ def key(value: Any) -> Any:
                 raise BadPickle("a key is too long")
             rest += item
         if isinstance(item, float | frozenset) or (isinstance(item, int) and abs(item) >= most):
-            raise BadPickle(f"{_kind(item)} that cannot be a key")
+            raise BadPickle(f"{kind_of(item)} that cannot be a key")
     return value
 
 

@@ -15,13 +15,14 @@ from typing import Any
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.errors import CheckpointCorrupt
-from unickpt.foreign import pickle_writer, pickles
+from unickpt.foreign import pickle_objects, pickle_writer, pickles
 from unickpt.foreign.elements import Elements, FileRange, InMemoryElements, Lazy
 from unickpt.foreign.file_ranges import FileBox
 from unickpt.foreign.files import Files
 from unickpt.foreign.headers import is_size, sizes
 from unickpt.foreign.loose_files import is_legacy
-from unickpt.foreign.pickles import BadPickle, Constructors, EndsEarly, Global, PickledObject
+from unickpt.foreign.pickle_objects import BadPickle, EndsEarly, Global, PickledObject
+from unickpt.foreign.pickles import Constructors
 from unickpt.foreign.zip_files import STORED, ZipFile
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Damaged
@@ -360,7 +361,7 @@ def _is_module(found: Any) -> bool:
 
 
 def _as_stored(found: Any) -> Any:
-    return found[1] if _is_module(found) else pickles.PersistentId(found)
+    return found[1] if _is_module(found) else pickle_objects.PersistentId(found)
 
 
 class LegacyFile:
@@ -490,16 +491,3 @@ def _inside(found: Any) -> list[Any]:
     if isinstance(found, PickledObject):
         return [found.args, found.named, found.state, found.appended, found.items]
     return [*found.keys(), *found.values()] if isinstance(found, dict) else list(found)
-
-
-def attributes(found: PickledObject) -> list[tuple[Any, Any]]:
-    """The attributes of an object, what it contains, and what it was made of, with their names."""
-    pairs: list[tuple[Any, Any]] = []
-    slots = found.state if isinstance(found.state, tuple) else (found.state,)
-    if all(state is None or isinstance(state, dict) for state in slots):
-        pairs += [pair for state in slots if state for pair in state.items()]
-    else:
-        pairs.append(("state", found.state))
-    pairs += [*found.items, *enumerate(found.appended)]
-    pairs += [(key, x) for key, x in (("args", found.args), ("named", found.named)) if x]
-    return pairs

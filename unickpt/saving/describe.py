@@ -14,7 +14,7 @@ import xxhash
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.errors import UnsupportedLeaf
-from unickpt.format import chunk_grid, chunk_store, codec, index_json
+from unickpt.format import chunk_grid, chunk_store, codec, index_encoding
 from unickpt.format.index import ArrayEntry, Index, PerProcessEntry
 from unickpt.frameworks import per_process
 from unickpt.frameworks.leaves import Described, PerProcess, expand, is_leaf
@@ -50,7 +50,7 @@ class Description:
     @cached_property
     def encoded(self) -> bytes:
         """The index as this process writes it, until the commit."""
-        return index_json.encode(self.index)
+        return index_encoding.encode(self.index)
 
     @cached_property
     def digest(self) -> int:
@@ -73,6 +73,57 @@ class Description:
             raise UnsupportedLeaf(str(error)) from None
         index = replace(self.index, metadata=selection.metadata)
         return replace(self, index=index, selection=selection)
+
+
+class _Leaves:
+    """What is found out about the leaves of a tree; arguments as of `describe`."""
+
+    def __init__(
+        self,
+        group: Group,
+        options: SaveOptions,
+        among: Sequence[Adapter],
+        keys: ExpertKeys | None,
+    ) -> None:
+        self._group, self._options, self._among, self._keys = group, options, among, keys
+        self._first: dict[Any, str] = {}
+        self.entries: dict[str, ArrayEntry] = {}
+        self.sources: dict[str, ArraySource] = {}
+        self.aliases: dict[str, str] = {}
+        self.plain: dict[str, tree_json.Plain] = {}
+        self.blobs: dict[str, bytes] = {}
+        self.experts: dict[str, ArrayExperts] = {}
+        self.bad: list[str] = []
+        """Why some cannot be stored."""
+
+    def add(self, name: str, value: Any) -> None:
+        """Describes a leaf."""
+        try:
+            if isinstance(value, PerProcess):
+                self.blobs[name] = per_process.encode(value.value, self._among)
+            elif tree_json.is_plain(value):
+                self.plain[name] = tree_json.plain(value)
+            else:
+                self._add_array(name, _source(value, self._group, self._among))
+        except (TypeError, ValueError) as error:
+            self.bad.append(f"{name!r}: {error}")
+
+    def _add_array(self, name: str, source: ArraySource) -> None:
+        if source.identity is not None and source.identity in self._first:
+            self.aliases[name] = self._first[source.identity]
+            return
+        self._first[source.identity] = name
+        held = None if self._keys is None else self._keys.find(name, source.shape, source.layout)
+        if held is not None:
+            self.experts[name] = held
+        axis = None if held is None else held.axis
+        entry = _entry(name, source, self._options, axis)
+        self.entries[name], self.sources[name] = entry, source
+        if held is not None and entry.quantized is not None:
+            raise ValueError(
+                f"it belongs to the experts of {held.key!r} (`experts`), which cannot be "
+                "quantised; put a pattern that matches it before, with None"
+            )
 
 
 def describe(
@@ -101,60 +152,30 @@ def describe(
         node = tree.flatten(
             root, lambda x: is_leaf(x, among), lambda obj, name: expand(obj, name, among)
         )
-    entries: dict[str, ArrayEntry] = {}
-    sources: dict[str, ArraySource] = {}
-    aliases: dict[str, str] = {}
-    plain: dict[str, tree_json.Plain] = {}
-    blobs: dict[str, bytes] = {}
-    first: dict[Any, str] = {}
-    bad: list[str] = []
-    experts: dict[str, ArrayExperts] = {}
+    found = _Leaves(group, options, among, keys)
     for leaf in tree.leaves(node):
-        name, value = leaf.name, leaf.value
-        try:
-            if isinstance(value, PerProcess):
-                blobs[name] = per_process.encode(value.value, among)
-                continue
-            if tree_json.is_plain(value):
-                plain[name] = tree_json.plain(value)
-                continue
-            source = _source(value, group, among)
-            if source.identity is not None and source.identity in first:
-                aliases[name] = first[source.identity]
-                continue
-            first[source.identity] = name
-            held = None if keys is None else keys.find(name, source.shape, source.layout)
-            if held is not None:
-                experts[name] = held
-            axis = None if held is None else held.axis
-            entries[name], sources[name] = _entry(name, source, options, axis), source
-            if held is not None and entries[name].quantized is not None:
-                raise ValueError(
-                    f"it belongs to the experts of {held.key!r} (`experts`), which cannot be "
-                    "quantised; put a pattern that matches it before, with None"
-                )
-        except (TypeError, ValueError) as error:
-            bad.append(f"{name!r}: {error}")
-    if bad:
-        raise unstorable(bad)
+        found.add(leaf.name, leaf.value)
+    if found.bad:
+        raise unstorable(found.bad)
+    entries = found.entries
     if group.count == 1:
         check_quantized(options, entries)
-    if experts:
+    if found.experts:
         try:
-            check_counts(experts)
+            check_counts(found.experts)
         except ValueError as error:
             raise UnsupportedLeaf(str(error)) from None
     index = Index(
         tree=tree_json.to_json(node),
         arrays=entries,
-        aliases=aliases,
-        values=plain,
-        per_process={name: PerProcessEntry(()) for name in blobs},
+        aliases=found.aliases,
+        values=found.plain,
+        per_process={name: PerProcessEntry(()) for name in found.blobs},
         metadata=checked_metadata(metadata),
         codecs=codec.codecs_for(options.compression),
         processes=group.count,
     )
-    return Description(index, sources, blobs, experts)
+    return Description(index, found.sources, found.blobs, found.experts)
 
 
 def unstorable(bad: list[str]) -> UnsupportedLeaf:

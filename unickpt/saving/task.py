@@ -12,9 +12,9 @@ from functools import cached_property, partial
 from typing import Any
 
 from unickpt.commit import replicas
-from unickpt.commit.attempt import Attempt, WriteMore
+from unickpt.commit.attempt import Attempt
 from unickpt.commit.merge import Totals
-from unickpt.commit.messages import Record
+from unickpt.commit.messages import Record, WriteMore
 from unickpt.commit.progress_reports import Report
 from unickpt.errors import (
     CheckpointCorrupt,
@@ -97,10 +97,8 @@ class Timings:
 
 
 _log = logging.getLogger("unickpt")
-_REPORT_AFTER_S, _REPORT_EVERY_S = 5.0, 60.0
-"""A save that takes less than the first reports no progress; all others do at least so often."""
-_REPORTS_PER_S = 200
-"""Of all processes of a job together, at most."""
+# A save that takes less than the first reports no progress. The last: of all processes, at most.
+_REPORT_AFTER_S, _REPORT_EVERY_S, _REPORTS_PER_S = 5.0, 60.0, 200
 
 
 class SaveState(Enum):
@@ -309,8 +307,9 @@ class SaveTask:
         report = self._report(totals, writer, source.staged)
         if _log.isEnabledFor(logging.INFO):
             _log_report(report)
-        if self._attempt.differences:
-            replicas.warn(self._attempt.differences)
+        merged = self._attempt.merged
+        if merged is not None and merged.differences:
+            replicas.warn(merged.differences)
         return report
 
     def _reporting(self) -> AbstractContextManager[ProgressFunction | None]:
@@ -417,7 +416,7 @@ class SaveTask:
         return totals
 
     def _report(self, totals: Totals, writer: ChunkWriter, staged: Staged) -> SaveReport:
-        attempt, timings = self._attempt, self.timings
+        attempt, timings, merged = self._attempt, self.timings, self._attempt.merged
         return SaveReport(
             url=self.location.url,
             arrays=totals.arrays,
@@ -434,9 +433,9 @@ class SaveTask:
             blocked_s=timings.blocked_s or timings.elapsed,
             **asdict(staged),
             writers=attempt.writers,
-            quantized=attempt.quantized,
-            bases=attempt.bases,
-            replicas_differ=tuple(found.name for found in attempt.differences),
+            quantized={} if merged is None else merged.quantized,
+            bases=() if merged is None else merged.bases,
+            replicas_differ=tuple(each.name for each in merged.differences) if merged else (),
         )
 
     def _with_replicas(self, record: Record, plan: WritePlan, source: ChunkSource) -> Record:

@@ -1,0 +1,128 @@
+"""What `verify` checks of a checkpoint besides its chunks: the tree, keys, metadata, values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+
+from unickpt.errors import CheckpointCorrupt
+from unickpt.format import codec
+from unickpt.format.chunk_store import ChunkStore
+from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY
+from unickpt.format.reader import ParallelMap, Reader
+from unickpt.format.timing import TIMING_KEY
+from unickpt.storage.errors import Failed
+from unickpt.threads import in_batches
+from unickpt.trees import tree, tree_json
+
+# Zarr metadata of one array has a few hundred bytes; many hostile keys may share one large value.
+_MOST_METADATA = 1 << 20
+_KEYS_AT_ONCE = 256
+
+
+class KeyChecks:
+    """Compares the keys of a database with its index.
+
+    Arguments:
+        reader: of the checkpoint.
+        chunks: its database.
+        key_length: the length of a key's value; None if it is missing.
+        read_key: the bytes of a key.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        chunks: ChunkStore,
+        key_length: Callable[[str], int | None],
+        read_key: Callable[[str], bytes],
+    ) -> None:
+        self._reader, self._chunks = reader, chunks
+        self._key_length, self._read_key = key_length, read_key
+
+    def check(self, borrowed: int, run: ParallelMap) -> Iterator[tuple[str, str]]:
+        """As `Reader.check_structure`, of a checkpoint whose digest table was read.
+
+        Arguments:
+            borrowed: how many chunks are in other checkpoints.
+            run: does work on several threads.
+        """
+        index = self._reader.index
+        try:
+            names = {leaf.name for leaf in tree.leaves(tree_json.from_json(index.tree))}
+        except tree_json.BadTree as error:
+            yield "", f"the tree in the index is invalid: {error}"
+            return
+        for name in sorted(names ^ index.names.keys()):
+            yield name, "is in the tree or in the index, but not in both"
+        expected = codec.zarr_keys(index)
+        for different in run(self._different, list(in_batches(expected.items(), _KEYS_AT_ONCE))):
+            for key in different:
+                yield "", f"{key!r} differs from what the index describes"
+        for name in index.per_process:
+            try:
+                self._reader.per_process(name)
+            except CheckpointCorrupt as error:
+                yield name, str(error)
+        blobs = sum(len(entry.blobs) for entry in index.per_process.values())
+        keys = [INDEX_KEY, DIGESTS_KEY, *((BORROWED_KEY,) if index.bases else ())]
+        try:
+            keys += [TIMING_KEY] if self._reader.timing() is not None else []
+        except CheckpointCorrupt as error:
+            keys.append(TIMING_KEY)
+            yield "", str(error)
+        own = index.chunks - borrowed
+        own += sum(entry.patched for entry in index.arrays.values())  # each is two values
+        implied = len(expected) + own + blobs + len(keys)
+        found = self._count_keys()
+        if found != implied:
+            # Counted, not listed: a few hostile nodes that share children can make any number of
+            # keys.
+            yield "", f"the database has {found} keys, but the index implies {implied}"
+
+    def _count_keys(self) -> int:
+        """The number of keys in the database according to its manifest; lists none."""
+        try:
+            return self._chunks.database.facts().keys
+        except Failed as error:
+            raise self._chunks.explained(error, str(self._reader.location)) from error
+
+    def _different(self, expected: Sequence[tuple[str, bytes]]) -> list[str]:
+        """The keys whose stored value differs from the expected one."""
+        small = [key for key, _ in expected if self._is_small(key)]
+        found = dict(zip(small, self._values(small), strict=True))
+        return [key for key, value in expected if not _is_json(found.get(key), value)]
+
+    def _is_small(self, key: str) -> bool:
+        """Whether a key's value is no larger than Zarr metadata is."""
+        try:
+            return (self._key_length(key) or 0) <= _MOST_METADATA
+        except CheckpointCorrupt:
+            return False
+
+    def _values(self, keys: Sequence[str]) -> Iterator[bytes | None]:
+        """The values of some keys; None where one is missing or damaged."""
+        requested = self._chunks.values.request_all(keys)
+        for key in keys:
+            try:
+                if key in requested:
+                    yield bytes(requested[key].result().value)
+                else:
+                    yield self._read_key(key)
+            except CheckpointCorrupt:
+                yield None
+            except Failed as error:
+                raised = self._chunks.explained(error, f"{self._reader.location}: key {key!r}")
+                if not isinstance(raised, CheckpointCorrupt):
+                    raise raised from error
+                yield None
+
+
+def _is_json(found: bytes | None, expected: bytes) -> bool:
+    """Whether bytes are these, or JSON of the same."""
+    if found is None or found == expected:
+        return found is not None
+    try:
+        return bool(json.loads(found) == json.loads(expected))
+    except (ValueError, RecursionError):  # not valid JSON
+        return False
