@@ -20,7 +20,7 @@ from unickpt import Layout, LocalFragments, Mesh, PerProcess, SaveOptions
 from unickpt.arrays import dtypes
 from unickpt.display import tree_table
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.format import chunk_grid, codec, index_json, patches, zarr_metadata
+from unickpt.format import chunk_grid, codec, index_json, patches, strict_json, zarr_metadata
 from unickpt.format.index import INDEX_KEY, ArrayEntry, Index
 from unickpt.quantized import values
 from unickpt.quantized.blocks import Blocks
@@ -91,7 +91,9 @@ def entry_of(body: dict[str, Any]) -> ArrayEntry:
         body["layout"] = 0
     layouts = [Layout(mesh, dims)]
     name = body.pop("name")
-    return index_json._array(name, index_json._Reader(body, name), layouts, False)
+    return index_json._array(
+        name, strict_json.typed(body, index_json._ArrayBody, name), layouts, False
+    )
 
 
 def test_parts_of_the_format() -> None:
