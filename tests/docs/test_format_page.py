@@ -20,11 +20,11 @@ from unickpt import Layout, LocalFragments, Mesh, PerProcess, SaveOptions
 from unickpt.arrays import dtypes
 from unickpt.display import tree_table
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.format import chunk_grid, codec, index_json, patches, strict_json, zarr_metadata
+from unickpt.format import chunk_grid, codec, index_json, patches, zarr_metadata
 from unickpt.format.index import INDEX_KEY, ArrayEntry, Index
 from unickpt.quantized import values
 from unickpt.quantized.blocks import Blocks
-from unickpt.trees import plain_values, tree
+from unickpt.trees import plain_values, strict_json, tree
 
 HERE = Path(TESTS)
 DOCS = HERE.parent / "docs"

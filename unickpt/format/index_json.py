@@ -18,7 +18,6 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, fill_exactly, overlap
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.format import strict_json
 from unickpt.format.index import (
     FORMAT,
     PATCHED_FORMAT,
@@ -28,10 +27,10 @@ from unickpt.format.index import (
     Index,
     PerProcessEntry,
 )
-from unickpt.format.strict_json import BadJSON
 from unickpt.quantized import codes
 from unickpt.quoting import quoted
-from unickpt.trees import plain_values, tree
+from unickpt.trees import plain_values, strict_json, tree
+from unickpt.trees.strict_json import BadJSON
 
 T = TypeVar("T")
 # The codecs that may follow `bytes`, with their settings. Others are refused: some zarr codecs
