@@ -24,7 +24,7 @@ from unickpt.format import chunk_grid, codec, index_json, patches, zarr_metadata
 from unickpt.format.index import INDEX_KEY, ArrayEntry, Index
 from unickpt.quantized import values
 from unickpt.quantized.blocks import Blocks
-from unickpt.trees import plain_values, strict_json, tree
+from unickpt.trees import strict_json, tree, tree_json
 
 HERE = Path(TESTS)
 DOCS = HERE.parent / "docs"
@@ -66,8 +66,8 @@ def test_names_of_the_format() -> None:
 def test_values_of_the_format() -> None:
     for python, stored in table("values"):
         value = eval(code(python)[0])
-        assert json.dumps(plain_values.to_json(value)) == code(stored)[0]
-        assert repr(plain_values.from_json(json.loads(code(stored)[0]))) == repr(value)
+        assert json.dumps(tree_json.value_to_json(value)) == code(stored)[0]
+        assert repr(tree_json.value_from_json(json.loads(code(stored)[0]))) == repr(value)
 
 
 def test_layouts_of_the_format() -> None:

@@ -29,7 +29,7 @@ from unickpt.format.index import (
 )
 from unickpt.quantized import codes
 from unickpt.quoting import quoted
-from unickpt.trees import plain_values, strict_json, tree
+from unickpt.trees import strict_json, tree_json
 from unickpt.trees.strict_json import BadJSON
 
 T = TypeVar("T")
@@ -129,7 +129,7 @@ def encode(index: Index) -> bytes:
     }
     body = {
         "aliases": dict(index.aliases),
-        "values": {name: plain_values.to_json(v) for name, v in index.values.items()},
+        "values": {name: tree_json.value_to_json(v) for name, v in index.values.items()},
         "per_process": {
             name: [[size, f"{digest:016x}"] for size, digest in entry.blobs]
             for name, entry in index.per_process.items()
@@ -209,12 +209,12 @@ def decode(data: bytes, where: str, *, partial: bool = False) -> Index:
         if seal is None or int(seal[1], 16) != xxhash.xxh3_64_intdigest(data[: seal.start()]):
             raise BadJSON("its seal does not match its bytes")
         index = _decode(body, stored.get("arrays", msgspec.Raw(b"null")), partial)
-        if tree.has_opaque(data):
-            index = replace(index, values=tree.with_opaque(index.tree, index.values))
+        if tree_json.has_opaque(data):
+            index = replace(index, values=tree_json.with_opaque(index.tree, index.values))
         return index
-    except tree.BadTree as error:
+    except tree_json.BadTree as error:
         raise CheckpointCorrupt(f"{where}: the index is damaged: {error}") from None
-    except (BadJSON, plain_values.BadValue) as error:
+    except (BadJSON, tree_json.BadValue) as error:
         raise CheckpointCorrupt(f"{where}: the index is damaged: {error}") from None
 
 
@@ -260,7 +260,7 @@ def _decode(body: dict[str, Any], stored: msgspec.Raw, partial: bool) -> Index:
         tree=members.tree,
         arrays=arrays,
         aliases=members.aliases,
-        values={k: plain_values.from_json(v) for k, v in members.values.items()},
+        values={k: tree_json.value_from_json(v) for k, v in members.values.items()},
         per_process=per_process,
         metadata=members.metadata,
         codecs=_codecs(members.codecs),
