@@ -33,7 +33,7 @@ import unickpt
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.commit.attempt import Attempt
 from unickpt.commit.messages import CHUNK_DTYPE, Record
-from unickpt.format import codec, index_encoding
+from unickpt.format import codec, index_json
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.frameworks.process_group import ProcessGroup
 from unickpt.storage import database, paths
@@ -85,7 +85,7 @@ SMALL = Job(256, 1, 50, 1)
 
 def write_parts(job: Job, index: Index, folder: Path) -> int:
     """Writes what all processes write before a commit; returns the digest of the description."""
-    encoded = index_encoding.encode(index)
+    encoded = index_json.encode(index)
     digest = xxhash.xxh3_64_intdigest(encoded)
     per_process = job.devices * job.rows
     chunks = np.zeros(job.arrays * per_process, CHUNK_DTYPE)

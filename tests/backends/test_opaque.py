@@ -21,7 +21,7 @@ from unickpt.cli.app import app
 from unickpt.foreign import pickles
 from unickpt.foreign.pickle_objects import Global
 from unickpt.foreign.pickle_writer import PickledCall, dumps
-from unickpt.format import index_encoding
+from unickpt.format import index_json
 
 WRITERS = {"zip": file_writers.torch_zip, "legacy": file_writers.torch_legacy}
 
@@ -89,7 +89,7 @@ def test_a_reader_that_does_not_know_it_finds_bytes(tmp_path: Path) -> None:
     value = Opaque("mine.Ours", b"pickle")
     unickpt.save(tmp_path / "x", {"a": value})
     index = unickpt.open(tmp_path / "x").index
-    stored = json.loads(index_encoding.encode(index))
+    stored = json.loads(index_json.encode(index))
     assert stored["tree"] == {"dict": [["a", {"wrapper": "*", "type": "pickle:mine.Ours"}]]}
     assert stored["values"] == {"a": {"bytes": "cGlja2xl"}}
     assert stored["format"] == "1.3"

@@ -21,7 +21,7 @@ from unickpt.arrays.layout import Layout, Mesh
 from unickpt.commit import root
 from unickpt.commit.merge_chunks import BORROWED, MISSING, PATCHED, WHOLE, Chunks
 from unickpt.commit.messages import CHUNK_DTYPE, PATCH_DTYPE, Record
-from unickpt.format import borrowed, chunk_grid, digest_table, index_encoding, index_json, patches
+from unickpt.format import borrowed, chunk_grid, digest_table, index_json, patches
 from unickpt.format.index import ArrayEntry, BaseEntry, Index
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.storage.btree.builder import PLACE_DTYPE
@@ -234,7 +234,7 @@ def test_a_damaged_block_is_noticed_by_its_arrays(tmp_path: Path) -> None:
 @pytest.mark.parametrize("blocks", [[8, "0" * 15], [0, "0" * 96], [8, "0" * 80], [8], [True, ""]])
 def test_an_index_with_other_blocks_is_refused(tmp_path: Path, blocks: list[Any]) -> None:
     unickpt.save(tmp_path, TREE, options=SaveOptions(chunk_bytes=80))
-    text = json.loads(index_encoding.encode(reader_of(tmp_path).index))
+    text = json.loads(index_json.encode(reader_of(tmp_path).index))
     del text["xxh3"]
     text["digest_blocks"] = blocks
     body = json.dumps(text, separators=(",", ":")).encode()[:-1]

@@ -20,11 +20,11 @@ from unickpt import Layout, LocalFragments, Mesh, PerProcess, SaveOptions
 from unickpt.arrays import dtypes
 from unickpt.display import tree_table
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.format import chunk_grid, codec, index_encoding, index_json, patches
+from unickpt.format import chunk_grid, codec, index_json, patches
 from unickpt.format.index import INDEX_KEY, ArrayEntry, Index
 from unickpt.quantized import values
 from unickpt.quantized.blocks import Blocks
-from unickpt.trees import tree, tree_json
+from unickpt.trees import strict_json, tree, tree_json
 
 HERE = Path(TESTS)
 DOCS = HERE.parent / "docs"
@@ -91,7 +91,9 @@ def entry_of(body: dict[str, Any]) -> ArrayEntry:
         body["layout"] = 0
     layouts = [Layout(mesh, dims)]
     name = body.pop("name")
-    return index_json._array(name, index_json._Reader(body, name), layouts, False)
+    return index_json._array(
+        name, strict_json.typed(body, index_json._ArrayBody, name), layouts, False
+    )
 
 
 def test_parts_of_the_format() -> None:
@@ -173,7 +175,7 @@ def test_index_of_the_format() -> None:
         **{name: body[name] for name in ("library", "created", "attempt", "metadata")},
         digests_xxh3=body["digests"],
     )
-    ours_json = json.loads(index_encoding.encode(ours))
+    ours_json = json.loads(index_json.encode(ours))
     del body["xxh3"], ours_json["xxh3"]
     assert ours_json == body
     assert list(ours_json) == list(body)

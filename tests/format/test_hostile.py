@@ -20,7 +20,7 @@ from support.forks import Forks
 
 import unickpt
 from unickpt import Box, CheckpointCorrupt, Layout, LoadOptions, Mesh, UnickptError
-from unickpt.format import chunk_grid, codec, digest_table, index_encoding, index_json
+from unickpt.format import chunk_grid, codec, digest_table, index_json
 from unickpt.format import index as index_module
 from unickpt.format.index import ArrayEntry
 from unickpt.storage import local_files
@@ -341,7 +341,7 @@ def test_a_mutated_index_is_read_or_refused(data: st.DataObject) -> None:
     for entry in index.arrays.values():  # what is accepted must be safe to look at
         assert chunk_grid.chunk_count(entry) >= 0
         repr(entry)
-    index_json.decode(index_encoding.encode(index), "here")
+    index_json.decode(index_json.encode(index), "here")
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
@@ -386,7 +386,7 @@ def small() -> tuple[dict[str, bytes], ArrayEntry]:
     index = index_module.Index(tree=index.tree, arrays=index.arrays, chunks=1, digests_xxh3=digest)
     keys = {
         **codec.zarr_keys(index),
-        index_module.INDEX_KEY: index_encoding.encode(index),
+        index_module.INDEX_KEY: index_json.encode(index),
         index_module.DIGESTS_KEY: table,
         "w/c/0": data.tobytes(),
     }
@@ -530,7 +530,7 @@ TREES: list[Any] = [
 def test_a_bad_tree_is_refused(tree: Any, tmp_path: Path) -> None:
     keys, entry = small()
     index = index_json.decode(keys[index_module.INDEX_KEY], "here")
-    body = json.loads(index_encoding.encode(index))
+    body = json.loads(index_json.encode(index))
     del body["xxh3"]
     forge(tmp_path, {**keys, index_module.INDEX_KEY: sealed({**body, "tree": tree})})
     with pytest.raises(CheckpointCorrupt):

@@ -15,7 +15,7 @@ from support.strategies import laid_out, plain, shapes
 
 from unickpt import Box, CheckpointCorrupt, UnsupportedFormat
 from unickpt.arrays.layout import Layout, Mesh
-from unickpt.format import chunk_grid, index_encoding, index_json
+from unickpt.format import chunk_grid, index_json
 from unickpt.format.index import ArrayEntry, Index, PerProcessEntry
 
 
@@ -49,7 +49,7 @@ def indexes(draw: st.DrawFn) -> Index:
 
 @given(indexes())
 def test_round_trip(index: Index) -> None:
-    again = index_json.decode(index_encoding.encode(index), "here")
+    again = index_json.decode(index_json.encode(index), "here")
     assert repr(again) == repr(index)  # repr, because NaN values differ from themselves
     assert list(again.arrays) == list(index.arrays)
 
@@ -77,12 +77,10 @@ def test_arrays_that_differ_in_one_thing_only_are_not_mixed_up() -> None:
     twice = [*different, *(replace(entry) for entry in different)]
     arrays = {str(n): replace(entry, name=str(n)) for n, entry in enumerate(twice)}
     index = Index(tree="*", arrays=arrays, processes=2)
-    encoded = index_encoding.encode(index)
+    encoded = index_json.encode(index)
     assert index_json.decode(encoded, "here").arrays == arrays
     assert len(json.loads(encoded)["layouts"]) == 3
-    alone = json.loads(
-        index_encoding.encode(Index(tree="*", arrays={"9": arrays["9"]}, processes=2))
-    )
+    alone = json.loads(index_json.encode(Index(tree="*", arrays={"9": arrays["9"]}, processes=2)))
     assert json.loads(encoded)["arrays"]["9"] == alone["arrays"]["9"]
 
 
@@ -128,7 +126,7 @@ def test_arrays_of_any_names_are_read_as_they_were_written(names: list[str]) -> 
     note = {"arrays": {"w": {"shape": [1]}}, "aliases": {}}
     for metadata in ({}, note):
         index = Index(tree="*", arrays=arrays, metadata=metadata)
-        again = index_json.decode(index_encoding.encode(index), "here")
+        again = index_json.decode(index_json.encode(index), "here")
         assert again == index
         assert list(again.arrays) == names
 
@@ -159,22 +157,22 @@ SMALL = Index(tree="*", arrays={"w": ArrayEntry("w", (2, 3), "float32", (2, 3), 
     (Box((0, 0), (2, 3)), (0,)),))})  # fmt: skip
 
 
-@given(st.integers(0, len(index_encoding.encode(SMALL)) - 1), st.integers(1, 255))
+@given(st.integers(0, len(index_json.encode(SMALL)) - 1), st.integers(1, 255))
 def test_any_changed_byte_is_noticed(at: int, change: int) -> None:
-    data = bytearray(index_encoding.encode(SMALL))
+    data = bytearray(index_json.encode(SMALL))
     data[at] ^= change
     with pytest.raises((CheckpointCorrupt, UnsupportedFormat)):
         index_json.decode(bytes(data), "here")
 
 
-@given(st.integers(0, len(index_encoding.encode(SMALL)) - 1))
+@given(st.integers(0, len(index_json.encode(SMALL)) - 1))
 def test_truncation_is_noticed(length: int) -> None:
     with pytest.raises(CheckpointCorrupt, match="here: the index is damaged"):
-        index_json.decode(index_encoding.encode(SMALL)[:length], "here")
+        index_json.decode(index_json.encode(SMALL)[:length], "here")
 
 
 def sealed(**changes: Any) -> bytes:
-    body = json.loads(index_encoding.encode(SMALL))
+    body = json.loads(index_json.encode(SMALL))
     del body["xxh3"]
     body.update(changes)
     unsealed = json.dumps(body, separators=(",", ":")).encode()[:-1]

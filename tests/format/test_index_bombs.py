@@ -16,7 +16,7 @@ from support.reading import read_all, written
 
 import unickpt
 from unickpt import CheckpointCorrupt, UnsupportedLeaf
-from unickpt.format import index_encoding, index_json
+from unickpt.format import index_json
 from unickpt.trees import tree
 
 
@@ -27,7 +27,7 @@ def test_bytes_that_were_never_written_take_no_memory(
     """Files of 3 GB that take a few kilobytes on the disk."""
     path, size = tmp_path / "c", 12 << 28
     index, _ = index_of(array("w", (1 << 28,), (1,), dtype="int8"), rows=0)
-    text = index_encoding.encode(index).replace(b'"chunks":0', b'"chunks":268435456')
+    text = index_json.encode(index).replace(b'"chunks":0', b'"chunks":268435456')
     text = sealed(__import__("json").loads(text[: text.rindex(b',"xxh3"')] + b"}"))
     there = {"unickpt.json": text, "unickpt.digests": Away("hole", 0, size)}
     if key == "unickpt.json":
@@ -40,7 +40,7 @@ def test_bytes_that_were_never_written_take_no_memory(
 
 def test_a_digest_table_of_another_length_is_not_read(forks: Forks, tmp_path: Path) -> None:
     index, _ = index_of(array("w", (4,)))
-    text = index_encoding.encode(index)
+    text = index_json.encode(index)
     size = 1 << 28
     path = written(
         tmp_path / "c", leaf({"unickpt.json": text, "unickpt.digests": Away("t", 0, size)})

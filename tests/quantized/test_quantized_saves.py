@@ -36,7 +36,7 @@ from unickpt import (
 )
 from unickpt.arrays import dtypes
 from unickpt.cli.app import app
-from unickpt.format import codec, index_encoding, index_json
+from unickpt.format import codec, index_json
 from unickpt.quantized import choice, values
 from unickpt.quantized import codes as kinds
 
@@ -569,7 +569,7 @@ def test_no_memory_is_given_for_a_chunk_that_nothing_backs(tmp_path: Path) -> No
 )
 def test_a_bad_entry_is_damage(change: dict[str, Any], reason: str) -> None:
     index, _ = index_of(quantised((256,)))
-    body = json.loads(index_encoding.encode(index))
+    body = json.loads(index_json.encode(index))
     del body["xxh3"]
     assert index_json.decode(sealed(body), "here").arrays["w"].quantized == "int4"
     body["arrays"]["w"] |= change

@@ -27,7 +27,7 @@ from unickpt import (
     UnsupportedFormat,
 )
 from unickpt.cli.app import app
-from unickpt.format import borrowed, index_encoding, index_json
+from unickpt.format import borrowed, index_json
 from unickpt.format.index import BaseEntry, Index
 from unickpt.storage import database, paths
 
@@ -226,14 +226,14 @@ def test_ls_tells_what_is_new(run: str) -> None:
 def test_a_base_is_one_folder_beside(name: str) -> None:
     index = Index({"dict": []}, {}, bases=(BaseEntry(name, "0" * 16),), borrowed=1)
     with pytest.raises(CheckpointCorrupt, match="no name of a folder"):
-        index_json.decode(index_encoding.encode(index), "here")
+        index_json.decode(index_json.encode(index), "here")
 
 
 @pytest.mark.parametrize("count", [0, -1, 1 << 62, True, "1", None])
 def test_the_number_of_borrowed_chunks(count: Any) -> None:
     index = Index({"dict": []}, {}, bases=(BaseEntry("a", "0" * 16),), borrowed=count)
     with pytest.raises(CheckpointCorrupt, match="'borrowed'"):
-        index_json.decode(index_encoding.encode(index), "here")
+        index_json.decode(index_json.encode(index), "here")
 
 
 @pytest.mark.parametrize(

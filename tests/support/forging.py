@@ -14,7 +14,7 @@ import tensorstore as ts
 import xxhash
 
 from unickpt import Box
-from unickpt.format import chunk_grid, digest_table, index_encoding
+from unickpt.format import chunk_grid, digest_table, index_json
 from unickpt.format import index as index_module
 from unickpt.format.index import ArrayEntry, Index
 
@@ -70,7 +70,7 @@ def forge_index(path: Path | str, index: Index, table: bytes, **keys: bytes) -> 
     forge(
         path,
         {
-            index_module.INDEX_KEY: index_encoding.encode(index),
+            index_module.INDEX_KEY: index_json.encode(index),
             index_module.DIGESTS_KEY: table,
             **keys,
         },

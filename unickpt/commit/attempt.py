@@ -43,7 +43,7 @@ from unickpt.errors import (
     StorageError,
     out_of_memory,
 )
-from unickpt.format import codec, index_encoding, timing
+from unickpt.format import codec, index_json, timing
 from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, Index
 from unickpt.format.timing import Arrivals
 from unickpt.frameworks.process_group import Group
@@ -439,7 +439,7 @@ class Attempt:
             **codec.zarr_keys(index),
             DIGESTS_KEY: chunks.table.tobytes(),
             timing.TIMING_KEY: self._timing,
-            INDEX_KEY: index_encoding.encode(index),
+            INDEX_KEY: index_json.encode(index),
         }
         if index.bases:
             extra[BORROWED_KEY] = chunks.borrowed.tobytes()

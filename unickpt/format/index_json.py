@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import xxhash
+from msgspec import UNSET, Meta, UnsetType
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, fill_exactly, overlap
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.format.index import (
+    FORMAT,
     PATCHED_FORMAT,
     ArrayEntry,
     BaseEntry,
@@ -27,7 +29,8 @@ from unickpt.format.index import (
 )
 from unickpt.quantized import codes
 from unickpt.quoting import quoted
-from unickpt.trees import tree_json
+from unickpt.trees import strict_json, tree_json
+from unickpt.trees.strict_json import BadJSON
 
 T = TypeVar("T")
 # The codecs that may follow `bytes`, with their settings. Others are refused: some zarr codecs
@@ -43,6 +46,147 @@ _FOLDER = re.compile(r"[^/\\\0]+")
 _SEAL = re.compile(rb',"xxh3":"([0-9a-f]{16})"}\Z')
 _CODEC_FIELDS = ("name", "configuration")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
+_Extent = Annotated[int, Meta(ge=0, lt=_MAX_EXTENT)]
+_Positive = Annotated[int, Meta(ge=1, lt=_MAX_EXTENT)]
+_Error = Annotated[float, Meta(ge=0)]
+_Extents = tuple[_Extent, ...]
+_Blobs = list[tuple[_Extent, Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$", max_length=16)]]]
+
+
+class _MeshBody(msgspec.Struct):
+    axes: tuple[str, ...]
+    shape: tuple[_Positive, ...]
+    processes: _Extents
+
+
+class _LayoutBody(msgspec.Struct):
+    mesh: _Extent
+    dims: tuple[tuple[str, ...], ...]
+
+
+class _BaseBody(msgspec.Struct):
+    name: str
+    manifest: str
+
+
+class _ArrayBody(msgspec.Struct):
+    """An array as stored, its members in the order in which `encode` writes them."""
+
+    shape: _Extents
+    dtype: str
+    chunk: tuple[_Positive, ...]
+    errors: tuple[_Error, _Error] | UnsetType = UNSET
+    layout: int | UnsetType = UNSET
+    cut: _Extents | UnsetType = UNSET
+    boxes: list[tuple[_Extents, _Extents, _Extents]] | UnsetType = UNSET
+    prng: str | UnsetType = UNSET
+    patched: _Positive | UnsetType = UNSET
+
+
+_ARRAY = msgspec.json.Decoder(_ArrayBody)
+
+
+class _IndexBody(msgspec.Struct):
+    """The members of an index beside its arrays."""
+
+    library: str
+    created: str
+    attempt: str
+    processes: int
+    metadata: dict[str, Any]
+    meshes: list[_MeshBody]
+    layouts: list[_LayoutBody]
+    aliases: dict[str, Any]
+    values: dict[str, Any]
+    per_process: dict[str, Any]
+    codecs: list[Any]
+    chunks: int
+    digests: str
+    tree: Any = None
+    digest_blocks: list[Any] = []
+    reused: _Extent = 0
+    bases: list[_BaseBody] = []
+    borrowed: list[Any] = []
+
+
+def encode(index: Index) -> bytes:
+    """The index as JSON, sealed by the xxh3-64 of all bytes before the seal."""
+    meshes: dict[Mesh, int] = {}
+    layouts: dict[Layout, int] = {}
+    arrays = _arrays_to_json(index.arrays.values(), meshes, layouts)
+    is_patched = any(entry.patched for entry in index.arrays.values())
+    version = PATCHED_FORMAT if is_patched else FORMAT
+    head = {
+        "format": f"{version[0]}.{version[1]}",
+        "library": index.library,
+        "created": index.created,
+        "attempt": index.attempt,
+        "processes": index.processes,
+        "metadata": index.metadata,
+        "tree": index.tree,
+        "meshes": [{"axes": m.axes, "shape": m.shape, "processes": m.processes} for m in meshes],
+        "layouts": [{"mesh": meshes[x.mesh], "dims": x.dims} for x in layouts],
+    }
+    body = {
+        "aliases": dict(index.aliases),
+        "values": {name: tree_json.value_to_json(v) for name, v in index.values.items()},
+        "per_process": {
+            name: [[size, f"{digest:016x}"] for size, digest in entry.blobs]
+            for name, entry in index.per_process.items()
+        },
+        "codecs": list(index.codecs),
+        "chunks": index.chunks,
+        "digests": index.digests_xxh3,
+    }
+    if index.digest_blocks is not None:
+        digests = "".join(f"{digest:016x}" for digest in index.digest_blocks.digests)
+        body["digest_blocks"] = [index.digest_blocks.rows, digests]
+    if index.reused:
+        body["reused"] = index.reused
+    if index.bases:
+        body["bases"] = [{"name": base.name, "manifest": base.manifest} for base in index.bases]
+        body["borrowed"] = [index.borrowed, index.borrowed_xxh3]
+    before, after = _text(head)[:-1].encode(), _text(body)[1:-1].encode()
+    unsealed = b'%b,"arrays":%b,%b' % (before, arrays, after)
+    return unsealed + b',"xxh3":"%016x"}' % xxhash.xxh3_64_intdigest(unsealed)
+
+
+_TEXT = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+_text = _TEXT.encode
+
+
+def _arrays_to_json(
+    entries: Iterable[ArrayEntry], meshes: dict[Mesh, int], layouts: dict[Layout, int]
+) -> bytes:
+    """The JSON of all arrays. Numbers the meshes and layouts."""
+    known: dict[int, int] = {}  # by identity: comparing layouts takes longer
+    bodies = {}
+    for entry in entries:
+        layout, at = entry.layout, None
+        if layout is not None:
+            at = known.get(id(layout))
+            if at is None:
+                meshes.setdefault(layout.mesh, len(meshes))
+                at = known[id(layout)] = layouts.setdefault(layout, len(layouts))
+        bodies[entry.name] = _array_body(entry, at)
+    return strict_json.ENCODER.encode(bodies)
+
+
+def _array_body(entry: ArrayEntry, layout: int | None) -> _ArrayBody:
+    boxes: Any = UNSET
+    if entry.boxes is not None:
+        boxes = [(box.start, box.stop, holders) for box, holders in entry.boxes]
+    return _ArrayBody(
+        entry.shape,
+        entry.dtype if entry.quantized is None else codes.joined(entry.dtype, entry.quantized),
+        entry.chunk,
+        UNSET if entry.quantized is None else entry.errors,
+        UNSET if layout is None else layout,
+        entry.cut or UNSET,
+        boxes,
+        UNSET if entry.prng is None else entry.prng,
+        entry.patched or UNSET,
+    )
 
 
 def decode(data: bytes, where: str, *, partial: bool = False) -> Index:
@@ -59,108 +203,35 @@ def decode(data: bytes, where: str, *, partial: bool = False) -> Index:
     """
     try:
         seal = _SEAL.search(data)
-        body = _parsed(data)
-        if isinstance(body, dict):
-            _check_version(body.get("format"), where)
+        stored = strict_json.members(data, "index")
+        body = {key: strict_json.parsed(raw) for key, raw in stored.items() if key != "arrays"}
+        _check_version(body.get("format"), where)
         if seal is None or int(seal[1], 16) != xxhash.xxh3_64_intdigest(data[: seal.start()]):
-            raise _Bad("its seal does not match its bytes")
-        index = _decode(_IndexReader(body, "index"), partial)
+            raise BadJSON("its seal does not match its bytes")
+        index = _decode(body, stored.get("arrays", msgspec.Raw(b"null")), partial)
         if tree_json.has_opaque(data):
             index = replace(index, values=tree_json.with_opaque(index.tree, index.values))
         return index
     except tree_json.BadTree as error:
         raise CheckpointCorrupt(f"{where}: the index is damaged: {error}") from None
-    except (_Bad, tree_json.BadValue) as error:
+    except (BadJSON, tree_json.BadValue) as error:
         raise CheckpointCorrupt(f"{where}: the index is damaged: {error}") from None
 
 
-class _Bad(ValueError):
-    """A reason why the index is invalid."""
-
-
-def _parsed(data: bytes) -> Any:
-    """The JSON of an index. Of its arrays, of which a model may have 100,000, that of each kind is
-    parsed once, if they are written as `encode` writes them; equal ones are the same object."""
-    begin = data.find(_ARRAYS)
-    end = data.find(_AFTER_ARRAYS, begin)
-    if begin < 0 or end < 0:
-        return _json(data)
-    place = os.urandom(8).hex()  # which no index contains
-    try:
-        body = _json(b'%b"arrays":"%b"%b' % (data[:begin], place.encode(), data[end + 2 :]))
-        if not isinstance(body, dict) or body.get("arrays") != place:
-            return _json(data)  # this is not what the index itself has there
-        body["arrays"] = _array_bodies(data[begin + len(_ARRAYS) : end].decode())
-    except ValueError:
-        return _json(data)  # or this says what is wrong
-    return body
-
-
-# Between them are the arrays' names and objects, but for the quotation mark before the first name
-# and the brace after the last object.
-_ARRAYS, _AFTER_ARRAYS = b'"arrays":{"', b'}},"aliases":{'
-
-
-def _array_bodies(text: str) -> dict[str, Any]:
-    """The objects of arrays by name.
-
-    Arguments:
-        text: `name":{...},"name":{...`, untrusted. All of it is parsed in pieces, of which each is
-            a string and an object, so that the whole can mean nothing else.
-
-    Raises:
-        ValueError: it is not written as `encode` writes it.
-    """
-    known: dict[str, Any] = {}
-    names, bodies = [], []
-    for piece in text.split('},"'):
-        name, _, inner = piece.partition('":{')
-        body = known.get(inner)
-        if body is None:
-            body = known[inner] = _json(f"{{{inner}}}")
-        names.append(name)
-        bodies.append(body)
-    joined = "".join(names)
-    if '"' in joined or "\\" in joined or not joined.isprintable():
-        names = [json.loads(f'"{name}"') for name in names]
-    return _object(list(zip(names, bodies, strict=True)))
-
-
-def _json(data: bytes | str) -> Any:
-    try:
-        return _DECODER.decode(data if isinstance(data, str) else data.decode())
-    except (RecursionError, ValueError) as error:
-        raise _Bad(str(error)) from None
-
-
 def _made(kind: Callable[..., T], *fields: Any) -> T:
-    """An object built from stored fields; _Bad if its class refuses them."""
+    """An object built from stored fields; BadJSON if its class refuses them."""
     try:
         return kind(*fields)
     except ValueError as error:
-        raise _Bad(str(error)) from None
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise _Bad("a key occurs twice in an object")
-    return found
-
-
-def _constant(name: str) -> Any:
-    raise _Bad(f"it contains {name}, which is not valid JSON")
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
+        raise BadJSON(str(error)) from None
 
 
 def _check_version(version: Any, where: str) -> None:
     match = re.fullmatch(r"(\d{1,6})\.(\d{1,6})", version) if isinstance(version, str) else None
     if match is None:
-        raise _Bad(f"its format version is {quoted(version)}")
+        raise BadJSON(f"its format version is {quoted(version)}")
     if int(match[1]) < 1:
-        raise _Bad(f"its format version is {version}, but the lowest version is 1.0")
+        raise BadJSON(f"its format version is {version}, but the lowest version is 1.0")
     if int(match[1]) > PATCHED_FORMAT[0]:
         raise UnsupportedFormat(
             f"{where}: written in format {version}; this unickpt reads up to major version "
@@ -168,137 +239,79 @@ def _check_version(version: Any, where: str) -> None:
         )
 
 
-class _IndexReader:
-    """A JSON object; reading a field checks its type.
-
-    Arguments:
-        body: the object.
-        kind: what it is, for messages.
-        name: its name, if it has one.
-    """
-
-    __slots__ = ("_kind", "_name", "body")
-
-    def __init__(self, body: Any, kind: str, name: str | None = None) -> None:
-        self.body, self._kind, self._name = body, kind, name
-        if not isinstance(body, dict):
-            raise _Bad(f"{self._at} is not an object")
-
-    @property
-    def _at(self) -> str:
-        return self._kind if self._name is None else f"{self._kind} {quoted(self._name)}"
-
-    def get(self, key: str, kind: type, default: Any = None) -> Any:
-        value = self.body.get(key, default)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise _Bad(f"{self._at}: {key!r} is {quoted(value)}, not {kind.__name__}")
-        return value
-
-    def ints(self, key: str, low: int) -> tuple[int, ...]:
-        items = self.get(key, list)
-        if not _are_ints(items, low):
-            raise _Bad(f"{self._at}: {key!r} contains {quoted(_first_bad(items, low))}")
-        return tuple(items)
-
-
-def _ints(items: Any, low: int, at: str) -> tuple[int, ...]:
-    if not isinstance(items, list):
-        raise _Bad(f"{at} is {quoted(items)}, not a list")
-    if not _are_ints(items, low):
-        raise _Bad(f"{at} contains {quoted(_first_bad(items, low))}")
-    return tuple(items)
-
-
-def _are_ints(items: list[Any], low: int) -> bool:
-    """Whether all items are integers, from `low` on and below the largest extent."""
-    if not items:
-        return True
-    return {*map(type, items)} == {int} and low <= min(items) and max(items) < _MAX_EXTENT
-
-
-def _first_bad(items: list[Any], low: int) -> str:
-    bad = (x for x in items if type(x) is not int or not low <= x < _MAX_EXTENT)
-    return str(next(bad))
-
-
-def _decode(r: _IndexReader, partial: bool) -> Index:
-    processes = r.get("processes", int)
+def _decode(body: dict[str, Any], stored: msgspec.Raw, partial: bool) -> Index:
+    members: _IndexBody = strict_json.typed(body, _IndexBody, "index")
+    processes = members.processes
     if not 0 < processes < 1 << 31:
-        raise _Bad(f"it names {processes} processes")
-    meshes = [_mesh(_IndexReader(m, "mesh")) for m in r.get("meshes", list)]
-    layouts = [_layout(_IndexReader(x, "layout"), meshes) for x in r.get("layouts", list)]
-    arrays = _arrays(r.get("arrays", dict), layouts, partial)
-    aliases = r.get("aliases", dict)
-    for alias, target in aliases.items():
+        raise BadJSON(f"it names {processes} processes")
+    meshes = [_mesh(mesh) for mesh in members.meshes]
+    layouts = [_layout(layout, meshes) for layout in members.layouts]
+    arrays = _arrays(strict_json.members(stored, "index: 'arrays'"), layouts, partial)
+    for alias, target in members.aliases.items():
         if not isinstance(target, str) or target not in arrays:
-            raise _Bad(f"alias {quoted(alias)} names {quoted(target)}, which is not an array")
-    plain = r.get("values", dict)
+            raise BadJSON(f"alias {quoted(alias)} names {quoted(target)}, which is not an array")
     per_process = {
         name: _per_process(blobs, f"per-process leaf {quoted(name)}")
-        for name, blobs in r.get("per_process", dict).items()
+        for name, blobs in members.per_process.items()
     }
-    _check_names([*arrays, *aliases, *plain, *per_process])
+    _check_names([*arrays, *members.aliases, *members.values, *per_process])
     _check_processes(processes, meshes, arrays, per_process, partial)
     return Index(
-        tree=r.body.get("tree"),
+        tree=members.tree,
         arrays=arrays,
-        aliases=aliases,
-        values={k: tree_json.value_from_json(v) for k, v in plain.items()},
+        aliases=members.aliases,
+        values={k: tree_json.value_from_json(v) for k, v in members.values.items()},
         per_process=per_process,
-        metadata=r.get("metadata", dict),
-        codecs=_codecs(r.get("codecs", list)),
+        metadata=members.metadata,
+        codecs=_codecs(members.codecs),
         processes=processes,
-        attempt=r.get("attempt", str),
-        created=r.get("created", str),
-        library=r.get("library", str),
-        chunks=r.get("chunks", int),
-        digests_xxh3=r.get("digests", str),
-        digest_blocks=_digest_blocks(r),
-        reused=_ints([r.get("reused", int, 0)], 0, "reused")[0],
-        **_borrowed(r),
+        attempt=members.attempt,
+        created=members.created,
+        library=members.library,
+        chunks=members.chunks,
+        digests_xxh3=members.digests,
+        digest_blocks=_digest_blocks(members),
+        reused=members.reused,
+        **_borrowed(members),
     )
 
 
-def _digest_blocks(r: _IndexReader) -> DigestBlocks | None:
-    chunks, found = r.get("chunks", int), r.get("digest_blocks", list, [])
-    match found:
+def _digest_blocks(members: _IndexBody) -> DigestBlocks | None:
+    match members.digest_blocks:
         case []:
             return None
         case [int(rows), str(text)] if rows is not True and 0 < rows < _MAX_EXTENT:
             digests = _DIGEST.findall(text)
-            if len(text) == 16 * len(digests) and len(digests) == -(-chunks // rows):
+            if len(text) == 16 * len(digests) and len(digests) == -(-members.chunks // rows):
                 return DigestBlocks(rows, tuple(int(digest, 16) for digest in digests))
-    raise _Bad("'digest_blocks' does not fit the number of chunks")
+    raise BadJSON("'digest_blocks' does not fit the number of chunks")
 
 
-def _borrowed(r: _IndexReader) -> dict[str, Any]:
+def _borrowed(members: _IndexBody) -> dict[str, Any]:
     """What is borrowed, and from which checkpoints beside this one."""
-    bases = tuple(
-        BaseEntry(base.get("name", str), base.get("manifest", str))
-        for base in (_IndexReader(b, "base") for b in r.get("bases", list, []))
-    )
+    bases = tuple(BaseEntry(base.name, base.manifest) for base in members.bases)
     if not bases:
         return {}
     for base in bases:
         # One folder beside this one: it must lead nowhere else.
         if base.name in ("", ".", "..") or not _FOLDER.fullmatch(base.name):
-            raise _Bad(f"a base is {quoted(base.name)}, which is no name of a folder")
+            raise BadJSON(f"a base is {quoted(base.name)}, which is no name of a folder")
     if len({base.name for base in bases}) != len(bases):
-        raise _Bad("it names a base twice")
-    match r.get("borrowed", list):
+        raise BadJSON("it names a base twice")
+    match members.borrowed:
         case [int(count), str(digest)] if count is not True and 0 < count < _MAX_EXTENT:
             return {"bases": bases, "borrowed": count, "borrowed_xxh3": digest}
-    raise _Bad(f"'borrowed' is {quoted(r.body['borrowed'])}")
+    raise BadJSON(f"'borrowed' is {quoted(members.borrowed)}")
 
 
 def _check_names(names: list[str]) -> None:
     if len(set(names)) != len(names):
-        raise _Bad("two leaves have the same name")
+        raise BadJSON("two leaves have the same name")
     for name in names:
         try:
             name.encode()
         except UnicodeEncodeError:
-            raise _Bad(f"the name {quoted(name)} is not valid Unicode") from None
+            raise BadJSON(f"the name {quoted(name)} is not valid Unicode") from None
 
 
 def _check_processes(
@@ -311,16 +324,16 @@ def _check_processes(
     """Checks that only processes that took part are named, and that each has its own values."""
     for mesh in meshes:
         if max(mesh.processes, default=0) >= processes:
-            raise _Bad(f"a mesh names process {max(mesh.processes)} of {processes}")
+            raise BadJSON(f"a mesh names process {max(mesh.processes)} of {processes}")
     for name, entry in arrays.items():
         for box, holders in entry.boxes or ():
             if max(holders) >= processes:
-                raise _Bad(
+                raise BadJSON(
                     f"array {quoted(name)}: process {max(holders)} of {processes} holds {box}"
                 )
     for name, own in per_process.items():
         if not partial and len(own.blobs) != processes:
-            raise _Bad(
+            raise BadJSON(
                 f"per-process leaf {quoted(name)} has {len(own.blobs)} values of {processes}"
             )
 
@@ -330,46 +343,40 @@ def _codecs(items: list[Any]) -> tuple[Mapping[str, Any], ...]:
         known = CODECS.get(str(item.get("name"))) if isinstance(item, dict) else None
         settings = item.get("configuration") if isinstance(item, dict) else None
         if known is None or not isinstance(settings, dict) or item.keys() - {*_CODEC_FIELDS}:
-            raise _Bad(f"its codecs hold {quoted(item)}")
+            raise BadJSON(f"its codecs hold {quoted(item)}")
         for key, value in settings.items():
             if type(value) is not known.get(key):
-                raise _Bad(f"its codecs hold {quoted(item)}")
+                raise BadJSON(f"its codecs hold {quoted(item)}")
     if len(items) > 1:
-        raise _Bad("it names more than one codec")
+        raise BadJSON("it names more than one codec")
     return tuple(items)
 
 
-def _mesh(r: _IndexReader) -> Mesh:
-    axes = r.get("axes", list)
-    if not all(isinstance(a, str) for a in axes):
-        raise _Bad(f"mesh axes are {quoted(axes)}")
-    if len(axes) > _MAX_RANK:
-        raise _Bad(f"a mesh has {len(axes)} axes, more than {_MAX_RANK}")
-    return _made(Mesh, tuple(axes), r.ints("shape", 1), r.ints("processes", 0))
+def _mesh(body: _MeshBody) -> Mesh:
+    if len(body.axes) > _MAX_RANK:
+        raise BadJSON(f"a mesh has {len(body.axes)} axes, more than {_MAX_RANK}")
+    return _made(Mesh, body.axes, body.shape, body.processes)
 
 
-def _layout(r: _IndexReader, meshes: list[Mesh]) -> Layout:
-    mesh = r.get("mesh", int)
-    dims = r.get("dims", list)
-    if not 0 <= mesh < len(meshes):
-        raise _Bad(f"a layout names mesh {mesh} of {len(meshes)}")
-    if not all(isinstance(d, list) and all(isinstance(a, str) for a in d) for d in dims):
-        raise _Bad(f"layout dimensions are {quoted(dims)}")
-    return _made(Layout, meshes[mesh], tuple(tuple(d) for d in dims))
+def _layout(body: _LayoutBody, meshes: list[Mesh]) -> Layout:
+    if body.mesh >= len(meshes):
+        raise BadJSON(f"a layout names mesh {body.mesh} of {len(meshes)}")
+    return _made(Layout, meshes[body.mesh], body.dims)
 
 
 def _arrays(
-    bodies: Mapping[str, Any], layouts: list[Layout], partial: bool
+    stored: Mapping[str, msgspec.Raw], layouts: list[Layout], partial: bool
 ) -> dict[str, ArrayEntry]:
-    """The entries of all arrays; what many say, as layers of a model do, is checked once: it is
-    one object (`_parsed`)."""
-    known: dict[int, ArrayEntry] = {}
+    """The entries of all arrays; what is stored alike for many, as for layers of a model, is
+    checked once."""
+    known: dict[bytes, ArrayEntry] = {}
     arrays = {}
-    for name, body in bodies.items():
-        same = known.get(id(body))
+    for name, raw in stored.items():
+        data = bytes(raw)
+        same = known.get(data)
         if same is None:
-            same = _array(name, _IndexReader(body, "array", name), layouts, partial)
-            known[id(body)] = arrays[name] = same
+            body = strict_json.decoded(_ARRAY, data, f"array {quoted(name)}")
+            known[data] = arrays[name] = _array(name, body, layouts, partial)
             continue
         arrays[name] = ArrayEntry(
             name, same.shape, same.dtype, same.chunk, same.layout, same.cut, same.boxes,
@@ -378,39 +385,41 @@ def _arrays(
     return arrays
 
 
-def _array(name: str, r: _IndexReader, layouts: list[Layout], partial: bool) -> ArrayEntry:
-    shape, chunk = r.ints("shape", 0), r.ints("chunk", 1)
+def _array(name: str, body: _ArrayBody, layouts: list[Layout], partial: bool) -> ArrayEntry:
+    shape, chunk = body.shape, body.chunk
     try:
-        dtype, quantized, itemsize = _dtype(r.get("dtype", str))
+        dtype, quantized, itemsize = _dtype(body.dtype)
     except TypeError as error:
-        raise _Bad(f"array {quoted(name)}: {error}") from None
+        raise BadJSON(f"array {quoted(name)}: {error}") from None
     size = max(math.prod(shape) or math.prod(n or 1 for n in shape), math.prod(chunk))
     if len(chunk) != len(shape) or size * itemsize >= _MAX_EXTENT or len(shape) > _MAX_RANK:
-        raise _Bad(
+        raise BadJSON(
             f"array {quoted(name)}: shape {quoted(shape)} and chunk {quoted(chunk)} do not fit"
         )
     layout, boxes = None, None
     cut: tuple[int, ...] = ()
-    if "layout" in r.body:
-        at = r.get("layout", int)
+    if body.layout is not UNSET:
+        at = body.layout
         if not 0 <= at < len(layouts) or len(layouts[at].dims) != len(shape):
-            raise _Bad(f"array {quoted(name)}: layout {at} does not fit shape {quoted(shape)}")
+            raise BadJSON(f"array {quoted(name)}: layout {at} does not fit shape {quoted(shape)}")
         layout = layouts[at]
-    if "cut" in r.body:
-        cut = r.ints("cut", 0)
+    if body.cut is not UNSET:
+        cut = body.cut
         if layout is None or list(cut) != sorted(set(cut)) or cut[-1:] >= (len(shape),):
-            raise _Bad(f"array {quoted(name)}: is cut along dimensions {quoted(cut)}")
-    if "boxes" in r.body:
-        boxes = _boxes(name, r.get("boxes", list), shape, partial)
+            raise BadJSON(f"array {quoted(name)}: is cut along dimensions {quoted(cut)}")
+    if body.boxes is not UNSET:
+        boxes = _boxes(name, body.boxes, shape, partial)
     if (layout is None) == (boxes is None):
-        raise _Bad(f"array {quoted(name)}: needs either a layout or boxes")
-    prng = r.get("prng", str) if "prng" in r.body else None
-    errors = _errors(r.get("errors", list), name) if quantized is not None else (0.0, 0.0)
-    patched = r.get("patched", int, 0)
-    if not 0 <= patched < _MAX_EXTENT:
-        raise _Bad(f"array {quoted(name)}: patched contains {patched}")
-    if patched and quantized is not None:
-        raise _Bad(f"array {quoted(name)}: is quantised and has patches")
+        raise BadJSON(f"array {quoted(name)}: needs either a layout or boxes")
+    errors = (0.0, 0.0)
+    if quantized is not None:
+        if body.errors is UNSET or not all(map(math.isfinite, body.errors)):
+            raise BadJSON(f"array {quoted(name)}: its errors are {quoted(body.errors)}")
+        errors = body.errors
+        if body.patched is not UNSET:
+            raise BadJSON(f"array {quoted(name)}: is quantised and has patches")
+    prng = None if body.prng is UNSET else body.prng
+    patched = 0 if body.patched is UNSET else body.patched
     return ArrayEntry(
         name, shape, dtype, chunk, layout, cut, boxes, prng, quantized, errors, patched
     )
@@ -427,48 +436,32 @@ def _dtype(stored: str) -> tuple[str, str | None, int]:
     return dtype, quantized, dtypes.from_name(dtype).itemsize
 
 
-def _errors(items: list[Any], name: str) -> tuple[float, float]:
-    if len(items) != 2 or not all(type(x) in (int, float) and 0 <= x < math.inf for x in items):
-        raise _Bad(f"array {quoted(name)}: its errors are {quoted(items)}")
-    return float(items[0]), float(items[1])
-
-
 def _boxes(
-    name: str, items: list[Any], shape: tuple[int, ...], partial: bool
+    name: str,
+    items: Sequence[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]],
+    shape: tuple[int, ...],
+    partial: bool,
 ) -> tuple[tuple[Box, tuple[int, ...]], ...]:
     boxes = []
     at = f"array {quoted(name)}: boxes"
     for item in items:
-        if not isinstance(item, list) or len(item) != 3:
-            raise _Bad(f"{at} contain {quoted(item)}")
-        start, stop, holders = _ints(item[0], 0, at), _ints(item[1], 0, at), _ints(item[2], 0, at)
+        start, stop, holders = item
         if len(start) != len(shape) or not holders:
-            raise _Bad(f"{at}: {quoted(item)} does not fit shape {quoted(shape)}")
+            raise BadJSON(f"{at}: {quoted(item)} does not fit shape {quoted(shape)}")
         boxes.append((_made(Box, start, stop), holders))
     plain = [box for box, _ in boxes]
     whole = Box.whole(shape)
     size = sum(b.size for b in plain)
     if any(b.empty or not whole.contains(b) for b in plain):
-        raise _Bad(f"{at} are empty or lie outside shape {shape}")
+        raise BadJSON(f"{at} are empty or lie outside shape {shape}")
     if not partial and size < whole.size:
-        raise _Bad(f"{at} do not cover shape {shape}")
+        raise BadJSON(f"{at} do not cover shape {shape}")
     # Boxes that cover a shape and have its total size do not overlap.
     if overlap(plain) is not None if partial else not fill_exactly(whole, plain):
-        raise _Bad(f"{at} overlap")
+        raise BadJSON(f"{at} overlap")
     return tuple(boxes)
 
 
 def _per_process(blobs: Any, at: str) -> PerProcessEntry:
-    if not isinstance(blobs, list):
-        raise _Bad(f"{at} is not a list")
-    out = []
-    for blob in blobs:
-        if not (isinstance(blob, list) and len(blob) == 2 and _is_digest(blob[1])):
-            raise _Bad(f"{at} contains {quoted(blob)}")
-        (size,) = _ints(blob[:1], 0, at)
-        out.append((size, int(blob[1], 16)))
-    return PerProcessEntry(tuple(out))
-
-
-def _is_digest(text: Any) -> bool:
-    return isinstance(text, str) and _DIGEST.fullmatch(text) is not None
+    found = strict_json.typed(blobs, _Blobs, at)
+    return PerProcessEntry(tuple((size, int(digest, 16)) for size, digest in found))

@@ -14,7 +14,7 @@ import xxhash
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.errors import UnsupportedLeaf
-from unickpt.format import chunk_grid, chunk_store, codec, index_encoding
+from unickpt.format import chunk_grid, chunk_store, codec, index_json
 from unickpt.format.index import ArrayEntry, Index, PerProcessEntry
 from unickpt.frameworks import per_process
 from unickpt.frameworks.leaves import Described, PerProcess, expand, is_leaf
@@ -50,7 +50,7 @@ class Description:
     @cached_property
     def encoded(self) -> bytes:
         """The index as this process writes it, until the commit."""
-        return index_encoding.encode(self.index)
+        return index_json.encode(self.index)
 
     @cached_property
     def digest(self) -> int:

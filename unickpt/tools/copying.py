@@ -24,7 +24,7 @@ from unickpt.errors import (
     StorageError,
     UnsupportedFormat,
 )
-from unickpt.format import chunk_grid, index_encoding, ocdbt_reader
+from unickpt.format import chunk_grid, index_json, ocdbt_reader
 from unickpt.format.index import BORROWED_KEY, INDEX_KEY, BaseEntry, Index
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.format.reader import ChunkId
@@ -265,7 +265,7 @@ class VersionCopy:
             changed[BORROWED_KEY] = None
         else:
             index, changed = _borrowing(index, lent)
-        changed[INDEX_KEY] = index_encoding.encode(index)
+        changed[INDEX_KEY] = index_json.encode(index)
         own = Database(self.destination, context)
         draft, held = own.draft(folder)
         transaction = ts.Transaction(atomic=True)
