@@ -499,7 +499,7 @@ def test_an_error_of_our_own_is_not_told_as_a_fault_of_the_data(
         raise ValueError("a bug")
 
     for module, name in (
-        ("plain_values", "from_json"),
+        ("tree_json", "value_from_json"),
         ("tree", "leaves"),
         ("dtypes", "from_name"),
     ):

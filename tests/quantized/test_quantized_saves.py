@@ -561,10 +561,10 @@ def test_no_memory_is_given_for_a_chunk_that_nothing_backs(tmp_path: Path) -> No
         ({"dtype": "bfloat16+bfloat16"}, "has no more bytes"),
         ({"dtype": "float32+int4+int4"}, "'int4\\+int4' is not one of"),
         ({"errors": None}, "'errors' is None"),
-        ({"errors": [1]}, r"its errors are \[1\]"),
-        ({"errors": [1, -1]}, r"its errors are"),
-        ({"errors": [True, 0]}, r"its errors are"),
-        ({"errors": ["1", 0]}, r"its errors are"),
+        ({"errors": [1]}, r"array 'w': 'errors' is \[1\]"),
+        ({"errors": [1, -1]}, r"array 'w': 'errors' contains '-1'"),
+        ({"errors": [True, 0]}, r"array 'w': 'errors' contains 'True'"),
+        ({"errors": ["1", 0]}, r"array 'w': 'errors' contains '1'"),
     ],
 )
 def test_a_bad_entry_is_damage(change: dict[str, Any], reason: str) -> None:
