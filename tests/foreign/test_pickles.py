@@ -124,12 +124,12 @@ def test_every_way_to_call_is_a_description() -> None:
 
 
 def test_what_is_known_is_not_changed_by_a_state() -> None:
-    function = torch_pickles.CONSTRUCTORS["torch.Size"]
-    before = function.__defaults__, dict(function.__dict__)
+    function: Any = torch_pickles.CONSTRUCTORS["torch.Size"]
+    before = function.keywords.copy(), dict(function.__dict__)
     data = b"\x80\x02ctorch\nSize\nN}U\x0c__defaults__K\x01s\x86b."
     found, _ = pickles.read(data, torch_pickles.CONSTRUCTORS)
     assert isinstance(found, Global)
-    assert (function.__defaults__, dict(function.__dict__)) == before
+    assert (function.keywords, dict(function.__dict__)) == before
 
 
 def test_names_with_dots_are_names_of_nothing() -> None:

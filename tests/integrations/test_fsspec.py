@@ -137,13 +137,13 @@ def test_a_step_that_is_replaced_while_it_is_copied_is_copied_again(
 def test_wait_waits_for_copies_of_saves_that_have_just_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call = PendingSave._call
+    wait_ended = PendingSave.wait_ended
 
-    def late(self: PendingSave, function: Any) -> None:
+    def late(self: PendingSave) -> None:
+        wait_ended(self)
         time.sleep(0.3)
-        call(self, function)
 
-    monkeypatch.setattr(PendingSave, "_call", late)
+    monkeypatch.setattr(PendingSave, "wait_ended", late)
     mirror = in_memory()
     with checkpointer(tmp_path, mirror) as ckpt:
         ckpt.save(3, state(3))

@@ -249,9 +249,9 @@ def test_hostile_names_take_no_more_than_others() -> None:
 
 
 def test_keywords_that_load_does_not_take_are_refused_by_name(tmp_path: Path) -> None:
-    """Also where there is nothing to load, and with those that exist in the message."""
+    """Also where there is nothing to load."""
     wrong: dict[str, Any] = {"strikt": False}
-    with pytest.raises(TypeError, match=r"'strikt'; it takes rules, strict, .* return_report"):
+    with pytest.raises(TypeError, match="'strikt'"):
         unickpt.load(tmp_path / "none", **wrong)
     with unickpt.Checkpointer(tmp_path) as run:
         with pytest.raises(TypeError, match="'strikt'"):

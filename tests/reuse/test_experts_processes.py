@@ -6,6 +6,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def job(
 ) -> list[Any]:
     def run(group: ProcessGroup) -> Any:
         options = SaveOptions(group=group, chunk_bytes=8192, fsync=False, timeout_s=20)
-        given = {"partial": KEYS, "options": options, **arguments}
+        given = {"experts": unickpt.Experts(KEYS), "options": options, **arguments}
         with Checkpointer(root, **given) as checkpointer:
             newest = checkpointer.latest() or 0
             assert checkpointer._partial is not None
@@ -198,7 +199,8 @@ def test_processes_that_choose_differently_save_nothing(tmp_path: Path) -> None:
         for step in range(1, 5):
             if run._partial is not None:
                 wrong = step == 2 and index == 1
-                run._partial._choose = (lambda facts: [3]) if wrong else None
+                choose = (lambda facts: [3]) if wrong else None
+                run._partial._experts = replace(run._partial._experts, choose=choose)
             try:
                 found.append(run.save(step, state_of(step, index, 2)).result())
             except Exception as error:

@@ -6,7 +6,7 @@ import pytest
 import xxhash
 from support import s3_server
 
-from unickpt.commit import lease, notes
+from unickpt.commit import lease, messages
 from unickpt.commit.messages import Record
 from unickpt.errors import SaveConflict
 from unickpt.format import timing
@@ -58,7 +58,7 @@ def test_records_and_timings_of_anything_are_malformed(line: bytes) -> None:
             timing.decode(data, 1)
         with pytest.raises(ValueError, match="malformed"):
             Record.decode(data)
-    assert notes._object(line) in (None, {}) or line.startswith(b'{"')
+    assert messages._object(line) in (None, {}) or line.startswith(b'{"')
 
 
 def test_the_message_of_a_conflict_is_short(folder: Location) -> None:

@@ -65,7 +65,7 @@ def test_experts_that_a_save_leaves_out_count(tmp_path: Path) -> None:
     seen: Seen = []
     state = {"experts": {str(n): {"w": np.arange(1000.0) + n} for n in range(4)}}
     options = SaveOptions(fsync=False, progress=telling(seen))
-    arguments: Any = {"partial": {"**/experts/{x}/**": 1}, "options": options}
+    arguments: Any = {"experts": unickpt.Experts({"**/experts/{x}/**": 1}), "options": options}
     with unickpt.Checkpointer(tmp_path / "run", **arguments) as run:
         run.save(1, state, wait=True)
         check(seen, 32_000, least=2)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from numbers import Real
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.registry import processes_here
@@ -80,6 +80,11 @@ def _total() -> int:
 # --- options ------------------------------------------------------------------------------------
 
 
+@cache
+def _default(options: Any) -> Any:
+    return options()
+
+
 class CommonOptions:
     """What `SaveOptions` and `LoadOptions` have in common."""
 
@@ -103,7 +108,8 @@ class CommonOptions:
             TypeError: they are not options, or those of the other kind.
         """
         if given is None:
-            return cls()
+            default: Self = _default(cls)  # type: ignore[arg-type]
+            return default
         if not isinstance(given, cls):
             raise TypeError(
                 f"options must be unickpt.{cls.__name__}(...), not of type {type(given).__name__}"

@@ -17,9 +17,13 @@ from unickpt.frameworks.registry import adapter_of, adapters
 from unickpt.quoting import quoted
 from unickpt.trees import tree, tree_json
 
+_CONTAINERS = (dict, list, tuple)
+
 
 def is_leaf(obj: Any, adapters: Sequence[Adapter]) -> bool:
     """Whether an object of a tree is a leaf for saving and loading."""
+    if type(obj) in _CONTAINERS:
+        return False
     return (
         tree_json.is_plain(obj)
         or isinstance(obj, PerProcess | Described)

@@ -189,6 +189,8 @@ def _targets_of(leaves: Mapping[str, Any], among: Sequence[Adapter]) -> dict[str
     bad: list[str] = []
     find_adapter = by_type(lambda value: adapter_of(value, among))
     for name, value in leaves.items():
+        if type(value) in _NUMBERS:
+            continue
         adapter = find_adapter(value)
         try:
             if isinstance(value, LocalFragments):

@@ -184,9 +184,12 @@ class _Reads:
         nbytes = sum(job.entry.nbytes for job in batch)
         self.window.make_room(nbytes)
         digests: Sequence[int | None] = [None] * len(batch)
-        if self.planner.verify:  # before memory is allocated
-            rows = self.stored.first_digests([job.entry for job in batch])
-            digests = digests if rows is None else rows["digest"].tolist()
+        rows = self.stored.first_digests([job.entry for job in batch])  # before there is memory
+        if rows is None:
+            for job in batch:
+                self.stored.check_backed(job.entry)
+        elif self.planner.verify:
+            digests = rows["digest"].tolist()
         memory = [buffer_of(self.stored, job.name, job.target, 0) for job in batch]
         plain = [to.flags.c_contiguous for to in memory]
         whole, out = list(compress(batch, plain)), list(compress(memory, plain))

@@ -425,7 +425,10 @@ class Checkpointer:
         Raises:
             CheckpointNotFound: the step does not exist, or no step does.
             CheckpointCorrupt: it is damaged; the message names the next older one.
+            TypeError: an argument is none of these.
         """
+        for name in arguments.keys() - LoadArguments.__annotations__.keys():
+            raise TypeError(f"Checkpointer.load() got an unexpected keyword argument {name!r}")
         self._removal.check_after()
         options = LoadOptions.or_default(arguments.get("options"))
         group = self._group(options)
