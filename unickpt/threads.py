@@ -234,7 +234,7 @@ class Pool(ThreadPoolExecutor):
         run = threading.Lock()  # a thread that starts after all must not run it again
 
         def once() -> None:
-            if not run.acquire(blocking=False):
+            if not run.acquire(blocking=False) or not done.set_running_or_notify_cancel():
                 return
             try:
                 done.set_result(fn(*args, **kwargs))
@@ -245,9 +245,11 @@ class Pool(ThreadPoolExecutor):
             once()
             return done
         try:
-            super().submit(once)
+            submitted = super().submit(once)
         except RuntimeError:
             once()
+        else:  # a pool that is shut down may cancel it
+            submitted.add_done_callback(lambda ended: ended.cancelled() and done.cancel())
         return done
 
 

@@ -1,0 +1,93 @@
+"""Pools of threads: work is done once, is cancelled with the pool, and needs no thread."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from enum import Enum, auto
+
+import pytest
+
+from unickpt.threads import Events, Pool, Ticker
+
+
+def test_work_that_a_closed_pool_has_not_begun_is_cancelled() -> None:
+    """Whoever waits for it would wait for ever."""
+    begun, go = threading.Event(), threading.Event()
+    pool = Pool(1)
+
+    def first() -> int:
+        begun.set()
+        go.wait(60)
+        return 1
+
+    running, waiting = pool.submit(first), pool.submit(lambda: 2)
+    assert begun.wait(60)
+    pool.shutdown(wait=False, cancel_futures=True)
+    with pytest.raises(CancelledError):
+        waiting.result(60)
+    go.set()
+    assert running.result(60) == 1
+
+
+def test_without_threads_the_caller_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    me = threading.get_ident()
+    assert Pool(0).submit(threading.get_ident).result() == me
+    calls = list[int]()
+
+    def refuse(self: ThreadPoolExecutor, work: object, *arguments: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse)
+    with Pool(2) as pool:
+        assert pool.submit(calls.append, 1).result() is None
+        with pytest.raises(ZeroDivisionError):
+            pool.submit(lambda: 1 // 0).result()
+    assert calls == [1], "done once"
+
+
+class Meal(Enum):
+    COOKED = auto()
+    EATEN = auto()
+
+
+def test_events_wake_those_who_wait_for_them_only() -> None:
+    events, woken = Events[Meal](), list[Meal]()
+
+    def wait(meal: Meal) -> None:
+        assert events.wait(meal, 60)
+        woken.append(meal)
+
+    waiting = {meal: threading.Thread(target=wait, args=(meal,)) for meal in Meal}
+    for thread in waiting.values():
+        thread.start()
+    events.happened(Meal.EATEN)
+    waiting[Meal.EATEN].join(60)
+    assert woken == [Meal.EATEN]
+    assert Meal.COOKED not in events
+    assert not events.wait(Meal.COOKED, 0.01)
+    events.happened(Meal.COOKED)
+    waiting[Meal.COOKED].join(60)
+    assert set(woken) == set(Meal)
+
+
+def test_a_ticker_that_has_ticked_ticks_once_more_at_its_end() -> None:
+    ticks, three = list[int](), threading.Event()
+    ticker = Ticker("test ticks", 0.01, 0.01)
+
+    def tick(number: int) -> None:
+        ticks.append(number)
+        if len(ticks) == 3:
+            three.set()
+            raise ValueError("its errors are ignored")
+
+    ticker.start(tick)
+    assert three.wait(60)
+    ticker.close()
+    count = len(ticks)
+    assert count >= 4
+    assert ticks[:4] == [0, 1, 2, 2], "a call that failed is counted again"
+    silent = Ticker("test ticks", 60, 60)
+    silent.start(ticks.append)
+    silent.close()
+    assert len(ticks) == count
