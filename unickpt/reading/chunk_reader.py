@@ -195,13 +195,7 @@ class _Reads:
         whole, out = list(compress(batch, plain)), list(compress(memory, plain))
         read = sum(to.nbytes for to in out)
         requests = [
-            Request(
-                job.entry,
-                Part.whole(job.entry.name, job.entry.shape, job.entry.chunk),
-                0,
-                to,
-                digest,
-            )
+            Request(job.entry, _only_part(job.entry), 0, to, digest)
             for job, to, digest in zip(whole, out, compress(digests, plain), strict=True)
         ]
         ended = self.reader.submit_requests(requests)
@@ -391,6 +385,12 @@ def _whole_jobs(jobs: Sequence[Job]) -> tuple[list[StoredJob], list[Job]]:
 @lru_cache(maxsize=4096)
 def _kind(shape: tuple[int, ...], dtype: str) -> _Kind:
     return _Kind(dtypes.from_name(dtype), (Box.whole(shape),))
+
+
+def _only_part(entry: ArrayEntry) -> Part:
+    """The part of an array that is one chunk."""
+    box = _kind(entry.shape, entry.dtype).boxes[0]
+    return Part(entry.name, box, entry.chunk, (1,) * len(entry.shape), 1)
 
 
 def _is_one_chunk(entry: ArrayEntry) -> bool:
