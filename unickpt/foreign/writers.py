@@ -22,9 +22,40 @@ _BUILT_IN = {
 }
 
 
+_registered: dict[str, Callable[..., Writer]] = {}
+
+
+def register(name: str, make: Callable[..., Writer]) -> None:
+    """Adds a format into which checkpoints are exported.
+
+    Arguments:
+        name: of the format, for `convert(to=)`.
+        make: makes its writer; the options of the format are its arguments.
+
+    Raises:
+        ValueError: a format has the name already.
+    """
+    if name in names():
+        raise ValueError(f"a format is called {quoted(name)} already")
+    _registered[name] = make
+
+
+def unregister(name: str) -> None:
+    """Removes a format that was registered."""
+    del _registered[name]
+
+
 def names() -> list[str]:
     """The names of all formats."""
-    return list(_BUILT_IN)
+    return [*_BUILT_IN, *_registered]
+
+
+def _maker(format: str) -> Callable[..., Writer]:
+    if format in _registered:
+        return _registered[format]
+    module, name = _BUILT_IN[format]
+    found = getattr(importlib.import_module(f"unickpt.backends.{module}"), name)
+    return cast(Callable[..., Writer], found)
 
 
 def make(format: str, options: Mapping[str, Any]) -> Writer:
@@ -42,12 +73,9 @@ def make(format: str, options: Mapping[str, Any]) -> Writer:
         >>> make("hf", {"max_shard_size": "1GB"}).suffixes
         ()
     """
-    if format not in _BUILT_IN:
+    if format not in names():
         raise ValueError(f"no format is called {quoted(format)}; there are {', '.join(names())}")
-    module, name = _BUILT_IN[format]
-    make = cast(
-        Callable[..., Writer], getattr(importlib.import_module(f"unickpt.backends.{module}"), name)
-    )
+    make = _maker(format)
     known = list(inspect.signature(make).parameters)
     unknown = [option for option in options if option not in known]
     if unknown:
