@@ -149,6 +149,18 @@ def test_choose_gets_the_lost_tokens(tmp_path: Path) -> None:
     assert record_of(tmp_path / "step_3")["steps"][KEY] == {"0": 1, "1": 2, "2": 3, "3": 0}
 
 
+def test_counts_among_the_metrics(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, partial={KEY: 1}, plt_budget=None, options=OPTIONS) as run:
+        for step in range(3):
+            counts = {f"tokens/{KEY}/{x}": 10 * step for x in range(EXPERTS)}
+            run.save(step, state(step), metrics={"loss": step, **counts}, wait=True)
+        with pytest.raises(UnsupportedLeaf, match="must be tokens/<layer>/<number of an expert>"):
+            run.save(3, state(3), metrics={f"tokens/{KEY}/": 1})
+    assert open(tmp_path / "step_2").metadata["unickpt"]["metrics"] == {"loss": 2.0}
+    # Experts 2 and 3 are of step 0, expert 0 is of step 1.
+    assert record_of(tmp_path / "step_2")["plt"] == (10 + 20 + 20) / 80
+
+
 def test_the_counts_outlive_a_failed_save(tmp_path: Path) -> None:
     """All experts are written then, but what was lost before remains lost."""
     for job in range(2):

@@ -22,6 +22,7 @@ from unickpt import (
     Checkpointer,
     CheckpointExists,
     CheckpointNotFound,
+    Experts,
     InvalidPath,
     LaterStepsExist,
     LoadMismatch,
@@ -240,7 +241,12 @@ def test_times_that_make_no_sense(seconds: Any, steps: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"keep": 3}, "keep=3 must be a Retention"),
+        ({"keep": 3}, "keep=3 must be a function of a step, or a Retention"),
+        ({"keep_every": 2, "keep": Retention(keep_every=3)}, "give keep_every .* not to both"),
+        ({"save_every_s": 2, "save_every": SaveEvery(seconds=3)}, "give seconds .* not to both"),
+        ({"partial": {"{x}/**": 1}, "experts": Experts({"{x}/**": 1})}, "not both"),
+        ({"experts": {"{x}/**": 1}}, "must be Experts"),
+        ({"choose": max}, "choose is for experts; give partial"),
         ({"keep_last": 2, "keep": Retention(keep_last=3)}, "not to both"),
         ({"save_every": 0}, "save_every: steps=0 must be a positive number"),
         ({"optimizers": [object()]}, "object is not a torch.optim.Optimizer"),
@@ -254,6 +260,20 @@ def test_arguments_that_make_no_sense(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
         Checkpointer(tmp_path, **arguments)
+
+
+def test_policies_by_the_names_of_their_fields(tmp_path: Path) -> None:
+    best: dict[str, Any] = {"keep_best": 1, "metric": "loss", "best": "max"}
+    with Checkpointer(
+        tmp_path, keep_last=1, keep_every=4, keep=lambda step: step == 3, save_every_s=60, **best
+    ) as run:
+        for step in range(8):
+            run.save(step, numbers(step), metrics={"loss": 9.0 if step == 2 else step})
+        run.wait()
+        assert run.steps() == [0, 2, 3, 4, 7]
+        assert not run.should_save(7)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'keep_most'"):
+        Checkpointer(tmp_path, keep_most=3)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("root", ["{tmp}", "memory://retention"])

@@ -32,6 +32,7 @@ from unickpt.errors import (
 from unickpt.quoting import quoted
 from unickpt.runs.attempt_folders import FOLDER
 from unickpt.runs.checkpointer import Checkpointer
+from unickpt.runs.policies import take_retention
 from unickpt.runs.removal import barrier, on_process_0
 from unickpt.runs.retention import Retention
 from unickpt.runs.step_folder import StepFolder
@@ -108,7 +109,7 @@ class MirroredCheckpointer(Checkpointer):
         storage_options: Mapping[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
-        for name in ("after", "local", "experts"):
+        for name in ("after", "local", "experts", "partial"):
             if arguments.get(name) is not None:
                 raise ValueError(f"{name}= is not supported with a mirror")
         if not paths.resolve(root).is_local:
@@ -119,7 +120,7 @@ class MirroredCheckpointer(Checkpointer):
         self._there_keeps = Retention(mirror_keep_last, mirror_keep_every)
         self._settled: dict[int, Version] = {}
         """The versions of steps that are copied, or that the mirror need not have."""
-        here = Retention.of(arguments.pop("keep_last", None), arguments.pop("keep", None))
+        here = take_retention(arguments)
         if not here.keeps_all:
             here = replace(here, keep=self._keep(here.keep))
         super().__init__(root, keep=here, **arguments)

@@ -17,7 +17,8 @@ from unickpt.reading.options import LoadOptions
 from unickpt.reuse.partial_save import PartialSave
 from unickpt.runs.arguments import fences_of, step_metadata, step_number
 from unickpt.runs.housekeeping import Housekeeping
-from unickpt.runs.partial_saves import Experts, PartialSaves, TokensSeen
+from unickpt.runs.partial_saves import Experts, PartialSaves, TokensSeen, tokens_among
+from unickpt.runs.policies import PolicyFields, take_policies
 from unickpt.runs.removal import Removal, check_shared
 from unickpt.runs.retention import Retention
 from unickpt.runs.save_triggers import SaveEvery, SaveTriggers, SigtermHandler
@@ -77,6 +78,9 @@ class Checkpointer:
             `.data`, and of DTensors outside of `step`, are not detected on an accelerator. On the
             host, every change of what does not fit is.
         options: for all saves, see `SaveOptions`.
+        policies: fields of `Retention` and `SaveEvery` (`seconds` as `save_every_s`) in place of
+            these: `keep_every=100` is short for `keep=Retention(keep_every=100)`; `partial=`,
+            `choose=` and `plt_budget=` for `experts=Experts(...)`.
 
     Raises:
         ValueError: the arguments are invalid.
@@ -102,7 +106,7 @@ class Checkpointer:
         root: paths.PathLike,
         *,
         keep_last: int | None = None,
-        keep: Retention | None = None,
+        keep: Retention | Callable[[int], bool] | None = None,
         after: int | None = None,
         save_every: int | SaveEvery | None = None,
         local: paths.PathLike | None = None,
@@ -110,16 +114,18 @@ class Checkpointer:
         experts: Experts | None = None,
         optimizers: Sequence[Any] = (),
         options: SaveOptions | None = None,
+        **policies: Unpack[PolicyFields],
     ) -> None:
-        retention = Retention.of(keep_last, keep)
-        when = SaveEvery.of(save_every)
+        given: dict[str, Any] = {"keep_last": keep_last, "keep": keep, "experts": experts}
+        given |= {"save_every": save_every, **policies}
+        retention, when, chosen = take_policies(given)
         self._triggers = SaveTriggers(when)
         self._options = SaveOptions.or_default(options)
         self._reuses = reuse is not False
         if not isinstance(reuse, bool):
             self._options = replace(self._options, reuse=reuse)
         self._tiers = Tiers(Tier(root), None if local is None else Tier(local))
-        self._partial = None if experts is None else PartialSaves(experts, self._tiers.first)
+        self._partial = None if chosen is None else PartialSaves(chosen, self._tiers.first)
         self._queue = SaveQueue()
         self._fences = fences_of(optimizers, self._queue.fence)
         self._sigterm = SigtermHandler(self._triggers.request_stop) if when.preemption else None
@@ -174,7 +180,7 @@ class Checkpointer:
             tree: as for `unickpt.save`.
             wait: return only after the commit.
             metrics: numbers by which `Retention(keep_best=)` chooses, stored in the metadata;
-                process 0's are used.
+                process 0's are used. With `experts`, "tokens/<layer>/<number>" is one of `tokens`.
             tokens: with `experts`, how many tokens each expert has seen since the start of the run:
                 by layer, counts by the expert's number, or those of all experts in order. The layer
                 is what stands in the names of arrays before the expert's number, or the name of a
@@ -215,6 +221,7 @@ class Checkpointer:
         begin: Callable[[], PartialSave | None] = lambda: None  # noqa: E731
         if self._partial is not None:
             self._queue.wait_ended()
+            shown, tokens = tokens_among(shown or {}, tokens)
             begin = partial(self._partial.begin, step, tokens if group.index == 0 else None)
             hooks = self._partial.callbacks(step, hooks)
         elif tokens is not None:

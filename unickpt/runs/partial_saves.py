@@ -23,6 +23,7 @@ from unickpt.storage import paths
 _log = logging.getLogger("unickpt")
 TokensSeen = Mapping[str, Mapping[int, float] | Sequence[float]]
 """How many tokens the experts of each layer have seen: by their numbers, or of all in order."""
+_TOKENS = "tokens/"
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,6 @@ class PartialSaves:
     """
 
     def __init__(self, experts: Experts, tier: Tier) -> None:
-        if not isinstance(experts, Experts):
-            raise ValueError(
-                f"experts={experts!r} must be Experts, such as Experts({{'**/experts/{{x}}/w': 4}})"
-            )
         self._experts, self._tier = experts, tier
         self._keys = ExpertKeys(experts.each_save)
         self._record = ExpertRecord({})
@@ -96,7 +93,6 @@ class PartialSaves:
         Raises:
             UnsupportedLeaf: a token count has no known layer, or is no number.
         """
-        check_mapping("tokens", tokens)
         layers = {layer: _key_of(layer, self._keys) for layer in tokens or ()}
         seen = {layer: _counts(layer, counts) for layer, counts in (tokens or {}).items()}
         choose = self._experts.choose
@@ -161,6 +157,35 @@ def _lender(reader: OcdbtReader, path: str) -> ExpertSteps | None:
         found = stored(reader.base_index(base).metadata, path)
         return {} if found is None else found.steps
     return None
+
+
+def tokens_among(
+    metrics: Mapping[str, float], tokens: TokensSeen | None
+) -> tuple[dict[str, float], TokensSeen | None]:
+    """Parts token counts from metrics that are named "tokens/<layer>/<number of an expert>".
+
+    Arguments:
+        metrics: as for `Checkpointer.save`.
+        tokens: likewise; wins over a metric.
+
+    Raises:
+        UnsupportedLeaf: such a name has no number, or `tokens` is no mapping.
+
+    Example:
+        >>> tokens_among({"loss": 1.5, "tokens/moe/0": 10}, None)
+        ({'loss': 1.5}, {'moe': {0: 10}})
+    """
+    check_mapping("tokens", tokens)
+    rest, found = {}, dict[str, dict[int, float]]()
+    for name, value in metrics.items():
+        if not str(name).startswith(_TOKENS):
+            rest[name] = value
+            continue
+        layer, _, number = name.removeprefix(_TOKENS).rpartition("/")
+        if not number.isdecimal() or not number.isascii() or len(number) > 9:
+            raise UnsupportedLeaf(f"metrics: {name!r} must be tokens/<layer>/<number of an expert>")
+        found.setdefault(layer, {})[int(number)] = value
+    return rest, {**found, **(tokens or {})} or tokens
 
 
 def _key_of(layer: str, keys: ExpertKeys) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Literal
 
@@ -54,28 +54,12 @@ class Retention:
         if self.best not in ("min", "max"):
             raise ValueError(f"best={self.best!r} must be 'min' or 'max'")
         if self.keep is not None and not callable(self.keep):
-            raise ValueError(f"keep={self.keep!r} must be a function of a step; see keep_last=")
+            raise ValueError(
+                f"keep={self.keep!r} must be a function of a step, or a Retention, such as "
+                "Retention(keep_every=100)"
+            )
         if self.keep_among is not None and not callable(self.keep_among):
             raise ValueError(f"keep_among={self.keep_among!r} must be a function of all steps")
-
-    @classmethod
-    def of(cls, keep_last: int | None, policy: Retention | None) -> Retention:
-        """What the arguments of a Checkpointer say together.
-
-        Raises:
-            ValueError: they are not valid.
-        """
-        if policy is None:
-            return cls(keep_last)
-        if not isinstance(policy, cls):
-            raise ValueError(
-                f"keep={policy!r} must be a Retention, such as Retention(keep_every=100)"
-            )
-        if keep_last is None:
-            return policy
-        if policy.keep_last is not None:
-            raise ValueError("give keep_last to the Checkpointer or to its Retention, not to both")
-        return replace(policy, keep_last=keep_last)
 
     @property
     def keeps_all(self) -> bool:

@@ -46,11 +46,6 @@ class SaveEvery:
             if value is not None and not (isinstance(value, Real) and value > 0):
                 raise ValueError(f"save_every: {name}={value!r} must be a positive number")
 
-    @classmethod
-    def of(cls, given: int | SaveEvery | None) -> SaveEvery:
-        """What is given as `save_every`, with a number of steps as a SaveEvery."""
-        return given if isinstance(given, SaveEvery) else cls(given)
-
 
 class SaveTriggers:
     """Decides, on one process, when to save.
