@@ -1,4 +1,8 @@
-"""Any checkpoint, any framework, any mesh: sharded arrays in one format, bit for bit."""
+"""Any checkpoint, any framework, any mesh: sharded arrays in one format, bit for bit.
+
+Other errors are in `unickpt.errors`, results and layouts in `unickpt.types`, and what other formats
+and storages implement in `unickpt.extend`.
+"""
 
 import importlib as _importlib
 import logging as _logging
@@ -6,44 +10,23 @@ from typing import TYPE_CHECKING as _CHECKING
 from typing import Any as _Any
 
 from unickpt._version import __version__
-from unickpt.arrays.box import Box
-from unickpt.arrays.layout import Layout, Mesh
 from unickpt.errors import (
     CheckpointCorrupt,
     CheckpointExists,
     CheckpointNotFound,
-    CheckpointReplaced,
-    CoverageError,
-    ForkedProcess,
-    HintError,
-    InvalidPath,
-    LaterStepsExist,
     LoadMismatch,
-    MergeError,
     MissingPackage,
-    OutOfMemory,
-    ProcessFailed,
-    ReplicasDiffer,
-    RuleError,
-    RuleSyntaxError,
-    RuleWarning,
     SaveConflict,
-    SaveTimeout,
-    StateChanged,
     StorageError,
     UnickptError,
-    UnsupportedFormat,
     UnsupportedLeaf,
 )
-from unickpt.frameworks.leaves import LocalFragments, PerProcess, PerProcessValues
-from unickpt.frameworks.process_group import Group, ProcessGroup
+from unickpt.frameworks.leaves import PerProcess
+from unickpt.frameworks.process_group import ProcessGroup
 from unickpt.loading.loader import load
-from unickpt.loading.report import LoadReport
 from unickpt.reading.checkpoint import Checkpoint, open
 from unickpt.reading.options import LoadOptions
-from unickpt.reading.stored_array import StoredArray
-from unickpt.saving.background import PendingSave
-from unickpt.saving.options import SaveOptions, SaveReport
+from unickpt.saving.options import SaveOptions
 from unickpt.saving.saver import save, save_async
 from unickpt.trees.tree import Opaque
 
@@ -57,65 +40,33 @@ if _CHECKING:
     from unickpt.runs.save_triggers import SaveEvery
     from unickpt.tools import merge_methods
     from unickpt.tools.conversion import convert
-    from unickpt.tools.copying import CopyReport, copy
-    from unickpt.tools.difference import ArrayDifference, DiffReport, diff
-    from unickpt.tools.merging import MergeReport, merge
-    from unickpt.tools.verification import Damage, VerifyReport, verify
+    from unickpt.tools.copying import copy
+    from unickpt.tools.difference import diff
+    from unickpt.tools.merging import merge
+    from unickpt.tools.verification import verify
 
 __all__ = [
-    "ArrayDifference",
-    "Box",
     "Checkpoint",
     "CheckpointCorrupt",
     "CheckpointExists",
     "CheckpointNotFound",
-    "CheckpointReplaced",
     "Checkpointer",
-    "CopyReport",
-    "CoverageError",
-    "Damage",
-    "DiffReport",
     "Experts",
-    "ForkedProcess",
     "Function",
-    "Group",
-    "InvalidPath",
-    "LaterStepsExist",
-    "Layout",
     "LoadMismatch",
     "LoadOptions",
-    "LoadReport",
-    "LocalFragments",
-    "MergeError",
-    "MergeReport",
-    "Mesh",
     "MissingPackage",
     "Opaque",
-    "OutOfMemory",
-    "PendingSave",
     "PerProcess",
-    "PerProcessValues",
-    "ProcessFailed",
     "ProcessGroup",
-    "ReplicasDiffer",
     "Retention",
-    "RuleError",
-    "RuleSyntaxError",
-    "RuleWarning",
     "Rules",
     "SaveConflict",
     "SaveEvery",
     "SaveOptions",
-    "SaveReport",
-    "SaveTimeout",
-    "StateChanged",
     "StorageError",
-    "StoredArray",
     "UnickptError",
-    "UnsupportedFormat",
     "UnsupportedLeaf",
-    "HintError",
-    "VerifyReport",
     "__version__",
     "convert",
     "copy",
@@ -133,18 +84,12 @@ __all__ = [
 # Imported when they are first used: many programs do without. What `save`, `save_async` and `load`
 # need is imported above, so that their first call is as fast as the next.
 _LATER = {
-    "ArrayDifference": "tools.difference",
     "Checkpointer": "runs.checkpointer",
-    "CopyReport": "tools.copying",
-    "Damage": "tools.verification",
-    "DiffReport": "tools.difference",
     "Experts": "runs.partial_saves",
     "Function": "rules.functions",
-    "MergeReport": "tools.merging",
     "Retention": "runs.retention",
     "Rules": "rules.rule_set",
     "SaveEvery": "runs.save_triggers",
-    "VerifyReport": "tools.verification",
     "convert": "tools.conversion",
     "copy": "tools.copying",
     "diff": "tools.difference",
@@ -156,12 +101,24 @@ _LATER = {
 
 
 def __getattr__(name: str) -> _Any:
-    module = _LATER.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found: _Any = _importlib.import_module(f"unickpt.{module}")
-    globals()[name] = found if module.endswith(f".{name}") else getattr(found, name)
-    return globals()[name]
+    found: _Any
+    if name in _LATER:
+        found = _importlib.import_module(f"unickpt.{_LATER[name]}")
+        found = found if name == "merge_methods" else getattr(found, name)
+    else:
+        found = _of_older_programs(name)
+    globals()[name] = found
+    return found
+
+
+def _of_older_programs(name: str) -> _Any:
+    """What was a name of `unickpt` before it had modules for its errors and types."""
+    if not name.startswith("_"):
+        for home in ("errors", "types"):
+            module = _importlib.import_module(f"unickpt.{home}")
+            if name in module.__all__:
+                return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

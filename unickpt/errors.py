@@ -5,6 +5,34 @@ from contextlib import contextmanager
 
 from unickpt.quoting import printable
 
+__all__ = [
+    "CheckpointCorrupt",
+    "CheckpointExists",
+    "CheckpointNotFound",
+    "CheckpointReplaced",
+    "CoverageError",
+    "ForkedProcess",
+    "HintError",
+    "InvalidPath",
+    "LaterStepsExist",
+    "LoadMismatch",
+    "MergeError",
+    "MissingPackage",
+    "OutOfMemory",
+    "ProcessFailed",
+    "ReplicasDiffer",
+    "RuleError",
+    "RuleSyntaxError",
+    "RuleWarning",
+    "SaveConflict",
+    "SaveTimeout",
+    "StateChanged",
+    "StorageError",
+    "UnickptError",
+    "UnsupportedFormat",
+    "UnsupportedLeaf",
+]
+
 # Stored text and responses of servers may be long; longer lines of a message are cut.
 _MOST_OF_LINE = 1000
 

@@ -11,8 +11,10 @@ from typing import Any
 
 import typer
 
-import unickpt
+import unickpt.errors
+import unickpt.extend
 import unickpt.integrations
+import unickpt.types
 from unickpt.cli.app import app
 
 # The page of a public name follows from the wing that defines it; those of other wings are tools.
@@ -44,11 +46,14 @@ def pages() -> dict[str, str]:
 def public_names() -> dict[str, list[str]]:
     """The titles of the pages of `unickpt`, with the names on each, as they are imported."""
     found: dict[str, list[str]] = {title: [] for title in [*PAGES.values(), "Tools"]}
-    for name in unickpt.__all__:
-        thing = getattr(unickpt, name)
-        if not isinstance(thing, str):  # its version
+    seen = set()
+    for home in (unickpt, unickpt.errors, unickpt.types):
+        for name in sorted({*home.__all__} - seen - {"__version__"}):
+            thing = getattr(home, name)
             module = thing.__name__ if inspect.ismodule(thing) else thing.__module__
-            found[PAGES.get(module.split(".")[1], "Tools")].append(f"unickpt.{name}")
+            found[PAGES.get(module.split(".")[1], "Tools")].append(f"{home.__name__}.{name}")
+            seen.add(name)
+    found["Extensions"] = [f"unickpt.extend.{name}" for name in unickpt.extend.__all__]
     # Functions first.
     return {
         title: sorted(names, key=_last) + OTHERS.get(title, []) for title, names in found.items()

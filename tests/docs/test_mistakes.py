@@ -231,7 +231,7 @@ def test_a_step_that_would_not_be_found_again_is_refused(tmp_path: Path) -> None
     ("arguments", "message"),
     [
         ({"keep_last": "3"}, "keep_last='3' must be an integer, at least 1"),
-        ({"keep": 3}, "keep=3 must be a Retention, such as"),
+        ({"keep": 3}, "keep=3 must be a function of a step, or a Retention"),
         ({"save_every": "10"}, "save_every: steps='10' must be a positive number"),
         ({"experts": {"e/{x}": 1}}, "must be Experts"),
     ],

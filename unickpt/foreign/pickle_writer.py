@@ -44,7 +44,7 @@ def dumps(value: Any, most: int | None = None) -> bytes:
 
     Example:
         >>> import pickle
-        >>> pickle.loads(dumps([1, b"2", Call(Global("fractions.Fraction"), (1, 3))]))
+        >>> pickle.loads(dumps([1, b"2", PickledObject(Global("fractions.Fraction"), (1, 3))]))
         [1, b'2', Fraction(1, 3)]
     """
     return _Pickler().run(value, most)

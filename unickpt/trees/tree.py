@@ -292,6 +292,7 @@ def empty_containers(node: Node | Leaf, name: str = "") -> Iterator[str]:
     """The names of all containers without children.
 
     Example:
+        >>> from unickpt.trees.tree_json import from_json
         >>> list(empty_containers(from_json({"dict": [["a", {"list": []}], ["b", "*"]]})))
         ['a']
     """
@@ -309,6 +310,7 @@ def keys_of(
     """The name of each leaf, with the keys that lead to it, in the order of the containers.
 
     Example:
+        >>> from unickpt.trees.tree_json import from_names
         >>> list(keys_of(from_names(["a%2Fb/c"])))
         [('a%2Fb/c', ('a/b', 'c'))]
     """
