@@ -5,10 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, lru_cache
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from unickpt.adapters.torch_cuda import pinned, stream_after_training
 from unickpt.adapters.torch_distributed import (
     TO_NUMPY,
     LocalShard,
@@ -24,7 +24,7 @@ from unickpt.adapters.torch_distributed import (
     sharding_of,
 )
 from unickpt.adapters.torch_distributed import group as group
-from unickpt.adapters.torch_modules import canonical_names, is_wrapped
+from unickpt.adapters.torch_modules import expand_module
 from unickpt.adapters.torch_optimizer import (
     NamedOptimizer,
     OptimizerFence,
@@ -34,7 +34,7 @@ from unickpt.adapters.torch_optimizer import (
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.strided_copy import may_overlap
-from unickpt.errors import LoadMismatch, StateChanged
+from unickpt.errors import StateChanged
 from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import (
     ArraySource,
@@ -46,7 +46,7 @@ from unickpt.frameworks.protocol import (
     whole_source,
 )
 from unickpt.threads import Pool
-from unickpt.trees.tree import Expansion, Leaf, Node
+from unickpt.trees.tree import Expansion
 
 
 def is_array(leaf: Any) -> bool:
@@ -180,7 +180,7 @@ def _reader(held: _TensorMemory, start: tuple[int, ...]) -> Read:
     """A function that reads a tensor whose first element is at `start` of the global array."""
     tensor, shape, where, on_host = held.tensor, held.shape, held.where, held.on_host
     as_is = held.as_is
-    then = nullcontext if on_host else _moment(tensor.device)
+    then = nullcontext if on_host else stream_after_training(tensor.device)
 
     def read(wanted: Box, make_buffer: Callable[[], Array]) -> Array:
         if _where(tensor) != where:
@@ -210,7 +210,7 @@ def _sampler(tensor: torch.Tensor) -> Sample:
         where = tuple(torch.from_numpy(index).to(tensor.device) for index in at)
         bits = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
         found = (bits if bits.ndim else bits.reshape(1))[where]
-        then, dtype = _moment(tensor.device), TO_NUMPY[tensor.dtype]
+        then, dtype = stream_after_training(tensor.device), TO_NUMPY[tensor.dtype]
 
         def bring() -> Array:
             out = np.empty(tuple(found.shape), TO_NUMPY[found.dtype])
@@ -234,7 +234,7 @@ def _facts(
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error)) from error
 
-    allocate = _pinned if tensor.is_cuda else None
+    allocate = pinned if tensor.is_cuda else None
     return Memory(True, True, clone, changed, owner, allocate)
 
 
@@ -250,34 +250,6 @@ def _changed(tensor: torch.Tensor) -> Callable[[], bool] | None:
     return lambda: tensor._version != version
 
 
-def _pinned(nbytes: int) -> Array:
-    memory: Array = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
-    return memory
-
-
-@cache
-def _stream(device: torch.device) -> Any:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def _moment(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """A context that uses a CUDA stream apart from the training's, but after all work that the
-    training has queued until now."""
-    if device.type != "cuda":
-        return nullcontext
-    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-
-    @contextmanager
-    def after() -> Iterator[None]:
-        stream = _stream(device)
-        stream.wait_event(event)
-        with torch.cuda.stream(stream):
-            yield
-
-    return after
-
-
 def target(leaf: Any) -> TorchTarget:
     _check(leaf)
     return TorchTarget(leaf)
@@ -288,56 +260,8 @@ def expand(obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion |
     if isinstance(obj, NamedOptimizer) or is_optimizer(obj):
         return expand_optimizer(obj, name, stored)
     if isinstance(obj, torch.nn.Module):
-        return _expand_module(obj, name, stored is not None)
+        return expand_module(obj, name, stored is not None)
     return None
-
-
-def _expand_module(obj: torch.nn.Module, name: str, loading: bool) -> Expansion | None:
-    """Expands modules with wrappers, under canonical names; and, to load into, modules with
-    parameters on the meta device."""
-    state = obj.state_dict(keep_vars=True) if loading else {}
-    meta = any(isinstance(v, torch.Tensor) and v.is_meta for v in state.values())
-    if not meta:
-        if not is_wrapped(obj):
-            return None
-        state = obj.state_dict()
-    if not isinstance(state, dict):
-        return None  # not torch's own format; stored as it is
-    names = canonical_names(obj, state)
-    given = {new: old for old, new in names.items()}
-
-    def rebuild(children: list[Any]) -> Any:
-        obj.load_state_dict(_renamed(children[0], given), **({"assign": True} if meta else {}))
-        return obj
-
-    def check(node: Node, value: Callable[[str], Any]) -> None:
-        (shown,) = node.children
-        assert isinstance(shown, Node), "a state_dict"
-        leaves = zip(shown.keys, shown.children, strict=True)
-        loaded = {given[str(k)]: value(leaf.name) for k, leaf in leaves if isinstance(leaf, Leaf)}
-        first: dict[int, str] = {}
-        for key, old in state.items():
-            other = first.setdefault(id(old), key) if isinstance(old, torch.Tensor) else key
-            if loaded.get(key) is not loaded.get(other):
-                raise LoadMismatch(
-                    f"{name!r}: {other!r} and {key!r} of the module are tied, but were stored as "
-                    "two arrays; untie them, or load both into a plain dict and choose"
-                )
-
-    shown, kind = _renamed(state, names), type(obj).__name__
-    return Expansion("wrapper", ("state_dict",), (shown,), rebuild, kind, check if meta else None)
-
-
-def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
-    """A `state_dict` with other keys."""
-    items = ((names[key], value) for key, value in state.items())
-    if not isinstance(state, OrderedDict):
-        return dict(items)
-    renamed: Any = OrderedDict(items)
-    if hasattr(state, "_metadata"):  # versions of modules, which load_state_dict reads
-        renamed._metadata = state._metadata
-    found: Mapping[str, Any] = renamed
-    return found
 
 
 def fence(optimizer: Any, wait: Callable[[], None]) -> Fence | None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+
+from unickpt.adapters.torch_distributed import group as group
+from unickpt.errors import LoadMismatch
+from unickpt.trees.tree import Expansion, Leaf, Node
 
 # Where the types of wrappers are defined, and their attribute that holds the wrapped module. These
 # are not imported: a module can only be of such a type if that was imported before.
@@ -85,3 +90,51 @@ def _canonical(module: torch.nn.Module, name: str, kinds: dict[type, str]) -> st
             parts.append(part)
         here = None if here is None else here._modules.get(part)
     return ".".join(parts)
+
+
+def expand_module(obj: torch.nn.Module, name: str, loading: bool) -> Expansion | None:
+    """Expands modules with wrappers, under canonical names; and, to load into, modules with
+    parameters on the meta device."""
+    state = obj.state_dict(keep_vars=True) if loading else {}
+    meta = any(isinstance(v, torch.Tensor) and v.is_meta for v in state.values())
+    if not meta:
+        if not is_wrapped(obj):
+            return None
+        state = obj.state_dict()
+    if not isinstance(state, dict):
+        return None  # not torch's own format; stored as it is
+    names = canonical_names(obj, state)
+    given = {new: old for old, new in names.items()}
+
+    def rebuild(children: list[Any]) -> Any:
+        obj.load_state_dict(_renamed(children[0], given), **({"assign": True} if meta else {}))
+        return obj
+
+    def check(node: Node, value: Callable[[str], Any]) -> None:
+        (shown,) = node.children
+        assert isinstance(shown, Node), "a state_dict"
+        leaves = zip(shown.keys, shown.children, strict=True)
+        loaded = {given[str(k)]: value(leaf.name) for k, leaf in leaves if isinstance(leaf, Leaf)}
+        first: dict[int, str] = {}
+        for key, old in state.items():
+            other = first.setdefault(id(old), key) if isinstance(old, torch.Tensor) else key
+            if loaded.get(key) is not loaded.get(other):
+                raise LoadMismatch(
+                    f"{name!r}: {other!r} and {key!r} of the module are tied, but were stored as "
+                    "two arrays; untie them, or load both into a plain dict and choose"
+                )
+
+    shown, kind = _renamed(state, names), type(obj).__name__
+    return Expansion("wrapper", ("state_dict",), (shown,), rebuild, kind, check if meta else None)
+
+
+def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
+    """A `state_dict` with other keys."""
+    items = ((names[key], value) for key, value in state.items())
+    if not isinstance(state, OrderedDict):
+        return dict(items)
+    renamed: Any = OrderedDict(items)
+    if hasattr(state, "_metadata"):  # versions of modules, which load_state_dict reads
+        renamed._metadata = state._metadata
+    found: Mapping[str, Any] = renamed
+    return found

@@ -91,9 +91,9 @@ def test_an_optimizer_on_cuda_waits_at_the_fence(tmp_path: Path) -> None:
 
 @cuda
 def test_host_buffers_for_cuda_are_pinned() -> None:
-    from unickpt.adapters.torch import _pinned
+    from unickpt.adapters.torch_cuda import pinned
 
-    buffer = HostBuffers(64 << 20, _pinned).take(8 << 20)
+    buffer = HostBuffers(64 << 20, pinned).take(8 << 20)
     assert torch.from_numpy(buffer).is_pinned()
 
 

@@ -14,14 +14,12 @@ import dataclasses
 import json
 import logging
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
@@ -31,6 +29,7 @@ from unickpt.adapters.torch_optimizer import NamedOptimizer
 from unickpt.errors import CheckpointExists, CheckpointNotFound, LaterStepsExist, LoadMismatch
 from unickpt.frameworks.leaves import PerProcess
 from unickpt.integrations import rng
+from unickpt.integrations.transformers.files import agreed, export, foreign, remove_exports
 from unickpt.loading import loader
 from unickpt.reading import checkpoint
 from unickpt.runs.checkpointer import Checkpointer
@@ -41,8 +40,6 @@ __all__ = ["UnickptCallback", "UnickptMixin"]
 _log = logging.getLogger("unickpt")
 _STATE = "trainer_state"
 _BATCH = "total_train_batch_size"  # in the metadata
-_EXPORT = ".unickpt-step"
-"""In a folder of HF files: of which step they are. Others are left alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +128,7 @@ class UnickptMixin:
         self._saved = set()  # by this call
         with self._run() as run, self._found(run, resume_from_checkpoint) as folder:
             result = super().train(folder, trial, *args, **kwargs)  # type: ignore[misc]
-        _remove_exports(self, run)
+        remove_exports(self, run)
         return result
 
     @contextmanager
@@ -153,7 +150,7 @@ class UnickptMixin:
     @contextmanager
     def _found(self, run: Checkpointer, asked: str | bool | None) -> Iterator[str | bool | None]:
         """What the Trainer resumes from: a folder that has its state, if the rest is ours."""
-        step = _agreed(run.latest())
+        step = agreed(run.latest())
         if not asked:
             if step is not None:
                 raise CheckpointExists(
@@ -163,7 +160,7 @@ class UnickptMixin:
             yield None
             return
         if asked is True and step is None:
-            yield _foreign(self.args.output_dir)  # of the Trainer itself, which says if none is
+            yield foreign(self.args.output_dir)  # of the Trainer itself, which says if none is
             return
         path = run.path(step) if asked is True and step is not None else str(asked)
         try:
@@ -213,7 +210,7 @@ class UnickptMixin:
         run.save(step, tree, metadata={_BATCH: _total_batch(self)}, overwrite=again)
         self._saved.add(step)
         if self._hf_files:
-            _export(self, run, step)
+            export(self, run, step)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         resumed = self._resumed_from(resume_from_checkpoint)
@@ -313,7 +310,7 @@ class UnickptCallback(TrainerCallback):
             kind = type(trainer)
             trainer.__class__ = type(f"Unickpt{kind.__name__}", (UnickptMixin, kind), {})
         trainer._given, self._trainer = self.checkpointer, trainer
-        kwargs.setdefault("resume_from_checkpoint", _agreed(self.checkpointer.latest()) is not None)
+        kwargs.setdefault("resume_from_checkpoint", agreed(self.checkpointer.latest()) is not None)
         return trainer.train(**kwargs)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -386,57 +383,6 @@ class _Limit:
         return step not in others[: max(0, len(others) - count)]
 
 
-def _export(trainer: Any, run: Checkpointer, step: int) -> None:
-    """Writes the model as HF files, all or none."""
-    folder = Path(trainer.args.output_dir)
-    there, new = folder / f"checkpoint-{step}", folder / f".checkpoint-{step}"
-    if trainer.args.should_save:
-        if there.exists() and not (there / _EXPORT).exists():
-            raise CheckpointExists(
-                f"{there} was not saved by this integration; remove it, or use another output_dir"
-            )
-        shutil.rmtree(new, ignore_errors=True)
-    _agreed(0)  # nobody writes before it is removed
-    trainer.save_model(str(new), _internal_call=True)
-    _agreed(0)
-    if trainer.args.should_save:
-        (new / _EXPORT).write_text(f"{step}\n")
-        shutil.rmtree(there, ignore_errors=True)
-        new.rename(there)
-    _remove_exports(trainer, run)
-
-
-def _remove_exports(trainer: Any, run: Checkpointer) -> None:
-    """Removes the HF files of steps that were removed."""
-    steps = run.steps()
-    if not (trainer.args.should_save and trainer._hf_files and steps):
-        return
-    for step, folder in _folders(trainer.args.output_dir):
-        # Those that are being saved are newer than all that are committed.
-        if step < steps[-1] and step not in steps and (folder / _EXPORT).exists():
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _folders(output_dir: str) -> Iterator[tuple[int, Path]]:
-    """The folders that are called as the Trainer calls its checkpoints, each with its step."""
-    for folder in Path(output_dir).glob("checkpoint-*"):
-        step = folder.name.rpartition("-")[2]
-        if step.isdigit():
-            yield int(step), folder
-
-
-def _foreign(output_dir: str) -> str:
-    """The newest checkpoint that the Trainer itself saved.
-
-    Raises:
-        ValueError: there is none.
-    """
-    found = [each for each in _folders(output_dir) if (each[1] / TRAINER_STATE_NAME).is_file()]
-    if not found:
-        raise ValueError(f"resume_from_checkpoint=True: no checkpoint is in {output_dir!r}")
-    return str(max(found)[1])
-
-
 # --- arguments: what cannot be honoured is refused by its name ------------------------------------
 
 
@@ -492,12 +438,3 @@ def _check_batches(trainer: Any, path: str, saved: object) -> None:
             "gradient_accumulation_steps so that they are as many on this number of processes, or "
             "pass ignore_data_skip=True"
         )
-
-
-def _agreed(value: Any) -> Any:
-    """The value of process 0; all call this."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return value
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]

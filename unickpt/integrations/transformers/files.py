@@ -1,0 +1,77 @@
+"""The Hugging Face files that the Trainer writes beside a step, and its own checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from transformers.trainer import TRAINER_STATE_NAME
+
+from unickpt.errors import CheckpointExists
+from unickpt.runs.checkpointer import Checkpointer
+
+EXPORT = ".unickpt-step"
+"""In a folder of HF files: of which step they are. Others are left alone."""
+
+
+def export(trainer: Any, run: Checkpointer, step: int) -> None:
+    """Writes the model as HF files, all or none."""
+    folder = Path(trainer.args.output_dir)
+    there, new = folder / f"checkpoint-{step}", folder / f".checkpoint-{step}"
+    if trainer.args.should_save:
+        if there.exists() and not (there / EXPORT).exists():
+            raise CheckpointExists(
+                f"{there} was not saved by this integration; remove it, or use another output_dir"
+            )
+        shutil.rmtree(new, ignore_errors=True)
+    agreed(0)  # nobody writes before it is removed
+    trainer.save_model(str(new), _internal_call=True)
+    agreed(0)
+    if trainer.args.should_save:
+        (new / EXPORT).write_text(f"{step}\n")
+        shutil.rmtree(there, ignore_errors=True)
+        new.rename(there)
+    remove_exports(trainer, run)
+
+
+def remove_exports(trainer: Any, run: Checkpointer) -> None:
+    """Removes the HF files of steps that were removed."""
+    steps = run.steps()
+    if not (trainer.args.should_save and trainer._hf_files and steps):
+        return
+    for step, folder in folders(trainer.args.output_dir):
+        # Those that are being saved are newer than all that are committed.
+        if step < steps[-1] and step not in steps and (folder / EXPORT).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def folders(output_dir: str) -> Iterator[tuple[int, Path]]:
+    """The folders that are called as the Trainer calls its checkpoints, each with its step."""
+    for folder in Path(output_dir).glob("checkpoint-*"):
+        step = folder.name.rpartition("-")[2]
+        if step.isdigit():
+            yield int(step), folder
+
+
+def foreign(output_dir: str) -> str:
+    """The newest checkpoint that the Trainer itself saved.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = [each for each in folders(output_dir) if (each[1] / TRAINER_STATE_NAME).is_file()]
+    if not found:
+        raise ValueError(f"resume_from_checkpoint=True: no checkpoint is in {output_dir!r}")
+    return str(max(found)[1])
+
+
+def agreed(value: Any) -> Any:
+    """The value of process 0; all call this."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
