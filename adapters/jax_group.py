@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import ProcessFailed, SaveTimeout
-from unickpt.frameworks.budget import node_name
+from unickpt.frameworks.host_memory import node_name
 from unickpt.frameworks.process_group import (
     DECIDE,
     LOAD,

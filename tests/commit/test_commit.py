@@ -33,7 +33,7 @@ from unickpt import (
 from unickpt.commit import attempt
 from unickpt.commit.attempt import Attempt
 from unickpt.commit.messages import Notes
-from unickpt.frameworks.registry import adapters
+from unickpt.frameworks.leaves import adapters
 from unickpt.saving import writer
 from unickpt.saving.describe import describe
 from unickpt.saving.write_plan import DirectSource, plan_writes

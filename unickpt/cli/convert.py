@@ -44,7 +44,7 @@ from unickpt.cli.output import (
     warn,
 )
 from unickpt.foreign import writers
-from unickpt.frameworks.budget import MOST_WORKING
+from unickpt.frameworks.host_memory import MOST_WORKING
 from unickpt.quoting import counted, size_text
 from unickpt.tools.conversion_preview import Preview, PreviewRow, folded, preview
 

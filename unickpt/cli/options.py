@@ -12,7 +12,7 @@ import unickpt
 from unickpt import Checkpoint, Rules
 from unickpt.cli.output import fail
 from unickpt.foreign import writers
-from unickpt.frameworks.budget import MemoryBudget
+from unickpt.frameworks.host_memory import MemoryBudget
 from unickpt.saving.options import SaveOptions
 
 RulesName = Annotated[

@@ -1,21 +1,54 @@
-"""Leaves for what no framework can describe: `PerProcess` and `LocalFragments`."""
+"""Leaves: what an adapter of a framework describes, and `PerProcess` and `LocalFragments`."""
 
 from __future__ import annotations
 
+import importlib
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, flat_range_to_boxes, overlap
 from unickpt.arrays.dtypes import Array
 from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import Adapter, ArraySource, Fragment, Memory, Read
-from unickpt.frameworks.registry import adapter_of, adapters
 from unickpt.quoting import quoted
 from unickpt.trees import tree, tree_json
+
+T = TypeVar("T")
+_FRAMEWORKS = ("jax", "torch")
+
+
+def adapters() -> list[Adapter]:
+    """The adapters of the frameworks that this process has imported, and NumPy's."""
+    loaded = [name for name in _FRAMEWORKS if sys.modules.get(name) is not None]
+    modules = [importlib.import_module(f"unickpt.adapters.{n}") for n in [*loaded, "numpy"]]
+    return [cast(Adapter, module) for module in modules]
+
+
+def adapter_of(leaf: Any, adapters: Sequence[Adapter]) -> Adapter | None:
+    """The adapter that handles a leaf, if any."""
+    for adapter in adapters:
+        if adapter.is_array(leaf):
+            return adapter
+    return None
+
+
+def by_type(find: Callable[[Any], T]) -> Callable[[Any], T]:
+    """A function that decides by an object's type alone, called once for each type."""
+    known: dict[type, T] = {}
+
+    def found(leaf: Any) -> T:
+        kind = type(leaf)
+        if kind not in known:
+            known[kind] = find(leaf)
+        return known[kind]
+
+    return found
+
 
 _CONTAINERS = (dict, list, tuple)
 

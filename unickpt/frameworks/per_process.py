@@ -14,10 +14,9 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.errors import CheckpointCorrupt, LoadMismatch
 from unickpt.frameworks.host_memory import HostBuffers, stage
-from unickpt.frameworks.leaves import LocalFragments, PerProcess
+from unickpt.frameworks.leaves import LocalFragments, PerProcess, adapter_of
 from unickpt.frameworks.process_group import alone
 from unickpt.frameworks.protocol import Adapter
-from unickpt.frameworks.registry import adapter_of
 from unickpt.quoting import quoted
 from unickpt.trees import tree, tree_json
 

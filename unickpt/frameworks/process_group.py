@@ -1,12 +1,15 @@
-"""The processes of a job, and the name that they agree on for each attempt to save."""
+"""The processes of a job, as a framework or a user says, and what they agree on."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import sys
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from numbers import Integral
 from typing import Protocol
 
@@ -339,3 +342,54 @@ class JobSession:
 
     def next_attempt(self) -> str:
         return f"{self.name}-{next(self._attempts):06d}"
+
+
+# --- the job of this process ---------------------------------------------------------------------
+
+
+class Framework(Protocol):
+    """What of an adapter says which job this process belongs to."""
+
+    @property
+    def group(self) -> Callable[[], Group | None] | None: ...
+
+
+def current_group(adapters: Sequence[Framework]) -> Group:
+    """The job of this process, as its frameworks report it.
+
+    Raises:
+        ValueError: two frameworks each report a job.
+    """
+    groups = jobs_of(adapters)
+    if len(groups) > 1:
+        raise ValueError(
+            "jax.distributed and torch.distributed are both initialised; say which processes save "
+            "together: options=SaveOptions(group=unickpt.ProcessGroup(index, count, session))"
+        )
+    return groups[0] if groups else alone()
+
+
+def saving_group(adapters: Sequence[Framework]) -> Group:
+    """As `current_group`, for a save: warns if the processes of a job would save apart."""
+    if not jobs_of(adapters):
+        _warn_if_launched()
+    return current_group(adapters)
+
+
+@cache
+def _warn_if_launched() -> None:
+    """Says, once, that a process which a launcher started with others belongs to no job."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    if "RANK" in os.environ and world != "1" and sys.modules.get("torch") is not None:
+        warnings.warn(
+            f"WORLD_SIZE is {world}, but torch.distributed is not initialised: this process saves "
+            "alone. Call torch.distributed.init_process_group() before, on all ranks",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def jobs_of(adapters: Sequence[Framework]) -> list[Group]:
+    """The jobs of this process, one by framework that has begun one."""
+    found = (adapter.group() for adapter in adapters if adapter.group is not None)
+    return [group for group in found if group is not None]

@@ -31,8 +31,8 @@ from torchtitan.observability import structured_logger as trace
 from torchtitan.tools import filesystem
 
 from unickpt.errors import CheckpointNotFound, LoadMismatch
-from unickpt.frameworks.process_group import Group, within
-from unickpt.frameworks.registry import adapters, current_group
+from unickpt.frameworks.leaves import adapters
+from unickpt.frameworks.process_group import Group, current_group, within
 from unickpt.integrations import dcp
 from unickpt.loading.views import StoredView
 from unickpt.reading import checkpoint

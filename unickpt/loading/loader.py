@@ -11,10 +11,9 @@ from unickpt.errors import LoadMismatch
 from unickpt.format.index import RESERVED, Index
 from unickpt.format.reader import Reader
 from unickpt.frameworks import per_process
-from unickpt.frameworks.leaves import PerProcess, PerProcessValues
-from unickpt.frameworks.process_group import launched_on_node, within
+from unickpt.frameworks.leaves import PerProcess, PerProcessValues, adapters
+from unickpt.frameworks.process_group import current_group, launched_on_node, within
 from unickpt.frameworks.protocol import Adapter, ArrayTarget
-from unickpt.frameworks.registry import adapters, current_group
 from unickpt.loading.compare import Policy, compare, is_number
 from unickpt.loading.report import LoadReport
 from unickpt.loading.request import LoadRequest, Patterns, Selection

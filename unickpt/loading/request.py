@@ -9,9 +9,15 @@ from typing import Any
 from unickpt.arrays import dtypes
 from unickpt.arrays.names import matches
 from unickpt.errors import LoadMismatch, UnsupportedLeaf
-from unickpt.frameworks.leaves import LocalFragments, PerProcess, expand, is_leaf
+from unickpt.frameworks.leaves import (
+    LocalFragments,
+    PerProcess,
+    adapter_of,
+    by_type,
+    expand,
+    is_leaf,
+)
 from unickpt.frameworks.protocol import Adapter, ArrayTarget
-from unickpt.frameworks.registry import adapter_of, by_type
 from unickpt.quoting import quoted, some
 from unickpt.rules.plan import Fact, LeafKind
 from unickpt.trees import tree

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from unickpt.frameworks.budget import CommonOptions, MemoryBudget
+from unickpt.frameworks.host_memory import CommonOptions, MemoryBudget
 from unickpt.frameworks.process_group import Group
 from unickpt.progress import Progress
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from unickpt.errors import UnsupportedLeaf
 from unickpt.format.index import RESERVED
+from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.protocol import Fence
-from unickpt.frameworks.registry import adapters
 from unickpt.quoting import quoted
 from unickpt.saving.describe import check_mapping
 

@@ -9,8 +9,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
-from unickpt.frameworks.process_group import Group, within
-from unickpt.frameworks.registry import adapters, current_group
+from unickpt.frameworks.leaves import adapters
+from unickpt.frameworks.process_group import Group, current_group, within
 from unickpt.loading.loader import LoadArguments
 from unickpt.loading.report import LoadReport
 from unickpt.reading.options import LoadOptions

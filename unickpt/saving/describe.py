@@ -17,10 +17,9 @@ from unickpt.errors import UnsupportedLeaf
 from unickpt.format import chunk_grid, chunk_store, codec, index_json
 from unickpt.format.index import ArrayEntry, Index, PerProcessEntry
 from unickpt.frameworks import per_process
-from unickpt.frameworks.leaves import Described, PerProcess, expand, is_leaf
+from unickpt.frameworks.leaves import Described, PerProcess, adapter_of, expand, is_leaf
 from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import Adapter, ArraySource
-from unickpt.frameworks.registry import adapter_of
 from unickpt.quantized import choice
 from unickpt.quoting import quoted
 from unickpt.reuse.expert_keys import ArrayExperts, ExpertKeys, check_counts

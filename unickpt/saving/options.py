@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal
 
-from unickpt.frameworks.budget import CommonOptions, MemoryBudget, check_number
+from unickpt.frameworks.host_memory import CommonOptions, MemoryBudget, check_number
 from unickpt.frameworks.process_group import Group
 from unickpt.progress import Progress
 from unickpt.quantized import choice

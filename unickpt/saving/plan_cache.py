@@ -20,10 +20,9 @@ import numpy as np
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.frameworks import per_process
-from unickpt.frameworks.leaves import PerProcess, expand, is_leaf
+from unickpt.frameworks.leaves import PerProcess, adapter_of, adapters, expand, is_leaf
 from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import Adapter, ArraySource, Fragment, Memory, Read
-from unickpt.frameworks.registry import adapter_of, adapters
 from unickpt.saving.capture import Capture, CaptureMethod
 from unickpt.saving.describe import Description, checked_metadata, unstorable
 from unickpt.saving.options import SaveOptions

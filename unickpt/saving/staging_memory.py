@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from unickpt.arrays.dtypes import Array
-from unickpt.frameworks import budget
-from unickpt.frameworks.budget import MOST_WORKING, share
-from unickpt.frameworks.host_memory import HostBuffers, stage
+from unickpt.frameworks import host_memory
+from unickpt.frameworks.host_memory import MOST_WORKING, HostBuffers, share, stage
 from unickpt.frameworks.protocol import Memory
 from unickpt.saving.changes import Changes
 from unickpt.saving.task import SaveTask
@@ -36,7 +35,7 @@ class HostArea:
         """What all processes of the node stage by default; as it was when this was first asked."""
         with self._changed:  # later, what is held here is in use
             if self._node_bytes is None:
-                self._node_bytes = budget.node_bytes()
+                self._node_bytes = host_memory.node_bytes()
             return self._node_bytes
 
     def room(self, budget_bytes: int) -> int:

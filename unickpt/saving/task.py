@@ -24,10 +24,10 @@ from unickpt.errors import (
     UnsupportedFormat,
 )
 from unickpt.format.index import Index
-from unickpt.frameworks.budget import share
-from unickpt.frameworks.process_group import processes_on_node, within
+from unickpt.frameworks.host_memory import share
+from unickpt.frameworks.leaves import adapters
+from unickpt.frameworks.process_group import processes_on_node, saving_group, within
 from unickpt.frameworks.protocol import ArraySource
-from unickpt.frameworks.registry import adapters, saving_group
 from unickpt.progress import ProgressFunction, reporting
 from unickpt.reuse.base import FAULTY, Base, How, open_base
 from unickpt.reuse.partial_save import PartialSave

@@ -18,12 +18,10 @@ from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
 from unickpt.format.writer import Writer
 from unickpt.frameworks import per_process
-from unickpt.frameworks.budget import MemoryBudget
-from unickpt.frameworks.host_memory import HostBuffers
-from unickpt.frameworks.leaves import Described, PerProcess
+from unickpt.frameworks.host_memory import HostBuffers, MemoryBudget
+from unickpt.frameworks.leaves import Described, PerProcess, adapters
 from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import ArraySource, Memory, whole_source
-from unickpt.frameworks.registry import adapters
 from unickpt.loading.ruled_view import RuledView, request_through, stored_facts, through
 from unickpt.loading.views import CheckpointView, StoredView
 from unickpt.progress import Progress

@@ -25,8 +25,7 @@ from unickpt.errors import (
 )
 from unickpt.foreign import crc32
 from unickpt.format.writer import Plan, PlannedFile
-from unickpt.frameworks.budget import MemoryBudget
-from unickpt.frameworks.host_memory import HostBuffers
+from unickpt.frameworks.host_memory import HostBuffers, MemoryBudget
 from unickpt.frameworks.process_group import Group
 from unickpt.loading.views import CheckpointView
 from unickpt.reading.options import LoadOptions

@@ -11,9 +11,9 @@ from unickpt.errors import CheckpointCorrupt, CheckpointExists, UnsupportedLeaf
 from unickpt.foreign import registry
 from unickpt.format.reader import Reader
 from unickpt.format.writer import Plan, Writer
-from unickpt.frameworks.budget import MemoryBudget
-from unickpt.frameworks.process_group import Group, within
-from unickpt.frameworks.registry import adapters, current_group
+from unickpt.frameworks.host_memory import MemoryBudget
+from unickpt.frameworks.leaves import adapters
+from unickpt.frameworks.process_group import Group, current_group, within
 from unickpt.loading.ruled_view import RuledView
 from unickpt.loading.views import CheckpointView
 from unickpt.progress import reporting

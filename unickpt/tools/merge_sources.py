@@ -14,8 +14,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.errors import CheckpointNotFound, MergeError
 from unickpt.format.index import RESERVED, ArrayEntry
-from unickpt.frameworks.budget import MemoryBudget
-from unickpt.frameworks.host_memory import HostBuffers
+from unickpt.frameworks.host_memory import HostBuffers, MemoryBudget
 from unickpt.loading.provenance import Provenance
 from unickpt.loading.ruled_view import RuledView
 from unickpt.loading.views import CheckpointView, leaf_text, stored_leaf

@@ -15,10 +15,15 @@ from unickpt.arrays.box import Box, cut, flat_range_to_boxes
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import CheckpointExists, CheckpointNotFound, MergeError
 from unickpt.format.index import RESERVED, ArrayEntry
-from unickpt.frameworks.budget import MemoryBudget
-from unickpt.frameworks.host_memory import HostBuffers
-from unickpt.frameworks.process_group import Group, all_gather_bytes, new_session, within
-from unickpt.frameworks.registry import adapters, current_group
+from unickpt.frameworks.host_memory import HostBuffers, MemoryBudget
+from unickpt.frameworks.leaves import adapters
+from unickpt.frameworks.process_group import (
+    Group,
+    all_gather_bytes,
+    current_group,
+    new_session,
+    within,
+)
 from unickpt.loading.ruled_view import RuledView
 from unickpt.progress import Progress
 from unickpt.reading import checkpoint

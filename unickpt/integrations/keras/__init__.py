@@ -21,8 +21,8 @@ import numpy as np
 from keras.src.callbacks.monitor_callback import MonitorCallback
 
 from unickpt.errors import CheckpointNotFound, LoadMismatch
-from unickpt.frameworks.leaves import PerProcess
-from unickpt.frameworks.registry import adapters, current_group
+from unickpt.frameworks.leaves import PerProcess, adapters
+from unickpt.frameworks.process_group import current_group
 from unickpt.integrations.keras.state import KerasState, random_state, set_random_state
 from unickpt.loading import loader
 from unickpt.loading.report import LoadReport

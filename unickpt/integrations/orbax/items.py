@@ -12,8 +12,7 @@ import jax
 import numpy as np
 
 from unickpt.errors import CheckpointCorrupt, LoadMismatch, UnsupportedLeaf
-from unickpt.frameworks.leaves import expand, is_leaf
-from unickpt.frameworks.registry import adapters
+from unickpt.frameworks.leaves import adapters, expand, is_leaf
 from unickpt.integrations.orbax import handlers
 from unickpt.integrations.orbax.described import abstract_array, described, sharding_of
 from unickpt.loading.views import StoredView

@@ -16,8 +16,8 @@ from typing import Any
 
 from unickpt.errors import CheckpointCorrupt, CheckpointExists, CheckpointNotFound, LaterStepsExist
 from unickpt.format.index import RESERVED
-from unickpt.frameworks.process_group import Group, within
-from unickpt.frameworks.registry import adapters, current_group
+from unickpt.frameworks.leaves import adapters
+from unickpt.frameworks.process_group import Group, current_group, within
 from unickpt.integrations.orbax.policies import (
     DecisionContext,
     PreservationContext,
