@@ -24,7 +24,7 @@ from unickpt.format import chunk_grid, codec, index_json, patches
 from unickpt.format.index import INDEX_KEY, ArrayEntry, Index
 from unickpt.quantized import values
 from unickpt.quantized.blocks import Blocks
-from unickpt.trees import strict_json, tree, tree_json
+from unickpt.trees import tree, tree_json
 
 HERE = Path(TESTS)
 DOCS = HERE.parent / "docs"
@@ -92,7 +92,7 @@ def entry_of(body: dict[str, Any]) -> ArrayEntry:
     layouts = [Layout(mesh, dims)]
     name = body.pop("name")
     return index_json._array(
-        name, strict_json.typed(body, index_json._ArrayBody, name), layouts, False
+        name, tree_json.typed(body, index_json._ArrayBody, name), layouts, False
     )
 
 

@@ -27,7 +27,7 @@ from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.loading import loader
 from unickpt.reading import checkpoint, chunk_reader, read_plan
 from unickpt.runs.checkpointer import Checkpointer
-from unickpt.storage import database, local_database, local_files, paths
+from unickpt.storage import database, local_files, paths
 from unickpt.storage.btree import nodes
 from unickpt.storage.data_files import DataFile
 from unickpt.storage.database import Database
@@ -297,7 +297,7 @@ def test_a_bug_is_never_told_as_damage(
     places: list[tuple[Any, str]] = [
         (read_plan.Piece, "place"), (chunk_reader, "_direct"), (chunk_reader, "consumers_of"),
         (chunk_store, "chunk_key"),
-        (local_database, "_bytes_of"), (nodes, "_keys"),
+        (database, "_bytes_of"), (nodes, "_keys"),
         (loader, "jobs_of"), (index_json, "_layout"),
         (index_json, "_array"),
         (OcdbtReader, "check_backed"), (chunk_store.ChunkStore, "read"), (digest_table, "decode"),

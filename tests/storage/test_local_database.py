@@ -12,7 +12,7 @@ import tensorstore as ts
 from support.nodes import Away, inner, leaf, manifest
 
 import unickpt
-from unickpt.storage import local_database
+from unickpt.storage import database
 from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.database import Database
 from unickpt.storage.local_files import RegularFiles
@@ -42,10 +42,10 @@ def tree(request: pytest.FixtureRequest, tmp_path: Path, context: ts.Context) ->
     return of(tmp_path).tree
 
 
-def of(path: Path) -> local_database.LocalDatabaseReader:
+def of(path: Path) -> database.LocalDatabaseReader:
     """The values of the database in a folder."""
     found = Database(resolve(path), ts.Context()).reader()
-    assert isinstance(found, local_database.LocalDatabaseReader)
+    assert isinstance(found, database.LocalDatabaseReader)
     return found
 
 
@@ -96,7 +96,7 @@ def test_values_are_read_together(
 def test_values_are_read_together_only_if_they_are_near(
     tree: Tree, tmp_path: Path, limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_database, limit, 0)
+    monkeypatch.setattr(database, limit, 0)
     found = of(tmp_path).request_all(list(KEYS)[::2])
     assert {k: bytes(v.result().value) for k, v in found.items()} == dict(list(KEYS.items())[::2])
 
@@ -107,7 +107,7 @@ def test_values_are_read_into_memory_together(
     tree: Tree, tmp_path: Path, step: int, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values, calls = of(tmp_path), []
-    monkeypatch.setattr(local_database, "_GAP_BYTES", limit)
+    monkeypatch.setattr(database, "_GAP_BYTES", limit)
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda *a: calls.append(a) or preadv(*a))
     keys = [*list(KEYS)[::step], "a", "params/l%y:001/c/0", "params/l%y:044/c/0", "z"]
@@ -141,7 +141,7 @@ def test_values_that_are_cut_off_are_not_read(tree: Tree, tmp_path: Path) -> Non
 def test_large_and_damaged_values_are_not_read_together(
     tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_database, "_MOST_BYTES", 500)
+    monkeypatch.setattr(database, "_MOST_BYTES", 500)
     short = {key for key, value in KEYS.items() if len(value) <= 500}
     values = of(tmp_path)
     assert set(values.request_all(list(KEYS))) == short
@@ -211,8 +211,8 @@ def test_a_missing_file_is_named(saved: Path) -> None:
 def test_large_values_are_read_piece_by_piece(
     tree: Tree, tmp_path: Path, hashed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_database, "_PIECE_BYTES", 300)
-    monkeypatch.setattr(local_database, "_MOST_BYTES", 0)
+    monkeypatch.setattr(database, "_PIECE_BYTES", 300)
+    monkeypatch.setattr(database, "_MOST_BYTES", 0)
     values, sizes = of(tmp_path), list[int]()
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda *a: sizes.append(len(a[1][0])) or preadv(*a))
@@ -253,7 +253,7 @@ def test_what_a_file_does_not_give_at_once_is_asked_for_again(
         return preadv(handle, [buffers[0][:700]], offset)
 
     monkeypatch.setattr(os, "preadv", at_most)
-    monkeypatch.setattr(local_database, "_MOST_BYTES", 0)
+    monkeypatch.setattr(database, "_MOST_BYTES", 0)
     out = [np.empty(len(KEYS[key]), np.uint8) for key in keys]
     lengths = list(map(len, out))
     done = values.read_into(keys, out, lengths, [len] * len(keys))

@@ -19,7 +19,7 @@ from support import TESTS
 
 import unickpt
 from unickpt import SaveOptions, StorageError
-from unickpt.storage import local_locks
+from unickpt.storage import local_folders
 
 HERE = Path(TESTS)
 # A job whose commit stops between the comparison of the manifest and the write, which TensorStore
@@ -125,7 +125,7 @@ def test_saves_without_locks_leave_no_lock(no_locks: None, tmp_path: Path) -> No
 def test_a_lock_that_was_left_is_named(
     no_locks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_locks, "_EXCLUSIVE_S", 0.2)
+    monkeypatch.setattr(local_folders, "_EXCLUSIVE_S", 0.2)
     path = tmp_path / "c"
     unickpt.save(path, {"n": 1})
     left = path / "manifest.ocdbt.exclusive.__lock"

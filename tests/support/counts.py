@@ -14,7 +14,7 @@ import tensorstore as ts
 
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.format.reader import Request
-from unickpt.storage.local_database import LocalDatabaseReader
+from unickpt.storage.database import LocalDatabaseReader
 from unickpt.storage.ocdbt import DatabaseReader
 
 

@@ -23,7 +23,7 @@ import tensorstore as ts
 from unickpt.errors import SaveConflict
 from unickpt.storage import database, errors
 from unickpt.storage.errors import Failed, LockHeld
-from unickpt.storage.local_locks import FileLock
+from unickpt.storage.local_folders import FileLock
 from unickpt.storage.locations import Location
 from unickpt.threads import start
 

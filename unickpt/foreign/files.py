@@ -10,9 +10,9 @@ from functools import cached_property
 
 from unickpt.foreign.crc32 import ChecksummedRanges, Parts, Range
 from unickpt.storage import database
-from unickpt.storage.errors import Damaged, system_calls
+from unickpt.storage.errors import Damaged
 from unickpt.storage.kvstore import KvStore
-from unickpt.storage.local_files import FolderBoundary, check_regular, open_to_read
+from unickpt.storage.local_files import FolderBoundary, check_regular, open_to_read, system_calls
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
 

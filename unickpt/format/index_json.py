@@ -29,8 +29,8 @@ from unickpt.format.index import (
 )
 from unickpt.quantized import codes
 from unickpt.quoting import quoted
-from unickpt.trees import strict_json, tree_json
-from unickpt.trees.strict_json import BadJSON
+from unickpt.trees import tree_json
+from unickpt.trees.tree_json import BadJSON
 
 T = TypeVar("T")
 # The codecs that may follow `bytes`, with their settings. Others are refused: some zarr codecs
@@ -169,7 +169,7 @@ def _arrays_to_json(
                 meshes.setdefault(layout.mesh, len(meshes))
                 at = known[id(layout)] = layouts.setdefault(layout, len(layouts))
         bodies[entry.name] = _array_body(entry, at)
-    return strict_json.ENCODER.encode(bodies)
+    return tree_json.ENCODER.encode(bodies)
 
 
 def _array_body(entry: ArrayEntry, layout: int | None) -> _ArrayBody:
@@ -203,8 +203,8 @@ def decode(data: bytes, where: str, *, partial: bool = False) -> Index:
     """
     try:
         seal = _SEAL.search(data)
-        stored = strict_json.members(data, "index")
-        body = {key: strict_json.parsed(raw) for key, raw in stored.items() if key != "arrays"}
+        stored = tree_json.members(data, "index")
+        body = {key: tree_json.parsed(raw) for key, raw in stored.items() if key != "arrays"}
         _check_version(body.get("format"), where)
         if seal is None or int(seal[1], 16) != xxhash.xxh3_64_intdigest(data[: seal.start()]):
             raise BadJSON("its seal does not match its bytes")
@@ -240,13 +240,13 @@ def _check_version(version: Any, where: str) -> None:
 
 
 def _decode(body: dict[str, Any], stored: msgspec.Raw, partial: bool) -> Index:
-    members: _IndexBody = strict_json.typed(body, _IndexBody, "index")
+    members: _IndexBody = tree_json.typed(body, _IndexBody, "index")
     processes = members.processes
     if not 0 < processes < 1 << 31:
         raise BadJSON(f"it names {processes} processes")
     meshes = [_mesh(mesh) for mesh in members.meshes]
     layouts = [_layout(layout, meshes) for layout in members.layouts]
-    arrays = _arrays(strict_json.members(stored, "index: 'arrays'"), layouts, partial)
+    arrays = _arrays(tree_json.members(stored, "index: 'arrays'"), layouts, partial)
     for alias, target in members.aliases.items():
         if not isinstance(target, str) or target not in arrays:
             raise BadJSON(f"alias {quoted(alias)} names {quoted(target)}, which is not an array")
@@ -375,7 +375,7 @@ def _arrays(
         data = bytes(raw)
         same = known.get(data)
         if same is None:
-            body = strict_json.decoded(_ARRAY, data, f"array {quoted(name)}")
+            body = tree_json.decoded(_ARRAY, data, f"array {quoted(name)}")
             known[data] = arrays[name] = _array(name, body, layouts, partial)
             continue
         arrays[name] = ArrayEntry(
@@ -463,5 +463,5 @@ def _boxes(
 
 
 def _per_process(blobs: Any, at: str) -> PerProcessEntry:
-    found = strict_json.typed(blobs, _Blobs, at)
+    found = tree_json.typed(blobs, _Blobs, at)
     return PerProcessEntry(tuple((size, int(digest, 16)) for size, digest in found))

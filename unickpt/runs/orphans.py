@@ -20,7 +20,7 @@ from unickpt.format.borrowed import MARKS
 from unickpt.reading.listing import natural
 from unickpt.runs import attempt_folders
 from unickpt.runs.attempt_folders import FOLDER, attempts_of_checkpoint
-from unickpt.storage import data_files, database, errors, local_folders, local_locks, paths
+from unickpt.storage import data_files, database, errors, local_folders, paths
 from unickpt.storage.errors import Failed
 from unickpt.storage.local_folders import LOCK_SUFFIX, StoredFile
 from unickpt.storage.locations import Location
@@ -330,7 +330,7 @@ def _remove(location: Location, orphan: Orphan, context: ts.Context) -> bool:
 def _remove_of_export(folder: str, orphan: Orphan) -> None:
     """Removes what a killed export wrote, or puts back what it was about to replace."""
     (of,) = orphan.attempts
-    with local_locks.locked(folder, f".{of}", _LOCK_S):  # under which exports commit
+    with local_folders.locked(folder, f".{of}", _LOCK_S):  # under which exports commit
         if orphan.kind == EXPORT:
             local_folders.remove(os.path.join(folder, orphan.name))
         else:

@@ -16,8 +16,8 @@ import tensorstore as ts
 
 from unickpt.storage import database
 from unickpt.storage.btree.builder import MOST_INLINE
-from unickpt.storage.errors import system_calls
 from unickpt.storage.kvstore import KvStore
+from unickpt.storage.local_files import system_calls
 from unickpt.storage.locations import Location
 
 FOLDER = "d"

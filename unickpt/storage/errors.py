@@ -8,9 +8,6 @@ unickpt or of a caller, and is not changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from unickpt.errors import CheckpointCorrupt, StorageError
 
 
@@ -47,17 +44,6 @@ class LockHeld(Failed):
     def __init__(self, name: str, holder: str = "") -> None:
         super().__init__(f"{name}: another process holds this lock")
         self.holder = holder
-
-
-@contextmanager
-def system_calls() -> Iterator[None]:
-    """Wraps file operations of the operating system only: their errors become `Failed`."""
-    try:
-        yield
-    except Failed:
-        raise
-    except OSError as error:
-        raise Failed(str(error), error.errno) from error
 
 
 def reading_failed(error: Failed, where: str) -> CheckpointCorrupt | StorageError:

@@ -16,7 +16,7 @@ import tensorstore as ts
 
 from unickpt.quoting import quoted
 from unickpt.storage.btree.nodes import MOST_MANIFEST_BYTES, DataReference
-from unickpt.storage.errors import Damaged, Failed, system_calls
+from unickpt.storage.errors import Damaged, Failed
 from unickpt.storage.kvstore import Future, KvStore
 from unickpt.storage.ocdbt import MANIFEST
 
@@ -362,3 +362,14 @@ def _has_hole(handle: int, start: int, end: int) -> bool:
         return os.lseek(handle, start, os.SEEK_HOLE) < end
     except OSError:  # the file system does not support it
         return False
+
+
+@contextmanager
+def system_calls() -> Iterator[None]:
+    """Wraps file operations of the operating system only: their errors become `Failed`."""
+    try:
+        yield
+    except Failed:
+        raise
+    except OSError as error:
+        raise Failed(str(error), error.errno) from error

@@ -12,8 +12,7 @@ import tensorstore as ts
 
 from unickpt.storage.kvstore import KvStore
 from unickpt.storage.local_files import RegularFiles
-from unickpt.storage.local_folders import StoredFile
-from unickpt.storage.local_locks import FileLock
+from unickpt.storage.local_folders import FileLock, StoredFile
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,11 @@ from urllib.parse import urlsplit
 import tensorstore as ts
 
 from unickpt.errors import InvalidPath, StorageError
-from unickpt.storage import local_folders, local_locks, schemes
-from unickpt.storage.errors import Failed, MissingFolder, system_calls
+from unickpt.storage import local_folders, schemes
+from unickpt.storage.errors import Failed, MissingFolder
 from unickpt.storage.kvstore import KvStore
-from unickpt.storage.local_files import LocalKvStore, RegularFiles
-from unickpt.storage.local_folders import LOCK_SUFFIX, StoredFile
-from unickpt.storage.local_locks import FileLock
+from unickpt.storage.local_files import LocalKvStore, RegularFiles, system_calls
+from unickpt.storage.local_folders import LOCK_SUFFIX, FileLock, StoredFile
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
 
@@ -190,7 +189,7 @@ class LocalLocation(Location):
         local_folders.sync(self.path, top.spec["path"], made)
 
     def manifest_locked(self, timeout_s: float) -> AbstractContextManager[None]:
-        return local_locks.manifest_locked(self.path, timeout_s)
+        return local_folders.manifest_locked(self.path, timeout_s)
 
     def file_lock(self, name: str) -> FileLock:
         return FileLock(self.path, name)

@@ -25,8 +25,8 @@ from unickpt.errors import (
 )
 from unickpt.foreign import registry
 from unickpt.format.writer import PlannedFile
-from unickpt.storage import database, local_folders, local_locks, paths
-from unickpt.storage.errors import system_calls
+from unickpt.storage import database, local_folders, paths
+from unickpt.storage.local_files import system_calls
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
 
@@ -198,7 +198,7 @@ class LocalDestination(ExportDestination):
     def check(self, overwrite: bool) -> None:
         self._overwrite = overwrite
         if os.path.isdir(self._above):
-            with local_locks.locked(self._above, f".{self._name}", _LOCK_S):
+            with local_folders.locked(self._above, f".{self._name}", _LOCK_S):
                 restore(self._above, self._name)
         if self.file is not None:
             if os.path.lexists(self._final) and not (overwrite and os.path.isfile(self._final)):
@@ -241,7 +241,7 @@ class LocalDestination(ExportDestination):
             local_folders.make(self._work)
         if self.fsync:
             self._sync_folders()
-        with local_locks.locked(self._above, f".{self._name}", _LOCK_S):
+        with local_folders.locked(self._above, f".{self._name}", _LOCK_S):
             if (os.path.lexists(self._final) if self.file else self._in_use) and (
                 not self._overwrite
             ):

@@ -29,7 +29,8 @@ from unickpt.frameworks.host_memory import HostBuffers, MemoryBudget
 from unickpt.frameworks.process_group import Group
 from unickpt.loading.views import CheckpointView
 from unickpt.reading.options import LoadOptions
-from unickpt.storage.errors import Failed, system_calls, writing_failed
+from unickpt.storage.errors import Failed, writing_failed
+from unickpt.storage.local_files import system_calls
 from unickpt.threads import in_batches
 from unickpt.tools.destinations import ExportDestination, Write
 from unickpt.tools.file_pieces import FilePiece, FileShare, FileSplitter
