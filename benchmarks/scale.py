@@ -36,7 +36,7 @@ from unickpt.commit.messages import CHUNK_DTYPE, Record
 from unickpt.format import codec, index_json
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.frameworks.process_group import ProcessGroup
-from unickpt.storage import database, paths
+from unickpt.storage import paths
 
 _COLUMNS = 32
 ROW = np.arange(_COLUMNS, dtype=np.float32)
@@ -131,7 +131,7 @@ def run(job: Job, parent: Path) -> Took:
         paths.resolve(folder),
         ProcessGroup(0, job.processes, "job"),
         "job-000000",
-        database.context(fsync=False),
+        paths.context(fsync=False),
         60.0,
     )
     attempt.check_destination(False)

@@ -41,7 +41,7 @@ from support.processes import free_port
 
 import unickpt
 from unickpt import Checkpointer
-from unickpt.storage import database, paths
+from unickpt.storage import paths
 
 MANY = 6  # steps that a job saves, if it lives
 _READY_S = 60.0
@@ -403,7 +403,7 @@ class Lane:
 
 def keys_in(folder: Path | str) -> list[str]:
     """The names of all files below a folder."""
-    return [k.decode() for k in paths.resolve(folder).store(database.context()).list().result()]
+    return [k.decode() for k in paths.resolve(folder).store(paths.context()).list().result()]
 
 
 def names_in(folder: Path | str) -> set[str]:

@@ -24,7 +24,7 @@ from unickpt.backends.orbax.zarr import InDatabase, InFolders, Store, ZarrArray
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign.files import Files
 from unickpt.quoting import quoted
-from unickpt.storage import database, ocdbt
+from unickpt.storage import ocdbt, paths
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Failed, reading_failed
 from unickpt.storage.kvstore import Future
@@ -261,7 +261,7 @@ def folders(files: Files, above: str = "") -> list[str]:
     """
     if files.location.is_local:
         location = files.location.child(above) if above else files.location
-        return location.folders(database.context())
+        return location.folders(paths.context())
     # In object storage all is listed anyway, once.
     below = (name[len(above) :] for name in files.names if name.startswith(above))
     return sorted({name.partition("/")[0] for name in below if "/" in name})

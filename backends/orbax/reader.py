@@ -23,7 +23,7 @@ from unickpt.foreign.files import Files
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader, Request
-from unickpt.storage import database
+from unickpt.storage import paths
 from unickpt.storage.errors import Failed, reading_failed
 from unickpt.threads import Pool
 from unickpt.trees import tree, tree_json
@@ -44,7 +44,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         StorageError: the storage failed.
     """
     # Shared by all that is read: it keeps the manifests of databases as they are now.
-    context = database.context()
+    context = paths.context()
     try:
         found = folders.find(files, context)
         return None if found is None else OrbaxReader(files, found, context)

@@ -25,8 +25,7 @@ from unickpt.errors import UnickptError
 from unickpt.foreign import file_ranges
 from unickpt.foreign.pickle_objects import BadPickle, Global
 from unickpt.foreign.pickle_writer import PickledCall, dumps
-from unickpt.storage.database import context
-from unickpt.storage.paths import resolve
+from unickpt.storage.paths import context, resolve
 
 CASES = ["bcp-ddp", "bcp-fsdp1", "bcp-fsdp2", "bcp-fsdp1-flat", "bcp-fsdp1-flat-nested"]
 STEP = "global_step_2"

@@ -203,7 +203,7 @@ def test_in_an_object_store(tmp_path: Path, moto: str, monkeypatch: pytest.Monke
         url = f"s3://dcp/{case}/"
         location = resolve(url)
         for file in path.iterdir():
-            location.store(unickpt.storage.database.context()).write(
+            location.store(unickpt.storage.paths.context()).write(
                 file.name, file.read_bytes()
             ).result()
         check(url, case)

@@ -21,7 +21,7 @@ from unickpt.errors import HintError, UnickptError
 from unickpt.foreign.elements import FileRange
 from unickpt.foreign.file_ranges import TensorSource
 from unickpt.foreign.files import Files
-from unickpt.storage import database
+from unickpt.storage import paths
 from unickpt.storage.paths import resolve
 
 CASES = [
@@ -132,7 +132,7 @@ def test_in_an_object_store(cases: Path, moto: str, monkeypatch: pytest.MonkeyPa
     s3_server.make_bucket(moto, "deepspeed")
     for case in ("z3-bf16-dp4", "uc-z3-fp32-dp2"):
         url, root = f"s3://deepspeed/{case}/", cases / case / "ckpt"
-        store = resolve(url).store(database.context())
+        store = resolve(url).store(paths.context())
         for file in sorted(path for path in root.rglob("*") if path.is_file()):
             store.write(str(file.relative_to(root)), file.read_bytes()).result()
         assert deepspeed_cases.differences(cases / case, unickpt.open(url)) == []

@@ -12,7 +12,7 @@ from support import deepspeed_cases, foreign, s3_server
 
 import unickpt
 from unickpt import CheckpointCorrupt, UnsupportedFormat
-from unickpt.storage import database
+from unickpt.storage import paths
 from unickpt.storage.paths import resolve
 
 EXPERT = "layers.1.deepspeed_moe.experts.deepspeed_experts.{}.w1.weight"
@@ -115,7 +115,7 @@ def test_in_an_object_store(cases: Path, moto: str, monkeypatch: pytest.MonkeyPa
     s3_server.use(moto, monkeypatch)
     s3_server.make_bucket(moto, "experts")
     case = cases / "moe-z0-ep2-named"
-    store = resolve("s3://experts/x/").store(database.context())
+    store = resolve("s3://experts/x/").store(paths.context())
     for file in (case / "ckpt").rglob("*"):
         if file.is_file():
             store.write(str(file.relative_to(case / "ckpt")), file.read_bytes()).result()

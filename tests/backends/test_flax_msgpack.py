@@ -20,7 +20,7 @@ from support.reader_suite import ReaderSuite, nested
 import unickpt
 from unickpt import Checkpoint, CheckpointCorrupt, UnickptError, UnsupportedFormat
 from unickpt.backends import flax_msgpack
-from unickpt.storage import database
+from unickpt.storage import paths
 from unickpt.storage.paths import resolve
 
 CASES = ["flax-msgpack", "flax-legacy"]
@@ -87,7 +87,7 @@ def test_from_s3(case: str, moto: str, monkeypatch: pytest.MonkeyPatch) -> None:
     s3_server.use(moto, monkeypatch)
     s3_server.make_bucket(moto, case)
     [file] = foreign.folder(case).iterdir()
-    store = resolve(f"s3://{case}/a").store(database.context())
+    store = resolve(f"s3://{case}/a").store(paths.context())
     store.write(file.name, file.read_bytes()).result()
     for path in (f"s3://{case}/a", f"s3://{case}/a/{file.name}"):
         found = unickpt.open(path)
@@ -207,7 +207,7 @@ def test_damage_is_an_error_or_other_data(data: st.DataObject) -> None:
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     cut = data.draw(st.integers(1, len(whole)))
     memory = f"memory://flax-damage-{id(whole)}"
-    store = resolve(memory).store(database.context())
+    store = resolve(memory).store(paths.context())
     store.write("x.msgpack", bytes(whole[:cut])).result()
     with contextlib.suppress(UnickptError):
         unickpt.load(memory)

@@ -24,7 +24,7 @@ from unickpt import CheckpointCorrupt, HintError, UnickptError, UnsupportedForma
 from unickpt.backends import gguf
 from unickpt.cli.app import app
 from unickpt.foreign import file_ranges
-from unickpt.storage import database
+from unickpt.storage import paths
 from unickpt.storage.paths import resolve
 
 KINDS = {"float32": 0, "float16": 1, "int8": 24, "int16": 25, "int32": 26, "int64": 27,
@@ -243,7 +243,7 @@ def test_from_s3(moto: str, monkeypatch: pytest.MonkeyPatch) -> None:
     s3_server.use(moto, monkeypatch)
     s3_server.make_bucket(moto, "gguf")
     data = (foreign.folder("gguf-quantized") / "model.gguf").read_bytes()
-    store = resolve("s3://gguf/a").store(database.context())
+    store = resolve("s3://gguf/a").store(paths.context())
     store.write("model.gguf", data).result()
     found = unickpt.open("s3://gguf/a/model.gguf", hints=AS_FLOAT)
     assert foreign.differences("gguf-quantized", found) == []
@@ -363,7 +363,7 @@ def test_a_model_in_several_files_from_s3(
 ) -> None:
     s3_server.use(moto, monkeypatch)
     s3_server.make_bucket(moto, "parts")
-    store = resolve("s3://parts/a").store(database.context())
+    store = resolve("s3://parts/a").store(paths.context())
     for file in parts.iterdir():
         store.write(file.name, file.read_bytes()).result()
     for at in ("", "/" + SPLIT.format(3)):
@@ -441,7 +441,7 @@ def test_any_damage_is_an_error_or_other_data(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 4))):
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     memory = f"memory://gguf-damage-{id(whole)}"
-    store = resolve(memory).store(database.context())
+    store = resolve(memory).store(paths.context())
     store.write("x.gguf", bytes(whole[: data.draw(st.integers(1, len(whole)))])).result()
     for hints in ({}, AS_FLOAT):
         with contextlib.suppress(UnickptError):

@@ -25,7 +25,7 @@ from unickpt.backends.hdf5 import opening
 from unickpt.backends.hdf5 import reader as hdf5
 from unickpt.cli.app import app
 from unickpt.foreign import file_ranges
-from unickpt.storage import database
+from unickpt.storage import paths
 from unickpt.storage.paths import resolve
 
 h5py = pytest.importorskip("h5py")
@@ -177,7 +177,7 @@ def test_damaged_keras_files_are_named(zipped: Path) -> None:
 def test_a_keras_file_from_s3(moto: str, monkeypatch: pytest.MonkeyPatch) -> None:
     s3_server.use(moto, monkeypatch)
     s3_server.make_bucket(moto, "zipped")
-    store = resolve("s3://zipped/a").store(database.context())
+    store = resolve("s3://zipped/a").store(paths.context())
     store.write("model.keras", (foreign.folder(ZIPPED) / "model.keras").read_bytes()).result()
     for at in ("s3://zipped/a", "s3://zipped/a/model.keras"):
         assert foreign.differences(ZIPPED, unickpt.open(at)) == []
@@ -236,7 +236,7 @@ def test_dtypes_and_ways_to_store(stored: dict[str, Any], tmp_path: Path) -> Non
 def test_from_s3(moto: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     s3_server.use(moto, monkeypatch)
     s3_server.make_bucket(moto, "hdf5")
-    store = resolve("s3://hdf5/a").store(database.context())
+    store = resolve("s3://hdf5/a").store(paths.context())
     data = (foreign.folder("keras-h5") / "model.weights.h5").read_bytes()
     store.write("model.weights.h5", data).result()
     found = unickpt.open("s3://hdf5/a")

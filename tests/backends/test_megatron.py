@@ -21,8 +21,7 @@ import unickpt
 from unickpt import CheckpointCorrupt, CheckpointNotFound, LoadMismatch, UnsupportedFormat
 from unickpt.errors import UnickptError
 from unickpt.foreign import file_ranges
-from unickpt.storage.database import context
-from unickpt.storage.paths import resolve
+from unickpt.storage.paths import context, resolve
 
 CASES = [
     "mc-tensors",

@@ -19,7 +19,7 @@ from support.reader_suite import ReaderSuite
 
 from unickpt import Checkpoint, CheckpointCorrupt, UnickptError, UnsupportedFormat
 from unickpt.backends import npz
-from unickpt.storage import database
+from unickpt.storage import paths
 from unickpt.storage.paths import resolve
 
 
@@ -135,7 +135,7 @@ def test_all_of_it_from_s3(save: Any, moto: str, monkeypatch: pytest.MonkeyPatch
     arrays = {"w": np.arange(6000.0).reshape(60, 100), "b": np.arange(7)}
     file = io.BytesIO()
     save(file, **arrays)
-    store = resolve("s3://npz-files/a").store(database.context())
+    store = resolve("s3://npz-files/a").store(paths.context())
     store.write("weights.npz", file.getvalue()).result()
     found = opened("s3://npz-files/a")
     assert all(np.array_equal(found[name][...], array) for name, array in arrays.items())

@@ -26,7 +26,7 @@ from unickpt import CheckpointCorrupt, CheckpointNotFound, UnsupportedFormat
 from unickpt.backends.orbax import zarr
 from unickpt.cli.app import app
 from unickpt.errors import UnickptError
-from unickpt.storage import database
+from unickpt.storage import paths
 from unickpt.storage.paths import resolve
 
 jax = pytest.importorskip("jax")
@@ -175,7 +175,7 @@ def test_in_an_object_store(
     s3_server.use(moto, monkeypatch)
     s3_server.make_bucket(moto, case)
     path = unpacked(case, tmp_path)
-    store = resolve(f"s3://{case}/run/").store(database.context())
+    store = resolve(f"s3://{case}/run/").store(paths.context())
     for file in path.rglob("*"):
         if file.is_file():
             store.write(str(file.relative_to(path)), file.read_bytes()).result()

@@ -27,7 +27,7 @@ from unickpt import CheckpointCorrupt, CheckpointNotFound, UnsupportedFormat
 from unickpt.backends.orbax import zarr
 from unickpt.cli.app import app
 from unickpt.errors import UnickptError
-from unickpt.storage import database
+from unickpt.storage import paths
 from unickpt.storage.paths import resolve
 
 jax = pytest.importorskip("jax")
@@ -220,7 +220,7 @@ def test_in_an_object_store(tmp_path: Path, moto: str, monkeypatch: pytest.Monke
     s3_server.make_bucket(moto, "aggregate")
     write_t5x(tmp_path / "t5x", T5X)
     write(tmp_path / "run/7/state", state(), "ocdbt", False)
-    store = resolve("s3://aggregate/x").store(database.context())
+    store = resolve("s3://aggregate/x").store(paths.context())
     for file in tmp_path.rglob("*"):
         if file.is_file():
             store.write(str(file.relative_to(tmp_path)), file.read_bytes()).result()

@@ -19,7 +19,7 @@ from support import foreign, s3_server
 import unickpt
 from unickpt import Checkpoint, CheckpointCorrupt, UnickptError, UnsupportedFormat
 from unickpt.backends.safetensors import reader as safetensors
-from unickpt.storage import database
+from unickpt.storage import paths
 from unickpt.storage.paths import resolve
 
 CASES = ["hf-sharded", "hf-single", "st-dtypes", "dcp-hf-sharded", "dcp-hf-consolidated"]
@@ -70,7 +70,7 @@ def test_all_of_it_from_s3(case: str, moto: str, monkeypatch: pytest.MonkeyPatch
     s3_server.use(moto, monkeypatch)
     s3_server.make_bucket(moto, f"safetensors-{case}")
     url = f"s3://safetensors-{case}/a"
-    store = resolve(url).store(database.context())
+    store = resolve(url).store(paths.context())
     for file in foreign.folder(case).iterdir():
         store.write(file.name, file.read_bytes()).result()
     assert foreign.differences(case, opened(url)) == []

@@ -20,7 +20,7 @@ from support.reader_suite import ReaderSuite, nested
 import unickpt
 from unickpt import Checkpoint, CheckpointCorrupt, Opaque, UnickptError, UnsupportedFormat
 from unickpt.backends import torch_files
-from unickpt.storage import database
+from unickpt.storage import paths
 from unickpt.storage.paths import resolve
 
 CASES = ["pt-zip", "pt-tar-namespace"]
@@ -123,7 +123,7 @@ def test_nothing_that_a_file_names_runs() -> None:
 def test_all_of_it_from_s3(moto: str, monkeypatch: pytest.MonkeyPatch) -> None:
     s3_server.use(moto, monkeypatch)
     s3_server.make_bucket(moto, "torch-files")
-    store = resolve("s3://torch-files/a").store(database.context())
+    store = resolve("s3://torch-files/a").store(paths.context())
     data = (foreign.folder("pt-zip") / "checkpoint.pt").read_bytes()
     store.write("checkpoint.pt", data).result()
     assert foreign.differences("pt-zip", opened("s3://torch-files/a")) == []

@@ -21,7 +21,7 @@ import unickpt
 from unickpt import Checkpoint, CheckpointCorrupt, UnickptError
 from unickpt.foreign.pickle_objects import Global, PersistentId
 from unickpt.foreign.pickle_writer import PickledCall, dumps
-from unickpt.storage import database
+from unickpt.storage import paths
 from unickpt.storage.paths import resolve
 
 MAGIC = 0x1950A86A20F9469CFC6C
@@ -76,7 +76,7 @@ def test_a_file_of_torch_itself(tmp_path: Path) -> None:
 def test_from_s3(moto: str, monkeypatch: pytest.MonkeyPatch) -> None:
     s3_server.use(moto, monkeypatch)
     s3_server.make_bucket(moto, "torch-legacy")
-    store = resolve("s3://torch-legacy/a").store(database.context())
+    store = resolve("s3://torch-legacy/a").store(paths.context())
     state = {"w": np.arange(50.0), "text": "x" * 200_000, "step": 3}
     data = file_writers.torch_legacy(state)
     store.write("x.pt", data).result()
@@ -159,7 +159,7 @@ def test_any_damage_is_an_error_or_other_data(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 4))):
         whole[data.draw(st.integers(15, len(whole) - 1))] = data.draw(st.integers(0, 255))
     memory = f"memory://torch-damage-{id(whole)}"
-    store = resolve(memory).store(database.context())
+    store = resolve(memory).store(paths.context())
     store.write("x.pt", bytes(whole[: data.draw(st.integers(15, len(whole)))])).result()
     with contextlib.suppress(UnickptError):
         unickpt.load(memory)

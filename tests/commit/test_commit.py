@@ -37,7 +37,7 @@ from unickpt.frameworks.leaves import adapters
 from unickpt.saving import writer
 from unickpt.saving.describe import describe
 from unickpt.saving.write_plan import DirectSource, plan_writes
-from unickpt.storage import database, paths
+from unickpt.storage import paths
 from unickpt.storage.data_files import DataFile
 from unickpt.storage.errors import Failed
 
@@ -703,7 +703,7 @@ def test_two_jobs_that_overwrite_at_once(count: int, tmp_path: Path) -> None:
 def test_waiting_processes_ask_less_often_the_more_there_are(tmp_path: Path) -> None:
     def pause(count: int, url: str | Path) -> float:
         location = paths.resolve(url)
-        context = database.context()
+        context = paths.context()
         return Notes(location, ProcessGroup(0, count, "s"), context, 1).pause_s
 
     assert pause(2, tmp_path) == 0.1
@@ -726,7 +726,7 @@ def test_jobs_of_many_processes(count: int, tmp_path: Path) -> None:
             "rng": PerProcess(index),
         }
         description = describe(tree, None, group, options, adapters())
-        context = database.context(fsync=False)
+        context = paths.context(fsync=False)
         location = paths.resolve(tmp_path)
         attempt = Attempt(location, group, group.next_attempt(), context, 60)
         attempt.check_destination(False)

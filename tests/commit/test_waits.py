@@ -28,7 +28,7 @@ from unickpt.commit.progress_reports import Report
 from unickpt.commit.waits import Late, Waits
 from unickpt.runs.watching import Watch
 from unickpt.saving import task, writer
-from unickpt.storage import database, paths
+from unickpt.storage import paths
 from unickpt.storage.kvstore import KvStore
 from unickpt.threads import Ticker
 
@@ -148,12 +148,12 @@ def test_processes_are_grouped_by_what_they_do() -> None:
 
 @pytest.fixture
 def records(tmp_path: Path) -> KvStore:
-    return paths.resolve(tmp_path).child("records").store(database.context())
+    return paths.resolve(tmp_path).child("records").store(paths.context())
 
 
 def of(tmp_path: Path, process: int, count: int = 4) -> Waits:
     location = paths.resolve(tmp_path)
-    return Waits(location, location, database.context(), process, count)
+    return Waits(location, location, paths.context(), process, count)
 
 
 def say(records: KvStore, process: int, phase: str) -> None:
@@ -360,7 +360,7 @@ def test_few_requests_are_made_however_many_processes_there_are() -> None:
     for count in (1, 100, 4096, 100_000):
         assert count / task.report_after_s(count) <= max(200, count / 5)
         location = paths.resolve("memory://waits")
-        wait = Waits(location, location, database.context(), 1, count)
+        wait = Waits(location, location, paths.context(), 1, count)
         assert count / wait._least_s <= max(100, count / 30)
 
 
@@ -418,7 +418,7 @@ def test_watch_shows_what_is_committed_and_what_is_being_saved(tmp_path: Path) -
     for step in (1, 2, 10):
         unickpt.save(tmp_path / f"step_{step}", {"w": np.zeros(1000)})
     folder = under_way(tmp_path, "step_11")
-    store = paths.resolve(folder).child("records").store(database.context())
+    store = paths.resolve(folder).child("records").store(paths.context())
     store.write("00000.ok", b"").result()
     store.write(progress_reports.name_of(0), Report("wait", 4.0, 50, 100, 5).encode()).result()
     store.write(progress_reports.name_of(3), Report("write", 2.0, 30, 100, 5).encode()).result()

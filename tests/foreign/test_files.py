@@ -10,7 +10,7 @@ from support import s3_server
 
 from unickpt.errors import StorageError
 from unickpt.foreign.files import Files
-from unickpt.storage import database
+from unickpt.storage import paths
 from unickpt.storage.errors import Damaged
 from unickpt.storage.paths import resolve
 
@@ -27,7 +27,7 @@ def files(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         url = "s3://files/c"
     else:
         (tmp_path / "c" / "below").mkdir(parents=True)
-    store = resolve(url).store(database.context())
+    store = resolve(url).store(paths.context())
     for name in ("x", "below/y"):
         store.write(name, DATA).result()
     store.write("empty", b"").result()

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import unickpt
 from unickpt import CheckpointCorrupt, CheckpointNotFound, InvalidPath, UnsupportedFormat
 from unickpt.cli.app import app
-from unickpt.storage import database
+from unickpt.storage import paths
 from unickpt.storage.paths import resolve
 
 
@@ -116,7 +116,7 @@ def test_a_file_of_a_store_without_folders(moto: str, monkeypatch: pytest.Monkey
     s3_server.use(moto, monkeypatch)
     s3_server.make_bucket(moto, "loose-files")
     for url in ("s3://loose-files/", "s3://loose-files/a/b/", "memory://loose-files/"):
-        store = resolve(url, whole=True).store(database.context())
+        store = resolve(url, whole=True).store(paths.context())
         store.write("x y.st", file_writers.safetensors({"w": np.full(3, 2.0, np.float32)})).result()
         store.write("other.pt", b"unrelated").result()
         store.write("short", b"hi").result()
@@ -208,7 +208,7 @@ def test_a_run_with_a_file_beside_its_steps_is_not_that_file(name: str, tmp_path
 
 def test_a_run_in_a_store_without_folders_is_not_a_file_in_it() -> None:
     unickpt.save("memory://loose-run/step_1", {"w": np.ones(3)})
-    store = resolve("memory://loose-run").store(database.context())
+    store = resolve("memory://loose-run").store(paths.context())
     store.write("x.st.safetensors", file_writers.safetensors({"w": np.zeros(3)})).result()
     with pytest.raises(UnsupportedFormat, match="step_1"):
         unickpt.open("memory://loose-run")

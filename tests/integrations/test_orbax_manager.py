@@ -13,7 +13,7 @@ from support import s3_server
 
 import unickpt
 from unickpt import CheckpointExists, LaterStepsExist, LoadMismatch, UnsupportedLeaf
-from unickpt.storage import database, paths
+from unickpt.storage import paths
 
 jax = pytest.importorskip("jax")
 theirs = pytest.importorskip("orbax.checkpoint")
@@ -312,7 +312,7 @@ def test_object_storage(tmp_path: Path, moto: str, monkeypatch: pytest.MonkeyPat
             state=theirs.args.StandardSave(tree(1)), extra=theirs.args.JsonSave({"s": 1})
         )
         manager.save(1, args=args)
-    store = paths.resolve("s3://orbax-run/run/").store(database.context())
+    store = paths.resolve("s3://orbax-run/run/").store(paths.context())
     for path in tmp_path.rglob("*"):
         if path.is_file():
             store.write(str(path.relative_to(tmp_path)), path.read_bytes()).result()

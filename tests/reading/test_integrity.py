@@ -16,7 +16,7 @@ from support.saving import files, in_job
 
 import unickpt
 from unickpt import Box, CheckpointCorrupt, LocalFragments, PerProcess, ProcessGroup, SaveOptions
-from unickpt.storage import database, paths
+from unickpt.storage import paths
 from unickpt.storage.database import Database
 
 # Damages a checkpoint in every way of a list, one after the other, and tells what comes of it.
@@ -255,7 +255,7 @@ def test_verify_counts_what_it_read_and_tells_its_progress(checkpoint: Path) -> 
 def test_a_key_that_does_not_belong_is_reported(tmp_path: Path) -> None:
     folder = tmp_path / "c"
     unickpt.save(folder, {"w": np.arange(4)})
-    values = Database(paths.resolve(folder), database.context()).store()
+    values = Database(paths.resolve(folder), paths.context()).store()
     values.write("w/c/7", b"what is this").result()
     values.write("w/zarr.json", b"{}").result()
     assert [d.reason for d in unickpt.verify(folder).damage] == [

@@ -213,7 +213,7 @@ def test_damage_is_still_damage(place: str) -> None:
     """Although it is looked for first whether the checkpoint was replaced."""
     unickpt.save(place, tree(1))
     location = paths.resolve(place)
-    store = location.store(database.context())
+    store = location.store(paths.context())
     (key,) = [k.decode() for k in store.list().result() if b"/00000/d/" in k]
     data = bytearray(store.read(key).result().value)
     data[data.index(np.full(9, 1.0).tobytes()) + 3] ^= 1

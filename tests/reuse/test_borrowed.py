@@ -29,7 +29,7 @@ from unickpt import (
 from unickpt.cli.app import app
 from unickpt.format import borrowed, index_json
 from unickpt.format.index import BaseEntry, Index
-from unickpt.storage import database, paths
+from unickpt.storage import paths
 
 CHUNK = 4096
 ROWS = 64
@@ -78,7 +78,7 @@ def is_whole(path: str, state: Any) -> None:
 
 
 def remove(path: str) -> None:
-    paths.resolve(path).remove(database.context())
+    paths.resolve(path).remove(paths.context())
 
 
 def test_chunks_are_borrowed_along_a_chain(run: str) -> None:

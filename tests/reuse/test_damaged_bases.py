@@ -24,7 +24,7 @@ from unickpt import (
     StorageError,
 )
 from unickpt.runs import orphans
-from unickpt.storage import database, paths
+from unickpt.storage import paths
 
 OPTIONS = SaveOptions(chunk_bytes=8192, fsync=False)
 FROZEN = np.random.default_rng(0).random((64, 512), np.float32)
@@ -235,7 +235,7 @@ def test_a_base_in_object_storage_that_lost_an_object(
         for step in (0, 1):
             report = run.save(step, state(step)).result()
         assert report.bases == ("step_0",)
-        location, context = paths.resolve(f"s3://{bucket}/run/step_0"), database.context()
+        location, context = paths.resolve(f"s3://{bucket}/run/step_0"), paths.context()
         names = [key.decode() for key in location.store(context).list().result()]
         for name in names:
             if "/00000/d/" in name:

@@ -30,7 +30,7 @@ from unickpt import (
     StorageError,
 )
 from unickpt.commit import version
-from unickpt.storage import database, paths
+from unickpt.storage import paths
 
 CHUNK, ROWS = 4096, 64
 ACTIONS = [
@@ -115,7 +115,7 @@ class Folder:
 
     def remove(self) -> None:
         step = self.some()
-        paths.resolve(self.path(step)).remove(database.context())
+        paths.resolve(self.path(step)).remove(paths.context())
         del self.there[step]
 
     def overwrite(self) -> None:
@@ -255,17 +255,17 @@ class BorrowingFolder(Folder):
 
     def move(self) -> None:
         step = self.some()
-        store = paths.resolve(self.path(step)).store(database.context())
-        there = paths.resolve(self.path(self.next)).store(database.context())
+        store = paths.resolve(self.path(step)).store(paths.context())
+        there = paths.resolve(self.path(self.next)).store(paths.context())
         for key in store.list().result():
             there.write(key.decode(), store.read(key.decode()).result().value).result()
         self.moved.add(self.attempt(step))
-        paths.resolve(self.path(step)).remove(database.context())
+        paths.resolve(self.path(step)).remove(paths.context())
         self.there[self.next] = self.there.pop(step)
 
     def damage(self) -> None:
         step = self.some()
-        store = paths.resolve(self.path(step)).store(database.context())
+        store = paths.resolve(self.path(step)).store(paths.context())
         every = {
             key.decode(): store.read(key.decode()).result().value for key in store.list().result()
         }
@@ -295,7 +295,7 @@ class BorrowingFolder(Folder):
         return any(base < 0 or self.attempt(base) in self.damaged for base, _ in bases)
 
     def close(self) -> None:
-        paths.resolve(self.root).remove(database.context())
+        paths.resolve(self.root).remove(paths.context())
 
 
 @pytest.mark.integration

@@ -38,7 +38,7 @@ from unickpt.commit import lease
 from unickpt.runs import tier_copies
 from unickpt.runs.retention import Retention
 from unickpt.runs.step_folder import StepFolder
-from unickpt.storage import database
+from unickpt.storage import paths
 
 FAST = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=4096)
 
@@ -327,7 +327,7 @@ def test_a_step_that_cannot_be_removed_does_no_harm(
 def test_what_crashed_jobs_left_is_removed_and_nothing_else(root: str, tmp_path: Path) -> None:
     where = root.format(tmp=tmp_path)
     places = StepFolder(where)
-    context = database.context()
+    context = paths.context()
 
     def put(key: str) -> None:
         places.location.store(context).write(key, b"x").result()

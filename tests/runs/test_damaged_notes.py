@@ -11,7 +11,7 @@ from unickpt.commit.messages import Record
 from unickpt.errors import SaveConflict
 from unickpt.format import timing
 from unickpt.runs import step_folder
-from unickpt.storage import database
+from unickpt.storage import paths
 from unickpt.storage.locations import Location
 from unickpt.storage.paths import resolve
 
@@ -34,14 +34,14 @@ def folder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> L
 
 
 def test_a_lease_of_anything_is_that_of_another_process(folder: Location) -> None:
-    store = folder.store(database.context())
+    store = folder.store(paths.context())
     for data in ANYTHING:
         store.write(lease.NAME, data).result()
         assert lease.holder(folder) == "another process"
 
 
 def test_a_lineage_of_anything_is_as_if_it_were_missing(folder: Location) -> None:
-    store = folder.child("processes/a/notes").store(database.context())
+    store = folder.child("processes/a/notes").store(paths.context())
     for data in ANYTHING:
         store.write("lineage", data).result()
         assert step_folder.recorded(folder, "a") == step_folder.Lineage()

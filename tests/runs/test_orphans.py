@@ -30,7 +30,7 @@ from unickpt.cli.app import app
 from unickpt.commit import lease
 from unickpt.reuse.linked_files import LinkedFiles
 from unickpt.runs import orphans
-from unickpt.storage import database, paths
+from unickpt.storage import paths
 from unickpt.storage.paths import LocalLocation
 
 HOUR = 3600.0
@@ -60,7 +60,7 @@ def run(*arguments: str, code: int = 0, answer: str | None = None) -> str:
 
 
 def store(where: str) -> Any:
-    return paths.resolve(where).store(database.context())
+    return paths.resolve(where).store(paths.context())
 
 
 def keys(where: str) -> list[str]:

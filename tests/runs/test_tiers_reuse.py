@@ -24,7 +24,7 @@ from unickpt.runs import orphans, tier_copies
 from unickpt.runs.retention import Retention
 from unickpt.runs.step_folder import StepFolder
 from unickpt.runs.tiers import Tier
-from unickpt.storage import database, paths
+from unickpt.storage import paths
 
 CHUNK = 4096
 OPTIONS = SaveOptions(chunk_bytes=CHUNK, fsync=False, timeout_s=20)
@@ -74,7 +74,7 @@ class Run:
         """The bytes of a step in the root that no other step has."""
         if not self.links:
             location = paths.resolve(self.path(step))
-            store = location.store(database.context())
+            store = location.store(paths.context())
             return sum(
                 len(store.read(key.decode()).result().value) for key in store.list().result()
             )
@@ -335,7 +335,7 @@ def test_a_damaged_copy_is_made_again_and_its_borrowers_stay(run: Run, damaged: 
             steps.save(step, changed(now, step, step))
             steps.wait()
             shutil.copytree(run.local / f"step_{step}", run.local / f"kept_{step}")
-    store = paths.resolve(run.path(damaged)).store(database.context())
+    store = paths.resolve(run.path(damaged)).store(paths.context())
     for key in map(bytes.decode, store.list().result()):
         if "/root/" in key:
             store.write(key, b"damaged").result()
@@ -397,8 +397,8 @@ def test_what_an_interrupted_copy_leaves_is_known(run: Run) -> None:
             steps.wait()
     for folder in (run.root, str(run.local)):
         location = paths.resolve(f"{folder}/step_1")
-        location.store(database.context()).write("manifest.ocdbt", None).result()
-        found = list(orphans.search(paths.resolve(folder), database.context()))
+        location.store(paths.context()).write("manifest.ocdbt", None).result()
+        found = list(orphans.search(paths.resolve(folder), paths.context()))
         assert [(each.name, each.kind) for each in found if each.kind != orphans.LOCK] == [
             ("step_1", orphans.UNFINISHED)
         ]

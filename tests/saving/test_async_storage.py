@@ -34,7 +34,7 @@ from unickpt import (
     StorageError,
 )
 from unickpt.commit import attempt, lease
-from unickpt.storage import database, paths
+from unickpt.storage import paths
 
 LONG_S = 30.0  # what is waited for takes a fraction of it; only a hang takes longer
 FAST = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=64 << 10)
@@ -572,7 +572,7 @@ def run(s3: Server, tmp_path: Path) -> str:
 
 def keys(url: str) -> list[str]:
     """All objects below a path."""
-    store = paths.resolve(url).store(database.context())
+    store = paths.resolve(url).store(paths.context())
     return sorted(key.decode() for key in store.list().result())
 
 

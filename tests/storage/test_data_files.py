@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unickpt.storage import data_files, database, paths
+from unickpt.storage import data_files, paths
 from unickpt.storage.data_files import DataFile
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
@@ -29,7 +29,7 @@ def location(path: Path | str) -> Location:
 
 
 def new_file(folder: Location, *, fsync: bool = False) -> DataFile:
-    return data_files.new_file(folder, database.context(fsync=fsync), 30_000)
+    return data_files.new_file(folder, paths.context(fsync=fsync), 30_000)
 
 
 def add(file: DataFile, value: bytes, cuts: int = 0) -> bytes:
@@ -44,7 +44,7 @@ def values_of(folder: Location, file: DataFile) -> list[bytes]:
     """The values of a file, read where it says that they are."""
     stored = b""
     if any(offset >= 0 for offset in file.offsets):
-        stored = folder.store(database.context()).read(file.path).result().value
+        stored = folder.store(paths.context()).read(file.path).result().value
     inline = iter(file.inline)
     return [
         next(inline) if offset < 0 else stored[offset : offset + length]
@@ -66,7 +66,7 @@ def test_values_are_where_they_are_said_to_be(
     file.close()
     assert values_of(folder, file) == written
     large = [value for value in written if len(value) > 100]
-    assert bool(folder.child("d").files(database.context())) == bool(large)
+    assert bool(folder.child("d").files(paths.context())) == bool(large)
     if where == "memory" and large:
         told = data_files.written_in(file.path.removeprefix("d/"))
         assert told is not None

@@ -11,7 +11,7 @@ from support.saving import files, in_job, numbers, sound
 
 import unickpt
 from unickpt import ProcessGroup, StorageError
-from unickpt.storage import database, paths
+from unickpt.storage import paths
 from unickpt.storage.errors import LockHeld
 
 
@@ -64,7 +64,7 @@ def test_who_is_refused_a_lock_is_told_its_holder(tmp_path: Path) -> None:
     second.acquire("job 2")
     assert first.holder() == "job 2"
     second.release()
-    assert location.has_file("lock", database.context())
+    assert location.has_file("lock", paths.context())
 
 
 def test_object_storage_has_no_locks() -> None:

@@ -11,7 +11,7 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unickpt.storage import database, ocdbt
+from unickpt.storage import ocdbt, paths
 from unickpt.storage.btree import builder, nodes
 from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.errors import Failed
@@ -62,7 +62,7 @@ def test_tensorstore_reads_and_copies_it(
     manifest, node_file = builder.build([(k.encode(), v) for k, v in values.items()], "nodes")
     (below / "nodes").write_bytes(node_file)
     (below / "manifest.ocdbt").write_bytes(manifest)
-    context = database.context()
+    context = paths.context()
     source = ts.KvStore.open(ocdbt.spec({"driver": "file", "path": f"{below}/"}), context=context)
     copied = ts.KvStore.open(
         ocdbt.spec({"driver": "file", "path": f"{tmp_path}/"}), context=context

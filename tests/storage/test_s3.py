@@ -26,7 +26,7 @@ from unickpt import (
 )
 from unickpt.format.chunk_store import ChunkStore
 from unickpt.reading.listing import checkpoints_below
-from unickpt.storage import database, paths
+from unickpt.storage import paths
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Server:
 
     def keys(self, path: str) -> list[str]:
         """All objects below a path."""
-        store = paths.resolve(self.url(path)).store(database.context())
+        store = paths.resolve(self.url(path)).store(paths.context())
         return sorted(key.decode() for key in store.list().result())
 
 
@@ -121,7 +121,7 @@ def test_s3_tensorstore_alone_reads_every_array(s3: Server) -> None:
 def test_s3_damage_is_named(s3: Server) -> None:
     url = s3.url("damaged")
     unickpt.save(url, {"w": np.arange(3000.0)})
-    store = paths.resolve(url).store(database.context())
+    store = paths.resolve(url).store(paths.context())
     (name,) = [key for key in s3.keys("damaged") if "/d/" in key]
     data = bytearray(store.read(name).result().value)
     data[data.index(np.arange(3000.0).tobytes()) + 8] ^= 1
@@ -166,7 +166,7 @@ def test_s3_of_two_jobs_one_wins(overwrite: bool, s3: Server) -> None:
 
 def test_s3_the_commit_is_a_conditional_write(s3: Server) -> None:
     """What the commit relies on: the server, and not the client, refuses a second first write."""
-    store = paths.resolve(s3.url("conditional")).store(database.context())
+    store = paths.resolve(s3.url("conditional")).store(paths.context())
     nothing = store.read("k").result().stamp.generation
     first = store.write("k", b"1", if_equal=nothing).result().generation
     assert first

@@ -14,7 +14,7 @@ from support.saving import numbers
 import unickpt
 from unickpt import CheckpointExists, InvalidPath
 from unickpt.backends import s3
-from unickpt.storage import database, paths, schemes
+from unickpt.storage import paths, schemes
 from unickpt.storage.locations import Location
 from unickpt.storage.paths import LocalLocation
 
@@ -92,7 +92,7 @@ def test_a_scheme_of_others_is_used(notebook: schemes.Scheme) -> None:
     assert schemes.find("NoteBook") is notebook
     location = paths.resolve("notebook://run/1")
     assert type(location) is type(location.child("x")) is type(location.parent) is Page
-    context = database.context()
+    context = paths.context()
     store = location.store(context)
     store.write("x/manifest.ocdbt", b"1").result()
     assert location.folders_with("manifest.ocdbt", context) == ["x"]

@@ -32,6 +32,7 @@ from torchtitan.components.checkpointer import BaseCheckpointManager
 
 import unickpt
 from unickpt.integrations.torchtitan import CheckpointManager
+from unickpt.storage import paths
 
 ASSETS, FOLDER, URL = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 Case = Callable[[str], None]
@@ -315,10 +316,9 @@ def refused(folder: str) -> None:
 
 
 def names_in(url: str) -> set[str]:
-    from unickpt.storage import database, paths
 
     dist.barrier()
-    return paths.resolve(url).names(database.context())
+    return paths.resolve(url).names(paths.context())
 
 
 def main() -> None:

@@ -121,6 +121,7 @@ def from_name(name: str) -> DType:
     raise TypeError(f"unknown dtype {quoted(name)}")
 
 
+@lru_cache(maxsize=256)
 def stored_as(name: str) -> str:
     """The zarr v3 data type whose bits hold a dtype of the checkpoint."""
     if _TIME.fullmatch(name):  # NumPy's own parser divides by zero for `[s/0]`

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import tensorstore as ts
 
 from unickpt.errors import SaveConflict
-from unickpt.storage import database, errors
+from unickpt.storage import errors, paths
 from unickpt.storage.errors import Failed, LockHeld
 from unickpt.storage.local_folders import FileLock
 from unickpt.storage.locations import Location
@@ -138,7 +138,7 @@ class Lease:
     @staticmethod
     def was_taken(location: Location) -> bool:
         """Whether any job holds or held the lease on a folder."""
-        return location.has_file(NAME, database.context())
+        return location.has_file(NAME, paths.context())
 
 
 def holder(location: Location) -> str | None:
@@ -150,7 +150,7 @@ def holder(location: Location) -> str | None:
     if lock is not None:
         said = lock.holder()
         return None if said is None else _who(said)
-    read = location.store(database.context()).read(NAME).result()
+    read = location.store(paths.context()).read(NAME).result()
     if read.state != "value":
         return None
     try:
@@ -205,7 +205,7 @@ class _Claim:
 
     def __init__(self, location: Location, holder: dict[str, object], use: Use) -> None:
         self._location, self._holder, self._use = location, holder, use
-        self._store = location.store(database.context())
+        self._store = location.store(paths.context())
         self._generation: bytes | None = None
         self._ended, self._writing = threading.Event(), threading.Lock()
 

@@ -19,7 +19,14 @@ from unickpt.commit.replicas import ReplicaDifference, Replicas
 from unickpt.errors import CoverageError
 from unickpt.format import digest_table
 from unickpt.format.coverage import check_boxes
-from unickpt.format.index import RESERVED, ArrayEntry, DigestBlocks, Index, PerProcessEntry
+from unickpt.format.index import (
+    RESERVED,
+    ArrayEntry,
+    DigestBlocks,
+    Index,
+    PerProcessEntry,
+    nbytes_of,
+)
 from unickpt.quantized import codes
 from unickpt.reuse.experts import with_steps
 from unickpt.trees import tree, tree_json
@@ -60,7 +67,8 @@ class Totals:
 
     @classmethod
     def of(cls, index: Index) -> Totals:
-        return cls(len(index.arrays), sum(entry.nbytes for entry in index.arrays.values()))
+        nbytes = sum(nbytes_of(entry.shape, entry.dtype) for entry in index.arrays.values())
+        return cls(len(index.arrays), nbytes)
 
 
 def merge_all(

@@ -64,7 +64,7 @@ class Root:
 
     def read(self) -> State:
         """The current state."""
-        read = self._database.read_manifest()
+        read = self._store.read(MANIFEST).result()
         return State(digest_of(read.value) if read.state == "value" else "", read.stamp.generation)
 
     def build(self, folder: str, index: Index, chunks: Chunks, extra: Mapping[str, bytes]) -> bytes:
@@ -83,8 +83,7 @@ class Root:
         Raises:
             StorageError: the number of keys is not that of the index.
         """
-        store = self._location.store(self._database.context)
-        out = _DataFiles(store, folder)
+        out = _DataFiles(self._store, folder)
         places, inline = out.place_all(extra, chunks)
         beside = folder.rstrip("/").rpartition("/")[0]
         paths = [f"{beside}/{process:05d}/{path}" for process, path in chunks.files]

@@ -6,9 +6,10 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from unickpt.storage.database import Database, context, digest_of
+from unickpt.storage.database import Database, digest_of
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
+from unickpt.storage.paths import context
 
 _ROOT = re.compile(r"processes/([^/]+)/root/(?:([0-9a-f]{16})/)?[^/]+", re.DOTALL)
 """The file with the root of the B-tree."""

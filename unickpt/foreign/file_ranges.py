@@ -135,7 +135,7 @@ class RangeReader(Reader):
         boxes: by the name of the array, where its boxes are; in the order of the entry's.
     """
 
-    version = ""
+    version, has_wide_checksums = "", True
 
     def __init__(self, files: Files, index: Index, boxes: Mapping[str, Sequence[FileBox]]) -> None:
         self.location, self.index = files.location, index

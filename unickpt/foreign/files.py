@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from functools import cached_property
 
 from unickpt.foreign.crc32 import ChecksummedRanges, Parts, Range
-from unickpt.storage import database
+from unickpt.storage import paths
 from unickpt.storage.errors import Damaged
 from unickpt.storage.kvstore import KvStore
 from unickpt.storage.local_files import FolderBoundary, check_regular, open_to_read, system_calls
@@ -50,7 +50,7 @@ class Files:
     def _store(self) -> KvStore:
         folder = self.location if self.single is None else self.location.parent
         assert folder is not None, "only a local file has no folder"
-        return folder.store(database.context())
+        return folder.store(paths.context())
 
     @property
     def _folder(self) -> str | None:
@@ -117,9 +117,9 @@ class Files:
         if self.single is not None:
             return []
         if self._folder is None:
-            paths = (name.split("/") for name in self.names)
-            return [path[0] for path in paths if path[1:] == [MANIFEST]]
-        found = self.location.folders_with(MANIFEST, database.context())
+            split = (name.split("/") for name in self.names)
+            return [parts[0] for parts in split if parts[1:] == [MANIFEST]]
+        found = self.location.folders_with(MANIFEST, paths.context())
         return sorted(name for name in found if name != ".")
 
     @property

@@ -1,4 +1,4 @@
-"""The registry of readable formats: what is at a location is asked of each, unickpt's own first."""
+"""The registry of other systems' formats: what is at a location is asked of each."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol, cast
 
-from unickpt.errors import CheckpointNotFound, HintError, UnsupportedFormat
+from unickpt.errors import HintError, UnsupportedFormat
 from unickpt.foreign.files import Files
-from unickpt.format import ocdbt_reader
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
-from unickpt.storage import database
+from unickpt.storage import paths
 from unickpt.storage.errors import Failed, reading_failed
 from unickpt.storage.locations import Location
 
@@ -78,46 +77,29 @@ def unregister(format: Format) -> None:
     _registered.remove(format)
 
 
-def open_reader(location: Location, hints: Mapping[str, Any]) -> Reader | None:
-    """Opens what is at a location; None if no format recognises a checkpoint there.
-
-    Arguments:
-        location: of the checkpoint.
-        hints: what the user says of it.
+def open_foreign(location: Location, hints: Mapping[str, Any]) -> Reader | None:
+    """Opens what another system saved at a location; None if no format recognises it.
 
     Raises:
         HintError: the format there does not take one of the hints.
-        CheckpointNotFound: a database is there that is no checkpoint of a known format.
-        UnsupportedFormat: it is a file of another format.
+        UnsupportedFormat: it is a file of a format that is not known.
         All that `Format.open` raises.
     """
-    if location.is_local and location.is_file(database.context()):
-        return _open_file(location, hints)
-    not_own: CheckpointNotFound | None = None
-    try:
-        own = ocdbt_reader.open(location)
-    except CheckpointNotFound as error:  # a database, which other systems use too
-        own, not_own = None, error
-    if own is not None:
-        _check_hints(own, hints, ())
-        return own
     files = Files(location)
     try:
         _ = files.here  # listed once for all of them
         reader = _first(files, hints)
-        if reader is None and not location.is_local and location.is_file(database.context()):
-            return _open_file(location, hints)
+        if reader is None and not location.is_local and location.is_file(paths.context()):
+            return open_file(location, hints)
     except Failed as error:
         if error.status == "NOT_FOUND":  # such as a bucket that does not exist
             return None
         raise reading_failed(error, str(location)) from error
-    if reader is None and not_own is not None:
-        raise not_own
     return reader
 
 
-def _open_file(location: Location, hints: Mapping[str, Any]) -> Reader:
-    """Opens a single file, whose content says what it is."""
+def open_file(location: Location, hints: Mapping[str, Any]) -> Reader:
+    """Opens a single file, whose content says what it is. Raises as `open_foreign`."""
     files = Files(location, is_file=True)
     reader = _first(files, hints)
     if reader is not None:
@@ -135,7 +117,7 @@ def _first(files: Files, hints: Mapping[str, Any]) -> Reader | None:
     for format in _formats():
         reader = format.open(files, {name: hints[name] for name in format.HINTS if name in hints})
         if reader is not None:
-            _check_hints(reader, hints, format.HINTS)
+            check_hints(reader, hints, format.HINTS)
             return reader
     theirs = next(filter(_TENSORFLOW.fullmatch, files.here), None)
     if theirs is not None:
@@ -147,7 +129,8 @@ def _first(files: Files, hints: Mapping[str, Any]) -> Reader | None:
     return None
 
 
-def _check_hints(reader: Reader, hints: Mapping[str, Any], known: Collection[str]) -> None:
+def check_hints(reader: Reader, hints: Mapping[str, Any], known: Collection[str] = ()) -> None:
+    """Checks that a format takes all hints. Raises HintError."""
     unknown = [name for name in hints if name not in known]
     if unknown:
         takes = f"the hints {', '.join(known)}" if known else "no hints"

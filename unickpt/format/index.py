@@ -71,11 +71,12 @@ class ArrayEntry:
     @property
     def nbytes(self) -> int:
         """Logical bytes of the array."""
-        return _nbytes(self.shape, self.dtype)
+        return nbytes_of(self.shape, self.dtype)
 
 
 @lru_cache(maxsize=4096)
-def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
+def nbytes_of(shape: tuple[int, ...], dtype: str) -> int:
+    """Bytes of an array; remembered, because a model has few shapes and many arrays."""
     return math.prod(shape) * dtypes.from_name(dtype).itemsize
 
 

@@ -375,7 +375,7 @@ def _arrays(
         data = bytes(raw)
         same = known.get(data)
         if same is None:
-            body = tree_json.decoded(_ARRAY, data, f"array {quoted(name)}")
+            body = tree_json.decoded(_ARRAY, data, "array", name)
             known[data] = arrays[name] = _array(name, body, layouts, partial)
             continue
         arrays[name] = ArrayEntry(

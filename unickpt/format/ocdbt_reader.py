@@ -35,7 +35,7 @@ from unickpt.format.patches import FullChunk
 from unickpt.format.reader import ParallelMap, Reader, Request
 from unickpt.format.timing import TIMING_KEY, Timing
 from unickpt.frameworks.per_process import blob_key
-from unickpt.storage import database, errors, ocdbt
+from unickpt.storage import errors, ocdbt, paths
 from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Failed
@@ -56,7 +56,7 @@ def open(location: Location) -> OcdbtReader | None:
         StorageError: the storage failed.
     """
     # Its own context has its own cache, so another save at this path does not affect it.
-    context = database.context()
+    context = paths.context()
     try:
         pinned = Database(location, context).pinned()
     except Failed as error:

@@ -87,6 +87,8 @@ class Reader(Protocol):
     most_per_byte: int = 64
     """How many bytes of arrays a stored byte can honestly stand for: some arrays repeat elements
     or share them, and others are compressed, or left out because they are constant."""
+    has_wide_checksums: bool = False
+    """Whether the format keeps checksums of more than a chunk, which `checking` compares."""
     beside: Sequence[str] = ()
     """Files in the same folder that could be taken for a checkpoint, and are not part of it."""
 

@@ -23,7 +23,7 @@ from unickpt.arrays import strided_copy
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array, DType
 from unickpt.frameworks.leaves import adapters
-from unickpt.frameworks.process_group import Group, alone, jobs_of, processes_on_node
+from unickpt.frameworks.process_group import Group, jobs_of, launched_on_node, processes_on_node
 from unickpt.frameworks.protocol import Fragment
 from unickpt.progress import Progress, check_progress
 
@@ -388,5 +388,5 @@ def processes_here(group: Group | None) -> int:
     Arguments:
         group: the job, if the options name one.
     """
-    groups = jobs_of(adapters()) or [alone()] if group is None else [group]
-    return max(map(processes_on_node, groups))
+    groups = jobs_of(adapters()) if group is None else [group]
+    return max(map(processes_on_node, groups), default=launched_on_node(1) or 1)

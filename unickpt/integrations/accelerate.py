@@ -46,7 +46,7 @@ from unickpt.runs import attempt_folders
 from unickpt.saving import saver
 from unickpt.saving.background import PendingSave
 from unickpt.saving.options import SaveOptions, SaveReport
-from unickpt.storage import database, paths
+from unickpt.storage import paths
 
 __all__ = ["load_state", "save_state", "save_state_async"]
 
@@ -424,7 +424,7 @@ class _Excess:
             return  # the save failed; the others are all there is
         for number in there[: -max(1, self._limit)]:
             location = paths.resolve(os.path.join(folder, f"{_PREFIX}{number}"))
-            attempt_folders.remove_checkpoint(location, database.context())
+            attempt_folders.remove_checkpoint(location, paths.context())
 
 
 def _broadcast(value: Any) -> Any:

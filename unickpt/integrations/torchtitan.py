@@ -42,7 +42,7 @@ from unickpt.runs.removal import on_process_0
 from unickpt.saving import saver
 from unickpt.saving.background import PendingSave
 from unickpt.saving.options import SaveOptions
-from unickpt.storage import database, paths
+from unickpt.storage import paths
 from unickpt.storage.ocdbt import MANIFEST
 from unickpt.tools import conversion
 
@@ -202,7 +202,7 @@ class CheckpointManager(BaseCheckpointManager):
         )
 
         def remove() -> None:
-            context = database.context()
+            context = paths.context()
             made.remove_file(MANIFEST, context)  # so that no reader ever takes a part for a whole
             made.remove(context)
 
@@ -327,7 +327,7 @@ class CheckpointManager(BaseCheckpointManager):
         """The steps that torchtitan's own manager saved into the folder; they count until this one
         has saved a step there."""
         folder = paths.resolve(self.folder)
-        found = folder.folders_with(_THEIR_METADATA, database.context()) if folder.exists() else []
+        found = folder.folders_with(_THEIR_METADATA, paths.context()) if folder.exists() else []
         return [int(m[1]) for m in map(_THEIR_STEP.fullmatch, found) if m]
 
     def _agreed_latest(self) -> int:

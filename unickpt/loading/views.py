@@ -18,7 +18,7 @@ from unickpt.frameworks.protocol import ArrayTarget
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.read_plan import Job, StoredJob
 from unickpt.reading.recipes import Fill, Recipe, Unchanged, whole_dims
-from unickpt.rules.plan import Fact, Made
+from unickpt.rules.plan import Fact, LeafKind, Made
 from unickpt.trees import tree, tree_json
 from unickpt.trees.wrapper_names import without_wrappers
 
@@ -175,7 +175,7 @@ def as_array_entry(
     `cast=True` may round it.
     """
     dtype_text = made.fact.dtype if made is not None else ""
-    target = asked.dtype if asked is not None and asked.is_array else ""
+    target = asked.dtype if asked is not None and asked.kind is LeafKind.ARRAY else ""
     if not (dtype_text or target) or not isinstance(value, bool | int | float):
         return None
     if target and asked is not None and asked.shape != ():

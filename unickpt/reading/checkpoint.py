@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from unickpt.errors import CheckpointNotFound, CheckpointReplaced, out_of_memory
 from unickpt.foreign import registry
+from unickpt.format import ocdbt_reader
 from unickpt.format.reader import Reader
 from unickpt.format.timing import Timing
 from unickpt.quoting import counted, printable, size_text
@@ -92,12 +93,40 @@ def again(work: Callable[[], T], times: int = _READINGS) -> T:
 def _open(location: Location, hints: Hints) -> Checkpoint:
     try:
         with collection_paused():
-            reader = registry.open_reader(location, hints)
+            reader = open_reader(location, hints)
     except MemoryError as error:
         raise out_of_memory(f"opening {location}", error) from error
     if reader is None:
-        raise CheckpointNotFound(nothing_at(location))
+        raise CheckpointNotFound(nothing_at(location, open_reader))
     return Checkpoint(reader, hints)
+
+
+def open_reader(location: Location, hints: Hints | None = None) -> Reader | None:
+    """Opens what is at a location; None if no format recognises a checkpoint there.
+
+    Arguments:
+        location: of the checkpoint.
+        hints: what the user says of it.
+
+    Raises:
+        CheckpointNotFound: a database is there that is no checkpoint of a known format.
+        All that `registry.open_foreign` raises.
+    """
+    given, no_checkpoint = hints or {}, None
+    if location.is_local and location.is_file(paths.context()):
+        return registry.open_file(location, given)
+    try:
+        own = ocdbt_reader.open(location)
+    except CheckpointNotFound as error:  # a database, which other systems use too
+        own, no_checkpoint = None, error
+    if own is not None:
+        if given:
+            registry.check_hints(own, given)
+        return own
+    reader = registry.open_foreign(location, given)
+    if reader is None and no_checkpoint is not None:
+        raise no_checkpoint
+    return reader
 
 
 class Checkpoint(Mapping[str, "StoredArray"]):

@@ -21,7 +21,7 @@ from unickpt.format import chunk_grid
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader, Request
-from unickpt.frameworks.host_memory import Scratch
+from unickpt.frameworks.host_memory import Scratch, prefer_huge_pages
 from unickpt.progress import ProgressFunction
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.read_plan import (
@@ -50,7 +50,6 @@ _MOST_THREADS = 32  # of remote storage so many, because each request crosses a 
 # disk also larger ones do, if enough tasks are left for each thread.
 TASK_BYTES, _MOST_TASK_BYTES = 1 << 20, 16 << 20
 TASK_CHUNKS = 256
-_SMALL_ARRAY = 64 << 10
 _TASKS_PER_THREAD = 4
 
 
@@ -87,11 +86,11 @@ def read_arrays(
     window = Window(options.working_bytes)
     work = _Reads(stored, Planner(stored, options.verify), own, window, filled, done)
     try:
-        small, others = _whole_jobs(jobs)
-        for batch in in_batches(small, TASK_CHUNKS, TASK_BYTES, lambda job: job.entry.nbytes):
-            others += work.start_whole(batch)
+        whole, others = _whole_jobs(jobs)
         if reader is None:
-            own.expect(sum(job.nbytes for job in others))
+            own.expect(sum(job.entry.nbytes for job in whole) + sum(job.nbytes for job in others))
+        for batch in in_batches(whole, TASK_CHUNKS, own.task_bytes, lambda job: job.entry.nbytes):
+            others += work.start_whole(batch)
         for job in others:
             work.start(job)
         window.drain()
@@ -106,11 +105,11 @@ def read_arrays(
 def _checking(stored: Reader, jobs: Sequence[Job]) -> Reader:
     """A checkpoint that compares checksums, if about as much is asked as is stored: those of other
     formats are of whole arrays."""
-    checking = stored.checking()
-    if checking is stored:
+    if not stored.has_wide_checksums:
         return stored
     entries = {entry.name: entry.nbytes for job in jobs for entry in job.entries}
-    return checking if sum(job.nbytes for job in jobs) >= sum(entries.values()) else stored
+    is_most = sum(job.nbytes for job in jobs) >= sum(entries.values())
+    return stored.checking() if is_most else stored
 
 
 class Filled:
@@ -191,6 +190,8 @@ class _Reads:
         elif self.planner.verify:
             digests = rows["digest"].tolist()
         memory = [buffer_of(self.stored, job.name, job.target, 0) for job in batch]
+        for to in memory:
+            prefer_huge_pages(to)
         plain = [to.flags.c_contiguous for to in memory]
         whole, out = list(compress(batch, plain)), list(compress(memory, plain))
         read = sum(to.nbytes for to in out)
@@ -229,20 +230,20 @@ class ChunkReader:
         self._files = ExitStack()
         self._files.enter_context(files_kept_open())
         self._stored, self._scratch, self._task = stored, Scratch(), Task()
-        self._task_bytes = TASK_BYTES
+        self.task_bytes = TASK_BYTES
 
     def expect(self, nbytes: int) -> None:
         """Makes tasks as large as is good for so many bytes in all."""
         if not self._stored.location.is_remote:
             each = nbytes // (_TASKS_PER_THREAD * _local_threads())
-            self._task_bytes = min(max(each, TASK_BYTES), _MOST_TASK_BYTES)
+            self.task_bytes = min(max(each, TASK_BYTES), _MOST_TASK_BYTES)
 
     def submit(self, read: ChunkRead) -> Task:
         """Adds a chunk to a task, which starts once it is large enough for a thread."""
         task = self._task
         task.reads.append(read)
         task.nbytes += read.box.size * dtypes.from_name(read.entry.dtype).itemsize
-        if task.nbytes >= self._task_bytes or len(task.reads) == TASK_CHUNKS:
+        if task.nbytes >= self.task_bytes or len(task.reads) == TASK_CHUNKS:
             self._flush()
         return task
 
@@ -368,18 +369,18 @@ class _Kind(NamedTuple):
 
 
 def _whole_jobs(jobs: Sequence[Job]) -> tuple[list[StoredJob], list[Job]]:
-    """The jobs that read an array whole that is one small chunk; and the others."""
-    small: list[StoredJob] = []
+    """The jobs that read an array whole that is one chunk; and the others."""
+    whole: list[StoredJob] = []
     others: list[Job] = []
     for job in jobs:
         if isinstance(job, StoredJob) and _is_one_chunk(job.entry):
             target, kind = job.target, _kind(job.entry.shape, job.entry.dtype)
             if target.dtype == kind.dtype and tuple(target.boxes) == kind.boxes:
-                small.append(job)
+                whole.append(job)
                 continue
         others.append(job)
-    small.sort(key=lambda job: job.entry.name)  # as in the database: neighbours are in one file
-    return small, others
+    whole.sort(key=lambda job: job.entry.name)  # as in the database: neighbours are in one file
+    return whole, others
 
 
 @lru_cache(maxsize=4096)
@@ -394,11 +395,9 @@ def _only_part(entry: ArrayEntry) -> Part:
 
 
 def _is_one_chunk(entry: ArrayEntry) -> bool:
-    """Whether an array is stored as one small chunk.
+    """Whether an array is stored as one chunk.
 
-    A model may have 100,000 of them. What it costs to read one is then not its bytes, but Python's
-    work for a chunk; so no more is made of it than a `Request`.
+    A model may have 100,000 small ones. What it costs to read one is then not its bytes, but
+    Python's work for a chunk; so no more is made of it than a `Request`.
     """
-    if entry.shape != entry.chunk or entry.cut or entry.boxes is not None:
-        return False
-    return entry.nbytes <= _SMALL_ARRAY
+    return entry.shape == entry.chunk and not entry.cut and entry.boxes is None

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from unickpt.errors import CheckpointNotFound
-from unickpt.storage import database, errors, paths
+from unickpt.storage import errors, paths
 from unickpt.storage.errors import Failed, MissingFolder
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
@@ -49,7 +49,7 @@ def checkpoints_below(root: paths.PathLike) -> list[Listed]:
     """
     location = paths.resolve(root, whole=True)
     try:
-        names = location.folders_with(MANIFEST, database.context())
+        names = location.folders_with(MANIFEST, paths.context())
     except MissingFolder:
         raise CheckpointNotFound(f"no directory at {location}") from None
     except Failed as error:
@@ -65,7 +65,7 @@ def other_folders(root: paths.PathLike) -> list[Listed]:
         StorageError: the storage failed.
     """
     location = paths.resolve(root, whole=True)
-    context = database.context()
+    context = paths.context()
     try:
         known = set(location.folders_with(MANIFEST, context))
         names = {".", *location.folders(context)} - known

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from unickpt.errors import CheckpointNotFound, StorageError, UnickptError
-from unickpt.foreign import registry
 from unickpt.foreign.loose_files import SeveralCheckpoints
 from unickpt.quoting import shortened
 from unickpt.reading.listing import Listed, checkpoints_below, natural, other_folders
-from unickpt.storage import database, paths
+from unickpt.storage import paths
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
 
@@ -18,7 +17,7 @@ _MOST_TEXT = 400  # characters of names, which other systems may have chosen
 _LIST = "`unickpt ls` lists the checkpoints below a directory"
 
 
-def nothing_at(location: Location) -> str:
+def nothing_at(location: Location, open_reader: Callable[[Location], object]) -> str:
     """What is at a path instead of a checkpoint, in one sentence.
 
     Opens a few folders at most. It is called where nothing can be opened, and so must not fail
@@ -26,14 +25,16 @@ def nothing_at(location: Location) -> str:
 
     Arguments:
         location: where no format recognises a checkpoint.
+        open_reader: opens what is at a location; returns None if nothing is.
     """
     said = f"no checkpoint at {location}"
     try:
         below = [listed for listed in checkpoints_below(location.url) if listed.name != "."]
         if below:
             return f"{said}: it contains checkpoints but is not one itself {_of(location, below)}"
-        names = sorted(location.names(database.context()), key=natural)
-        others = [listed for listed in other_folders(location.url)[-_SHOWN:] if _opens(listed)]
+        names = sorted(location.names(paths.context()), key=natural)
+        others = other_folders(location.url)[-_SHOWN:]
+        others = [listed for listed in others if _opens(listed, open_reader)]
         if others:
             return f"{said}: it contains checkpoints but is not one itself {_of(location, others)}"
         return f"{said}: {_above(location) if not names else _held(names)}"
@@ -54,12 +55,12 @@ def _of(location: Location, below: Sequence[Listed]) -> str:
     return f"({_shown(names)}); {hint}"
 
 
-def _opens(listed: Listed) -> bool:
+def _opens(listed: Listed, open_reader: Callable[[Location], object]) -> bool:
     """Whether a folder is a checkpoint of another system, with members of its own or without."""
     if listed.name == ".":
         return False
     try:
-        return registry.open_reader(paths.resolve(listed.path), {}) is not None
+        return open_reader(paths.resolve(listed.path)) is not None
     except SeveralCheckpoints:
         return True
     except UnickptError:
@@ -83,16 +84,16 @@ def _above(location: Location) -> str:
         return f"nothing is there. {_LIST}"
     what = "the folder is empty" if location.is_local and location.exists() else "nothing is there"
     folder = location.parent
-    while folder is not None and (not folder.exists() or not folder.names(database.context())):
+    while folder is not None and (not folder.exists() or not folder.names(paths.context())):
         folder = folder.parent
     if folder is None:
         return f"{what}. {_LIST}"
-    if folder.has_file(MANIFEST, database.context()):
+    if folder.has_file(MANIFEST, paths.context()):
         return (
             f"it is inside of the checkpoint {folder}; open that, and take arrays from it by their "
             "names"
         )
-    names = sorted(folder.names(database.context()), key=natural)
+    names = sorted(folder.names(paths.context()), key=natural)
     names = [name for name in names if not name.startswith(".")]  # such as lock files
     return f"{what}; {folder} has {_shown(names) if names else 'only hidden files'}. {_LIST}"
 

@@ -20,7 +20,7 @@ from unickpt.format.borrowed import MARKS
 from unickpt.reading.listing import natural
 from unickpt.runs import attempt_folders
 from unickpt.runs.attempt_folders import FOLDER, attempts_of_checkpoint
-from unickpt.storage import data_files, database, errors, local_folders, paths
+from unickpt.storage import data_files, errors, local_folders, paths
 from unickpt.storage.errors import Failed
 from unickpt.storage.local_folders import LOCK_SUFFIX, StoredFile
 from unickpt.storage.locations import Location
@@ -245,7 +245,7 @@ def find(root: paths.PathLike) -> OrphanSearch:
         ()
     """
     location = paths.resolve(root, whole=True)
-    context = database.context()
+    context = paths.context()
     try:
         found = sorted(search(location, context), key=lambda orphan: natural(orphan.name))
         owner = holder(_lease_location(location))
@@ -276,7 +276,7 @@ def clean(root: paths.PathLike, orphans: Sequence[Orphan]) -> list[Orphan]:
     removed = []
     try:
         lease.check()
-        context = database.context()
+        context = paths.context()
         now = {orphan.name: orphan for orphan in search(location, context)}
         for orphan in orphans:
             there = now.get(orphan.name)
@@ -299,7 +299,7 @@ def _lease_location(location: Location) -> Location:
     """The folder whose lease covers this one: for a step, the run's folder."""
     parent = location.parent
     if parent is not None and Lease.was_taken(parent):
-        context = database.context()
+        context = paths.context()
         if attempt_folders.holds_checkpoint_parts(location, context):
             return parent
     return location

@@ -19,7 +19,7 @@ from unickpt.frameworks.process_group import Group
 from unickpt.runs.housekeeping import Housekeeping
 from unickpt.runs.step_folder import PROBE, Branch
 from unickpt.runs.tiers import Tier, Tiers
-from unickpt.storage import database
+from unickpt.storage import paths
 from unickpt.storage.locations import Location
 
 
@@ -159,7 +159,7 @@ def check_shared(group: Group, local: Tier) -> None:
     Raises:
         InvalidPath: they do not.
     """
-    store = local.location.store(database.context(fsync=False))
+    store = local.location.store(paths.context(fsync=False))
     token = group.agree(secrets.randbits(60) + 1 if group.index == 0 else 0)
     name = f"{PROBE}{token:x}"
     if group.index == 0:

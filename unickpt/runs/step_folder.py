@@ -25,7 +25,7 @@ from unickpt.format.index import RESERVED
 from unickpt.reading import checkpoint
 from unickpt.reading.listing import checkpoints_below
 from unickpt.runs import attempt_folders, orphans
-from unickpt.storage import database, errors, paths
+from unickpt.storage import errors, paths
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
 
@@ -82,7 +82,7 @@ def recorded(location: Location, attempt: str) -> Lineage:
     Raises:
         Failed: the storage failed.
     """
-    notes = _notes(location, attempt).store(database.context())
+    notes = _notes(location, attempt).store(paths.context())
     copied = notes.read(_COPIED).result().state == "value"
     read = notes.read(_NOTE).result()
     try:
@@ -94,7 +94,7 @@ def recorded(location: Location, attempt: str) -> Lineage:
 
 def _write(location: Location, attempt: str, name: str, data: bytes, fsync: bool) -> None:
     notes = _notes(location, attempt)
-    notes.store(database.context(fsync=fsync)).write(name, data).result()
+    notes.store(paths.context(fsync=fsync)).write(name, data).result()
     if fsync:
         notes.sync(location)
 
@@ -113,7 +113,7 @@ class StepFolder:
     def __init__(self, root: paths.PathLike) -> None:
         self._root = root
         self.location = paths.resolve(root)
-        self._context = database.context()
+        self._context = paths.context()
 
     def path(self, step: int) -> str:
         """The path of a step, saved or not."""

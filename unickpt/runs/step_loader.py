@@ -13,7 +13,7 @@ from unickpt.loading.loader import load
 from unickpt.quoting import shortened, some
 from unickpt.runs.step_folder import Branch
 from unickpt.runs.tiers import Tier, Tiers
-from unickpt.storage import database
+from unickpt.storage import paths
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
 
@@ -148,7 +148,7 @@ def _no_step(location: Location) -> str:
     """That a run has no step, and which folders it has instead, perhaps another system's."""
     others: list[str] = []
     with suppress(Failed):  # the folder does not exist
-        folders = location.folders(database.context())
+        folders = location.folders(paths.context())
         others = [n for n in folders if not n.startswith((".", "step_"))]
     more = (
         f"; it has {shortened(some(others), 200)}, which are no steps of unickpt: if another "

@@ -27,7 +27,7 @@ from unickpt.runs.step_folder import StepFolder
 from unickpt.runs.step_order import StepsInUse
 from unickpt.runs.tiers import Newer, Tier, Tiers, TierVersions, compare
 from unickpt.saving.options import SaveOptions
-from unickpt.storage import database, errors
+from unickpt.storage import errors, paths
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
@@ -194,7 +194,7 @@ def copy_version(
     if not version.attempt:
         raise CheckpointCorrupt(f"{where}: its manifest is damaged; nothing was copied")
     try:
-        stored = Root(Database(destination, database.context()))
+        stored = Root(Database(destination, paths.context()))
         found = stored.read()
         if found.digest != (replaced.digest if replaced else ""):
             raise SaveConflict(f"{destination}: another job committed here during the copy")
@@ -207,7 +207,7 @@ def copy_version(
         )
     try:
         manifest, bases = _send(root, source.at(step), step, version, base, options)
-        borrowers.mark(destination, bases, database.context())
+        borrowers.mark(destination, bases, paths.context())
         is_current = source.version(step) == version
         root.lease.check()
     except Exception as error:
@@ -263,7 +263,7 @@ def _held(root: Tier, reader: OcdbtReader, step: int) -> HeldFiles | None:
     except UnickptError as error:  # a damaged step must not prevent copies of later ones
         _log.warning("%s: nothing is shared with earlier steps: %s", reader.location, error)
         return None
-    return held_files.held_by(base, linked, reader, database.context())
+    return held_files.held_by(base, linked, reader, paths.context())
 
 
 def _undo(root: Tier, step: int, version: Version, replaced: Version | None) -> None:
@@ -273,7 +273,7 @@ def _undo(root: Tier, step: int, version: Version, replaced: Version | None) -> 
     if version.name in root.offered:
         return  # an earlier try got no answer and may have been committed
     with suppress(Exception):
-        root.at(step).child(f"processes/{version.attempt}").remove(database.context())
+        root.at(step).child(f"processes/{version.attempt}").remove(paths.context())
         if replaced is None:
             root.at(step).remove_empty()
 
@@ -284,7 +284,7 @@ def _opened(origin: Location, version: Version) -> OcdbtReader | None:
     Raises:
         StorageError: the storage failed.
     """
-    pinned = Database(origin, database.context()).with_manifest(version.manifest)
+    pinned = Database(origin, paths.context()).with_manifest(version.manifest)
     try:
         return ocdbt_reader.open_pinned(pinned)
     except StorageError:

@@ -16,7 +16,7 @@ from unickpt.errors import CheckpointNotFound, UnickptError
 from unickpt.reading import checkpoint
 from unickpt.reading.listing import Listed, checkpoints_below, natural
 from unickpt.runs.attempt_folders import FOLDER
-from unickpt.storage import database, errors, paths
+from unickpt.storage import errors, paths
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
 
@@ -107,7 +107,7 @@ class Watch:
             InvalidPath: the root is not a storage location.
             StorageError: the storage failed.
         """
-        location, context = paths.resolve(self.root, whole=True), database.context()
+        location, context = paths.resolve(self.root, whole=True), paths.context()
         try:
             # In this order: what is committed meanwhile is found in both, and is committed.
             attempts = _attempts(location, context)

@@ -44,7 +44,7 @@ from unickpt.saving.write_plan import (
     plan_writes,
 )
 from unickpt.saving.writer import ChunkWriter
-from unickpt.storage import database, paths
+from unickpt.storage import paths
 from unickpt.threads import Events, Ticker
 
 
@@ -250,7 +250,7 @@ class SaveTask:
 
     @cached_property
     def _attempt(self) -> Attempt:  # created on first use, rarely while the caller waits
-        context = database.context(fsync=self.options.fsync)
+        context = paths.context(fsync=self.options.fsync)
         timeout_s = self.options.timeout_s
         return Attempt(self.location, self.group, self.attempt, context, timeout_s)
 

@@ -102,7 +102,7 @@ def _held_items(description: Description) -> Iterator[WriteItem]:
                     box = part.chunk_box(number)
                     inside = box is fragment.box or fragment.box.contains(box)
                     assert inside, f"chunk {box} crosses {fragment.box}"
-                    at, nbytes = first + number, box.size * entry.itemsize
+                    at, nbytes = first + number, box.size * source.dtype.itemsize
                     item = WriteItem(array, entry, part, number, at, box, nbytes, fragment, assumed)
                     if selection is not None:
                         expert, borrowed = selection.of(name, box)

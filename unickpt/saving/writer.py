@@ -24,7 +24,7 @@ from unickpt.progress import ProgressFunction
 from unickpt.reuse.base import Base, Taken
 from unickpt.saving.describe import Description
 from unickpt.saving.write_plan import ChunkSource, StagedChunk, WriteItem
-from unickpt.storage import data_files, database
+from unickpt.storage import data_files, paths
 from unickpt.storage.btree.builder import INLINE, PLACE_DTYPE
 from unickpt.storage.data_files import DataFile
 from unickpt.threads import Pool, Window, in_batches
@@ -220,7 +220,7 @@ class ChunkWriter:
         if not self._is_local:
             return _THREADS_REMOTE
         threads = _BACKGROUND_THREADS if self._source.background else _THREADS
-        return 2 * threads if database.is_durable(self._attempt.context) else threads
+        return 2 * threads if paths.is_durable(self._attempt.context) else threads
 
     def _threads(self, items: Sequence[WriteItem]) -> int:
         """How many threads write, and so hash, quantise and compare."""

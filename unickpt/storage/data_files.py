@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import tensorstore as ts
 
-from unickpt.storage import database
+from unickpt.storage import paths
 from unickpt.storage.btree.builder import MOST_INLINE
 from unickpt.storage.kvstore import KvStore
 from unickpt.storage.local_files import system_calls
@@ -98,7 +98,7 @@ def new_file(folder: Location, context: ts.Context, piece_bytes: int = PIECE_BYT
     files = folder.regular_files()
     if files is None:
         return _Object(folder.store(context))
-    return _LocalFile(files.folder, piece_bytes, fsync=database.is_durable(context))
+    return _LocalFile(files.folder, piece_bytes, fsync=paths.is_durable(context))
 
 
 class _LocalFile(DataFile):

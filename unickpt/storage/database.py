@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import tensorstore as ts
 import xxhash
 
 from unickpt.arrays.dtypes import Array
-from unickpt.storage import ocdbt, schemes
+from unickpt.storage import ocdbt
 from unickpt.storage.btree import nodes
 from unickpt.storage.btree.nodes import DataReference, NodeColumn
 from unickpt.storage.errors import Damaged, Failed
@@ -329,30 +329,3 @@ class Database:
 def digest_of(manifest: bytes) -> str:
     """The digest by which a commit is known, of its manifest: 16 hexadecimal digits."""
     return f"{xxhash.xxh3_64_intdigest(manifest):016x}"
-
-
-def context(*, fsync: bool = True) -> ts.Context:
-    """A TensorStore context for one save or one opened checkpoint; all its databases share it."""
-    return ts.Context(
-        {
-            "file_io_sync": fsync,
-            "cache_pool": {"total_bytes_limit": 0},
-            ocdbt.NODE_CACHE: {"total_bytes_limit": ocdbt.NODE_CACHE_BYTES},
-            ocdbt.MANIFESTS: {},
-            **schemes.resources(),
-        },
-        parent=root_context(),
-    )
-
-
-def is_durable(context: ts.Context) -> bool:
-    """Whether what is written with a context is flushed to the disk."""
-    return bool(context["file_io_sync"].to_json())
-
-
-@cache
-def root_context() -> ts.Context:
-    """The parent of all contexts; TensorStore keeps memory:// in it."""
-    context = ts.Context({"memory_key_value_store": {}})
-    context["memory_key_value_store"]
-    return context

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,7 +17,7 @@ from urllib.parse import urlsplit
 import tensorstore as ts
 
 from unickpt.errors import InvalidPath, StorageError
-from unickpt.storage import local_folders, schemes
+from unickpt.storage import local_folders, ocdbt, schemes
 from unickpt.storage.errors import Failed, MissingFolder
 from unickpt.storage.kvstore import KvStore
 from unickpt.storage.local_files import LocalKvStore, RegularFiles, system_calls
@@ -53,7 +54,7 @@ class LocalLocation(Location):
         return False
 
     def store(self, context: ts.Context) -> KvStore:
-        return LocalKvStore(super().store(context).raw, self.path)
+        return LocalKvStore(KvStore.open(dict(self.spec), context).raw, self.path)
 
     def exists(self) -> bool:
         return os.path.isdir(self.path)
@@ -366,3 +367,30 @@ def _meant(name: str) -> str:
 
 def _known() -> str:
     return ", ".join(f"{name}://" for name in schemes.names())
+
+
+def context(*, fsync: bool = True) -> ts.Context:
+    """A TensorStore context for one save or one opened checkpoint; all its databases share it."""
+    return ts.Context(
+        {
+            "file_io_sync": fsync,
+            "cache_pool": {"total_bytes_limit": 0},
+            ocdbt.NODE_CACHE: {"total_bytes_limit": ocdbt.NODE_CACHE_BYTES},
+            ocdbt.MANIFESTS: {},
+            **schemes.resources(),
+        },
+        parent=root_context(),
+    )
+
+
+def is_durable(context: ts.Context) -> bool:
+    """Whether what is written with a context is flushed to the disk."""
+    return bool(context["file_io_sync"].to_json())
+
+
+@cache
+def root_context() -> ts.Context:
+    """The parent of all contexts; TensorStore keeps memory:// in it."""
+    context = ts.Context({"memory_key_value_store": {}})
+    context["memory_key_value_store"]
+    return context

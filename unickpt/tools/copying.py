@@ -31,7 +31,7 @@ from unickpt.format.reader import ChunkId
 from unickpt.progress import Progress, ProgressFunction, reporting
 from unickpt.reading import checkpoint
 from unickpt.reuse.held_files import HeldFiles
-from unickpt.storage import database, errors, paths
+from unickpt.storage import errors, paths
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Failed
 from unickpt.storage.kvstore import Future, KvStore, commit
@@ -139,7 +139,7 @@ def _copy(
     timeout_s: float,
     told: ProgressFunction,
 ) -> None:
-    context = database.context()
+    context = paths.context()
     origin, root = reader.location, Root(Database(destination, context))
     foreign = destination.foreign_files()
     if foreign or origin.url == destination.url:
@@ -247,7 +247,7 @@ class VersionCopy:
             at = self.destination.child(folder)
             at.make()
             with suppress(FileNotFoundError, Failed):  # of a copy that was interrupted
-                at.remove_file(name, database.context())
+                at.remove_file(name, paths.context())
             if files.link(there, f"{at.spec['path']}{name}", fsync=True):
                 linked.add(path)
         return linked
@@ -256,7 +256,7 @@ class VersionCopy:
         """Writes a B-tree if the copy's chunks are in other places; returns the copy's manifest."""
         if self.reader is None or (lent is None and not self.reader.index.bases):
             return self.found.manifest
-        context = database.context()
+        context = paths.context()
         folder = version.copied_folder(self.found.attempt, self.found.name)
         index = replace(self.reader.index, bases=(), borrowed=0, borrowed_xxh3="", reused=0)
         added, changed = list[Database](), dict[str, bytes | None]()
@@ -362,7 +362,7 @@ def copy_files(
         CheckpointCorrupt: a file is gone.
         Failed: a storage failed.
     """
-    context = database.context()
+    context = paths.context()
     folder = f"processes/{attempt}"
     source, copied = origin.child(folder), destination.child(folder)
     reader, writer = source.store(context), copied.store(context)
@@ -438,7 +438,7 @@ def check_copy(
 
 def _damage(location: Location, manifest: bytes, skips: Callable[[ChunkId], bool]) -> str:
     """The damage of the data at a location to which a manifest refers; empty if none."""
-    draft = Database(location, database.context()).with_manifest(manifest)
+    draft = Database(location, paths.context()).with_manifest(manifest)
     try:
         opened = partial(ocdbt_reader.open_pinned, draft)
         report = verify_opened(location.url, opened, background=True, skips=skips)

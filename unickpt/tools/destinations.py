@@ -23,9 +23,9 @@ from unickpt.errors import (
     StorageError,
     UnsupportedFormat,
 )
-from unickpt.foreign import registry
 from unickpt.format.writer import PlannedFile
-from unickpt.storage import database, local_folders, paths
+from unickpt.reading import checkpoint
+from unickpt.storage import local_folders, paths
 from unickpt.storage.local_files import system_calls
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
@@ -75,7 +75,7 @@ class ExportDestination(ABC):
 
     @cached_property
     def context(self) -> ts.Context:
-        return database.context(fsync=self.fsync)
+        return paths.context(fsync=self.fsync)
 
     @abstractmethod
     def most_bytes(self, budget_bytes: int) -> int:
@@ -144,7 +144,7 @@ class ExportDestination(ABC):
 
     def _is_checkpoint(self) -> bool:
         try:
-            return registry.open_reader(self.folder, {}) is not None
+            return checkpoint.open_reader(self.folder) is not None
         except (CheckpointCorrupt, UnsupportedFormat):
             return True
         except CheckpointNotFound:  # such as a folder of several checkpoints

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from unickpt.errors import CheckpointCorrupt, CheckpointExists, UnsupportedLeaf
-from unickpt.foreign import registry
 from unickpt.format.reader import Reader
 from unickpt.format.writer import Plan, Writer
 from unickpt.frameworks.host_memory import MemoryBudget
@@ -17,6 +16,7 @@ from unickpt.frameworks.process_group import Group, current_group, within
 from unickpt.loading.ruled_view import RuledView
 from unickpt.loading.views import CheckpointView
 from unickpt.progress import reporting
+from unickpt.reading import checkpoint
 from unickpt.reading.options import LoadOptions
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.storage import paths
@@ -105,7 +105,7 @@ def written(to: ExportDestination) -> Reader:
     Raises:
         CheckpointCorrupt: it is none.
     """
-    reader = registry.open_reader(paths.resolve(to.readable, or_file=True), {})
+    reader = checkpoint.open_reader(paths.resolve(to.readable, or_file=True))
     if reader is None:
         raise CheckpointCorrupt(f"{to.name} was written, but is no checkpoint when read back")
     return reader

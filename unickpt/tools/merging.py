@@ -31,7 +31,7 @@ from unickpt.reading.options import LoadOptions
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.task import SaveTask
 from unickpt.saving.write_plan import WriteItem
-from unickpt.storage import database, paths
+from unickpt.storage import paths
 from unickpt.threads import in_batches
 from unickpt.tools import merge_arithmetic, merge_methods
 from unickpt.tools.conversion import budgets, check_written, leaves_of, write_streamed
@@ -252,7 +252,7 @@ def _searched(
         weights, score = search(method, group, plan.weights, merged)
     finally:
         if group.index == 0:
-            paths.resolve(trials).remove(database.context())
+            paths.resolve(trials).remove(paths.context())
     return replace(plan, weights=weights, score=score)
 
 

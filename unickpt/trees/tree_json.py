@@ -399,8 +399,13 @@ def members(data: bytes | msgspec.Raw, at: str) -> dict[str, msgspec.Raw]:
     return found
 
 
-def decoded(decoder: msgspec.json.Decoder[T], data: bytes, at: str) -> T:
+def decoded(decoder: msgspec.json.Decoder[T], data: bytes, kind: str, name: str) -> T:
     """A JSON object as the struct of a decoder.
+
+    Arguments:
+        decoder: of the struct.
+        data: the object.
+        kind, name: what it is of, for messages.
 
     Raises:
         BadJSON: it does not fit, or has a key twice; names the member and what is stored.
@@ -411,7 +416,7 @@ def decoded(decoder: msgspec.json.Decoder[T], data: bytes, at: str) -> T:
             return found
     except (RecursionError, UnicodeError, msgspec.DecodeError):
         pass
-    checked: T = typed(parsed(data), decoder.type, at)
+    checked: T = typed(parsed(data), decoder.type, f"{kind} {quoted(name)}")
     return checked
 
 

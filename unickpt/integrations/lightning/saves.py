@@ -20,7 +20,7 @@ from unickpt.errors import SaveTimeout, StorageError, UnickptError
 from unickpt.runs import attempt_folders
 from unickpt.saving.background import SaveCallbacks, SaveQueue, SaveRequest
 from unickpt.saving.options import SaveOptions, SaveReport
-from unickpt.storage import database, paths
+from unickpt.storage import paths
 from unickpt.storage.errors import Failed
 from unickpt.storage.local_folders import sync_folder
 
@@ -233,7 +233,7 @@ def remove(path: paths.PathLike) -> None:
         return
     location = paths.resolve(path)
     if location.exists():
-        attempt_folders.remove_checkpoint(location, database.context())
+        attempt_folders.remove_checkpoint(location, paths.context())
 
 
 def _whole(path: paths.PathLike) -> str:

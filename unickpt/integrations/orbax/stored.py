@@ -13,7 +13,7 @@ from unickpt.integrations.orbax.described import ArrayMetadata, ScalarMetadata, 
 from unickpt.integrations.orbax.items import StoredItem
 from unickpt.integrations.orbax.run import Info, how_saved
 from unickpt.reading.checkpoint import Checkpoint
-from unickpt.storage import database, paths
+from unickpt.storage import paths
 from unickpt.storage.errors import Failed, reading_failed
 from unickpt.trees import tree
 
@@ -101,6 +101,6 @@ def _folders(path: str) -> list[str]:
     """The folders in the folder of a step."""
     location = paths.resolve(path)
     try:
-        return sorted(location.folders(database.context()))
+        return sorted(location.folders(paths.context()))
     except Failed as error:
         raise reading_failed(error, str(location)) from error
