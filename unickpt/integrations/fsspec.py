@@ -30,9 +30,9 @@ from unickpt.errors import (
     UnickptError,
 )
 from unickpt.quoting import quoted
+from unickpt.runs.arguments import take_retention
 from unickpt.runs.attempt_folders import FOLDER
 from unickpt.runs.checkpointer import Checkpointer
-from unickpt.runs.policies import take_retention
 from unickpt.runs.removal import barrier, on_process_0
 from unickpt.runs.retention import Retention
 from unickpt.runs.step_folder import StepFolder

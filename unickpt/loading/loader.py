@@ -14,9 +14,8 @@ from unickpt.frameworks import per_process
 from unickpt.frameworks.leaves import PerProcess, PerProcessValues, adapters
 from unickpt.frameworks.process_group import current_group, launched_on_node, within
 from unickpt.frameworks.protocol import Adapter, ArrayTarget
-from unickpt.loading.compare import Policy, compare, is_number
 from unickpt.loading.report import LoadReport
-from unickpt.loading.request import LoadRequest, Patterns, Selection
+from unickpt.loading.request import LoadRequest, Patterns, Policy, Selection, compare, is_number
 from unickpt.loading.views import CheckpointView, StoredView, jobs_of
 from unickpt.progress import ProgressFunction, reporting
 from unickpt.quoting import some

@@ -17,8 +17,7 @@ from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader, Request
 from unickpt.frameworks.host_memory import prefer_huge_pages
 from unickpt.frameworks.protocol import ArrayTarget
-from unickpt.reading.placement import place, put
-from unickpt.reading.recipes import Copy, ElementSource, Needed, Recipe, Unchanged
+from unickpt.reading.recipes import Copy, ElementSource, Needed, Recipe, Unchanged, place, put
 
 
 class Job:

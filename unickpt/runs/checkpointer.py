@@ -15,10 +15,15 @@ from unickpt.loading.loader import LoadArguments
 from unickpt.loading.report import LoadReport
 from unickpt.reading.options import LoadOptions
 from unickpt.reuse.partial_save import PartialSave
-from unickpt.runs.arguments import fences_of, step_metadata, step_number
+from unickpt.runs.arguments import (
+    PolicyFields,
+    fences_of,
+    step_metadata,
+    step_number,
+    take_policies,
+)
 from unickpt.runs.housekeeping import Housekeeping
 from unickpt.runs.partial_saves import Experts, PartialSaves, TokensSeen, tokens_among
-from unickpt.runs.policies import PolicyFields, take_policies
 from unickpt.runs.removal import Removal, check_shared
 from unickpt.runs.retention import Retention
 from unickpt.runs.save_triggers import SaveEvery, SaveTriggers, SigtermHandler

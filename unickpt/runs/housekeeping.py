@@ -11,10 +11,9 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 
 from unickpt.errors import CheckpointExists, SaveConflict, StorageError
-from unickpt.runs.cleaning import Cleaning
+from unickpt.runs.cleaning import Cleaning, StepOrder, StepsInUse
 from unickpt.runs.retention import Retention
 from unickpt.runs.step_folder import Branch, Lineage
-from unickpt.runs.step_order import StepOrder, StepsInUse
 from unickpt.runs.tier_copies import Copying
 from unickpt.runs.tiers import Tier, Tiers
 from unickpt.saving.background import SaveCallbacks

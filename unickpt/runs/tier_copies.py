@@ -22,9 +22,8 @@ from unickpt.format.index import BaseEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.reuse import held_files
 from unickpt.reuse.held_files import HeldFiles
-from unickpt.runs.cleaning import Cleaning
+from unickpt.runs.cleaning import Cleaning, StepsInUse
 from unickpt.runs.step_folder import StepFolder
-from unickpt.runs.step_order import StepsInUse
 from unickpt.runs.tiers import Newer, Tier, Tiers, TierVersions, compare
 from unickpt.saving.options import SaveOptions
 from unickpt.storage import errors, paths

@@ -13,8 +13,7 @@ from unickpt.errors import CoverageError, StorageError
 from unickpt.format import codec
 from unickpt.frameworks.host_memory import stage
 from unickpt.frameworks.protocol import ArraySource, Fragment
-from unickpt.saving.capture import BACKGROUND, Capture, CaptureMethod
-from unickpt.saving.changes import Changes, copy_in_order
+from unickpt.saving.capture import BACKGROUND, Capture, CaptureMethod, Changes, copy_in_order
 from unickpt.saving.plan_cache import CachedPlan, SameTree
 from unickpt.saving.staging_memory import CopyPlace, HostArea, NoSlot, Places, SpilledChunk
 from unickpt.saving.task import SaveEvent, SaveState, SaveTask

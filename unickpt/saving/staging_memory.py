@@ -14,7 +14,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.frameworks import host_memory
 from unickpt.frameworks.host_memory import MOST_WORKING, HostBuffers, share, stage
 from unickpt.frameworks.protocol import Memory
-from unickpt.saving.changes import Changes
+from unickpt.saving.capture import Changes
 from unickpt.saving.task import SaveTask
 from unickpt.saving.write_plan import Staged, StagedChunk, WriteItem
 from unickpt.storage.paths import LocalLocation
