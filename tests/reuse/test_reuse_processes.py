@@ -34,7 +34,7 @@ root, local, index, count, session, first, many, reuse, step, when = ARGS
 commit._GRACE_S = 0.3
 if local and count > 1:
     unickpt.runs.checkpointer.check_shared = lambda *_: None  # they cannot agree
-    unickpt.runs.removal.Removal._remove_abandoned = lambda *_: None
+    unickpt.runs.housekeeping.Removal._remove_abandoned = lambda *_: None
 group = unickpt.ProcessGroup(index, count, session)
 options = unickpt.SaveOptions(group=group, timeout_s=5, chunk_bytes=2048, fsync=False)
 try:

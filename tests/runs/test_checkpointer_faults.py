@@ -34,7 +34,7 @@ arguments = {{"keep_last": 2, "options": options, "local": local}}
 arguments["keep"] = unickpt.Retention(keep_every=5)
 if local and count > 1:
     unickpt.runs.checkpointer.check_shared = lambda *_: None  # they cannot agree
-    unickpt.runs.removal.Removal._remove_abandoned = lambda *_: None
+    unickpt.runs.housekeeping.Removal._remove_abandoned = lambda *_: None
 try:
     with unickpt.Checkpointer(root, **arguments) as checkpointer:
         pending = {{}}

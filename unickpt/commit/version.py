@@ -6,9 +6,11 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from unickpt.storage.database import Database, digest_of
+from unickpt.storage.btree import nodes
+from unickpt.storage.database import digest_of
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
+from unickpt.storage.ocdbt import MANIFEST
 from unickpt.storage.paths import context
 
 _ROOT = re.compile(r"processes/([^/]+)/root/(?:([0-9a-f]{16})/)?[^/]+", re.DOTALL)
@@ -47,11 +49,8 @@ def version_at(location: Location) -> Version | None:
     Raises:
         Failed: the storage failed.
     """
-    database = Database(location, context())
-    read = database.read_manifest()
-    if read.state != "value":
-        return None
-    return Version(read.value, *_made_by(database.with_manifest(read.value)))
+    read = location.store(context()).read(MANIFEST).result()
+    return Version(read.value, *_made_by(read.value)) if read.state == "value" else None
 
 
 def copied_folder(attempt: str, name: str) -> str:
@@ -64,11 +63,11 @@ def copied_folder(attempt: str, name: str) -> str:
     return f"processes/{attempt}/root/{name}/"
 
 
-def _made_by(database: Database) -> tuple[str, str]:
+def _made_by(manifest: bytes) -> tuple[str, str]:
     """The attempt whose `processes/<attempt>/root/` holds the root of the B-tree, and the version
     of which it is a copy; see `Version`."""
     try:
-        root_node = database.facts().root
+        root_node = nodes.manifest(manifest).root
     except Failed:
         return "", ""
     found = _ROOT.fullmatch(root_node.path) if root_node is not None else None

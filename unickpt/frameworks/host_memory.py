@@ -163,7 +163,8 @@ def stage(
     if not copied and data.flags.c_contiguous and data.dtype == dtype:
         return data.reshape(box.shape)
     if data is not make_buffer():
-        strided_copy.copy(make_buffer(), data)
+        copy = np.copyto if data.flags.c_contiguous else strided_copy.copy
+        copy(make_buffer(), data)
     return make_buffer()
 
 

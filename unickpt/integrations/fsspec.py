@@ -33,7 +33,7 @@ from unickpt.quoting import quoted
 from unickpt.runs.arguments import take_retention
 from unickpt.runs.attempt_folders import FOLDER
 from unickpt.runs.checkpointer import Checkpointer
-from unickpt.runs.removal import barrier, on_process_0
+from unickpt.runs.housekeeping import barrier, on_process_0
 from unickpt.runs.retention import Retention
 from unickpt.runs.step_folder import StepFolder
 from unickpt.saving.background import PendingSave

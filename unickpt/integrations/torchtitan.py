@@ -38,7 +38,7 @@ from unickpt.loading.views import StoredView
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.runs.checkpointer import Checkpointer
-from unickpt.runs.removal import on_process_0
+from unickpt.runs.housekeeping import on_process_0
 from unickpt.saving import saver
 from unickpt.saving.background import PendingSave
 from unickpt.saving.options import SaveOptions

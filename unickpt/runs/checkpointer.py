@@ -22,9 +22,8 @@ from unickpt.runs.arguments import (
     step_number,
     take_policies,
 )
-from unickpt.runs.housekeeping import Housekeeping
+from unickpt.runs.housekeeping import Housekeeping, Removal, check_shared
 from unickpt.runs.partial_saves import Experts, PartialSaves, TokensSeen, tokens_among
-from unickpt.runs.removal import Removal, check_shared
 from unickpt.runs.retention import Retention
 from unickpt.runs.save_triggers import SaveEvery, SaveTriggers, SigtermHandler
 from unickpt.runs.step_folder import Branch
