@@ -28,8 +28,8 @@ from unickpt import Box, CheckpointCorrupt, LoadMismatch, LoadOptions, LocalFrag
 from unickpt.format import chunk_grid, index
 from unickpt.frameworks import leaves
 from unickpt.reading import node_read
-from unickpt.reading.node_meeting import Apart, meeting
 from unickpt.reading.node_read import rounds_of
+from unickpt.reading.node_rendezvous import RendezvousEnded, rendezvous
 
 SMALL = SaveOptions(chunk_bytes=1 << 10, fsync=False)
 X = np.random.default_rng(0).random((64, 32))
@@ -40,7 +40,7 @@ is_slow = node_read._is_slow
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four threads are the processes of a node, for which any reading twice is worth meeting."""
+    """Four threads are the processes of a node, for which any reading twice is worth rendezvous."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(leaves.LocalTarget, "processes", 4)
     monkeypatch.setattr(node_read, "_is_slow", lambda stored: True)
@@ -203,10 +203,10 @@ def test_nobody_waits_for_others_without_need(
 
     def never(*given: Any) -> Any:
         met.append(given)
-        raise Apart("they do not need to meet")
+        raise RendezvousEnded("they do not need to meet")
 
     unickpt.save(tmp_path / "c", {"x": X}, options=SMALL)
-    monkeypatch.setattr(node_read, "meeting", never)
+    monkeypatch.setattr(node_read, "rendezvous", never)
     rows = part(X, (0, 0), (16, 32))  # where chunks end
     assert is_right(load(tmp_path / "c", {"x": rows})["x"])
     assert is_right(load(tmp_path / "c", {"x": columns(1)}, exchange=False)["x"])
@@ -291,13 +291,13 @@ def test_those_who_read_alone_go_on_together_once_the_last_comes(
 def test_without_shared_memory_each_reads_alone(
     fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_reads: list[ChunkRead]
 ) -> None:
-    from unickpt.reading import node_meeting
+    from unickpt.reading import node_rendezvous
 
     def fail(*given: Any, **options: Any) -> Any:
         raise OSError(12, "Cannot allocate memory")
 
     unickpt.save(tmp_path / "c", {"x": X}, options=SMALL)
-    monkeypatch.setattr(f"{node_meeting.__name__}.{fails}", fail)
+    monkeypatch.setattr(f"{node_rendezvous.__name__}.{fails}", fail)
     assert all(is_right(one["x"]) for one in together(lambda p: load_columns(tmp_path, p)))
     assert len(chunk_reads) == 4 * X.nbytes >> 10
 
@@ -325,19 +325,19 @@ def test_a_process_that_leaves_at_any_time(
     gathers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first, which passes on what is told, or another."""
-    from unickpt.reading.node_meeting import Meeting
+    from unickpt.reading.node_rendezvous import Rendezvous
 
-    real, leaves_now = Meeting.gather, threading.local()
+    real, leaves_now = Rendezvous.gather, threading.local()
     unickpt.save(tmp_path / "c", {"x": X}, options=SMALL)
     for leaver in (0, 2):
 
-        def gather(self: Meeting, told: bytes, leaver: int = leaver) -> list[bytes]:
+        def gather(self: Rendezvous, told: bytes, leaver: int = leaver) -> list[bytes]:
             leaves_now.count = getattr(leaves_now, "count", 0) + 1
             if self.index == leaver and leaves_now.count == gathers:
                 raise MemoryError("no memory")
             return real(self, told)
 
-        monkeypatch.setattr(Meeting, "gather", gather)
+        monkeypatch.setattr(Rendezvous, "gather", gather)
         found = together(lambda p: load(tmp_path / "c", {"x": columns(p)}, budget_bytes=1 << 11))
         assert all(is_right(one["x"]) for one in found), found
 
@@ -367,7 +367,7 @@ def test_exchange_is_said_or_left_to_unickpt() -> None:
 
 def test_meetings_end_in_time_and_leave_the_name_free() -> None:
     def come(process: int) -> Any:
-        with meeting("test", 3, 5) as others:
+        with rendezvous("test", 3, 5) as others:
             met = others.wait(0.2 if process == 9 else 5)
             if met is None:
                 return None
@@ -392,35 +392,35 @@ def test_who_has_come_may_do_other_things_and_leave() -> None:
         return len(met.gather(b""))
 
     with ExitStack() as stack:
-        first, third = (stack.enter_context(meeting("later", 3, 5)) for _ in range(2))
+        first, third = (stack.enter_context(rendezvous("later", 3, 5)) for _ in range(2))
         assert first.wait(0) is None
-        with meeting("later", 3, 5) as second:
+        with rendezvous("later", 3, 5) as second:
             assert second.wait(0) is None
         assert third.wait(0) is None
         assert first.wait(0) is None, "the second has left"
-        last = stack.enter_context(meeting("later", 3, 5))
+        last = stack.enter_context(rendezvous("later", 3, 5))
         come = [first, third, last]
         assert together(lambda process: together_with(come[process]), 3) == [3, 3, 3]
     with ExitStack() as stack:
-        with meeting("later", 2, 5) as first:
+        with rendezvous("later", 2, 5) as first:
             assert first.wait(0) is None
-            second = stack.enter_context(meeting("later", 2, 5))
+            second = stack.enter_context(rendezvous("later", 2, 5))
             assert second.wait(0) is None
         assert second.wait(0) is None, "it is the first now"
-        come = [second, stack.enter_context(meeting("later", 2, 5))]
+        come = [second, stack.enter_context(rendezvous("later", 2, 5))]
         assert together(lambda process: together_with(come[process]), 2) == [2, 2]
 
 
 def test_a_process_that_keeps_others_waiting() -> None:
     def come(process: int) -> Any:
-        with meeting("slow", 2, 0.2) as others:
+        with rendezvous("slow", 2, 0.2) as others:
             met = others.wait(5)
             assert met is not None
             if met.index == 1:
                 time.sleep(0.6)
             return met.gather(b"")
 
-    assert all(isinstance(error, Apart) for error in together(come, 2))
+    assert all(isinstance(error, RendezvousEnded) for error in together(come, 2))
 
 
 # --- real processes -------------------------------------------------------------------------------

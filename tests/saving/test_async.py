@@ -39,8 +39,8 @@ from unickpt.adapters import torch as torch_adapter
 from unickpt.frameworks import host_memory
 from unickpt.saving import snapshot
 from unickpt.saving.background import SaveCallbacks, SaveQueue, SaveRequest
-from unickpt.saving.capture import Capture, CaptureMethod
-from unickpt.saving.staging_memory import HostArea
+from unickpt.saving.snapshot_policy import SnapshotMethod, SnapshotPolicy
+from unickpt.saving.staging_memory import HostMemoryPool
 from unickpt.saving.task import SaveEvent
 from unickpt.storage.data_files import DataFile
 
@@ -161,7 +161,7 @@ def test_what_changes_after_the_call_is_saved_as_it_was(
 
 
 def test_a_state_larger_than_the_budget_waits_for_the_storage(tmp_path: Path) -> None:
-    area, held = HostArea(), []
+    area, held = HostMemoryPool(), []
     real = area.take
 
     def watched(*arguments: Any) -> Any:
@@ -860,12 +860,12 @@ def test_memory_of_a_save_that_fails_while_it_is_staged_is_given_back(
     """As on a device: a clone is copied in the background, and meanwhile a change is found."""
     changing, behind = torch.zeros(1 << 19), torch.ones(1 << 19)
     began, may_end = threading.Event(), threading.Event()
-    decide, stage, areas = Capture._decide, snapshot.stage, set[Any]()
+    decide, stage, areas = SnapshotPolicy._decide, snapshot.stage, set[Any]()
 
     def decided(self: Any, fragment: Any, dtype: Any) -> Any:
         method, kept = decide(self, fragment, dtype)
         whole = kept.read(kept.box, lambda: np.empty(kept.box.shape, dtype))
-        return (CaptureMethod.CLONE if whole[0] == 1 else method), kept
+        return (SnapshotMethod.CLONE if whole[0] == 1 else method), kept
 
     def staged(fragment: Any, box: Any, *arguments: Any, **named: Any) -> Any:
         if fragment.read(box, lambda: np.empty(box.shape, np.float32))[0] == 1:
@@ -878,7 +878,7 @@ def test_memory_of_a_save_that_fails_while_it_is_staged_is_given_back(
         init(self, job, area, *others)
 
     init = snapshot.Snapshot.__init__
-    monkeypatch.setattr(Capture, "_decide", decided)
+    monkeypatch.setattr(SnapshotPolicy, "_decide", decided)
     monkeypatch.setattr(snapshot, "stage", staged)
     monkeypatch.setattr(snapshot.Snapshot, "__init__", keeping_area)
     options = SaveOptions(staging="lazy", fsync=False)

@@ -23,7 +23,7 @@ import unickpt
 from unickpt import LocalFragments, PerProcess, SaveOptions, StateChanged
 from unickpt.arrays import guarded_copy
 from unickpt.frameworks import host_memory
-from unickpt.saving import capture, snapshot, write_plan
+from unickpt.saving import snapshot, snapshot_policy, write_plan
 
 MODES = ["auto", "copy", "reference", "lazy", "device"]
 
@@ -48,7 +48,7 @@ def behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
     for module in (snapshot, write_plan):
         monkeypatch.setattr(module, "stage", stopped)
-    monkeypatch.setattr(capture, "_THREADS", 1)  # so that the call copies on its own thread
+    monkeypatch.setattr(snapshot_policy, "_THREADS", 1)  # so that the call copies on its own thread
     yield opened
     opened.set()
 

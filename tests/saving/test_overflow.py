@@ -448,12 +448,12 @@ def save(name, budget_bytes):
     return pending
 save("warm", 8 * MIB).result()
 dist.barrier()
-from unickpt.saving.staging_memory import HostArea
-most, real = [0], HostArea.take
+from unickpt.saving.staging_memory import HostMemoryPool
+most, real = [0], HostMemoryPool.take
 def take(self, *arguments):
     most[0] = max(most[0], self._held)
     return real(self, *arguments)
-HostArea.take = take
+HostMemoryPool.take = take
 before = anonymous()
 pending = save("c", 64 * MIB)
 after = anonymous()
@@ -485,16 +485,16 @@ def test_the_ranks_of_a_node_share_its_budget(
 JAX = """
 import sys, numpy as np, jax, jax.numpy as jnp, unickpt
 from jax.sharding import NamedSharding, PartitionSpec as P
-from unickpt.saving.staging_memory import HostArea
+from unickpt.saving.staging_memory import HostMemoryPool
 mesh = jax.make_mesh((2,), ("x",))
 n = 1 << 20
 tree = {f"w{i}": jax.make_array_from_callback((2 * n,), NamedSharding(mesh, P("x")),
             lambda index, i=i: np.full(n, i, np.float32)) for i in range(4)}
-most, real = [0], HostArea.take
+most, real = [0], HostMemoryPool.take
 def take(self, *arguments):
     most[0] = max(most[0], self._held)
     return real(self, *arguments)
-HostArea.take = take
+HostMemoryPool.take = take
 options = unickpt.SaveOptions(staging="copy", budget_bytes=16 << 20, chunk_bytes=1 << 20,
                               fsync=False)
 report = unickpt.save_async(sys.argv[1], tree, options=options).result()

@@ -39,7 +39,7 @@ from unickpt.reading.fillings import (
     wants_from,
     wants_of,
 )
-from unickpt.reading.node_meeting import Apart, Meeting, can_meet, meeting
+from unickpt.reading.node_rendezvous import Rendezvous, RendezvousEnded, can_meet, rendezvous
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.read_plan import ChunkRead, Consumer, Job
 from unickpt.reading.recipes import Unchanged
@@ -47,9 +47,9 @@ from unickpt.threads import in_batches
 
 _log = logging.getLogger("unickpt")
 
-# What is read more than once must be worth meeting for: bytes, and a share of all. From a disk the
-# system reads once in any case, and copying once more takes about as long as reading from its cache
-# and checking (measured: benchmarks/ranks.py; twice as much is as fast alone).
+# What is read more than once must be worth a rendezvous: bytes, and a share of all. From a disk
+# the system reads once in any case, and copying once more takes about as long as reading from its
+# cache and checking (measured: benchmarks/ranks.py; twice as much is as fast alone).
 _LEAST_BYTES, _LEAST_RATIO, _LEAST_RATIO_LOCAL = 64 << 20, 1.25, 3.0
 _LEAST_ARRAY_BYTES = 1 << 20
 # Processes that load together come within moments. Whoever loads alone waits no longer than this,
@@ -75,10 +75,10 @@ def read_on_node(
         large = [job for job in jobs if _is_spread(stored, job)]
         wants = wants_of(large)
         mine = _bytes_of(large, wants)
-        if _is_worth_meeting(stored, large, mine, count):
+        if _is_worth_sharing(stored, large, mine, count):
             try:
                 _read_large(stored, large, options, filled, mine, done)
-            except Apart as error:
+            except RendezvousEnded as error:
                 _log.info("%s: this process reads alone: %s", stored.location, error)
             except Exception as error:  # reading alone says better what it is, if it stays
                 _log.warning("%s: this process reads alone: %r", stored.location, error)
@@ -103,14 +103,14 @@ def _read_large(
         mine: the bytes that this process would read alone.
 
     Raises:
-        Apart: the processes cannot meet, or are not together any more.
+        RendezvousEnded: the processes cannot meet, or are not together any more.
     """
     index = stored.index
     purpose = f"{__version__} {index.attempt} {index.created} {options.verify}"
     patience_s = _PATIENCE_S if _is_slow(stored) else min(_PATIENCE_S, mine / _PATIENCE_BYTES)
     most, timeout_s = _ALONE_BYTES, min(options.timeout_s, _TIMEOUT_S)
     with (
-        meeting(purpose, launched_on_node() or 1, timeout_s) as others,
+        rendezvous(purpose, launched_on_node() or 1, timeout_s) as others,
         closing(ChunkReader(stored)) as alone,
     ):
         while left := _left(jobs, done):
@@ -152,7 +152,7 @@ def _bytes_of(jobs: Sequence[Job], wants: Wants) -> int:
     )
 
 
-def _is_worth_meeting(stored: Reader, jobs: Sequence[Job], mine: int, count: int) -> bool:
+def _is_worth_sharing(stored: Reader, jobs: Sequence[Job], mine: int, count: int) -> bool:
     """Whether chunks are read more than once, if the other processes need as much as this one.
 
     All processes should come to the same, or those who meet wait for the others in vain; so this
@@ -229,7 +229,7 @@ class _NodeRead:
         stored: Reader,
         jobs: Sequence[Job],
         options: LoadOptions,
-        met: Meeting,
+        met: Rendezvous,
         filled: Filled,
     ) -> None:
         self._stored, self._options, self._met = stored, options, met
@@ -240,7 +240,7 @@ class _NodeRead:
         """Reads, and adds what is complete to `done`.
 
         Raises:
-            Apart: the processes are not together any more, or little would be gained.
+            RendezvousEnded: the processes are not together any more, or little would be gained.
         """
         most = _ROUND_BYTES if _is_slow(self._stored) else _ROUND_BYTES_LOCAL
         most = max(_ALIGN, min(most, self._options.working_bytes // 2))
@@ -252,7 +252,7 @@ class _NodeRead:
         ]
         rounds, half, saved = rounds_of(entries, wanted, most)
         if saved < _LEAST_BYTES:
-            raise Apart("they need different chunks")
+            raise RendezvousEnded("they need different chunks")
         self._check_agreed(rounds)
         for chunk in (chunk for chunks in rounds for chunk in chunks):
             if self._met.index in chunk.wanted:
@@ -275,7 +275,7 @@ class _NodeRead:
         facts = [[(c.entry.name, c.row, c.owner, c.offset) for c in chunks] for chunks in rounds]
         planned = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).digest()
         if set(self._met.gather(planned)) != {planned}:
-            raise Apart("they planned differently")
+            raise RendezvousEnded("they planned differently")
 
     def _begin(self, rounds: Sequence[Sequence[_NodeChunk]], number: int) -> set[Task]:
         """Begins to read this process's chunks of a round."""

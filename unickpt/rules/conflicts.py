@@ -18,7 +18,7 @@ _TO_DEFAULT = "; to let the default rule handle such arrays, begin this rule wit
 _NAMES_TELL = "or give the names of the other side by `like` (--like)"
 
 
-class Claims:
+class Conflicts:
     """Which rule uses each stored array, and which makes each array that is asked for."""
 
     def __init__(self) -> None:
@@ -134,8 +134,8 @@ def leave_to_others(
     """Lets a `default` rule apply only to arrays that no other rule matches.
 
     Where the names of both sides are known, all but the first of several names of one array are
-    free for another rule; see `Claims.settle`. A rule whose names all exist keeps them even if its
-    axes do not fit: that is an error to report, which a default must not hide.
+    free for another rule; see `Conflicts.settle`. A rule whose names all exist keeps them even if
+    its axes do not fit: that is an error to report, which a default must not hide.
 
     Arguments:
         found: all families that a rule matches.

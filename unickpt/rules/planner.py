@@ -20,7 +20,7 @@ from unickpt.format.index import ArrayEntry
 from unickpt.reading.recipes import Fill, MappedSource, whole_dims
 from unickpt.rules import axes, explain
 from unickpt.rules.ast import AxisItem, Nothing
-from unickpt.rules.conflicts import Claims, choose_variants, keep_ties, leave_to_others
+from unickpt.rules.conflicts import Conflicts, choose_variants, keep_ties, leave_to_others
 from unickpt.rules.explain import Problem
 from unickpt.rules.matching import Family, LeafNames, Unfit, families, names_of, resolve
 from unickpt.rules.optimizer_slots import SharedState, shared_names
@@ -107,7 +107,7 @@ class _RulePlanner:
         self._have = LeafNames(stored.facts)
         self._want = None if want is None else LeafNames(want)
         self._problems: list[Problem] = []
-        self._claims = Claims()
+        self._claims = Conflicts()
 
     def make_plan(self, where: str) -> RulePlan:
         """See `make_plan`."""

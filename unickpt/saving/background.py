@@ -22,7 +22,7 @@ from unickpt.reuse.partial_save import PartialSave
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.plan_cache import PlanCache, SameTree
 from unickpt.saving.snapshot import Snapshot
-from unickpt.saving.staging_memory import Abandoned, HostArea
+from unickpt.saving.staging_memory import Abandoned, HostMemoryPool
 from unickpt.saving.task import SaveEvent, SaveTask, call_metrics
 from unickpt.storage import paths
 from unickpt.threads import collection_paused, step_back
@@ -408,7 +408,7 @@ class SaveQueue:
     def __init__(self) -> None:
         self._process = os.getpid()
         self._beginning = threading.RLock()  # `SaveOptions.metrics` may save on another thread
-        self._area, self._plans = HostArea(), PlanCache(_MOST)
+        self._area, self._plans = HostMemoryPool(), PlanCache(_MOST)
         self._pending: list[PendingSave] = []
         self.errors = BackgroundErrors()
 

@@ -23,9 +23,9 @@ from unickpt.frameworks import per_process
 from unickpt.frameworks.leaves import PerProcess, adapter_of, adapters, expand, is_leaf
 from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import Adapter, ArraySource, Fragment, Memory, Read
-from unickpt.saving.capture import Capture, CaptureMethod
 from unickpt.saving.describe import Description, checked_metadata, unstorable
 from unickpt.saving.options import SaveOptions
+from unickpt.saving.snapshot_policy import SnapshotMethod, SnapshotPolicy
 from unickpt.saving.task import SaveTask
 from unickpt.saving.write_plan import WritePlan
 from unickpt.trees import tree, tree_json
@@ -178,7 +178,7 @@ class CachedPlan:
     def __post_init__(self) -> None:
         kept = chain.from_iterable(group.sources for group in self.together)
         fragments = chain.from_iterable(source.fragments for source in kept)
-        self.methods = dict.fromkeys(fragments, CaptureMethod.REFERENCE)
+        self.methods = dict.fromkeys(fragments, SnapshotMethod.REFERENCE)
         self.nbytes = sum(group.nbytes for group in self.together)
         self.assumed = [
             (number, kept)
@@ -209,7 +209,7 @@ def _is_copied(
     source: ArraySource,
     kept: ArraySource,
     staging: str,
-    methods: Mapping[Fragment, CaptureMethod] | None,
+    methods: Mapping[Fragment, SnapshotMethod] | None,
 ) -> bool | None:
     """Whether an array is copied with others; False if it is referred to with others; None if it
     is described again."""
@@ -218,7 +218,7 @@ def _is_copied(
     if methods is None:
         is_whole = source.fragments[0].box == Box.whole(source.shape)
         return False if plain and (is_whole or not memory.mutable) else None
-    if not plain or any(methods[f] is not CaptureMethod.REFERENCE for f in kept.fragments):
+    if not plain or any(methods[f] is not SnapshotMethod.REFERENCE for f in kept.fragments):
         return None
     if memory.mutable:
         return True if len(kept.fragments) == 1 else None
@@ -277,12 +277,12 @@ class SameTree:
         for number, kept in self.plan.assumed:
             yield number, now.get(id(kept), kept), id(kept) not in now
 
-    def keep(self, capture: Capture) -> Mapping[str, ArraySource]:
+    def keep(self, capture: SnapshotPolicy) -> Mapping[str, ArraySource]:
         """Keeps the arrays as they are now."""
         for to, of in self._fill(lambda source: capture.keep(source, lambda box: False)):
             capture.methods[to] = capture.methods.pop(of)
         capture.methods.update(self.plan.methods)
-        capture.used.add(CaptureMethod.REFERENCE)
+        capture.used.add(SnapshotMethod.REFERENCE)
         capture.copied_bytes += self.plan.nbytes
         return self.plan.description.sources
 
@@ -394,7 +394,7 @@ class PlanCache:
         root: tree.Node,
         job: SaveTask,
         kept: Mapping[str, ArraySource],
-        methods: Mapping[Fragment, CaptureMethod] | None,
+        methods: Mapping[Fragment, SnapshotMethod] | None,
     ) -> CachedPlan | None:
         """What a save knows of its tree, for the next one; the save gives it back when it ends.
 

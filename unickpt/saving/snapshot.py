@@ -13,20 +13,26 @@ from unickpt.errors import CoverageError, StorageError
 from unickpt.format import codec
 from unickpt.frameworks.host_memory import stage
 from unickpt.frameworks.protocol import ArraySource, Fragment
-from unickpt.saving.capture import BACKGROUND, Capture, CaptureMethod, Changes, copy_in_order
 from unickpt.saving.plan_cache import CachedPlan, SameTree
-from unickpt.saving.staging_memory import CopyPlace, HostArea, NoSlot, Places, SpilledChunk
+from unickpt.saving.snapshot_policy import (
+    BACKGROUND,
+    Changes,
+    SnapshotMethod,
+    SnapshotPolicy,
+    copy_in_order,
+)
+from unickpt.saving.staging_memory import CopyPlace, HostMemoryPool, NoSlot, Places, SpilledChunk
 from unickpt.saving.task import SaveEvent, SaveState, SaveTask
 from unickpt.saving.write_plan import DirectSource, Staged, StagedChunk, WriteItem, WritePlan
 from unickpt.storage.spill_files import Slot
 
 ChunkKey = tuple[int, int]
 """Of a chunk: its array, and its position there."""
-_COPIES = {CaptureMethod.COPY_NOW, CaptureMethod.COPY_LATER}
+_COPIES = {SnapshotMethod.COPY_NOW, SnapshotMethod.COPY_LATER}
 
 
-def _none() -> dict[CaptureMethod, list[WriteItem]]:
-    return {method: [] for method in CaptureMethod}
+def _none() -> dict[SnapshotMethod, list[WriteItem]]:
+    return {method: [] for method in SnapshotMethod}
 
 
 @dataclass(frozen=True)
@@ -42,13 +48,13 @@ class StagedPlan:
     """
 
     writes: WritePlan = field(default_factory=lambda: WritePlan((), ()))
-    items: dict[CaptureMethod, list[WriteItem]] = field(default_factory=_none)
+    items: dict[SnapshotMethod, list[WriteItem]] = field(default_factory=_none)
     deferred: Sequence[WriteItem] = ()
     never_in_memory: frozenset[ChunkKey] = frozenset()
     waits_for_commit: bool = False
 
 
-def plan_staging(writes: WritePlan, capture: Capture, places: Places) -> StagedPlan:
+def plan_staging(writes: WritePlan, capture: SnapshotPolicy, places: Places) -> StagedPlan:
     """Plans how the chunks of a save are staged.
 
     Arguments:
@@ -71,13 +77,13 @@ def plan_staging(writes: WritePlan, capture: Capture, places: Places) -> StagedP
     for item in spare:
         method = capture.methods[item.fragment]
         copy = method in _COPIES and not waits_for_commit
-        items[method if copy else CaptureMethod.REFERENCE].append(item)
+        items[method if copy else SnapshotMethod.REFERENCE].append(item)
     writes = WritePlan(writes.held, planned)
     return StagedPlan(writes, items, deferred, held_back, waits_for_commit)
 
 
 def _held_back(
-    spare: Sequence[WriteItem], own: Sequence[WriteItem], capture: Capture, places: Places
+    spare: Sequence[WriteItem], own: Sequence[WriteItem], capture: SnapshotPolicy, places: Places
 ) -> frozenset[ChunkKey]:
     """Of chunks that another process should write, those that have no room in memory.
 
@@ -96,7 +102,7 @@ def _held_back(
 
 
 def _deferring(
-    own: Sequence[WriteItem], capture: Capture, room: int
+    own: Sequence[WriteItem], capture: SnapshotPolicy, room: int
 ) -> tuple[list[WriteItem], list[WriteItem]]:
     """What this process writes, and of that what is copied later, because it does not fit.
 
@@ -107,7 +113,7 @@ def _deferring(
     """
     found, deferred = [], []
     for item in own:
-        if not item.borrowed and capture.methods[item.fragment] is CaptureMethod.COPY_NOW:
+        if not item.borrowed and capture.methods[item.fragment] is SnapshotMethod.COPY_NOW:
             room -= item.nbytes
             later = capture.deferred(item.fragment) if room < 0 else None
             if later is not None:
@@ -145,7 +151,7 @@ class Snapshot:
     def __init__(
         self,
         task: SaveTask,
-        area: HostArea,
+        area: HostMemoryPool,
         owners: set[Hashable] | None,
         waited_s: float = 0.0,
         same: SameTree | None = None,
@@ -165,7 +171,7 @@ class Snapshot:
         self._error: BaseException | None = None
         described = task.description
         sources = described.sources.values() if same is None else same.others
-        self._capture = capture = Capture(task.options, owners, sources, self._budget)
+        self._capture = capture = SnapshotPolicy(task.options, owners, sources, self._budget)
         self.sources: Mapping[str, ArraySource]
         """The arrays of the save, as they are kept."""
         if same is None:
@@ -175,11 +181,11 @@ class Snapshot:
             }
         else:
             self.sources, self.cached = same.keep(capture), same.plan
-        self.methods: Mapping[Fragment, CaptureMethod] = capture.methods
+        self.methods: Mapping[Fragment, SnapshotMethod] = capture.methods
         """How each fragment of them is kept."""
         self._places.count(copied=capture.copied_bytes)
         self._used = capture.used
-        self.has_now = CaptureMethod.COPY_NOW in self._used
+        self.has_now = SnapshotMethod.COPY_NOW in self._used
 
     @property
     def has_later(self) -> bool:
@@ -189,7 +195,7 @@ class Snapshot:
     @property
     def is_fenced(self) -> bool:
         """Whether something is copied in the background that must not change before."""
-        return CaptureMethod.COPY_LATER in self._used
+        return SnapshotMethod.COPY_LATER in self._used
 
     @property
     def staged(self) -> Staged:
@@ -215,8 +221,8 @@ class Snapshot:
                 writes = self._writes()
                 self._plan = plan = plan_staging(writes, self._capture, self._places)
                 self._wait_for_commit = plan.waits_for_commit
-                self._references = {key(i): i for i in plan.items[CaptureMethod.REFERENCE]}
-                self._changes.watch(plan.items[CaptureMethod.COPY_LATER])
+                self._references = {key(i): i for i in plan.items[SnapshotMethod.REFERENCE]}
+                self._changes.watch(plan.items[SnapshotMethod.COPY_LATER])
             return self._plan
 
     def _writes(self) -> WritePlan:
@@ -231,7 +237,7 @@ class Snapshot:
         """Copies what must be copied while the caller waits."""
         if self.has_now:
             with self.failing():
-                self._copy(CaptureMethod.COPY_NOW)
+                self._copy(SnapshotMethod.COPY_NOW)
         self._places.returns(waits_for_commit=self._wait_for_commit and not self.has_later)
         if not self.has_later:
             self._end()
@@ -243,10 +249,10 @@ class Snapshot:
         with suppress(BaseException), self.failing():
             if self._error is not None:
                 raise self._error
-            self._copy(CaptureMethod.COPY_LATER, 1)
+            self._copy(SnapshotMethod.COPY_LATER, 1)
             if not self._wait_for_commit:
                 self._events.happened(SaveEvent.SAFE)
-            self._copy(CaptureMethod.CLONE, 1)
+            self._copy(SnapshotMethod.CLONE, 1)
         self._end()
 
     def _end(self) -> None:
@@ -286,7 +292,7 @@ class Snapshot:
             self._fail(error)  # staging may still be copying; it ends itself
             raise
 
-    def _copy(self, method: CaptureMethod, *threads: int) -> None:
+    def _copy(self, method: SnapshotMethod, *threads: int) -> None:
         plan = self._planned()
         deferred = frozenset(plan.deferred)
 

@@ -14,14 +14,14 @@ from unickpt.arrays.dtypes import Array
 from unickpt.frameworks import host_memory
 from unickpt.frameworks.host_memory import MOST_WORKING, HostBuffers, share, stage
 from unickpt.frameworks.protocol import Memory
-from unickpt.saving.capture import Changes
+from unickpt.saving.snapshot_policy import Changes
 from unickpt.saving.task import SaveTask
 from unickpt.saving.write_plan import Staged, StagedChunk, WriteItem
 from unickpt.storage.paths import LocalLocation
 from unickpt.storage.spill_files import Slot, SpillFiles
 
 
-class HostArea:
+class HostMemoryPool:
     """Host memory for staged chunks of all saves in flight: bounded, and reused."""
 
     def __init__(self) -> None:
@@ -206,7 +206,7 @@ class Places:
     def __init__(
         self,
         job: SaveTask,
-        area: HostArea,
+        area: HostMemoryPool,
         waited_s: float,
         abandoned: Callable[[], bool],
         writes: Callable[[], None],

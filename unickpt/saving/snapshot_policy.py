@@ -37,7 +37,7 @@ _LAZY_BYTES = 1 << 20
 _SAMPLES = 64
 
 
-class CaptureMethod(Enum):
+class SnapshotMethod(Enum):
     """How a fragment is kept; in the order in which fragments are staged and written."""
 
     REFERENCE = auto()
@@ -46,10 +46,10 @@ class CaptureMethod(Enum):
     CLONE = auto()  # on its device; the clone is copied later
 
 
-BACKGROUND = {CaptureMethod.COPY_LATER, CaptureMethod.CLONE}
+BACKGROUND = {SnapshotMethod.COPY_LATER, SnapshotMethod.CLONE}
 
 
-class Capture:
+class SnapshotPolicy:
     """Decides how each fragment of one save is kept; keeps those that are not copied in chunks.
 
     Arguments:
@@ -70,9 +70,9 @@ class Capture:
         self._deferred: dict[Fragment, Fragment | None] = {}
         self._written = _Written(sources)
         self._reads: dict[Memory, Read] = {}
-        self.methods: dict[Fragment, CaptureMethod] = {}
+        self.methods: dict[Fragment, SnapshotMethod] = {}
         """How each fragment that `keep` returned is kept."""
-        self.used: set[CaptureMethod] = set()
+        self.used: set[SnapshotMethod] = set()
         """The methods of these fragments."""
         self.copied_bytes = 0
         """Bytes that were copied at once, in fragments too small to defer."""
@@ -87,7 +87,7 @@ class Capture:
         fragments = []
         for fragment in source.fragments:
             if borrowed(fragment.box):
-                method = CaptureMethod.REFERENCE
+                method = SnapshotMethod.REFERENCE
                 kept = _read_by(fragment, _unread, Memory(mutable=False))
             else:
                 method, kept = self._decide(fragment, source.dtype)
@@ -111,32 +111,34 @@ class Capture:
         if fragment not in self._deferred:
             lazy = self._deferred[fragment] = _lazily(fragment)
             if lazy is not None:
-                self.methods[lazy] = CaptureMethod.COPY_LATER
-                self.used.add(CaptureMethod.COPY_LATER)
+                self.methods[lazy] = SnapshotMethod.COPY_LATER
+                self.used.add(SnapshotMethod.COPY_LATER)
         return self._deferred[fragment]
 
-    def _decide(self, fragment: Fragment, dtype: DType) -> tuple[CaptureMethod, Fragment]:
+    def _decide(self, fragment: Fragment, dtype: DType) -> tuple[SnapshotMethod, Fragment]:
         nbytes = fragment.box.size * dtype.itemsize
         if fragment.memory.on_device:
             return self._decide_on_device(fragment, nbytes)
         memory = fragment.memory
         immutable = not memory.mutable and not self._written.shares(memory)
         if self._mode != "copy" and immutable and memory.keep is not None:
-            return CaptureMethod.REFERENCE, _read_by(fragment, self._kept_read(memory), memory)
+            return SnapshotMethod.REFERENCE, _read_by(fragment, self._kept_read(memory), memory)
         if nbytes <= SMALL and self.copied_bytes + nbytes <= self._budget // 16:
             self.copied_bytes += nbytes
             private = Memory(mutable=False)
-            return CaptureMethod.REFERENCE, _read_by(fragment, _copied(fragment, dtype), private)
+            return SnapshotMethod.REFERENCE, _read_by(fragment, _copied(fragment, dtype), private)
         lazily = memory.mutable and self._is_lazy(memory, nbytes)
         lazy = _lazily(fragment) if lazily else None
         return (
-            (CaptureMethod.COPY_NOW, fragment) if lazy is None else (CaptureMethod.COPY_LATER, lazy)
+            (SnapshotMethod.COPY_NOW, fragment)
+            if lazy is None
+            else (SnapshotMethod.COPY_LATER, lazy)
         )
 
-    def _decide_on_device(self, fragment: Fragment, nbytes: int) -> tuple[CaptureMethod, Fragment]:
+    def _decide_on_device(self, fragment: Fragment, nbytes: int) -> tuple[SnapshotMethod, Fragment]:
         memory = fragment.memory
         if self._is_lazy(memory, nbytes):
-            return CaptureMethod.COPY_LATER, fragment
+            return SnapshotMethod.COPY_LATER, fragment
         # A copy to the host would wait for all work that is queued on the device.
         lazily = self._mode == "lazy" or (self._mode == "auto" and self._owners is not None)
         if (lazily or self._mode == "device") and memory.keep is not None:
@@ -145,8 +147,8 @@ class Capture:
             except MemoryError as error:
                 _log.warning("no room for a clone on the device, copying to the host: %s", error)
             else:
-                return CaptureMethod.CLONE, _read_by(fragment, read, memory.watched(None))
-        return CaptureMethod.COPY_NOW, fragment
+                return SnapshotMethod.CLONE, _read_by(fragment, read, memory.watched(None))
+        return SnapshotMethod.COPY_NOW, fragment
 
     def _kept_read(self, memory: Memory) -> Read:
         """A function that reads the data as it is now; fragments of an array are kept together."""

@@ -31,11 +31,11 @@ _LEAST_WAIT_S = 0.0005
 _GREETING_S = 1.0  # for what a process sends as soon as it comes
 
 
-class Apart(Exception):
+class RendezvousEnded(Exception):
     """The processes are not, or no longer, together."""
 
 
-class Meeting:
+class Rendezvous:
     """Some processes that are together until one of them ends, fails, or keeps others waiting.
 
     Arguments:
@@ -52,7 +52,7 @@ class Meeting:
         """What each process tells; returns once all have called it.
 
         Raises:
-            Apart: a process has left, or keeps the others waiting.
+            RendezvousEnded: a process has left, or keeps the others waiting.
         """
         try:
             if self.index > 0:
@@ -64,7 +64,7 @@ class Meeting:
             for link in self._links:
                 link.sendall(joined)
         except OSError as error:
-            raise Apart(f"a process of this node left the others: {error}") from error
+            raise RendezvousEnded(f"a process of this node left the others: {error}") from error
         return every
 
     def share(self, nbytes: int) -> list[Array]:
@@ -74,7 +74,7 @@ class Meeting:
             nbytes: of each; the same for all, and more than 0.
 
         Raises:
-            Apart: as `gather`; or the system gives no memory.
+            RendezvousEnded: as `gather`; or the system gives no memory.
         """
         try:
             os.ftruncate(self._memory[self.index], nbytes)
@@ -84,7 +84,9 @@ class Meeting:
                 for p, file in enumerate(self._memory)
             ]
         except (OSError, ValueError) as error:  # ValueError: a file is shorter
-            raise Apart(f"the processes of this node cannot share memory: {error}") from error
+            raise RendezvousEnded(
+                f"the processes of this node cannot share memory: {error}"
+            ) from error
         return [np.frombuffer(one, np.uint8) for one in maps]
 
 
@@ -94,7 +96,7 @@ def can_meet(count: int) -> bool:
 
 
 @contextmanager
-def meeting(purpose: str, count: int, timeout_s: float) -> Iterator[Arrival]:
+def rendezvous(purpose: str, count: int, timeout_s: float) -> Iterator[Arrival]:
     """Meets other processes of this user on this node, which have the same purpose.
 
     Which ones they are does not matter: as many as are missing are taken as they come.
@@ -112,7 +114,7 @@ class Arrival:
     """A process that has come to meet others, until it leaves, and may do other things meanwhile.
 
     Arguments:
-        purpose, count, timeout_s: see `meeting`.
+        purpose, count, timeout_s: see `rendezvous`.
         stack: closes what it opens.
     """
 
@@ -125,7 +127,7 @@ class Arrival:
         self._come: list[tuple[socket.socket, int]] = []  # to it: links, and their memory
         self._link: socket.socket | None = None  # to the first
 
-    def wait(self, patience_s: float) -> Meeting | None:
+    def wait(self, patience_s: float) -> Rendezvous | None:
         """Waits for the others, at least for a moment.
 
         Arguments:
@@ -135,7 +137,7 @@ class Arrival:
             None if not all have come in this time; they still may.
 
         Raises:
-            Apart: they cannot meet.
+            RendezvousEnded: they cannot meet.
         """
         deadline = time.monotonic() + patience_s
         try:
@@ -157,12 +159,12 @@ class Arrival:
             return None
         except OSError as error:
             self._leave()
-            raise Apart(f"the processes of this node cannot meet: {error}") from error
+            raise RendezvousEnded(f"the processes of this node cannot meet: {error}") from error
         for link in met._links:
             link.settimeout(self._timeout_s)
         return met
 
-    def _met(self, memory: int, deadline: float) -> Meeting:
+    def _met(self, memory: int, deadline: float) -> Rendezvous:
         if self._place is None and self._link is None:
             place = self._stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             try:
@@ -179,7 +181,7 @@ class Arrival:
         assert self._link is not None, "it is the first, or has come to it"
         return self._join(self._link, deadline)
 
-    def _await(self, place: socket.socket, memory: int, deadline: float) -> Meeting:
+    def _await(self, place: socket.socket, memory: int, deadline: float) -> Rendezvous:
         """Waits for the others, as the first."""
         while len(self._come) < self._count - 1:
             place.settimeout(_left(deadline))
@@ -207,8 +209,8 @@ class Arrival:
             try:
                 socket.send_fds(link, [_START.pack(index, self._count)], files)
             except OSError as error:
-                raise Apart(f"a process of this node left the others: {error}") from error
-        return Meeting(0, links, files)
+                raise RendezvousEnded(f"a process of this node left the others: {error}") from error
+        return Rendezvous(0, links, files)
 
     def _connected(self, memory: int, deadline: float) -> socket.socket:
         """Comes to the first."""
@@ -224,16 +226,16 @@ class Arrival:
             raise
         return link
 
-    def _join(self, link: socket.socket, deadline: float) -> Meeting:
+    def _join(self, link: socket.socket, deadline: float) -> Rendezvous:
         """Waits until all have come to the first."""
         link.settimeout(_left(deadline))
         start, files, _, _ = socket.recv_fds(link, _START.size, self._count)
         for file in files:
             self._stack.callback(os.close, file)
         if len(start) < _START.size or len(files) != self._count:
-            raise ConnectionError("the meeting is full, or not all came")
+            raise ConnectionError("the rendezvous is full, or not all came")
         index, _ = _START.unpack(start)
-        return Meeting(index, [link], files)
+        return Rendezvous(index, [link], files)
 
     def _leave(self) -> None:
         for end in (self._place, self._link, *(link for link, _ in self._come)):
