@@ -283,7 +283,7 @@ def _opened(origin: Location, version: Version) -> OcdbtReader | None:
     Raises:
         StorageError: the storage failed.
     """
-    pinned = Database(origin, paths.context()).with_manifest(version.manifest)
+    pinned = Database(origin, paths.context(), version.manifest)
     try:
         return ocdbt_reader.open_pinned(pinned)
     except StorageError:

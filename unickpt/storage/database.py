@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -217,15 +217,14 @@ class Database:
     Arguments:
         location: the folder.
         context: the TensorStore context; databases from which data is copied must share it.
-        manifest: the key-value store with the database's manifest, if it is not read from the
-            folder.
+        manifest: the database's manifest, if it is not read from the folder.
         generation: the storage's name for the version of that manifest in the folder; empty if the
             folder does not have it (yet).
     """
 
     location: Location
     context: ts.Context
-    manifest: Mapping[str, Any] | None = None
+    manifest: bytes | None = None
     generation: bytes = b""
 
     def store(self) -> KvStore:
@@ -234,7 +233,7 @@ class Database:
 
     def array_spec(self, prefix: str) -> dict[str, Any]:
         """The key-value store of one array inside this database."""
-        database = ocdbt.spec(self.location.spec, manifest=self.manifest)
+        database = ocdbt.spec(self.location.spec, manifest=self._manifest_store)
         return {**database, "path": prefix + "/" if prefix else ""}
 
     def reader(self) -> DatabaseReader:
@@ -268,17 +267,17 @@ class Database:
         read = self.read_manifest()
         if read.state != "value":
             return None
-        return replace(self.with_manifest(read.value), generation=read.stamp.generation)
+        return replace(self, manifest=read.value, generation=read.stamp.generation)
 
-    def with_manifest(self, manifest: bytes) -> Database:
-        """The database with a manifest in memory, which the context keeps.
-
-        Arguments:
-            manifest: its bytes; the folder need not contain it.
-        """
-        held = ocdbt.manifest_in_memory(self.location.url)
-        KvStore.open(held, self.context).write(ocdbt.MANIFEST, manifest).result()
-        return replace(self, manifest=held)
+    @cached_property
+    def _manifest_store(self) -> Mapping[str, Any] | None:
+        """Where TensorStore finds a manifest that is not read from the folder: in memory, which the
+        context keeps."""
+        if self.manifest is None:
+            return None
+        held = ocdbt.manifest_in_memory(f"{digest_of(self.manifest)}/{self.location.url}")
+        KvStore.open(held, self.context).write(ocdbt.MANIFEST, self.manifest).result()
+        return held
 
     def manifest_digest(self) -> str:
         """The digest of the pinned manifest, or else of the one in the folder; see `digest_of`."""
@@ -316,10 +315,9 @@ class Database:
 
     def _manifest(self) -> bytes | None:
         """The pinned manifest, or else the one in the folder."""
-        if self.manifest is None:
-            read = self.read_manifest()
-        else:
-            read = KvStore.open(dict(self.manifest), self.context).read(ocdbt.MANIFEST).result()
+        if self.manifest is not None:
+            return self.manifest
+        read = self.read_manifest()
         return read.value if read.state == "value" else None
 
     def __str__(self) -> str:

@@ -270,7 +270,7 @@ class VersionCopy:
         draft, held = own.draft(folder)
         transaction = ts.Transaction(atomic=True)
         root = draft.with_transaction(transaction)
-        for part in (own.with_manifest(self.found.manifest), *added):
+        for part in (replace(own, manifest=self.found.manifest), *added):
             part.store().experimental_copy_range_to(root, ts.KvStore.KeyRange()).result()
         for written in [root.write(key, value) for key, value in changed.items()]:
             written.result()
@@ -438,7 +438,7 @@ def check_copy(
 
 def _damage(location: Location, manifest: bytes, skips: Callable[[ChunkId], bool]) -> str:
     """The damage of the data at a location to which a manifest refers; empty if none."""
-    draft = Database(location, paths.context()).with_manifest(manifest)
+    draft = Database(location, paths.context(), manifest)
     try:
         opened = partial(ocdbt_reader.open_pinned, draft)
         report = verify_opened(location.url, opened, background=True, skips=skips)

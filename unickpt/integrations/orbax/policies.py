@@ -1,6 +1,9 @@
 """When to save and which steps to keep, with the names and fields of Orbax's policies.
 
 A policy of Orbax, or of your own, does as well: an object with `should_save` or `should_preserve`.
+These are here, rather than Orbax's own, because a metric that is NaN is the worst here and anywhere
+in Orbax's `BestN`, because processes agree by any group and not only by `jax.distributed`, and so
+that a program can leave Orbax behind.
 """
 
 from __future__ import annotations
