@@ -76,9 +76,8 @@ def evil_name(checkpoint: unickpt.Checkpoint) -> str:
 
 
 def array_of(shape: tuple[int, ...], layout: Layout | None = None, **more: Any) -> StoredArray:
-    name = more.pop("name", "w")
-    entry = ArrayEntry(name, shape, "float32", shape, layout, **more)
-    return StoredArray({}, None, name, entry)  # type: ignore[arg-type]
+    entry = ArrayEntry("w", shape, "float32", shape, layout, **more)
+    return StoredArray({}, None, "w", entry)  # type: ignore[arg-type]
 
 
 def test_a_checkpoint_shows_its_tree_with_layers_folded(path: str) -> None:
@@ -93,7 +92,7 @@ def test_a_checkpoint_shows_its_tree_with_layers_folded(path: str) -> None:
 def test_a_checkpoint_with_a_hundred_thousand_arrays_stays_small() -> None:
     names = [f"{chr(97 + n % 26)}{'x' * (n % 37)}{n}z{n * n % 7}" for n in range(100_000)]
     entries = {n: ArrayEntry(n, (k % 50,), "float32", (1,)) for k, n in enumerate(names)}
-    rows = [(name, "3", str(entry.nbytes)) for name, entry in entries.items()]
+    rows = [(name, 3, entry.nbytes) for name, entry in entries.items()]
     source = html.table(("name", "n", "bytes"), rows, len(rows))
     assert len(source) < MOST
     assert f"... and {100_000 - html.MOST_ROWS:,} more" in Checked(source).text
@@ -101,14 +100,24 @@ def test_a_checkpoint_with_a_hundred_thousand_arrays_stays_small() -> None:
 
 def test_names_from_storage_are_escaped(path: str) -> None:
     checkpoint = unickpt.open(path)
-    for thing in (checkpoint, checkpoint[evil_name(checkpoint)]):
+    report = LoadReport(EVIL, kept=(EVIL,), cast=((EVIL, EVIL, EVIL),))
+    difference = ArrayDifference(EVIL, "value", EVIL, EVIL, 1, 2.0, 0.5)
+    save = SaveReport(EVIL, 1, 8, 8, 1, 1, 0.5, {EVIL: 1.0}, replicas_differ=(EVIL,))
+    for thing in (
+        checkpoint,
+        checkpoint[evil_name(checkpoint)],
+        report,
+        DiffReport((difference,), 1, 8, 0.1),
+        save,
+    ):
         assert "<script>alert(" in shown(thing).text  # as text, in no tag: see Checked
     assert "&lt;script&gt;" in checkpoint._repr_html_()
 
 
 def test_long_names_are_shortened() -> None:
-    found = shown(array_of((3,), Layout.replicated(1, 1), name="y" * 10**6))
-    assert len(found.text) < 5000
+    report = LoadReport("x" * 10**6, kept=("y" * 10**6,))
+    assert len(report._repr_html_()) < 5000
+    shown(report)
 
 
 # --- fragment maps --------------------------------------------------------------------------------
@@ -176,18 +185,49 @@ def test_a_saved_array_shows_its_map(path: str) -> None:
 # --- reports --------------------------------------------------------------------------------------
 
 
-def test_reports_and_rules_say_what_they_are_in_a_line() -> None:
-    save = SaveReport("s3://b/run/step_3", 12, 10**12, 10**9, 8, 5000, 31.5)
-    assert repr(save) == "SaveReport('s3://b/run/step_3', 12 arrays, 1.0 TB in 31.5 s)"
-    names = [tuple(f"l.{n}.{kind}" for n in range(10**5)) for kind in "wb"]
-    load = LoadReport("memory://a", names[0], kept=names[1])
-    assert repr(load) == "LoadReport('memory://a', loaded 100000 leaves, kept 100000)"
-    assert str(load).startswith("memory://a: loaded 100000 leaves, kept 100000\n")
-    assert repr(DiffReport((), 3, 0, 0.1)) == "DiffReport(the same: 3 arrays compared)"
+def test_a_report_of_a_save_shows_the_slowest_processes() -> None:
+    writers = tuple({"seconds": n % 1000, "bytes": n * 1000, "chunks": 1} for n in range(5000))
+    report = SaveReport(
+        "s3://b/run/step_3", 12, 10**12, 10**9, 8, 5000, 31.5, {"write": 30.0}, writers=writers
+    )
+    found = shown(report)
+    assert "1.0 TB" in found.text
+    assert "31.5 s (31.7 GB/s)" in found.text
+    assert found.cells[-30:-27] == ["999", "999 s", "999.0 kB"]
+    assert repr(report) == "SaveReport('s3://b/run/step_3', 12 arrays, 1.0 TB in 31.5 s)"
+
+
+def test_a_report_of_a_load_shows_what_was_kept() -> None:
+    report = LoadReport(
+        "memory://a",
+        tuple(f"l.{n}.w" for n in range(10**5)),
+        kept=tuple(f"l.{n}.b" for n in range(10**5)),
+    )
+    found = shown(report)
+    assert "l.{0..99999}.b" in found.cells
+    assert repr(report) == "LoadReport('memory://a', loaded 100000 leaves, kept 100000)"
+    assert str(report).startswith("memory://a: loaded 100000 leaves, kept 100000\n")
+
+
+def test_a_report_of_a_comparison_folds_what_is_alike() -> None:
+    same = DiffReport((), 3, 0, 0.1)
+    assert repr(same) == "DiffReport(the same: 3 arrays compared)"
+    shown(same)
     alike = [ArrayDifference(f"l.{n}.w", "shape", "(2,)", "(3,)") for n in range(1000)]
-    report = DiffReport((*alike, ArrayDifference("b", "value", "", "", 3, 0.125, 0.5)), 1001, 8, 1)
+    rows = (*alike, ArrayDifference("b", "value", "", "", 3, 0.125, 0.5))
+    report = DiffReport(rows, 1001, 8, 0.1)
+    found = shown(report)
+    assert "l.{0..999}.w" in found.cells
+    assert {"3", "0.125", "0.5"} <= set(found.cells)
     assert repr(report) == "DiffReport(different: 1001 arrays compared, 1000 shape, 1 value)"
-    assert repr(Rules.preset(Rules.presets()[0])).startswith("<Rules: ")
+
+
+def test_rules_show_as_they_are_written() -> None:
+    rules = Rules.preset(Rules.presets()[0])
+    found = shown(rules)
+    first = str(rules).splitlines()[0]
+    assert any(cell == first for cell in found.cells)
+    assert repr(rules).startswith("<Rules: ")
 
 
 @pytest.mark.parametrize(
@@ -206,7 +246,12 @@ def test_sizes_have_a_unit(nbytes: int, text: str) -> None:
 def test_ipython_takes_the_html(path: str) -> None:
     formatters = pytest.importorskip("IPython.core.formatters")
     checkpoint = unickpt.open(path)
-    for thing in (checkpoint, checkpoint[evil_name(checkpoint)]):
+    for thing in (
+        checkpoint,
+        checkpoint[evil_name(checkpoint)],
+        LoadReport("a"),
+        DiffReport((), 1, 0, 0.0),
+    ):
         data, _ = formatters.DisplayFormatter().format(thing)
         assert data["text/html"] == thing._repr_html_()
 

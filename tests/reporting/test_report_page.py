@@ -3,6 +3,7 @@ on any width, and what a checkpoint says stays text."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,8 +103,8 @@ def test_a_run_is_drawn_in_all_its_parts(page: Browser, small: Path) -> None:
     ]
     assert page.texts(".tile")[0].split("\n") == ["3", "steps kept, 9 removed"]
     pictures = page.run("document.querySelectorAll('.picture canvas').length")
-    assert pictures == 2
-    for title in ("Steps", "What each process did, and when"):
+    assert pictures == 3
+    for title in ("Steps", "What each process did, and when", "Arrays"):
         assert is_drawn(page, in_section(page, title, ".picture canvas")), title
         page.run("document.getElementById('found').removeAttribute('id')")
     assert "cast" in page.texts(in_section(page, "Loads", "thead"))[0]
@@ -218,11 +219,16 @@ def test_another_step_and_another_order_are_a_choice(page: Browser, large: Path)
     assert page.texts("#found .readout")[0].startswith(f"process {first} ")
 
 
-def test_arrays_come_by_bytes_and_show_their_fragments(page: Browser, large: Path) -> None:
+def test_arrays_open_by_containers_and_show_their_fragments(page: Browser, large: Path) -> None:
     page.open(large)
-    sizes = column(page, "Arrays", 4)
-    assert sizes[0] == "3.5 GB", "the largest first"
-    page.keys(in_section(page, "Arrays", "input"), "nu/layers/3/mlp/down")
+    canvas = in_section(page, "Arrays", ".picture canvas")
+    assert page.texts("#found .crumbs")[0].split("\n")[0].startswith("all arrays")
+    page.keys(canvas, "\ue011\ue007")  # Home, Enter
+    assert re.match(r"all arrays */ *(mu|nu)", " ".join(page.texts("#found .crumbs")[0].split()))
+    assert re.search(r"in 66\d arrays", page.texts("#found .crumbs")[0])
+    page.keys(canvas, "\ue003")  # Backspace
+    assert "2,000 arrays" in page.texts("#found .crumbs")[0]
+    page.keys("#found input", "nu/layers/3/mlp/down")
     page.click("#found tbody button.link")
     assert page.texts("#found h3") == ["Fragments of nu/layers/3/mlp/down"]
     assert page.texts("#found .map th")[:2] == ["0:32", "32:64"]

@@ -110,6 +110,7 @@ def test_the_report_and_inspect_name_what_must_stay(run: str) -> None:
     assert save(f"{run}/a", tree()).bases == ()
     report = save(f"{run}/b", tree(), base=f"{run}/a")
     assert report.bases == ("a",)
+    assert "cannot be read without" in report._repr_html_()
     shown = CliRunner().invoke(app, ["inspect", f"{run}/b"], env={"COLUMNS": "200"}).stdout
     assert "in 'a', without which it cannot be read" in " ".join(shown.split())
     told = json.loads(CliRunner().invoke(app, ["inspect", "--json", f"{run}/b"]).stdout)

@@ -7,7 +7,7 @@ notebooks are shown. Whatever is shown, the HTML has at most some 100 kB.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import islice, takewhile
 
@@ -24,7 +24,11 @@ _MOST_TEXT = 160
 _INDENT = "\N{NO-BREAK SPACE}"
 _LINE = "1px solid rgba(128,128,128,.35)"
 _CELL = "text-align:left;padding:2px 12px 2px 0"
+_NUMBER = "text-align:right;padding:2px 12px 2px 0;white-space:nowrap"
 _HEAD = f"border-bottom:{_LINE};font-weight:600;opacity:.75"
+
+Cell = str | int | float
+"""Numbers stand at the right."""
 
 
 def page(title: str, about: str, facts: Iterable[str], *bodies: str) -> str:
@@ -42,7 +46,7 @@ def page(title: str, about: str, facts: Iterable[str], *bodies: str) -> str:
     )
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]], count: int) -> str:
+def table(headings: Sequence[str], rows: Iterable[Sequence[Cell]], count: int) -> str:
     """A table of at most `MOST_ROWS` rows, with a remark if there are more.
 
     Arguments:
@@ -51,15 +55,27 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], count: int) ->
         count: of all rows.
 
     Example:
-        >>> "<td" in table(["name", "bytes"], [("w", "8 B")], 1)
+        >>> "<td" in table(["name", "bytes"], [("w", 8)], 1)
         True
     """
     if not count:
         return ""
     shown = list(islice(rows, MOST_ROWS))
-    heads = "".join(f'<th style="{_CELL};{_HEAD}">{_text(head)}</th>' for head in headings)
-    lines = ("".join(f'<td style="{_CELL}">{_text(cell)}</td>' for cell in row) for row in shown)
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    right = [all(not isinstance(row[at], str) for row in shown) for at in range(len(headings))]
+    styles = [_NUMBER if is_right else _CELL for is_right in right]
+    heads = "".join(
+        f'<th style="{style};{_HEAD}">{_text(head)}</th>'
+        for head, style in zip(headings, styles, strict=True)
+    )
+    body = "".join(
+        "<tr>"
+        + "".join(
+            f'<td style="{style}">{_shown(cell)}</td>'
+            for cell, style in zip(row, styles, strict=True)
+        )
+        + "</tr>"
+        for row in shown
+    )
     return (
         f'<table style="border-collapse:collapse"><thead><tr>{heads}</tr></thead>'
         f"<tbody>{body}</tbody></table>{_more(count - len(shown))}"
@@ -69,7 +85,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], count: int) ->
 def outline(rows: Sequence[OutlineRow]) -> str:
     """The table of a checkpoint's tree."""
 
-    def cells(row: OutlineRow) -> Sequence[str]:
+    def cells(row: OutlineRow) -> Sequence[Cell]:
         facts = row.facts
         name = _INDENT * min(4 * row.depth, 40) + row.label
         shape = "" if facts is None or facts.shape is None else shape_text(facts.shape)
@@ -103,8 +119,22 @@ def fragments(shape: Sequence[int], count: int, of: BoxHolders, layout: Layout |
     return drawn + (_remark(f"p: process; {grid.remark}") if grid.remark else "")
 
 
+def facts_table(facts: Mapping[str, Cell]) -> str:
+    """A table of two columns without headings."""
+    body = "".join(
+        f'<tr><td style="{_CELL};opacity:.75">{_text(name)}</td>'
+        f'<td style="{_CELL}">{_shown(value)}</td></tr>'
+        for name, value in facts.items()
+    )
+    return f'<table style="border-collapse:collapse"><tbody>{body}</tbody></table>'
+
+
 def shape_text(shape: Sequence[int]) -> str:
     return " × ".join(map(str, shape)) or "scalar"
+
+
+def seconds_text(seconds: float) -> str:
+    return f"{seconds:.3g} s"
 
 
 def _map_head(text: str) -> str:
@@ -154,6 +184,12 @@ def plain(text: str, most: int = _MOST_TEXT) -> str:
     """
     short = shortened(text, most)
     return "".join(c if c.isprintable() or c == "\N{NO-BREAK SPACE}" else " " for c in short)
+
+
+def _shown(cell: Cell) -> str:
+    if isinstance(cell, str):
+        return _text(cell)
+    return f"{cell:,}" if isinstance(cell, int) else f"{cell:.4g}"
 
 
 def _text(text: str) -> str:

@@ -92,6 +92,13 @@ class LoadReport:
     def __repr__(self) -> str:
         return f"LoadReport({self.url!r}, {self._summary})"
 
+    def _repr_html_(self) -> str:
+        from unickpt.display import html  # here, so that importing unickpt stays fast
+
+        rows = self.rows
+        drawn = html.table(("", "name", ""), rows, len(rows))
+        return html.page("LoadReport", self.url, [self._summary], drawn)
+
     def __str__(self) -> str:
         rows = self.rows
         widths = [max((len(row[at]) for row in rows), default=0) for at in range(2)]

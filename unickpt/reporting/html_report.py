@@ -20,7 +20,18 @@ from unickpt.reporting.metric_lines import FilePath
 from unickpt.reporting.page_data import collect_page_data
 from unickpt.storage import paths
 
-SCRIPTS = ("core", "picture", "table", "run", "timeline", "heatmap", "processes", "arrays", "main")
+SCRIPTS = (
+    "core",
+    "picture",
+    "table",
+    "run",
+    "timeline",
+    "heatmap",
+    "balance",
+    "treemap",
+    "arrays",
+    "main",
+)
 """The parts of the page's script, in `reporting/page/`."""
 
 

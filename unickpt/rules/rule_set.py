@@ -181,6 +181,15 @@ class Rules:
         own = sum(not rule.lifted for rule in self.rules)
         return f"<Rules: {own} rules, {len(self.rules) - own} more of slots>"
 
+    def _repr_html_(self) -> str:
+        """The rules as they are written, for notebooks."""
+        from unickpt.display import html  # here, so that importing unickpt stays fast
+
+        own = [rule.written for rule in self.rules if not rule.lifted]
+        facts = [f"{len(own):,} rules", f"{len(self.rules) - len(own):,} more of slots"]
+        rows = ((number, text) for number, text in enumerate(own, 1))
+        return html.page("Rules", "", facts, html.table(("", "rule"), rows, len(own)))
+
     def __str__(self) -> str:
         return "\n".join([rule.written for rule in self.rules if not rule.lifted])
 

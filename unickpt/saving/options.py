@@ -12,8 +12,9 @@ from unickpt.frameworks.host_memory import CommonOptions, MemoryBudget, check_nu
 from unickpt.frameworks.process_group import Group
 from unickpt.progress import Progress
 from unickpt.quantized import choice
-from unickpt.quoting import size_text
+from unickpt.quoting import counted, size_text
 from unickpt.storage import paths
+from unickpt.trees import name_ranges
 
 COMPRESSORS = ("zstd", "gzip", "blosc")
 REUSES = ("digest", "compare", "patch")
@@ -31,6 +32,9 @@ def _is_local_path(value: Any) -> bool:
         return False
     text = os.fspath(value)
     return isinstance(text, str) and bool(text) and "://" not in text
+
+
+_SLOWEST = 10  # processes that a report shows
 
 
 @dataclass(frozen=True)
@@ -269,3 +273,39 @@ class SaveReport:
     def __repr__(self) -> str:
         size = size_text(self.bytes)
         return f"SaveReport({self.url!r}, {self.arrays} arrays, {size} in {self.seconds:.3g} s)"
+
+    def _repr_html_(self) -> str:
+        """The figures, the phases, and the processes that took the longest, for notebooks."""
+        from unickpt.display import html  # here, so that importing unickpt stays fast
+
+        facts = [
+            counted(self.arrays, "array"),
+            size_text(self.bytes),
+            counted(self.processes, "process", "processes"),
+            f"{html.seconds_text(self.seconds)} ({self.gb_per_s:.3g} GB/s)",
+            f"blocked the caller for {html.seconds_text(self.blocked_s)}",
+        ]
+        own = {
+            "written": size_text(self.written_bytes),
+            "taken from the base": size_text(self.reused_bytes),
+            "staged": size_text(self.staged_bytes),
+            **{name: html.seconds_text(seconds) for name, seconds in self.phases.items()},
+        }
+        needs = {"cannot be read without": ", ".join(self.bases)}
+        differ = {"differ between processes": name_ranges.listed(self.replicas_differ)}
+        slowest = sorted(enumerate(self.writers), key=lambda of: -of[1].get("seconds", 0.0))
+        rows = [
+            (process, html.seconds_text(of.get("seconds", 0.0)), size_text(int(of["bytes"])))
+            for process, of in slowest[:_SLOWEST]
+        ]
+        return html.page(
+            "SaveReport",
+            self.url,
+            facts,
+            html.facts_table({"process": self.process, **own}),
+            html.facts_table(needs) if self.bases else "",
+            html.facts_table(differ) if self.replicas_differ else "",
+            html.table(("slowest process", "wrote for", "bytes"), rows, len(rows))
+            if len(self.writers) > 1
+            else "",
+        )

@@ -23,6 +23,7 @@ from unickpt.reading import checkpoint
 from unickpt.reading.chunk_reader import ChunkReader, read_made
 from unickpt.reading.options import LoadOptions
 from unickpt.rules.rule_set import Rules
+from unickpt.trees import name_ranges
 
 _MISSING = "missing"
 
@@ -79,6 +80,22 @@ class DiffReport:
         counts = ", ".join(f"{count} {problem}" for problem, count in found.items())
         same = "the same" if self.same else "different"
         return f"{same}: {self.arrays} arrays compared" + (f", {counts}" if counts else "")
+
+    def _repr_html_(self) -> str:
+        """The differences, those that are alike folded, for notebooks."""
+        from unickpt.display import html  # here, so that importing unickpt stays fast
+
+        alike: dict[tuple[Any, ...], list[str]] = {}
+        for row in self.differences:
+            values = (row.unequal, row.max_abs, row.max_rel)
+            texts = tuple("" if value is None else f"{value:.4g}" for value in values)
+            alike.setdefault((row.problem, row.first, row.second, *texts), []).append(row.name)
+        rows = [
+            (name, *texts) for texts, names in alike.items() for name in name_ranges.fold_all(names)
+        ]
+        headings = ("name", "problem", "first", "second", "unequal", "max abs", "max rel")
+        drawn = html.table(headings, rows, len(rows))
+        return html.page("DiffReport", "", [self._summary], drawn)
 
 
 def diff(

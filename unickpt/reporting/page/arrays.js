@@ -1,5 +1,7 @@
 // The arrays of the newest step, and which process held which part of each.
 
+const _HUES = ["c0", "c1", "c2", "c3", "c4", "c5", "c6"];
+
 function arraysSection() {
   const found = data.arrays;
   const rows = found.rows.map(([name, dtype, shape, size, layout, fragments, map]) => ({
@@ -17,12 +19,38 @@ function arraysSection() {
     box.append(el("p", {}, "It has no arrays."));
     return box;
   }
-  const one = el("div", {});
+  const one = el("div", {}),
+    colours = { layout: _coloured(rows, "layout"), dtype: _coloured(rows, "dtype") };
+  let by = "layout";
   const open = (row) => {
     one.replaceChildren(..._arrayMap(row));
     one.scrollIntoView({ block: "nearest" });
   };
-  box.append(one, _arraysTable(rows, open));
+  const drawn = treemap(arrayTree(rows), { hue: (row) => colours[by].hue(row), opened: open });
+  const key = el("div", {}, colours[by].legend());
+  box.append(
+    el(
+      "div",
+      { class: "controls" },
+      choice(
+        "Colours",
+        [
+          ["layout", "by layout"],
+          ["dtype", "by dtype"],
+        ],
+        by,
+        (value) => {
+          by = value;
+          key.replaceChildren(colours[by].legend());
+          drawn.redraw();
+        },
+      ),
+    ),
+    key,
+    drawn.node,
+    one,
+    _arraysTable(rows, open),
+  );
   if (found.more)
     box.append(
       el(
@@ -32,6 +60,28 @@ function arraysSection() {
       ),
     );
   return box;
+}
+
+/** Colours for the most common values of a field, the last one for all others. */
+function _coloured(rows, field) {
+  const sizes = new Map();
+  for (const row of rows) sizes.set(row[field], (sizes.get(row[field]) || 0) + row.bytes);
+  const common = [...sizes]
+    .sort((a, b) => b[1] - a[1])
+    .slice(0, _HUES.length)
+    .map(([value]) => value);
+  const others = sizes.size - common.length;
+  return {
+    hue: (row) => _HUES[common.indexOf(row[field])] || "c7",
+    legend: () =>
+      legend([
+        ...common.map((value, n) => [
+          _HUES[n],
+          `${value === "-" ? "one device" : value} (${bytes(sizes.get(value))})`,
+        ]),
+        ...(others > 0 ? [["c7", counted(others, "other")]] : []),
+      ]),
+  };
 }
 
 function _arraysTable(rows, open) {
@@ -65,7 +115,7 @@ function _arraysTable(rows, open) {
         text: (r) => grouped(r.fragments),
       },
     ],
-    { rows, shown: 20, sort: [3, -1], noun: ["array", "arrays"] },
+    { rows, shown: 20, noun: ["array", "arrays"] },
   );
 }
 

@@ -117,7 +117,7 @@ function _detail() {
     options = saves.map((save, n) => [String(n), save.name]);
   const show = (number) => {
     const save = saves[Number(number)];
-    const several = save.n > 1 ? [heatSection(save)] : [];
+    const several = save.n > 1 ? [heatSection(save), balanceSection(save)] : [];
     box.replaceChildren(timelineSection(save), ...several, processesSection(save, saves));
     redrawAll();
   };

@@ -21,13 +21,15 @@ function redrawAll() {
  * of.box(number): [x, y, width, height] of a thing, which is marked.
  * of.text(number): what to say of a thing; lines.
  * of.move(number, key): the thing in the direction of an arrow key, Home or End; -1 for none.
+ * of.chosen(number): called for a click, or Enter; optional.
+ * of.key(key): called for other keys; optional.
  */
 function picture(of) {
   const canvas = el("canvas", { tabindex: 0, role: "img", "aria-label": of.label });
   const readout = el("div", { class: "readout", "aria-live": "polite" }, of.hint || "");
   const node = el("div", { class: "picture" }, canvas, readout);
   const base = document.createElement("canvas");
-  const self = { node, canvas, redraw, wasShown: false };
+  const self = { node, canvas, redraw, wasShown: false, select: show };
   let selected = -1,
     width = 0,
     height = 0;
@@ -95,12 +97,15 @@ function picture(of) {
     _tip.hidden = true;
     if (document.activeElement !== canvas) show(-1);
   });
+  canvas.addEventListener("click", () => selected >= 0 && of.chosen && of.chosen(selected));
   canvas.addEventListener("blur", () => show(-1));
   canvas.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.altKey || event.metaKey) return;
-    if (!/^(Arrow|Home|End)/.test(event.key)) return;
-    const next = of.move(selected, event.key);
-    if (next >= 0) show(next);
+    if (/^(Arrow|Home|End)/.test(event.key)) {
+      const next = of.move(selected, event.key);
+      if (next >= 0) show(next);
+    } else if (event.key === "Enter" && selected >= 0 && of.chosen) of.chosen(selected);
+    else if (!(of.key && of.key(event.key))) return;
     event.preventDefault();
     _tip.hidden = true;
   });
