@@ -50,6 +50,7 @@ _MOST_THREADS = 32  # of remote storage so many, because each request crosses a 
 # disk also larger ones do, if enough tasks are left for each thread.
 TASK_BYTES, _MOST_TASK_BYTES = 1 << 20, 16 << 20
 TASK_CHUNKS = 256
+_SMALL_ARRAY = 64 << 10  # for which nothing needs to justify the memory
 _TASKS_PER_THREAD = 4
 
 
@@ -184,10 +185,10 @@ class _Reads:
         self.window.make_room(nbytes)
         digests: Sequence[int | None] = [None] * len(batch)
         rows = self.stored.first_digests([job.entry for job in batch])  # before there is memory
-        if rows is None:
-            for job in batch:
+        for job in batch:
+            if rows is None or job.entry.nbytes > _SMALL_ARRAY:
                 self.stored.check_backed(job.entry)
-        elif self.planner.verify:
+        if rows is not None and self.planner.verify:
             digests = rows["digest"].tolist()
         memory = [buffer_of(self.stored, job.name, job.target, 0) for job in batch]
         for to in memory:
