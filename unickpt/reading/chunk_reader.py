@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import compress
-from operator import attrgetter, mul
+from operator import attrgetter, itemgetter, mul
 from typing import Any, NamedTuple, TypeVar
 
 from unickpt.arrays import dtypes, strided_copy
@@ -19,7 +19,7 @@ from unickpt.arrays.dtypes import Array, DType
 from unickpt.errors import out_of_memory
 from unickpt.format import chunk_grid
 from unickpt.format.chunk_grid import Part
-from unickpt.format.index import ArrayEntry
+from unickpt.format.index import ArrayEntry, nbytes_of
 from unickpt.format.reader import Reader, Request
 from unickpt.frameworks.host_memory import Scratch, prefer_huge_pages
 from unickpt.progress import ProgressFunction
@@ -50,7 +50,6 @@ _MOST_THREADS = 32  # of remote storage so many, because each request crosses a 
 # disk also larger ones do, if enough tasks are left for each thread.
 TASK_BYTES, _MOST_TASK_BYTES = 1 << 20, 16 << 20
 TASK_CHUNKS = 256
-_SMALL_ARRAY = 64 << 10  # for which nothing needs to justify the memory
 _TASKS_PER_THREAD = 4
 
 
@@ -88,10 +87,12 @@ def read_arrays(
     work = _Reads(stored, Planner(stored, options.verify), own, window, filled, done)
     try:
         whole, others = _whole_jobs(jobs)
+        sizes = [nbytes_of(job.entry.shape, job.entry.dtype) for job in whole]
         if reader is None:
-            own.expect(sum(job.entry.nbytes for job in whole) + sum(job.nbytes for job in others))
-        for batch in in_batches(whole, TASK_CHUNKS, own.task_bytes, lambda job: job.entry.nbytes):
-            others += work.start_whole(batch)
+            own.expect(sum(sizes) + sum(job.nbytes for job in others))
+        sized = zip(whole, sizes, strict=True)
+        for batch in in_batches(sized, TASK_CHUNKS, own.task_bytes, itemgetter(1)):
+            others += work.start_whole([job for job, _ in batch], sum(size for _, size in batch))
         for job in others:
             work.start(job)
         window.drain()
@@ -174,24 +175,27 @@ class _Reads:
 
         self.window.add(nbytes, finish)
 
-    def start_whole(self, batch: Sequence[StoredJob]) -> list[Job]:
+    def start_whole(self, batch: Sequence[StoredJob], nbytes: int) -> list[Job]:
         """As `start`, for arrays that are read whole, on one thread.
+
+        Arguments:
+            batch: the arrays.
+            nbytes: of all of them.
 
         Returns:
             The jobs of those that have to be read otherwise, because their memory is not
             contiguous.
         """
-        nbytes = sum(job.entry.nbytes for job in batch)
         self.window.make_room(nbytes)
         digests: Sequence[int | None] = [None] * len(batch)
         rows = self.stored.first_digests([job.entry for job in batch])  # before there is memory
-        for job in batch:
-            if rows is None or job.entry.nbytes > _SMALL_ARRAY:
-                self.stored.check_backed(job.entry)
+        is_large = nbytes > TASK_BYTES  # then it may be of one array
+        for job in batch if rows is None or is_large else ():
+            self.stored.check_backed(job.entry)
         if rows is not None and self.planner.verify:
             digests = rows["digest"].tolist()
         memory = [buffer_of(self.stored, job.name, job.target, 0) for job in batch]
-        for to in memory:
+        for to in memory if is_large else ():
             prefer_huge_pages(to)
         plain = [to.flags.c_contiguous for to in memory]
         whole, out = list(compress(batch, plain)), list(compress(memory, plain))
