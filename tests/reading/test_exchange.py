@@ -33,7 +33,8 @@ from unickpt import (
     SaveOptions,
 )
 from unickpt.format import index
-from unickpt.reading.collective_read import schedule
+from unickpt.reading.collective_read import _moved_bytes
+from unickpt.reading.shared_read import schedule
 
 HERE = Path(TESTS)
 RULES = """
@@ -77,7 +78,7 @@ def wanted(draw: st.DrawFn) -> tuple[Any, list[dict[str, list[Box]]]]:
 @given(wanted(), st.integers(1, 200))
 def test_every_box_comes_out_of_chunks_that_one_process_reads(case: Any, budget: int) -> None:
     entry, wants = case
-    rounds = list(schedule([entry], wants, budget))
+    rounds = schedule([entry], wants, _moved_bytes, budget)
     found = [np.zeros(entry.shape, int) for _ in wants]
     for chunks in rounds:
         held: Counter[int] = Counter()
@@ -104,7 +105,7 @@ def test_the_reading_is_spread_evenly() -> None:
     layout = unickpt.Layout.replicated(1, 1)
     entry = index.ArrayEntry("x", (64,), "int8", (4,), layout)
     whole, last = Box((0,), (64,)), Box((60,), (64,))
-    rounds = schedule([entry], [{"x": [whole]}] * 3 + [{"x": [last]}], 1 << 20)
+    rounds = schedule([entry], [{"x": [whole]}] * 3 + [{"x": [last]}], _moved_bytes, 1 << 20)
     owners = Counter(chunk.owner for chunks in rounds for chunk in chunks)
     assert sorted(owners.values()) == [1, 5, 5, 5]
     assert owners[3] == 1

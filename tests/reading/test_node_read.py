@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import TESTS
 from support.counts import ChunkRead
@@ -28,8 +28,9 @@ from unickpt import Box, CheckpointCorrupt, LoadMismatch, LoadOptions, LocalFrag
 from unickpt.format import chunk_grid, index
 from unickpt.frameworks import leaves
 from unickpt.reading import node_read
-from unickpt.reading.node_read import rounds_of
-from unickpt.reading.node_rendezvous import RendezvousEnded, rendezvous
+from unickpt.reading.node_read import SharedMemory
+from unickpt.reading.node_rendezvous import Rendezvous, RendezvousEnded, rendezvous
+from unickpt.reading.shared_read import schedule
 
 SMALL = SaveOptions(chunk_bytes=1 << 10, fsync=False)
 X = np.random.default_rng(0).random((64, 32))
@@ -100,23 +101,54 @@ def wanted(draw: st.DrawFn) -> tuple[Any, list[dict[str, list[Box]]]]:
     return entry, [{"x": boxes()} for _ in range(draw(st.integers(1, 5)))]
 
 
+class _Here(Rendezvous):
+    """Processes that are all this one."""
+
+    def __init__(self, index: int, count: int) -> None:
+        super().__init__(index, [], [0] * count)
+
+    def share(self, nbytes: int) -> list[Any]:
+        return [np.zeros(nbytes, np.uint8) for _ in range(self.count)]
+
+
+def many_rounds() -> tuple[Any, list[dict[str, list[Box]]]]:
+    entry = index.ArrayEntry("x", (60,), "int16", (4,), unickpt.Layout.replicated(1, 1))
+    return entry, [{"x": [Box((0,), (60,))]}] * 3
+
+
 @settings(deadline=None, max_examples=150)
+@example(many_rounds(), 64)
 @given(wanted(), st.integers(64, 1000))
 def test_each_chunk_is_read_once_into_memory_of_its_own(case: Any, most: int) -> None:
     entry, wants = case
-    rounds, half, saved = rounds_of([entry], wants, most)
-    numbers, more = [], 0
-    for chunks in rounds:
-        ends: Counter[int] = Counter()
+    rounds = schedule([entry], wants, node_read._shared_bytes, most)
+    numbers: list[int] = []
+    memory = SharedMemory(_Here(0, len(wants)), rounds)
+    for number, chunks in enumerate(rounds):
+        begun, used = memory.begin(number, chunks), Counter[int]()
         for chunk in chunks:
             numbers.append(chunk.number)
             assert chunk.owner in chunk.wanted
-            assert (chunk.offset is None) == (len(chunk.wanted) == 1)
-            if chunk.offset is not None:
-                assert chunk.offset >= ends[chunk.owner], "two chunks never overlap"
-                ends[chunk.owner] = chunk.offset + 2 * chunk.box.size
-                more += (len(chunk.wanted) - 1) * 2 * chunk.box.size
-            assert ends[chunk.owner] <= half
+            assert begun.is_taken(chunk) == (len(chunk.wanted) > 1)
+            for box, there in begun.to_fill(chunk):
+                assert box == chunk.box
+                assert there.shape == box.shape
+                assert not there.any(), "two chunks of a round never overlap"
+                there[...] = 1 + chunk.number
+                used[chunk.owner] += -(-there.nbytes // 64) * 64
+        assert len(chunks) == 1 or max(used.values(), default=0) <= most
+        for chunk in chunks:
+            if begun.is_taken(chunk):
+                ((box, there),) = begun.taken(chunk)
+                assert (there == 1 + chunk.number).all()
+        before = rounds[max(0, number - 2) : number]
+        for number_before, chunks in enumerate(before, max(0, number - 2)):
+            for chunk in chunks:
+                for _, there in memory.begin(number_before, chunks).to_fill(chunk):
+                    assert (there == 1 + chunk.number).all(), "two rounds later it is still there"
+        for chunk in rounds[number - 2] if number > 1 else ():
+            for _, there in memory.begin(number - 2, rounds[number - 2]).to_fill(chunk):
+                there[...] = 0
     expected = {
         n
         for of in wants
@@ -125,7 +157,6 @@ def test_each_chunk_is_read_once_into_memory_of_its_own(case: Any, most: int) ->
         for n in p.chunks_in(box)
     }
     assert sorted(numbers) == sorted(expected), "each chunk once"
-    assert saved >= more
 
 
 # --- loads together -------------------------------------------------------------------------------
@@ -162,12 +193,12 @@ def test_the_smallest_budget_counts_and_plans_must_agree(
     assert all(is_right(found["x"]) for found in together(work))
     assert len(chunk_reads) == X.nbytes >> 10
 
-    def otherwise(entries: Any, wants: Any, most: int) -> Any:
+    def otherwise(entries: Any, wants: Any, held_for: Any, most: int) -> Any:
         changed = threading.current_thread().name.endswith("_1")
-        return rounds_of(entries, wants, 2048 if changed else most)
+        return schedule(entries, wants, held_for, 2048 if changed else most)
 
     chunk_reads.clear()
-    monkeypatch.setattr(node_read, "rounds_of", otherwise)
+    monkeypatch.setattr(node_read, "schedule", otherwise)
     assert all(is_right(found["x"]) for found in together(work))
     assert len(chunk_reads) == X.nbytes >> 8, "each read alone"
 
@@ -325,8 +356,6 @@ def test_a_process_that_leaves_at_any_time(
     gathers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first, which passes on what is told, or another."""
-    from unickpt.reading.node_rendezvous import Rendezvous
-
     real, leaves_now = Rendezvous.gather, threading.local()
     unickpt.save(tmp_path / "c", {"x": X}, options=SMALL)
     for leaver in (0, 2):

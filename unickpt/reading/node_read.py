@@ -26,23 +26,24 @@ from unickpt._version import __version__
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
-from unickpt.format.chunk_grid import Part
-from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
 from unickpt.frameworks.process_group import launched_on_node
-from unickpt.reading.chunk_reader import ChunkReader, Filled, Task, read_arrays
-from unickpt.reading.fillings import (
-    Fillings,
+from unickpt.reading.chunk_reader import ChunkReader, Filled, read_arrays
+from unickpt.reading.node_rendezvous import Rendezvous, RendezvousEnded, can_meet, rendezvous
+from unickpt.reading.options import LoadOptions
+from unickpt.reading.read_plan import Job
+from unickpt.reading.shared_read import (
+    Exchange,
+    Rounds,
+    SharedChunk,
+    SharedRead,
     Wants,
     as_json,
+    schedule,
     wanted_chunks,
     wants_from,
     wants_of,
 )
-from unickpt.reading.node_rendezvous import Rendezvous, RendezvousEnded, can_meet, rendezvous
-from unickpt.reading.options import LoadOptions
-from unickpt.reading.read_plan import ChunkRead, Consumer, Job
-from unickpt.reading.recipes import Unchanged
 from unickpt.threads import in_batches
 
 _log = logging.getLogger("unickpt")
@@ -61,6 +62,7 @@ _TIMEOUT_S = 60.0
 # Of a process, in a round: enough requests in flight; or so little that it stays in a cache.
 _ROUND_BYTES, _ROUND_BYTES_LOCAL = 128 << 20, 16 << 20
 _ALIGN = 64  # of chunks in shared memory, in bytes
+_ROUNDS_HELD = 3  # in shared memory at a time
 
 
 def read_on_node(
@@ -116,7 +118,7 @@ def _read_large(
         while left := _left(jobs, done):
             met = others.wait(patience_s)
             if met is not None:
-                _NodeRead(stored, left, options, met, filled).read(wants_of(left), done)
+                _read_with(stored, left, options, filled, met, done)
                 return
             batch = next(in_batches(left, None, most, _stored_bytes))
             done |= read_arrays(stored, batch, options, alone, filled)
@@ -164,169 +166,114 @@ def _is_worth_sharing(stored: Reader, jobs: Sequence[Job], mine: int, count: int
     return spread * mine >= least * whole and min(count, spread) * mine >= _LEAST_BYTES
 
 
-class _NodeChunk(NamedTuple):
-    """A chunk, who reads it, and where it lies in that process's memory; None if only one process
-    needs it."""
-
-    entry: ArrayEntry
-    part: Part
-    number: int
-    row: int
-    box: Box
-    owner: int
-    wanted: Mapping[int, Sequence[Box]]
-    offset: int | None
+def _shared_bytes(chunk: SharedChunk) -> Mapping[int, int]:
+    """Memory that a chunk takes of the process that reads it, if others need it."""
+    return {chunk.owner: _aligned(chunk)} if len(chunk.wanted) > 1 else {}
 
 
-def rounds_of(
-    entries: Sequence[ArrayEntry], wants: Sequence[Wants], most_bytes: int
-) -> tuple[list[list[_NodeChunk]], int, int]:
-    """All chunks that any process needs, in rounds; all processes get the same.
+def _aligned(chunk: SharedChunk) -> int:
+    return -(-chunk.nbytes // _ALIGN) * _ALIGN
 
-    A chunk is read by a process that needs it, the one with the least to read so far.
+
+def _read_with(
+    stored: Reader,
+    jobs: Sequence[Job],
+    options: LoadOptions,
+    filled: Filled,
+    met: Rendezvous,
+    done: dict[str, Any],
+) -> None:
+    """Reads, and adds what is complete to `done`.
+
+    Raises:
+        RendezvousEnded: the processes are not together any more, or little would be gained.
+    """
+    most = _ROUND_BYTES if _is_slow(stored) else _ROUND_BYTES_LOCAL
+    most = max(_ALIGN, min(most, options.working_bytes // _ROUNDS_HELD))
+    told = [
+        json.loads(one) for one in met.gather(json.dumps([as_json(wants_of(jobs)), most]).encode())
+    ]
+    wants, most = [wants_from(of) for of, _ in told], min(nbytes for _, nbytes in told)
+    entries = [e for e in stored.index.arrays.values() if any(e.name in w for w in wants)]
+    rounds = schedule(entries, wants, _shared_bytes, most)
+    if sum((len(c.wanted) - 1) * c.nbytes for chunks in rounds for c in chunks) < _LEAST_BYTES:
+        raise RendezvousEnded("they need different chunks")
+    # Whoever took another's chunk for the one that it needs would load other values.
+    facts = [[(*chunk.key, chunk.owner) for chunk in chunks] for chunks in rounds]
+    planned = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).digest()
+    if set(met.gather(planned)) != {planned}:
+        raise RendezvousEnded("they planned differently")
+    SharedRead(stored, jobs, options, filled).read(rounds, SharedMemory(met, rounds), done)
+
+
+class SharedMemory:
+    """The `Transport` of a node: chunks lie in memory of who read them, which all processes see.
+
+    There is memory for three rounds: one is read, one is placed, and from the one before that
+    others may still be taking what they need.
 
     Arguments:
-        entries: the stored arrays.
-        wants: what each process needs.
-        most_bytes: of memory that a process has for the shared chunks of a round, unless a single
-            one is larger.
+        met: the processes.
+        rounds: all rounds.
 
-    Returns:
-        The rounds; the bytes that a process needs for one; and those that are saved, because they
-        are not read again.
-    """
-    read, held = [0] * len(wants), [0] * len(wants)
-    rounds: list[list[_NodeChunk]] = [[]]
-    largest = saved = 0
-    for entry in entries:
-        for part, number, row, wanted in wanted_chunks(entry, wants):
-            owner = min(wanted, key=lambda process: (read[process], process))
-            box = part.chunk_box(number)
-            nbytes = -(-box.size * entry.itemsize // _ALIGN) * _ALIGN
-            read[owner] += nbytes
-            offset = None
-            if len(wanted) > 1:
-                saved += nbytes * (len(wanted) - 1)
-                if held[owner] and held[owner] + nbytes > most_bytes:
-                    rounds.append([])
-                    held = [0] * len(wants)
-                offset = held[owner]
-                held[owner] += nbytes
-                largest = max(largest, held[owner])
-            rounds[-1].append(_NodeChunk(entry, part, number, row, box, owner, wanted, offset))
-    return rounds, largest, saved
-
-
-class _NodeRead:
-    """One load by the processes of a node.
-
-    A round's chunks are read while those of the round before are placed, in the other half of the
-    memory. At the end of each round all wait for each other: then the half that was placed is free.
+    Raises:
+        RendezvousEnded: there is no such memory.
     """
 
-    def __init__(
-        self,
-        stored: Reader,
-        jobs: Sequence[Job],
-        options: LoadOptions,
-        met: Rendezvous,
-        filled: Filled,
-    ) -> None:
-        self._stored, self._options, self._met = stored, options, met
-        self._fillings = Fillings(stored, jobs, options.verify, filled)
-        self._names = {entry.name for job in jobs for entry in job.entries}
+    def __init__(self, met: Rendezvous, rounds: Rounds) -> None:
+        self.index, self._met = met.index, met
+        self._offsets: dict[tuple[str, int], int] = {}
+        self._round_bytes = 0
+        for chunks in rounds:
+            ends = [0] * met.count
+            for chunk in chunks:
+                for owner, nbytes in _shared_bytes(chunk).items():
+                    self._offsets[chunk.key] = ends[owner]
+                    ends[owner] += nbytes
+            self._round_bytes = max(self._round_bytes, *ends)
+        self._memory = met.share(_ROUNDS_HELD * self._round_bytes)
 
-    def read(self, wants: Wants, done: dict[str, Any]) -> None:
-        """Reads, and adds what is complete to `done`.
+    def begin(self, number: int, chunks: Sequence[SharedChunk]) -> Exchange:
+        return _RoundInMemory(self, number % _ROUNDS_HELD * self._round_bytes)
 
-        Raises:
-            RendezvousEnded: the processes are not together any more, or little would be gained.
+    def end(self, error: Exception | None) -> None:
+        if error is not None:
+            raise error
+
+    def gather(self) -> None:
+        """Waits for all."""
+        self._met.gather(b"")
+
+    def is_shared(self, chunk: SharedChunk) -> bool:
+        """Whether others need a chunk."""
+        return chunk.key in self._offsets
+
+    def of(self, chunk: SharedChunk, begin: int) -> Array:
+        """The memory of a shared chunk.
+
+        Arguments:
+            begin: where that of the round begins.
         """
-        most = _ROUND_BYTES if _is_slow(self._stored) else _ROUND_BYTES_LOCAL
-        most = max(_ALIGN, min(most, self._options.working_bytes // 2))
-        every = self._met.gather(json.dumps([as_json(wants), most]).encode())
-        told = [json.loads(one) for one in every]
-        wanted, most = [wants_from(of) for of, _ in told], min(nbytes for _, nbytes in told)
-        entries = [
-            e for e in self._stored.index.arrays.values() if any(e.name in w for w in wanted)
-        ]
-        rounds, half, saved = rounds_of(entries, wanted, most)
-        if saved < _LEAST_BYTES:
-            raise RendezvousEnded("they need different chunks")
-        self._check_agreed(rounds)
-        for chunk in (chunk for chunks in rounds for chunk in chunks):
-            if self._met.index in chunk.wanted:
-                self._fillings.expect(chunk.entry.name)
-        self._half, self._shared = half, self._met.share(2 * half)
-        self._fillings.begin(done)
-        self._reader = ChunkReader(self._stored)
-        try:
-            self._wait(self._begin(rounds, 0))
-            for number, chunks in enumerate(rounds):
-                self._met.gather(b"")
-                tasks = self._begin(rounds, number + 1)
-                self._place(chunks, number, done)
-                self._wait(tasks)
-        finally:
-            self._reader.close()
+        begin += self._offsets[chunk.key]
+        bits = self._memory[chunk.owner][begin : begin + chunk.nbytes]
+        return bits.view(dtypes.from_name(chunk.entry.dtype)).reshape(chunk.box.shape)
 
-    def _check_agreed(self, rounds: Sequence[Sequence[_NodeChunk]]) -> None:
-        """Whoever took another's chunk for the one that it needs would load other values."""
-        facts = [[(c.entry.name, c.row, c.owner, c.offset) for c in chunks] for chunks in rounds]
-        planned = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).digest()
-        if set(self._met.gather(planned)) != {planned}:
-            raise RendezvousEnded("they planned differently")
 
-    def _begin(self, rounds: Sequence[Sequence[_NodeChunk]], number: int) -> set[Task]:
-        """Begins to read this process's chunks of a round."""
-        chunks = rounds[number] if number < len(rounds) else ()
-        return {self._start(chunk, number) for chunk in chunks if chunk.owner == self._met.index}
+class _RoundInMemory(NamedTuple):
+    """A round in shared memory, and where it begins."""
 
-    def _start(self, chunk: _NodeChunk, number: int) -> Task:
-        entry = chunk.entry
-        if chunk.offset is None:
-            consumers = self._fillings.consumers(entry.name, chunk.row)
-        else:
-            source = Unchanged(entry)
-            needed = source.within(chunk.box)
-            assert needed is not None, "a chunk is not empty"
-            consumers = [Consumer(needed, self._memory(chunk, number), source)]
-        pieces = [piece for consumer in consumers for piece in consumer.pieces(chunk.box)]
-        table = self._stored.digests_of(entry.name) if self._options.verify else None
-        row = None if table is None else table[chunk.row]
-        return self._reader.submit(
-            ChunkRead(entry, chunk.part, chunk.number, chunk.box, row, pieces)
-        )
+    memory: SharedMemory
+    begin: int
 
-    def _wait(self, tasks: set[Task]) -> None:
-        for task in tasks:
-            self._reader.wait(task)
+    def to_fill(self, chunk: SharedChunk) -> Sequence[tuple[Box, Array]]:
+        return self.taken(chunk) if self.is_taken(chunk) else ()
 
-    def _place(self, chunks: Sequence[_NodeChunk], number: int, done: dict[str, Any]) -> None:
-        """Takes what this process needs of the chunks of a round."""
+    def is_taken(self, chunk: SharedChunk) -> bool:
+        return self.memory.is_shared(chunk)
 
-        def place(taken: tuple[Array, Box, Sequence[Consumer]]) -> None:
-            data, box, consumers = taken
-            for consumer in consumers:
-                for piece in consumer.pieces(box):
-                    piece.place(data)
+    def exchange(self, error: Exception | None) -> None:
+        self.memory.end(error)
+        self.memory.gather()
 
-        own = [chunk for chunk in chunks if self._met.index in chunk.wanted]
-        self._reader.work(
-            place,
-            [
-                (self._memory(c, number), c.box, self._fillings.consumers(c.entry.name, c.row))
-                for c in own
-                if c.offset is not None
-            ],
-        )
-        for chunk in own:
-            self._fillings.placed(chunk.entry.name, done)
-
-    def _memory(self, chunk: _NodeChunk, number: int) -> Array:
-        """Where a chunk of a round lies."""
-        assert chunk.offset is not None, "it is shared"
-        dtype = dtypes.from_name(chunk.entry.dtype)
-        begin = number % 2 * self._half + chunk.offset
-        bits = self._shared[chunk.owner][begin : begin + chunk.box.size * dtype.itemsize]
-        return bits.view(dtype).reshape(chunk.box.shape)
+    def taken(self, chunk: SharedChunk) -> Sequence[tuple[Box, Array]]:
+        return [(chunk.box, self.memory.of(chunk, self.begin))]

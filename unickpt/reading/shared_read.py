@@ -1,0 +1,361 @@
+"""Reading by several processes together: of the chunks that they need, each is read by one.
+
+All processes compute the same rounds from what each of them needs: who reads which chunk, and when
+the others get it. How they get it is a `Transport`: messages between the processes of a job
+(`collective_read`), or memory that all processes of a node see (`node_read`). (ByteCheckpoint,
+https://arxiv.org/abs/2407.20143, section 4, eliminates repeated reads among replicas in this way.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from unickpt.arrays.box import Box
+from unickpt.arrays.dtypes import Array
+from unickpt.format import chunk_grid
+from unickpt.format.chunk_grid import Part
+from unickpt.format.index import ArrayEntry
+from unickpt.format.reader import Reader
+from unickpt.reading.chunk_reader import ChunkReader, Filled, Task
+from unickpt.reading.options import LoadOptions
+from unickpt.reading.read_plan import (
+    ChunkRead,
+    Consumer,
+    Job,
+    buffers_of,
+    by_chunk,
+    consumers_of,
+    fill,
+    slots_of,
+)
+from unickpt.reading.recipes import Unchanged
+
+Wants = Mapping[str, Sequence[Box]]
+"""Boxes of stored arrays, by name."""
+
+
+def wants_of(jobs: Iterable[Job]) -> Wants:
+    """What this process needs."""
+    wants: dict[str, dict[Box, None]] = {}
+    for job in jobs:
+        for slot in slots_of(job):
+            for source in slot.recipe.sources:
+                needed = source.within(slot.box)
+                boxes = () if needed is None else needed.boxes
+                wants.setdefault(source.entry.name, {}).update(dict.fromkeys(boxes))
+    return {name: list(boxes) for name, boxes in wants.items() if boxes}
+
+
+def as_json(wants: Wants) -> dict[str, Any]:
+    """As lists of numbers."""
+    return {name: [[b.start, b.stop] for b in of_name] for name, of_name in wants.items()}
+
+
+def wants_from(found: Mapping[str, Any]) -> Wants:
+    """From lists of numbers."""
+    return {name: [Box(tuple(a), tuple(b)) for a, b in of] for name, of in found.items()}
+
+
+class SharedChunk(NamedTuple):
+    """A chunk, the process that reads it, and the boxes of it that each process needs."""
+
+    entry: ArrayEntry
+    part: Part
+    number: int
+    row: int
+    box: Box
+    owner: int
+    wanted: Mapping[int, Sequence[Box]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the chunk."""
+        return self.box.size * self.entry.itemsize
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The name of its array, and its row in the array's digest table."""
+        return self.entry.name, self.row
+
+
+Rounds = Sequence[Sequence[SharedChunk]]
+
+
+def wanted_chunks(
+    entry: ArrayEntry, wants: Sequence[Wants]
+) -> Iterator[tuple[Part, int, int, dict[int, list[Box]]]]:
+    """The needed chunks of an array: part, number, row, and the boxes that each process needs."""
+    for first, part in chunk_grid.numbered_parts(entry):
+        found: dict[int, dict[int, list[Box]]] = {}
+        for process, of_process in enumerate(wants):
+            for box in of_process.get(entry.name, ()):
+                for number in part.chunks_in(box):
+                    common = part.chunk_box(number).intersect(box)
+                    assert common is not None, "the chunk meets the box"
+                    found.setdefault(number, {}).setdefault(process, []).append(common)
+        for number in sorted(found):
+            yield part, number, first + number, found[number]
+
+
+def schedule(
+    entries: Iterable[ArrayEntry],
+    wants: Sequence[Wants],
+    held_for: Callable[[SharedChunk], Mapping[int, int]],
+    most_bytes: int,
+) -> list[list[SharedChunk]]:
+    """All chunks that any process needs, in rounds; all processes get the same.
+
+    A chunk is read by a process that needs it, the one with the least to read so far.
+
+    Arguments:
+        entries: the stored arrays.
+        wants: what each process needs.
+        held_for: the bytes of memory that processes need for a chunk until the end of its round.
+        most_bytes: that a process has for a round, unless a single chunk needs more.
+    """
+    read, held = [0] * len(wants), [0] * len(wants)
+    rounds: list[list[SharedChunk]] = [[]]
+    for entry in entries:
+        for part, number, row, wanted in wanted_chunks(entry, wants):
+            owner = min(wanted, key=lambda process: (read[process], process))
+            chunk = SharedChunk(entry, part, number, row, part.chunk_box(number), owner, wanted)
+            read[owner] += chunk.nbytes
+            more = held_for(chunk)
+            full = max(held) > most_bytes  # by a chunk that is larger than that
+            if rounds[-1] and (full or any(held[p] + n > most_bytes for p, n in more.items())):
+                rounds.append([])
+                held = [0] * len(wants)
+            rounds[-1].append(chunk)
+            for process, nbytes in more.items():
+                held[process] += nbytes
+    return rounds if rounds[0] else []
+
+
+class Exchange(Protocol):
+    """What processes give each other in a round."""
+
+    def to_fill(self, chunk: SharedChunk) -> Sequence[tuple[Box, Array]]:
+        """Memory for boxes of a chunk that this process reads for others."""
+
+    def is_taken(self, chunk: SharedChunk) -> bool:
+        """Whether what this process needs of a chunk is taken from `taken`, not when it is read."""
+
+    def exchange(self, error: Exception | None) -> None:
+        """Gives the others what this process has read; called by all.
+
+        Arguments:
+            error: why this process can't.
+
+        Raises:
+            Exception: a process can't go on.
+        """
+
+    def taken(self, chunk: SharedChunk) -> Sequence[tuple[Box, Array]]:
+        """After `exchange`: the boxes of a chunk that this process got."""
+
+
+class Transport(Protocol):
+    """How processes give each other what they read."""
+
+    index: int
+
+    def begin(self, number: int, chunks: Sequence[SharedChunk]) -> Exchange:
+        """Begins a round. There are at most two at a time: the one before may not have ended."""
+
+    def end(self, error: Exception | None) -> None:
+        """Called by all after the last round. As `Exchange.exchange`."""
+
+
+@dataclass
+class _Round:
+    """A round under way."""
+
+    chunks: Sequence[SharedChunk]
+    exchange: Exchange
+    tasks: set[Task] = field(default_factory=set)
+
+
+class SharedRead:
+    """One load by several processes.
+
+    A round's chunks are read while those of the round before are exchanged and placed. A process
+    that fails keeps taking part until the transport says so, so that nobody waits for it in vain.
+
+    Arguments:
+        stored: the checkpoint.
+        jobs: what this process reads; no two of them read the same stored array.
+        options: see `LoadOptions`.
+        filled: counts the bytes of destinations.
+    """
+
+    def __init__(
+        self, stored: Reader, jobs: Sequence[Job], options: LoadOptions, filled: Filled
+    ) -> None:
+        self._stored, self._verify = stored, options.verify
+        self._fillings = Fillings(stored, jobs, options.verify, filled)
+        self._error: Exception | None = None
+
+    def read(self, rounds: Rounds, transport: Transport, done: dict[str, Any]) -> None:
+        """Reads, and adds what is complete to `done`.
+
+        Raises:
+            Exception: as the transport does, if a process fails.
+        """
+        self._me = transport.index
+        for chunk in (chunk for chunks in rounds for chunk in chunks):
+            if self._me in chunk.wanted:
+                self._fillings.expect(chunk.entry.name)
+        self._reader = ChunkReader(self._stored)
+        try:
+            self._try(self._fillings.begin, done)
+            under_way: _Round | None = None
+            for number, chunks in enumerate(rounds):
+                begun = _Round(chunks, transport.begin(number, chunks))
+                self._try(self._begin, begun)
+                if under_way is not None:
+                    self._end(under_way, done)
+                under_way = begun
+            if under_way is not None:
+                self._end(under_way, done)
+            transport.end(self._error)
+        finally:
+            self._reader.close()
+
+    def _begin(self, begun: _Round) -> None:
+        """Begins to read this process's chunks of a round."""
+        for chunk in begun.chunks:
+            if chunk.owner == self._me:
+                consumers = [_copying(chunk, *memory) for memory in begun.exchange.to_fill(chunk)]
+                if not begun.exchange.is_taken(chunk):
+                    consumers += self._fillings.consumers(*chunk.key)
+                pieces = [piece for consumer in consumers for piece in consumer.pieces(chunk.box)]
+                if pieces:
+                    begun.tasks.add(self._reader.submit(self._read_of(chunk, pieces)))
+
+    def _read_of(self, chunk: SharedChunk, pieces: Sequence[Any]) -> ChunkRead:
+        table = self._stored.digests_of(chunk.entry.name) if self._verify else None
+        row = None if table is None else table[chunk.row]
+        return ChunkRead(chunk.entry, chunk.part, chunk.number, chunk.box, row, pieces)
+
+    def _end(self, begun: _Round, done: dict[str, Any]) -> None:
+        for task in begun.tasks:
+            self._try(self._reader.wait, task)
+        begun.exchange.exchange(self._error)
+        self._try(self._place, begun, done)
+
+    def _place(self, begun: _Round, done: dict[str, Any]) -> None:
+        """Takes what this process needs of the chunks of a round."""
+
+        def place(taken: tuple[Box, Array, Sequence[Consumer]]) -> None:
+            box, data, consumers = taken
+            for consumer in consumers:
+                for piece in consumer.pieces(box):
+                    piece.place(data)
+
+        own = [chunk for chunk in begun.chunks if self._me in chunk.wanted]
+        self._reader.work(
+            place,
+            [
+                (box, data, self._fillings.consumers(*chunk.key))
+                for chunk in own
+                if begun.exchange.is_taken(chunk)
+                for box, data in begun.exchange.taken(chunk)
+            ],
+        )
+        for chunk in own:
+            self._fillings.placed(chunk.entry.name, done)
+
+    def _try(self, work: Callable[..., object], *arguments: Any) -> None:
+        """Calls `work`, and keeps the first error for the transport."""
+        if self._error is None:
+            try:
+                work(*arguments)
+            except Exception as error:
+                self._error = error
+
+
+def _copying(chunk: SharedChunk, box: Box, memory: Array) -> Consumer:
+    """What fills memory with a box of a chunk."""
+    source = Unchanged(chunk.entry)
+    needed = source.within(box)
+    assert needed is not None, "nobody needs an empty box"
+    return Consumer(needed, memory, source)
+
+
+@dataclass
+class _Filling:
+    """A job under way.
+
+    Arguments:
+        job: the job.
+        left: the number of chunks that it still needs.
+        buffers: memory of its targets; None before its first chunk is read.
+        consumers: the buffers that need each chunk of its stored arrays, by name and row.
+    """
+
+    job: Job
+    left: int = 0
+    buffers: dict[str, list[Array]] | None = None
+    consumers: dict[tuple[str, int], list[Consumer]] = field(default_factory=dict)
+
+
+class Fillings:
+    """Jobs that are filled with chunks in any order; memory is allocated with their first chunk.
+
+    Arguments:
+        stored: the checkpoint.
+        jobs: the jobs; no two of them read the same stored array.
+        verify: whether chunks that functions of rules read are checked.
+        filled: counts the bytes of destinations.
+    """
+
+    def __init__(self, stored: Reader, jobs: Sequence[Job], verify: bool, filled: Filled) -> None:
+        self._stored, self._verify, self._filled = stored, verify, filled
+        self._all = [_Filling(job) for job in jobs]
+        self._by_entry = {entry.name: f for f in self._all for entry in f.job.entries}
+
+    def expect(self, name: str) -> None:
+        """One more chunk of a stored array is going to be placed."""
+        self._by_entry[name].left += 1
+
+    def begin(self, done: dict[str, Any]) -> None:
+        """Finishes the jobs that need no chunk."""
+        for filling in self._all:
+            if not filling.left:
+                self._finish(filling, done)
+
+    def consumers(self, name: str, row: int) -> Sequence[Consumer]:
+        """The buffers that need a chunk of a stored array."""
+        filling = self._by_entry[name]
+        self._open(filling)
+        return filling.consumers[name, row]
+
+    def placed(self, name: str, done: dict[str, Any]) -> None:
+        """A chunk of a stored array was placed; finishes its job if that was the last one."""
+        filling = self._by_entry[name]
+        filling.left -= 1
+        if not filling.left:
+            self._finish(filling, done)
+
+    def _open(self, filling: _Filling) -> None:
+        """Allocates memory for the targets of a job, and fills in what needs no chunk."""
+        if filling.buffers is None:
+            for entry in filling.job.entries:
+                self._stored.check_backed(entry)
+            filling.buffers = buffers_of(self._stored, filling.job)
+            slots = slots_of(filling.job)
+            fill(slots, filling.buffers, self._verify)
+            for name, (entry, consumers) in consumers_of(slots, filling.buffers).items():
+                for first, part in chunk_grid.numbered_parts(entry):
+                    for number, which in by_chunk(part, consumers).items():
+                        filling.consumers[name, first + number] = [consumers[w] for w in which]
+
+    def _finish(self, filling: _Filling, done: dict[str, Any]) -> None:
+        self._open(filling)
+        buffers, filling.buffers, filling.consumers = filling.buffers, {}, {}
+        assert buffers is not None, "it was opened"
+        for name, target in filling.job.targets.items():
+            done[name] = target.finish(buffers.pop(name))
+        self._filled.whole(filling.job.nbytes)
