@@ -215,6 +215,9 @@ class OcdbtReader(Reader):
             for at in store.read([requests[position] for position in positions])
         )
 
+    def reads_boxes(self, entry: ArrayEntry) -> bool:
+        return False  # the digest is of a whole chunk
+
     def first_digests(self, entries: Sequence[ArrayEntry]) -> digest_table.Table:
         spans = self._spans
         return self._rows(np.array([spans[entry.name].start for entry in entries], np.int64))

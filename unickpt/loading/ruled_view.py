@@ -14,7 +14,7 @@ from unickpt.arrays.box import Box, cut
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.layout import Layout
 from unickpt.errors import LoadMismatch, RuleError
-from unickpt.format.index import ArrayEntry, Index, PerProcessEntry
+from unickpt.format.index import RESERVED, ArrayEntry, Index, PerProcessEntry
 from unickpt.format.reader import Reader
 from unickpt.frameworks.protocol import Adapter
 from unickpt.loading.provenance import Provenance
@@ -41,8 +41,8 @@ class RuledView:
 
     Arguments:
         checkpoint: what is stored.
-        plan: what rules make of it.
-        provenance: what to record about the result.
+        rules: the rules.
+        plan: what they make of it.
         asked: what is asked for, where that is known.
     """
 
@@ -51,11 +51,11 @@ class RuledView:
     def __init__(
         self,
         checkpoint: Reader,
+        rules: Rules,
         plan: RulePlan,
-        provenance: Provenance,
         asked: Mapping[str, Fact] | None = None,
     ) -> None:
-        self.checkpoint, self.plan, self.provenance = checkpoint, plan, provenance
+        self.checkpoint, self.rules, self.plan = checkpoint, rules, plan
         self._recipes: dict[str, Recipe] = {}
         self.numbers: dict[str, tree_json.Plain] = {}
         arrays: dict[str, ArrayEntry] = {}
@@ -84,6 +84,17 @@ class RuledView:
         )
         self.kept, self.misfits = frozenset(plan.kept), plan.misfits
         self.unused: Sequence[str] = plan.unused
+
+    @cached_property
+    def provenance(self) -> Provenance:
+        """What to record about the result.
+
+        Raises:
+            RuleError: the rules would apply arithmetic to an array a second time.
+        """
+        where = str(self.checkpoint.location)
+        recorded = Provenance.of(self.checkpoint.index.metadata, where)
+        return recorded.after(self.rules, self.plan, where)
 
     def shown(self, name: str) -> str:
         return leaf_text(stored_leaf(self.checkpoint.index, name))
@@ -241,13 +252,16 @@ def through(
             f"rules is of type {type(rules).__name__}; make it with unickpt.Rules.load(file), "
             ".parse(text) or .preset(name)"
         )
-    where = str(checkpoint.location)
-    recorded = Provenance.of(checkpoint.index.metadata, where)
-    recorded.check(rules, where)
+    where, metadata = str(checkpoint.location), checkpoint.index.metadata
+    stored = stored_facts(checkpoint)
+    if RESERVED in metadata:
+        recorded = Provenance.of(metadata, where)
+        recorded.check(rules, where)
+        stored = replace(stored, sizes=recorded.sizes)
     try:
         plan = make_plan(
             rules,
-            replace(stored_facts(checkpoint), sizes=recorded.sizes),
+            stored,
             asked,
             strict=strict,
             keep_misfits=keep_misfits,
@@ -257,7 +271,10 @@ def through(
         if not checkpoint.lacks:
             raise
         raise RuleError(f"{error}\nwhat may explain it: {checkpoint.lacks}") from error
-    return RuledView(checkpoint, plan, recorded.after(rules, plan, where), asked)
+    view = RuledView(checkpoint, rules, plan, asked)
+    if RESERVED in metadata:
+        _ = view.provenance  # raises now what it raises
+    return view
 
 
 class Offered(Mapping[str, Any]):

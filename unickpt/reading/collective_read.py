@@ -61,7 +61,7 @@ def exchanging(group: Group, options: LoadOptions) -> Iterator[ReadArrays]:
         group: the job.
         options: see `LoadOptions`.
     """
-    job = _Job(group, options)
+    job = _JobRead(group, options)
     try:
         with reporting(options.progress, _LOADING, group.index) as told:
             job.told = told
@@ -107,7 +107,7 @@ class _Messages:
 class _RoundOfMessages:
     """A round whose chunks are sent: each process the boxes that it needs."""
 
-    def __init__(self, job: _Job, chunks: Sequence[SharedChunk]) -> None:
+    def __init__(self, job: _JobRead, chunks: Sequence[SharedChunk]) -> None:
         self._job, me = job, job.index
         self._sent, self._received = _Messages(job.group.count), _Messages(job.group.count)
         for chunk in chunks:
@@ -145,7 +145,7 @@ def _moved_bytes(chunk: SharedChunk) -> Mapping[int, int]:
     return moved
 
 
-class _Job:
+class _JobRead:
     """One load by all processes of a group, and the `Transport` of it: messages.
 
     The error of the first failed process decides for all, so that all continue in the same way.

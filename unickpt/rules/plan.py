@@ -125,10 +125,6 @@ class RulePlan:
     unused: list[str] = field(default_factory=list)
     misfits: dict[str, str] = field(default_factory=dict)
 
-    def add(self, made: Made) -> None:
-        """Adds what is made; a second rule that makes it is a conflict, which is known."""
-        self.made.setdefault(made.name, made)
-
 
 @dataclass(frozen=True)
 class StoredLeaves:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -123,7 +124,7 @@ class Checkpointer:
         given: dict[str, Any] = {"keep_last": keep_last, "keep": keep, "experts": experts}
         given |= {"save_every": save_every, **policies}
         retention, when, chosen = take_policies(given)
-        self._triggers = SaveTriggers(when)
+        self._triggers, self._saved_at = SaveTriggers(when), time.monotonic()
         self._options = SaveOptions.or_default(options)
         self._reuses = reuse is not False
         if not isinstance(reuse, bool):
@@ -154,7 +155,7 @@ class Checkpointer:
             ValueError: the step is not an integer, or the processes cannot agree (see
                 `ProcessGroup`).
         """
-        return self._triggers.is_due(step_number(step), self._group())
+        return self._triggers.is_due(step_number(step), self._group(), self._saved_at)
 
     def preempt(self) -> None:
         """Announces that the job is about to be stopped, as SIGTERM does with
@@ -249,7 +250,7 @@ class Checkpointer:
             if self._partial is not None:
                 self._partial.forget()
             raise
-        self._triggers.saved()
+        self._saved_at = time.monotonic()
         if wait:
             pending.result()
         return pending

@@ -56,23 +56,25 @@ class SaveTriggers:
 
     def __init__(self, when: SaveEvery) -> None:
         self._when = when
-        self._saved = time.monotonic()
         self._stop_requested = threading.Event()
-        self._done = False
-        self.preempted = False
+        self._preempted_at: float | None = None
+
+    @property
+    def preempted(self) -> bool:
         """Whether the processes agreed that one of them was told to stop."""
+        return self._preempted_at is not None
 
     def request_stop(self) -> None:
         """Records that this process was told to stop."""
         self._stop_requested.set()
 
-    def saved(self) -> None:
-        """Records that a save has started."""
-        self._saved = time.monotonic()
-        self._done = self._done or self.preempted
-
-    def is_due(self, step: int, group: Group) -> bool:
+    def is_due(self, step: int, group: Group, saved_at: float) -> bool:
         """Whether to save now; unless the step alone decides, the processes agree on it.
+
+        Arguments:
+            step: the step.
+            group: the job.
+            saved_at: when the last save began, as `time.monotonic` says.
 
         Raises:
             ValueError: the processes have no way to agree.
@@ -80,7 +82,7 @@ class SaveTriggers:
         by_step = self._when.steps is not None and step % self._when.steps == 0
         late = False
         if self._when.seconds is not None and group.index == 0:
-            late = time.monotonic() - self._saved >= self._when.seconds
+            late = time.monotonic() - saved_at >= self._when.seconds
         reason = _PREEMPTED if self._stop_requested.is_set() else _DUE if late else 0
         if group.count > 1 and (self._when.seconds is not None or self._when.preemption):
             reason = group.agree(reason)
@@ -89,11 +91,11 @@ class SaveTriggers:
                 "this process was told to stop, but the others do not check for that: create the "
                 "Checkpointer with save_every=SaveEvery(preemption=True) on all processes"
             )
-        if reason == _PREEMPTED and not self.preempted:
-            self.preempted = True
+        if reason == _PREEMPTED and self._preempted_at is None:
+            self._preempted_at = time.monotonic()
             _log.info("told to stop: saving a last checkpoint, at step %d", step)
-        if self.preempted:
-            return not self._done
+        if self._preempted_at is not None:
+            return saved_at < self._preempted_at
         return by_step or reason == _DUE
 
 

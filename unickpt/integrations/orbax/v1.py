@@ -14,7 +14,7 @@ from unickpt.integrations.orbax.checkpointable import UnickptCheckpointable
 from unickpt.integrations.orbax.items import PLACEHOLDER
 from unickpt.integrations.orbax.run import ORBAX, Info
 from unickpt.integrations.orbax.stored import item_of, items_of
-from unickpt.integrations.orbax.training import CheckpointMetadata, SaveResponse
+from unickpt.integrations.orbax.v1_checkpointer import CheckpointMetadata, SaveResponse
 from unickpt.integrations.orbax.values import STATE, described_values, restored_value
 from unickpt.loading import loader
 from unickpt.reading.checkpoint import open

@@ -1,10 +1,4 @@
-"""A checkpoint manager for torchtitan, over unickpt's Checkpointer.
-
-    from unickpt.integrations.torchtitan import CheckpointManager  # in the function of the config
-
-or, without touching a config, `--override.imports unickpt.integrations.torchtitan.manager`.
-docs/integrations/torchtitan.md says what differs.
-"""
+"""The checkpoint manager that torchtitan builds from its config."""
 
 from __future__ import annotations
 
@@ -26,7 +20,6 @@ from torchtitan.components.checkpointer.base import (
     ModelWrapper,
 )
 from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.config.override import derive, override
 from torchtitan.observability import structured_logger as trace
 from torchtitan.tools import filesystem
 
@@ -46,15 +39,13 @@ from unickpt.storage import paths
 from unickpt.storage.ocdbt import MANIFEST
 from unickpt.tools import conversion
 
-__all__ = ["CheckpointManager", "manager"]
-
 _log = logging.getLogger("unickpt")
 _ASYNC_MODES = ("disabled", "async", "async_with_pinned_mem")
 _THEIR_STEP = re.compile(r"step-(\d+)")
 _THEIR_METADATA = ".metadata"
 
 
-class CheckpointManager(BaseCheckpointManager):
+class TorchtitanCheckpointManager(BaseCheckpointManager):
     """Saves and resumes torchtitan's trainer; the steps are those of a `unickpt.Checkpointer`.
 
     Arguments:
@@ -342,23 +333,6 @@ class CheckpointManager(BaseCheckpointManager):
 
     def _group(self) -> Group:
         return within(current_group(adapters()), self._options.timeout_s)
-
-
-def manager(config: BaseCheckpointManager.Config, **settings: Any) -> CheckpointManager.Config:
-    """Puts this manager in place of the one that a configuration has, with the same settings.
-
-    Arguments:
-        config: of any of torchtitan's managers.
-        settings: others than in `config`.
-
-    Example, on the command line:
-        --override.imports 'unickpt.integrations.torchtitan.manager={"local": "/dev/shm/run"}'
-    """
-    made: CheckpointManager.Config = derive(config, CheckpointManager.Config, **settings)
-    return made
-
-
-override(target=BaseCheckpointManager.Config, description="checkpoints by unickpt")(manager)
 
 
 def _keys(stored: Checkpoint) -> set[Any]:
