@@ -6,9 +6,13 @@
     extend.register_writer("mine", MyWriter)  # `unickpt.convert(..., to="mine")`
     extend.register_scheme(extend.Scheme("minio", spec))  # paths such as minio://bucket/run
 
-A format's `open` returns a `Reader`, which needs a location, an index and `read(requests)`.
+A format's `open` returns a `Reader`, which needs a location, an index and `read(requests)`; for
+arrays that lie in files, `RangeReader` has all that. `unickpt.testing.ReaderSuite` has the tests
+that every format passes. docs/formats/own.md is an example.
 """
 
+from unickpt.foreign.elements import FileRange
+from unickpt.foreign.file_ranges import ArrayTable, RangeReader, TensorSource
 from unickpt.foreign.files import Files
 from unickpt.foreign.registry import Format
 from unickpt.foreign.registry import register as register_format
@@ -25,7 +29,9 @@ from unickpt.storage.schemes import register as register_scheme
 
 __all__ = [
     "ArrayEntry",
+    "ArrayTable",
     "Data",
+    "FileRange",
     "Files",
     "Format",
     "Index",
@@ -33,9 +39,11 @@ __all__ = [
     "Part",
     "Plan",
     "PlannedFile",
+    "RangeReader",
     "Reader",
     "Request",
     "Scheme",
+    "TensorSource",
     "Writer",
     "register_format",
     "register_scheme",

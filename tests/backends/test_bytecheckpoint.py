@@ -16,7 +16,6 @@ import pytest
 from support import foreign, s3_server
 from support.file_writers import TorchPickle, torch_zip
 from support.foreign import unpacked
-from support.reader_suite import ReaderSuite, arrays
 
 import unickpt
 from unickpt import CheckpointCorrupt, CheckpointNotFound, Rules, UnsupportedFormat
@@ -26,6 +25,7 @@ from unickpt.foreign import file_ranges
 from unickpt.foreign.pickle_objects import BadPickle, Global
 from unickpt.foreign.pickle_writer import PickledCall, dumps
 from unickpt.storage.paths import context, resolve
+from unickpt.testing.readers import ReaderSuite, arrays
 
 CASES = ["bcp-ddp", "bcp-fsdp1", "bcp-fsdp2", "bcp-fsdp1-flat", "bcp-fsdp1-flat-nested"]
 STEP = "global_step_2"

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from support import TESTS, foreign, s3_server
 from support.forks import Forks
-from support.reader_suite import ReaderSuite
 
 import unickpt
 from unickpt import CheckpointCorrupt, CheckpointNotFound, UnsupportedFormat
@@ -30,6 +29,7 @@ from unickpt.foreign import file_ranges
 from unickpt.foreign.files import Files
 from unickpt.storage.errors import Damaged
 from unickpt.storage.paths import resolve
+from unickpt.testing.readers import ReaderSuite
 from unickpt.trees import tree
 
 FIXTURES = Path(TESTS) / "fixtures" / "foreign"

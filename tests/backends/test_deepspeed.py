@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from support import deepspeed_cases, file_writers, foreign, s3_server
 from support.processes import Processes
-from support.reader_suite import ReaderSuite, arrays
 
 import unickpt
 from unickpt import CheckpointCorrupt, UnsupportedFormat
@@ -23,6 +22,7 @@ from unickpt.foreign.file_ranges import TensorSource
 from unickpt.foreign.files import Files
 from unickpt.storage import paths
 from unickpt.storage.paths import resolve
+from unickpt.testing.readers import ReaderSuite, arrays
 
 CASES = [
     "z0-fp32-dp2", "z1-bf16-dp4", "z1-fp16-dp2", "z1-elastic-dp2", "z1-aligned-bf16-dp2",

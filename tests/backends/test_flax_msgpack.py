@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import foreign, s3_server
-from support.reader_suite import ReaderSuite, nested
 
 import unickpt
 from unickpt import Checkpoint, CheckpointCorrupt, UnickptError, UnsupportedFormat
 from unickpt.backends import flax_msgpack
 from unickpt.storage import paths
 from unickpt.storage.paths import resolve
+from unickpt.testing.readers import ReaderSuite, nested
 
 CASES = ["flax-msgpack", "flax-legacy"]
 

@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import foreign, s3_server
-from support.reader_suite import ReaderSuite
 from typer.testing import CliRunner
 
 import unickpt
@@ -26,6 +25,7 @@ from unickpt.cli.app import app
 from unickpt.foreign import file_ranges
 from unickpt.storage import paths
 from unickpt.storage.paths import resolve
+from unickpt.testing.readers import ReaderSuite
 
 KINDS = {"float32": 0, "float16": 1, "int8": 24, "int16": 25, "int32": 26, "int64": 27,
          "float64": 28, "uint8": 24, "bool": 24}  # fmt: skip

@@ -16,7 +16,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support import foreign, s3_server
-from support.reader_suite import ReaderSuite
 from typer.testing import CliRunner
 
 import unickpt
@@ -27,6 +26,7 @@ from unickpt.cli.app import app
 from unickpt.foreign import file_ranges
 from unickpt.storage import paths
 from unickpt.storage.paths import resolve
+from unickpt.testing.readers import ReaderSuite
 
 h5py = pytest.importorskip("h5py")
 

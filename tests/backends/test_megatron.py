@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from support import foreign, s3_server
 from support.foreign import unpacked
-from support.reader_suite import ReaderSuite
 
 import unickpt
 from unickpt import CheckpointCorrupt, CheckpointNotFound, LoadMismatch, UnsupportedFormat
 from unickpt.errors import UnickptError
 from unickpt.foreign import file_ranges
 from unickpt.storage.paths import context, resolve
+from unickpt.testing.readers import ReaderSuite
 
 CASES = [
     "mc-tensors",

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import tensorstore as ts
 from support import foreign, s3_server
-from support.reader_suite import ReaderSuite, nested, same
 from test_orbax import a, quietly, same_trees, save
 from typer.testing import CliRunner
 
@@ -29,6 +28,7 @@ from unickpt.cli.app import app
 from unickpt.errors import UnickptError
 from unickpt.storage import paths
 from unickpt.storage.paths import resolve
+from unickpt.testing.readers import ReaderSuite, nested, same
 
 jax = pytest.importorskip("jax")
 ocp = pytest.importorskip("orbax.checkpoint")

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 from support import foreign, s3_server
-from support.reader_suite import ReaderSuite, nested
 
 import unickpt
 from unickpt import Checkpoint, CheckpointCorrupt, Opaque, UnickptError, UnsupportedFormat
 from unickpt.backends import torch_files
 from unickpt.storage import paths
 from unickpt.storage.paths import resolve
+from unickpt.testing.readers import ReaderSuite, nested
 
 CASES = ["pt-zip", "pt-tar-namespace"]
 KINDS = {"float32": "Float", "float64": "Double", "int64": "Long", "bool": "Bool"}

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import file_writers, foreign, s3_server
-from support.reader_suite import ReaderSuite, nested
 
 import unickpt
 from unickpt import Checkpoint, CheckpointCorrupt, UnickptError
@@ -23,6 +22,7 @@ from unickpt.foreign.pickle_objects import Global, PersistentId
 from unickpt.foreign.pickle_writer import PickledCall, dumps
 from unickpt.storage import paths
 from unickpt.storage.paths import resolve
+from unickpt.testing.readers import ReaderSuite, nested
 
 MAGIC = 0x1950A86A20F9469CFC6C
 

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from support import foreign, npy_folder
-from support.reader_suite import ReaderSuite, nested
 
 import unickpt
 from unickpt.foreign import registry
 from unickpt.foreign.files import Files
 from unickpt.storage.paths import resolve
+from unickpt.testing.readers import ReaderSuite, nested
 
 
 class TestOcdbt(ReaderSuite):

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from support.thread_groups import Threads
 
 import unickpt
 from unickpt import LoadMismatch, LoadOptions, LoadReport, RuleError, Rules
+from unickpt.testing.thread_groups import Threads
 
 PATH = "memory://selection/c"
 MAKERS: dict[str, Callable[[Any], Any]] = {

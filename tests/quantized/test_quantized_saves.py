@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 from support import TESTS, s3_server
 from support.forging import array, forge_index, index_of, sealed
 from support.saving import in_job
-from support.thread_groups import Threads
 from typer.testing import CliRunner
 
 import unickpt
@@ -39,6 +38,7 @@ from unickpt.cli.app import app
 from unickpt.format import codec, index_json
 from unickpt.quantized import choice, values
 from unickpt.quantized import codes as kinds
+from unickpt.testing.thread_groups import Threads
 
 SMALL = {"chunk_bytes": 4096, "fsync": False}
 QUANTIZED = {"optim/**": "uint8", "embed": "int4", "odd/*": "int3", "half": "int2", "r": "bfloat16"}

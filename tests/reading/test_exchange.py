@@ -17,7 +17,6 @@ from support import TESTS
 from support.counts import ChunkRead
 from support.processes import Processes
 from support.rule_cases import flat_names
-from support.thread_groups import Threads
 
 import unickpt
 from unickpt import (
@@ -35,6 +34,7 @@ from unickpt import (
 from unickpt.format import index
 from unickpt.reading.collective_read import _moved_bytes
 from unickpt.reading.shared_read import schedule
+from unickpt.testing.thread_groups import Threads
 
 HERE = Path(TESTS)
 RULES = """

@@ -17,7 +17,6 @@ from support import TESTS, s3_server
 from support.forks import Forks
 from support.numbered_trees import SHAPES, number_of, tree
 from support.processes import Processes
-from support.thread_groups import Threads
 
 import unickpt
 from unickpt import CheckpointCorrupt, CheckpointNotFound, CheckpointReplaced, StorageError
@@ -31,6 +30,7 @@ from unickpt.storage import database, local_files, paths
 from unickpt.storage.btree import nodes
 from unickpt.storage.data_files import DataFile
 from unickpt.storage.database import Database
+from unickpt.testing.thread_groups import Threads
 
 # --- overwriting --------------------------------------------------------------------------------
 

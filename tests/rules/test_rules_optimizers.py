@@ -12,11 +12,11 @@ import numpy as np
 import optax
 import pytest
 import torch
-from support.reader_suite import nested
 
 import unickpt
 from unickpt import LoadMismatch, RuleError, Rules
 from unickpt.adapters.torch import NamedOptimizer
+from unickpt.testing.readers import nested
 
 SIZES = (5, 7, 3)
 MODEL = """

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 from support.saving import in_job
-from support.thread_groups import Threads
 
 import unickpt
 from unickpt import CheckpointExists, LoadOptions, MissingPackage, SaveOptions
 from unickpt.progress import reporting
+from unickpt.testing.thread_groups import Threads
 
 SMALL = {"fsync": False, "chunk_bytes": 4000, "budget_bytes": 64_000}
 STATE = {f"w{n}": np.arange(20_000.0) for n in range(3)}

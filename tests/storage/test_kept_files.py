@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +43,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def open_to_read(path: str) -> int:
         paths.append(os.path.basename(path))
+        time.sleep(0.001)  # as on the file system of a cluster
         return really(path)
 
     monkeypatch.setattr(local_files, "open_to_read", open_to_read)
@@ -108,6 +112,19 @@ def test_a_load_opens_each_data_file_once_and_leaves_none_open(
         unickpt.load(tmp_path / "c", like)
     gc.collect()
     assert open_here(tmp_path) == []
+
+
+def test_threads_that_want_one_file_open_it_once(tmp_path: Path, opened: list[str]) -> None:
+    (tmp_path / "a").write_bytes(b"one")
+    files, ready = RegularFiles(f"{tmp_path}/"), threading.Barrier(8)
+
+    def read(thread: int) -> bytes:
+        ready.wait()
+        return text(files, "a")
+
+    with files_kept_open(), ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(read, range(8))) == {b"one"}
+    assert opened.count("a") == 1
 
 
 def test_a_fork_reads_on_its_own(tmp_path: Path, forks: Forks) -> None:

@@ -205,6 +205,6 @@ class Reader:
                 timeout=120,
             )
             failed, printed = done.returncode, done.stdout
-            assert not failed or snippet.prints is not None, done.stderr
+            assert not failed or snippet.prints is not None, done.stdout + done.stderr
         assert not failed or snippet.prints is not None, f"{line}: exit code {failed}\n{printed}"
         return printed

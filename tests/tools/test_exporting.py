@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from support import TESTS, foreign, npy_folder
 from support.forks import Forks
-from support.reader_suite import arrays, same
 from support.saving import files, in_job
 
 import unickpt
@@ -30,6 +29,7 @@ from unickpt import (
 from unickpt.frameworks.host_memory import HostBuffers
 from unickpt.loading.ruled_view import through
 from unickpt.loading.views import StoredView
+from unickpt.testing.readers import arrays, same
 from unickpt.tools import destinations, export_job
 from unickpt.tools.exporting import export
 

@@ -20,10 +20,10 @@ from support import deepspeed_cases
 from support.counts import ChunkRead
 from support.processes import Processes
 from support.saving import files, in_job
-from support.thread_groups import Threads
 
 import unickpt
 from unickpt import MergeError, PerProcess, Rules, SaveOptions, merge_methods
+from unickpt.testing.thread_groups import Threads
 from unickpt.tools.merge_methods import ByMetric, ByStep, Dare, Ema, Slerp, Ties
 from unickpt.tools.slabs import read_boxes
 

@@ -425,7 +425,7 @@ class ArrayTable:
         Raises:
             ValueError: without a tree, if a name is both an array and a container.
         """
-        names = (*self.entries, *self.aliases)
+        names = (*self.entries, *self.aliases, *self.values)
         node = tree_json.from_names(names) if self._node is None else self._node
         return Index(
             tree_json.to_json(node), self.entries, aliases=self.aliases, values=self.values,

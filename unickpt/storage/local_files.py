@@ -7,7 +7,7 @@ import os
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
 from typing import Any
@@ -168,10 +168,7 @@ class RegularFiles:
         """
         if path not in self._known:
             self.check(path)
-        opened = _kept.find(self._known[path])
-        if opened is None:
-            opened = self._open(path)
-            _kept.add(self._known[path], opened)
+        opened = _kept.get(self._known[path], lambda: self._open(path))  # open while this is here
         yield opened.handle
 
     def _open(self, path: str) -> _OpenFile:
@@ -253,6 +250,7 @@ class _KeptFiles:
     def __init__(self) -> None:
         self._lock, self._users = threading.Lock(), 0
         self._files: OrderedDict[tuple[int, int], _OpenFile] = OrderedDict()
+        self._opening: dict[tuple[int, int], threading.Lock] = {}
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -266,14 +264,28 @@ class _KeptFiles:
                 if self._users == 0:
                     self._files.clear()
 
-    def find(self, identity: tuple[int, int]) -> _OpenFile | None:
+    def get(self, identity: tuple[int, int], open: Callable[[], _OpenFile]) -> _OpenFile:
+        """The file that is open, or is opened now; by one of the threads that want it."""
         with self._lock:
             found = self._files.get(identity)
             if found is not None:
                 self._files.move_to_end(identity)
-            return found
+                return found
+            opening = self._opening.setdefault(identity, threading.Lock())
+        with opening:
+            with self._lock:
+                found = self._files.get(identity)
+            if found is not None:
+                return found
+            try:
+                found = open()
+                self._keep(identity, found)
+            finally:
+                with self._lock:
+                    self._opening.pop(identity, None)
+        return found
 
-    def add(self, identity: tuple[int, int], opened: _OpenFile) -> None:
+    def _keep(self, identity: tuple[int, int], opened: _OpenFile) -> None:
         with self._lock:
             if self._users:
                 self._files[identity] = opened

@@ -1,8 +1,4 @@
-"""What holds for every readable format: derive a class from `ReaderSuite` in a test module.
-
-As zarr's tests of stores: the derived class says how a checkpoint of its format is written and
-damaged, and inherits all tests.
-"""
+"""What holds for every readable format, as tests that a test class inherits."""
 
 from __future__ import annotations
 
@@ -15,14 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import unickpt
-from support.thread_groups import Threads
 from unickpt import Box, CheckpointCorrupt, CheckpointNotFound, LoadMismatch, Rules
-from unickpt.cli.app import app
 from unickpt.foreign import file_ranges
 from unickpt.format.reader import Request
+from unickpt.testing.thread_groups import Threads
 
 ROWS, COLUMNS = 11, 70
 
@@ -60,15 +54,33 @@ def at(tree: Any, name: str) -> Any:
 
 def same(found: Any, expected: np.ndarray) -> bool:
     found = np.asarray(found)
-    return found.dtype == expected.dtype and found.tobytes() == expected.tobytes()
+    return bool(found.dtype == expected.dtype and found.tobytes() == expected.tobytes())
 
 
 class ReaderSuite:
-    """Tests of one format."""
+    """Tests of one format: a class that derives from this one in a test module inherits them.
+
+    The derived class says how a checkpoint of its format is written and damaged, by `write` and
+    `damage`; and, where that differs, by what names its arrays are known (`name`), what it can hold
+    (`values`), and how it comes to be known while a test runs (`registered`).
+
+    Example:
+        >>> import numpy as np
+        >>> from unickpt.testing import ReaderSuite
+        >>> class TestNumpyFiles(ReaderSuite):
+        ...     values = {}
+        ...     has_digests = False
+        ...     def write(self, path, arrays, values):
+        ...         np.savez(path, **arrays)
+        ...         path.with_suffix(".npz").rename(path)
+        ...     def damage(self, path, name):
+        ...         path.write_bytes(path.read_bytes()[:-1000])
+    """
 
     values: Mapping[str, Any] = {"step": 7, "name": "run"}
     """The plain values that the format can hold; empty if none."""
     has_digests = True
+    """Whether the format stores digests of chunks, as `Reader.digests_of` returns them."""
     has_checksums = False
     """Whether the format stores checksums of another kind, of all its arrays."""
 
@@ -79,7 +91,7 @@ class ReaderSuite:
         raise NotImplementedError
 
     def damage(self, path: Path, name: str) -> None:
-        """Damages the data of an array, so that it cannot be read."""
+        """Damages the data of an array, so that it cannot be read; the other arrays stay."""
         raise NotImplementedError
 
     def name(self, name: str) -> str:
@@ -105,7 +117,10 @@ class ReaderSuite:
 
     @contextlib.contextmanager
     def registered(self) -> Iterator[None]:
-        """While the format is known, and what lies in files is read in chunks of a KiB."""
+        """While the format is known, and what lies in files is read in chunks of a KiB.
+
+        A format that is not built in is registered here, and unregistered after.
+        """
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(file_ranges, "CHUNK_BYTES", 1 << 10)
             yield
@@ -160,6 +175,8 @@ class ReaderSuite:
     @pytest.mark.parametrize("spec", [("x", "y"), ("y", None), (None, ("x", "y"))])
     def test_load_onto_a_jax_mesh(self, path: Path, spec: tuple[Any, ...]) -> None:
         jax = pytest.importorskip("jax")
+        if len(jax.devices()) < 8:
+            pytest.skip("XLA_FLAGS=--xla_force_host_platform_device_count=8 gives as many devices")
         mesh = jax.make_mesh((2, 4), ("x", "y"), devices=jax.devices()[:8])
         sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
         padded = {"x": np.arange(24 * 16, dtype=np.float32).reshape(24, 16)}
@@ -268,6 +285,11 @@ class ReaderSuite:
         unickpt.load(path, options=unickpt.LoadOptions(verify=False))
 
     def test_inspect(self, path: Path) -> None:
+        pytest.importorskip("typer")
+        from typer.testing import CliRunner
+
+        from unickpt.cli.app import app
+
         for arguments in ([], ["--all"], [self.w], ["--json"]):
             result = CliRunner().invoke(app, ["inspect", str(path), *arguments])
             assert result.exit_code == 0, result.output
