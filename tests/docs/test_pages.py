@@ -54,7 +54,11 @@ def test_a_snippet_that_is_a_file_is_run_by_a_command_below(page: str) -> None:
     for at, snippet in enumerate(found):
         if snippet.title is not None and snippet.not_run is None:
             below = [s for s in found[at:] if s.language == "sh" and s.not_run is None]
-            assert any(snippet.title in s.text.split() for s in below), f"{page}:{snippet.line}"
+            imports = f"from {snippet.title.removesuffix('.py')} import"
+            is_run = any(snippet.title in s.text.split() for s in below)
+            assert is_run or any(s.title and imports in s.text for s in found[at:]), (
+                f"{page}:{snippet.line}"
+            )
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -248,7 +248,8 @@ class _RulePlanner:
                 asked = None if self._want is None else self._want.facts[name].dtype
                 fact = Fact(shape, expr.dtype or asked or "float32")
                 fill = Fill(shape, whole_dims(shape), nothing.value)
-                _add(plan, Made(name, fact, str(family.rule), fills=(fill,)))
+                # What a second rule makes is a conflict, which is known.
+                plan.made.setdefault(name, Made(name, fact, str(family.rule), fills=(fill,)))
                 _check_constant(nothing.value, name, fact)
 
     def _apply_function(self, family: Family, plan: RulePlan) -> None:
@@ -274,7 +275,7 @@ class _RulePlanner:
                 )
             fact = Fact(shape, expr.dtype or inputs[0].fact.dtype)
             made = Made(name, fact, str(rule), function=function, inputs=tuple(inputs), exact=False)
-            _add(plan, made)
+            plan.made.setdefault(name, made)
 
     def _as_it_is(self, name: str) -> Made:
         """A stored array."""
@@ -312,7 +313,7 @@ class _RulePlanner:
                 continue
             other = first.setdefault(expr.form, name)
             if other == name:
-                _add(plan, self._make_one(family, expr, at, name, blocks))
+                plan.made.setdefault(name, self._make_one(family, expr, at, name, blocks))
             else:
                 plan.aliases[name] = other
 
@@ -443,7 +444,7 @@ class _RulePlanner:
             first = have[0]
             plan.checks += [Same(first, other, str(lift)) for other in have[1:]]
             for name in want:
-                _add(plan, self._copy_of(first, name, lift))
+                plan.made.setdefault(name, self._copy_of(first, name, lift))
 
     def _copy_of(self, source: str, name: str, lift: SharedState) -> Made:
         fact = self._stored.facts[source]
@@ -452,11 +453,6 @@ class _RulePlanner:
             return Made(name, Fact((), dtype, fact.kind), str(lift), carried=source)
         sources = self._as_it_is(source).sources
         return Made(name, Fact(fact.shape, dtype), str(lift), sources)
-
-
-def _add(plan: RulePlan, made: Made) -> None:
-    """Adds what is made; a second rule that makes it is a conflict, which is known."""
-    plan.made.setdefault(made.name, made)
 
 
 def _leave_alone(
