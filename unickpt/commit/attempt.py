@@ -20,7 +20,7 @@ import tensorstore as ts
 from unickpt._version import LIBRARY
 from unickpt.commit import attempt_state, borrowers, outcome, progress_reports, root
 from unickpt.commit.attempt_state import AttemptState
-from unickpt.commit.merge import Merged, Totals, merge_all
+from unickpt.commit.merge import Merged, merge_all
 from unickpt.commit.merge_chunks import Requests
 from unickpt.commit.messages import (
     MORE,
@@ -30,6 +30,7 @@ from unickpt.commit.messages import (
     Notes,
     Record,
     Records,
+    Totals,
     WriteMore,
     statistics_of,
 )
@@ -453,8 +454,7 @@ class Attempt:
         if self._digest_found:
             replaced = outcome.replaced(self.location, self._digest_found, self._notes_of)
         if self.group.count > 1 or replaced:
-            announcement = Announcement(digest_of(manifest), vars(totals), replaced)
-            self._notes.announce(announcement)
+            self._notes.announce(Announcement(digest_of(manifest), totals, replaced))
         if self.group.count > 1:
             self._notes.poll()
 

@@ -25,7 +25,6 @@ from unickpt.format.index import (
     DigestBlocks,
     Index,
     PerProcessEntry,
-    nbytes_of,
 )
 from unickpt.quantized import codes
 from unickpt.reuse.experts import with_steps
@@ -56,19 +55,6 @@ class Merged:
         """The errors of quantised arrays."""
         arrays = self.index.arrays.items()
         return {name: entry.errors for name, entry in arrays if entry.quantized}
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Number of arrays of a checkpoint, and their logical bytes."""
-
-    arrays: int
-    nbytes: int
-
-    @classmethod
-    def of(cls, index: Index) -> Totals:
-        nbytes = sum(nbytes_of(entry.shape, entry.dtype) for entry in index.arrays.values())
-        return cls(len(index.arrays), nbytes)
 
 
 def merge_all(

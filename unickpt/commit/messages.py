@@ -6,14 +6,14 @@ from the records, because every process lists them often.
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeGuard
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import tensorstore as ts
 import xxhash
@@ -23,12 +23,14 @@ from unickpt.errors import (
     ProcessFailed,
     StorageError,
 )
-from unickpt.format.index import BaseEntry
+from unickpt.format.index import BaseEntry, Index, nbytes_of
 from unickpt.frameworks.process_group import Group
 from unickpt.reuse.experts import ExpertSteps
 from unickpt.storage.btree.builder import INLINE, PLACE_DTYPE, PLACE_FIELDS
 from unickpt.storage.kvstore import Future, KvStore
 from unickpt.storage.locations import Location
+
+T = TypeVar("T")
 
 # `array` is the number of the array in the process's own description, `chunk` that of the chunk in
 # the array's parts, in order (for arrays with boxes instead of a layout: in this process's boxes).
@@ -39,6 +41,7 @@ ELSEWHERE = -2
 """Instead of a file: the chunk is in a checkpoint beside this one."""
 # A fingerprint of an array that is assumed to be equal on all processes that have it.
 REPLICA_DTYPE = np.dtype([("array", "<u4"), ("fingerprint", "<u8")])
+_TABLES = CHUNK_DTYPE, PATCH_DTYPE, REPLICA_DTYPE
 _SEAL_BYTES = 8
 ValuePlace = tuple[int, int, int]
 """Where a value is: the number of its file, offset and length; see `PLACE_DTYPE`."""
@@ -75,7 +78,7 @@ class Record:
     boxes: Mapping[int, tuple[Box, ...]] = field(default_factory=dict)
     blobs: Mapping[str, tuple[int, int, ValuePlace]] = field(default_factory=dict)
     described: ValuePlace | None = None
-    statistics: Mapping[str, float] = field(default_factory=dict)
+    statistics: Mapping[str, int | float] = field(default_factory=dict)
     replaces: str = ""
     replicas: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, REPLICA_DTYPE))
     checked: bool = False
@@ -89,28 +92,8 @@ class Record:
         return replace(self, statistics={**self.statistics, **more})
 
     def encode(self) -> bytes:
-        """A line of JSON, the tables as they are in memory, and the xxh3-64 of it all."""
-        head = {
-            "description": self.description,
-            "boxes": [
-                [number, [[b.start, b.stop] for b in boxes]] for number, boxes in self.boxes.items()
-            ],
-            "blobs": self.blobs,
-            "described": self.described,
-            "statistics": self.statistics,
-            "replaces": self.replaces,
-            "checked": self.checked,
-            "experts": {key: list(steps.items()) for key, steps in self.experts.items()},
-            "base": None if self.base is None else [self.base.name, self.base.manifest],
-            "errors": [[number, *found] for number, found in self.errors.items()],
-            "files": self.files,
-            "inline": len(self.inline),
-            "chunks": len(self.chunks),
-            "patches": len(self.patches),
-        }
-        line = json.dumps(head, separators=(",", ":")).encode() + b"\n"
-        tables = (self.chunks, self.patches, self.replicas)
-        body = b"".join([line, self.inline, *(table.tobytes() for table in tables)])
+        """As msgpack, and the xxh3-64 of that."""
+        body = msgspec.msgpack.encode(self, enc_hook=_as_bytes)
         return body + xxhash.xxh3_64_intdigest(body).to_bytes(_SEAL_BYTES, "little")
 
     @classmethod
@@ -119,41 +102,12 @@ class Record:
         body, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
         if xxhash.xxh3_64_intdigest(body).to_bytes(_SEAL_BYTES, "little") != seal:
             raise ValueError("the record does not match its checksum")
-        head_bytes, _, payload = body.partition(b"\n")
         try:
-            head, rest = json.loads(head_bytes), _Payload(payload)
-            found = cls(
-                description=head["description"],
-                files=tuple(head["files"]),
-                inline=bytes(rest.take(head["inline"], np.dtype(np.uint8))),
-                chunks=rest.take(head["chunks"], CHUNK_DTYPE),
-                patches=rest.take(head["patches"], PATCH_DTYPE),
-                replicas=rest.rest(REPLICA_DTYPE),
-                boxes={
-                    number: tuple(Box(tuple(start), tuple(stop)) for start, stop in boxes)
-                    for number, boxes in head["boxes"]
-                },
-                blobs={
-                    name: (size, digest, (file, offset, length))
-                    for name, (size, digest, (file, offset, length)) in head["blobs"].items()
-                },
-                described=None if head["described"] is None else tuple(head["described"]),
-                statistics=head["statistics"],
-                replaces=head["replaces"],
-                checked=head["checked"],
-                base=None if head["base"] is None else BaseEntry(*head["base"]),
-                errors={number: (worst, relative) for number, worst, relative in head["errors"]},
-                experts={
-                    key: {int(n): int(s) for n, s in steps}
-                    for key, steps in head["experts"].items()
-                },
-            )
-            found._check()
-            return found
-        except (
-            KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError
-        ) as error:  # fmt: skip
-            raise ValueError(f"the record is malformed: {error!r}") from None
+            found = msgspec.msgpack.decode(body, type=cls, dec_hook=_as_table)
+        except (msgspec.MsgspecError, IndexError, RecursionError) as error:
+            raise ValueError(f"the record is malformed: {error}") from None
+        found._check()
+        return found
 
     def _check(self) -> None:
         """Checks that it refers only to what is there, below the process's folder.
@@ -163,6 +117,9 @@ class Record:
         """
         more = [place for _, _, place in self.blobs.values()]
         others = np.array([*more, *([self.described] if self.described else [])], PLACE_DTYPE)
+        tables = self.chunks, self.patches, self.replicas
+        if tuple(table.dtype for table in tables) != _TABLES:
+            raise ValueError("a table has other columns")
         for table, least in (self.chunks, ELSEWHERE), (self.patches, INLINE), (others, INLINE):
             file = table["file"]
             if len(file) and (int(file.min()) < least or int(file.max()) >= len(self.files)):
@@ -181,25 +138,14 @@ class Record:
                 raise ValueError(f"{path[:200]!r} is not a file of the process")
 
 
-class _Payload:
-    """Tables, one after the other.
+def _as_bytes(table: np.ndarray[Any, Any]) -> tuple[int, bytes]:
+    """A table of a record: which of `_TABLES`, and its rows."""
+    return _TABLES.index(table.dtype), table.tobytes()
 
-    Arguments:
-        data: their bytes.
-    """
 
-    def __init__(self, data: bytes) -> None:
-        self._data, self._at = data, 0
-
-    def take(self, count: int, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-        """The next table; raises ValueError if the bytes end before."""
-        found = np.frombuffer(self._data, dtype, count, self._at) if count else np.zeros(0, dtype)
-        self._at += found.nbytes
-        return found
-
-    def rest(self, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-        """The last table."""
-        return np.frombuffer(self._data, dtype, offset=self._at)
+def _as_table(kind: type, found: tuple[int, bytes]) -> np.ndarray[Any, Any]:
+    which, rows = found
+    return np.frombuffer(rows, _TABLES[which])
 
 
 Records = Sequence[tuple[int, Record]]
@@ -272,8 +218,7 @@ class Notes:
             refused: whether this process did not start, because of an earlier error.
         """
         message = str(error) or type(error).__name__
-        note = {"message": message, "hopeless": settles, "refused": refused}
-        self._unwritten = json.dumps(note).encode()
+        self._unwritten = msgspec.json.encode(_ErrorNote(message, settles, refused))
         self.retry_error()
 
     def retry_error(self) -> None:
@@ -326,7 +271,7 @@ class Notes:
         errors = sorted({int(match[1]) for match in matches if match} - {self._group.index})
         if errors:
             read = [self._notes.read(f"{_ERROR}{process:05d}") for process in errors[:8]]
-            found = [_error_note(r.result().value) for r in read]
+            found = [_note(r.result().value, _ErrorNote) or _ErrorNote() for r in read]
             self.settled = self.settled or any(note.settles for note in found)
             error = ProcessFailed(f"process {errors[0]} failed: {found[0].message}")
             error.refused = all(note.refused for note in found)
@@ -381,7 +326,7 @@ class Notes:
 
     def request(self, requests: Mapping[int, Mapping[str, list[int]]]) -> None:
         """Requests chunks: for each process, arrays and the positions of their chunks."""
-        self._notes.write(REQUEST, json.dumps(requests).encode()).result()
+        self._notes.write(REQUEST, msgspec.json.encode(requests)).result()
 
     def requested(self) -> dict[str, list[int]]:
         """The chunks that the coordinator requests from this process.
@@ -389,19 +334,18 @@ class Notes:
         Raises:
             StorageError: the request cannot be decoded.
         """
-        requests = _object(self._notes.read(REQUEST).result().value)
-        if requests is None:
+        found = _note(self._notes.read(REQUEST).result().value, dict[int, dict[str, list[int]]])
+        if found is None:
             raise StorageError(f"{self._folder}: the note {REQUEST!r} of process 0 is damaged")
-        mine: dict[str, list[int]] = requests.get(str(self._group.index), {})
-        return mine
+        return found.get(self._group.index, {})
 
     def announce(self, announcement: Announcement) -> None:
         """Announces what is about to be committed."""
-        self._notes.write(_COMMIT, json.dumps(asdict(announcement)).encode()).result()
+        self._notes.write(_COMMIT, msgspec.json.encode(announcement)).result()
 
     def announced(self) -> Announcement | None:
         """What was announced; None if that is not visible yet, or cannot be decoded."""
-        return _announcement(self._notes.read(_COMMIT).result().value)
+        return _note(self._notes.read(_COMMIT).result().value, Announcement)
 
     def clear_records(self) -> None:
         """Removes the records, which are not needed after the commit."""
@@ -410,6 +354,20 @@ class Notes:
 
 def _list(store: KvStore) -> set[str]:
     return {key.decode(errors="replace") for key in store.list().result()}
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Number of arrays of a checkpoint, and their logical bytes."""
+
+    arrays: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, index: Index) -> Totals:
+        """Those of an index."""
+        nbytes = sum(nbytes_of(entry.shape, entry.dtype) for entry in index.arrays.values())
+        return cls(len(index.arrays), nbytes)
 
 
 @dataclass(frozen=True)
@@ -424,45 +382,25 @@ class Announcement:
     """
 
     root: str
-    totals: Mapping[str, int]
-    replaced: Mapping[str, Mapping[str, int]]
-
-
-def _announcement(data: bytes) -> Announcement | None:
-    note = _object(data) or {}
-    root, totals, replaced = note.get("root"), note.get("totals"), note.get("replaced", {})
-    if not isinstance(root, str) or not _is_totals(totals) or not isinstance(replaced, dict):
-        return None
-    known = {name: found for name, found in replaced.items() if _is_totals(found)}
-    return Announcement(root, totals, known)
-
-
-def _is_totals(found: object) -> TypeGuard[dict[str, int]]:
-    return isinstance(found, dict) and found.keys() == {"arrays", "nbytes"}
-
-
-def _object(data: bytes) -> dict[str, Any] | None:
-    """A JSON object; None if the bytes are not one, as those of a missing note."""
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
+    totals: Totals
+    replaced: Mapping[str, Totals]
 
 
 @dataclass(frozen=True)
 class _ErrorNote:
     """The note of a process that gave up; see `Notes.publish_error`."""
 
-    message: str
+    message: str = "its error message cannot be read"
     settles: bool = False
     refused: bool = False
 
 
-def _error_note(data: bytes) -> _ErrorNote:
-    note = _object(data) or {}
-    message = str(note.get("message", "its error message cannot be read"))
-    return _ErrorNote(message, note.get("hopeless") is True, note.get("refused") is True)
+def _note(data: bytes, kind: type[T]) -> T | None:
+    """A note; None if the bytes are not one, as those of a note that is missing."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 WriteMore = Callable[[Mapping[str, list[int]]], Record]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import tensorstore as ts
 
 from unickpt.commit import version
-from unickpt.commit.merge import Totals
-from unickpt.commit.messages import Notes
+from unickpt.commit.messages import Notes, Totals
 from unickpt.format import index_json
 from unickpt.format.index import INDEX_KEY
 from unickpt.storage.database import Database
@@ -37,7 +35,7 @@ def committed(
     """
     note = notes_of(name).announced()
     if note is not None and note.root == root:
-        return Totals(**note.totals)
+        return note.totals
     # A network file system may not show the note yet. The root itself is conclusive.
     data = Database(location, context).reader().read(INDEX_KEY)
     index = index_json.decode(data or b"", str(location))
@@ -45,11 +43,11 @@ def committed(
         return Totals.of(index)
     note = notes_of(index.attempt).announced()
     if note is not None and name in note.replaced:  # another job has replaced it since
-        return Totals(**note.replaced[name])
+        return note.replaced[name]
     return None
 
 
-def replaced(location: Location, root: str, notes_of: NotesOf) -> dict[str, Any]:
+def replaced(location: Location, root: str, notes_of: NotesOf) -> dict[str, Totals]:
     """The totals of the last commits here, by attempt, for processes that have not seen theirs.
 
     Only of those that were announced; in the others no process waits.

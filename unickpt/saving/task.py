@@ -13,8 +13,7 @@ from typing import Any
 
 from unickpt.commit import replicas
 from unickpt.commit.attempt import Attempt
-from unickpt.commit.merge import Totals
-from unickpt.commit.messages import Record, WriteMore
+from unickpt.commit.messages import Record, Totals, WriteMore
 from unickpt.commit.progress_reports import Report
 from unickpt.errors import (
     CheckpointCorrupt,
