@@ -231,6 +231,16 @@ def test_a_path_may_be_saved_removed_and_saved_again_at_once(tmp_path: Path) -> 
     assert names(tmp_path) == ["a.ckpt", "b.ckpt"]
 
 
+def test_what_one_trainer_still_saves_another_waits_for(tmp_path: Path) -> None:
+    with held_back() as (io, go):
+        io.save_checkpoint(checkpoint(2), tmp_path / "2.ckpt")
+        threading.Timer(0.3, go).start()
+        assert UnickptCheckpointIO().load_checkpoint(tmp_path / "2.ckpt")["global_step"] == 2
+        UnickptCheckpointIO(background=False).save_checkpoint(checkpoint(3), tmp_path / "2.ckpt")
+        io.teardown()
+    assert step_of(tmp_path / "2.ckpt") == 3
+
+
 def test_a_save_is_not_moved_by_a_change_of_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ of DTensors, and training that was never interrupted.
 from __future__ import annotations
 
 import faulthandler
+import shutil
 import sys
 import time
 import traceback
@@ -447,6 +448,24 @@ class FaultyPlanner(torch_dcp.DefaultSavePlanner):
         if dist.get_rank() == 2:
             raise ValueError("no data")
         return super().resolve_data(item)
+
+
+@case
+def a_folder_may_be_removed_as_soon_as_a_load_returns(root: Path) -> None:
+    dcp.save({"w": numbers(8)}, checkpoint_id=root / "short")
+    like = {"w": torch.zeros(8)}
+    if dist.get_rank() > 0:
+        time.sleep(0.5)
+    dcp.load(like, checkpoint_id=root / "short")
+    if dist.get_rank() == 0:
+        shutil.rmtree(root / "short")
+    assert same(like["w"], numbers(8))
+    dist.barrier()
+    mine = {"w": torch.zeros(8 if dist.get_rank() else 9)}
+    dcp.save({"w": numbers(8)}, checkpoint_id=root / "short")
+    error = unickpt.ProcessFailed if dist.get_rank() else unickpt.LoadMismatch
+    with fails(error, text="another rank" if dist.get_rank() else "like"):
+        dcp.load(mine, checkpoint_id=root / "short")
 
 
 @case

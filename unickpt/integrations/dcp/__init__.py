@@ -24,7 +24,9 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
-from unickpt.frameworks.process_group import alone
+from unickpt.errors import ProcessFailed
+from unickpt.frameworks.leaves import adapters
+from unickpt.frameworks.process_group import alone, current_group, within
 from unickpt.integrations.dcp.storage import (
     StorageReader,
     StorageWriter,
@@ -170,7 +172,7 @@ def load(
 
     Raises:
         ValueError, TypeError: an argument cannot be honoured; names it.
-        UnickptError: as `unickpt.load`.
+        UnickptError: as `unickpt.load`; on all ranks, if one fails.
     """
     reader = _storage(
         StorageReader, checkpoint_id, storage_reader, "storage_reader", "what to load"
@@ -192,7 +194,21 @@ def load(
             options=options,
         )
 
-    checkpoint.reading(reader.checkpoint_id, read)
+    error: Exception | None = None
+    try:
+        checkpoint.reading(reader.checkpoint_id, read)
+    except Exception as found:
+        error = found
+    # As after torch's load, which ends with a collective, no rank goes on, and may remove the
+    # folder, while another still reads.
+    group = within(options.group or current_group(adapters()), options.timeout_s)
+    failed = group.agree(int(error is not None))
+    if error is not None:
+        raise error
+    if failed:
+        raise ProcessFailed(
+            f"{reader.checkpoint_id}: another rank could not load; its own error says why"
+        )
     request.give_back()
 
 

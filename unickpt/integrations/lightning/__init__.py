@@ -154,7 +154,7 @@ class UnickptCheckpointIO(_CheckpointIO):
                 "state= is not supported: the whole checkpoint is returned; for sharded models "
                 "use the mixin unickpt.integrations.lightning.ShardedCheckpoints"
             )
-        self._saves.wait()
+        Saves.wait_for_all()
         if _is_file(path):
             io = _of_fabric("TorchCheckpointIO")[0]()
             found: dict[str, Any] = io.load_checkpoint(path, map_location, weights_only)
@@ -268,7 +268,7 @@ class ShardedCheckpoints:
             UnickptError: as `unickpt.load`.
         """
         path = self.broadcast(checkpoint_path)  # type: ignore[attr-defined]
-        self.checkpoint_io._saves.wait()
+        Saves.wait_for_all()
         if _is_file(path) or _is_file(os.path.join(path, "meta.pt")):
             found: dict[str, Any] = super().load_checkpoint(path, weights_only)  # type: ignore[misc]
             return found

@@ -11,10 +11,11 @@ import logging
 import os
 import threading
 import time
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from unickpt.errors import SaveTimeout, StorageError, UnickptError
 from unickpt.runs import attempt_folders
@@ -124,22 +125,33 @@ class _Save:
 class Saves:
     """Begins saves, one written after the other, and removes checkpoints in their order."""
 
+    _every: ClassVar[weakref.WeakSet[Saves]] = weakref.WeakSet()
+    """Those of all trainers of this process: one may load what another still saves."""
+
     def __init__(self) -> None:
         self._queue = SaveQueue()
         self._lock = threading.RLock()  # a signal handler of Lightning may save
         self._saves: list[_Save] = []
+        self._every.add(self)
+
+    @classmethod
+    def wait_for_all(cls) -> None:
+        """Waits until nothing of this process is in flight; raises nothing."""
+        for saves in tuple(cls._every):
+            saves.wait()
 
     def destination(self, path: paths.PathLike) -> SaveDestination:
         """Where to save; waits if a save or a removal of the same path is in flight."""
-        with self._lock:
-            named = {
-                name
-                for save in self._unfinished()
-                for name in (save.destination.path, *save.to_remove)
-            }
-        if _whole(path) in named:
-            self.wait()
+        for saves in tuple(self._every):
+            if _whole(path) in saves.in_flight():
+                saves.wait()
         return SaveDestination.of(path)
+
+    def in_flight(self) -> set[str]:
+        """The paths that are being saved or going to be removed."""
+        with self._lock:
+            unfinished = self._unfinished()
+            return {n for save in unfinished for n in (save.destination.path, *save.to_remove)}
 
     def begin(
         self, tree: Any, destination: SaveDestination, options: SaveOptions, rank: int, ranks: int
