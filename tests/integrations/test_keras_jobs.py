@@ -69,6 +69,56 @@ def test_a_killed_fit_goes_on_with_the_same_losses(
         assert_same(found[group], same[group])
 
 
+OVER = """
+import logging, os, signal, sys
+path, way, freq = sys.argv[1], sys.argv[2], sys.argv[3]
+freq = freq if freq == "epoch" else int(freq)
+import keras, numpy as np
+from keras.callbacks import LambdaCallback, OrbaxCheckpoint
+from unickpt.integrations.keras import UnickptCheckpoint
+
+logging.getLogger("absl").setLevel("CRITICAL")
+keras.utils.set_random_seed(1)
+layers = [keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+if keras.backend.backend() == "jax":  # torch's generator is in no step of Orbax
+    layers.insert(1, keras.layers.Dropout(0.3))
+model = keras.Sequential([keras.Input((3,)), *layers])
+model.compile("adam", "mse", metrics=["mae"])
+x, y = np.random.default_rng(0).random((40, 3), "float32"), np.ones((40, 1), "float32")
+theirs = OrbaxCheckpoint(path, save_freq=freq, max_to_keep=2, save_on_background=False)
+ours = UnickptCheckpoint(path, save_freq=freq, max_to_keep=None, resume=True)
+done = [0]
+def die(batch, logs):
+    done[0] += 1
+    if done[0] == 15:
+        os.kill(os.getpid(), signal.SIGKILL)
+killer = LambdaCallback(on_train_batch_end=die)
+callbacks = {"whole": [], "theirs": [theirs, killer], "ours": [ours]}[way]
+model.fit(x, y, batch_size=4, epochs=3, shuffle=False, verbose=0, callbacks=callbacks)
+print(int(model.optimizer.iterations), b"".join(w.tobytes() for w in model.get_weights()).hex())
+"""
+
+
+@pytest.mark.parametrize(("backend", "freq"), [("jax", "epoch"), ("torch", "epoch"), ("jax", "4")])
+def test_a_killed_fit_with_orbax_goes_on_here(
+    processes: Processes, tmp_path: Path, backend: str, freq: str
+) -> None:
+    pytest.importorskip("orbax.checkpoint")
+    env, run = {"KERAS_BACKEND": backend}, tmp_path / "run"
+    whole = processes.start(OVER, run, "whole", freq, env=env)
+    killed = processes.start(OVER, run, "theirs", freq, env=env)
+    assert killed.wait() == -signal.SIGKILL, killed.communicate()
+    theirs = sorted(int(found.name) for found in run.iterdir())
+    assert theirs == ([0] if freq == "epoch" else [8, 12])
+    [wanted, found, again] = processes.finish(
+        [whole, processes.start(OVER, run, "ours", freq, env=env)]
+    ) + processes.finish([processes.start(OVER, run, "ours", freq, env=env)])
+    assert found.splitlines()[-1] == wanted.splitlines()[-1]
+    assert again.splitlines()[-1] == wanted.splitlines()[-1], "from our own last step"
+    steps = {found.name for found in run.iterdir() if found.name.startswith("step_")}
+    assert steps == {f"step_{n}" for n in ((1, 2) if freq == "epoch" else (16, 20, 24, 28))}
+
+
 MESH = """
 import os
 os.environ["KERAS_BACKEND"] = "jax"

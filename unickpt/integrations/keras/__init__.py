@@ -10,6 +10,7 @@ Sharded variables are written by the devices that hold them, and loaded onto any
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from keras.src.callbacks.monitor_callback import MonitorCallback
 from unickpt.errors import CheckpointNotFound, LoadMismatch
 from unickpt.frameworks.leaves import PerProcess, adapters
 from unickpt.frameworks.process_group import current_group
+from unickpt.integrations.keras import orbax_steps
 from unickpt.integrations.keras.state import KerasState, random_state, set_random_state
 from unickpt.loading import loader
 from unickpt.loading.report import LoadReport
@@ -35,6 +37,8 @@ from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.storage import paths
 
 __all__ = ["UnickptCheckpoint", "load", "save"]
+
+_log = logging.getLogger("unickpt")
 
 
 def save(
@@ -164,7 +168,8 @@ class UnickptCheckpoint(MonitorCallback):
         save_weights_only: leave out the optimizer and the metrics.
         resume: when `fit` begins, load the newest step of the directory, if there is one, and go on
             after it: with the next epoch, or within an epoch, of which the batches that are done
-            are drawn and not trained on.
+            are drawn and not trained on. If there are only steps of `OrbaxCheckpoint`, the newest
+            of them, with the same `save_freq`.
         options: see `SaveOptions`.
 
     Raises:
@@ -333,6 +338,7 @@ class UnickptCheckpoint(MonitorCallback):
         except CheckpointNotFound:
             if checkpointer.latest() is not None:
                 raise
+            self._load_from_orbax(state)
             return
         stored = dict(found["fit"])
         randoms = stored.pop("random").value
@@ -345,6 +351,29 @@ class UnickptCheckpoint(MonitorCallback):
             self.best = position.best
         self._resumed = _ResumedFit(position, randoms, state, metrics)
         model._initial_epoch = position.epoch
+
+    def _load_from_orbax(self, state: KerasState) -> None:
+        """Goes on from the newest step of `OrbaxCheckpoint` in the directory, if there is one."""
+        step = orbax_steps.newest(self.directory)
+        if step is None:
+            return
+        load(step.path, self.model, rules=orbax_steps.rules())
+        epoch, batch, batches = step.number + 1, 0, self._batches_per_epoch()
+        if self.save_freq != "epoch":
+            if batches < 1:
+                raise ValueError(
+                    f"{step.path}: the epoch after {step.number} batches is not known, because the "
+                    "data do not tell how many batches they have; pass steps_per_epoch= to fit"
+                )
+            epoch, batch = divmod(step.number, batches)
+        _log.warning(
+            "%s: going on from a step of OrbaxCheckpoint, with epoch %d after %d batches; it has "
+            "no states of random generators, so that data are shuffled in another order",
+            step.path, epoch, batch,
+        )  # fmt: skip
+        position = FitPosition(epoch, batch, batches, math.nan)
+        self._resumed = _ResumedFit(position, None, state, state.tree()["metrics"])
+        self.model._initial_epoch = epoch
 
 
 @dataclass(frozen=True)

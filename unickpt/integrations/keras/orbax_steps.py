@@ -1,0 +1,59 @@
+"""The steps of a run of `keras.callbacks.OrbaxCheckpoint`, which a `fit` can go on from."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from unickpt.errors import CheckpointNotFound
+from unickpt.reading import checkpoint
+from unickpt.reading.listing import other_folders
+from unickpt.rules.rule_set import Rules
+from unickpt.storage import paths
+
+_FORMAT = "orbax"
+# `Model.get_state_tree`, as the item "pytree".
+_RULES = """
+optional pytree/non_trainable_variables/{path...}/seed_generator_state [n] <->
+    model/{path...}/seed_generator_state [n] as uint32
+default pytree/non_trainable_variables/{path...} <-> model/{path...}
+default pytree/trainable_variables/{path...} <-> model/{path...}
+default pytree/optimizer_variables/{path...} <-> optimizer/{path...}
+default pytree/metrics_variables/{path...} <-> metrics/{path...}
+default model_config/{path...} <-> drop
+"""
+
+
+class OrbaxStep(NamedTuple):
+    """A step.
+
+    Arguments:
+        number: as its folder is called: the epoch, or how many batches were done.
+        path: of the checkpoint.
+    """
+
+    number: int
+    path: str
+
+
+def newest(directory: paths.PathLike) -> OrbaxStep | None:
+    """The newest step that Orbax has committed in a directory; None if there is none.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    if not paths.resolve(directory).exists():
+        return None
+    numbered = [found for found in other_folders(directory) if found.name.isdecimal()]
+    for found in sorted(numbered, key=lambda one: int(one.name), reverse=True):
+        try:
+            reader = checkpoint.open(found.path).reader
+        except CheckpointNotFound:
+            continue  # it was not committed
+        if reader.format == _FORMAT:
+            return OrbaxStep(int(found.name), found.path)
+    return None
+
+
+def rules() -> Rules:
+    """From the names in a step to those of `KerasState`."""
+    return Rules.parse(_RULES)
