@@ -358,14 +358,8 @@ class UnickptCheckpoint(MonitorCallback):
         if step is None:
             return
         load(step.path, self.model, rules=orbax_steps.rules())
-        epoch, batch, batches = step.number + 1, 0, self._batches_per_epoch()
-        if self.save_freq != "epoch":
-            if batches < 1:
-                raise ValueError(
-                    f"{step.path}: the epoch after {step.number} batches is not known, because the "
-                    "data do not tell how many batches they have; pass steps_per_epoch= to fit"
-                )
-            epoch, batch = divmod(step.number, batches)
+        batches = self._batches_per_epoch()
+        epoch, batch = step.position(self.save_freq, batches)
         _log.warning(
             "%s: going on from a step of OrbaxCheckpoint, with epoch %d after %d batches; it has "
             "no states of random generators, so that data are shuffled in another order",

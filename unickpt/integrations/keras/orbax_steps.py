@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from unickpt.errors import CheckpointNotFound
 from unickpt.reading import checkpoint
@@ -33,6 +33,25 @@ class OrbaxStep(NamedTuple):
 
     number: int
     path: str
+
+    def position(self, save_freq: Literal["epoch"] | int, batches: int) -> tuple[int, int]:
+        """The epoch to go on with, and how many of its batches are done.
+
+        Arguments:
+            save_freq: as the callback had it that saved this step.
+            batches: of an epoch; -1 if unknown.
+
+        Raises:
+            ValueError: the step counts batches, and it is not known how many an epoch has.
+        """
+        if save_freq == "epoch":
+            return self.number + 1, 0
+        if batches < 1:
+            raise ValueError(
+                f"{self.path}: the epoch after {self.number} batches is not known, because the "
+                "data do not tell how many batches they have; pass steps_per_epoch= to fit"
+            )
+        return divmod(self.number, batches)
 
 
 def newest(directory: paths.PathLike) -> OrbaxStep | None:
