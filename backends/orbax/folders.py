@@ -7,6 +7,7 @@ is an item, or a folder of items; a run is a folder of checkpoints, one for each
 from __future__ import annotations
 
 import datetime
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, UnsupportedFor
 from unickpt.foreign.files import Files
 from unickpt.quoting import quoted
 
+_log = logging.getLogger("unickpt")
 _CHECKPOINT = "_CHECKPOINT_METADATA"
 _INDICATOR = "orbax.checkpoint"
 _MARKS = (_CHECKPOINT, _INDICATOR)
@@ -41,11 +43,13 @@ class Found:
         tree: of all of its items.
         metadata: what users added, and metrics.
         created: when it was committed, as text; empty if that is not recorded.
+        lacks: which items are no longer there; empty if all are.
     """
 
     tree: Any
     metadata: Mapping[str, Any]
     created: str
+    lacks: str = ""
 
 
 def find(files: Files, context: ts.Context) -> Found | None:
@@ -120,7 +124,9 @@ def _about(files: Files) -> Mapping[str, Any]:
     found = items.read_json(files, _CHECKPOINT)
     if not isinstance(found, dict):
         raise CheckpointCorrupt(f"{files.location}: {_CHECKPOINT} is damaged: {quoted(found)}")
-    if found.get("init_timestamp_nsecs") and not found.get("commit_timestamp_nsecs"):
+    # Without the key at all, as after an edit by hand, its name says that it was committed.
+    is_begun = found.get("init_timestamp_nsecs") and "commit_timestamp_nsecs" in found
+    if is_begun and not found["commit_timestamp_nsecs"]:
         raise _not_committed(files)
     return found
 
@@ -152,11 +158,14 @@ def _composite(
     if not isinstance(handlers, (dict, type(None))):
         raise CheckpointCorrupt(f"{files.location}: {_CHECKPOINT} is damaged: {quoted(handlers)}")
     missing = sorted(set(handlers or ()) - set(names))
-    if missing:
-        raise CheckpointCorrupt(
-            f"{files.location}: the item {quoted(missing[0])} is missing; was the folder copied "
-            "as a whole?"
-        )
+    lacks = ""
+    if missing:  # Orbax itself can delete one of several items, and loads the others
+        which = ", ".join(map(quoted, missing))
+        are = f"item {which} is" if len(missing) == 1 else f"items {which} are"
+        lacks = f"{files.location}: the {are} missing; was the folder copied as a whole?"
+        if not names or {_UNNAMED, *_UNNAMED_V1} & set(missing):  # what a step is saved for
+            raise CheckpointCorrupt(f"{lacks} Each other item can be opened by its own path")
+        _log.warning("%s", lacks)
     found = {name: items.any_item(Files(files.location.child(name)), context) for name in names}
     metadata = _custom(about)
     if items.METRICS in found and not isinstance(found[items.METRICS].tree, Located):
@@ -165,9 +174,9 @@ def _composite(
         if item.custom:
             metadata[name] = dict(item.custom)
     content: Any = {name: item.tree for name, item in found.items()}
-    if list(content) == [_UNNAMED] or _is_unnamed_v1(files, about, content):
+    if not lacks and (list(content) == [_UNNAMED] or _is_unnamed_v1(files, about, content)):
         (content,) = content.values()
-    return Found(content, metadata, _created(about))
+    return Found(content, metadata, _created(about), lacks)
 
 
 def _is_unnamed_v1(files: Files, about: Mapping[str, Any], items: Mapping[str, Any]) -> bool:

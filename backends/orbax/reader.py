@@ -70,6 +70,7 @@ class OrbaxReader(Reader):
 
     def __init__(self, files: Files, found: Found, context: ts.Context) -> None:
         self.location, self._files, self._context = files.location, files, context
+        self.lacks = found.lacks
         try:
             node = tree.flatten(found.tree, _is_leaf, _expand)
         except UnsupportedLeaf as error:

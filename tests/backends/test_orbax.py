@@ -21,7 +21,7 @@ from support import foreign, s3_server
 from typer.testing import CliRunner
 
 import unickpt
-from unickpt import CheckpointCorrupt, CheckpointNotFound, UnsupportedFormat
+from unickpt import CheckpointCorrupt, CheckpointNotFound, LoadMismatch, UnsupportedFormat
 from unickpt.backends.orbax import zarr
 from unickpt.cli.app import app
 from unickpt.errors import UnickptError
@@ -439,6 +439,26 @@ def test_what_is_not_committed_is_refused(tmp_path: Path) -> None:
             unickpt.open(tmp_path / name)
     edited(path, "_CHECKPOINT_METADATA", lambda c: c.update(commit_timestamp_nsecs=None))
     with pytest.raises(CheckpointNotFound, match="Orbax has not committed it"):
+        unickpt.open(path)
+    edited(path, "_CHECKPOINT_METADATA", lambda c: c.pop("commit_timestamp_nsecs"))
+    assert same(unickpt.load(path)["w"], a(3))  # as Orbax
+
+
+def test_the_other_items_are_read_if_one_was_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    v1, path = pytest.importorskip("orbax.checkpoint.v1"), tmp_path / "c"
+    v1.save_checkpointables(path, {"params": {"w": a(3)}, "opt": {"m": a(2)}})
+    shutil.rmtree(path / "opt")
+    assert list(v1.load_checkpointables(path)) == ["params"]
+    found = unickpt.load(path)
+    assert list(found) == ["params"]
+    assert same(found["params"]["w"], a(3))
+    assert "'opt' is missing; was the folder copied as a whole?" in caplog.text
+    with pytest.raises(LoadMismatch, match="item 'opt' is missing"):
+        unickpt.load(path, {"params": {"w": a(3)}, "opt": {"m": a(2)}})
+    shutil.rmtree(path / "params")
+    with pytest.raises(CheckpointCorrupt, match="'opt', 'params' are missing"):
         unickpt.open(path)
 
 

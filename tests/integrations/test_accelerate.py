@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 import time
 from collections import defaultdict
@@ -143,6 +144,24 @@ def test_a_job_goes_on_as_if_it_had_not_stopped(
     assert torch.equal(other.ema.weight, job.ema.weight)
     assert all(map(torch.equal, other.registered.seen, job.registered.seen))
     unickpt.verify(tmp_path / "c")
+
+
+def test_a_job_goes_back_to_before_its_first_step(make: Callable[..., Any], tmp_path: Path) -> None:
+    job = Job(make(dataloader_config=seeded()))
+    save_state(job.accelerator, tmp_path / "c")
+    expected = job.train(0, 4)
+    load_state(job.accelerator, tmp_path / "c")
+    assert not job.optimizer.optimizer.state
+    assert job.train(0, 4) == expected
+    before = copy.deepcopy(job.optimizer.optimizer.state_dict()["state"])
+    other = Job(make(dataloader_config=seeded()))
+    other.ema.weight.data = torch.zeros(3, 3)
+    save_state(other.accelerator, tmp_path / "other")
+    with pytest.raises(unickpt.LoadMismatch, match="registered/1/weight"):
+        load_state(job.accelerator, tmp_path / "other")
+    found = job.optimizer.optimizer.state_dict()["state"]
+    assert found.keys() == before.keys()
+    assert all(torch.equal(found[k]["exp_avg"], before[k]["exp_avg"]) for k in before)
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # of torchdata

@@ -14,7 +14,8 @@ import logging
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,8 @@ def load_state(
         _check_counts(path, stored.metadata.get(_COUNTS), _metadata(accelerator)[_COUNTS])
         rest = loader.load(stored, only="values/**")["values"]
         mine = _of_this(accelerator, path, rest["process"])
-        loader.load(stored, _state(accelerator), unexpected="skip")
+        with _without_later_states(accelerator, stored):
+            loader.load(stored, _state(accelerator), unexpected="skip")
         return rest, mine
 
     # Opened once: what is there may be replaced meanwhile.
@@ -239,6 +241,26 @@ def _named(accelerator: Accelerator, optimizer: Any) -> Any:
         except ValueError:
             continue
     return optimizer
+
+
+@contextmanager
+def _without_later_states(accelerator: Accelerator, stored: Checkpoint) -> Iterator[None]:
+    """Takes the states of optimizers that were saved before their first step; back after an error.
+
+    So does accelerate: a load of such a checkpoint starts them anew.
+    """
+    taken: list[tuple[Any, dict[Any, Any]]] = []
+    for number, wrapped in enumerate(accelerator._optimizers):
+        state, prefix = wrapped.optimizer.state, f"optimizers/{number}/state/"
+        if state and not any(name.startswith(prefix) for name in stored):
+            taken.append((state, dict(state)))
+            state.clear()
+    try:
+        yield
+    except BaseException:
+        for state, before in taken:
+            state.update(before)
+        raise
 
 
 def _is_own_kind(registered: object) -> bool:
