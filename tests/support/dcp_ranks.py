@@ -469,6 +469,49 @@ def a_folder_may_be_removed_as_soon_as_a_load_returns(root: Path) -> None:
 
 
 @case
+def a_folder_of_torch_is_gone_on_with(root: Path) -> None:
+    """Loaded, trained, saved to again: torch's files stay until ours are committed."""
+    path, full = root / "over", numbers(8)
+
+    def saved_by_torch() -> None:
+        torch_dcp.save({"w": spread(full, 4, [Shard(0)])}, checkpoint_id=path)
+
+    def ours(more: int) -> dict[str, Any]:
+        return {"w": spread(full + more, 4, [Shard(0)])}
+
+    def is_ours(more: int) -> None:
+        dist.barrier()
+        assert {found.name for found in path.iterdir()} == {"manifest.ocdbt", "processes"}
+        like = {"w": torch.zeros(8)}
+        dcp.load(like, checkpoint_id=path)
+        assert same(like["w"], full + more)
+
+    saved_by_torch()
+    like = {"w": torch.zeros(8)}
+    dcp.load(like, checkpoint_id=path)
+    assert same(like["w"], full)
+    with fails(unickpt.CheckpointExists, unickpt.ProcessFailed, text="other files"):
+        dcp.save(ours(1), storage_writer=dcp.StorageWriter(path, overwrite=False))
+    dist.barrier()
+    with fails(BaseException, text="its state is broken"):
+        dcp.save({**ours(1), "bad": Faulty(1)}, checkpoint_id=path)
+    dist.barrier()
+    like = {"w": torch.zeros(8)}
+    torch_dcp.load(like, checkpoint_id=path)
+    assert same(like["w"], full), "the failed saves have left it as it was"
+    dcp.save(ours(1), checkpoint_id=path)
+    is_ours(1)
+    dcp.save(ours(2), checkpoint_id=path)
+    is_ours(2)
+    saved_by_torch()
+    dcp.async_save(ours(3), checkpoint_id=path).result()
+    is_ours(3)
+    saved_by_torch()
+    torch_dcp.save(ours(4), storage_writer=dcp.StorageWriter(path))
+    is_ours(4)
+
+
+@case
 def a_rank_that_fails_fails_the_save_everywhere_and_leaves_the_last(root: Path) -> None:
     path = root / "faults"
     dcp.save({"w": spread(numbers(8), 4, [Shard(0)])}, checkpoint_id=path)

@@ -25,6 +25,7 @@ from unickpt.saving.snapshot import Snapshot
 from unickpt.saving.staging_memory import Abandoned, HostMemoryPool
 from unickpt.saving.task import SaveEvent, SaveTask, call_metrics
 from unickpt.storage import paths
+from unickpt.storage.locations import Location
 from unickpt.threads import collection_paused, step_back
 from unickpt.trees import tree
 
@@ -383,7 +384,7 @@ class SaveRequest:
     """What to save in the background.
 
     Arguments:
-        path, tree, options, overwrite: as for `save_async`.
+        path, tree, options, overwrite: as for `save_async`; or the location of a path.
         metadata: returns the metadata; an error fails the save.
         owners: what the optimizers own whose steps wait for staging.
         callbacks: of this save.
@@ -391,7 +392,7 @@ class SaveRequest:
         partial: returns which experts need not be written; an error fails the save.
     """
 
-    path: paths.PathLike
+    path: paths.PathLike | Location
     tree: Any
     options: SaveOptions
     overwrite: bool = False

@@ -60,6 +60,11 @@ def save_async(
     """
     options = SaveOptions.or_default(options)
     request = SaveRequest(path, tree, options, overwrite, metadata=lambda: metadata)
+    return begin(request)
+
+
+def begin(request: SaveRequest) -> PendingSave:
+    """As `save_async`, with callbacks."""
     return _queue(os.getpid()).save(request)
 
 
@@ -109,10 +114,14 @@ def save(
         >>> report.arrays
         1
     """
-    options = SaveOptions.or_default(options)
+    return run(SaveTask(path, overwrite, SaveOptions.or_default(options)), tree, metadata)
+
+
+def run(task: SaveTask, tree: Any, metadata: Mapping[str, Any] | None = None) -> SaveReport:
+    """As `save`."""
     with collection_paused():
-        report = _save(SaveTask(path, overwrite, options), tree, metadata)
-    call_metrics(options, report)
+        report = _save(task, tree, metadata)
+    call_metrics(task.options, report)
     return report
 
 

@@ -44,6 +44,7 @@ from unickpt.saving.write_plan import (
 )
 from unickpt.saving.writer import ChunkWriter
 from unickpt.storage import paths
+from unickpt.storage.locations import Location
 from unickpt.threads import Events, Ticker
 
 
@@ -140,7 +141,7 @@ class SaveTask:
     """A save: `describe` what to save, `plan` which process writes what, `run` it.
 
     Arguments:
-        path, overwrite, options: as for `save`.
+        path, overwrite, options: as for `save`; or the location of a path.
         find_base: returns the base when chunks are about to be written, if `options` name none.
 
     Raises:
@@ -151,7 +152,7 @@ class SaveTask:
 
     def __init__(
         self,
-        path: paths.PathLike,
+        path: paths.PathLike | Location,
         overwrite: bool,
         options: SaveOptions,
         find_base: Callable[[], paths.PathLike | None] = lambda: None,

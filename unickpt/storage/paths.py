@@ -292,17 +292,20 @@ def _walk(top: str, inside: str) -> Iterator[StoredFile]:
 PathLike = str | os.PathLike[str]
 
 
-def resolve(path: PathLike, *, whole: bool = False, or_file: bool = False) -> Location:
+def resolve(path: PathLike | Location, *, whole: bool = False, or_file: bool = False) -> Location:
     """Finds the storage that a path or URL names.
 
     Arguments:
-        path: a local path, or a URL with a scheme of `schemes`: file, memory, s3, gs.
+        path: a local path, or a URL with a scheme of `schemes`: file, memory, s3, gs; or what was
+            found for one.
         whole: also accept a whole bucket or memory://; a checkpoint needs a folder in it.
         or_file: also accept a file, as other systems' checkpoints may be.
 
     Raises:
         InvalidPath: for an empty path, an unknown scheme, or a malformed URL.
     """
+    if isinstance(path, Location):
+        return path
     text = _text(path)
     name, separator, _ = text.partition("://")
     if not separator:

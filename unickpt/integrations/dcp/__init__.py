@@ -28,6 +28,7 @@ from unickpt.errors import ProcessFailed
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.process_group import alone, current_group, within
 from unickpt.integrations.dcp.storage import (
+    SaveDestination,
     StorageReader,
     StorageWriter,
     filled,
@@ -39,8 +40,9 @@ from unickpt.loading.views import StoredView
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.saving import saver
-from unickpt.saving.background import PendingSave
+from unickpt.saving.background import PendingSave, SaveCallbacks, SaveRequest
 from unickpt.saving.options import SaveReport
+from unickpt.saving.task import SaveTask
 from unickpt.storage import paths
 
 __all__ = ["StorageReader", "StorageWriter", "async_save", "load", "save"]
@@ -59,8 +61,8 @@ def save(
     no_dist: bool = False,
     use_collectives: bool = True,
 ) -> SaveReport:
-    """Saves a state dict, as `torch.distributed.checkpoint.save`; a checkpoint at the path is
-    replaced, atomically.
+    """Saves a state dict, as `torch.distributed.checkpoint.save`; a checkpoint at the path, also
+    one of torch in a local folder, is replaced, atomically.
 
     Arguments:
         state_dict: tensors, DTensors, plain values and `Stateful` objects, in dicts and lists.
@@ -92,7 +94,10 @@ def save(
     _check_save(planner, process_group)
     options = replace(writer.options, group=alone() if no_dist else writer.options.group)
     state, overwrite = to_save(state_dict), writer.overwrite
-    return saver.save(writer.checkpoint_id, state, overwrite=overwrite, options=options)
+    destination = SaveDestination.of(writer.checkpoint_id, overwrite=overwrite)
+    report = saver.run(SaveTask(destination.location, overwrite, options), state)
+    destination.committed()
+    return report
 
 
 def async_save(
@@ -139,7 +144,10 @@ def async_save(
     if later:
         options = replace(options, staging="lazy")
     state, overwrite = to_save(state_dict), writer.overwrite
-    pending = saver.save_async(writer.checkpoint_id, state, overwrite=overwrite, options=options)
+    destination = SaveDestination.of(writer.checkpoint_id, overwrite=overwrite)
+    callbacks = SaveCallbacks(committed=destination.committed)
+    request = SaveRequest(destination.location, state, options, overwrite, callbacks=callbacks)
+    pending = saver.begin(request)
     upload = SaveFuture(pending)
     if not later:
         return upload
