@@ -90,6 +90,26 @@ def test_settings_that_differ_are_refused(tmp_path: Path) -> None:
         ours.load(tmp_path / "m", mixed(), static="ignore")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("value", [500, 0.99, float("inf"), float("nan"), True, 1 - 2j, "a'b", -3])
+def test_numbers_of_the_tree_come_back(tmp_path: Path, value: Any) -> None:
+    """As from `eqx.tree_deserialise_leaves`, for scripts that go over."""
+    saved = {"model": mixed(), "at": [0, {"step": value}], "dropout": eqx.nn.Dropout(0.3)}
+    fresh = {"model": mixed(1, scale=0.1), "at": [7, {"step": type(value)()}]}
+    fresh["dropout"] = eqx.nn.Dropout(0.1)
+    ours.save(tmp_path / "c", saved)
+    with pytest.raises(unickpt.LoadMismatch, match="pass static='stored'"):
+        ours.load(tmp_path / "c", fresh)
+    found = ours.load(tmp_path / "c", fresh, static="stored")
+    assert repr(found["at"]) == repr(saved["at"])
+    assert (found["model"].scale, found["dropout"].p) == (0.5, 0.3)
+    assert bool(eqx.tree_equal(found["model"], saved["model"]))
+    fresh["at"][1]["step"] = object if isinstance(value, str) else ""  # of another type
+    with pytest.raises(unickpt.LoadMismatch, match="at/1/step: stored"):
+        ours.load(tmp_path / "c", fresh, static="stored")
+    with pytest.raises(unickpt.LoadMismatch, match="name: stored 'mixed', asked 'x'"):
+        ours.load(tmp_path / "c", {**saved, "model": mixed(name="x")}, static="stored")
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     heads: int

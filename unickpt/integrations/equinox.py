@@ -12,9 +12,11 @@ have the same shapes. Functions stay those of the program.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import enum
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, Literal
 
 import equinox as eqx
@@ -80,7 +82,7 @@ def load(
     model: Any,
     *,
     shardings: Any = None,
-    static: Literal["error", "keep"] = "error",
+    static: Literal["error", "keep", "stored"] = "error",
     cast: bool = False,
     options: LoadOptions | None = None,
 ) -> Any:
@@ -93,32 +95,35 @@ def load(
         shardings: instead: a sharding for all arrays, or a pytree that has one for each array, such
             as `jax.tree.map(choose, eqx.filter(model, eqx.is_array))`; None leaves one as it is.
         static: what to do if a setting (a static field, or a number, text or flag in the tree) is
-            not the noted one: "error", or "keep" that of the given model. Functions and objects of
-            unknown classes are always those of the given model.
+            not the noted one: "error"; or "keep" that of the given model; or "stored", which gives
+            numbers, texts and flags in the tree their noted values, as
+            `eqx.tree_deserialise_leaves` does, and still compares static fields. Functions and
+            objects of unknown classes are always those of the given model.
         cast: as for `unickpt.load`.
         options: see `LoadOptions`.
 
     Returns:
-        A model with the arrays of the checkpoint and everything else of the given model.
+        A model with the arrays of the checkpoint and, but for `static="stored"`, everything else of
+        the given model.
 
     Raises:
         LoadMismatch: arrays or settings differ; lists all.
         UnickptError: as `unickpt.load`.
     """
-    if static not in ("error", "keep"):
-        raise ValueError(f"static={static!r} must be 'error' or 'keep'")
+    if static not in ("error", "keep", "stored"):
+        raise ValueError(f"static={static!r} must be 'error', 'keep' or 'stored'")
     wanted, others = eqx.partition(model, _is_saved)
     wanted = jax.tree.map(_new, wanted)
     if shardings is not None:
         wanted = _sharded(wanted, shardings)
 
     def read(stored: Checkpoint) -> Any:
-        if static == "error":
-            _compare(stored, model)
-        return loader.load(stored, wanted, cast=cast, options=options)
+        rest = _with_noted(stored, others) if static == "stored" else others
+        if static != "keep":
+            _compare(stored, eqx.combine(wanted, rest))
+        return eqx.combine(loader.load(stored, wanted, cast=cast, options=options), rest)
 
-    found = read(path) if isinstance(path, Checkpoint) else checkpoint.reading(path, read)
-    return eqx.combine(found, others)
+    return read(path) if isinstance(path, Checkpoint) else checkpoint.reading(path, read)
 
 
 def arrays(model: Any) -> Any:
@@ -241,5 +246,37 @@ def _compare(stored: Checkpoint, model: Any) -> None:
     if differences:
         raise LoadMismatch(
             f"{stored.url}: settings of the model differ: {some(differences)}. Build the model as "
-            "it was saved, or pass static='keep' to load the arrays into this one"
+            "it was saved; or pass static='stored' to take the numbers, texts and flags of its "
+            "tree from the checkpoint, or static='keep' to load the arrays into this one"
         )
+
+
+def _with_noted(stored: Checkpoint, others: Any) -> Any:
+    """What is no array, with the noted values of numbers, texts and flags in the tree, if they are
+    of the same type."""
+    noted = stored.metadata.get(_KEY)
+    if not isinstance(noted, dict):
+        return others  # was not saved by this module
+
+    def value(path: tuple[Any, ...], leaf: Any) -> Any:
+        text = noted.get("/".join(component(_key(each)) for each in path))
+        if type(leaf) not in _PLAIN or not isinstance(text, str):
+            return leaf
+        found = _value(text)
+        return found if type(found) is type(leaf) else leaf
+
+    return jax.tree_util.tree_map_with_path(value, others)
+
+
+def _key(entry: Any) -> Key:
+    """The key of an entry of one of JAX's paths."""
+    key = getattr(entry, "name", getattr(entry, "idx", getattr(entry, "key", None)))
+    return key if isinstance(key, int) else str(key)
+
+
+def _value(text: str) -> Any:
+    """The value that `_text` wrote; None if it is of another kind."""
+    for read in (ast.literal_eval, float, complex):  # the others know inf and nan
+        with suppress(ValueError, SyntaxError):
+            return read(text)
+    return None
