@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from unickpt.errors import ProcessFailed
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.process_group import alone, current_group, within
+from unickpt.integrations.dcp.destination import DcpDestination
 from unickpt.integrations.dcp.storage import (
-    SaveDestination,
     StorageReader,
     StorageWriter,
     filled,
@@ -94,7 +94,7 @@ def save(
     _check_save(planner, process_group)
     options = replace(writer.options, group=alone() if no_dist else writer.options.group)
     state, overwrite = to_save(state_dict), writer.overwrite
-    destination = SaveDestination.of(writer.checkpoint_id, overwrite=overwrite)
+    destination = DcpDestination.of(writer.checkpoint_id, overwrite=overwrite)
     report = saver.run(SaveTask(destination.location, overwrite, options), state)
     destination.committed()
     return report
@@ -144,7 +144,7 @@ def async_save(
     if later:
         options = replace(options, staging="lazy")
     state, overwrite = to_save(state_dict), writer.overwrite
-    destination = SaveDestination.of(writer.checkpoint_id, overwrite=overwrite)
+    destination = DcpDestination.of(writer.checkpoint_id, overwrite=overwrite)
     callbacks = SaveCallbacks(committed=destination.committed)
     request = SaveRequest(destination.location, state, options, overwrite, callbacks=callbacks)
     pending = saver.begin(request)

@@ -6,10 +6,8 @@ torch gathers the plans of all ranks, as ever; the data and the commit are those
 from __future__ import annotations
 
 import io
-import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +36,7 @@ from unickpt.arrays.box import Box
 from unickpt.errors import CheckpointReplaced, InvalidPath, LoadMismatch, UnsupportedLeaf
 from unickpt.frameworks.leaves import LocalFragments
 from unickpt.frameworks.process_group import ProcessGroup, new_session
+from unickpt.integrations.dcp.destination import DcpDestination
 from unickpt.loading.views import StoredView, jobs_of
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
@@ -47,12 +46,8 @@ from unickpt.saving import saver
 from unickpt.saving.options import SaveOptions
 from unickpt.saving.task import SaveTask
 from unickpt.storage import paths
-from unickpt.storage.locations import Location
-from unickpt.storage.paths import LocalLocation
 from unickpt.trees.tree import Key, Leaf, Node, rebuild
 from unickpt.trees.tree_json import Plain
-
-_TORCHS_METADATA, _TORCHS_DATA = ".metadata", ".distcp"
 
 Keys = tuple[Key, ...]
 ValuesByName = Mapping[str, Plain]
@@ -85,40 +80,6 @@ class _AtPath:
         except InvalidPath:
             return False
         return True
-
-
-class _TorchsFolder(LocalLocation):
-    """A folder with a checkpoint of torch, which a save may replace as it may replace our own."""
-
-    def foreign_files(self) -> list[str]:
-        return [name for name in super().foreign_files() if not name.endswith(_TORCHS_DATA)]
-
-
-@dataclass(frozen=True)
-class SaveDestination:
-    """Where to save, and which files of torch's own checkpoint there are replaced."""
-
-    location: Location
-    torchs: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, path: paths.PathLike, *, overwrite: bool) -> SaveDestination:
-        """The destination at a path. Raises InvalidPath, StorageError."""
-        found = paths.resolve(path)
-        if not overwrite or not isinstance(found, LocalLocation):
-            return cls(found)
-        names = found.files(paths.context())
-        data = [name for name in names if name.endswith(_TORCHS_DATA)]
-        if not data:
-            return cls(found)
-        return cls(_TorchsFolder(found.url, found.spec), (_TORCHS_METADATA, *data))
-
-    def committed(self) -> None:
-        """Removes what the save has replaced; called after the commit, on any rank. Until then
-        torch's checkpoint stays as it is, and from then on ours is what readers find."""
-        for name in self.torchs:
-            with suppress(FileNotFoundError):
-                os.unlink(os.path.join(str(self.location), name))
 
 
 class StorageWriter(_AtPath, storage.StorageWriter):
@@ -176,7 +137,7 @@ class StorageWriter(_AtPath, storage.StorageWriter):
             raise ValueError("the plan is not the one that prepare_global_plan made")
         group = ProcessGroup(rank.index, rank.count, rank.session)
         state = PlannedState(plan, planner)
-        destination = SaveDestination.of(self.checkpoint_id, overwrite=self.overwrite)
+        destination = DcpDestination.of(self.checkpoint_id, overwrite=self.overwrite)
         options = replace(self.options, group=group)
         saver.run(SaveTask(destination.location, self.overwrite, options), state)
         destination.committed()
