@@ -17,7 +17,7 @@ PAGE = Path(TESTS).parent.joinpath("docs", "integrations", "torchtitan.md").read
 (EXAMPLE,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 ALSO = """
 from torchtitan.config.override import _REGISTRY
-assert type(checkpoint).__qualname__ == "CheckpointManager.Config"
+assert type(checkpoint).__qualname__ == "TorchtitanCheckpointManager.Config"
 assert "unickpt.integrations.torchtitan.manager" in _REGISTRY
 """
 
