@@ -59,6 +59,33 @@ def equal(found: Any, wanted: Any) -> bool:
 
 
 @BOTH
+def test_restore_args_of_a_whole_tree_and_leaves_that_only_say_what_is_wanted(
+    ocp: Any, tmp_path: Path
+) -> None:
+    saved = {"a": np.arange(4, dtype=np.float32), "b": np.ones(3, np.float32), "step": 3}
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    sharding = NamedSharding(mesh, PartitionSpec())
+    hows = {name: ocp.ArrayRestoreArgs(sharding=sharding) for name in ("a", "b")}
+    hows["step"] = ocp.RestoreArgs()
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(0, args=ocp.args.PyTreeSave(saved))
+        manager.wait_until_finished()
+        part = ocp.args.PyTreeRestore({"a": 0}, restore_args=hows, partial_restore=True)
+        found = manager.restore(0, args=part)
+        assert list(found) == ["a"]
+        assert found["a"].sharding == sharding
+        assert np.array_equal(found["a"], saved["a"])
+        wanted = {"a": object(), "b": object(), "step": object()}
+        found = manager.restore(0, args=ocp.args.PyTreeRestore(wanted, restore_args=hows))
+        assert all(np.array_equal(found[name], saved[name]) for name in saved)
+        assert found["b"].sharding == sharding
+        if ocp is ours:
+            hows.pop("b")
+            with pytest.raises(ValueError, match=r"restore_args= has nothing for \['b'\]"):
+                manager.restore(0, args=ocp.args.PyTreeRestore(wanted, restore_args=hows))
+
+
+@BOTH
 def test_one_item_on_another_mesh(ocp: Any, tmp_path: Path) -> None:
     like = abstract(PartitionSpec("b", None))
     with ocp.CheckpointManager(tmp_path / "run") as manager:

@@ -37,6 +37,10 @@ _RESTORES = {
 }
 
 
+_PLAIN_TYPES: tuple[type, ...] = (bool, int, float, str, bytes)
+"""Of version 1's abstract leaves, those of plain values."""
+
+
 # --- saving --------------------------------------------------------------------------------------
 
 
@@ -220,11 +224,35 @@ def _like(item: StoredItem, args: Any) -> tuple[Any, bool]:
         return None, False
     if wanted is None:
         wanted = item.abstract()
-    if restore_args is None:
-        return jax.tree.map(lambda leaf: _target(item.name, leaf, None), wanted), partial
-    return jax.tree.map(
-        lambda leaf, how: _target(item.name, leaf, how), wanted, restore_args
-    ), partial
+    hows = _by_path(restore_args)  # it may have more than is wanted
+    stored: dict[str, Any] = {}
+
+    def target(path: Any, leaf: Any) -> Any:
+        at = jax.tree_util.keystr(path)
+        if restore_args is not None and at not in hows:
+            raise ValueError(f"item {item.name!r}: restore_args= has nothing for {at}")
+        # What is stored decides, if the leaf only says that it is wanted.
+        if leaf is not PLACEHOLDER and (_is_any(leaf) or (at in hows and not _has_shape(leaf))):
+            stored.update(stored or _by_path(item.abstract()))
+            leaf = stored.get(at, leaf)
+        return _target(item.name, leaf, hows.get(at))
+
+    return jax.tree_util.tree_map_with_path(target, wanted), partial
+
+
+def _by_path(whole: Any) -> dict[str, Any]:
+    """The leaves of a tree by their paths, as text."""
+    found = jax.tree_util.tree_flatten_with_path(whole)[0]
+    return {jax.tree_util.keystr(path): leaf for path, leaf in found}
+
+
+def _has_shape(leaf: Any) -> bool:
+    return hasattr(described(leaf), "shape")
+
+
+def _is_any(leaf: Any) -> bool:
+    """Whether a leaf stands for whatever is stored."""
+    return type(leaf) is object
 
 
 def _target(name: str, leaf: Any, how: Any) -> Any:
@@ -237,6 +265,10 @@ def _target(name: str, leaf: Any, how: Any) -> Any:
     if leaf is PLACEHOLDER:
         return _HOLE
     leaf = described(leaf)
+    if isinstance(leaf, type) and leaf in _PLAIN_TYPES:
+        return leaf()
+    if type(leaf).__name__ == "NumpyShapeDtype":
+        return np.empty(leaf.shape, leaf.dtype)
     if isinstance(leaf, np.ndarray):
         leaf = np.empty_like(leaf)  # the user's own stays as it is
     if how is None or not hasattr(leaf, "shape"):
