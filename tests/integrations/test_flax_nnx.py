@@ -67,6 +67,66 @@ def test_a_job_that_is_killed_goes_on(processes: Processes, tmp_path: Path) -> N
     np.testing.assert_allclose(*floats, rtol=1e-4)
 
 
+OVER = """
+import logging, os, signal, sys
+logging.disable(logging.ERROR)
+import jax, jax.numpy as jnp, optax
+from flax import nnx
+path, way, last = sys.argv[1], sys.argv[2], int(sys.argv[3])
+if way == "orbax":
+    import orbax.checkpoint as ocp
+else:
+    import unickpt.integrations.orbax as ocp
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 1, rngs=rngs)])
+        self.norm, self.drop = nnx.BatchNorm(8, rngs=rngs), nnx.Dropout(0.2, rngs=rngs)
+    def __call__(self, x):
+        return self.layers[1](self.drop(nnx.relu(self.norm(self.layers[0](x)))))
+
+@nnx.jit
+def train(model, optimizer, x):
+    def loss(model):
+        return jnp.mean(model(x) ** 2)
+    optimizer.update(model, nnx.grad(loss)(model))
+
+model = Model(nnx.Rngs(0))
+optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+with ocp.CheckpointManager(path) as manager:
+    begin = manager.latest_step()
+    if begin is not None:
+        like = {"model": nnx.state(model), "optimizer": nnx.state(optimizer)}
+        found = manager.restore(begin, args=ocp.args.StandardRestore(like))
+        nnx.update(model, found["model"])
+        nnx.update(optimizer, found["optimizer"])
+    for step in range(0 if begin is None else begin + 1, 8):
+        train(model, optimizer, jax.random.normal(jax.random.key(step), (16, 4)))
+        state = {"model": nnx.state(model), "optimizer": nnx.state(optimizer)}
+        manager.save(step, args=ocp.args.StandardSave(state))
+        manager.wait_until_finished()
+        if step == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+leaves = jax.tree.leaves(nnx.state((model, optimizer), nnx.Not(nnx.RngState)))
+print(b"".join(jax.device_get(leaf).tobytes() for leaf in leaves).hex())
+"""
+
+
+def test_a_killed_run_of_orbax_goes_on(processes: Processes, tmp_path: Path) -> None:
+    """With one import changed: Orbax stores an NNX variable as the `value` of one."""
+    pytest.importorskip("orbax.checkpoint")
+    whole = processes.start(OVER, tmp_path / "whole", "orbax", -1)
+    killed = processes.start(OVER, tmp_path / "run", "orbax", 4)
+    assert killed.wait() == -signal.SIGKILL, killed.communicate()
+    assert "0/kernel/value" in " ".join(unickpt.open(tmp_path / "run" / "4"))
+    again = processes.start(OVER, tmp_path / "run", "unickpt", 6)
+    assert again.wait() == -signal.SIGKILL, again.communicate()
+    found, wanted = processes.finish(
+        [processes.start(OVER, tmp_path / "run", "unickpt", -1), whole]
+    )
+    assert found == wanted
+
+
 def losses(output: str) -> dict[int, str]:
     return {int(i): x for i, x in re.findall(r"iteration (\d+) loss (\S+)", output)}
 

@@ -1,7 +1,8 @@
-"""Names with the components that torch's module wrappers add; canonical names have none.
+"""Names with the components that wrappers add; canonical names have none.
 
-Modules are saved under canonical names. Older checkpoints, and plain dicts of a wrapped module's
-`state_dict()`, have the wrappers' components in their names.
+Modules are saved under canonical names. Older checkpoints, and plain dicts of a wrapped torch
+module's `state_dict()`, have the wrappers' components in their names. So have the variables of
+Flax' NNX that Orbax saved: each array is the `value` of one.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterable
 
 # Added by DistributedDataParallel, torch.compile, activation checkpointing and FSDP1.
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_VARIABLE = "/value"  # of an `nnx.Variable`
 
 
 def bare(name: str) -> str:
@@ -18,8 +20,10 @@ def bare(name: str) -> str:
     Example:
         >>> bare("optim/state/module.layers.0.weight/exp_avg")
         'optim/state/layers.0.weight/exp_avg'
+        >>> bare("params/linear/kernel/value")
+        'params/linear/kernel'
     """
-    return "/".join(map(_bare_part, name.split("/")))
+    return "/".join(map(_bare_part, name.removesuffix(_VARIABLE).split("/")))
 
 
 def _bare_part(part: str) -> str:
