@@ -260,7 +260,7 @@ def expand(obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion |
     if isinstance(obj, NamedOptimizer) or is_optimizer(obj):
         return expand_optimizer(obj, name, stored)
     if isinstance(obj, torch.nn.Module):
-        return expand_module(obj, name, stored is not None)
+        return expand_module(obj, name, stored)
     return None
 
 

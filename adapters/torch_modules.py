@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -11,7 +12,9 @@ import torch
 
 from unickpt.adapters.torch_distributed import group as group
 from unickpt.errors import LoadMismatch
-from unickpt.trees.tree import Expansion, Leaf, Node
+from unickpt.trees.tree import Expansion, Leaf, Node, component, join
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 # Where the types of wrappers are defined, and their attribute that holds the wrapped module. These
 # are not imported: a module can only be of such a type if that was imported before.
@@ -92,19 +95,26 @@ def _canonical(module: torch.nn.Module, name: str, kinds: dict[type, str]) -> st
     return ".".join(parts)
 
 
-def expand_module(obj: torch.nn.Module, name: str, loading: bool) -> Expansion | None:
+def expand_module(
+    obj: torch.nn.Module, name: str, stored: Mapping[str, Any] | None
+) -> Expansion | None:
     """Expands modules with wrappers, under canonical names; and, to load into, modules with
-    parameters on the meta device."""
-    state = obj.state_dict(keep_vars=True) if loading else {}
+    parameters on the meta device, and those that resize their tensors."""
+    state = obj.state_dict(keep_vars=True) if stored is not None else {}
     meta = any(isinstance(v, torch.Tensor) and v.is_meta for v in state.values())
+    wrapped, resizes = not meta and is_wrapped(obj), bool(stored) and _has_own_load(obj)
+    if not (meta or wrapped or resizes):
+        return None
     if not meta:
-        if not is_wrapped(obj):
-            return None
         state = obj.state_dict()
     if not isinstance(state, dict):
         return None  # not torch's own format; stored as it is
     names = canonical_names(obj, state)
     given = {new: old for old, new in names.items()}
+    if resizes:
+        state = _resized(
+            obj, state, {old: join(name, component(n)) for old, n in names.items()}, stored or {}
+        )
 
     def rebuild(children: list[Any]) -> Any:
         obj.load_state_dict(_renamed(children[0], given), **({"assign": True} if meta else {}))
@@ -126,6 +136,73 @@ def expand_module(obj: torch.nn.Module, name: str, loading: bool) -> Expansion |
 
     shown, kind = _renamed(state, names), type(obj).__name__
     return Expansion("wrapper", ("state_dict",), (shown,), rebuild, kind, check if meta else None)
+
+
+def _has_own_load(module: torch.nn.Module) -> bool:
+    """Whether code that is not torch's takes part in loading a module."""
+    return any(
+        _is_of_users(function)
+        for part in module.modules()
+        for function in (
+            type(part).load_state_dict,
+            type(part)._load_from_state_dict,
+            *part._load_state_dict_pre_hooks.values(),
+        )
+    )
+
+
+def _is_of_users(function: Any) -> bool:
+    function = getattr(function, "hook", function)  # as torch wraps hooks
+    return not str(getattr(function, "__module__", "")).startswith("torch.")
+
+
+def _resized(
+    module: torch.nn.Module,
+    state: dict[str, Any],
+    names: Mapping[str, str],
+    stored: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The state to load into, in which tensors that the module resizes when it loads have the
+    stored shapes.
+
+    Arguments:
+        module: whose state it is.
+        state: its `state_dict`.
+        names: the names of the leaves by the keys of the state.
+        stored: what is stored, by name.
+    """
+    shapes = {
+        key: shape
+        for key, value in state.items()
+        if type(value) in _PLAIN
+        and (shape := getattr(stored.get(names[key]), "shape", value.shape)) != value.shape
+    }
+    if not shapes:
+        return state
+    # Tried with a copy that has no memory, so that nothing is changed if the module refuses them.
+    held: dict[int, Any] = {id(x): x.to("meta") for x in module.buffers()}
+    for x in module.parameters():
+        held[id(x)] = torch.nn.Parameter(x.data.to("meta"), x.requires_grad)
+    try:
+        trial = copy.deepcopy(module, held)
+        offered = {
+            key: torch.empty(shapes.get(key, value.shape), dtype=value.dtype, device="meta")
+            if isinstance(value, torch.Tensor)
+            else value
+            for key, value in state.items()
+        }
+        trial.load_state_dict(offered)
+        taken = trial.state_dict()
+    except Exception:  # whatever a user's code raises: it does not take these shapes
+        return state
+    fresh = {
+        key: torch.empty(shape, dtype=state[key].dtype, device=state[key].device)
+        for key, shape in shapes.items()
+        if tuple(taken[key].shape) == tuple(shape)
+    }
+    found = copy.copy(state)  # with the versions of modules
+    found.update(fresh)
+    return found
 
 
 def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:

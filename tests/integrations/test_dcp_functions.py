@@ -316,3 +316,42 @@ def test_a_damaged_chunk_is_an_error_for_torchs_planner(tmp_path: Path) -> None:
     data.write_bytes(content)
     with pytest.raises(torch_dcp.api.CheckpointException, match="digest"):
         torch_dcp.load({"w": torch.zeros(5000)}, storage_reader=dcp.StorageReader(tmp_path / "c"))
+
+
+# --- the names of torch's module -----------------------------------------------------------------
+
+
+def test_torchs_own_classes_of_files_have_ours_by_their_names(tmp_path: Path) -> None:
+    state = {"w": torch.arange(3.0), "step": 2}
+    writer = dcp.FileSystemWriter(tmp_path / "c", True, False, 4, overwrite=False)
+    assert not writer.options.fsync
+    dcp.save(state, storage_writer=writer)
+    found = {"w": torch.zeros(3), "step": 0}
+    torch_dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path / "c"), no_dist=True)
+    assert found["w"].tolist() == [0, 1, 2]
+    assert found["step"] == 2
+    with pytest.raises(unickpt.CheckpointExists):
+        dcp.save(state, storage_writer=writer)
+
+
+def test_arguments_that_change_torchs_files_are_refused(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+    with pytest.raises(ValueError, match="to safetensors"):
+        dcp.FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
+    with pytest.raises(ValueError, match="compression="):
+        dcp.FileSystemWriter(tmp_path, _extensions=[object()])
+
+
+def test_what_else_torchs_module_has_is_torchs_own() -> None:
+    assert dcp.DefaultSavePlanner is torch_dcp.DefaultSavePlanner
+    assert dcp.Metadata is torch_dcp.Metadata
+    assert dcp.stateful is torch_dcp.stateful
+    for name, instead in (
+        ("save_state_dict", "use save, or"),
+        ("HuggingFaceStorageWriter", "to='hf'"),
+    ):
+        with pytest.raises(AttributeError, match=instead):
+            getattr(dcp, name)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = dcp.nothing

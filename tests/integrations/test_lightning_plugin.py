@@ -116,6 +116,29 @@ def test_values_of_many_types_come_back_as_they_were(tmp_path: Path) -> None:
     assert stored["state_dict/w"].shape == (2, 3)
 
 
+def test_hyper_parameters_of_omegaconf_come_back_as_they_were(tmp_path: Path) -> None:
+    omegaconf = pytest.importorskip("omegaconf")
+    config = omegaconf.OmegaConf.create({"lr": 0.1, "sizes": [1, {"of": "${lr}"}], "later": "???"})
+    omegaconf.OmegaConf.set_struct(config, True)
+    given = {"hyper_parameters": config, "hparams_type": omegaconf.DictConfig, "epoch": 1}
+    plugin = UnickptCheckpointIO(background=False)
+    plugin.save_checkpoint(given, tmp_path / "c.ckpt")
+    found = plugin.load_checkpoint(tmp_path / "c.ckpt")
+    assert found["hparams_type"] is omegaconf.DictConfig
+    assert type(found["hyper_parameters"]) is omegaconf.DictConfig
+    assert found["hyper_parameters"] == config
+    assert found["hyper_parameters"].sizes[1].of == 0.1
+    assert omegaconf.OmegaConf.is_struct(found["hyper_parameters"])
+
+    @dataclasses.dataclass
+    class Optimizer:
+        lr: float = 0.1
+
+    structured = omegaconf.OmegaConf.create({"optimizer": Optimizer})
+    with pytest.raises(unickpt.UnsupportedLeaf, match=r"Optimizer; leave it out: .*'optimizer'"):
+        plugin.save_checkpoint({"hyper_parameters": structured}, tmp_path / "d.ckpt")
+
+
 def test_what_needs_pickle_is_refused_by_name_with_what_to_do(tmp_path: Path) -> None:
     @dataclasses.dataclass
     class Config:

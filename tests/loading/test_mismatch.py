@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import unickpt
 from unickpt.loading import suggestions
@@ -123,7 +124,7 @@ def test_one_renamed_component_is_told_first_and_once() -> None:
 @pytest.mark.parametrize(
     ("stored", "asked", "cause"),
     [
-        ({"model": layers(3, **PAIR)}, layers(3, **PAIR), "stored under 'model/', but asked for"),
+        ({"model": layers(3, **PAIR)}, layers(3, **PAIR), "`like` is stored under 'model/': pass"),
         (layers(3, **PAIR), {"p": layers(3, **PAIR)}, "asked for under 'p/', but stored without"),
         ({"a": layers(3, w=np.ones(2))}, {"b": layers(3, w=np.ones(2))}, "asked 'b/', stored 'a/'"),
         (layers(3, kernel=np.ones(2)), layers(3, weight=np.ones(2)), "asked 'weight', stored 'ker"),
@@ -158,6 +159,41 @@ def test_the_likely_cause_stands_first(stored: Any, asked: Any, cause: str) -> N
     first = message(stored, asked).splitlines()[1]
     assert first.startswith("likely cause: ")
     assert cause in first
+
+
+def test_a_part_of_the_checkpoint_is_told_by_one_line() -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    step = {"model": model, "optim": optimizer, "step": 1}
+    assert message(step, torch.nn.Linear(3, 2)).splitlines()[1:] == [
+        "likely cause: `like` is stored under 'model/': pass under='model/' to load this part alone"
+    ]
+    for options in ({"unexpected": "skip"}, {"strict": False}):
+        assert "pass under='model/'" in message(step, torch.nn.Linear(3, 2), **options)
+    lines = message(step, {"model": torch.nn.Linear(3, 2)}).splitlines()
+    assert "only='model/**' loads this part alone" in lines[1]
+    assert lines[4].split() == ["optim/**", "unexpected", "20", "leaves", "-"]
+    assert len(lines) == 6
+
+
+def test_what_differs_in_the_part_is_told_with_it() -> None:
+    step = {"params": {"w": np.ones((2, 3)), "b": np.ones(3), "c": 1, "d": np.ones(1)}, "n": 0}
+    like = {"w": np.ones((2, 4)), "b": np.ones(3, np.float32), "c": np.ones(2), "e": np.ones(2)}
+    text = message(step, like)
+    assert "pass under='params/' to load this part alone\nthat part would still differ:" in text
+    rows = {line.split()[0]: line.split()[1] for line in text.splitlines()[-5:]}
+    assert rows == {"b": "dtype", "c": "kind", "d": "unexpected", "e": "missing", "w": "shape"}
+
+
+def test_moments_are_not_taken_for_the_parameters() -> None:
+    params = {"w": np.ones((2, 3)), "b": np.ones(3)}
+    step = {"opt": {"mu": params, "nu": params}, "params": params}
+    assert "under 'params/', and also under 'opt/mu/', 'opt/nu/': pass under='params/'" in message(
+        {"opt": {"mu": {k: x + 1 for k, x in params.items()}, "nu": step["opt"]["nu"]},
+         "params": {k: x + 2 for k, x in params.items()}}, params
+    )  # fmt: skip
 
 
 def test_the_rule_for_transposed_arrays_works() -> None:

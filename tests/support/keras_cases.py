@@ -151,6 +151,46 @@ def loads_weights_only(folder: Path) -> None:
     ours.load(folder / "all", bare, weights_only=True)
 
 
+def builds_models_from_checkpoints_alone(folder: Path) -> None:
+    model = make()
+    fit(model, ours.UnickptCheckpoint(folder / "run", max_to_keep=None), epochs=2)
+    wanted = bits(model)
+    for path in (folder / "run", folder / "run" / "step_1", unickpt.open(folder / "run/step_1")):
+        keras.utils.clear_session()
+        found = ours.load_model(path)
+        assert {name: wanted[name] for name in bits(found)} == bits(found)
+    fit(found)
+    fit(model)
+    assert found.optimizer.iterations == model.optimizer.iterations
+    assert np.array_equal(found.predict(X, verbose=0), model.predict(X, verbose=0))
+    ours.save(folder / "bare", make(compiled=False))
+    assert ours.load_model(folder / "bare").optimizer is None
+    ours.save(folder / "weights", model, weights_only=True)
+    with pytest.raises(unickpt.LoadMismatch, match="no configuration of its model"):
+        ours.load_model(folder / "weights")
+    with pytest.raises(unickpt.CheckpointNotFound):
+        ours.load_model(folder / "nothing")
+
+
+class Doubled(keras.layers.Layer):
+    """A layer of somebody's own."""
+
+    def call(self, x: Any) -> Any:
+        return 2 * x
+
+
+def needs_to_know_own_layers_and_runs_no_code(folder: Path) -> None:
+    keras.utils.clear_session()
+    own = keras.Sequential([keras.Input((16,)), Doubled(), keras.layers.Dense(1)])
+    ours.save(folder / "own", own)
+    found = ours.load_model(folder / "own", {"Doubled": Doubled})
+    assert np.array_equal(found.predict(X, verbose=0), own.predict(X, verbose=0))
+    code = keras.Sequential([keras.Input((16,)), keras.layers.Lambda(lambda x: 2 * x)])
+    ours.save(folder / "code", code)
+    with pytest.raises(ValueError, match="safe_mode"):
+        ours.load_model(folder / "code")
+
+
 def refuses_what_does_not_fit(folder: Path) -> None:
     model = make()
     fit(model)
@@ -428,6 +468,8 @@ CASES: dict[str, list[Callable[[Path], None]]] = {
     "functions": [
         saves_and_loads,
         loads_weights_only,
+        builds_models_from_checkpoints_alone,
+        needs_to_know_own_layers_and_runs_no_code,
         refuses_what_does_not_fit,
         finishes_normalization,
         checks_its_arguments,

@@ -22,6 +22,7 @@ from unickpt.cli.options import (
     RulesName,
     Sizes,
     To,
+    Under,
     Verify,
     read_rules,
     save_options,
@@ -75,6 +76,7 @@ def command(
     rules: RulesName = None,
     inverse: Inverse = False,
     size: Sizes = None,
+    under: Under = "",
     like: Annotated[
         str | None,
         typer.Option("--like", help="A checkpoint with the names and shapes of the new one."),
@@ -108,7 +110,7 @@ def command(
     notes}], doubts: [text]}. Fields are only ever added.
     """
     wanted = read_rules(rules, inverse, size)
-    opened = source_of(source, hint)
+    opened = source_of(source, hint, under)
     if like is not None and wanted is None:
         fail("--like needs --rules")
     if dry_run or os.environ.get("RANK", "0") == "0":
@@ -154,6 +156,7 @@ def export(
     rules: RulesName = None,
     inverse: Inverse = False,
     size: Sizes = None,
+    under: Under = "",
     max_shard_size: Annotated[
         str | None, typer.Option("--max-shard-size", help="hf: the largest file, such as 5GB.")
     ] = None,
@@ -179,7 +182,7 @@ def export(
 
     \b
     unickpt export runs/llama/step_100 llama-hf --to hf --config meta-llama --rules my.rules
-    unickpt export runs/llama/step_100 model.safetensors --to safetensors
+    unickpt export runs/llama/step_100 model.safetensors --to safetensors --under model
     unickpt export runs/llama/step_100 s3://bucket/dcp --to dcp
     torchrun --nproc-per-node 8 -m unickpt.cli export runs/llama/step_100 dcp --to dcp
 
@@ -198,7 +201,7 @@ def export(
     except (ValueError, TypeError) as error:
         fail(str(error))
     arguments |= {"verify": verify, "options": save_options(budget), "to": to, **of_format}
-    _make("exported", source, source_of(source, hint), destination, as_json, **arguments)
+    _make("exported", source, source_of(source, hint, under), destination, as_json, **arguments)
 
 
 def import_(
@@ -207,6 +210,7 @@ def import_(
     rules: RulesName = None,
     inverse: Inverse = False,
     size: Sizes = None,
+    under: Under = "",
     overwrite: Overwrite = False,
     budget: BudgetOption = None,
     hint: HintOption = None,
@@ -224,7 +228,7 @@ def import_(
     --json prints {url, arrays, bytes, chunks, processes, seconds}. Fields are only ever added.
     """
     wanted = read_rules(rules, inverse, size)
-    opened = source_of(source, hint)
+    opened = source_of(source, hint, under)
 
     def check() -> None:
         found = unickpt.diff(opened, destination, rules=wanted)

@@ -10,7 +10,15 @@ from rich.text import Text
 
 import unickpt
 from unickpt import ArrayDifference, DiffReport
-from unickpt.cli.options import HintOption, Inverse, RulesName, Sizes, read_rules, source_of
+from unickpt.cli.options import (
+    HintOption,
+    Inverse,
+    RulesName,
+    Sizes,
+    Under,
+    read_rules,
+    source_of,
+)
 from unickpt.cli.output import (
     DIFFERENT,
     AsJson,
@@ -31,6 +39,7 @@ def command(
     rules: RulesName = None,
     inverse: Inverse = False,
     size: Sizes = None,
+    under: Under = "",
     layout: Annotated[
         bool, typer.Option("--layout", help="Also show different meshes and splits.")
     ] = False,
@@ -42,11 +51,13 @@ def command(
 ) -> None:
     """Compare two checkpoints: names, shapes, dtypes and values.
 
-    Arrays with equal digests are not read. Exits with 1 where anything but a layout differs.
+    Arrays with equal digests are not read. With --under, all of a checkpoint that has no such part
+    is compared. Exits with 1 where anything but a layout differs.
 
     \b
     unickpt diff runs/a/step_100 runs/b/step_100
     unickpt diff runs/jax/step_100 runs/hf --rules transformers-llama
+    unickpt diff runs/a/step_100 model.safetensors --under model
 
     --json prints {same, arrays, read_bytes, seconds, differences: [{name, problem, first, second,
     unequal, max_abs, max_rel}]}. Fields are only ever added.
@@ -57,6 +68,7 @@ def command(
             source_of(first, hint),
             second,
             rules=wanted,
+            under=under,
             layout=layout,
             rtol=rtol,
             progress=progress,

@@ -15,7 +15,7 @@ from rich.text import Text
 import unickpt
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.cli import fragment_map
-from unickpt.cli.options import HintOption, parsed_hints
+from unickpt.cli.options import HintOption, Under, parsed_hints
 from unickpt.cli.output import (
     AsJson,
     StyledText,
@@ -61,6 +61,7 @@ def command(
             "--timing", help="How long the save took: its phases, and the slowest processes."
         ),
     ] = False,
+    under: Under = "",
     hint: HintOption = None,
     as_json: AsJson = False,
 ) -> None:
@@ -109,6 +110,8 @@ def command(
     if name is not None and array is not None and name != array:
         raise typer.BadParameter("give NAME or --array, not two different names")
     checkpoint = unickpt.open(path, hints=parsed_hints(hint))
+    if under:
+        checkpoint = checkpoint.under(under)
     if timing:
         _inspect_timing(checkpoint, everything, as_json)
         return
@@ -127,7 +130,7 @@ def _inspect_timing(checkpoint: Checkpoint, everything: bool, as_json: bool) -> 
         facts = None if found is None else timing_table.timing_json(found)
         print_json({"url": checkpoint.url, "timing": facts})
         return
-    out.print(Text(clean(str(checkpoint.location)), "bold"))
+    out.print(Text(clean(checkpoint.reader.label), "bold"))
     if found is None:
         out.print(
             f"It does not say how long its save took: its format is "
@@ -145,7 +148,7 @@ def _format(checkpoint: Checkpoint) -> str:
 
 def _print_checkpoint(checkpoint: Checkpoint, everything: bool) -> None:
     out, index = console(), checkpoint.index
-    out.print(Text(clean(str(checkpoint.location)), "bold"))
+    out.print(Text(clean(checkpoint.reader.label), "bold"))
     compression = ", ".join(str(c["name"]) for c in index.codecs) or "none"
     facts = [f"format {clean(_format(checkpoint))}"]
     if index.created:
@@ -218,7 +221,10 @@ def _totals(checkpoint: Checkpoint) -> Text:
         f"{counted(len(index.arrays), 'array')} of {counted(elements, 'element')}, "
         f"{size_text(checkpoint.nbytes)} in {counted(index.chunks, 'chunk')}"
     ]
-    if index.bases:
+    if index.bases and checkpoint.reader.under:
+        names = ", ".join(quoted(base.name) for base in index.bases)
+        pieces.append(f"some of it may be in {names}")
+    elif index.bases:
         names = ", ".join(quoted(base.name) for base in index.bases)
         pieces.append(f"{size_text(index.reused)} in {names}, without which it cannot be read")
     elif index.reused:

@@ -33,7 +33,15 @@ HintOption = Annotated[
     ),
 ]
 
-
+Under = Annotated[
+    str,
+    typer.Option(
+        "--under",
+        metavar="NAME",
+        help="Only this part of it, as if it were all: a container such as model, or a beginning "
+        "of names that ends with a dot.",
+    ),
+]
 Verify = Annotated[
     bool, typer.Option("--verify/--no-verify", help="Whether to read and check what was written.")
 ]
@@ -95,9 +103,12 @@ def _sizes(given: list[str] | None) -> dict[str, int]:
     return sizes
 
 
-def source_of(path: str, hints: list[str] | None) -> str | Checkpoint:
-    """What to read: the path, or the checkpoint opened with the hints."""
-    return unickpt.open(path, hints=parsed_hints(hints)) if hints else path
+def source_of(path: str, hints: list[str] | None, under: str = "") -> str | Checkpoint:
+    """What to read: the path, or the checkpoint opened with the hints, or the part of it."""
+    if not hints and not under:
+        return path
+    found = unickpt.open(path, hints=parsed_hints(hints))
+    return found.under(under) if under else found
 
 
 def parsed_hints(hints: list[str] | None) -> dict[str, Any]:

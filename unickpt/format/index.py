@@ -21,6 +21,8 @@ PATCHED_FORMAT = (2, 1)
 """Of a checkpoint with patches (`patches`), which readers of format 1 must not try to read."""
 RESERVED = "unickpt"
 """The metadata key under which `Checkpointer` stores `step`, and process 0's `metrics`."""
+CONVERSION = "conversion"
+"""Below it, what rules did to the numbers; see `loading.provenance`."""
 INDEX_KEY = "unickpt.json"
 DIGESTS_KEY = "unickpt.digests"
 BORROWED_KEY = "unickpt.borrowed"

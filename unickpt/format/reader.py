@@ -91,6 +91,13 @@ class Reader(Protocol):
     """Whether the format keeps checksums of more than a chunk, which `checking` compares."""
     beside: Sequence[str] = ()
     """Files in the same folder that could be taken for a checkpoint, and are not part of it."""
+    under: str = ""
+    """The beginning that the names of all leaves had, if this is a part of a checkpoint."""
+
+    @property
+    def label(self) -> str:
+        """Its location, and the part of it, for messages."""
+        return f"{self.location}{f', under {self.under!r}' if self.under else ''}"
 
     def read(self, requests: Sequence[Request]) -> Sequence[int]:
         """Reads chunks, or boxes of them, into memory; many at once, because that is less work for

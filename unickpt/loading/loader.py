@@ -43,6 +43,7 @@ class LoadArguments(TypedDict, total=False):
     """What `Checkpointer.load` takes by keyword as `load` does, which describes it."""
 
     rules: Rules | None
+    under: str
     strict: bool
     only: Patterns | None
     skip: Patterns
@@ -79,6 +80,7 @@ def load(
     like: Any = None,
     *,
     rules: Rules | None = None,
+    under: str = "",
     strict: bool = True,
     only: Patterns | None = None,
     skip: Patterns = (),
@@ -109,6 +111,9 @@ def load(
             or bool loads into a 0-d array of its kind that holds it exactly, and vice versa.
         rules: map stored names and axes (the left side of the rules) to those of `like` (the right
             side); `Rules.inverse` is the other direction.
+        under: load from this part of the checkpoint, as if it were all: the name of a container,
+            such as "model", or a beginning of names that ends with a dot. `like`, rules, `only` and
+            `skip` name leaves without it.
         strict: False is short for `missing="keep", unexpected="skip"`.
         only: load only the leaves whose names match this pattern, or one of several: `*` is any
             text within a component, `**` any number of components. All other leaves of `like`
@@ -157,7 +162,9 @@ def load(
         cast,
         Selection.of(only, skip),
     )
-    loading = _Loading(rules, policy, strict_experts, LoadOptions.or_default(options), adapters())
+    loading = _Loading(
+        rules, under, policy, strict_experts, LoadOptions.or_default(options), adapters()
+    )
     # Fills everything again; processes that exchange all start again together.
     found, report = checkpoint.again(lambda: loading.load(path, like))
     if _log.isEnabledFor(logging.INFO):
@@ -177,6 +184,7 @@ class _Loading:
     """The arguments of a call of `load`, and the frameworks' adapters."""
 
     rules: Rules | None
+    under: str
     policy: Policy
     strict_experts: bool
     options: LoadOptions
@@ -185,7 +193,7 @@ class _Loading:
     def load(self, path: checkpoint.Source, like: Any) -> tuple[Any, LoadReport]:
         """One attempt to load; see `checkpoint.again`."""
         with collection_paused(), _reading(self.options, self.among) as read:
-            stored = checkpoint.opened(path).reader
+            stored = checkpoint.opened(path, self.under).reader
             older = self._older_experts(stored)
             if like is None:
                 found, report = self._load_all(stored, read)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,10 @@ _TRANSPOSED = (
     "[in, out], torch weights [out, in]; load with rules such as `{name} [i o] <-> {name} [o i]`"
 )
 
+_SHAPE_OF = re.compile(r"(?=\[)")
+# Leaves beside the containers of `like`, from which on a part of the checkpoint is meant.
+_FEWEST_BESIDE = 4
+
 # A slot of torch's optimizers, under the number or the name of its parameter.
 _OPTIMIZER_STATE = r"(.*?(?:^|/)state/)[^/]+/(?:step|exp_avg|exp_avg_sq|momentum_buffer|sum)$"
 _NO_STATE_ASKED = (
@@ -55,7 +60,13 @@ class Difference:
     asked: str
 
 
-def message(where: str, rows: Sequence[Difference], lacks: str = "") -> str:
+def message(
+    where: str,
+    rows: Sequence[Difference],
+    lacks: str = "",
+    asked: Collection[str] = (),
+    skipped: Sequence[Difference] = (),
+) -> str:
     """The message: likely causes, what to do, and a table of the differences that the causes do not
     explain. Names that differ only in numbers share a row. Every process gets the same text.
 
@@ -63,12 +74,14 @@ def message(where: str, rows: Sequence[Difference], lacks: str = "") -> str:
         where: the checkpoint.
         rows: the differences.
         lacks: what the checkpoint lacks by its format; see `Reader`.
+        asked: the names of all leaves of `like`.
+        skipped: rows of stored leaves that are not requested, which is no problem.
     """
     count = f"{len(rows)} difference{'s' if len(rows) > 1 else ''}"
     head = f"{where} does not fit `like`: {count}"
     if lacks and any(row.problem == "missing" for row in rows):
         head += f"\nlikely cause: {lacks}"
-    return _text(head, rows, _ADVICE)
+    return _text(head, rows, _ADVICE, asked, skipped)
 
 
 def nothing_fits(where: str, rows: Sequence[Difference]) -> str:
@@ -82,20 +95,89 @@ def nothing_fits(where: str, rows: Sequence[Difference]) -> str:
     return _text(head, rows, {})
 
 
-def _text(head: str, rows: Sequence[Difference], advice: Mapping[str, str]) -> str:
+def _text(
+    head: str,
+    rows: Sequence[Difference],
+    advice: Mapping[str, str],
+    asked: Collection[str] = (),
+    skipped: Sequence[Difference] = (),
+) -> str:
     from unickpt.loading.suggestions import causes  # here, so that importing unickpt stays fast
 
     rows = sorted(rows, key=lambda row: (natural(row.name), row.problem))
     likely = causes(
         {row.name: row.asked for row in rows if row.problem == "missing"},
-        {row.name: row.stored for row in rows if row.problem == "unexpected"},
+        {row.name: row.stored for row in (*rows, *skipped) if row.problem == "unexpected"},
+        len(asked),
     )
     lines = [head, *(f"likely cause: {cause.text}" for cause in likely)]
-    lines += [*_single_leaf(rows), *_transposed(rows), *_optimizer_states(rows)]
-    rows = _unexplained(rows, likely)
+    part = next((cause for cause in likely if cause.under), None)
+    if part is not None:
+        rows = _within(part, [*rows, *skipped])
+        lines += ["that part would still differ:"] * bool(rows)
+    lines += [*_single_leaf(rows), *_transposed(rows)]
+    if part is None:
+        rows, more = _beside(_unexplained(rows, likely), asked)
+        lines += more
+    lines += _optimizer_states(rows)
     problems = dict.fromkeys(row.problem for row in rows)
     lines += [f"{problem}: {advice[problem]}" for problem in problems if problem in advice]
     return "\n".join([*lines, *_table(rows, len(lines))])
+
+
+def _within(part: Cause, rows: Sequence[Difference]) -> list[Difference]:
+    """The rows that remain if the part of the checkpoint is loaded that was meant, with the names
+    in it."""
+    stored = {row.name: row.stored for row in rows if row.problem == "unexpected"}
+    pairs, served = dict(part.pairs), {stored for _, stored in part.pairs}
+    found = []
+    for row in rows:
+        if row.name in pairs and row.problem == "missing":
+            problem, have = "", stored[pairs[row.name]]
+            one, other = (_SHAPE_OF.split(text, 1) for text in (have, row.asked))
+            if one[:1] != other[:1]:
+                problem = "dtype" if "[" in have and "[" in row.asked else "kind"
+            elif one != other:
+                problem = "shape"
+            if problem:
+                found.append(Difference(row.name, problem, have, row.asked))
+        elif row.problem == "missing":
+            found.append(row)
+        elif row.name.startswith(part.under) and row.name not in served:
+            name = row.name.removeprefix(part.under)
+            found.append(Difference(name, row.problem, row.stored, row.asked))
+    return found
+
+
+def _beside(
+    rows: Sequence[Difference], asked: Collection[str]
+) -> tuple[list[Difference], list[str]]:
+    """Says first how to load a part, if the checkpoint has whole containers beside those of `like`;
+    each of these is one row.
+
+    Returns:
+        The rows, and lines of text.
+    """
+    own = {name.partition("/")[0] for name in asked if "/" in name}
+    top = [(row, row.name.partition("/")[0]) for row in rows]
+    beside = Counter(x for row, x in top if row.problem == "unexpected" and x not in own)
+    if not own or sum(beside.values()) < _FEWEST_BESIDE:
+        return list(rows), []
+    folded = []
+    for row, container in top:
+        if container not in beside or row.problem != "unexpected" or beside[container] == 1:
+            folded.append(row)
+        elif beside[container]:
+            have = f"{beside[container]} leaves"
+            folded.append(Difference(f"{container}/**", row.problem, have, "-"))
+            beside[container] = 0
+    patterns = [f"{container}/**" for container in sorted(own)]
+    names = repr(patterns[0]) if len(patterns) == 1 else repr(patterns)
+    text = (
+        f"the checkpoint has more than `like` asks for: only={names} loads this part alone, and "
+        'unexpected="skip" skips what else is stored'
+    )
+    return folded, [f"likely cause: {text}"]
 
 
 def _single_leaf(rows: Sequence[Difference]) -> list[str]:

@@ -12,12 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unickpt.errors import CheckpointCorrupt, RuleError
-from unickpt.format.index import RESERVED
+from unickpt.format.index import CONVERSION, RESERVED
 from unickpt.reading.recipes import MappedSource
 from unickpt.rules.plan import Made, RulePlan
 from unickpt.rules.rule_set import Rules
-
-_KEY = "conversion"
 
 Affine = tuple[float, float]
 """`scale` and `offset` of elements that are `scale * x + offset` of their original values."""
@@ -47,7 +45,7 @@ class Provenance:
             CheckpointCorrupt: the record is malformed.
         """
         own = metadata.get(RESERVED)
-        record = own.get(_KEY, {}) if isinstance(own, dict) else {}
+        record = own.get(CONVERSION, {}) if isinstance(own, dict) else {}
         try:
             return cls(
                 {str(k): str(v) for k, v in record.get("conventions", {}).items()},
@@ -138,8 +136,8 @@ class Provenance:
         }
         own = metadata.get(RESERVED)
         filled = {key: value for key, value in record.items() if value}
-        rest = {k: v for k, v in (own if isinstance(own, dict) else {}).items() if k != _KEY}
-        inner = {**rest, **({_KEY: filled} if filled else {})}
+        rest = {k: v for k, v in (own if isinstance(own, dict) else {}).items() if k != CONVERSION}
+        inner = {**rest, **({CONVERSION: filled} if filled else {})}
         outer = {key: value for key, value in metadata.items() if key != RESERVED}
         return {**outer, **({RESERVED: inner} if inner else {})}
 

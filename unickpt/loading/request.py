@@ -27,6 +27,7 @@ from unickpt.quoting import quoted, some
 from unickpt.rules.plan import Fact, LeafKind
 from unickpt.trees import tree, tree_json
 from unickpt.trees.name_ranges import natural
+from unickpt.trees.optimizer_settings import may_lack
 
 Patterns = str | Sequence[str]
 
@@ -267,7 +268,8 @@ class _Comparison:
             source = stored_leaf(view.checkpoint.index, view.misfits[name])
             self.mismatched.append((name, _shape(source), _shape(target)))
         elif name not in self.have:
-            if keeps and (self.policy.keep_missing or name in view.kept):
+            may = self.policy.keep_missing or name in view.kept
+            if keeps and (may or may_lack(name, value, view.index.names)):
                 self.kept.append(name)
             else:
                 self.rows.append(self.missing(name))
@@ -342,7 +344,8 @@ def compare(view: CheckpointView, asked: LoadRequest, policy: Policy) -> LoadRep
     Raises:
         LoadMismatch: lists all differences.
     """
-    where, selection = str(view.checkpoint.location), policy.selection
+    stored, selection = view.checkpoint, policy.selection
+    where = stored.label if stored.under else str(stored.location)
     names = [*asked.leaves, *asked.left_out]
     selection.check(where, names, (*view.index.names, *view.unused))
     found = _Comparison(view, asked, policy, view.index.names)
@@ -362,12 +365,13 @@ def compare(view: CheckpointView, asked: LoadRequest, policy: Policy) -> LoadRep
     unexpected = [
         Difference(name, "unexpected", view.shown(name), "-")
         for name in skipped
-        if selection.has(name)
+        if selection.has(name) and not may_lack(name, _stored_value(view, name), asked.leaves)
     ]
     refused = () if policy.skip_unexpected else unexpected
     rows = [*found.rows, *refused, *_shared_memory(view, asked.targets)]
     if rows:
-        raise LoadMismatch(mismatch.message(where, rows, view.checkpoint.lacks))
+        skipped_rows = unexpected if policy.skip_unexpected else ()
+        raise LoadMismatch(mismatch.message(where, rows, stored.lacks, names, skipped_rows))
     if found.nothing_fits(skipped):
         lost = [found.missing(name) for name in found.kept]
         raise LoadMismatch(mismatch.nothing_fits(where, [*lost, *unexpected]))
@@ -389,6 +393,11 @@ def _natural_first(row: tuple[str, Any, Any]) -> Any:
 
 def _is_none(view: CheckpointView, name: str) -> bool:
     return name in view.index.values and view.index.values[name] is None
+
+
+def _stored_value(view: CheckpointView, name: str) -> Any:
+    """The plain value of a stored leaf; what is no flag for any other."""
+    return view.checkpoint.index.values.get(name, 0)
 
 
 def _abstract(value: Any, target: ArrayTarget | None) -> bool:

@@ -31,22 +31,30 @@ class Cause:
     Arguments:
         text: one line.
         pairs: the requested and the stored name of each leaf.
+        under: the part of the checkpoint that is meant, if all of `like` lies in one.
     """
 
     text: str
     pairs: tuple[tuple[str, str], ...]
+    under: str = ""
 
 
-def causes(missing: Mapping[str, str], unexpected: Mapping[str, str]) -> list[Cause]:
+def causes(
+    missing: Mapping[str, str], unexpected: Mapping[str, str], asked: int = 0
+) -> list[Cause]:
     """The likeliest reasons why leaves are not found; the one with most leaves first.
 
     Arguments:
         missing: leaves that are requested but not stored: dtype and shape as text, by name.
         unexpected: leaves that are stored but not requested, likewise.
+        asked: number of all leaves that are requested.
     """
     left, rest = (
         {n: x for n, x in of.items() if len(n) <= _MOST_NAME} for of in (missing, unexpected)
     )
+    part = _part(left, rest, max(asked, len(missing)))
+    if part is not None:
+        return [part]
     found: list[Cause] = []
     for reduced, text_of in ((_tokens, _separators_text), (bare, _wrappers_text)):
         pairs = tuple(_same_when(reduced, left, rest))
@@ -66,6 +74,31 @@ def _without(left: dict[str, str], rest: dict[str, str], pairs: Sequence[tuple[s
     for asked, stored in pairs:
         left.pop(asked, None)
         rest.pop(stored, None)
+
+
+def _part(left: Mapping[str, str], rest: Mapping[str, str], asked: int) -> Cause | None:
+    """The cause that `like` is a part of what is stored, if most of it lies under one name."""
+    by_length: dict[int, list[str]] = {}
+    for name in left:
+        by_length.setdefault(len(name), []).append(name)
+    found: dict[str, list[tuple[str, str]]] = {}
+    wanted = {(length, name) for length, names in by_length.items() for name in names}
+    for stored in rest:
+        for length in by_length:
+            under, name = stored[: len(stored) - length], stored[len(stored) - length :]
+            if under.endswith((".", "/")) and (length, name) in wanted:
+                found.setdefault(under, []).append((name, stored))
+    likely = [under for under, pairs in found.items() if 2 * len(pairs) >= max(asked, 1)]
+    if not likely:
+        return None
+    likely.sort(key=lambda under: (-len(found[under]), len(_tokens(under)), natural(under)))
+    best, *others = [under for under in likely if len(found[under]) == len(found[likely[0]])]
+    also = f", and also under {', '.join(map(repr, others[:_MOST_CAUSES]))}" if others else ""
+    text = (
+        f"`like` is stored under {best!r}{also}: pass under={best!r}"
+        f"{' if that is meant' if others else ''} to load this part alone"
+    )
+    return Cause(text, tuple(found[best]), best)
 
 
 def _tokens(name: str) -> Tokens:

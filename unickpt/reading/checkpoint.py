@@ -54,9 +54,10 @@ def open(path: paths.PathLike, *, hints: Hints | None = None) -> Checkpoint:
     return again(lambda: _open(location, hints or {}), _OPENINGS)
 
 
-def opened(source: Source) -> Checkpoint:
-    """The checkpoint at a path; or what was opened already, such as with hints."""
-    return source if isinstance(source, Checkpoint) else open(source)
+def opened(source: Source, under: str = "") -> Checkpoint:
+    """The checkpoint at a path, or what was opened already, such as with hints; or a part of it."""
+    found = source if isinstance(source, Checkpoint) else open(source)
+    return found.under(under) if under else found
 
 
 def reading(path: paths.PathLike, work: Callable[[Checkpoint], T]) -> T:
@@ -178,6 +179,26 @@ class Checkpoint(Mapping[str, "StoredArray"]):
             raise KeyError(self._no_array(name))
         return StoredArray(self, self.reader, name, entry)
 
+    def under(self, name: str) -> Checkpoint:
+        """The part of it whose names begin alike, as a checkpoint of its own; reads nothing.
+
+        Arguments:
+            name: of a container, such as "model"; or the beginning of names, with a dot at its end.
+                The names of the part do not have it.
+
+        Raises:
+            LoadMismatch: nothing is stored there.
+
+        Example:
+            >>> import numpy as np, unickpt
+            >>> _ = unickpt.save("memory://checkpoint/under", {"model": {"w": np.ones(2)}})
+            >>> list(unickpt.open("memory://checkpoint/under").under("model"))
+            ['w']
+        """
+        from unickpt.reading.subtree import Subtree  # here: most read from all of a checkpoint
+
+        return Checkpoint(Subtree(self.reader, name), self._hints)
+
     def _no_array(self, name: object) -> str:
         """Why there is no array of a name, and what to use instead."""
         if name in self.index.values:
@@ -197,10 +218,12 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         return len(self.index.arrays) + len(self.index.aliases)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self.url, dict(self._hints), self.index.attempt, self.index.created)
+        index, under = self.index, self.reader.under
+        return _reopen, (self.url, dict(self._hints), index.attempt, index.created, under)
 
     def __repr__(self) -> str:
-        return f"Checkpoint({str(self.location)!r}, {len(self)} arrays)"
+        under = f", under={self.reader.under!r}" if self.reader.under else ""
+        return f"Checkpoint({str(self.location)!r}{under}, {len(self)} arrays)"
 
     def _repr_html_(self) -> str:
         """The tree with equal layers folded, for notebooks; reads nothing."""
@@ -222,7 +245,7 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         return sum(entry.nbytes for entry in self.index.arrays.values())
 
 
-def _reopen(url: str, hints: Hints, attempt: str, created: str) -> Checkpoint:
+def _reopen(url: str, hints: Hints, attempt: str, created: str, under: str) -> Checkpoint:
     """The checkpoint that was pickled.
 
     Raises:
@@ -234,7 +257,7 @@ def _reopen(url: str, hints: Hints, attempt: str, created: str) -> Checkpoint:
             f"{found.location}: the pickled checkpoint, created {created}, was replaced by one "
             f"created {found.index.created}; open it again and pickle the new one"
         )
-    return found
+    return found.under(under) if under else found
 
 
 Source = paths.PathLike | Checkpoint

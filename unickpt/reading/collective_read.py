@@ -170,7 +170,7 @@ class _JobRead:
         """
         done: dict[str, Any] = {}
         work = SharedRead(stored, jobs, self._options, Filled(jobs, self.told))
-        opened = f"{stored.index.attempt} {stored.index.created}"
+        opened = f"{stored.index.attempt} {stored.index.created} {stored.under}"
         self._has_reported = True
         reports = self.gather_reports(
             None, [as_json(wants_of(jobs)), opened, self._options.working_bytes]
@@ -178,7 +178,7 @@ class _JobRead:
         if len({of for _, of, _ in reports}) > 1:
             raise CheckpointReplaced(
                 "the processes opened different checkpoints, because a save replaced the one at "
-                "this path; load again"
+                "this path, or different parts (`under`) of one; load again"
             )
         wants = [wants_from(theirs) for theirs, _, _ in reports]
         budget = max(1, min(int(working) for _, _, working in reports) // _IN_FLIGHT)

@@ -108,7 +108,7 @@ def _read_large(
         RendezvousEnded: the processes cannot meet, or are not together any more.
     """
     index = stored.index
-    purpose = f"{__version__} {index.attempt} {index.created} {options.verify}"
+    purpose = f"{__version__} {index.attempt} {index.created} {options.verify} {stored.under}"
     patience_s = _PATIENCE_S if _is_slow(stored) else min(_PATIENCE_S, mine / _PATIENCE_BYTES)
     most, timeout_s = _ALONE_BYTES, min(options.timeout_s, _TIMEOUT_S)
     with (

@@ -49,6 +49,7 @@ def convert(
     destination: paths.PathLike,
     *,
     rules: Rules | None = None,
+    under: str = "",
     like: Any = None,
     overwrite: bool = False,
     verify: bool = True,
@@ -67,6 +68,7 @@ def convert(
         destination: the path or URL of the new checkpoint.
         rules: map the names and axes of the source to those of the destination; without rules all
             arrays stay the same, and only options (chunks, compression, quantize) change.
+        under: convert this part of the source, such as "model"; see `load`.
         like: gives names, shapes and dtypes of the destination: another checkpoint's path or URL,
             or a tree as for `load`. Needed for rules whose names are ambiguous; see docs/rules.md.
             Plain values that rules drop on this side (`drop <-> name`) are taken from it.
@@ -105,7 +107,7 @@ def convert(
     if progress is not None:
         options = replace(options, progress=progress)
     writer = _writer(to, format_options, options)
-    stored = checkpoint.opened(source).reader.checking()
+    stored = checkpoint.opened(source, under).reader.checking()
     view = convertible(stored, rules, like)
     stored.check_total(view.index.arrays.values())
     if writer is not None:

@@ -13,7 +13,7 @@ import numpy as np
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, cut
 from unickpt.arrays.dtypes import Array
-from unickpt.errors import RuleError
+from unickpt.errors import LoadMismatch, RuleError
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
 from unickpt.loading.ruled_view import RuledView, stored_facts, through
@@ -103,6 +103,7 @@ def diff(
     second: checkpoint.Source,
     *,
     rules: Rules | None = None,
+    under: str = "",
     layout: bool = False,
     rtol: float = 0.0,
     options: LoadOptions | None = None,
@@ -115,6 +116,8 @@ def diff(
             returned.
         rules: map names and axes of the first to those of the second. What they drop on either side
             is no difference.
+        under: compare this part of each, such as "model"; see `load`. Where one of them has nothing
+            of that name, all of it is compared, as an export of the part.
         layout: whether to report different meshes and splits too; they change no value.
         rtol: the relative difference up to which elements count as equal, for rules with
             arithmetic; by default bits must be equal.
@@ -136,20 +139,44 @@ def diff(
     started = time.perf_counter()
     options = LoadOptions.or_default(options)
     with reporting(options.progress if progress is None else progress, "comparing") as told:
-        rows, arrays, read = _compared(first, second, rules, layout, rtol, options, told)
+        a, b = _parts_of(first, second, under)
+        rows, arrays, read = _compared(a, b, rules, layout, rtol, options, told)
     return DiffReport(rows, arrays, read, time.perf_counter() - started)
 
 
+def _parts_of(
+    first: checkpoint.Source, second: checkpoint.Source, under: str
+) -> tuple[Reader, Reader]:
+    """What to compare of two checkpoints.
+
+    Raises:
+        LoadMismatch: neither has anything there.
+    """
+    both = [checkpoint.opened(source) for source in (first, second)]
+    if not under:
+        return both[0].reader, both[1].reader
+    found: list[Reader] = []
+    refused: list[LoadMismatch] = []
+    for opened in both:
+        try:
+            found.append(opened.under(under).reader)
+        except LoadMismatch as error:
+            found.append(opened.reader)
+            refused.append(error)
+    if len(refused) == len(both):
+        raise LoadMismatch("\n".join(map(str, refused)))
+    return found[0], found[1]
+
+
 def _compared(
-    first: checkpoint.Source,
-    second: checkpoint.Source,
+    a: Reader,
+    b: Reader,
     rules: Rules | None,
     layout: bool,
     rtol: float,
     options: LoadOptions,
     told: ProgressFunction,
 ) -> tuple[tuple[ArrayDifference, ...], int, int]:
-    a, b = checkpoint.opened(first).reader, checkpoint.opened(second).reader
     ours: CheckpointView = StoredView(a) if rules is None else _through(a, rules, b)
     if isinstance(ours, RuledView):
         ours.check(options)

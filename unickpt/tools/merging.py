@@ -14,7 +14,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, cut, flat_range_to_boxes
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import CheckpointExists, CheckpointNotFound, MergeError
-from unickpt.format.index import RESERVED, ArrayEntry
+from unickpt.format.index import CONVERSION, RESERVED, ArrayEntry
 from unickpt.frameworks.host_memory import HostBuffers, MemoryBudget
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.process_group import (
@@ -276,7 +276,7 @@ def _metadata(plan: MergePlan) -> dict[str, Any]:
     if isinstance(view, RuledView):
         metadata = view.provenance.merged_into(metadata)
     own = metadata.get(RESERVED)
-    kept = {k: v for k, v in own.items() if k == "conversion"} if isinstance(own, dict) else {}
+    kept = {k: v for k, v in own.items() if k == CONVERSION} if isinstance(own, dict) else {}
     return {**metadata, RESERVED: {**kept, RECORD: plan.record}}
 
 

@@ -3,8 +3,10 @@
     import unickpt.integrations.dcp as dcp  # instead of torch.distributed.checkpoint
 
 No plans are gathered: the processes talk only through the storage, and the checkpoint is an
-ordinary one of unickpt. `StorageWriter` and `StorageReader` are for code that is bound to torch's
-own functions and planners. docs/integrations/dcp.md says what differs.
+ordinary one of unickpt. `StorageWriter` and `StorageReader`, also as `FileSystemWriter` and
+`FileSystemReader`, are for code that is bound to torch's own functions and planners. What else
+torch's module has, such as planners and metadata, is torch's own here.
+docs/integrations/dcp.md says what differs.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint import stateful
 from torch.distributed.checkpoint import storage as torch_storage
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -28,6 +31,7 @@ from unickpt.errors import ProcessFailed
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.process_group import alone, current_group, within
 from unickpt.integrations.dcp.destination import DcpDestination
+from unickpt.integrations.dcp.file_system import FileSystemReader, FileSystemWriter
 from unickpt.integrations.dcp.storage import (
     StorageReader,
     StorageWriter,
@@ -45,10 +49,40 @@ from unickpt.saving.options import SaveReport
 from unickpt.saving.task import SaveTask
 from unickpt.storage import paths
 
-__all__ = ["StorageReader", "StorageWriter", "async_save", "load", "save"]
+__all__ = [
+    "FileSystemReader",
+    "FileSystemWriter",
+    "StorageReader",
+    "StorageWriter",
+    "async_save",
+    "load",
+    "save",
+]
 
 T = TypeVar("T", StorageReader, StorageWriter)
 _TO_SAVE = "storage_writer", "where to save"
+
+
+# They save and load by themselves.
+_INSTEAD = {
+    "save_state_dict": "save",
+    "load_state_dict": "load",
+    "load_sharded_optimizer_state_dict": "load, with the optimizer in the state dict",
+    "HuggingFaceStorageWriter": "unickpt.convert(..., to='hf')",
+    "HuggingFaceStorageReader": "load, which opens such folders",
+    "QuantizedHuggingFaceStorageReader": "load, which opens such folders",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _INSTEAD:
+        raise AttributeError(
+            f"unickpt.integrations.dcp has no {name}; use {_INSTEAD[name]}, or "
+            f"torch.distributed.checkpoint.{name}"
+        )
+    if not name.startswith("_") and hasattr(torch_dcp, name):
+        return getattr(torch_dcp, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def save(

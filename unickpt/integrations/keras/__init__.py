@@ -24,8 +24,9 @@ from keras.src.callbacks.monitor_callback import MonitorCallback
 from unickpt.errors import CheckpointNotFound, LoadMismatch
 from unickpt.frameworks.leaves import PerProcess, adapters
 from unickpt.frameworks.process_group import current_group
-from unickpt.integrations.keras import orbax_steps
-from unickpt.integrations.keras.state import KerasState, random_state, set_random_state
+from unickpt.integrations.keras import models, orbax_steps
+from unickpt.integrations.keras.resuming import FitPosition, ResumedFit, nothing, shared
+from unickpt.integrations.keras.state import KerasState, random_state
 from unickpt.loading import loader
 from unickpt.loading.report import LoadReport
 from unickpt.reading import checkpoint
@@ -36,7 +37,7 @@ from unickpt.saving import saver
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.storage import paths
 
-__all__ = ["UnickptCheckpoint", "load", "save"]
+__all__ = ["UnickptCheckpoint", "load", "load_model", "save"]
 
 _log = logging.getLogger("unickpt")
 
@@ -63,7 +64,36 @@ def save(
         UnickptError: as `unickpt.save`.
     """
     tree = KerasState(model, weights_only).tree()
-    return saver.save(path, tree, overwrite=overwrite, options=options)
+    noted = {} if weights_only else models.metadata(model)
+    return saver.save(path, tree, overwrite=overwrite, metadata=noted, options=options)
+
+
+def load_model(
+    path: checkpoint.Source,
+    custom_objects: Mapping[str, Any] | None = None,
+    *,
+    safe_mode: bool = True,
+    options: LoadOptions | None = None,
+) -> Any:
+    """A model with its variables and, if it was compiled, its optimizer, from a checkpoint alone,
+    as `keras.saving.load_model`.
+
+    Arguments:
+        path: as for `load`; or a directory of steps, of which the newest is loaded.
+        custom_objects: classes by their registered names.
+        safe_mode: refuse what would run code from the checkpoint, such as `Lambda` layers.
+        options: see `LoadOptions`.
+
+    Raises:
+        LoadMismatch: the checkpoint has no configuration of a model.
+        ValueError, TypeError: as Keras raises them, for classes that it does not know.
+        UnickptError: as `unickpt.load`.
+    """
+    stored = models.newest(path)
+    model = models.made(stored, custom_objects, safe_mode)
+    only_weights = not any(name.startswith("optimizer/") for name in stored)
+    load(stored, model, weights_only=only_weights or model.optimizer is None, options=options)
+    return model
 
 
 def load(
@@ -127,23 +157,6 @@ def _explained() -> Iterator[None]:
             "call keras.utils.clear_session() before the model is built, or give them names"
         )
         raise
-
-
-@dataclass(frozen=True)
-class FitPosition:
-    """How far a `fit` has come.
-
-    Arguments:
-        epoch: the epoch to go on with, from 0.
-        batch: how many of its batches are done.
-        batches: how many it has; -1 if unknown.
-        best: the best value of what is monitored; NaN if there is none.
-    """
-
-    epoch: int
-    batch: int
-    batches: int
-    best: float
 
 
 class UnickptCheckpoint(MonitorCallback):
@@ -216,9 +229,10 @@ class UnickptCheckpoint(MonitorCallback):
         # Lets Keras call all callbacks of a batch on a thread, if none needs the batch's state.
         self.async_safe = save_freq == "epoch"
         self._checkpointer: Checkpointer | None = None
-        self._resumed: _ResumedFit | None = None
+        self._resumed: ResumedFit | None = None
         self._random_at_begin: dict[str, Any] | None = None
-        self._end_skipping: Callable[[], None] = _nothing
+        self._config: dict[str, Any] = {}
+        self._end_skipping: Callable[[], None] = nothing
         self._epoch = self._unsaved = self._seen = self._batches_seen = 0
 
     def wait_until_finished(self) -> None:
@@ -243,7 +257,8 @@ class UnickptCheckpoint(MonitorCallback):
         self._checkpointer = Checkpointer(
             self.directory, keep_last=self.max_to_keep, options=self.options
         )
-        self._resumed, self._end_skipping = None, _nothing
+        self._resumed, self._end_skipping = None, nothing
+        self._config = {} if self.save_weights_only else models.metadata(self.model)
         if self.resume:
             self._load(self._checkpointer)
         self._unsaved = self._seen = 0
@@ -314,7 +329,8 @@ class UnickptCheckpoint(MonitorCallback):
         begin = self._random_at_begin if position.batch else None
         randoms = {"now": random_state(), "begin": begin}
         tree["fit"] = {**asdict(position), "random": PerProcess(randoms)}
-        self._checkpointer.save(step, tree, wait=not self.save_on_background)
+        wait = not self.save_on_background
+        self._checkpointer.save(step, tree, metadata=self._config, wait=wait)
         if self.verbose and current_group(adapters()).index == 0:
             print(f"\nsaving step {step} to {self._checkpointer.path(step)}", flush=True)
 
@@ -331,7 +347,7 @@ class UnickptCheckpoint(MonitorCallback):
     def _load(self, checkpointer: Checkpointer) -> None:
         model = self.model
         state = KerasState(model)
-        fit = {**asdict(FitPosition(0, 0, 0, math.nan)), "random": PerProcess(redistribute=_shared)}
+        fit = {**asdict(FitPosition(0, 0, 0, math.nan)), "random": PerProcess(redistribute=shared)}
         try:
             with _explained():
                 found = checkpointer.load({**state.like(), "fit": fit})
@@ -349,7 +365,7 @@ class UnickptCheckpoint(MonitorCallback):
         state.assign(found)
         if not math.isnan(position.best):
             self.best = position.best
-        self._resumed = _ResumedFit(position, randoms, state, metrics)
+        self._resumed = ResumedFit(position, randoms, state, metrics)
         model._initial_epoch = position.epoch
 
     def _load_from_orbax(self, state: KerasState) -> None:
@@ -366,130 +382,5 @@ class UnickptCheckpoint(MonitorCallback):
             step.path, epoch, batch,
         )  # fmt: skip
         position = FitPosition(epoch, batch, batches, math.nan)
-        self._resumed = _ResumedFit(position, None, state, state.tree()["metrics"])
+        self._resumed = ResumedFit(position, None, state, state.tree()["metrics"])
         self.model._initial_epoch = epoch
-
-
-@dataclass(frozen=True)
-class _ResumedFit:
-    """A `fit` that goes on: what is to do when its first epoch begins.
-
-    Arguments:
-        position: where it goes on.
-        randoms: the states of random generators at the save ("now") and, within an epoch, at the
-            begin of that epoch ("begin"); None if they do not fit these processes.
-        state: of the model.
-        metrics: the values of its metrics at the save.
-    """
-
-    position: FitPosition
-    randoms: dict[str, Any] | None
-    state: KerasState
-    metrics: dict[str, Any]
-
-    def begin(self, model: Any, epoch: int, batches: int) -> Callable[[], None]:
-        """Makes the epoch begin where the save was; returns what ends the skipping.
-
-        Raises:
-            ValueError: `fit` is called with other arguments, so that it cannot go on there.
-        """
-        done = self.position.batch
-        if epoch != self.position.epoch:
-            raise ValueError(
-                f"fit begins with epoch {epoch}, and the checkpoint with epoch "
-                f"{self.position.epoch}; leave out initial_epoch="
-            )
-        now = self.randoms["now"] if self.randoms else None
-        if not done:
-            if now:
-                set_random_state(now)
-            return _nothing
-        if -1 not in (batches, self.position.batches) and batches != self.position.batches:
-            raise ValueError(
-                f"the checkpoint is after batch {done} of {self.position.batches} of an epoch, "
-                f"which has {batches} now; fit with the same batches, or load an older step of "
-                "whole epochs"
-            )
-        if done % model.steps_per_execution and done != batches:
-            raise ValueError(
-                f"the checkpoint is after batch {done} of an epoch, within one of the executions "
-                f"of steps_per_execution={model.steps_per_execution} batches"
-            )
-        if self.randoms:
-            set_random_state(self.randoms["begin"])
-        self.state.assign({"metrics": self.metrics})
-        return _skip(model, done, now)
-
-    def at_begin(self) -> dict[str, Any]:
-        """The states of random generators when the epoch began; called after `begin`."""
-        begin: dict[str, Any] | None = self.randoms and self.randoms["begin"]
-        return begin or random_state()
-
-
-def _nothing() -> None:
-    pass
-
-
-def _skip(model: Any, batches: int, randoms: dict[str, Any] | None) -> Callable[[], None]:
-    """Lets the epoch that begins draw some batches without training on them.
-
-    `fit` calls `train_function` for each execution: with JAX it draws the batches itself, with
-    torch they are given.
-
-    Arguments:
-        batches: how many.
-        randoms: the states of random generators after them.
-
-    Returns:
-        A function that ends the skipping, if it has not ended.
-    """
-    train, logs = model.train_function, model.get_metrics_result()
-    fit = getattr(model, "history", None)  # another one in each call of `fit`
-    done = 0
-
-    def end() -> None:
-        if model.train_function is skip:
-            model.train_function = train
-            if randoms:
-                set_random_state(randoms)
-
-    def skip(*given: Any) -> Any:
-        nonlocal done
-        if getattr(model, "history", None) is not fit:  # the one that resumed has failed
-            model.train_function = train
-            return train(*given)
-        with_state = len(given) == 2
-        done += _draw(given[1], model.steps_per_execution) if with_state else len(given[0])
-        if done >= batches:
-            end()
-        return (logs, given[0]) if with_state else logs
-
-    model.train_function = skip
-    return end
-
-
-def _draw(iterator: Any, most: int) -> int:
-    """Draws batches, at least one."""
-    next(iterator)
-    nothing = object()
-    return 1 + sum(next(iterator, nothing) is not nothing for _ in range(most - 1))
-
-
-def _shared(saved: Sequence[Any], index: int, count: int) -> Any:
-    """The random states of another number of processes: theirs if all had the same."""
-    if all(_equal(one, saved[0]) for one in saved):
-        return saved[0]
-    warnings.warn(
-        f"the random generators of the {len(saved)} processes that saved differ, so they are not "
-        f"restored on {count}: shuffling and augmentation go on differently",
-        stacklevel=2,
-    )
-    return None
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Mapping):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    return bool(np.array_equal(a, b)) if isinstance(a, np.ndarray) else bool(a == b)

@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+import warnings
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -142,6 +143,12 @@ class Saves:
 
     def destination(self, path: paths.PathLike) -> SaveDestination:
         """Where to save; waits if a save or a removal of the same path is in flight."""
+        if str(path).startswith("memory://"):
+            warnings.warn(
+                f"{path}: memory:// is unickpt's own memory here, and fsspec's in Lightning, which "
+                "will not find the checkpoint there by itself; save to a local folder",
+                stacklevel=2,
+            )
         for saves in tuple(self._every):
             if _whole(path) in saves.in_flight():
                 saves.wait()

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import datetime
 import json
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
@@ -21,7 +22,12 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from unickpt.arrays.box import Box
-from unickpt.errors import CheckpointCorrupt, UnsupportedFormat, UnsupportedLeaf
+from unickpt.errors import (
+    CheckpointCorrupt,
+    MissingPackage,
+    UnsupportedFormat,
+    UnsupportedLeaf,
+)
 from unickpt.frameworks.leaves import LocalFragments
 from unickpt.loading import loader
 from unickpt.loading.views import StoredView
@@ -61,6 +67,34 @@ def _defaultdict(stored: Any) -> Any:
     return defaultdict(None if factory is None else _FACTORIES[factory], found)
 
 
+def _omegaconf() -> Any:
+    try:
+        import omegaconf
+    except ModuleNotFoundError as error:
+        raise MissingPackage(
+            "the checkpoint has hyper-parameters of OmegaConf: pip install omegaconf"
+        ) from error
+    return omegaconf
+
+
+def _of_config(config: Any) -> Any:
+    """The containers of a configuration of OmegaConf, with dataclasses where it has classes."""
+    omegaconf = _omegaconf()
+    mode = omegaconf.SCMode.INSTANTIATE
+    return omegaconf.OmegaConf.to_container(config, resolve=False, structured_config_mode=mode)
+
+
+def _flagged(config: Any, flag: str) -> Any:
+    getattr(_omegaconf().OmegaConf, f"set_{flag}")(config, True)
+    return config
+
+
+def _config_type(name: Any) -> Any:
+    if name not in ("DictConfig", "ListConfig"):
+        raise ValueError(f"OmegaConf has no configuration {quoted(name)}")
+    return getattr(_omegaconf(), name)
+
+
 _TYPES = (
     _Type("path", (PosixPath, WindowsPath), str, Path),
     _Type("set", (set,), lambda x: sorted(x, key=repr), set),
@@ -97,10 +131,20 @@ _TYPES = (
     ),
     _Type("numpy", (), lambda x: x, np.asarray),
     _Type("numpy scalar", (), np.asarray, lambda x: x[()]),
+    _Type("omegaconf", (), _of_config, lambda x: _omegaconf().OmegaConf.create(x)),
+    _Type("omegaconf readonly", (), lambda x: x, lambda x: _flagged(x, "readonly")),
+    _Type("omegaconf struct", (), lambda x: x, lambda x: _flagged(x, "struct")),
+    _Type("omegaconf type", (), lambda x: x.__name__, _config_type),
     _Type("items", (), lambda x: [list(pair) for pair in x.items()], dict),
 )
 _BY_NAME = {kind.name: kind for kind in _TYPES}
 _BY_CLASS = {cls: kind for kind in _TYPES for cls in kind.kinds}
+
+
+def _is_config(kind: Any) -> bool:
+    """Whether this is a class of configurations of OmegaConf."""
+    omegaconf = sys.modules.get("omegaconf")
+    return omegaconf is not None and (kind is omegaconf.DictConfig or kind is omegaconf.ListConfig)
 
 
 class ToSave:
@@ -165,12 +209,20 @@ class _TakenApart:
             return self._typed("numpy", value, name)
         if isinstance(value, np.generic):
             return self._typed("numpy scalar", value, name)
-        kind = _BY_CLASS.get(type(value))
+        if _is_config(type(value)):
+            return self._config(value, name)
+        kind = _BY_NAME["omegaconf type"] if _is_config(value) else _BY_CLASS.get(type(value))
         if kind is None or not _has_known_factory(value):
             self.refused.append(f"{name}: {_class_name(value)}; {_hint(value, name)}")
             return None
         self.types.setdefault(name, []).append(kind.name)
         return self.form(kind.store(value), name)
+
+    def _config(self, value: Any, name: str) -> Any:
+        for flag in ("readonly", "struct"):
+            if value._get_node_flag(flag):
+                self._typed(f"omegaconf {flag}", value, name)
+        return self.form(self._typed("omegaconf", value, name), name)
 
     def _typed(self, kind: str, value: Any, name: str) -> Any:
         self.types.setdefault(name, []).append(kind)
@@ -308,6 +360,8 @@ class _Restored:
         for kind in reversed(self._types.get(name, [])):
             try:
                 found = _BY_NAME[kind].restore(found)
+            except MissingPackage:
+                raise
             except Exception as error:
                 raise CheckpointCorrupt(
                     f"{self._where}: {name!r} is not a {kind}, which it is said to be: {error}"

@@ -79,8 +79,11 @@ class TorchtitanCheckpointManager(BaseCheckpointManager):
             # What torchtitan itself checks; except that HF files must be local, which ours need
             # not be.
             given = {f.name: getattr(self, f.name) for f in fields(BaseCheckpointManager.Config)}
+            path = given["initial_load_path"]
+            if path is not None:
+                object.__setattr__(self, "initial_load_path", path.strip())
             given["folder"] = _as_if_local(self.folder, "remote")
-            given["initial_load_path"] = _as_if_local(self.initial_load_path, "/remote")
+            given["initial_load_path"] = _as_if_local(path, "/remote")
             BaseCheckpointManager.Config(**given)
             if self.initial_load_in_hf_quantized:
                 raise ValueError(

@@ -1,0 +1,85 @@
+"""A flag of `param_groups` that another version of torch has, or lacks, stops no load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unickpt
+from unickpt import LoadMismatch
+
+torch = pytest.importorskip("torch")
+
+
+def trained(kind: Any = torch.optim.AdamW, **settings: Any) -> dict[str, Any]:
+    model = torch.nn.Linear(2, 3)
+    optimizer = kind(model.parameters(), **settings)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optim": optimizer}
+
+
+def stored(tree: dict[str, Any], path: Path) -> Path:
+    if path.suffix == ".pt":
+        torch.save({name: part.state_dict() for name, part in tree.items()}, path)
+    else:
+        unickpt.save(path, tree)
+    return path
+
+
+FORMATS = pytest.mark.parametrize("name", ["step", "step.pt"])
+
+
+@FORMATS
+def test_a_flag_that_the_older_version_lacks_keeps_its_value(name: str, tmp_path: Path) -> None:
+    older = trained(lr=0.5)
+    del older["optim"].param_groups[0]["decoupled_weight_decay"]
+    newer = trained()
+    _, report = unickpt.load(stored(older, tmp_path / name), newer, return_report=True)
+    assert report.kept == ("optim/param_groups/0/decoupled_weight_decay",)
+    assert report.kept[0] in str(report)
+    group = newer["optim"].param_groups[0]
+    assert group["decoupled_weight_decay"] is True
+    assert group["lr"] == 0.5
+    for ours, theirs in zip(newer["model"].parameters(), older["model"].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        state = newer["optim"].state[ours], older["optim"].state[theirs]
+        assert torch.equal(state[0]["exp_avg"], state[1]["exp_avg"])
+
+
+@FORMATS
+def test_a_flag_that_only_the_newer_version_has_is_skipped(name: str, tmp_path: Path) -> None:
+    newer = trained()
+    newer["optim"].param_groups[0]["is_new"] = True
+    newer["optim"].param_groups[0]["initial_lr"] = 0.25
+    older = trained(lr=0.5)
+    _, report = unickpt.load(stored(newer, tmp_path / name), older, return_report=True)
+    skipped = {"optim/param_groups/0/initial_lr", "optim/param_groups/0/is_new"}
+    assert skipped <= set(report.skipped)
+    assert "is_new" in str(report)
+    assert older["optim"].param_groups[0]["lr"] == 1e-3
+
+
+@FORMATS
+@pytest.mark.parametrize("key", ["weight_decay", "betas"])
+def test_what_decides_how_to_train_is_never_missing(key: str, name: str, tmp_path: Path) -> None:
+    tree = trained()
+    del tree["optim"].param_groups[0][key]
+    with pytest.raises(LoadMismatch, match=rf"{key}.*missing"):
+        unickpt.load(stored(tree, tmp_path / name), trained())
+
+
+def test_another_number_of_groups_is_still_refused(tmp_path: Path) -> None:
+    two = trained()
+    two["optim"].add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    stored(two, tmp_path / "two")
+    with pytest.raises((LoadMismatch, unickpt.UnsupportedLeaf), match="param"):
+        unickpt.load(tmp_path / "two", trained())
+
+
+def test_another_optimizer_is_still_refused(tmp_path: Path) -> None:
+    stored(trained(torch.optim.SGD, lr=0.5), tmp_path / "sgd")
+    with pytest.raises((LoadMismatch, unickpt.UnsupportedLeaf), match=r"betas|exp_avg"):
+        unickpt.load(tmp_path / "sgd", trained())

@@ -1,0 +1,183 @@
+"""A part of a checkpoint, as a checkpoint of its own: the leaves whose names share a beginning."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import tensorstore as ts
+
+from unickpt.errors import CheckpointCorrupt, LoadMismatch
+from unickpt.format import chunk_grid
+from unickpt.format.chunk_grid import Part
+from unickpt.format.digest_table import Table
+from unickpt.format.index import CONVERSION, RESERVED, ArrayEntry, Index
+from unickpt.format.reader import ParallelMap, Reader, Request
+from unickpt.format.timing import Timing
+from unickpt.quoting import counted, quoted, some
+from unickpt.trees import tree, tree_json
+
+T = TypeVar("T")
+
+
+class Subtree(Reader):
+    """Another reader's leaves under a name or a prefix, without it.
+
+    Arguments:
+        whole: the reader of all of the checkpoint.
+        under: see `Checkpoint.under`.
+
+    Raises:
+        LoadMismatch: nothing is stored there.
+        CheckpointCorrupt: the tree of the index is invalid.
+    """
+
+    def __init__(self, whole: Reader, under: str) -> None:
+        if isinstance(whole, Subtree):
+            whole, under = whole.whole, whole.under + under
+        self.under = under if under.endswith((".", "/")) else f"{under}/"
+        self.whole: Reader = whole
+        index = whole.index
+        self.format, self.version, self.location = whole.format, whole.version, whole.location
+        self.lacks, self.most_per_byte, self.beside = whole.lacks, whole.most_per_byte, whole.beside
+        self.has_wide_checksums = whole.has_wide_checksums
+        if not any(self._is_in(name) for name in index.names):
+            raise LoadMismatch(_nothing(whole, under))
+        self._stored: dict[str, ArrayEntry] = {}
+        self.index = self._index(index)
+
+    def _is_in(self, name: str) -> bool:
+        return name.startswith(self.under) or f"{name}/" == self.under
+
+    def _inner(self, of: Mapping[str, T]) -> dict[str, T]:
+        """What is known by name of the leaves in the part, by their new names."""
+        return {name[len(self.under) :]: x for name, x in of.items() if self._is_in(name)}
+
+    def _index(self, index: Index) -> Index:
+        arrays: dict[str, ArrayEntry] = {}
+        aliases: dict[str, str] = {}
+        first: dict[str, str] = {}  # names in the part, by the stored names of their arrays
+        for name, entry in self._inner(index.entries).items():
+            if first.setdefault(entry.name, name) == name:
+                self._stored[name] = entry
+                arrays[name] = replace(entry, name=name)
+            else:
+                aliases[name] = first[entry.name]
+        values, per_process = self._inner(index.values), self._inner(index.per_process)
+        return replace(
+            index,
+            tree=self._structure([*arrays, *aliases, *values, *per_process]),
+            arrays=arrays,
+            aliases=aliases,
+            values=values,
+            per_process=per_process,
+            metadata=self._metadata(index.metadata),
+            chunks=sum(map(chunk_grid.chunk_count, arrays.values())),
+        )
+
+    def _structure(self, names: Iterable[str]) -> Any:
+        if self.whole.index.tree is not None:
+            try:
+                found = _below(tree_json.from_json(self.whole.index.tree), self.under)
+            except tree_json.BadTree as error:
+                raise CheckpointCorrupt(f"{self.location}: {error}") from None
+            if found is not None:
+                return tree_json.to_json(found)
+        return tree_json.to_json(tree_json.from_names(names))
+
+    def _metadata(self, metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+        """With the names of this part in the record of a conversion."""
+        own = metadata.get(RESERVED)
+        if not isinstance(own, dict) or not isinstance(own.get(CONVERSION), dict):
+            return metadata
+        part = {
+            key: self._inner(of) if key != "conventions" and isinstance(of, dict) else of
+            for key, of in own[CONVERSION].items()
+        }
+        return {**metadata, RESERVED: {**own, CONVERSION: part}}
+
+    def _request(self, request: Request) -> Request:
+        return request._replace(
+            entry=self._stored[request.entry.name], part=self._part(request.entry, request.part)
+        )
+
+    def _part(self, entry: ArrayEntry, part: Part) -> Part:
+        stored, suffix = self._stored[entry.name].name, part.key[len(entry.name) :].lstrip("/")
+        return replace(part, key=tree.join(stored, suffix) if suffix else stored)
+
+    def read(self, requests: Sequence[Request]) -> Sequence[int]:
+        return self.whole.read(list(map(self._request, requests)))
+
+    def reads_boxes(self, entry: ArrayEntry) -> bool:
+        return self.whole.reads_boxes(self._stored[entry.name])
+
+    def first_digests(self, entries: Sequence[ArrayEntry]) -> Table | None:
+        return self.whole.first_digests([self._stored[entry.name] for entry in entries])
+
+    def digests_of(self, name: str) -> Table | None:
+        return self.whole.digests_of(self._stored[name].name)
+
+    def timing(self) -> Timing | None:
+        return self.whole.timing()
+
+    def check_backed(self, entry: ArrayEntry) -> None:
+        self.whole.check_backed(self._stored[entry.name])
+
+    def stored_bytes(self) -> int | None:
+        return self.whole.stored_bytes()
+
+    def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
+        stored = self.whole.index.per_process
+        return self.whole.per_process(self._inner({n: n for n in stored})[name], of)
+
+    def damaged(self, reason: str) -> Exception:
+        return self.whole.damaged(f"under {self.under!r}, {reason}")
+
+    def check_unchanged(self) -> None:
+        self.whole.check_unchanged()
+
+    def check_structure(self, run: ParallelMap) -> Iterator[tuple[str, str]]:
+        return self.whole.check_structure(run)
+
+    def checking(self) -> Reader:
+        return Subtree(self.whole.checking(), self.under)
+
+    def check_rest(self, index: int = 0, count: int = 1) -> Iterator[tuple[str, str]]:
+        return self.whole.check_rest(index, count)
+
+    def unchecked(self) -> Sequence[str]:
+        names = {entry.name: name for name, entry in self._stored.items()}
+        return [names[name] for name in self.whole.unchecked() if name in names]
+
+    def part_url(self, part: Part) -> str:
+        name = part.key if part.key in self._stored else part.key.rpartition("/")[0]
+        return self.whole.part_url(self._part(self.index.arrays[name], part))
+
+    def open_part(self, entry: ArrayEntry, part: Part) -> ts.TensorStore:
+        return self.whole.open_part(self._stored[entry.name], self._part(entry, part))
+
+
+def _below(node: tree.Node | tree.Leaf, under: str, name: str = "") -> tree.Node | tree.Leaf | None:
+    """The container or leaf of a name that ends with a slash; None if none has it."""
+    if f"{name}/" == under:
+        return node
+    if isinstance(node, tree.Leaf):
+        return None
+    names = tree.child_names(node.kind, node.keys, name)
+    for child, child_name in zip(node.children, names, strict=True):
+        if under.startswith(f"{child_name}/") or child_name == name:
+            return _below(child, under, child_name)
+    return None
+
+
+def _nothing(whole: Reader, under: str) -> str:
+    found = Counter(re.sub("/.*", "/", name, flags=re.DOTALL) for name in whole.index.names)
+    shown = some([f"{quoted(name)} ({counted(n, 'leaf', 'leaves')})" for name, n in found.items()])
+    return (
+        f"{whole.location}: nothing is stored under {quoted(under)}; there are {shown or 'none'}. "
+        "`under` is the name of a container, such as 'model' or 'train/model'; or the beginning of "
+        "names, with a dot at its end"
+    )
