@@ -13,12 +13,11 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Literal
 
-import numpy as np
 from keras.src.callbacks.monitor_callback import MonitorCallback
 
 from unickpt.errors import CheckpointNotFound, LoadMismatch
