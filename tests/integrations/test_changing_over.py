@@ -1,14 +1,17 @@
 """Jobs with another system's checkpoints are killed, and go on here after one line is changed; the
-result is that of a job that nobody interrupted."""
+result is that of a job that nobody interrupted. So it is on the way back, by an export."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.processes import Processes
+
+import unickpt
 
 pytestmark = pytest.mark.integration
 
@@ -16,7 +19,7 @@ pytestmark = pytest.mark.integration
 DCP = """
 import os, signal, sys, torch
 mode, folder, out = sys.argv[1:]
-if mode == "ours":
+if "ours" in mode:
     import unickpt.integrations.dcp as dcp
 else:
     import torch.distributed.checkpoint as dcp
@@ -37,12 +40,12 @@ if os.path.exists(folder):
     )
     torch.set_rng_state(found["rng"])
     first = int(found["step"]) + 1
-assert first == (5 if mode == "ours" else 1)
+assert first == (5 if mode in ("ours", "theirs") else 1)
 for step in range(first, 9):
     model(torch.ones(4, 3) * step).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    if step == 5 and mode == "killed":
+    if step == 5 and "killed" in mode:
         os.kill(os.getpid(), signal.SIGKILL)
     if step % 2 == 0:
         dcp.save(state(step), checkpoint_id=folder)
@@ -124,16 +127,39 @@ np.savez(out, *map(np.asarray, jax.tree.leaves(state["params"])))
 
 
 def changed_over(processes: Processes, source: str, tmp_path: Path, *more: str) -> None:
+    run = runner(processes, source, tmp_path, *more)
+    assert run("whole", "theirs") == 0
+    assert run("killed", "run") == -signal.SIGKILL
+    assert run("ours", "run") == 0
+    compare(tmp_path, "ours")
+
+
+def changed_back(
+    processes: Processes, source: str, tmp_path: Path, step: str, to: str, exported: str
+) -> None:
+    """A job that saves here is killed, a step of it exported, and a job without unickpt goes on."""
+    run = runner(processes, source, tmp_path)
+    assert run("whole", "theirs") == 0
+    assert run("killed-ours", "run") == -signal.SIGKILL
+    unickpt.convert(tmp_path / "run" / step, tmp_path / exported, to=to)
+    assert run("theirs", Path(exported).parts[0]) == 0
+    compare(tmp_path, "theirs")
+
+
+def runner(
+    processes: Processes, source: str, tmp_path: Path, *more: str
+) -> Callable[[str, str], int]:
     def run(mode: str, folder: str) -> int:
         done = processes.start(source, mode, tmp_path / folder, tmp_path / f"{mode}.npz", *more)
         said, errors = done.communicate()
         assert done.returncode in (0, -signal.SIGKILL), said + errors
         return done.returncode
 
-    assert run("whole", "theirs") == 0
-    assert run("killed", "run") == -signal.SIGKILL
-    assert run("ours", "run") == 0
-    with np.load(tmp_path / "whole.npz") as whole, np.load(tmp_path / "ours.npz") as ours:
+    return run
+
+
+def compare(tmp_path: Path, mode: str) -> None:
+    with np.load(tmp_path / "whole.npz") as whole, np.load(tmp_path / f"{mode}.npz") as ours:
         assert whole.files
         for name in whole.files:
             assert np.array_equal(ours[name], whole[name])
@@ -141,6 +167,10 @@ def changed_over(processes: Processes, source: str, tmp_path: Path, *more: str) 
 
 def test_dcp(processes: Processes, tmp_path: Path) -> None:
     changed_over(processes, DCP, tmp_path)
+
+
+def test_dcp_and_back(processes: Processes, tmp_path: Path) -> None:
+    changed_back(processes, DCP, tmp_path, "", "dcp", "exported")
 
 
 def test_lightning(processes: Processes, tmp_path: Path) -> None:
