@@ -233,6 +233,19 @@ def what_torchtitan_saved(folder: str) -> None:
 
 
 @case
+def back_to_torchtitan(folder: str) -> None:
+    """An export, from which torchtitan's own manager goes on."""
+    trained(f"{folder}/ours", 4)
+    step, run = f"{folder}/ours/checkpoint/step_4", f"{folder}/theirs"
+    rules = unickpt.Rules.preset("torchtitan")
+    unickpt.convert(step, f"{run}/checkpoint/step-4", to="dcp", rules=rules)
+    found = trained(run, 6, manager="theirs")
+    assert list(found.losses) == [5, 6]
+    assert_same(found, whole)
+    assert not unickpt.diff(f"{run}/checkpoint/step-4", step, rules=rules.inverse).differences
+
+
+@case
 def object_storage(folder: str) -> None:
     """Remote folders and files for transformers, which torchtitan's own manager refuses."""
     hf = {"folder": f"{URL}/run", "last_save_in_hf": True, "last_save_model_only": True}

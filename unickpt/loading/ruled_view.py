@@ -20,6 +20,7 @@ from unickpt.frameworks.protocol import Adapter
 from unickpt.loading.provenance import Provenance
 from unickpt.loading.request import ALL, LoadRequest, Selection
 from unickpt.loading.views import (
+    StoredView,
     as_array_entry,
     leaf_text,
     number_recipe,
@@ -34,6 +35,7 @@ from unickpt.rules.plan import Constant, Fact, LeafKind, Made, RulePlan, Same, S
 from unickpt.rules.planner import make_plan, offers
 from unickpt.rules.rule_set import Rules
 from unickpt.trees import tree, tree_json
+from unickpt.trees.renamed import renamed
 
 
 class RuledView:
@@ -100,7 +102,10 @@ class RuledView:
         return leaf_text(stored_leaf(self.checkpoint.index, name))
 
     def node(self) -> tree.Node | tree.Leaf:
-        return tree_json.from_names(self.index.names)
+        stored = StoredView(self.checkpoint).node()
+        made = {name: _source(made) for name, made in self.plan.made.items()}
+        sources = {name: source for name, source in made.items() if source is not None}
+        return renamed(stored, sources, self.index.names)
 
     def keep(self, plain: Mapping[str, tree_json.Plain]) -> None:
         """Adds values that no rule makes."""
@@ -333,6 +338,14 @@ def stored_facts(checkpoint: Reader) -> StoredLeaves:
     facts |= {name: Fact(kind=LeafKind.VALUE) for name in index.values}
     facts |= {name: Fact(kind=LeafKind.PROCESS) for name in index.per_process}
     return StoredLeaves(facts, entries)
+
+
+def _source(made: Made) -> str | None:
+    """The stored leaf of which something is made, if it is one."""
+    if made.carried is not None or made.function is not None:
+        return made.carried
+    names = {source.entry.name for source in made.sources}
+    return names.pop() if len(names) == 1 else None
 
 
 def _entry(made: Made, stored: Index) -> ArrayEntry:
