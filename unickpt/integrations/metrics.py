@@ -24,6 +24,7 @@ from typing import Any
 from unickpt._version import __version__
 from unickpt.commit.version import version_at
 from unickpt.errors import MissingPackage, StorageError, UnickptError
+from unickpt.format.index import finite_or_text
 from unickpt.loading.report import LoadReport
 from unickpt.saving.options import SaveReport
 from unickpt.storage import paths
@@ -118,7 +119,9 @@ class JsonLines:
             self._append(about, "load")
         else:
             about |= {"step": self._step(report), "process": report.process}
-            self._append({**about, **figures(report)}, str(report.process))
+            given = {name: finite_or_text(value) for name, value in report.metrics.items()}
+            own = {"metrics": given} if given else {}
+            self._append({**about, **figures(report), **own}, str(report.process))
 
     def _append(self, of: Mapping[str, Any], process: str) -> None:
         line = json.dumps(of).encode() + b"\n"

@@ -24,6 +24,7 @@ SCRIPTS = (
     "core",
     "picture",
     "table",
+    "metrics",
     "run",
     "timeline",
     "heatmap",

@@ -6,11 +6,12 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
 from unickpt.errors import UnickptError
+from unickpt.format.index import step_metrics
 
 FilePath = str | os.PathLike[str]
 
@@ -30,6 +31,7 @@ class SavedLine:
         processes: how many saved it.
         seconds: from the call to the commit.
         blocked_s: for how long the call blocked its caller.
+        metrics: numbers that the step was saved with.
     """
 
     time: datetime
@@ -38,6 +40,7 @@ class SavedLine:
     processes: int
     seconds: float
     blocked_s: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -127,9 +130,8 @@ def _decoded(line: bytes) -> SavedLine | LoadedLine | None:
     if found["process"] != 0:
         return None
     seconds, blocked_s = _number(found["seconds"]), _number(found["blocked_s"])
-    return SavedLine(
-        time, url, _count(found["bytes"]), _count(found["processes"]), seconds, blocked_s
-    )
+    nbytes, processes = _count(found["bytes"]), _count(found["processes"])
+    return SavedLine(time, url, nbytes, processes, seconds, blocked_s, step_metrics(found))
 
 
 def _text(value: Any) -> str:

@@ -12,13 +12,17 @@ from typing import Any
 from unickpt._version import __version__
 from unickpt.display import html, tree_table
 from unickpt.errors import UnickptError
+from unickpt.format.index import finite_or_text
 from unickpt.quoting import counted
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.listing import natural
 from unickpt.reporting import timing_columns
 from unickpt.reporting.array_facts import MOST_BYTES, describe_arrays, mesh_facts
+from unickpt.reporting.headline import headline, share_text
+from unickpt.reporting.loop_cost import LoopCost, call_told, calls_of, loop_cost, waited_for
 from unickpt.reporting.metric_lines import Lines, LoadedLine, SavedLine
+from unickpt.reporting.metric_series import MOST_SERIES, Series, series_of
 from unickpt.reporting.run_facts import MOST_STEPS, RunFacts, StepFacts
 from unickpt.runs.orphans import Orphan, OrphanSearch
 from unickpt.storage import paths
@@ -40,13 +44,9 @@ def collect_page_data(run: RunFacts, lines: Lines, path: paths.PathLike) -> dict
         path: as the user gave it.
     """
     saves, loads, notes = _of_this(run, lines)
-    rows = [
-        {"id": number, **_stored(step, saves.pop(step.name, ()))}
-        for number, step in enumerate(run.steps)
-    ]
-    gone = {name: found for name, found in saves.items() if name not in run.others}
-    rows += [{"id": None, **_gone(*found)} for found in list(gone.items())[-MOST_STEPS:]]
-    rows.sort(key=lambda row: natural(row["name"]))
+    cost = _cost(run, saves)
+    rows, series = _rows(run, saves)
+    first = headline(run, [row["name"] for row in rows], series, cost)
     details, arrays = _details(run, path)
     return {
         "title": html.plain(run.url.rstrip("/").rpartition("/")[2] or run.url),
@@ -55,13 +55,62 @@ def collect_page_data(run: RunFacts, lines: Lines, path: paths.PathLike) -> dict
         "library": f"unickpt {__version__}",
         "is_run": run.is_run,
         "has_lines": bool(lines.saves),
+        "headline": {"level": first.level, "text": html.plain(first.text, _MOST_PATH)},
+        "on_disk": run.on_disk,
+        "cost": cost and {**asdict(cost), "share": share_text(cost.share)},
         "steps": rows,
+        "metrics": [_series(one) for one in series[:MOST_SERIES]],
+        "more_metrics": max(0, len(series) - MOST_SERIES),
         "details": details,
         "arrays": arrays,
         "left": _left(run.left),
         "holder": run.left and run.left.holder and html.plain(run.left.holder),
         "loads": [_load(line) for line in loads],
         "notes": [html.plain(note, _MOST_PATH) for note in notes],
+    }
+
+
+def _rows(
+    run: RunFacts, saves: Mapping[str, Sequence[SavedLine]]
+) -> tuple[list[dict[str, Any]], list[Series]]:
+    """The rows of all steps in natural order, also of those that are removed; and their metrics."""
+    there = {step.name for step in run.steps} | run.others
+    gone = [name for name in saves if name not in there][-MOST_STEPS:]
+    rows = [
+        ({"id": number, **_stored(step, saves.get(step.name, ()))}, step.metrics)
+        for number, step in enumerate(run.steps)
+    ]
+    rows += [({"id": None, **_gone(n, saves[n])}, saves[n][-1].metrics) for n in gone]
+    rows.sort(key=lambda row: natural(row[0]["name"]))
+    return [row for row, _ in rows], series_of([metrics for _, metrics in rows])
+
+
+def _cost(run: RunFacts, saves: Mapping[str, Sequence[SavedLine]]) -> LoopCost | None:
+    """What the saves of a run cost its loop."""
+    if not run.is_run:
+        return None
+    told = {step.name: _told(step, saves.get(step.name, ())) for step in run.steps}
+    calls = [
+        call for step in run.steps for call in calls_of(step, told[step.name], _time(step.created))
+    ]
+    calls += [
+        call_told(line)
+        for name, found in saves.items()
+        for line in found
+        if line is not told.get(name)  # of a step that is removed, or was saved again
+    ]
+    return loop_cost(calls, is_least=bool(run.others) or None in told.values())
+
+
+def _series(one: Series) -> dict[str, Any]:
+    """A metric for the page, with as many digits as it shows; JSON has no NaN."""
+    rounded = [v if v is None else finite_or_text(float(f"{v:.6g}")) for v in one.values]
+    return {
+        "name": html.plain(one.name),
+        "values": rounded,
+        "lowest": one.lowest,
+        "highest": one.highest,
+        "better": one.better,
     }
 
 
@@ -106,15 +155,8 @@ def _name_in(run: RunFacts, url: str) -> str | None:
 
 def _stored(step: StepFacts, lines: Sequence[SavedLine]) -> dict[str, Any]:
     """The row of a checkpoint that exists, with what was told of its save, not of earlier ones."""
-    created = _time(step.created)
-    told = [
-        line
-        for line in lines
-        if created is not None
-        and line.time >= created  # whole seconds, so it is compared what was saved, too
-        and (line.nbytes, line.processes) == (step.nbytes, step.processes)
-    ]
-    durations = None if step.durations is None else asdict(step.durations)
+    told, durations = _told(step, lines), step.durations
+    rate = step.new_bytes / durations.done if durations is not None and durations.done > 0 else 0
     return {
         "name": html.plain(step.name),
         "state": "unreadable" if step.error and not step.created else "stored",
@@ -125,12 +167,26 @@ def _stored(step: StepFacts, lines: Sequence[SavedLine]) -> dict[str, Any]:
         "processes": step.processes,
         "bases": [html.plain(name) for name in step.bases],
         "after": step.after,
-        "metrics": {html.plain(name): value for name, value in step.metrics.items()},
-        "durations": durations,
-        "committed": told[-1].seconds if told else None,
+        "durations": None if durations is None else asdict(durations),
+        "rate": min(rate, MOST_BYTES) or None,
+        "waited": waited_for(step, told),
+        "committed": None if told is None else told.seconds,
         "saved_times": max(1, len(lines)),
         "error": html.plain(step.error, _MOST_ERROR),
     }
+
+
+def _told(step: StepFacts, lines: Sequence[SavedLine]) -> SavedLine | None:
+    """The line about the save of a checkpoint that exists, not about an earlier one."""
+    created = _time(step.created)
+    found = [
+        line
+        for line in lines
+        if created is not None
+        and line.time >= created  # whole seconds, so it is compared what was saved, too
+        and (line.nbytes, line.processes) == (step.nbytes, step.processes)
+    ]
+    return found[-1] if found else None
 
 
 def _time(created: str) -> datetime | None:
@@ -145,7 +201,7 @@ def _time(created: str) -> datetime | None:
 def _gone(name: str, lines: Sequence[SavedLine]) -> dict[str, Any]:
     """The row of a checkpoint that was saved, and does not exist any more."""
     last = lines[-1]
-    unknown = dict.fromkeys(("new", "arrays", "after", "durations"))
+    unknown = dict.fromkeys(("new", "arrays", "after", "durations", "rate"))
     return {
         **unknown,
         "name": html.plain(name),
@@ -154,7 +210,7 @@ def _gone(name: str, lines: Sequence[SavedLine]) -> dict[str, Any]:
         "bytes": last.nbytes,
         "processes": last.processes,
         "bases": [],
-        "metrics": {},
+        "waited": last.blocked_s,
         "committed": last.seconds,
         "saved_times": len(lines),
         "error": "",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -10,18 +9,18 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, InvalidPath, UnickptError
-from unickpt.format.index import RESERVED, Index
+from unickpt.format.index import RESERVED, Index, step_metrics
 from unickpt.format.timing import Timing
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.listing import Listed, checkpoints_below
 from unickpt.runs import orphans
+from unickpt.reporting.disk_usage import bytes_on_disk
 from unickpt.runs.orphans import OrphanSearch
 from unickpt.storage import paths
 
 _OPEN_AT_ONCE = 8
 MOST_STEPS = 2000
-_MOST_METRICS = 6
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class StepFacts:
         arrays, processes: number of them.
         bases: names of the checkpoints beside it that have chunks of it.
         after: the step after which its job went on, if it says so.
-        metrics: numbers that it was saved with.
+        metrics: numbers that it was saved with; they may be NaN or infinite.
         durations: None if it does not say.
         error: why it, or its timing, cannot be read; else empty.
     """
@@ -99,6 +98,7 @@ class RunFacts:
         steps: the checkpoints; of more than `MOST_STEPS`, the last ones.
         others: names of those before, which are not opened.
         left: what failed saves left, and who saves here; None of one checkpoint.
+        on_disk: bytes of all files in the folder; None of one checkpoint.
     """
 
     url: str
@@ -106,6 +106,7 @@ class RunFacts:
     steps: Sequence[StepFacts]
     others: frozenset[str] = frozenset()
     left: OrphanSearch | None = None
+    on_disk: int | None = None
 
 
 def look(path: paths.PathLike) -> RunFacts:
@@ -128,13 +129,12 @@ def look(path: paths.PathLike) -> RunFacts:
         steps = [step for step in found if step is not None]
     url = paths.resolve(path, whole=True).url
     others = frozenset(one.name for one in listed[:-MOST_STEPS])
-    return RunFacts(url, True, steps, others, orphans.find(path))
+    return RunFacts(url, True, steps, others, orphans.find(path), bytes_on_disk(path))
 
 
 def facts_of(name: str, path: str, found: Checkpoint) -> StepFacts:
     """The facts of an opened checkpoint."""
     index = found.index
-    after, metrics = _own(index)
     try:
         timing, error = found.timing, ""
     except CheckpointCorrupt as damage:
@@ -149,8 +149,8 @@ def facts_of(name: str, path: str, found: Checkpoint) -> StepFacts:
         len(index.arrays),
         index.processes,
         tuple(base.name for base in index.bases),
-        after,
-        metrics,
+        _after(index),
+        step_metrics(index.metadata),
         None if timing is None else Durations.of(timing),
         error,
     )
@@ -177,15 +177,9 @@ def _step(listed: Listed) -> StepFacts | None:
         return StepFacts(listed.name, listed.path, error=str(error))
 
 
-def _own(index: Index) -> tuple[int | None, dict[str, float]]:
-    """What the `Checkpointer` put into the metadata, which is untrusted."""
+def _after(index: Index) -> int | None:
+    """The step after which the job went on, as the `Checkpointer` put it into the metadata, which
+    is untrusted."""
     own = index.metadata.get(RESERVED)
-    own = own if isinstance(own, dict) else {}
-    after, found = own.get("after"), own.get("metrics")
-    numbers = {
-        str(name): float(value)
-        for name, value in (found.items() if isinstance(found, dict) else ())
-        if isinstance(value, int | float) and abs(value) < 1e300 and math.isfinite(value)
-    }
-    shown = dict(list(numbers.items())[:_MOST_METRICS])
-    return after if type(after) is int else None, shown
+    after = own.get("after") if isinstance(own, dict) else None
+    return after if type(after) is int else None

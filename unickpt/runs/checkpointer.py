@@ -243,6 +243,7 @@ class Checkpointer:
             callbacks=hooks,
             find_base=self._find_base,
             partial=begin,
+            waits=wait,
         )
         try:
             pending = self._queue.save(request)

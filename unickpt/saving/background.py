@@ -59,10 +59,9 @@ def _exit_if_unraised() -> None:
     if not unraised:
         return
     for failure in unraised:
-        kind = type(failure.error).__name__
         print(
             f"unickpt: {failure.what} failed, and its result was not requested:\n"
-            f"{kind}: {failure.error}",
+            f"{type(failure.error).__name__}: {failure.error}",
             file=sys.stderr,
         )
     logging.shutdown()
@@ -284,7 +283,7 @@ class PendingSave:
         threading.Thread(target=self._run, name=f"unickpt save {self.url}").start()
         unfinished.add(self)
 
-    def stage(self) -> None:
+    def stage(self, waits: bool) -> None:
         """Stages what must be staged while the caller waits; starts the rest in the background."""
         timings, snapshot = self._task.timings, self._snapshot
         let_go = SaveEvent.RETURNED, SaveEvent.WRITABLE  # earlier it would slow the caller down
@@ -305,7 +304,7 @@ class PendingSave:
                 raise out_of_memory(f"saving to {self.url.rstrip('/')}", error) from error
             raise
         timings.lap("stage")
-        if snapshot.has_later or not snapshot.waits_for_commit:
+        if not waits and (snapshot.has_later or not snapshot.waits_for_commit):
             timings.unblock()
         self._events.happened(*let_go)
         if not snapshot.has_later:
@@ -387,8 +386,8 @@ class SaveRequest:
         path, tree, options, overwrite: as for `save_async`; or the location of a path.
         metadata: returns the metadata; an error fails the save.
         owners: what the optimizers own whose steps wait for staging.
-        callbacks: of this save.
-        find_base: see `SaveTask`.
+        callbacks, find_base: of this save; see `SaveTask`.
+        waits: whether the caller waits for the commit, and so is blocked until then.
         partial: returns which experts need not be written; an error fails the save.
     """
 
@@ -401,6 +400,7 @@ class SaveRequest:
     callbacks: SaveCallbacks = field(default_factory=SaveCallbacks)
     find_base: Callable[[], paths.PathLike | None] = lambda: None
     partial: Callable[[], PartialSave | None] = lambda: None
+    waits: bool = False
 
 
 class SaveQueue:
@@ -424,7 +424,7 @@ class SaveQueue:
             undo.callback(request.callbacks.ended)
             pending = self._begin(request)
             undo.pop_all()
-            pending.stage()
+            pending.stage(request.waits)
         return pending
 
     def _begin(self, request: SaveRequest) -> PendingSave:

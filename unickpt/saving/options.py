@@ -227,6 +227,7 @@ class SaveReport:
             magnitude in its block.
         replicas_differ: on the coordinator only, names of plain arrays that differ between
             processes, and are stored as one of them held them; see `ReplicasDiffer`.
+        metrics: on process 0, the numbers that were given to `Checkpointer.save`.
     """
 
     url: str
@@ -250,6 +251,7 @@ class SaveReport:
     spilled_bytes: int = 0
     budget_wait_s: float = 0.0
     bases: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def busiest_bytes(self) -> int:

@@ -22,7 +22,7 @@ from unickpt.errors import (
     StorageError,
     UnsupportedFormat,
 )
-from unickpt.format.index import Index
+from unickpt.format.index import Index, step_metrics
 from unickpt.frameworks.host_memory import share
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.process_group import processes_on_node, saving_group, within
@@ -436,6 +436,7 @@ class SaveTask:
             quantized={} if merged is None else merged.quantized,
             bases=() if merged is None else merged.bases,
             replicas_differ=tuple(each.name for each in merged.differences) if merged else (),
+            metrics=step_metrics(self.description.index.metadata),
         )
 
     def _with_replicas(self, record: Record, plan: WritePlan, source: ChunkSource) -> Record:
@@ -466,12 +467,7 @@ def _log_report(report: SaveReport) -> None:
     if report.processes > 1 and report.writers:
         _log.info(
             "%s: the busiest of %d processes wrote %.3g GB, and %.3g GB is the mean",
-            *(
-                report.url,
-                report.processes,
-                report.busiest_bytes / 1e9,
-                report.mean_bytes / 1e9,
-            ),
+            *(report.url, report.processes, report.busiest_bytes / 1e9, report.mean_bytes / 1e9),
         )
     if report.bases:
         _log.info("%s cannot be read without %s", report.url, ", ".join(report.bases))

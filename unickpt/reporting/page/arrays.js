@@ -154,10 +154,9 @@ function _arrayMap(row) {
     : null;
   return [
     ...head,
-    el(
-      "div",
-      { class: "scroll", tabindex: 0, role: "group", "aria-label": "map of fragments" },
+    scrolling(
       el("table", { class: "map" }, el("thead", {}, heads), el("tbody", {}, lines)),
+      "map of fragments",
     ),
     el("p", { class: "soft" }, `p: process, d: device${remark ? `; ${remark}` : ""}`),
   ];

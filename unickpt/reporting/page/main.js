@@ -38,32 +38,53 @@ function _tiles(tiles) {
   );
 }
 
+/** What stands out, in one line. */
+function _headline() {
+  const { level, text } = data.headline;
+  const first = level === "fine" ? null : el("b", {}, "Look at this first: ");
+  return el("p", { class: `headline ${level}`, id: "headline" }, first, text);
+}
+
+/** What saving cost the loop; of a run, also why it is not known. */
+function _costTile() {
+  if (data.cost) {
+    const { waited, total, share, is_least } = data.cost;
+    const times = `${seconds(waited)} of ${seconds(total)}`;
+    return [`${is_least ? "≥ " : ""}${share}`, `of the loop’s time, it waited for saves: ${times}`];
+  }
+  if (data.steps.length < 2) return null;
+  return ["?", "of the loop’s time: times of so few seconds need --metrics"];
+}
+
 function _overview() {
   const kept = data.steps.filter((step) => step.state !== "removed");
   const last = kept[kept.length - 1] || data.steps[data.steps.length - 1];
   const gone = data.steps.length - kept.length,
     took = last.durations;
-  const fresh = sum(kept.map((step) => step.new || 0)),
-    all = sum(kept.map((step) => step.bytes));
+  const every = sum(kept.map((step) => step.bytes)),
+    shares = kept.some((step) => step.new !== null && step.new < step.bytes);
+  const alone = data.steps.length > 1 ? [] : data.metrics.slice(0, 6);
   return _tiles([
     data.is_run
       ? [grouped(kept.length), gone ? `steps kept, ${grouped(gone)} removed` : "steps"]
       : null,
-    data.is_run ? [bytes(fresh), `new bytes in all, of ${bytes(all)}`] : null,
+    ...alone.map((metric) => [metricText(metric.values[0]), metric.name]),
+    data.is_run
+      ? [bytes(data.on_disk), shares ? `on disk; ${bytes(every)} without sharing` : "on disk"]
+      : null,
     [bytes(last.bytes), data.is_run ? `the newest, ${last.name}` : "of arrays"],
     last.new === null || data.is_run ? null : [bytes(last.new), "written by its save"],
     last.processes
       ? [grouped(last.processes), last.processes === 1 ? "process" : "processes"]
       : null,
     last.arrays === null ? null : [grouped(last.arrays), "arrays"],
-    took ? [seconds(took.merged), "until all was merged"] : null,
-    last.committed === null || data.is_run
-      ? null
-      : [seconds(last.committed), "from the call to the commit"],
+    data.is_run ? _costTile() : null,
+    last.rate ? [rate(last.rate), "until all processes had written"] : null,
+    isMissing(_took(last)) ? null : [seconds(_took(last)), _tookText(last)],
+    took && took.blocked !== null ? [seconds(took.blocked), "the loop waited, at most"] : null,
     last.bases.length && !data.is_run
       ? [grouped(last.bases.length), `shares with ${last.bases.join(", ")}`]
       : null,
-    took && took.blocked !== null ? [seconds(took.blocked), "the loop waited, at most"] : null,
     took && last.processes > 1
       ? [
           String(took.slowest),
@@ -147,7 +168,8 @@ function _start() {
       el("div", { class: "path mono" }, data.url),
     );
   const main = document.getElementById("content");
-  main.append(_overview(), ...data.notes.map((note) => el("p", { class: "note" }, note)));
+  main.append(_headline(), _overview(), ...data.notes.map((note) => el("p", { class: "note" }, note)));
+  if (data.metrics.length && data.steps.length > 1) main.append(metricsSection());
   if (data.is_run) main.append(runSection());
   else if (data.steps[0].error) main.append(el("p", { class: "note bad" }, data.steps[0].error));
   const detail = data.details.length ? _detail() : null;

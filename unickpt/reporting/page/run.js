@@ -13,14 +13,14 @@ function runSection() {
         ["new", "bytes that the step wrote"],
         ["shared", "bytes that it shares with earlier ones"],
         ...(steps.some((s) => s.state === "removed") ? [["removed", "removed since"]] : []),
-        ["time", "seconds until it was merged, or committed if only that is known (right scale)"],
+        ["time", "how long the save took (right scale)"],
       ]),
       _stepsPicture(steps).node,
     );
   }
   box.append(_stepsTable(steps));
   if (data.left.length) {
-    box.append(el("h3", {}, "Not committed"), _leftTable());
+    box.append(el("h3", {}, "What failed saves left, and what is being written"), _leftTable());
     if (data.holder) box.append(el("p", { class: "soft" }, `A job saves here: ${data.holder}`));
   }
   return box;
@@ -37,7 +37,11 @@ function _runAbout() {
   );
 }
 
-const _took = (step) => (step.durations ? step.durations.merged : step.committed);
+/** How long a save took: until the commit if that is known, else until all was merged before it. */
+const _took = (step) =>
+  isMissing(step.committed) ? step.durations && step.durations.merged : step.committed;
+const _tookText = (step) =>
+  isMissing(step.committed) ? "until all was merged" : "from the call to the commit";
 
 function _stepsPicture(steps) {
   const mostBytes = largest(steps.map((s) => s.bytes)) || 1;
@@ -136,47 +140,31 @@ const _date = (created) => created.replace("T", " ").replace(/\.\d+/, "").replac
 
 function _stepsTable(steps) {
   const d = (key) => (s) => s.durations && s.durations[key];
-  const timed = (key, hint, title) => ({
+  const timed = (value, hint, title) => ({
     title,
     hint,
     number: true,
-    value: d(key),
-    text: (s) => blank(d(key)(s), seconds),
+    value,
+    text: (s) => blank(value(s), seconds),
   });
-  const any = (value) =>
-    steps.some((step) => {
-      const v = value(step);
-      return v !== null && v !== undefined && v !== "";
-    });
-  const size = (key, title, hint) => ({
+  const size = (key, title, hint, text = bytes) => ({
     title,
     hint,
     number: true,
     value: (s) => s[key],
-    text: (s) => blank(s[key], bytes),
+    text: (s) => blank(s[key], text),
   });
-  const metrics = [...new Set(steps.flatMap((step) => Object.keys(step.metrics)))].slice(0, 6);
-  const detailed = new Set(data.details.map((detail) => detail.id));
+  const text = (key, title, hint) => ({
+    title,
+    hint,
+    name: true,
+    value: (s) => s[key],
+    text: (s) => s[key],
+  });
+  const isSame = (key) => steps.every((s) => s[key] === steps[0][key]); // a tile says it
+  const several = steps.some((s) => s.processes > 1);
   const columns = [
-    {
-      title: "step",
-      name: true,
-      value: (s) => s.name,
-      text: (s) => s.name,
-      cell: (s) =>
-        detailed.has(s.id) && data.details.length > 1
-          ? el(
-              "button",
-              {
-                class: "link",
-                type: "button",
-                title: "show its processes below",
-                onclick: () => showStep(s.id),
-              },
-              s.name,
-            )
-          : s.name,
-    },
+    _nameColumn(),
     {
       title: "state",
       isNews: (s) => s.state !== "stored" || s.saved_times > 1,
@@ -184,80 +172,35 @@ function _stepsTable(steps) {
       text: (s) => s.state + (s.saved_times > 1 ? `, saved ${s.saved_times} times` : ""),
     },
     {
-      title: "time",
+      title: "time, UTC",
       value: (s) => s.created,
-      text: (s) => _date(s.created),
-      hint: "when it was committed",
+      text: (s) => _date(s.created).replace(/ UTC$/, ""),
     },
+    ..._metricColumns(steps),
     size("bytes", "bytes", "of its arrays"),
-    size("new", "new", "bytes that its save wrote"),
+    size("new", "new", "bytes that its save wrote; the others, earlier steps have"),
+    size("rate", "rate", "new bytes, by the seconds until all processes had written", rate),
+    several
+      ? timed(d("median"), "until half of the processes had written", "median wrote")
+      : null,
+    timed(d("done"), "until all processes had written", several ? "all wrote" : "wrote"),
+    several ? { ...timed(d("slowest"), "the process for which all waited", "slowest"), text: (s) => blank(d("slowest")(s), String) } : null,
+    _commitColumn(steps),
     {
-      title: "shared",
-      number: true,
-      hint: "bytes that an earlier step has",
-      value: (s) => (s.new === null ? null : s.bytes - s.new),
-      text: (s) => blank(s.new, () => bytes(s.bytes - s.new)),
+      ...timed((s) => s.waited, "the longest that a call blocked its caller", "loop waited"),
+      text: (s) =>
+        blank(s.waited, seconds) + (s.durations && s.durations.blocked === null ? " (all)" : ""),
     },
+    isSame("processes") ? null : size("processes", "processes", "", grouped),
     {
-      title: "shares with",
+      ...text("bases", "shares with", "the steps that have bytes of it"),
       value: (s) => s.bases.join(", "),
       text: (s) => s.bases.join(", "),
-      name: true,
     },
-    {
-      title: "processes",
-      number: true,
-      value: (s) => s.processes,
-      text: (s) => blank(s.processes, grouped),
-    },
-    timed("median", "until half of the processes had written", "median done"),
-    timed("done", "until all processes had written", "all done"),
-    {
-      title: "slowest",
-      number: true,
-      hint: "the process for which all waited",
-      value: d("slowest"),
-      text: (s) => blank(d("slowest")(s), String),
-    },
-    timed("merged", "until process 0 had merged what all wrote; then it committed", "merged"),
-    {
-      title: "committed",
-      number: true,
-      hint: "from the call to the commit, in process 0 (from --metrics)",
-      value: (s) => s.committed,
-      text: (s) => blank(s.committed, seconds),
-    },
-    {
-      title: "loop waited",
-      number: true,
-      hint: "the longest that a call blocked its caller",
-      value: d("blocked"),
-      text: (s) =>
-        s.durations && s.durations.blocked === null
-          ? "for all of it"
-          : blank(d("blocked")(s), seconds),
-    },
-    {
-      title: "went on from",
-      number: true,
-      hint: "the step from which its job went on",
-      value: (s) => s.after,
-      text: (s) => blank(s.after, String),
-    },
-    ...metrics.map((name) => ({
-      title: name,
-      number: true,
-      value: (s) => (Object.hasOwn(s.metrics, name) ? s.metrics[name] : null),
-      text: (s) => (Object.hasOwn(s.metrics, name) ? plainNumber(s.metrics[name]) : ""),
-    })),
-    {
-      title: "remark",
-      name: true,
-      value: (s) => s.error,
-      text: (s) => s.error,
-      cell: (s) => el("span", { class: "bad" }, s.error),
-    },
-  ];
+    size("after", "went on from", "the step from which its job went on", String),
+    { ...text("error", "remark"), cell: (s) => el("span", { class: "bad" }, s.error) },
+  ].filter(Boolean);
+  const any = (value) => steps.some((step) => !isMissing(value(step)) && value(step) !== "");
   return table(
     columns.filter((c) => any(c.isNews ? (s) => c.isNews(s) || null : c.text)),
     {
@@ -268,6 +211,53 @@ function _stepsTable(steps) {
       rowClass: (s) => (s.state === "removed" ? "removed" : null),
     },
   );
+}
+
+function _nameColumn() {
+  const detailed = new Set(data.details.map((detail) => detail.id));
+  const button = (s) =>
+    el(
+      "button",
+      {
+        class: "link",
+        type: "button",
+        title: "show its processes below",
+        onclick: () => showStep(s.id),
+      },
+      s.name,
+    );
+  return {
+    title: "step",
+    name: true,
+    value: (s) => s.name,
+    text: (s) => s.name,
+    cell: (s) => (detailed.has(s.id) && data.details.length > 1 ? button(s) : s.name),
+  };
+}
+
+function _metricColumns(steps) {
+  const place = new Map(steps.map((step, n) => [step, n]));
+  return data.metrics.slice(0, 6).map(({ name, values }) => ({
+    title: name,
+    number: true,
+    value: (s) => (isFinite_(values[place.get(s)]) ? values[place.get(s)] : null),
+    text: (s) => metricText(values[place.get(s)]),
+  }));
+}
+
+/** How long saves took; until they were merged where nobody told more. */
+function _commitColumn(steps) {
+  const isTold = steps.some((s) => !isMissing(s.committed));
+  const least = (s) => (isTold && isMissing(s.committed) ? "> " : "");
+  return {
+    title: isTold ? "committed" : "merged",
+    hint: isTold
+      ? "after the call, as process 0 told; else (>) when it had merged what all wrote"
+      : "when process 0 had merged what all wrote; the commit followed",
+    number: true,
+    value: _took,
+    text: (s) => blank(_took(s), (took) => least(s) + seconds(took)),
+  };
 }
 
 function _leftTable() {

@@ -60,8 +60,7 @@ function table(columns, of) {
   function order() {
     const kept = range(of.rows.length).filter((n) => !wanted || text(n).includes(wanted));
     if (by < 0) return kept;
-    const values = of.rows.map(columns[by].value),
-      isMissing = (v) => v === null || v === undefined;
+    const values = of.rows.map(columns[by].value);
     return kept.sort((a, b) => {
       const x = values[a],
         y = values[b];
@@ -104,13 +103,40 @@ function table(columns, of) {
     "div",
     {},
     el("div", { class: "controls" }, filter, status),
-    el(
-      "div",
-      { class: "scroll", tabindex: 0, role: "group", "aria-label": of.noun[1] },
-      el("table", {}, el("thead", {}, el("tr", {}, heads)), body),
-    ),
+    scrolling(el("table", {}, el("thead", {}, el("tr", {}, heads)), body), of.noun[1]),
     el("div", { class: "controls" }, more),
   );
+}
+
+let _scrolled = 0;
+
+/** A box around a table that says above it how many columns do not fit, and scrolls to them. */
+function scrolling(inner, label) {
+  const id = `scrolls-${_scrolled++}`,
+    hint = el("p", { class: "scrolls", id, hidden: true });
+  const box = el(
+    "div",
+    { class: "scroll", tabindex: 0, role: "group", "aria-label": label, "aria-describedby": id },
+    inner,
+  );
+  const isBeyond = (edge, view) => edge > view + 1;
+  function look() {
+    const { left, right } = box.getBoundingClientRect();
+    const cells = [...(inner.rows[0] ? inner.rows[0].cells : [])].map((c) => c.getBoundingClientRect());
+    const after = cells.filter((cell) => isBeyond(cell.right, right)).length,
+      before = cells.slice(1).filter((cell) => isBeyond(left, cell.left)).length;
+    const doesScroll = box.scrollWidth > box.clientWidth + 1;
+    hint.hidden = !doesScroll;
+    box.classList.toggle("scrolls-on", doesScroll && after > 0);
+    hint.textContent = after
+      ? `${counted(after, "more column")} to the right: scroll the table, or use its arrow keys →`
+      : `← ${counted(before, "column")} to the left`;
+  }
+  box.addEventListener("scroll", look, { passive: true });
+  const watch = new ResizeObserver(look);
+  watch.observe(box);
+  watch.observe(inner);
+  return el("div", {}, hint, box);
 }
 
 const _collator = new Intl.Collator("en", { numeric: true });

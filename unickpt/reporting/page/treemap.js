@@ -90,8 +90,7 @@ function treemap(top, of) {
       for (const [row, [x, y, w, h]] of leaves) {
         context.fillStyle = colour(of.hue(row));
         context.fillRect(x + 0.5, y + 0.5, Math.max(0.4, w - 1), Math.max(0.4, h - 1));
-        if (w > 60 && h > 18)
-          _inside(context, row.name.split("/").pop(), [x, y, w, h], _ink(of.hue(row)));
+        if (w > 30 && h > 15) _inside(context, row.name, [x, y, w, h], _ink(of.hue(row)));
       }
       for (const [label, size, [x, y, w]] of heads) {
         context.fillStyle = colour("text");
@@ -186,10 +185,34 @@ function treemap(top, of) {
 /** The container right below a node that an array is in. */
 const _childOf = (node, row) => node.children.get(row.name.split("/")[node.depth]);
 
-function _inside(context, text, [x, y, w, h], ink) {
+/** Writes the path of an array into its area, in as many lines as fit. */
+function _inside(context, path, [x, y, w, h], ink) {
+  const lines = _pathLines(context, path, w - 8, Math.floor((h - 2) / _LINE_HIGH));
   context.fillStyle = ink;
   context.textAlign = "center";
-  context.fillText(_fitting(context, text, w - 8), x + w / 2, y + h / 2);
+  lines.forEach((line, n) =>
+    context.fillText(line, x + w / 2, y + h / 2 + (n - (lines.length - 1) / 2) * _LINE_HIGH),
+  );
+}
+
+const _LINE_HIGH = 14;
+
+/** A path in lines that end at slashes; of one that does not fit, the end, which tells most. */
+function _pathLines(context, path, width, most) {
+  const parts = path.split("/"),
+    fits = (text) => context.measureText(text).width <= width;
+  for (let first = 0; first < parts.length; first++) {
+    const lines = [first ? "…/" : ""];
+    parts.slice(first).forEach((part, n, all) => {
+      const text = part + (n < all.length - 1 ? "/" : "");
+      const last = lines.length - 1;
+      if (!lines[last] || fits(lines[last] + text)) lines[last] += text;
+      else lines.push(text);
+    });
+    if (lines.length <= most && lines.every(fits)) return lines;
+  }
+  const end = _fitting(context, parts[parts.length - 1], width);
+  return end.length > 3 ? [end] : [];
 }
 
 /** Black or white, whichever is easier to read on a colour. */

@@ -1,0 +1,109 @@
+"""What saving cost the training loop: for how long it waited, as a share of its time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from unickpt.reporting.metric_lines import SavedLine
+from unickpt.reporting.run_facts import StepFacts
+
+_LEAST_S = 20.0
+"""An index keeps whole seconds: of a shorter time, an error of one second is too much."""
+
+
+@dataclass(frozen=True)
+class SaveCall:
+    """A call that saved a step.
+
+    Arguments:
+        asked: when it was made, in seconds since 1970.
+        waited: seconds for which the loop waited.
+        is_told: whether a line of metrics says so; else `asked` is known to the second.
+    """
+
+    asked: float
+    waited: float
+    is_told: bool
+
+
+@dataclass(frozen=True)
+class LoopCost:
+    """What saving cost the loop, from the call of the first save to that of the last.
+
+    Arguments:
+        waited: seconds for which the loop waited in that time, by all saves that are known.
+        total: seconds of that time.
+        is_least: whether there may have been more saves, which were removed since.
+    """
+
+    waited: float
+    total: float
+    is_least: bool
+
+    @property
+    def share(self) -> float:
+        """Of the time of the loop, from 0 to 1."""
+        return min(1.0, self.waited / self.total)
+
+
+def waited_for(step: StepFacts, told: SavedLine | None) -> float | None:
+    """For how long the loop waited for a save, in seconds: the longest that a process's call
+    blocked its caller.
+
+    A call that returned only after the commit blocked it until then. Of this the storage knows how
+    long it took until process 0 had merged what all wrote.
+    """
+    found = [] if told is None else [told.blocked_s]
+    if step.durations is not None:
+        blocked = step.durations.blocked
+        found.append(step.durations.merged if blocked is None else blocked)
+    return max(found, default=None)
+
+
+def calls_of(
+    step: StepFacts, told: SavedLine | None, created: datetime | None
+) -> Iterable[SaveCall]:
+    """The call that saved a step, if it is known when it was made, and what it cost.
+
+    Arguments:
+        step: a committed checkpoint.
+        told: the line of metrics about its save, if there is one.
+        created: when it was committed, by its index.
+    """
+    waited = waited_for(step, told)
+    if waited is None:
+        return
+    if told is not None:
+        yield call_told(told, waited)
+    elif created is not None and step.durations is not None:
+        yield SaveCall(created.timestamp() - step.durations.merged, waited, False)
+
+
+def call_told(line: SavedLine, waited: float | None = None) -> SaveCall:
+    """The call that a line of metrics tells of."""
+    asked = line.time.timestamp() - line.seconds
+    return SaveCall(asked, line.blocked_s if waited is None else waited, True)
+
+
+def loop_cost(calls: Sequence[SaveCall], *, is_least: bool) -> LoopCost | None:
+    """What the saves of a run cost; None if they are too few, or too close to each other for what
+    is known of their times.
+
+    Arguments:
+        calls: those that are known, in any order.
+        is_least: whether there may have been others.
+
+    Example:
+        >>> calls = [SaveCall(0.0, 1.0, True), SaveCall(50.0, 2.0, True), SaveCall(100.0, 9, True)]
+        >>> loop_cost(calls, is_least=False).share
+        0.03
+    """
+    ordered = sorted(calls, key=lambda call: call.asked)
+    if len(ordered) < 2:
+        return None
+    total = ordered[-1].asked - ordered[0].asked
+    if total < (0.0 if all(call.is_told for call in ordered) else _LEAST_S) or not total:
+        return None
+    return LoopCost(sum(call.waited for call in ordered[:-1]), total, is_least)
