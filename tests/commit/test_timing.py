@@ -59,6 +59,19 @@ def test_the_phases_of_a_background_save_are_kept(tmp_path: Path) -> None:
     assert found.blocked[0] == pytest.approx(report.blocked_s, abs=1e-6)
 
 
+def test_a_call_that_waits_for_the_commit_blocks_its_caller_until_then(tmp_path: Path) -> None:
+    with unickpt.Checkpointer(tmp_path) as checkpointer:
+        waited = checkpointer.save(1, numbers(1), wait=True).result()
+        returned = checkpointer.save(2, numbers(1)).result()
+    assert waited.blocked_s >= waited.phases["commit"] + waited.phases["write"]
+    assert returned.blocked_s < returned.seconds
+    found = [unickpt.open(tmp_path / f"step_{n}").timing for n in (1, 2)]
+    assert found[0] is not None
+    assert found[1] is not None
+    assert found[0].blocked[0] == 0, "which stands for all of it"
+    assert found[1].blocked[0] == pytest.approx(returned.blocked_s, abs=1e-6)
+
+
 def test_a_slow_process_is_the_one_that_was_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,16 @@ def test_figures_are_all_numbers_of_a_report() -> None:
     assert all(type(value) in (int, float) for value in found.values())
 
 
+def test_json_lines_has_the_metrics_of_the_step_also_nan(tmp_path: Path) -> None:
+    options = SaveOptions(metrics=JsonLines(tmp_path / "saves.jsonl"), fsync=False)
+    with unickpt.Checkpointer(tmp_path / "run", options=options) as checkpointer:
+        given = {"loss": 0.5, "norm": float("nan")}
+        report = checkpointer.save(1, TREE, metrics=given, wait=True).result()
+    assert report.metrics["loss"] == 0.5
+    (line,) = (tmp_path / "saves.jsonl").read_text().splitlines()
+    assert json.loads(line)["metrics"] == {"loss": 0.5, "norm": "nan"}
+
+
 @pytest.mark.parametrize(
     ("url", "step"),
     [

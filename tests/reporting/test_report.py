@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
+from datetime import datetime
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -60,11 +62,14 @@ def test_a_run_has_what_each_step_is_and_what_it_shares(tmp_path: Path) -> None:
     first, second, third = data["steps"]
     assert (first["bytes"], first["new"]) == (6_400_000, 6_400_000)
     assert (second["bytes"], second["new"]) == (6_400_000, 2_400_000)
-    assert third["metrics"] == {"loss": pytest.approx(1 / 3)}
+    (loss,) = data["metrics"]
+    assert (loss["name"], loss["values"]) == ("loss", [1, 0.5, 0.333333])
     timing = unickpt.open(tmp_path / "run" / "step_3").timing
     assert timing is not None
     assert third["durations"]["merged"] == timing.merged
     assert third["durations"]["done"] == float(timing.done.max())
+    assert third["rate"] == pytest.approx(2_400_000 / float(timing.done.max()))
+    assert third["waited"] == pytest.approx(timing.merged), "the call returned after the commit"
     assert [detail["name"] for detail in data["details"]] == ["step_3", "step_2", "step_1"]
     assert data["arrays"]["of"] == "step_3"
 
@@ -85,7 +90,61 @@ def test_removed_steps_are_those_that_were_told_of_and_are_not_there(tmp_path: P
     told = [json.loads(line) for line in lines.read_text().splitlines()]
     assert steps["step_5"]["committed"] == told[-1]["seconds"]
     assert steps["step_2"]["bytes"] == 6_400_000
+    assert steps["step_2"]["waited"] == told[1]["blocked_s"]
     assert [*by_name(reported(tmp_path / "run", tmp_path))] == ["step_4", "step_5"]
+
+
+def test_metrics_are_those_of_all_steps_that_are_known_and_also_nan(tmp_path: Path) -> None:
+    lines = tmp_path / "saves.jsonl"
+    given = {1: {"loss": 2.0}, 2: {"loss": math.nan}, 3: {"acc": 0.5}, 4: {"loss": -math.inf}}
+    options = SaveOptions(metrics=JsonLines(lines))
+    with Checkpointer(tmp_path / "run", keep_last=1, options=options) as checkpointer:
+        for step, metrics in given.items():
+            checkpointer.save(step, {"w": np.ones(3)}, metrics=metrics, wait=True)
+    loss, acc = reported(tmp_path / "run", tmp_path, metrics=lines)["metrics"]
+    assert loss == {
+        "name": "loss",
+        "values": [2, "nan", None, "-inf"],
+        "lowest": 0,
+        "highest": 0,
+        "better": "lowest",
+    }
+    assert (acc["values"], acc["better"]) == ([None, None, 0.5, None], "highest")
+    stored = reported(tmp_path / "run", tmp_path)
+    assert [one["values"] for one in stored["metrics"]] == [["-inf"]], "without what was told"
+    assert stored["headline"] == {"level": "bad", "text": "loss is infinite since step_4."}
+
+
+def test_of_very_many_metrics_some_are_left_out(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, {"w": np.ones(3)}, metrics={f"m{n}": n for n in range(30)}, wait=True)
+    data = reported(tmp_path / "run", tmp_path)
+    assert [one["name"] for one in data["metrics"]] == [f"m{n}" for n in range(24)]
+    assert data["more_metrics"] == 6
+
+
+def test_what_steps_share_is_counted_once_on_the_disk(tmp_path: Path) -> None:
+    save_run(tmp_path / "run", 3)
+    files = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
+    sizes = {file.stat().st_ino: file.stat().st_size for file in files}
+    data = reported(tmp_path / "run", tmp_path)
+    assert data["on_disk"] == sum(sizes.values())
+    assert 11_200_000 < data["on_disk"] < 11_300_000, "6.4 MB, and twice 2.4 MB that are new"
+    assert sum(step["bytes"] for step in data["steps"]) == 3 * 6_400_000
+    assert reported(tmp_path / "run" / "step_3", tmp_path)["on_disk"] is None
+
+
+def test_what_saving_cost_is_the_waits_by_the_time_between_the_calls(tmp_path: Path) -> None:
+    lines = tmp_path / "saves.jsonl"
+    save_run(tmp_path / "run", 4, keep_last=1, options=SaveOptions(metrics=JsonLines(lines)))
+    told = [json.loads(line) for line in lines.read_text().splitlines()]
+    asked = [datetime.fromisoformat(of["time"]).timestamp() - of["seconds"] for of in told]
+    cost = reported(tmp_path / "run", tmp_path, metrics=lines)["cost"]
+    assert cost["total"] == pytest.approx(asked[-1] - asked[0])
+    assert cost["waited"] == pytest.approx(sum(of["blocked_s"] for of in told[:-1]))
+    assert 0.5 < cost["waited"] / cost["total"] < 1, "each call returned after the commit"
+    assert not cost["is_least"]
+    assert reported(tmp_path / "run", tmp_path)["cost"] is None, "one step alone"
 
 
 def test_what_was_told_of_an_earlier_save_of_a_step_is_not_said_of_this_one(tmp_path: Path) -> None:
@@ -120,11 +179,12 @@ def test_a_run_on_object_storage_is_like_one_on_a_disk(
     options = SaveOptions(metrics=JsonLines(lines))
     with Checkpointer("s3://reportbucket/run", keep_last=1, options=options) as checkpointer:
         for step in (1, 2):
-            checkpointer.save(step, {"w": np.ones(3)}, wait=True)
+            checkpointer.save(step, {"w": np.ones(4000)}, wait=True)
     data = reported("s3://reportbucket/run", tmp_path, metrics=lines)
     states = {name: step["state"] for name, step in by_name(data).items()}
     assert states == {"step_1": "removed", "step_2": "stored"}
     assert [detail["name"] for detail in data["details"]] == ["step_2"]
+    assert data["on_disk"] == 32_000, "the objects that hold arrays, by their names"
     data = reported("s3://reportbucket/run/step_2", tmp_path, metrics=lines)
     assert data["steps"][0]["committed"] > 0
 

@@ -3,7 +3,9 @@ on any width, and what a checkpoint says stays text."""
 
 from __future__ import annotations
 
+import math
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,7 +50,10 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with Checkpointer(folder / "run", keep_last=3, reuse=True, options=options) as checkpointer:
         for step in range(1, 13):
             state["w"] += 1
-            checkpointer.save(step, state, metrics={"loss": 1 / step}, wait=True)
+            metrics = {"loss": math.nan if step in (6, 7) else 1 / step}
+            if step % 4 == 0:
+                metrics["eval/accuracy"] = step / 10
+            checkpointer.save(step, state, metrics=metrics, wait=True)
     like = {**state, "w": np.zeros(4000, np.float32)}
     _, report = unickpt.load(folder / "run" / "step_12", like, cast=True, return_report=True)
     lines(report)
@@ -88,6 +93,14 @@ def in_section(page: Browser, title: str, selector: str) -> str:
     return f"#found {selector}"
 
 
+def until(page: Browser, script: str) -> None:
+    """Waits until an expression is true: browsers scroll smoothly."""
+    end = time.monotonic() + 10
+    while not page.run(script):
+        assert time.monotonic() < end, script
+        time.sleep(0.02)
+
+
 def is_drawn(page: Browser, selector: str) -> bool:
     return len(page.pixels(selector)) > 2
 
@@ -95,6 +108,7 @@ def is_drawn(page: Browser, selector: str) -> bool:
 def test_a_run_is_drawn_in_all_its_parts(page: Browser, small: Path) -> None:
     page.open(small)
     assert page.texts("h2") == [
+        "Metrics",
         "Steps",
         "What each process did, and when",
         "Processes, the slowest first",
@@ -103,8 +117,8 @@ def test_a_run_is_drawn_in_all_its_parts(page: Browser, small: Path) -> None:
     ]
     assert page.texts(".tile")[0].split("\n") == ["3", "steps kept, 9 removed"]
     pictures = page.run("document.querySelectorAll('.picture canvas').length")
-    assert pictures == 3
-    for title in ("Steps", "What each process did, and when", "Arrays"):
+    assert pictures == 5
+    for title in ("Metrics", "Steps", "What each process did, and when", "Arrays"):
         assert is_drawn(page, in_section(page, title, ".picture canvas")), title
         page.run("document.getElementById('found').removeAttribute('id')")
     assert "cast" in page.texts(in_section(page, "Loads", "thead"))[0]
@@ -120,12 +134,12 @@ def test_tables_sort_by_what_is_clicked(page: Browser, small: Path) -> None:
     page.click(button)
     assert column(page, "Steps", 1)[:3] == ["step_1", "step_2", "step_3"]
     assert page.run("document.querySelector('#found th').ariaSort") == "ascending"
-    loss = page.texts("#found th").index("loss") + 1
+    loss = page.texts("#found th").index("eval/accuracy") + 1
     page.click(f"#found th:nth-child({loss}) button")
-    assert column(page, "Steps", 1)[:4] == ["step_10", "step_11", "step_12", "step_1"]
+    assert column(page, "Steps", 1)[:5] == ["step_12", "step_8", "step_4", "step_1", "step_2"]
     page.click(f"#found th:nth-child({loss}) button")
     found = column(page, "Steps", loss)
-    assert found[:3] == ["0.0833333", "0.0909091", "0.1"]
+    assert found[:3] == ["0.4", "0.8", "1.2"]
     assert set(found[3:]) == {""}, "what is unknown comes last in both directions"
 
 
@@ -169,7 +183,8 @@ def test_a_narrow_window_is_never_wider_than_itself(
         assert page.run("document.documentElement.scrollWidth") == width
         assert is_drawn(page, ".picture canvas")
     page.width(1200)
-    wide = "document.querySelector('.picture canvas').width"  # its pixels
+    page.run("document.querySelector('section:has(.legend)').id = 'steps'")
+    wide = "document.querySelector('#steps .picture canvas').width"  # its pixels
     page.run("new Promise((done) => setTimeout(done, 100))")
     assert page.run(wide) > 1000, "pictures follow the window"
 
@@ -185,7 +200,8 @@ def test_thousands_of_processes_open_in_a_moment(page: Browser, large: Path) -> 
     assert len(slowest & set(SLOW)) >= 7
     often = column(page, "Processes, the slowest first", 2)
     assert often.count("3 of 3") >= 5, "the host is slow in every step"
-    assert "each line stands for 9 of them" in page.texts("section p")[1]
+    about = page.texts(in_section(page, "What each process did, and when", "p"))
+    assert "each line stands for 9 of them" in about[0]
 
 
 def test_the_slow_host_is_found_on_the_mesh(page: Browser, large: Path) -> None:
@@ -274,3 +290,108 @@ def test_one_process_and_few_are_drawn_too(page: Browser, tmp_path: Path) -> Non
         page.run("document.querySelectorAll('.picture canvas')[a[0]].id = 'this'", number)
         assert is_drawn(page, "#this")
         page.run("document.getElementById('this').id = ''")
+
+
+def test_the_page_says_first_what_to_look_at(page: Browser, small: Path, large: Path) -> None:
+    page.open(small)
+    found = page.run("JSON.parse(document.getElementById('data').textContent).headline")
+    assert found["level"] == "notice"
+    assert page.texts("#headline") == [f"Look at this first: {found['text']}"]
+    page.open(large)
+    said = page.texts("#headline")[0]
+    assert re.search(
+        r"at least \d\d\.\d s of \d\d\.\d s for process (29[6-9]|30[0-3]) in step_3", said
+    )
+
+
+def test_metrics_are_drawn_by_their_names(page: Browser, small: Path) -> None:
+    page.open(small)
+    canvases = in_section(page, "Metrics", "canvas")
+    assert page.texts("#found h3") == ["loss", "eval/accuracy"]
+    loss, accuracy = page.texts("#found .plots p")
+    assert loss == "last 0.0833333 · best 0.0833333 in step_12 · NaN in 2 steps"
+    assert accuracy == "last 1.2 · best 1.2 in step_12 · missing in 9 steps"
+    drawn = page.pixels("#found .plots div:nth-child(1) canvas")
+    assert [179, 38, 30, 255] in drawn, "NaN is a red cross"
+    assert [0, 114, 178, 255] in drawn
+    page.keys(canvases, "\ue010")  # End
+    assert page.texts("#found .readout")[0] == "step_12 · loss 0.0833333"
+    page.keys(canvases, "\ue012" * 5)  # ArrowLeft
+    assert page.texts("#found .readout")[0] == "step_7 · loss NaN"
+    page.keys("#found .plots > div:nth-child(2) canvas", "\ue010\ue012")
+    assert page.texts("#found .readout")[1] == "step_8 · eval/accuracy 0.8", "the next that has one"
+    assert "NaN" in column(page, "Steps", page.texts("thead th").index("loss") + 1)
+
+
+def test_what_a_save_cost_is_said(page: Browser, small: Path, large: Path) -> None:
+    page.open(small)
+    tiles = dict(text.split("\n", 1) for text in page.texts(".tile"))
+    (share,) = [number for number, what in tiles.items() if what.startswith("of the loop")]
+    assert re.fullmatch(r"\d+(\.\d+)? %", share)
+    assert any(what.startswith("on disk; ") for what in tiles.values())
+    assert "written, until all processes were done" in tiles.values()
+    heads = page.texts("thead")[0].split("\n")[0].split("\t")
+    assert {"rate", "wrote", "committed", "loop waited"} <= set(heads)
+    assert page.run("document.body.innerText.match(/committed/gi).length") == 1
+    page.open(large)
+    assert page.run("document.body.innerText.match(/committed/gi)") is None, "nobody told"
+    tiles = dict(text.split("\n", 1) for text in page.texts(".tile"))
+    (share,) = [number for number, what in tiles.items() if what.startswith("of the loop")]
+    assert share.startswith("≥ "), "steps may have been removed"
+
+
+_TOLD = """(() => {
+  const found = [], draw = CanvasRenderingContext2D.prototype.fillText;
+  CanvasRenderingContext2D.prototype.fillText = (text) => found.push(text);
+  document.getElementById("theme").click();
+  CanvasRenderingContext2D.prototype.fillText = draw;
+  return found;
+})()"""
+
+
+def test_areas_of_arrays_are_named_by_their_paths(
+    page: Browser, small: Path, large: Path, tmp_path: Path
+) -> None:
+    page.open(small)
+    assert {f"layers/{n}" for n in range(12)} <= set(page.run(_TOLD))
+    tree = {str(n): {"attention": {"q": np.ones(900)}} for n in range(40)}
+    unickpt.save(tmp_path / "step", {"decoder": {"layers": tree}})
+    for width, lines in [(1200, {"decoder/layers/", "39/attention/q"}), (500, {"…/q"})]:
+        page.width(width)
+        page.open(unickpt.report(tmp_path / "step", tmp_path / "report.html"))
+        told = set(page.run(_TOLD))
+        assert lines <= told, width
+    page.open(large)
+    canvas = in_section(page, "Arrays", ".picture canvas")
+    page.keys(canvas, "\ue011")  # Home
+    name = page.texts("#found .readout")[0].split(" · ")[0]
+    assert re.fullmatch(r"(mu|nu)/layers/\d+/\w+/\w+", name), "the whole path, by the keyboard"
+
+
+_SCROLLS = """[...document.querySelectorAll(".scroll")].map((box) => [
+  box.scrollWidth > box.clientWidth + 1, !box.previousSibling.hidden])"""
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_a_table_fits_or_says_that_it_scrolls(
+    page: Browser, small: Path, large: Path, width: int
+) -> None:
+    page.width(width)
+    for file in (small, large):
+        page.open(file)
+        page.run("new Promise((done) => setTimeout(done, 100))")
+        found = page.run(_SCROLLS)
+        assert found
+        assert all(does_scroll == says for does_scroll, says in found), found
+    assert next(does_scroll for does_scroll, _ in found) == (width == 400), "the steps fit in 1280"
+    box = in_section(page, "Processes, the slowest first", ".scroll")
+    hint = page.texts("#found .scrolls")[0]
+    assert re.fullmatch(r"\d+ more columns to the right: scroll the table, or .* keys →", hint)
+    page.keys(box, "\ue014" * 4)  # ArrowRight
+    until(page, "document.querySelector('#found .scroll').scrollLeft > 0")
+    first = "document.querySelector('#found tbody td').getBoundingClientRect().left"
+    start = "document.querySelector('#found .scroll').getBoundingClientRect().left"
+    assert abs(page.run(first) - page.run(start)) < 2, "the first column stays in sight"
+    page.keys(box, "\ue014" * 60)
+    said = "document.querySelector('#found .scrolls').innerText"
+    until(page, f"/^← \\d+ columns to the left$/.test({said})")

@@ -24,7 +24,7 @@ from typing import Any
 from unickpt._version import __version__
 from unickpt.commit.version import version_at
 from unickpt.errors import MissingPackage, StorageError, UnickptError
-from unickpt.format.index import finite_or_text
+from unickpt.format.step_metrics import finite_or_text
 from unickpt.loading.report import LoadReport
 from unickpt.saving.options import SaveReport
 from unickpt.storage import paths

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 MOST_SERIES = 24
@@ -36,7 +36,7 @@ class Series:
 
     @property
     def better(self) -> str:
-        """"lowest" or "highest", which is the better one by the words of its name; "" if they do
+        """ "lowest" or "highest", which is the better one by the words of its name; "" if they do
         not say."""
         words = set(re.split(r"[^a-z0-9]+", self.name.lower()))
         low, high = bool(words & _LOW), bool(words & _HIGH)
@@ -65,16 +65,20 @@ class Series:
         return max(finite)[1] if finite else None
 
 
-def series_of(rows: Sequence[Mapping[str, float]]) -> list[Series]:
+def series_of(rows: Sequence[Mapping[str, float]]) -> tuple[list[Series], int]:
     """The metrics of steps in their order, by name in the order of their first use.
 
     Arguments:
         rows: the metrics of each step.
 
+    Returns:
+        At most `MOST_SERIES`, because names are untrusted, and may be many; and how many more.
+
     Example:
-        >>> (loss,) = series_of([{"loss": 2.0}, {}, {"loss": 1.0}])
-        >>> loss.values, loss.better, loss.lowest
-        ([2.0, None, 1.0], 'lowest', 2)
+        >>> (loss,), more = series_of([{"loss": 2.0}, {}, {"loss": 1.0}])
+        >>> loss.values, loss.better, loss.lowest, more
+        ([2.0, None, 1.0], 'lowest', 2, 0)
     """
-    names: Iterable[str] = dict.fromkeys(name for row in rows for name in row)
-    return [Series(name, [row.get(name) for row in rows]) for name in names]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    shown = [Series(name, [row.get(name) for row in rows]) for name in names[:MOST_SERIES]]
+    return shown, len(names) - len(shown)

@@ -12,7 +12,7 @@ from typing import Any
 from unickpt._version import __version__
 from unickpt.display import html, tree_table
 from unickpt.errors import UnickptError
-from unickpt.format.index import finite_or_text
+from unickpt.format.step_metrics import finite_or_text
 from unickpt.quoting import counted
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
@@ -22,7 +22,7 @@ from unickpt.reporting.array_facts import MOST_BYTES, describe_arrays, mesh_fact
 from unickpt.reporting.headline import headline, share_text
 from unickpt.reporting.loop_cost import LoopCost, call_told, calls_of, loop_cost, waited_for
 from unickpt.reporting.metric_lines import Lines, LoadedLine, SavedLine
-from unickpt.reporting.metric_series import MOST_SERIES, Series, series_of
+from unickpt.reporting.metric_series import Series, series_of
 from unickpt.reporting.run_facts import MOST_STEPS, RunFacts, StepFacts
 from unickpt.runs.orphans import Orphan, OrphanSearch
 from unickpt.storage import paths
@@ -45,7 +45,7 @@ def collect_page_data(run: RunFacts, lines: Lines, path: paths.PathLike) -> dict
     """
     saves, loads, notes = _of_this(run, lines)
     cost = _cost(run, saves)
-    rows, series = _rows(run, saves)
+    rows, (series, more) = _rows(run, saves)
     first = headline(run, [row["name"] for row in rows], series, cost)
     details, arrays = _details(run, path)
     return {
@@ -59,8 +59,8 @@ def collect_page_data(run: RunFacts, lines: Lines, path: paths.PathLike) -> dict
         "on_disk": run.on_disk,
         "cost": cost and {**asdict(cost), "share": share_text(cost.share)},
         "steps": rows,
-        "metrics": [_series(one) for one in series[:MOST_SERIES]],
-        "more_metrics": max(0, len(series) - MOST_SERIES),
+        "metrics": [_series(one) for one in series],
+        "more_metrics": more,
         "details": details,
         "arrays": arrays,
         "left": _left(run.left),
@@ -72,7 +72,7 @@ def collect_page_data(run: RunFacts, lines: Lines, path: paths.PathLike) -> dict
 
 def _rows(
     run: RunFacts, saves: Mapping[str, Sequence[SavedLine]]
-) -> tuple[list[dict[str, Any]], list[Series]]:
+) -> tuple[list[dict[str, Any]], tuple[list[Series], int]]:
     """The rows of all steps in natural order, also of those that are removed; and their metrics."""
     there = {step.name for step in run.steps} | run.others
     gone = [name for name in saves if name not in there][-MOST_STEPS:]

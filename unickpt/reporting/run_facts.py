@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, InvalidPath, UnickptError
-from unickpt.format.index import RESERVED, Index, step_metrics
+from unickpt.format.index import RESERVED, Index
+from unickpt.format.step_metrics import step_metrics
 from unickpt.format.timing import Timing
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.listing import Listed, checkpoints_below
-from unickpt.runs import orphans
 from unickpt.reporting.disk_usage import bytes_on_disk
+from unickpt.runs import orphans
 from unickpt.runs.orphans import OrphanSearch
 from unickpt.storage import paths
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, Literal, TypedDict, TypeVar
 
 from unickpt.errors import UnsupportedLeaf
-from unickpt.format.index import RESERVED, finite_or_text
+from unickpt.format.index import RESERVED
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.protocol import Fence
 from unickpt.quoting import quoted
@@ -166,7 +167,7 @@ def step_metadata(
             f"metadata: the key {RESERVED!r} is reserved for the Checkpointer; rename yours"
         )
     numbers = {str(name): _metric(name, value) for name, value in (metrics or {}).items()}
-    shown = {name: finite_or_text(value) for name, value in numbers.items()}
+    shown = {n: v if math.isfinite(v) else str(v) for n, v in numbers.items()}  # JSON lacks nan
     own = {"step": step, "metrics": shown}
     return {**(metadata or {}), RESERVED: own if after is None else {**own, "after": after}}
 

@@ -227,7 +227,7 @@ class SaveReport:
             magnitude in its block.
         replicas_differ: on the coordinator only, names of plain arrays that differ between
             processes, and are stored as one of them held them; see `ReplicasDiffer`.
-        metrics: on process 0, the numbers that were given to `Checkpointer.save`.
+        metadata: as this process gave it; that of process 0 is stored.
     """
 
     url: str
@@ -251,7 +251,14 @@ class SaveReport:
     spilled_bytes: int = 0
     budget_wait_s: float = 0.0
     bases: tuple[str, ...] = ()
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """On process 0, the numbers that were given to `Checkpointer.save`."""
+        from unickpt.format.step_metrics import step_metrics  # here: few receivers ask for it
+
+        return step_metrics(self.metadata)
 
     @property
     def busiest_bytes(self) -> int:

@@ -22,7 +22,7 @@ from unickpt.errors import (
     StorageError,
     UnsupportedFormat,
 )
-from unickpt.format.index import Index, step_metrics
+from unickpt.format.index import Index
 from unickpt.frameworks.host_memory import share
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.process_group import processes_on_node, saving_group, within
@@ -436,7 +436,7 @@ class SaveTask:
             quantized={} if merged is None else merged.quantized,
             bases=() if merged is None else merged.bases,
             replicas_differ=tuple(each.name for each in merged.differences) if merged else (),
-            metrics=step_metrics(self.description.index.metadata),
+            metadata=self.description.index.metadata,
         )
 
     def _with_replicas(self, record: Record, plan: WritePlan, source: ChunkSource) -> Record:

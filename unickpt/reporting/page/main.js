@@ -56,6 +56,9 @@ function _costTile() {
   return ["?", "of the loop’s time: times of so few seconds need --metrics"];
 }
 
+const _stepsText = (kept, gone) =>
+  (kept === 1 ? "step" : "steps") + (gone ? ` kept, ${grouped(gone)} removed` : "");
+
 function _overview() {
   const kept = data.steps.filter((step) => step.state !== "removed");
   const last = kept[kept.length - 1] || data.steps[data.steps.length - 1];
@@ -66,7 +69,7 @@ function _overview() {
   const alone = data.steps.length > 1 ? [] : data.metrics.slice(0, 6);
   return _tiles([
     data.is_run
-      ? [grouped(kept.length), gone ? `steps kept, ${grouped(gone)} removed` : "steps"]
+      ? [grouped(kept.length), _stepsText(kept.length, gone)]
       : null,
     ...alone.map((metric) => [metricText(metric.values[0]), metric.name]),
     data.is_run
@@ -79,7 +82,7 @@ function _overview() {
       : null,
     last.arrays === null ? null : [grouped(last.arrays), "arrays"],
     data.is_run ? _costTile() : null,
-    last.rate ? [rate(last.rate), "until all processes had written"] : null,
+    last.rate ? [rate(last.rate), "written, until all processes were done"] : null,
     isMissing(_took(last)) ? null : [seconds(_took(last)), _tookText(last)],
     took && took.blocked !== null ? [seconds(took.blocked), "the loop waited, at most"] : null,
     last.bases.length && !data.is_run

@@ -162,7 +162,7 @@ function treemap(top, of) {
     const items = [...node.parts, ...node.rows.map((row) => ({ row, size: row.bytes }))];
     for (const [item, box] of squarify(items, [x, y, w, h])) {
       if (item.row) leaves.push([item.row, box]);
-      else if (!item.parts.length && item.rows.length === 1) leaves.push([item.rows[0], box]);
+      else if (item.count === 1) leaves.push([_only(item), box]);
       else _container(item, box, depth);
     }
   }
@@ -181,6 +181,9 @@ function treemap(top, of) {
 
   return { node: el("div", {}, crumbs, drawn.node), redraw: drawn.redraw };
 }
+
+/** The array of a container that has one. */
+const _only = (node) => node.rows[0] || _only(node.parts[0]);
 
 /** The container right below a node that an array is in. */
 const _childOf = (node, row) => node.children.get(row.name.split("/")[node.depth]);

@@ -1,0 +1,35 @@
+"""The metrics in the metadata of a step, which are untrusted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from unickpt.format.index import RESERVED
+
+_NOT_FINITE = {"nan", "inf", "-inf"}  # as texts, because JSON lacks them
+_MOST = 1e300  # what is larger may be no float at all
+
+
+def step_metrics(metadata: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers that a step was saved with, of metadata, which are untrusted: those that the
+    Checkpointer stores, or else a dict `metrics`, as the Orbax-shaped manager stores it.
+
+    Example:
+        >>> step_metrics({"unickpt": {"step": 1, "metrics": {"loss": 0.5, "lr": "nan", "x": []}}})
+        {'loss': 0.5, 'lr': nan}
+    """
+    own = metadata.get(RESERVED)
+    found = (own.get("metrics") if isinstance(own, dict) else None) or metadata.get("metrics")
+    return {
+        str(name): float(value)
+        for name, value in (found.items() if isinstance(found, dict) else ())
+        if (isinstance(value, str) and value in _NOT_FINITE)
+        or (type(value) in (int, float) and abs(value) < _MOST)
+    }
+
+
+def finite_or_text(number: float) -> float | str:
+    """A number for JSON, which has no NaN and no infinities; `step_metrics` reads it."""
+    return number if math.isfinite(number) else str(number)
