@@ -46,7 +46,7 @@ SLOW = replace(USUAL, done=60.0, median=19.0, merged=61.0, slowest=37)
 def test_nothing_stands_out() -> None:
     assert said(step(1), step(2)) == ("fine", "Nothing stands out: 2 steps can be opened.")
     cost = LoopCost(2.0, 100.0, False)
-    fine = "2 steps can be opened, and the loop waited for saves 2.0 % of its time"
+    fine = "2 steps can be opened, and the loop waited for saves 2 % of its time"
     assert said(step(1), step(2), cost=cost)[1] == f"Nothing stands out: {fine}: 2.00 s of 100.0 s."
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +67,14 @@ def large_timing(
 
 
 def forge_step(
-    path: Path, found: Timing, arrays: int, mesh: Mesh, *, step: int = 0, reused: int = 0
+    path: Path,
+    found: Timing,
+    arrays: int,
+    mesh: Mesh,
+    *,
+    step: int = 0,
+    reused: int = 0,
+    metrics: Mapping[str, float] | None = None,
 ) -> None:
     """Writes a checkpoint of so many arrays that were saved on a mesh with axes `tp` and others."""
     others = tuple(axis for axis in mesh.axes if axis != "tp")
@@ -78,7 +86,7 @@ def forge_step(
         split = ((others, ("tp",)) if name != "mlp/down" else (("tp",), others))[: len(shape)]
         dtype = "bfloat16" if tree == "params" else "float32"
         entries.append(array(full, shape, dtype=dtype, layout=Layout(mesh, split)))
-    metadata = {RESERVED: {"step": step, "metrics": {"loss": 4 / (1 + step)}}}
+    metadata = {RESERVED: {"step": step, "metrics": metrics or {"loss": 4 / (1 + step)}}}
     index, table = index_of(*entries, rows=0)
     index = dataclasses.replace(
         index,

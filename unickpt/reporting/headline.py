@@ -83,7 +83,7 @@ def cost_text(cost: LoopCost) -> str:
 
     Example:
         >>> cost_text(LoopCost(3.0, 60.0, False))
-        '5.0 % of its time: 3.00 s of 60.0 s'
+        '5 % of its time: 3.00 s of 60.0 s'
     """
     least = "at least " if cost.is_least else ""
     times = f"{_seconds(cost.waited)} of {_seconds(cost.total)}"
@@ -94,10 +94,15 @@ def share_text(share: float) -> str:
     """A share in per cent.
 
     Example:
-        >>> share_text(0.00012), share_text(0.031), share_text(0.42), share_text(0)
-        ('0.012 %', '3.1 %', '42 %', '0 %')
+        >>> share_text(0.00012), share_text(0.031), share_text(0.42), share_text(1e-6)
+        ('0.012 %', '3.1 %', '42 %', '< 0.01 %')
     """
-    return f"{100 * share:.{0 if share >= 0.0995 or not share else 1 if share >= 0.01 else 3}f} %"
+    if 0 < share < _SMALLEST:
+        return f"< {100 * _SMALLEST:g} %"
+    return f"{100 * share:.0f} %" if share >= _TWO_DIGITS else f"{100 * share:.2g} %"
+
+
+_SMALLEST, _TWO_DIGITS = 1e-4, 0.0995
 
 
 def _unreadable(run: RunFacts) -> Iterator[Headline]:

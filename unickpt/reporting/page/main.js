@@ -53,7 +53,7 @@ function _costTile() {
     return [`${is_least ? "≥ " : ""}${share}`, `of the loop’s time, it waited for saves: ${times}`];
   }
   if (data.steps.length < 2) return null;
-  return ["?", "of the loop’s time: times of so few seconds need --metrics"];
+  return ["?", "of the loop’s time, waiting for saves: for so short a time it needs --metrics"];
 }
 
 const _stepsText = (kept, gone) =>

@@ -2,7 +2,7 @@
 
 const _PLOT_HIGH = 150,
   _PLOT_TOP = 12,
-  _PLOT_BOTTOM = 22;
+  _PLOT_FLOOR = 128;
 const _NOT_FINITE = { nan: "NaN", inf: "∞", "-inf": "-∞" };
 
 const isFinite_ = (value) => typeof value === "number";
@@ -54,9 +54,8 @@ function _about(metric) {
     ),
     ...(missing ? [`missing in ${counted(missing, "step")}`] : []),
   ];
-  const bad = broken.length
-    ? `${[...new Set(broken.map((n) => metricText(values[n])))].join(" or ")} in ${counted(broken.length, "step")}`
-    : "";
+  const kinds = [...new Set(broken.map((n) => metricText(values[n])))].join(" or ");
+  const bad = broken.length ? `${kinds} in ${counted(broken.length, "step")}` : "";
   return el(
     "p",
     { class: "soft" },
@@ -94,15 +93,18 @@ function _plot(metric) {
     span = at[at.length - 1] - first || 1;
   let low = finite.length ? smallest(shown) : 0,
     high = finite.length ? largest(shown) : 1;
-  if (!(high > low)) [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
+  if (!(high > low)) {
+    const half = (Math.abs(low) || 1) / 2;
+    [low, high] = [low - half, high + half];
+  }
   let left = 0,
     wide = 1;
   const x = (n) => left + ((at[n] - first) / span) * wide;
+  const up = (value) =>
+    _PLOT_FLOOR - ((value - low) / (high - low)) * (_PLOT_FLOOR - _PLOT_TOP);
   const y = (n) => {
-    const value = values[n];
-    if (!isFinite_(value)) return value === "-inf" ? _PLOT_HIGH - _PLOT_BOTTOM : _PLOT_TOP;
-    const share = (value - low) / (high - low); // of halves, because a difference may overflow
-    return _PLOT_HIGH - _PLOT_BOTTOM - share * (_PLOT_HIGH - _PLOT_BOTTOM - _PLOT_TOP);
+    if (isFinite_(values[n])) return up(values[n]);
+    return values[n] === "-inf" ? _PLOT_FLOOR : _PLOT_TOP;
   };
   return picture({
     label: `${metric.name} over ${values.length} steps; the table of steps has the same numbers.`,
@@ -115,12 +117,12 @@ function _plot(metric) {
       wide = Math.max(1, width - left - 12);
       context.lineWidth = 1;
       for (const value of marks) {
-        const up = _PLOT_TOP + (1 - (value - low) / (high - low)) * (_PLOT_HIGH - _PLOT_BOTTOM - _PLOT_TOP);
+        const level = Math.round(up(value)) + 0.5;
         context.strokeStyle = colour("line");
-        _line(context, [left, Math.round(up) + 0.5], [left + wide, Math.round(up) + 0.5]);
+        _line(context, [left, level], [left + wide, level]);
         context.fillStyle = colour("soft");
         context.textAlign = "right";
-        context.fillText(plainNumber(value), left - 6, up);
+        context.fillText(plainNumber(value), left - 6, level);
       }
       _ends(context, at, left, wide);
       _curve(context, finite, values, x, y);
@@ -182,7 +184,8 @@ function _cross(context, x, y) {
 function _ends(context, at, left, wide) {
   const last = at.length - 1,
     span = at[last] - at[0] || 1;
-  const inner = wide > 260 && last > 1 ? _between(at[0], at[last], 4).filter(Number.isInteger) : [];
+  const inner =
+    wide > 260 && last > 1 ? _between(at[0], at[last], 4).filter(Number.isInteger) : [];
   context.fillStyle = colour("soft");
   const isNumber = data.steps[0].name.endsWith(String(at[0]));
   const texts = [...new Set([at[0], ...inner, at[last]])].sort((a, b) => a - b);

@@ -11,7 +11,9 @@ function runSection() {
     box.append(
       legend([
         ["new", "bytes that the step wrote"],
-        ["shared", "bytes that it shares with earlier ones"],
+        ...(steps.some((s) => s.new !== null && s.new < s.bytes)
+          ? [["shared", "bytes that it shares with earlier ones"]]
+          : []),
         ...(steps.some((s) => s.state === "removed") ? [["removed", "removed since"]] : []),
         ["time", "how long the save took (right scale)"],
       ]),
@@ -184,7 +186,12 @@ function _stepsTable(steps) {
       ? timed(d("median"), "until half of the processes had written", "median wrote")
       : null,
     timed(d("done"), "until all processes had written", several ? "all wrote" : "wrote"),
-    several ? { ...timed(d("slowest"), "the process for which all waited", "slowest"), text: (s) => blank(d("slowest")(s), String) } : null,
+    several
+      ? {
+          ...timed(d("slowest"), "the process for which all waited", "slowest"),
+          text: (s) => blank(d("slowest")(s), String),
+        }
+      : null,
     _commitColumn(steps),
     {
       ...timed((s) => s.waited, "the longest that a call blocked its caller", "loop waited"),

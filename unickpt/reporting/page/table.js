@@ -122,7 +122,8 @@ function scrolling(inner, label) {
   const isBeyond = (edge, view) => edge > view + 1;
   function look() {
     const { left, right } = box.getBoundingClientRect();
-    const cells = [...(inner.rows[0] ? inner.rows[0].cells : [])].map((c) => c.getBoundingClientRect());
+    const row = inner.rows[0],
+      cells = [...(row ? row.cells : [])].map((cell) => cell.getBoundingClientRect());
     const after = cells.filter((cell) => isBeyond(cell.right, right)).length,
       before = cells.slice(1).filter((cell) => isBeyond(left, cell.left)).length;
     const doesScroll = box.scrollWidth > box.clientWidth + 1;
