@@ -38,14 +38,8 @@ _GENERATORS = {"python": "random_state", "numpy": "numpy_random_seed", "torch": 
 
 @dataclass(frozen=True)
 class AccelerateWriter:
-    """A folder for `Accelerator.load_state`.
+    """A folder for `Accelerator.load_state`, on one process or with DistributedDataParallel."""
 
-    Arguments:
-        ddp: whether models are wrapped in DistributedDataParallel where it is loaded: accelerate
-            then has `module.` before all names of a model. By default if several processes saved.
-    """
-
-    ddp: bool | None = None
     suffixes: ClassVar[Sequence[str]] = ()
     per_process: ClassVar[bool] = True
 
@@ -54,9 +48,10 @@ class AccelerateWriter:
         strange = [f"  {name!r}, which save_state does not save" for name in root.keys() - _KNOWN]
         if strange:
             raise cannot_hold("accelerate", sorted(strange), "drop it by a rule")
-        ddp = len(every) > 1 if self.ddp is None else self.ddp
         parts: dict[str, Plan] = {}
-        for name, node in _models(root, ddp):
+        models = members(root.get("models", tree.Leaf("", None)))
+        for number, node in models.items():
+            name = _numbered_name("model.safetensors", number)
             parts[name] = Part.of(index, node).plan(SafetensorsWriter(), most_bytes, name)
         for name, node in _torch_files(index, root):
             parts[name] = Part.of(index, node).plan(TorchWriter(), most_bytes, name)
@@ -80,17 +75,6 @@ def _processes(index: Index) -> Sequence[Mapping[str, Any]]:
 def _numbered_name(name: str, number: int) -> str:
     begin, dot, ending = name.rpartition(".")
     return name if number == 0 else f"{begin}_{number}{dot}{ending}"
-
-
-def _models(root: Mapping[Any, Node], ddp: bool) -> Iterator[tuple[str, Node]]:
-    for number, node in members(root.get("models", tree.Leaf("", None))).items():
-        of = members(node)
-        keys = tuple(f"module.{key}" if ddp else key for key in of)
-        children = tuple(of.values())
-        yield (
-            _numbered_name("model.safetensors", number),
-            tree.Node("ordereddict", keys, children, list),
-        )
 
 
 def _torch_files(index: Index, root: Mapping[Any, Node]) -> Iterator[tuple[str, Node]]:

@@ -171,10 +171,6 @@ def export(
     template: Annotated[
         str | None, typer.Option("--template", help="universal: a DeepSpeed folder of the model.")
     ] = None,
-    ddp: Annotated[
-        bool | None,
-        typer.Option("--ddp/--no-ddp", help="accelerate: for models in DistributedDataParallel."),
-    ] = None,
     overwrite: Overwrite = False,
     verify: Verify = True,
     budget: BudgetOption = None,
@@ -200,7 +196,6 @@ def export(
         "dtype": dtype,
         "config": config,
         "template": template,
-        "ddp": ddp,
     }
     of_format: Any = {name: value for name, value in given.items() if value is not None}
     arguments: dict[str, Any] = {"rules": read_rules(rules, inverse, size), "overwrite": overwrite}
