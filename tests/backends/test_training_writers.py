@@ -87,10 +87,18 @@ def export(path: Path, to: str, **options: Any) -> Path:
     return out
 
 
+def load(path: Path) -> Any:
+    """As the Trainer and accelerate do, which allow NumPy's arrays."""
+    torch = pytest.importorskip("torch")
+    numpy: Any = np
+    kinds = [numpy._core.multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype("uint32"))]
+    with torch.serialization.safe_globals(kinds):
+        return torch.load(path, weights_only=True)
+
+
 @pytest.mark.integration
 def test_a_folder_of_the_trainer(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    trainer = pytest.importorskip("transformers.trainer")
     (tmp_path / "config").mkdir()
     for name in ("config.json", "trainer_state.json", "model.safetensors"):
         (tmp_path / "config" / name).write_text('{"copied": 1}')
@@ -115,8 +123,7 @@ def test_a_folder_of_the_trainer(tmp_path: Path) -> None:
     assert scheduler == {"last_epoch": 2, "base_lrs": [0.1], "lr_lambdas": [{}]}
     assert torch.load(out / "scaler.pt", weights_only=True) == {"scale": 8.0}
     for process in range(2):
-        with trainer.safe_globals():
-            states = torch.load(out / f"rng_state_{process}.pth")
+        states = load(out / f"rng_state_{process}.pth")
         expected = rng(process)
         assert states["python"] == (3, tuple(expected["python"]["words"].tolist()), None)
         kind, keys, *rest = states["numpy"]
@@ -128,18 +135,14 @@ def test_a_folder_of_the_trainer(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 def test_one_process_has_the_state_of_one_accelerator(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    trainer = pytest.importorskip("transformers.trainer")
     save(tmp_path / "c", of_trainer)
-    with trainer.safe_globals():
-        states = torch.load(export(tmp_path / "c", "trainer") / "rng_state.pth")
+    states = load(export(tmp_path / "c", "trainer") / "rng_state.pth")
     assert states["cuda"].tolist() == [0] * 16
 
 
 @pytest.mark.integration
 def test_a_folder_of_accelerate(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    load = pytest.importorskip("accelerate.utils.other").load
     tensor = {"torch.Tensor": WEIGHTS["b"], "dtype": "float32"}
     position = {"seen": 4, "generator": {"torch.Tensor": WEIGHTS["a"], "dtype": "float32"}}
     made = of_accelerate(position=position, **{"0": {"seen": [tensor, (1, "x")]}})
