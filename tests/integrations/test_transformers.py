@@ -210,16 +210,6 @@ def test_hf_files_are_written_beside_it_and_removed_with_their_steps(tmp_path: P
         more.train(resume_from_checkpoint=True)
 
 
-def test_it_goes_on_from_what_the_trainer_itself_saved(tmp_path: Path, whole: Any) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        make(tmp_path, Trainer, stop=6).train()
-    trainer = make(tmp_path)
-    trainer.train(resume_from_checkpoint=True)
-    assert losses(trainer) == losses(whole)
-    assert same(trainer, whole)
-    assert unickpt.Checkpointer(tmp_path).steps() == list(range(7, 13))
-
-
 def test_a_resume_that_would_go_wrong_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no checkpoint is in"):
         make(tmp_path).train(resume_from_checkpoint=True)
