@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 from support import TESTS
+from typer.testing import CliRunner
 
 import unickpt
+from unickpt.cli.app import app
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -20,6 +22,14 @@ PAGES = Path(TESTS).parent / "docs" / "integrations"
 
 def snippets(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (PAGES / page).read_text(), re.S)
+
+
+def exported(page: str, source: Path, to: Path) -> None:
+    """What the command of a page makes of another source."""
+    (command,) = re.findall(r"```sh\nunickpt export (.*?)\n```", (PAGES / page).read_text())
+    _, _, *options = command.split()
+    result = CliRunner().invoke(app, ["export", str(source), str(to), *options])
+    assert result.exit_code == 0, result.output
 
 
 def names(folder: Path, **arguments: Any) -> dict[str, Any]:
@@ -46,6 +56,11 @@ def test_the_trainer(tmp_path: Path) -> None:
     by_mixin, by_callback = snippets("transformers.md")
     exec(by_mixin, names(tmp_path, save_steps=1))
     assert unickpt.Checkpointer(tmp_path).steps() == [1, 2]
+    exported("transformers.md", tmp_path / "step_1", tmp_path / "back" / "checkpoint-1")
+    own = transformers.Trainer(args=(made := names(tmp_path / "back"))["arguments"],
+                               model=made["model"], train_dataset=made["data"])  # fmt: skip
+    own.train(resume_from_checkpoint=True)
+    assert own.state.global_step == 2
     exec(by_callback, names(tmp_path, save_strategy="no"))
     assert unickpt.Checkpointer(tmp_path / "run").steps() == [2]
 
@@ -56,4 +71,8 @@ def test_accelerate(tmp_path: Path) -> None:
     model = accelerator.prepare(torch.nn.Linear(2, 3))
     exec(snippet, {"accelerator": accelerator, "path": tmp_path / "c"})
     stored = unickpt.load(tmp_path / "c")["models"][0]["weight"]
+    assert (stored == model.weight.detach().numpy()).all()
+    exported("accelerate.md", tmp_path / "c", tmp_path / "back")
+    torch.nn.init.zeros_(model.weight)
+    accelerator.load_state(str(tmp_path / "back"))
     assert (stored == model.weight.detach().numpy()).all()

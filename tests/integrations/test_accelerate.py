@@ -204,6 +204,65 @@ def test_automatic_names_go_on_and_the_oldest_are_removed(
     assert job.accelerator.save_iteration == 4
 
 
+@pytest.mark.parametrize("save", [save_state, save_state_async])
+def test_what_accelerate_saved_is_loaded_and_replaced(
+    make: Callable[..., Any], tmp_path: Path, save: Callable[..., Any]
+) -> None:
+    arguments = {"dataloader_config": seeded(), "gradient_accumulation_steps": 2}
+    job = Job(make(**arguments))
+    job.train(0, 4)
+    job.accelerator.save_state(str(tmp_path / "c"))
+    expected = job.train(4, 8)
+    other = Job(make(**arguments))
+    (tmp_path / "c" / "mine.txt").touch()
+    with pytest.raises(unickpt.CheckpointExists, match=r"mine\.txt"):
+        save_state(other.accelerator, tmp_path / "c")
+    (tmp_path / "c" / "mine.txt").unlink()
+    called: list[Any] = []
+    other.accelerator.register_load_state_pre_hook(lambda models, folder: called.append(folder))
+    load_state(other.accelerator, tmp_path / "c", {"weights_only": False})  # for accelerate
+    assert called == [str(tmp_path / "c")]
+    assert other.accelerator.step == 4
+    saved = save(other.accelerator, tmp_path / "c")
+    assert other.train(4, 8) == expected
+    if save is save_state_async:
+        saved.result()
+    assert sorted(each.name for each in (tmp_path / "c").iterdir()) == [
+        *("manifest.ocdbt", "processes")
+    ]
+    third = Job(make(**arguments))
+    load_state(third.accelerator, tmp_path / "c")
+    assert third.train(4, 8) == expected
+
+
+def test_the_newest_is_taken_of_what_accelerate_and_unickpt_saved(
+    make: Callable[..., Any], tmp_path: Path
+) -> None:
+    names = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    job = Job(make(project_config=names))
+    for number in range(3):
+        job.train(number, number + 1)
+        job.accelerator.save_state()
+    folder = tmp_path / "checkpoints"
+    # The last one was killed while it wrote.
+    last = folder / "checkpoint_2" / "custom_checkpoint_1.pkl"
+    last.write_bytes(last.read_bytes()[:-30])
+    names = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+    job = Job(make(project_config=names))
+    names.iteration = 1
+    with pytest.raises(unickpt.CheckpointExists, match="checkpoint_1 exists"):
+        save_state(job.accelerator)
+    load_state(job.accelerator)
+    assert len(job.registered.seen) == 2
+    assert names.iteration == 2
+    save_state(job.accelerator)  # in the place of what was killed
+    found = {each.name: (each / "manifest.ocdbt").exists() for each in folder.iterdir()}
+    assert found == {"checkpoint_1": False, "checkpoint_2": True}
+    job.train(2, 3)
+    load_state(job.accelerator)
+    assert len(job.registered.seen) == 2
+
+
 def test_registered_states_keep_their_tensors(make: Callable[..., Any], tmp_path: Path) -> None:
     accelerator = make()
     registered = Registered([Pair(torch.ones(2), 3), defaultdict(list, {"a": torch.zeros(1)})])

@@ -158,13 +158,15 @@ def export(
     size: Sizes = None,
     under: Under = "",
     max_shard_size: Annotated[
-        str | None, typer.Option("--max-shard-size", help="hf: the largest file, such as 5GB.")
+        str | None,
+        typer.Option("--max-shard-size", help="hf, trainer: the largest file, such as 5GB."),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="hf: cast floats to it, such as bfloat16.")
     ] = None,
     config: Annotated[
-        str | None, typer.Option("--config", help="hf: a folder with configuration and tokenizer.")
+        str | None,
+        typer.Option("--config", help="hf, trainer: a folder with configuration and tokenizer."),
     ] = None,
     template: Annotated[
         str | None, typer.Option("--template", help="universal: a DeepSpeed folder of the model.")
@@ -184,6 +186,7 @@ def export(
     unickpt export runs/llama/step_100 llama-hf --to hf --config meta-llama --rules my.rules
     unickpt export runs/llama/step_100 model.safetensors --to safetensors --under model
     unickpt export runs/llama/step_100 s3://bucket/dcp --to dcp
+    unickpt export runs/llama/step_100 out/checkpoint-100 --to trainer
     torchrun --nproc-per-node 8 -m unickpt.cli export runs/llama/step_100 dcp --to dcp
 
     --json prints {url, arrays, bytes, chunks, processes, seconds}. Fields are only ever added.

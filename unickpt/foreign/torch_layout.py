@@ -57,12 +57,14 @@ def tensor(entry: ArrayEntry, shape: Sequence[int], key: str) -> PickledCall:
     return PickledCall(Global("torch._utils._rebuild_tensor_v3"), (*facts, dtype))
 
 
-def saved(value: Any, storages: Mapping[str, tuple[str, Box, int]], begin: int = 0) -> ZipLayout:
+def saved(
+    value: Any, storages: Mapping[str, tuple[str, Box, int] | bytes], begin: int = 0
+) -> ZipLayout:
     """A file of torch.save.
 
     Arguments:
         value: what it holds, for `pickle_writer.dumps`.
-        storages: by their keys, the array, its elements, and how many bytes they are.
+        storages: by their keys, the array, its elements, and how many bytes they are; or the bytes.
         begin: where it begins in the file that contains it.
     """
     contents = [
@@ -71,8 +73,9 @@ def saved(value: Any, storages: Mapping[str, tuple[str, Box, int]], begin: int =
         Content("archive/.storage_alignment", str(ALIGN).encode()),
         Content("archive/byteorder", b"little"),
     ]
-    for key, (array, box, nbytes) in storages.items():
-        contents.append(Content(f"archive/data/{key}", b"", array, box, nbytes))
+    for key, of in storages.items():
+        name = f"archive/data/{key}"
+        contents.append(Content(name, of) if isinstance(of, bytes) else Content(name, b"", *of))
     contents.append(Content("archive/version", b"3\n"))
     return ZipLayout(contents, begin)
 

@@ -19,6 +19,8 @@ _BUILT_IN = {
     "torch": ("torch_writer", "TorchWriter"),
     "npz": ("npz_writer", "NpzWriter"),
     "universal": ("universal_writer", "UniversalWriter"),
+    "trainer": ("trainer_writer", "TrainerWriter"),
+    "accelerate": ("accelerate_writer", "AccelerateWriter"),
 }
 
 

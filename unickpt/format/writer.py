@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from unickpt.arrays.box import Box
 from unickpt.format.index import Index
@@ -73,6 +73,10 @@ class Plan:
         values: likewise for plain values.
         casts: the dtypes to which arrays are cast, as asked for, by the names of the index.
         others: whether the new checkpoint has further leaves, such as those of a template.
+        made: plain values that the index does not have, by their names in the new checkpoint.
+        parts: plans of what it consists of, if these are several checkpoints: by the names of their
+            files, or "" for what a reader finds in the folder. They say what is in them, instead of
+            this plan; all files are in this one.
     """
 
     files: tuple[PlannedFile, ...]
@@ -80,10 +84,23 @@ class Plan:
     values: Mapping[str, str] = field(default_factory=dict)
     casts: Mapping[str, str] = field(default_factory=dict)
     others: bool = False
+    made: Mapping[str, Any] = field(default_factory=dict)
+    parts: Mapping[str, Plan] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class OfEachProcess:
+    """The values of a leaf that differs by process, of all processes; its arrays are NumPy's."""
+
+    values: tuple[Any, ...]
 
 
 class Writer(Protocol):
-    """A format, with the options of one export."""
+    """A format, with the options of one export.
+
+    One that can hold leaves that differ by process has `per_process = True`: it finds them in
+    `index.values`, as `OfEachProcess`.
+    """
 
     suffixes: ClassVar[Sequence[str]]
     """How a destination ends that is a single file; empty if it is always a folder."""

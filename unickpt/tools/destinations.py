@@ -112,6 +112,10 @@ class ExportDestination(ABC):
         """Opens a file for writing; it is stored at the end of the `with` block."""
 
     @abstractmethod
+    def read(self, file: str) -> bytes:
+        """What was written of a file, or an empty text; called before `commit`."""
+
+    @abstractmethod
     def commit(self, files: Sequence[PlannedFile]) -> None:
         """Makes all files visible, if they are not; called by one process after all.
 
@@ -236,6 +240,10 @@ class LocalDestination(ExportDestination):
         finally:
             os.close(handle)
 
+    def read(self, file: str) -> bytes:
+        with system_calls(), open(os.path.join(self._work, file), "rb") as there:
+            return there.read()
+
     def commit(self, files: Sequence[PlannedFile]) -> None:
         if not files:
             local_folders.make(self._work)
@@ -337,6 +345,10 @@ class ObjectDestination(ExportDestination):
         yield write
         self._written.append(file.name)
         self.folder.store(self.context).write(file.name, bytes(buffer)).result()
+
+    def read(self, file: str) -> bytes:
+        found = self.folder.store(self.context).read(file).result()
+        return bytes(found.value or b"")
 
     def commit(self, files: Sequence[PlannedFile]) -> None:
         """The last file is there already."""

@@ -8,8 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from unickpt.errors import CheckpointCorrupt, CheckpointExists, UnsupportedLeaf
+from unickpt.format.index import Index
 from unickpt.format.reader import Reader
-from unickpt.format.writer import Plan, Writer
+from unickpt.format.writer import OfEachProcess, Plan, PlannedFile, Writer
+from unickpt.frameworks import per_process
 from unickpt.frameworks.host_memory import MemoryBudget
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.process_group import Group, current_group, within
@@ -62,11 +64,11 @@ def export(
     source = view.checkpoint.location
     if to.file is None and source.url.startswith(to.folder.url):
         raise CheckpointExists(f"{to.name} contains the source, {source}; choose another path")
-    if view.index.per_process:
+    if view.index.per_process and not getattr(writer, "per_process", False):
         name = min(view.index.per_process)
         raise UnsupportedLeaf(
-            f"{name!r} differs by process, which only unickpt's own format can hold; drop it by a "
-            f"rule: {name} <-> drop"
+            f"{name!r} differs by process, which this format cannot hold; drop it by a rule: "
+            f"{name} <-> drop"
         )
     opaque = [name for name, v in view.index.values.items() if isinstance(v, Opaque)]
     if opaque:
@@ -78,7 +80,7 @@ def export(
     reading = LoadOptions(budget_bytes=MemoryBudget(budget_bytes, "process"))
     if isinstance(view, RuledView):
         view.check(reading)
-    index = replace(view.index, tree=tree_json.to_json(view.node()))
+    index = _with_per_process(view)
     # All processes must plan the same files, whatever their nodes have.
     requested = MemoryBudget.of(options.budget_bytes)
     most = to.most_bytes(requested.share(group.count))
@@ -99,38 +101,81 @@ def export(
     )
 
 
-def written(to: ExportDestination) -> Reader:
+def _with_per_process(view: CheckpointView) -> Index:
+    """The index of a view, with its structure, and what all processes saved as values."""
+    values: dict[str, Any] = dict(view.index.values)
+    for name in view.index.per_process:
+        where = f"{view.checkpoint.location}: per-process leaf {name!r}"
+        every = view.per_process(name)
+        decoded = [per_process.decode(data, where, None, adapters()) for data in every]
+        values[name] = OfEachProcess(tuple(decoded))
+    tree = tree_json.to_json(view.node())
+    return replace(view.index, tree=tree, values=values, per_process={})
+
+
+def written(to: ExportDestination, part: str = "") -> Reader:
     """What was written, as a checkpoint.
+
+    Arguments:
+        to: where.
+        part: the file of a part that is a checkpoint; none for all of it.
 
     Raises:
         CheckpointCorrupt: it is none.
     """
-    reader = checkpoint.open_reader(paths.resolve(to.readable, or_file=True))
+    name, readable = to.name, to.readable
+    if part:
+        name, readable = f"{name.rstrip('/')}/{part}", f"{str(readable).rstrip('/')}/{part}"
+    reader = checkpoint.open_reader(paths.resolve(readable, or_file=True))
     if reader is None:
-        raise CheckpointCorrupt(f"{to.name} was written, but is no checkpoint when read back")
+        raise CheckpointCorrupt(f"{name} was written, but is no checkpoint when read back")
     return reader
 
 
 def _verify(
     view: CheckpointView, plan: Plan, to: ExportDestination, group: Group, options: LoadOptions
 ) -> None:
-    """Compares what was written with the source; each process some of the arrays."""
-    reader = written(to).checking()
-    lines = list(_other_names(plan, reader.index.names))
-    for name, shown in plan.values.items():
-        ours, theirs = view.index.values[name], reader.index.values.get(shown)
-        if (type(ours), repr(ours)) != (type(theirs), repr(theirs)):
-            lines.append(f"  {name!r}: {ours!r} is read back as {theirs!r}")
-    if not lines:
-        mine = list(plan.arrays.items())[group.index :: group.count]
-        lines = difference.unequal(view, reader, dict(mine), plan.casts, options)
+    """Compares what was written with the source; each process some of it."""
+    known = [file for file in plan.files if not file.data and file.copied is None]
+    lines = [
+        f"  {file.name} has other bytes"
+        for file in known[group.index :: group.count]
+        if to.read(file.name) != _bytes_of(file)
+    ]
+    for part, of_part in (plan.parts or {"": plan}).items():
+        lines += _differences(view, of_part, written(to, part).checking(), group, options)
     if lines:
         told = "\n".join(lines[:_MOST_LINES])
         raise CheckpointCorrupt(f"{to.name} was written, but differs when read back:\n{told}")
 
 
+def _differences(
+    view: CheckpointView, plan: Plan, reader: Reader, group: Group, options: LoadOptions
+) -> list[str]:
+    """A line for each difference between a checkpoint that was written and the source."""
+    lines = list(_other_names(plan, reader.index.names))
+    expected = {shown: view.index.values[name] for name, shown in plan.values.items()}
+    for shown, ours in {**expected, **plan.made}.items():
+        theirs = reader.index.values.get(shown)
+        if (type(ours), repr(ours)) != (type(theirs), repr(theirs)):
+            lines.append(f"  {shown!r}: {ours!r} is read back as {theirs!r}")
+    if lines:
+        return lines
+    mine = list(plan.arrays.items())[group.index :: group.count]
+    return difference.unequal(view, reader, dict(mine), plan.casts, options)
+
+
+def _bytes_of(file: PlannedFile) -> bytes:
+    """The bytes of a file without data, which are known before it is written."""
+    found = bytearray(file.size)
+    ending = file.ending([]) if file.ending is not None else {}
+    for offset, text in {**file.texts, **ending}.items():
+        found[offset : offset + len(text)] = text
+    return bytes(found)
+
+
 def _other_names(plan: Plan, found: Mapping[str, Any]) -> list[str]:
-    expected = {*plan.arrays.values(), *plan.values.values()}
+    expected = {*plan.arrays.values(), *plan.values.values(), *plan.made}
     missing = [f"  {name!r} is missing" for name in expected if name not in found]
     if plan.others:
         return missing

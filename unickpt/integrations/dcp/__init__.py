@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from unickpt.errors import ProcessFailed
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.process_group import alone, current_group, within
-from unickpt.integrations.dcp.destination import DcpDestination
+from unickpt.integrations.dcp.destination import destination
 from unickpt.integrations.dcp.file_system import FileSystemReader, FileSystemWriter
 from unickpt.integrations.dcp.storage import (
     StorageReader,
@@ -128,9 +128,9 @@ def save(
     _check_save(planner, process_group)
     options = replace(writer.options, group=alone() if no_dist else writer.options.group)
     state, overwrite = to_save(state_dict), writer.overwrite
-    destination = DcpDestination.of(writer.checkpoint_id, overwrite=overwrite)
-    report = saver.run(SaveTask(destination.location, overwrite, options), state)
-    destination.committed()
+    to = destination(writer.checkpoint_id, overwrite=overwrite)
+    report = saver.run(SaveTask(to.location, overwrite, options), state)
+    to.committed()
     return report
 
 
@@ -178,9 +178,9 @@ def async_save(
     if later:
         options = replace(options, staging="lazy")
     state, overwrite = to_save(state_dict), writer.overwrite
-    destination = DcpDestination.of(writer.checkpoint_id, overwrite=overwrite)
-    callbacks = SaveCallbacks(committed=destination.committed)
-    request = SaveRequest(destination.location, state, options, overwrite, callbacks=callbacks)
+    to = destination(writer.checkpoint_id, overwrite=overwrite)
+    callbacks = SaveCallbacks(committed=to.committed)
+    request = SaveRequest(to.location, state, options, overwrite, callbacks=callbacks)
     pending = saver.begin(request)
     upload = SaveFuture(pending)
     if not later:

@@ -36,7 +36,7 @@ from unickpt.arrays.box import Box
 from unickpt.errors import CheckpointReplaced, InvalidPath, LoadMismatch, UnsupportedLeaf
 from unickpt.frameworks.leaves import LocalFragments
 from unickpt.frameworks.process_group import ProcessGroup, new_session
-from unickpt.integrations.dcp.destination import DcpDestination
+from unickpt.integrations.dcp.destination import destination
 from unickpt.loading.views import StoredView, jobs_of
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
@@ -137,10 +137,10 @@ class StorageWriter(_AtPath, storage.StorageWriter):
             raise ValueError("the plan is not the one that prepare_global_plan made")
         group = ProcessGroup(rank.index, rank.count, rank.session)
         state = PlannedState(plan, planner)
-        destination = DcpDestination.of(self.checkpoint_id, overwrite=self.overwrite)
+        to = destination(self.checkpoint_id, overwrite=self.overwrite)
         options = replace(self.options, group=group)
-        saver.run(SaveTask(destination.location, self.overwrite, options), state)
-        destination.committed()
+        saver.run(SaveTask(to.location, self.overwrite, options), state)
+        to.committed()
         return _done(state.results())
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -29,7 +29,7 @@ from unickpt.adapters.torch_optimizer import NamedOptimizer
 from unickpt.errors import CheckpointExists, CheckpointNotFound, LaterStepsExist, LoadMismatch
 from unickpt.frameworks.leaves import PerProcess
 from unickpt.integrations import rng
-from unickpt.integrations.transformers.files import agreed, export, foreign, remove_exports
+from unickpt.integrations.transformers.files import agreed, export, foreign, remove_exports, step_of
 from unickpt.loading import loader
 from unickpt.reading import checkpoint
 from unickpt.runs.checkpointer import Checkpointer
@@ -113,7 +113,8 @@ class UnickptMixin:
 
         Arguments:
             resume_from_checkpoint: True: the newest step in the run's folder; a path of a
-                checkpoint that such a Trainer saved; or one that the Trainer itself saved.
+                checkpoint that such a Trainer saved, also by the name that the Trainer would have
+                given it, `checkpoint-<n>`; or one that the Trainer itself saved.
             trial: None.
             args, kwargs: as there.
 
@@ -162,7 +163,7 @@ class UnickptMixin:
         if asked is True and step is None:
             yield foreign(self.args.output_dir)  # of the Trainer itself, which says if none is
             return
-        path = run.path(step) if asked is True and step is not None else str(asked)
+        path = run.path(step) if asked is True and step is not None else step_of(run, str(asked))
         try:
             opened = checkpoint.open(path)
         except (CheckpointNotFound, ValueError):

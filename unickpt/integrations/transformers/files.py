@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from unickpt.errors import CheckpointExists
 from unickpt.runs.checkpointer import Checkpointer
@@ -54,6 +56,18 @@ def folders(output_dir: str) -> Iterator[tuple[int, Path]]:
         step = folder.name.rpartition("-")[2]
         if step.isdigit():
             yield int(step), folder
+
+
+def step_of(run: Checkpointer, path: str) -> str:
+    """The path of a step that is asked for by the Trainer's name of it, such as by a program that
+    makes it of a number; any other path as it is."""
+    name, folder = os.path.basename(path.rstrip("/")), os.path.dirname(path.rstrip("/"))
+    number = name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+    if number == name or not number.isdecimal() or os.path.isfile(f"{path}/{TRAINER_STATE_NAME}"):
+        return path
+    step = run.path(int(number))
+    is_here = os.path.realpath(folder) == os.path.realpath(os.path.dirname(step))
+    return step if is_here and int(number) in run.steps() else path
 
 
 def foreign(output_dir: str) -> str:

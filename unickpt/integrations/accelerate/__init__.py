@@ -11,19 +11,15 @@ docs/integrations/accelerate.md says what differs.
 from __future__ import annotations
 
 import logging
-import os
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.data_loader import SeedableRandomSampler
-from accelerate.utils import broadcast_object_list
 from torch.distributed.tensor import DTensor
 from torch.utils.data import RandomSampler
 
@@ -31,30 +27,28 @@ from unickpt.adapters.torch_optimizer import NamedOptimizer
 from unickpt.arrays import dtypes
 from unickpt.errors import (
     CheckpointCorrupt,
-    CheckpointExists,
-    CheckpointNotFound,
     LoadMismatch,
     UnsupportedLeaf,
 )
 from unickpt.frameworks.leaves import PerProcess, PerProcessValues
 from unickpt.integrations import rng
+from unickpt.integrations.accelerate import own_folders
+from unickpt.integrations.accelerate.naming import Excess, broadcast, found, next_path
+from unickpt.integrations.destination import Destination
 from unickpt.loading import loader
 from unickpt.quoting import quoted
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
-from unickpt.reading.listing import checkpoints_below
-from unickpt.runs import attempt_folders
 from unickpt.saving import saver
-from unickpt.saving.background import PendingSave
+from unickpt.saving.background import PendingSave, SaveCallbacks, SaveRequest
 from unickpt.saving.options import SaveOptions, SaveReport
+from unickpt.saving.task import SaveTask
 from unickpt.storage import paths
 
 __all__ = ["load_state", "save_state", "save_state_async"]
 
 _log = logging.getLogger("unickpt")
 _COUNTS = "accelerate"
-_PREFIX = "checkpoint_"
-_NAME = re.compile(f"{_PREFIX}(0|[1-9][0-9]{{0,17}})")
 _TENSOR, _DTYPE = "torch.Tensor", "dtype"
 _LISTS = ("models", "optimizers", "schedulers", "custom_objects", "dataloaders")
 
@@ -98,10 +92,13 @@ def save_state(
         >>> load_state(accelerator, "memory://accelerate/docs")
     """
     _check_save(accelerator, safe_serialization, save_model_func_kwargs)
-    path, arguments = _to_save(accelerator, output_dir)
-    report = saver.save(path, **arguments, options=options)
+    path = next_path(accelerator, output_dir)
+    to, overwrite = Destination.of(path, own_folders.theirs), output_dir is not None
+    task = SaveTask(to.location, overwrite, SaveOptions.or_default(options))
+    report = saver.run(task, _tree(accelerator), _metadata(accelerator))
+    to.committed()
     accelerator.project_configuration.iteration += 1
-    _Excess(accelerator, path)()
+    Excess(accelerator, path)()
     return report
 
 
@@ -127,10 +124,17 @@ def save_state_async(
         UnickptError: as `unickpt.save_async`.
     """
     _check_save(accelerator, safe_serialization, save_model_func_kwargs)
-    path, arguments = _to_save(accelerator, output_dir)
-    pending = saver.save_async(path, **arguments, options=options)
+    path = next_path(accelerator, output_dir)
+    to, metadata = Destination.of(path, own_folders.theirs), _metadata(accelerator)
+    request = SaveRequest(
+        *(to.location, _tree(accelerator), SaveOptions.or_default(options)),
+        overwrite=output_dir is not None,
+        metadata=lambda: metadata,
+        callbacks=SaveCallbacks(committed=to.committed),
+    )
+    pending = saver.begin(request)
     accelerator.project_configuration.iteration += 1
-    pending.add_done_callback(_Excess(accelerator, path))
+    pending.add_done_callback(Excess(accelerator, path))
     return pending
 
 
@@ -140,7 +144,8 @@ def load_state(
     load_kwargs: dict[str, Any] | None = None,
     **load_model_func_kwargs: Any,
 ) -> None:
-    """Loads what `save_state` saved into the objects of an accelerator, on any number of processes.
+    """Loads what `save_state` saved into the objects of an accelerator, on any number of processes;
+    and what `Accelerator.save_state` itself saved, as `Accelerator.load_state` does.
 
     All processes call this. The generators of a process without a counterpart stay as they are.
 
@@ -148,7 +153,8 @@ def load_state(
         accelerator: has prepared as many models, optimizers, ..., in the same order.
         input_dir: a path or URL; None with automatic naming: the newest, and the next save gets the
             name after it.
-        load_kwargs, load_model_func_kwargs: none; nothing is unpickled.
+        load_kwargs, load_model_func_kwargs: none; nothing is unpickled. For a folder that
+            accelerate itself saved, as there.
 
     Raises:
         ValueError, TypeError: an argument or a setting cannot be honoured; names it.
@@ -157,10 +163,22 @@ def load_state(
             is asked for on another number of processes; nothing was changed.
         UnickptError: as `unickpt.load`.
     """
-    _check(accelerator, {**(load_kwargs or {}), **load_model_func_kwargs})
-    if accelerator._load_model_state_pre_hook:
-        raise ValueError(_HOOKS.format("register_load_state_pre_hook"))
-    path, iteration = _found(accelerator, input_dir)
+    _check_kind(accelerator)
+    path, iteration = found(accelerator, input_dir)
+    theirs = broadcast(own_folders.is_theirs(path) if accelerator.is_main_process else None)
+    if theirs is None:
+        _check_given({**(load_kwargs or {}), **load_model_func_kwargs})
+        if accelerator._load_model_state_pre_hook:
+            raise ValueError(_HOOKS.format("register_load_state_pre_hook"))
+        _load(accelerator, path)
+    else:
+        accelerator.load_state(theirs, load_kwargs, **load_model_func_kwargs)
+    if iteration is not None:
+        accelerator.project_configuration.iteration = iteration + 1
+
+
+def _load(accelerator: Accelerator, path: paths.PathLike) -> None:
+    """Loads what `save_state` saved."""
 
     def read(stored: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
         _check_counts(path, stored.metadata.get(_COUNTS), _metadata(accelerator)[_COUNTS])
@@ -180,8 +198,6 @@ def load_state(
     for number, (dataloader, state) in enumerate(positions):
         _set_position(dataloader, _unpacked(state, f"{path}: data loader {number}"), number)
     accelerator.step = mine["step"]
-    if iteration is not None:
-        accelerator.project_configuration.iteration = iteration + 1
     rng.restore(mine["rng"])
 
 
@@ -216,15 +232,6 @@ def _tree(accelerator: Accelerator) -> dict[str, Any]:
     # Loaded as they were saved, whatever the objects have now.
     values = {"process": PerProcess(process), "registered": registered}
     return {**_state(accelerator), "values": values}
-
-
-def _to_save(
-    accelerator: Accelerator, output_dir: paths.PathLike | None
-) -> tuple[paths.PathLike, dict[str, Any]]:
-    """Where to save, and the arguments of the save."""
-    path = _next_path(accelerator, output_dir)
-    tree, metadata = _tree(accelerator), _metadata(accelerator)
-    return path, {"tree": tree, "metadata": metadata, "overwrite": output_dir is not None}
 
 
 def _metadata(accelerator: Accelerator) -> dict[str, Any]:
@@ -368,94 +375,6 @@ def _tensor(stored: Any, name: Any, what: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(array.tobytes()), dtype=dtype).reshape(array.shape)
 
 
-# --- names ----------------------------------------------------------------------------------------
-
-
-def _folder(accelerator: Accelerator) -> str:
-    if accelerator.project_dir is None:
-        raise ValueError("automatic_checkpoint_naming=True needs project_dir=")
-    return os.path.join(accelerator.project_dir, "checkpoints")
-
-
-def _next_path(accelerator: Accelerator, output_dir: paths.PathLike | None) -> paths.PathLike:
-    automatic = accelerator.project_configuration.automatic_checkpoint_naming
-    if not automatic and output_dir is None:
-        raise ValueError("output_dir= is missing: say where to save")
-    if not automatic:
-        assert output_dir is not None
-        return output_dir
-    if output_dir is not None:
-        raise ValueError(
-            "output_dir= is given, and automatic_checkpoint_naming=True names checkpoints itself: "
-            "leave one of them out"
-        )
-    folder, iteration = _folder(accelerator), accelerator.save_iteration
-    path = os.path.join(folder, f"{_PREFIX}{iteration}")
-    there = _broadcast(iteration in _names(folder) if accelerator.is_main_process else None)
-    if there:
-        raise CheckpointExists(
-            f"{path} exists: go on from it with load_state(accelerator), or set "
-            "accelerator.project_configuration.iteration"
-        )
-    return path
-
-
-def _found(
-    accelerator: Accelerator, input_dir: paths.PathLike | None
-) -> tuple[paths.PathLike, int | None]:
-    """What to load, and its number if it was named automatically."""
-    if input_dir is not None:
-        return input_dir, None
-    if not accelerator.project_configuration.automatic_checkpoint_naming:
-        raise ValueError("input_dir= is missing: say what to load")
-    folder = _folder(accelerator)
-    newest = max(_names(folder), default=None) if accelerator.is_main_process else None
-    newest = _broadcast(newest)
-    if newest is None:
-        raise CheckpointNotFound(f"{folder} has no checkpoint")
-    return os.path.join(folder, f"{_PREFIX}{newest}"), newest
-
-
-def _names(folder: str) -> list[int]:
-    """The numbers of the complete checkpoints in a folder, ascending."""
-    if not Path(folder).is_dir():
-        return []
-    found = (_NAME.fullmatch(listed.name) for listed in checkpoints_below(folder))
-    return sorted(int(match[1]) for match in found if match)
-
-
-class _Excess:
-    """Removes the oldest checkpoints beyond `total_limit`, once another one is committed."""
-
-    def __init__(self, accelerator: Accelerator, path: paths.PathLike) -> None:
-        configuration = accelerator.project_configuration
-        self._limit = configuration.total_limit
-        self._path = path
-        self._works = (
-            configuration.automatic_checkpoint_naming
-            and self._limit is not None
-            and accelerator.is_main_process
-        )
-
-    def __call__(self) -> None:
-        if not self._works:
-            return
-        folder, name = os.path.split(self._path)
-        there = _names(folder)
-        if int(name.removeprefix(_PREFIX)) not in there:
-            return  # the save failed; the others are all there is
-        for number in there[: -max(1, self._limit)]:
-            location = paths.resolve(os.path.join(folder, f"{_PREFIX}{number}"))
-            attempt_folders.remove_checkpoint(location, paths.context())
-
-
-def _broadcast(value: Any) -> Any:
-    """The value of process 0."""
-    values = [value]
-    broadcast_object_list(values, from_process=0)
-    return values[0]
-
-
 # --- arguments: what cannot be honoured is refused by its name ------------------------------------
 
 _HOOKS = (
@@ -464,7 +383,8 @@ _HOOKS = (
 
 
 def _check_save(accelerator: Accelerator, safe: bool, given: Mapping[str, Any]) -> None:
-    _check(accelerator, given)
+    _check_given(given)
+    _check_kind(accelerator)
     if not safe:
         raise ValueError("safe_serialization=False is not supported: nothing is pickled")
     if accelerator.project_configuration.save_on_each_node:
@@ -473,12 +393,15 @@ def _check_save(accelerator: Accelerator, safe: bool, given: Mapping[str, Any]) 
         raise ValueError(_HOOKS.format("register_save_state_pre_hook"))
 
 
-def _check(accelerator: Accelerator, given: Mapping[str, Any]) -> None:
+def _check_given(given: Mapping[str, Any]) -> None:
     if given:
         raise TypeError(
             f"{', '.join(given)}: not supported; no function of a model or of torch is called. "
             "unickpt.load has missing=, unexpected= and cast="
         )
+
+
+def _check_kind(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type
     engines = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
     if kind in engines:

@@ -1,0 +1,147 @@
+"""Writes folders from which `Accelerator.load_state` of Hugging Face accelerate goes on.
+
+Source: accelerate 1.15, checkpointing.py. The checkpoint is one that
+`unickpt.integrations.accelerate` has saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from unickpt.backends.safetensors.writer import SafetensorsWriter
+from unickpt.backends.torch_writer import TorchWriter
+from unickpt.backends.training_states import (
+    KnownTorchFile,
+    Node,
+    generators,
+    is_optimizer,
+    members,
+    numbered,
+    root_of,
+    without_last,
+)
+from unickpt.errors import UnsupportedLeaf
+from unickpt.foreign.flat_names import cannot_hold
+from unickpt.foreign.parts import Part, together
+from unickpt.format.index import Index
+from unickpt.format.writer import OfEachProcess, Plan, PlannedFile
+from unickpt.trees import tree
+
+_COUNTS = "accelerate"  # in the metadata
+_PROCESS, _REGISTERED = "values/process", "custom_checkpoint_{}.pkl"
+_KNOWN = {"models", "optimizers", "schedulers", "scaler", "registered", "values"}
+_TENSOR, _DTYPE = "torch.Tensor", "dtype"  # of tensors in the states of registered objects
+_GENERATORS = {"python": "random_state", "numpy": "numpy_random_seed", "torch": "torch_manual_seed"}
+
+
+@dataclass(frozen=True)
+class AccelerateWriter:
+    """A folder for `Accelerator.load_state`, on one process or with DistributedDataParallel."""
+
+    suffixes: ClassVar[Sequence[str]] = ()
+    per_process: ClassVar[bool] = True
+
+    def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
+        root, every = root_of(index), _processes(index)
+        strange = [f"  {name!r}, which save_state does not save" for name in root.keys() - _KNOWN]
+        if strange:
+            raise cannot_hold("accelerate", sorted(strange), "drop it by a rule")
+        parts: dict[str, Plan] = {}
+        models = members(root.get("models", tree.Leaf("", None)))
+        for number, node in models.items():
+            name = _numbered_name("model.safetensors", number)
+            parts[name] = Part.of(index, node).plan(SafetensorsWriter(), most_bytes, name)
+        for name, node in _torch_files(index, root):
+            parts[name] = Part.of(index, node).plan(TorchWriter(), most_bytes, name)
+        for name, plan in parts.items():
+            parts[name] = replace(plan, files=tuple(map(without_last, plan.files)))
+        return together(parts, [*_positions(every), *_random_states(every)])
+
+
+def _processes(index: Index) -> Sequence[Mapping[str, Any]]:
+    """What each process has saved."""
+    stored = index.values.get(_PROCESS)
+    if not isinstance(index.metadata.get(_COUNTS), dict) or not isinstance(stored, OfEachProcess):
+        raise UnsupportedLeaf(
+            f"there is no {_PROCESS!r} as unickpt.integrations.accelerate saves it: only what its "
+            "save_state has saved becomes a folder of Accelerator.save_state; to='safetensors', "
+            "under='models/0' writes weights alone"
+        )
+    return stored.values
+
+
+def _numbered_name(name: str, number: int) -> str:
+    begin, dot, ending = name.rpartition(".")
+    return name if number == 0 else f"{begin}_{number}{dot}{ending}"
+
+
+def _torch_files(index: Index, root: Mapping[Any, Node]) -> Iterator[tuple[str, Node]]:
+    """What is a file of torch.save each."""
+    none = tree.Leaf("", None)
+    for number, node in members(root.get("optimizers", none)).items():
+        name = _numbered_name("optimizer.bin", number)
+        yield name, numbered(index, node, f"optimizers/{number}")
+    for number, node in members(root.get("schedulers", none)).items():
+        yield _numbered_name("scheduler.bin", number), node
+    if "scaler" in root:
+        yield "scaler.pt", root["scaler"]
+    for number, node in members(root.get("registered", none)).items():
+        name = f"registered/{number}"
+        ours = numbered(index, node, name) if is_optimizer(node) else node
+        yield _REGISTERED.format(number), ours
+    others = members(root["values"]).get("registered", none)
+    for number, node in members(others).items():
+        yield _REGISTERED.format(number), _unpacked(node, f"registered/{number}")
+
+
+def _unpacked(node: Node, what: str) -> Node:
+    """The state of a registered object, with tensors instead of what says that they are."""
+    if isinstance(node, tree.Leaf):
+        return node
+    if node.kind in ("namedtuple", "object"):
+        raise UnsupportedLeaf(
+            f"the state of {what} has a {node.type_name}, whose class unickpt does not know, and "
+            f"files of torch.save name it: drop it by a rule, values/{what} <-> drop"
+        )
+    of = members(node)
+    if of.keys() == {_TENSOR, _DTYPE}:
+        return of[_TENSOR]
+    return replace(node, children=tuple(_unpacked(child, what) for child in node.children))
+
+
+def _positions(every: Sequence[Mapping[str, Any]]) -> Iterator[PlannedFile]:
+    """The positions of stateful data loaders; accelerate has nothing of all others."""
+    for number, position in enumerate(every[0]["dataloaders"]):
+        if position["state"] is None:
+            continue
+        if len(every) > 1:
+            raise UnsupportedLeaf(
+                f"data loader {number} is stateful, and accelerate has one file for the positions "
+                f"of all {len(every)} processes: save a step without use_stateful_dataloader, and "
+                "go on with accelerator.skip_first_batches"
+            )
+        file = KnownTorchFile()
+        state = file.plain(_without_marks(position["state"]))
+        yield file.planned(_numbered_name("dl_state_dict.bin", number), state)
+
+
+def _without_marks(state: Any) -> Any:
+    """As `_unpacked`, of values."""
+    if isinstance(state, dict):
+        if state.keys() == {_TENSOR, _DTYPE}:
+            return state[_TENSOR]
+        return {key: _without_marks(value) for key, value in state.items()}
+    return type(state)(map(_without_marks, state)) if type(state) in (list, tuple) else state
+
+
+def _random_states(every: Sequence[Mapping[str, Any]]) -> Iterator[PlannedFile]:
+    """The generators of each process; written last, as they are there."""
+    for process, saved in enumerate(every):
+        file = KnownTorchFile()
+        made = generators(file, saved["rng"], _PROCESS)
+        names = {kind: _GENERATORS.get(kind, f"torch_{kind}_manual_seed") for kind in made}
+        states = {"step": saved["step"], **{names[kind]: made[kind] for kind in made}}
+        planned = file.planned(f"random_states_{process}.pkl", states)
+        yield replace(planned, last=True)

@@ -1,0 +1,112 @@
+"""Writes folders from which the Trainer of Hugging Face transformers goes on.
+
+Source: transformers 4.57, trainer.py (`_save_checkpoint`, `_load_from_checkpoint` and what they
+call). The checkpoint is one that `unickpt.integrations.transformers` has saved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from unickpt.backends.safetensors.writer import HuggingFaceWriter
+from unickpt.backends.torch_writer import TorchWriter
+from unickpt.backends.training_states import (
+    KnownTorchFile,
+    Node,
+    generators,
+    numbered,
+    root_of,
+    without_last,
+)
+from unickpt.errors import UnsupportedLeaf
+from unickpt.foreign.flat_names import cannot_hold
+from unickpt.foreign.parts import Part, together
+from unickpt.format.index import Index
+from unickpt.format.writer import OfEachProcess, Plan, PlannedFile, text_file
+
+_MODEL, _OPTIMIZER, _STATE, _RNG = "model", "optimizer", "trainer_state", "rng"
+_FILES = {"scheduler": "scheduler.pt", "scaler": "scaler.pt"}
+_KNOWN = {_MODEL, _OPTIMIZER, _STATE, _RNG, *_FILES}
+
+
+@dataclass(frozen=True)
+class TrainerWriter:
+    """A folder `checkpoint-<step>`, for `Trainer.train(resume_from_checkpoint=...)`.
+
+    Arguments:
+        max_shard_size: of a file of weights, in bytes; or as a text, such as "5GB".
+        config: a folder whose other files (configuration, tokenizer, ...) are copied.
+    """
+
+    max_shard_size: int | str = HuggingFaceWriter.max_shard_size
+    config: str | os.PathLike[str] | None = None
+    suffixes: ClassVar[Sequence[str]] = ()
+    per_process: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        self._weights()
+
+    def _weights(self) -> HuggingFaceWriter:
+        return HuggingFaceWriter(self.max_shard_size, config=self.config)
+
+    def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
+        root = root_of(index)
+        text = _state_text(index)
+        strange = [f"  {name!r}, which a Trainer does not save" for name in root.keys() - _KNOWN]
+        if strange:
+            raise cannot_hold("trainer", sorted(strange), "drop it by a rule")
+        if _MODEL not in root:
+            raise UnsupportedLeaf("'model' is missing: the Trainer cannot go on without weights")
+        parts = {"": Part.of(index, root[_MODEL]).plan(self._weights(), most_bytes)}
+        files: dict[str, Node] = {name: root[of] for of, name in _FILES.items() if of in root}
+        if _OPTIMIZER in root:
+            files["optimizer.pt"] = numbered(index, root[_OPTIMIZER], _OPTIMIZER)
+        for name, node in files.items():
+            plan = Part.of(index, node).plan(TorchWriter(), most_bytes, name)
+            parts[name] = replace(plan, files=tuple(map(without_last, plan.files)))
+        more = [*_generators(index), text_file("trainer_state.json", text, last=True)]
+        return together(parts, more)
+
+
+def _state_text(index: Index) -> str:
+    """The state of the Trainer, as it writes it.
+
+    Raises:
+        UnsupportedLeaf: there is none.
+    """
+    stored: Any = index.values.get(_STATE)
+    try:
+        state = json.loads(stored.values[0])
+        state["best_model_checkpoint"] = None  # a step of ours; it looks for its own when it saves
+        assert isinstance(state["global_step"], int)
+    except (AttributeError, KeyError, TypeError, ValueError, AssertionError) as error:
+        raise UnsupportedLeaf(
+            "there is no 'trainer_state' as unickpt.integrations.transformers saves it: only a "
+            "step of a Trainer with UnickptMixin or UnickptCallback becomes a checkpoint of the "
+            "Trainer; to='hf', under='model' writes weights alone"
+        ) from error
+    return json.dumps(state, indent=2, sort_keys=True) + "\n"
+
+
+def _generators(index: Index) -> list[PlannedFile]:
+    """The files with the generators of each process."""
+    stored = index.values.get(_RNG)
+    if not isinstance(stored, OfEachProcess):
+        return []  # dropped; the Trainer then says that it begins with other numbers
+    files, count = [], len(stored.values)
+    for process, found in enumerate(stored.values):
+        file = KnownTorchFile()
+        made: Mapping[str, Any] = generators(file, found, _RNG)
+        states = {
+            # On one process, the Trainer has the state of one device, not a list.
+            kind: each[0] if isinstance(each, list) and count == 1 else each
+            for kind, each in made.items()
+        }
+        states["cpu"] = states.pop("torch")
+        name = "rng_state.pth" if count == 1 else f"rng_state_{process}.pth"
+        files.append(file.planned(name, states))
+    return files

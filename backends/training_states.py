@@ -1,0 +1,190 @@
+"""What the Trainer and accelerate of Hugging Face have in their files besides weights: torch's
+optimizers by numbers, generators, and values that are known.
+
+Sources: torch/optim/optimizer.py (`state_dict`), NumPy's `ndarray.__reduce__`, Python's
+`random.getstate`; what is stored is described in unickpt/integrations/rng.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.layout import Layout
+from unickpt.errors import UnsupportedLeaf
+from unickpt.foreign import torch_layout
+from unickpt.foreign.pickle_objects import Global
+from unickpt.foreign.pickle_writer import PickledCall
+from unickpt.format.index import ArrayEntry, Index
+from unickpt.format.writer import PlannedFile
+from unickpt.quoting import quoted
+from unickpt.trees import tree, tree_json
+
+Node = tree.Node | tree.Leaf
+_RECONSTRUCT = Global("numpy._core.multiarray._reconstruct")
+_NDARRAY, _DTYPE = Global("numpy.ndarray"), Global("numpy.dtype")
+
+
+def members(node: Node) -> dict[Any, Node]:
+    """The children of a container by their keys; of a leaf none."""
+    node = _inner(node)
+    if isinstance(node, tree.Leaf):
+        return {}
+    return dict(zip(node.keys, node.children, strict=True))
+
+
+def root_of(index: Index) -> dict[Any, Node]:
+    """What is at the top of a checkpoint."""
+    return members(tree_json.from_json(index.tree))
+
+
+def _inner(node: Node) -> Node:
+    """What is in wrappers."""
+    while isinstance(node, tree.Node) and node.kind == "wrapper":
+        (node,) = node.children
+    return node
+
+
+def is_optimizer(node: Node) -> bool:
+    """Whether a node is the state of an optimizer of torch."""
+    return members(node).keys() == {"state", "param_groups"}
+
+
+def numbered(index: Index, node: Node, name: str) -> tree.Node:
+    """The state of an optimizer by the numbers of its parameters, in the order of its groups.
+
+    Arguments:
+        index: has the names of the parameters.
+        node: the state by names; or by numbers, as it is.
+        name: of the optimizer, for messages.
+
+    Raises:
+        UnsupportedLeaf: it is something else.
+    """
+    of = members(node)
+    groups = _inner(of["param_groups"]) if is_optimizer(node) else None
+    state = _inner(of["state"]) if groups is not None else None
+    if not isinstance(groups, tree.Node) or groups.kind != "list" or isinstance(state, tree.Leaf):
+        raise UnsupportedLeaf(
+            f"{name!r} is not the state of an optimizer as torch has it, with 'state' and a list "
+            "'param_groups': only a step that the integration saved is a whole checkpoint"
+        )
+    numbers: dict[Any, int] = {}
+    found = []
+    for group in groups.children:
+        in_group = members(group)
+        params = members(in_group.get("params", tree.Leaf("", None)))
+        given = [index.values.get(leaf.name) for leaf in tree.leaves(_list(params))]
+        numbers |= {param: len(numbers) + at for at, param in enumerate(given)}
+        made = _list({at: tree.Leaf("", numbers[param]) for at, param in enumerate(given)})
+        found.append(_dict({**in_group, "params": made}))
+    assert isinstance(state, tree.Node)
+    unknown = [key for key in state.keys if key not in numbers]
+    if unknown:
+        raise UnsupportedLeaf(
+            f"{name!r}: no group of 'param_groups' has the parameter {quoted(unknown[0])}, of "
+            "which there is a state"
+        )
+    slots = {numbers[key]: child for key, child in members(state).items()}
+    keys = tuple(range(len(found)))
+    return _dict(
+        {"state": _dict(slots), "param_groups": _list(dict(zip(keys, found, strict=True)))}
+    )
+
+
+def _dict(of: Mapping[Any, Node]) -> tree.Node:
+    keys = tuple(of)
+    return tree.Node("dict", keys, tuple(of.values()), lambda xs: dict(zip(keys, xs, strict=True)))
+
+
+def _list(of: Mapping[Any, Node]) -> tree.Node:
+    return tree.Node("list", tuple(range(len(of))), tuple(of.values()), list)
+
+
+# --- files whose bytes are known ------------------------------------------------------------------
+
+
+class KnownTorchFile:
+    """A file of torch.save with values of one process: arrays are in memory, not in the index."""
+
+    def __init__(self) -> None:
+        self._storages: dict[str, bytes] = {}
+
+    def planned(self, name: str, value: Any) -> PlannedFile:
+        """The file.
+
+        Arguments:
+            name: of the file.
+            value: what it holds, for `pickle_writer.dumps`.
+        """
+        zipped = torch_layout.saved(value, self._storages)
+        return PlannedFile(name, zipped.size, zipped.texts, ending=zipped.ending)
+
+    def tensor(self, array: Any) -> PickledCall:
+        """A tensor with what a NumPy array holds."""
+        array = np.ascontiguousarray(array).reshape(np.shape(array))
+        key, dtype = str(len(self._storages)), dtypes.name_of(array.dtype)
+        self._storages[key] = array.astype(array.dtype.newbyteorder("<")).tobytes()
+        layout = Layout.replicated(array.ndim, 1)
+        entry = ArrayEntry("", array.shape, dtype, array.shape, layout)
+        return torch_layout.tensor(entry, array.shape, key)
+
+    def plain(self, value: Any) -> Any:
+        """A value in which arrays are tensors."""
+        if isinstance(value, np.ndarray | np.generic):
+            return self.tensor(value)
+        if isinstance(value, dict):
+            return {key: self.plain(each) for key, each in value.items()}
+        return type(value)(map(self.plain, value)) if type(value) in (list, tuple) else value
+
+
+def numpy_array(array: Any) -> PickledCall:
+    """A NumPy array of integers as NumPy pickles it."""
+    array = np.asarray(array)
+    array = array.astype(array.dtype.newbyteorder("<"))
+    kind = PickledCall(_DTYPE, (f"{array.dtype.kind}{array.dtype.itemsize}", False, True))
+    kind.state = (3, "<", None, None, None, -1, -1, 0)
+    made = PickledCall(_RECONSTRUCT, (_NDARRAY, (0,), b"b"))
+    made.state = (1, array.shape, kind, False, array.tobytes())
+    return made
+
+
+def generators(file: KnownTorchFile, found: Any, name: str) -> dict[str, Any]:
+    """The states of a process's generators, as they are pickled: `python`, `numpy`, `torch`, and
+    the list of each kind of accelerators by its name.
+
+    Arguments:
+        file: takes the tensors.
+        found: what `unickpt.integrations.rng` has saved.
+        name: of the leaf, for messages.
+
+    Raises:
+        UnsupportedLeaf: it is something else.
+    """
+    try:
+        python, numpy = found["python"], found["numpy"]
+        words = tuple(int(word) for word in python["words"])
+        made = {
+            "python": (python["version"], words, python["gauss"]),
+            "numpy": (
+                *(numpy["kind"], numpy_array(numpy["keys"])),
+                *(numpy["position"], numpy["has_gauss"], numpy["cached"]),
+            ),
+            "torch": file.tensor(found["torch"]),
+        }
+        of_kind = found["accelerators"].items()
+        return made | {kind: [file.tensor(each) for each in states] for kind, states in of_kind}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise UnsupportedLeaf(
+            f"{name!r} is not what unickpt.integrations saves of random number generators "
+            f"({error!r}); drop it by a rule: {name} <-> drop"
+        ) from error
+
+
+def without_last(file: PlannedFile) -> PlannedFile:
+    """A file that does not make the checkpoint complete."""
+    return replace(file, last=False)

@@ -1,0 +1,100 @@
+"""Parts of a checkpoint that are written as checkpoints of their own, each in its format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from unickpt.format.index import ArrayEntry, Index
+from unickpt.format.writer import Plan, PlannedFile, Writer
+from unickpt.trees import tree, tree_json
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some leaves of a checkpoint, under names of their own.
+
+    Arguments:
+        index: as if they were a checkpoint.
+        sources: the names of its leaves in the whole; without those that it does not have.
+        stored: the names of its arrays in the whole.
+    """
+
+    index: Index
+    sources: Mapping[str, str]
+    stored: Mapping[str, str]
+
+    @classmethod
+    def of(cls, whole: Index, node: tree.Node | tree.Leaf) -> Part:
+        """The part with a structure.
+
+        Arguments:
+            whole: the index of all.
+            node: its leaves have their names in the whole; or none, and a plain value.
+
+        Example:
+            >>> leaf = tree.Leaf("", 3)
+            >>> node = tree.Node("dict", ("step",), (leaf,), tuple)
+            >>> Part.of(Index(None, {}), node).index.values
+            {'step': 3}
+        """
+        structure = tree_json.to_json(node)
+        entries = whole.entries
+        arrays: dict[str, ArrayEntry] = {}
+        aliases, sources, stored = dict[str, str](), dict[str, str](), dict[str, str]()
+        first: dict[str, str] = {}  # names in the part, by those of their arrays
+        values: dict[str, Any] = {}
+        new_leaves = tree.leaves(tree_json.from_json(structure))
+        for new, old in zip(new_leaves, tree.leaves(node), strict=True):
+            if not old.name:
+                values[new.name] = old.value
+                continue
+            sources[new.name] = old.name
+            if old.name not in entries:
+                values[new.name] = whole.values[old.name]
+                continue
+            entry = entries[old.name]
+            if first.setdefault(entry.name, new.name) == new.name:
+                arrays[new.name] = replace(entry, name=new.name)
+                stored[new.name] = entry.name
+            else:
+                aliases[new.name] = first[entry.name]
+        index = replace(whole, tree=structure, arrays=arrays, aliases=aliases, values=values)
+        return cls(replace(index, per_process={}), sources, stored)
+
+    def plan(self, writer: Writer, most_bytes: int, file: str | None = None) -> Plan:
+        """What a format makes of it, for the index of all. As `Writer.plan`."""
+        plan = writer.plan(self.index, most_bytes, file)
+        values = {name: shown for name, shown in plan.values.items() if name in self.sources}
+        return replace(
+            plan,
+            files=tuple(map(self._with_stored, plan.files)),
+            arrays={self.sources[name]: shown for name, shown in plan.arrays.items()},
+            values={self.sources[name]: shown for name, shown in values.items()},
+            casts={self.stored[name]: dtype for name, dtype in plan.casts.items()},
+            made={
+                shown: self.index.values[name]
+                for name, shown in plan.values.items()
+                if name not in self.sources
+            },
+        )
+
+    def _with_stored(self, file: PlannedFile) -> PlannedFile:
+        data = tuple(replace(each, array=self.stored[each.array]) for each in file.data)
+        return replace(file, data=data)
+
+
+def together(parts: Mapping[str, Plan], more: Sequence[PlannedFile] = ()) -> Plan:
+    """One plan of several checkpoints in a folder.
+
+    Arguments:
+        parts: by the names of their files; see `Plan.parts`.
+        more: further files. One that is copied gives way to one of the same name.
+    """
+    files = [*(file for plan in parts.values() for file in plan.files), *more]
+    made = {file.name for file in files if file.copied is None}
+    files = [file for file in files if file.copied is None or file.name not in made]
+    arrays = {name: shown for plan in parts.values() for name, shown in plan.arrays.items()}
+    casts = {name: dtype for plan in parts.values() for name, dtype in plan.casts.items()}
+    return Plan(tuple(files), arrays, casts=casts, parts=parts)

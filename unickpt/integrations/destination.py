@@ -1,0 +1,74 @@
+"""Where a save goes: in a local folder it may replace a checkpoint that the trainer wrote."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from unickpt.storage import paths
+from unickpt.storage.locations import Location
+from unickpt.storage.paths import LocalLocation
+
+
+@dataclass(frozen=True)
+class _ReplacedFolder(LocalLocation):
+    """A folder with a checkpoint of a trainer, which a save may replace as it may replace our own.
+
+    Arguments:
+        theirs: what in it is the trainer's.
+    """
+
+    theirs: frozenset[str] = frozenset()
+
+    def foreign_files(self) -> list[str]:
+        return [name for name in super().foreign_files() if name not in self.theirs]
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where to save, and what of a trainer's own checkpoint there is replaced.
+
+    Arguments:
+        location: the folder.
+        theirs: names of files and folders in it.
+    """
+
+    location: Location
+    theirs: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, path: paths.PathLike, theirs_of: Callable[[Sequence[str]], Sequence[str]]
+    ) -> Destination:
+        """The destination at a path.
+
+        Arguments:
+            path: a local path or a URL.
+            theirs_of: says which names of those in a folder are a checkpoint of the trainer's; none
+                if there is no such checkpoint. They are removed in this order.
+
+        Raises:
+            InvalidPath, StorageError: as `unickpt.save`.
+        """
+        found = paths.resolve(path)
+        if not isinstance(found, LocalLocation):
+            return cls(found)
+        context = paths.context()
+        theirs = tuple(theirs_of([*found.files(context), *found.folders(context)]))
+        if not theirs:
+            return cls(found)
+        return cls(_ReplacedFolder(found.url, found.spec, frozenset(theirs)), theirs)
+
+    def committed(self) -> None:
+        """Removes what the save has replaced; called after the commit, on any rank. Until then the
+        trainer's checkpoint stays as it is, and from then on ours is what readers find."""
+        for name in self.theirs:
+            path = os.path.join(str(self.location), name)
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path, ignore_errors=True)
+                continue
+            with suppress(FileNotFoundError):
+                os.unlink(path)
