@@ -67,12 +67,28 @@ def find(files: Files, context: ts.Context) -> Found | None:
     if here & set(_MARKS):
         return _composite(files, about, below, context)
     if found and not any(_STEP.fullmatch(name) for name in found):
-        return _composite(files, about, found, context)
+        return _composite(files, about, _unrecorded(files, found, below), context)
     steps = [name for name in below if _STEP.fullmatch(name)]
     steps = sorted(filter(lambda name: _is_step(files, name), steps), key=_step_number)
     if steps and not here:
         raise CheckpointNotFound(_several(files, steps))
     return None
+
+
+def _unrecorded(files: Files, found: list[str], below: list[str]) -> list[str]:
+    """The items of a checkpoint of an older Orbax, which recorded none: in a manager's step, all
+    folders are some, also those of other kinds than arrays.
+
+    Arguments:
+        files: of the checkpoint.
+        found: the items of arrays.
+        below: all folders.
+    """
+    if _STEP.fullmatch(files.location.url.rstrip("/").rsplit("/", 1)[-1]) is None:
+        return found
+    if any(_TEMPORARY in name for name in below):
+        raise _not_committed(files)
+    return below
 
 
 def _check_name(files: Files) -> None:

@@ -83,3 +83,55 @@ def test_another_optimizer_is_still_refused(tmp_path: Path) -> None:
     stored(trained(torch.optim.SGD, lr=0.5), tmp_path / "sgd")
     with pytest.raises((LoadMismatch, unickpt.UnsupportedLeaf), match=r"betas|exp_avg"):
         unickpt.load(tmp_path / "sgd", trained())
+
+
+def scheduled() -> Any:
+    optimizer = trained()["optim"]
+    schedulers = torch.optim.lr_scheduler
+    sequence = schedulers.ExponentialLR(optimizer, 0.5), schedulers.CosineAnnealingLR(optimizer, 8)
+    found = {
+        "sequence": schedulers.SequentialLR(optimizer, sequence, [2]),
+        "plateau": schedulers.ReduceLROnPlateau(optimizer),
+    }
+    optimizer.step()
+    return found
+
+
+@FORMATS
+def test_flags_of_schedulers_come_and_go(name: str, tmp_path: Path) -> None:
+    older = scheduled()
+    older["sequence"].step()
+    older["plateau"].step(0.5)
+    for each in (older["plateau"], older["sequence"]._schedulers[0]):
+        each.verbose = False
+    del older["plateau"].default_min_lr
+    del older["sequence"]._schedulers[0]._is_initial
+    newer = scheduled()
+    path = stored(older, tmp_path / name)
+    _, report = unickpt.load(path, newer, return_report=True)
+    assert report.kept == ("plateau/default_min_lr", "sequence/_schedulers/0/_is_initial")
+    assert report.skipped == ("plateau/verbose", "sequence/_schedulers/0/verbose")
+    assert newer["sequence"].last_epoch == 1
+    assert newer["plateau"].best == 0.5
+    assert newer["plateau"].default_min_lr == 0
+
+
+def test_flags_of_what_is_no_scheduler_are_missing(tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "step", {"run": {"last_epoch": 3}})
+    with pytest.raises(LoadMismatch, match=r"run/is_frozen *missing"):
+        unickpt.load(tmp_path / "step", {"run": {"last_epoch": 0, "is_frozen": False}})
+
+
+def test_a_setting_of_a_scheduler_that_decides_is_missing(tmp_path: Path) -> None:
+    older = scheduled()
+    del older["plateau"].patience
+    with pytest.raises(LoadMismatch, match=r"plateau/patience *missing"):
+        unickpt.load(stored(older, tmp_path / "step"), scheduled())
+
+
+def test_what_a_rename_would_mend_may_be_skipped(tmp_path: Path) -> None:
+    """The message is made of what is skipped, too."""
+    unickpt.save(tmp_path / "step", {"a": {"old": 1}, "b": {"old": 2}, "c": 3})
+    like = {"a": {"new": 0}, "b": {"new": 0}, "d": 0}
+    with pytest.raises(LoadMismatch, match=r"asked 'new', stored 'old'"):
+        unickpt.load(tmp_path / "step", like, unexpected="skip")

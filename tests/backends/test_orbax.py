@@ -472,6 +472,21 @@ def test_older_checkpoints_have_fewer_files(tmp_path: Path) -> None:
         unickpt.open(path.parent)
 
 
+def test_an_older_step_has_items_of_all_kinds(tmp_path: Path) -> None:
+    """Older managers did not record them."""
+    args = ocp.args.Composite(
+        state=ocp.args.StandardSave({"w": a(3)}), note=ocp.args.JsonSave({"of": [1]})
+    )
+    path = manager(tmp_path / "run", {4: (args, None)}) / "4"
+    (path / "_CHECKPOINT_METADATA").unlink()
+    found = unickpt.load(path)
+    assert same(found["state"]["w"], a(3))
+    assert found["note"] == {"of": [1]}
+    (path / "loader.orbax-checkpoint-tmp-3").mkdir()
+    with pytest.raises(CheckpointNotFound, match="not committed"):
+        unickpt.open(path)
+
+
 def test_folders_beside_each_other_are_no_items(tmp_path: Path) -> None:
     for name in ("best", "last"):
         save(tmp_path / name, {"w": a(3)})

@@ -117,7 +117,7 @@ def _text(
         lines += ["that part would still differ:"] * bool(rows)
     lines += [*_single_leaf(rows), *_transposed(rows)]
     if part is None:
-        rows, more = _beside(_unexplained(rows, likely), asked)
+        rows, more = _beside(_unexplained(rows, skipped, likely), asked)
         lines += more
     lines += _optimizer_states(rows)
     problems = dict.fromkeys(row.problem for row in rows)
@@ -226,10 +226,13 @@ def _dims(shape: str) -> list[str]:
     return shape.strip("[]").split(", ")
 
 
-def _unexplained(rows: Sequence[Difference], likely: Sequence[Cause]) -> list[Difference]:
+def _unexplained(
+    rows: Sequence[Difference], skipped: Sequence[Difference], likely: Sequence[Cause]
+) -> list[Difference]:
     """The rows that no likely rename would fix."""
     of_missing = {row.name: row.asked for row in rows if row.problem == "missing"}
-    of_unexpected = {row.name: row.stored for row in rows if row.problem == "unexpected"}
+    found = (*rows, *skipped)
+    of_unexpected = {row.name: row.stored for row in found if row.problem == "unexpected"}
     mended: set[tuple[str, str]] = set()
     for cause in likely:
         for asked, stored in cause.pairs if len(cause.pairs) > 1 else ():

@@ -269,7 +269,7 @@ class _Comparison:
             self.mismatched.append((name, _shape(source), _shape(target)))
         elif name not in self.have:
             may = self.policy.keep_missing or name in view.kept
-            if keeps and (may or may_lack(name, value, view.index.names)):
+            if keeps and (may or may_lack(name, value, self.have)):
                 self.kept.append(name)
             else:
                 self.rows.append(self.missing(name))

@@ -124,6 +124,11 @@ def _separators_text(pairs: Sequence[tuple[str, str]]) -> str:
 
 
 def _wrappers_text(pairs: Sequence[tuple[str, str]]) -> str:
+    if all(stored == f"{asked}/value" for asked, stored in pairs):
+        return (
+            f"Orbax saved the variables of a Flax NNX module{_such_as(pairs)}. Loads without rules "
+            "find them; with rules, add `default {m...}/value <-> {m...}`"
+        )
     return (
         f"names differ only in what a wrapper (DDP, torch.compile) adds{_such_as(pairs)}. Put the "
         "module itself into `like`, not its state_dict(): the wrappers' names are then removed"
