@@ -159,7 +159,7 @@ def policies(folder: str) -> None:
 @case
 def goes_back(folder: str) -> None:
     trained(folder, 6)
-    with raises(FileNotFoundError, "load_step=3", "2, 4, 6"):
+    with raises(FileNotFoundError, "--checkpoint.load_step=3", "2, 4, 6"):
         trained(folder, 6, load_step=3)
     found = trained(folder, 5, load_step=2)
     assert list(found.losses) == [3, 4, 5]
@@ -308,7 +308,7 @@ def refused(folder: str) -> None:
     path = {"initial_load_path": "/x", "initial_load_in_hf": True}
     with raises(ValueError, "initial_load_in_hf_quantized"):
         make(**path, initial_load_in_hf_quantized=True)
-    with raises(ValueError, "async_mode='fork'"):
+    with raises(ValueError, "Invalid async_mode='fork'"):
         make(async_mode="fork")
     with raises(ValueError, "last_save_in_hf requires last_save_model_only"):
         make(last_save_in_hf=True, last_save_model_only=False)

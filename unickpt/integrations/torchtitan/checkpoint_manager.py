@@ -93,7 +93,8 @@ class TorchtitanCheckpointManager(BaseCheckpointManager):
             self.async_mode = self.async_mode.lower()  # type: ignore[assignment]
             if self.async_mode not in _ASYNC_MODES:
                 raise ValueError(
-                    f"async_mode={self.async_mode!r} is not one of {', '.join(_ASYNC_MODES)}"
+                    f"Invalid async_mode={self.async_mode!r}: it is none of "
+                    f"{', '.join(_ASYNC_MODES)}"
                 )
 
     def __init__(
@@ -252,7 +253,8 @@ class TorchtitanCheckpointManager(BaseCheckpointManager):
         else:
             have = ", ".join(map(str, ours[-10:])) or "none"
             raise CheckpointNotFound(
-                f"load_step={step} is not in {self.folder}; the committed steps are: {have}"
+                f"--checkpoint.load_step={step} not found in {self.folder}; the committed steps "
+                f"are: {have}"
             )
 
     def _load_theirs(self, step: int) -> None:
