@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from unickpt.integrations.orbax import policies
+from unickpt.integrations.orbax import names, policies
 from unickpt.integrations.orbax.policies import (
     MultiprocessingOptions,
     PreservationPolicy,
@@ -203,3 +203,30 @@ def preservation_policy(options: Any) -> PreservationPolicy:
             )
         )
     return policies.AnyPreservationPolicy(found)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How what others saved is opened and loaded.
+
+    Arguments:
+        open: arguments of `unickpt.open`.
+        load: arguments of `unickpt.load`.
+    """
+
+    open: Mapping[str, Any] = field(default_factory=dict)
+    load: Mapping[str, Any] = field(default_factory=dict)
+
+
+def reading_arguments(given: dict[str, Any]) -> Reading:
+    """Takes `rules`, `hints` and `load_options` out of what was given as `unickpt=`."""
+    found = {name: given.pop(name, None) for name in ("rules", "hints", "load_options")}
+    load = {"rules": found["rules"], "options": found["load_options"]}
+    return Reading(
+        {"hints": found["hints"]} if found["hints"] else {},
+        {name: value for name, value in load.items() if value is not None},
+    )
+
+
+def __getattr__(name: str) -> Any:
+    return names.of_orbax("options", name)
