@@ -248,7 +248,7 @@ class Checkpointer:
 
 
 def _exists(error: CheckpointExists) -> DestinationExists:
-    return DestinationExists(f"{error} (force=True replaces a checkpoint)")
+    return DestinationExists(f"{error}. Here, overwrite=True is called force=True")
 
 
 class AsyncCheckpointer(Checkpointer):
