@@ -138,7 +138,8 @@ class Checkpointer:
             kinds[name], trees[name] = items.to_save(name, each, of_items.get(name))
         stored = {
             "custom_metadata": items.plain_json("custom_metadata", metadata or {}),
-            ORBAX: {"items": kinds, "single": ITEM if single else None},
+            # As Orbax, which has no folder for the only item; for an export.
+            ORBAX: {"items": kinds, "single": ITEM if single else None, "alone": single},
         }
         location = paths.resolve(directory)
         replaced = Replaced.at(location, self._options, force=force)
