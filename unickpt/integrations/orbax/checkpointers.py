@@ -183,7 +183,7 @@ class Checkpointer:
             return items.restore(self._item(info, found), given, handler)
         of_items = handlers.of_items(handler)
         wanted = dict(given.items()) or dict.fromkeys(items_of(info, found, None))
-        load = partial(loader.load, found, **self._reading.load)
+        load = partial(self._load, found)
         restored = {
             name: items.restore(item_of(info, found, name, None, load), each, of_items.get(name))
             for name, each in wanted.items()
@@ -195,9 +195,13 @@ class Checkpointer:
         foreign, opening = found.reader.format == ORBAX, self._reading.open
         return Info(0, str(directory), foreign=foreign, opening=opening), found
 
+    def _load(self, found: Checkpoint, like: Any, **arguments: Any) -> Any:
+        more = self._reading.arguments(like, arguments.get("under", ""))
+        return loader.load(found, like, **arguments, **more)
+
     def _item(self, info: Info, found: Checkpoint) -> StoredItem:
         """All of a checkpoint, as the one item that it is here."""
-        load = partial(loader.load, found, **self._reading.load)
+        load = partial(self._load, found)
         kinds = how_saved(found).get("items", {})
         kind = str(next(iter(kinds.values()))) if len(kinds) == 1 else ""
         return StoredItem(ITEM, "", found, kind, load)

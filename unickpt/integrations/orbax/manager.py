@@ -43,8 +43,9 @@ class CheckpointManager:
         logger: Orbax's, or with `log_entry(dict)`: is told of each save and restore.
         handler_registry: None.
         unickpt: further arguments of `unickpt.Checkpointer`, such as {"reuse": True} or
-            {"options": unickpt.SaveOptions(...)}; and {"rules": unickpt.Rules(...)}, by which steps
-            that Orbax saved are restored, and "hints" and "load_options" for them.
+            {"options": unickpt.SaveOptions(...)}. For restoring what Orbax saved, or what is in
+            another directory: "rules", a `unickpt.Rules` or one for each item, by which trees are
+            restored into others; "hints"; and "load_options".
 
     Raises:
         ValueError, TypeError: an argument cannot be honoured; names it.

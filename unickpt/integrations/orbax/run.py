@@ -211,7 +211,8 @@ class Run:
     def load(self, info: Info, like: Any, **arguments: Any) -> Any:
         """Loads from a step, with the arguments of `unickpt.load`."""
         if info.foreign or self._reads_all:
-            return load(info.open(), like, **arguments, **self._reading.load)
+            more = self._reading.arguments(like, arguments.get("under", ""))
+            return load(info.open(), like, **arguments, **more)
         return self.checkpointer.load(like, step=info.step, **arguments)
 
     # --- saving ----------------------------------------------------------------------------------
