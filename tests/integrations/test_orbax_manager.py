@@ -538,3 +538,21 @@ def test_rules_are_for_the_steps_that_orbax_saved(tmp_path: Path) -> None:
     assert np.array_equal(alone["linear"]["weight"], w.T)
     with pytest.raises(HintError, match="takes no hints"):
         ours.CheckpointManager(tmp_path, unickpt={"hints": {"x": 1}})
+
+
+def test_an_idle_manager_gives_way_to_another(tmp_path: Path) -> None:
+    """As in notebooks, where the first is not closed; and the first may save again."""
+    state = ours.args.StandardSave({"w": jnp.ones(2)})
+    options = ours.CheckpointManagerOptions(max_to_keep=2)
+    first = ours.CheckpointManager(tmp_path, options=options)
+    first.save(0, args=state)
+    first.wait_until_finished()
+    second = ours.CheckpointManager(tmp_path, options=options)
+    second.save(1, args=state)
+    assert first.save(2, args=state)  # after the other's save
+    first.wait_until_finished()
+    assert unickpt.Checkpointer(tmp_path).steps() == [1, 2]
+    second.reload()
+    assert second.all_steps() == [1, 2]
+    second.close()
+    first.close()

@@ -7,11 +7,13 @@ folder are listed and loaded as well, and never changed.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any
+from weakref import WeakSet
 
 from unickpt.errors import CheckpointCorrupt, CheckpointExists, CheckpointNotFound, LaterStepsExist
 from unickpt.format.index import RESERVED
@@ -37,6 +39,11 @@ from unickpt.saving.options import SaveOptions
 from unickpt.storage import paths
 
 _NEVER = "0001-01-02T00:00:00+00:00"  # before all others, in any time zone
+
+
+_saving = threading.Lock()
+_open: WeakSet[Run] = WeakSet()
+"""The runs of this process."""
 
 
 class StepAlreadyExistsError(CheckpointExists, ValueError):
@@ -151,6 +158,7 @@ class Run:
         self._saving: int | None = None
         self._root: Mapping[str, Any] | None = None
         self.reload()
+        _open.add(self)
 
     # --- which steps there are -------------------------------------------------------------------
 
@@ -276,12 +284,22 @@ class Run:
         info = Info(step, self.checkpointer.path(step), told=(datetime.now(UTC), metrics))
         after = {**self._infos, step: info}
         kept = self._preserved([after[s] for s in sorted(after)])  # may raise, so before the save
-        self._pending = self.checkpointer.save(
-            step, tree, metadata=stored, overwrite=overwrite, wait=not self.rules.asynchronous
-        )
+        with _saving:
+            self._ask_others_to_release()
+            self._pending = self.checkpointer.save(
+                step, tree, metadata=stored, overwrite=overwrite, wait=not self.rules.asynchronous
+            )
         self._saving = step
         self._infos = {s: i for s, i in after.items() if i.foreign or s in kept or s == step}
         return self._pending
+
+    def _ask_others_to_release(self) -> None:
+        """Lets other managers of this process that are not closed, as in notebooks, give the folder
+        back when they are idle; they may save again, when this one is."""
+        others = [run for run in list(_open) if run.directory.spec == self.directory.spec]
+        for other in others:
+            if other is not self:
+                other.checkpointer.release()
 
     def _check_new(self, step: int, overwrite: bool) -> None:
         if not (self.rules.create or self.directory.exists()):
@@ -382,6 +400,7 @@ class Run:
         try:
             self.wait_saved()
         finally:
+            _open.discard(self)
             self.checkpointer.close()
 
 
