@@ -1,260 +1,52 @@
-"""Writes Orbax checkpoints: a folder of Zarr arrays (version 2, not compressed) for a tree.
-
-Sources: orbax/checkpoint/_src/metadata/tree.py, _src/serialization/type_handlers.py. That is what
-`use_ocdbt=False` makes of version 0, which every version of Orbax restores, in parallel. A chunk
-is a file of its own, so processes need not talk to each other.
-"""
+"""Writes Orbax checkpoints: the folder of a tree, or a step as Orbax's managers save it."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from unickpt.arrays import dtypes
-from unickpt.arrays.box import Box
+from unickpt.backends.orbax import step_writer
+from unickpt.backends.orbax.step_writer import STEP, TREE
+from unickpt.backends.orbax.tree_writer import unwrapped
 from unickpt.errors import UnsupportedLeaf
-from unickpt.foreign.flat_names import refuse
-from unickpt.format.index import ArrayEntry, Index
-from unickpt.format.writer import Data, Plan, PlannedFile, text_file
-from unickpt.quoting import quoted
+from unickpt.format.index import Index
+from unickpt.format.writer import Plan
 from unickpt.trees import tree, tree_json
 
 _CHUNK_BYTES = 64 << 20
-_HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
-_SEQUENCE, _DICT = 1, 2
-_EMPTY = {"list": "List", "tuple": "Tuple", "namedtuple": "NamedTuple"}
-# TensorStore's driver for version 2 of Zarr lacks them.
-_MISSING = ("float8_e4m3",)
-_Keys = tuple[tuple[str, int], ...]
+_LAYOUTS = ("", "tree", "step")
 
 
 @dataclass(frozen=True)
 class OrbaxWriter:
-    """A folder that `StandardCheckpointer.restore` reads."""
+    """A folder that `StandardCheckpointer.restore` reads, or a step of a `CheckpointManager`.
 
+    Arguments:
+        layout: "tree" for the folder of a tree; "step" for that of a step, with a folder for each
+            item. By default a step if a manager or checkpointer of `unickpt.integrations.orbax`
+            saved the checkpoint, else a tree.
+
+    Raises:
+        ValueError: the layout is none of these.
+    """
+
+    layout: str = ""
     suffixes: ClassVar[Sequence[str]] = ()
 
+    def __post_init__(self) -> None:
+        if self.layout not in _LAYOUTS:
+            raise ValueError(f"layout={self.layout!r} must be 'tree' or 'step'")
+
     def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
-        node = _unwrapped(tree_json.from_json(index.tree))
-        if isinstance(node, tree.Leaf):
+        node = unwrapped(tree_json.from_json(index.tree))
+        chunk_bytes = min(_CHUNK_BYTES, most_bytes)
+        items = step_writer.items_of(index, node) if self.layout != "tree" else TREE
+        if items is None or (self.layout == "step" and items.alone):
+            items = STEP if self.layout else TREE
+        if items is TREE and isinstance(node, tree.Leaf):
             raise UnsupportedLeaf(
                 "Orbax stores trees, and this checkpoint is a single leaf; put it below a name by "
                 "a rule"
             )
-        leaves = list(_leaves(node, (), ""))
-        _check(index, leaves)
-        chunk_bytes = min(_CHUNK_BYTES, most_bytes)
-        metadata, texts, about = dict[str, Any](), dict[str, Any](), list[Any]()
-        files: list[PlannedFile] = []
-        arrays, values = dict[str, str](), dict[str, str]()
-        for leaf in leaves:
-            entry = index.entries.get(leaf.name) if leaf.kind is None else None
-            kind = leaf.kind or _kind(index, leaf.name)
-            metadata[str(tuple(key for key, _ in leaf.keys))] = _described(leaf.keys, kind)
-            if entry is not None:
-                chunk = _chunk(entry, chunk_bytes)
-                files += _array_files(leaf.stored, entry.name, entry, chunk)
-                about.append(_about(leaf.stored, entry, chunk))
-                arrays[leaf.name] = leaf.shown
-            elif leaf.kind is None:
-                values[leaf.name] = leaf.shown
-                files += _value_files(leaf.stored, index.values[leaf.name], kind, texts)
-        files += _metadata_files(metadata, texts, about)
-        _check_files(files)
-        return Plan(tuple(files), arrays, values)
-
-
-@dataclass(frozen=True)
-class _OrbaxLeaf:
-    """A leaf, or an empty container.
-
-    Arguments:
-        name: in the index.
-        shown: as unickpt reads it.
-        keys: that lead to it, with their kinds.
-        kind: Orbax's name of an empty container; None for a leaf.
-    """
-
-    name: str
-    shown: str
-    keys: _Keys
-    kind: str | None = None
-
-    @property
-    def stored(self) -> str:
-        """The name of what is stored; Orbax escapes nothing in it."""
-        return ".".join(key for key, _ in self.keys)
-
-
-def _unwrapped(node: tree.Node | tree.Leaf) -> tree.Node | tree.Leaf:
-    while isinstance(node, tree.Node) and node.kind == "wrapper":
-        (node,) = node.children
-    return node
-
-
-def _leaves(node: tree.Node | tree.Leaf, keys: _Keys, shown: str) -> Iterator[_OrbaxLeaf]:
-    node = _unwrapped(node)
-    if isinstance(node, tree.Leaf):
-        yield _OrbaxLeaf(node.name, shown, keys)
-        return
-    if not node.children and keys:
-        yield _OrbaxLeaf("", shown, keys, _EMPTY.get(node.kind, "Dict"))
-    kind = _SEQUENCE if node.kind in ("list", "tuple") else _DICT
-    for key, child in zip(map(str, node.keys), node.children, strict=True):
-        below = tree.join(shown, key if kind == _SEQUENCE else tree.component(key))
-        yield from _leaves(child, (*keys, (key, kind)), below)
-
-
-def _check(index: Index, leaves: Sequence[_OrbaxLeaf]) -> None:
-    """Refuses what Orbax cannot hold, and names that it would confuse."""
-    missing = [
-        entry
-        for entry in index.arrays.values()
-        if entry.dtype in _MISSING or dtypes.from_name(entry.dtype).kind in "mM"
-    ]
-    values = {
-        name: f"{quoted(value)}, a plain {type(value).__name__}"
-        for name, value in index.values.items()
-        if isinstance(value, bytes) or (type(value) is int and not -(1 << 63) <= value < 1 << 63)
-    }
-    refuse("orbax", missing, values)
-    seen: dict[str, _OrbaxLeaf] = {}
-    for leaf in leaves:
-        other = seen.setdefault(leaf.stored, leaf)
-        if other is not leaf:
-            first, second = ([key for key, _ in found.keys] for found in (other, leaf))
-            raise UnsupportedLeaf(
-                f"Orbax would write {quoted(first)} and {quoted(second)} to one place, "
-                f"{quoted(leaf.stored)}; rename one of them by a rule"
-            )
-        if any(part in ("", ".", "..") for part in leaf.stored.split("/")) or "\0" in leaf.stored:
-            raise UnsupportedLeaf(
-                f"Orbax would write {quoted(leaf.stored)} into a folder of that name, which cannot "
-                "be; rename it by a rule"
-            )
-
-
-def _check_files(files: Sequence[PlannedFile]) -> None:
-    """Refuses names of which one is the folder of another's file."""
-    seen = set[str]()
-    folders = {file.name[:at] for file in files for at, c in enumerate(file.name) if c == "/"}
-    for file in files:
-        if file.name in seen or file.name in folders:
-            raise UnsupportedLeaf(
-                f"Orbax would need {quoted(file.name)} for two leaves; rename one of them by a rule"
-            )
-        seen.add(file.name)
-
-
-def _kind(index: Index, name: str) -> str:
-    """Orbax's name of the type of a leaf."""
-    if name in index.entries:
-        return "np.ndarray" if index.entry(name).prng is None else "jax.Array"
-    value = index.values[name]
-    if value is None:
-        return "None"
-    return "string" if isinstance(value, str) else "scalar"
-
-
-def _described(keys: _Keys, kind: str) -> dict[str, Any]:
-    empty = kind in ("None", "Dict", *_EMPTY.values())
-    return {
-        "key_metadata": [{"key": key, "key_type": of} for key, of in keys],
-        "value_metadata": {"value_type": kind, "skip_deserialize": empty},
-    }
-
-
-# --- arrays and values --------------------------------------------------------------------------
-
-
-def _chunk(entry: ArrayEntry, most_bytes: int) -> tuple[int, ...]:
-    """The extents of a chunk: its elements follow each other in the array."""
-    extents = [max(1, n) for n in entry.shape]
-    for dim in range(len(extents)):
-        rows = entry.itemsize * math.prod(extents[dim + 1 :])
-        if rows * extents[dim] <= most_bytes:
-            break
-        extents[dim] = max(1, most_bytes // rows)
-    return tuple(extents)
-
-
-def _array_files(
-    stored: str, name: str, entry: ArrayEntry, chunk: Sequence[int]
-) -> Iterator[PlannedFile]:
-    """A file for each chunk; that of the last one in a dimension is filled up with zeros."""
-    yield text_file(f"{stored}/.zarray", _zarray(entry.dtype, entry.shape, chunk))
-    size = math.prod(chunk) * entry.itemsize
-    counts = [range(-(-n // c)) for n, c in zip(entry.shape, chunk, strict=True)]
-    for at in product(*counts):
-        start = tuple(k * c for k, c in zip(at, chunk, strict=True))
-        stop = tuple(min(a + c, n) for a, c, n in zip(start, chunk, entry.shape, strict=True))
-        key = ".".join(map(str, at)) or "0"
-        yield PlannedFile(f"{stored}/{key}", size, data=(Data(0, name, Box(start, stop)),))
-
-
-def _zarray(dtype: str, shape: Sequence[int], chunk: Sequence[int]) -> str:
-    found = dtypes.from_name(dtype)
-    facts = {
-        "chunks": list(chunk),
-        "compressor": None,
-        "dimension_separator": ".",
-        "dtype": found.newbyteorder("<").str if found.type.__module__ == "numpy" else dtype,
-        "fill_value": None,
-        "filters": None,
-        "order": "C",
-        "shape": list(shape),
-        "zarr_format": 2,
-    }
-    return json.dumps(facts, separators=(",", ":"))
-
-
-def _about(stored: str, entry: ArrayEntry, chunk: Sequence[int]) -> dict[str, Any]:
-    key = None if entry.prng is None else {"random_key_impl": entry.prng}
-    return {
-        "array_metadata": {
-            "param_name": stored,
-            "write_shape": list(chunk),
-            "chunk_shape": list(chunk),
-            "ext_metadata": key,
-        }
-    }
-
-
-def _value_files(stored: str, value: Any, kind: str, texts: dict[str, Any]) -> list[PlannedFile]:
-    """The files of a number; a text is added to those of all."""
-    if kind == "scalar":
-        dtype = {bool: "bool", int: "int64", float: "float64"}[type(value)]
-        number = dtypes.from_name(dtype).newbyteorder("<").type(value)
-        return [
-            text_file(f"{stored}/.zarray", _zarray(dtype, (), ())),
-            text_file(f"{stored}/0", number.tobytes()),
-        ]
-    if kind == "string":
-        *above, last = (t.replace("~1", "/").replace("~0", "~") for t in stored.split("/"))
-        for token in above:
-            texts = texts.setdefault(token, {})
-        texts[last] = value
-    return []
-
-
-def _metadata_files(
-    metadata: Mapping[str, Any], texts: Mapping[str, Any], about: Sequence[Any]
-) -> Iterator[PlannedFile]:
-    if texts:
-        yield text_file("_strings.json", json.dumps(texts, ensure_ascii=False))
-    yield text_file("array_metadatas/process_0", json.dumps({"array_metadatas": about}))
-    told = {
-        "tree_metadata": metadata,
-        "use_ocdbt": False,
-        "use_zarr3": False,
-        "store_array_data_equal_to_fill_value": True,
-        "custom_metadata": None,
-    }
-    checkpoint = {"item_handlers": _HANDLER, "metrics": {}, "custom_metadata": {}}
-    yield text_file("_CHECKPOINT_METADATA", json.dumps(checkpoint), last=True)
-    yield text_file("commit_success.txt", "written by unickpt", last=True)
-    yield text_file("_METADATA", json.dumps(told), last=True)
+        return step_writer.plan(index, node, items, chunk_bytes)

@@ -12,7 +12,7 @@ import pytest
 from support import s3_server
 
 import unickpt
-from unickpt import CheckpointExists, LaterStepsExist, LoadMismatch, UnsupportedLeaf
+from unickpt import CheckpointExists, HintError, LaterStepsExist, LoadMismatch, UnsupportedLeaf
 from unickpt.storage import paths
 
 jax = pytest.importorskip("jax")
@@ -503,3 +503,56 @@ def test_further_arguments_are_unickpts(tmp_path: Path) -> None:
         for step in (1, 2):
             manager.save(step, args=ours.args.StandardSave({"w": jnp.ones(1 << 18)}))
     assert [report.reused_bytes > 0 for report in seen] == [False, True]
+
+
+def test_rules_are_for_the_steps_that_orbax_saved(tmp_path: Path) -> None:
+    """A run of another model layout goes on: what is saved here has the new names already."""
+    w, b = jnp.arange(6.0).reshape(2, 3), jnp.ones(3)
+    with theirs.CheckpointManager(tmp_path) as manager:
+        both = theirs.args.Composite(
+            state=theirs.args.StandardSave({"dense": {"kernel": w, "bias": b}}),
+            data=theirs.args.JsonSave({"seen": 4}),
+        )
+        manager.save(1, args=both)
+    rules = unickpt.Rules.parse(
+        "dense/kernel[i o] <-> linear/weight[o i]\ndense/bias <-> linear/bias"
+    )
+    like = {"linear": {"weight": jnp.zeros((3, 2)), "bias": jnp.zeros(3)}}
+    args = ours.args
+    wanted = args.Composite(state=args.StandardRestore(like), data=args.JsonRestore())
+    with ours.CheckpointManager(tmp_path, unickpt={"rules": rules}) as manager:
+        for step in (1, 2):
+            found = manager.restore(step, args=wanted)
+            assert np.array_equal(found.state["linear"]["weight"], w.T)
+            assert found.data == {"seen": 4}
+            saving = args.Composite(
+                state=args.StandardSave(found.state), data=args.JsonSave({"seen": 4})
+            )
+            manager.save(step + 1, args=saving)
+    with ours.CheckpointManager(tmp_path / "new", unickpt={"rules": rules.inverse}) as other:
+        back = args.Composite(state=args.StandardRestore({"dense": {"kernel": w, "bias": b}}))
+        found = other.restore(3, directory=tmp_path, args=back)
+        assert np.array_equal(found.state["dense"]["kernel"], w)
+    path = tmp_path / "1" / "state"
+    alone = ours.PyTreeCheckpointer(unickpt={"rules": rules}).restore(path, like)
+    assert np.array_equal(alone["linear"]["weight"], w.T)
+    with pytest.raises(HintError, match="takes no hints"):
+        ours.CheckpointManager(tmp_path, unickpt={"hints": {"x": 1}})
+
+
+def test_an_idle_manager_gives_way_to_another(tmp_path: Path) -> None:
+    """As in notebooks, where the first is not closed; and the first may save again."""
+    state = ours.args.StandardSave({"w": jnp.ones(2)})
+    options = ours.CheckpointManagerOptions(max_to_keep=2)
+    first = ours.CheckpointManager(tmp_path, options=options)
+    first.save(0, args=state)
+    first.wait_until_finished()
+    second = ours.CheckpointManager(tmp_path, options=options)
+    second.save(1, args=state)
+    assert first.save(2, args=state)  # after the other's save
+    first.wait_until_finished()
+    assert unickpt.Checkpointer(tmp_path).steps() == [1, 2]
+    second.reload()
+    assert second.all_steps() == [1, 2]
+    second.close()
+    first.close()

@@ -171,6 +171,10 @@ def export(
     template: Annotated[
         str | None, typer.Option("--template", help="universal: a DeepSpeed folder of the model.")
     ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option("--layout", help="orbax: tree or step; by default as it was saved."),
+    ] = None,
     overwrite: Overwrite = False,
     verify: Verify = True,
     budget: BudgetOption = None,
@@ -196,6 +200,7 @@ def export(
         "dtype": dtype,
         "config": config,
         "template": template,
+        "layout": layout,
     }
     of_format: Any = {name: value for name, value in given.items() if value is not None}
     arguments: dict[str, Any] = {"rules": read_rules(rules, inverse, size), "overwrite": overwrite}

@@ -21,6 +21,8 @@ PATCHED_FORMAT = (2, 1)
 """Of a checkpoint with patches (`patches`), which readers of format 1 must not try to read."""
 RESERVED = "unickpt"
 """The metadata key under which `Checkpointer` stores `step`, and process 0's `metrics`."""
+OF_THE_WHOLE = ("orbax",)
+"""Keys of metadata that say what the tree as a whole consists of, and mean nothing for a part."""
 CONVERSION = "conversion"
 """Below it, what rules did to the numbers; see `loading.provenance`."""
 INDEX_KEY = "unickpt.json"

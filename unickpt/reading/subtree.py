@@ -14,7 +14,7 @@ from unickpt.errors import CheckpointCorrupt, LoadMismatch
 from unickpt.format import chunk_grid
 from unickpt.format.chunk_grid import Part
 from unickpt.format.digest_table import Table
-from unickpt.format.index import CONVERSION, RESERVED, ArrayEntry, Index
+from unickpt.format.index import CONVERSION, OF_THE_WHOLE, RESERVED, ArrayEntry, Index
 from unickpt.format.reader import ParallelMap, Reader, Request
 from unickpt.format.timing import Timing
 from unickpt.quoting import counted, quoted, some
@@ -89,7 +89,9 @@ class Subtree(Reader):
         return tree_json.to_json(tree_json.from_names(names))
 
     def _metadata(self, metadata: Mapping[str, Any]) -> Mapping[str, Any]:
-        """With the names of this part in the record of a conversion."""
+        """With the names of this part in the record of a conversion, without what is only said of
+        the tree as a whole."""
+        metadata = {key: of for key, of in metadata.items() if key not in OF_THE_WHOLE}
         own = metadata.get(RESERVED)
         if not isinstance(own, dict) or not isinstance(own.get(CONVERSION), dict):
             return metadata

@@ -274,6 +274,15 @@ class Checkpointer:
         self._drain()
         self._queue.errors.raise_first()
 
+    def release(self) -> None:
+        """Lets another Checkpointer or job save into the folder, until the next save here.
+
+        Waits for saves in flight, copies and removals; their errors are raised by the next call of
+        `wait` or `save`.
+        """
+        self._drain()
+        self._housekeeping.close()
+
     def close(self) -> None:
         """Waits as `wait`, then releases the lease, the signal handler and the hooks.
 

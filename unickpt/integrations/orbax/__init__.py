@@ -4,14 +4,35 @@
 
 `CheckpointManager` has the surface of Orbax's version 0; `unickpt.integrations.orbax.v1` is for
 `orbax.checkpoint.v1`. Orbax need not be installed; its own `args`, options and policies are taken
-as well. docs/integrations/orbax.md says what differs, and what is refused.
+as well. What else Orbax's module has and neither saves nor restores, such as `type_handlers` and
+`multihost`, is Orbax's own here, where it is installed. docs/integrations/orbax.md says what
+differs, and what is refused.
 """
 
-from unickpt.integrations.orbax import args, checkpoint_utils
+from typing import Any
+
+from unickpt.integrations.orbax import (
+    args,
+    checkpoint_managers,
+    checkpoint_utils,
+    checkpointers,
+    handlers,
+    names,
+    utils,
+)
 from unickpt.integrations.orbax.args import ArrayRestoreArgs, RestoreArgs, SaveArgs
+from unickpt.integrations.orbax.checkpointers import (
+    AsyncCheckpointer,
+    Checkpointer,
+    PyTreeCheckpointer,
+    StandardCheckpointer,
+)
 from unickpt.integrations.orbax.handlers import (
     ArrayCheckpointHandler,
+    CompositeCheckpointHandler,
+    JaxRandomKeyCheckpointHandler,
     JsonCheckpointHandler,
+    NumpyRandomKeyCheckpointHandler,
     PyTreeCheckpointHandler,
     StandardCheckpointHandler,
 )
@@ -41,6 +62,34 @@ __all__ = [
     "StandardCheckpointHandler",
     "StepAlreadyExistsError",
     "StepNotFoundError",
+    "AsyncCheckpointer",
+    "Checkpointer",
+    "PyTreeCheckpointer",
+    "StandardCheckpointer",
+    "CompositeCheckpointHandler",
+    "JaxRandomKeyCheckpointHandler",
+    "NumpyRandomKeyCheckpointHandler",
+    "checkpoint_managers",
+    "checkpointers",
+    "handlers",
+    "utils",
     "args",
     "checkpoint_utils",
 ]
+
+# Where Orbax's own modules have these names.
+checkpoint_args, checkpoint_manager = args, checkpoint_managers
+
+_INSTEAD = {
+    **handlers._INSTEAD,
+    "experimental": "unickpt.integrations.orbax.v1; for the emergency managers "
+    'CheckpointManager(..., unickpt={"local": ...})',
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "v1":  # which is imported when it is asked for
+        import unickpt.integrations.orbax.v1 as v1
+
+        return v1
+    return names.of_orbax("", name, _INSTEAD)

@@ -10,6 +10,8 @@ from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Va
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from unickpt.integrations.orbax import names
+
 __all__ = [
     "ArrayRestore",
     "ArrayRestoreArgs",
@@ -32,6 +34,8 @@ __all__ = [
 ]
 
 C = TypeVar("C", bound=type)
+registered: dict[tuple[type, bool], type] = {}
+"""The classes of arguments of users' handlers: for a handler, and whether to save."""
 
 
 class CheckpointArgs:
@@ -253,6 +257,12 @@ def register_with_handler(
 
     def register(arguments: C) -> C:
         arguments.unickpt_handler = handler  # type: ignore[attr-defined]
+        registered.update({(handler, True): arguments} if for_save else {})
+        registered.update({(handler, False): arguments} if for_restore else {})
         return arguments
 
     return register
+
+
+def __getattr__(name: str) -> Any:
+    return names.of_orbax("args", name, {"ProtoSave": "JsonSave", "ProtoRestore": "JsonRestore"})

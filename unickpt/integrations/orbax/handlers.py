@@ -10,21 +10,43 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from unickpt.errors import LoadMismatch, UnsupportedLeaf
+from unickpt.integrations.orbax import args as orbax_args
+from unickpt.integrations.orbax import names
 
 _OWN = ("Standard", "PyTree", "Array", "Json", "JaxRandomKey", "NumpyRandomKey")
 _KNOWN = tuple(f"{name}CheckpointHandler" for name in _OWN)
+_COMPOSITE = "CompositeCheckpointHandler"
 
 
 class _Handler:
     """Takes the place of one of Orbax's handlers; its options, which only tune Orbax's files, are
-    of no effect."""
+    of no effect. It saves and restores a folder as `Checkpointer` does."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         pass
+
+    def save(self, directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Saves, as `Checkpointer.save`."""
+        _checkpointer(self).save(directory, *args, **kwargs)
+
+    def restore(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """Restores, as `Checkpointer.restore`."""
+        return _checkpointer(self).restore(directory, *args, **kwargs)
+
+    def metadata(self, directory: Any) -> Any:
+        """The metadata of what is stored: a `TreeMetadata`."""
+        return _checkpointer(self).metadata(directory).item_metadata
+
+    def finalize(self, directory: Any) -> None:
+        """Does nothing: a save is committed when it returns."""
+
+    def close(self) -> None:
+        """Does nothing."""
 
 
 class StandardCheckpointHandler(_Handler):
@@ -43,14 +65,129 @@ class JsonCheckpointHandler(_Handler):
     """For `JsonSave` and `JsonRestore`."""
 
 
+class JaxRandomKeyCheckpointHandler(_Handler):
+    """For `JaxRandomKeySave` and `JaxRandomKeyRestore`."""
+
+
+class NumpyRandomKeyCheckpointHandler(_Handler):
+    """For `NumpyRandomKeySave` and `NumpyRandomKeyRestore`."""
+
+
+class CompositeCheckpointHandler(_Handler):
+    """For `Composite`: several items by name.
+
+    Arguments:
+        item_names: of no effect: the arguments have the names.
+        composite_options: of no effect; they tune Orbax's files.
+        handler_registry: None; pass handlers by the names of the items.
+        items_and_handlers: a handler for each item that has one of its own.
+    """
+
+    def __init__(
+        self,
+        *item_names: str,
+        composite_options: Any = None,
+        handler_registry: Any = None,
+        **items_and_handlers: Any,
+    ) -> None:
+        if handler_registry is not None:
+            raise ValueError(
+                "handler_registry= is not supported: pass a handler by the name of its item"
+            )
+        self.of_items = {name: of_user(each) for name, each in items_and_handlers.items()}
+
+
+def _checkpointer(handler: _Handler) -> Any:
+    from unickpt.integrations.orbax.checkpointers import Checkpointer  # which needs this module
+
+    return Checkpointer(handler)
+
+
+def of_items(handler: Any) -> Mapping[str, Any]:
+    """The user's own handlers of a `CompositeCheckpointHandler`, by the names of their items."""
+    return getattr(handler, "of_items", {})
+
+
+def arguments(handler: Any, for_save: bool, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """The user's own handler, if it is one, and the arguments that it takes.
+
+    Arguments:
+        handler: of a `Checkpointer`.
+        for_save: whether they are for saving.
+        args, kwargs: as given: arguments of a class, or what such a class takes.
+
+    Returns:
+        None, if the arguments say all; and the arguments.
+
+    Raises:
+        TypeError: the class does not take them.
+    """
+    own = of_user(handler)
+    for each in (*args, *kwargs.values()):
+        if any(cls.__name__ == "CheckpointArgs" for cls in type(each).__mro__):
+            return own, each
+    if own is None:
+        return None, _class_for(handler, for_save)(*args, **kwargs)
+    cls = _registered(type(handler), for_save)
+    if cls is not None:
+        return own, cls(*args, **kwargs)
+    # A handler of old: its functions take what they are given.
+    return _Old(handler), _Given(args, kwargs)
+
+
+def _class_for(handler: Any, for_save: bool) -> Any:
+    """The class of arguments of a handler that is Orbax's or ours."""
+    for cls in type(handler).__mro__:
+        if cls.__name__ == _COMPOSITE:
+            return orbax_args.Composite
+        if cls.__name__ in _KNOWN:
+            kind = cls.__name__.removesuffix("CheckpointHandler")
+            return getattr(orbax_args, kind + ("Save" if for_save else "Restore"))
+    raise TypeError(f"a checkpointer needs a handler, not {handler!r}")
+
+
+def _registered(handler: type, for_save: bool) -> Any:
+    """The class of arguments that somebody registered for a handler, here or with Orbax."""
+    found = orbax_args.registered.get((handler, for_save))
+    registry = sys.modules.get("orbax.checkpoint.checkpoint_args")
+    if found is None and registry is not None:
+        with suppress(TypeError, ValueError):  # it is not registered
+            found = registry.get_registered_args_cls(handler)[0 if for_save else 1]
+    return found
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What was given for a handler without a class of arguments."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+class _Old:
+    """A handler without a class of arguments."""
+
+    def __init__(self, handler: Any) -> None:
+        self._handler = handler
+
+    def save(self, directory: Any, args: _Given) -> None:
+        self._handler.save(directory, *args.args, **args.kwargs)
+
+    def restore(self, directory: Any, args: _Given) -> Any:
+        return self._handler.restore(directory, *args.args, **args.kwargs)
+
+
 def of_user(handler: Any) -> Any:
     """A handler, if it is not one of Orbax or ours that the arguments say anyway.
 
     Raises:
         TypeError: it is not a handler.
     """
-    if handler is None or type(handler).__name__ in _KNOWN:
+    kind = type(handler)
+    if handler is None or kind.__name__ in (*_KNOWN, _COMPOSITE):
         return None
+    if isinstance(handler, _Handler) and kind.save is _Handler.save:
+        return None  # one of ours under another name
     if not (callable(getattr(handler, "save", None)) and callable(handler.restore)):
         raise TypeError(
             f"item_handlers: {type(handler).__name__} has no functions save and restore"
@@ -119,3 +256,14 @@ def _path(folder: str) -> Any:
     """As Orbax gives it to handlers."""
     epath = sys.modules.get("etils.epath")
     return Path(folder) if epath is None else epath.Path(folder)
+
+
+_INSTEAD = {
+    "BasePyTreeCheckpointHandler": "PyTreeCheckpointHandler",
+    "ProtoCheckpointHandler": "JsonCheckpointHandler, or a handler of your own",
+}
+"""Handlers that would write Orbax's files."""
+
+
+def __getattr__(name: str) -> Any:
+    return names.of_orbax("handlers", name, _INSTEAD)

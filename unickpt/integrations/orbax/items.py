@@ -151,30 +151,27 @@ class StoredItem:
 
     def load_as(self, like: Any, *, partial: bool = False) -> Any:
         """Loads it into a tree like `like`; None for what is stored, as NumPy arrays."""
-        if not self.prefix:
-            selected: dict[str, Any] = {}
-        elif any(tree.leaves(self.node)):
-            selected = {"only": [f"{self.prefix}/**", self.prefix]}
-            selected["only"] = [p for p in selected["only"] if self._names(p)]
-        else:
-            return tree.rebuild(self.node, lambda name: None) if like is None else like
+        node, part = self.node, dict[str, Any]()
+        is_leaf = self.prefix and isinstance(node, tree.Leaf)
+        if is_leaf:
+            part = {"only": self.prefix}
+        elif self.prefix:
+            if not any(tree.leaves(node)):
+                return tree.rebuild(node, lambda name: None) if like is None else like
+            part = {"under": f"{self.prefix}/"}
         if like is None:
-            found = self.load(None, **selected)
-            return found[self.prefix] if self.prefix else found
-        wrapped = {self.prefix: like} if self.prefix else like
+            found = self.load(None, **part)
+            return found[self.prefix] if is_leaf else found
+        like = {self.prefix: like} if is_leaf else like
         found = self.load(
-            wrapped,
-            **selected,
+            like,
+            **part,
             cast=True,
-            skip=_holes(wrapped),
+            skip=_holes(like),
             unexpected="skip" if partial else "error",
         )
-        found = found[self.prefix] if self.prefix else found
+        found = found[self.prefix] if is_leaf else found
         return jax.tree.map(lambda leaf: PLACEHOLDER if leaf is _HOLE else leaf, found)
-
-    def _names(self, pattern: str) -> bool:
-        alone = pattern == self.prefix
-        return any((leaf.name == self.prefix) == alone for leaf in tree.leaves(self.node))
 
 
 def restore(item: StoredItem, args: Any, handler: Any = None) -> Any:

@@ -11,9 +11,11 @@ from unickpt.integrations.orbax import handlers, items, policies
 from unickpt.integrations.orbax import options as manager_options
 from unickpt.integrations.orbax.args import Composite
 from unickpt.integrations.orbax.described import RootMetadata, StepMetadata, TreeMetadata
+from unickpt.integrations.orbax.older import args_of_old, handlers_of
 from unickpt.integrations.orbax.options import CheckpointManagerOptions
 from unickpt.integrations.orbax.run import Info, Run, SavePolicies, custom_metadata, how_saved
 from unickpt.integrations.orbax.run import reached_preemption as _reached_preemption
+from unickpt.integrations.orbax.step_log import StepLog
 from unickpt.integrations.orbax.stored import as_path, item_metadata, item_of, items_of
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.storage import paths
@@ -31,15 +33,19 @@ class CheckpointManager:
 
     Arguments:
         directory: a local path or a URL (file, memory, s3, gs).
-        checkpointers: None.
+        checkpointers: the old way: a `Checkpointer`, or one for each item; then `save` and
+            `restore` take `items` as well.
         options: Orbax's `CheckpointManagerOptions` or ours.
         metadata: JSON about the run; what the newest step has takes precedence.
         item_names: names of items; then `args` are a `Composite`.
         item_handlers: a handler, or one for each item; Orbax's own, or with `save(directory,
             args=)` and `restore(directory, args=)`.
-        logger, handler_registry: None.
+        logger: Orbax's, or with `log_entry(dict)`: is told of each save and restore.
+        handler_registry: None.
         unickpt: further arguments of `unickpt.Checkpointer`, such as {"reuse": True} or
-            {"options": unickpt.SaveOptions(...)}.
+            {"options": unickpt.SaveOptions(...)}. For restoring what Orbax saved, or what is in
+            another directory: "rules", a `unickpt.Rules` or one for each item, by which trees are
+            restored into others; "hints"; and "load_options".
 
     Raises:
         ValueError, TypeError: an argument cannot be honoured; names it.
@@ -69,13 +75,18 @@ class CheckpointManager:
         handler_registry: Any = None,
         *,
         unickpt: Mapping[str, Any] | None = None,
+        is_other: bool = False,
     ) -> None:
-        _refuse("checkpointers", checkpointers, "pass args= to save and restore")
-        _refuse("logger", logger, "see unickpt.SaveOptions(metrics=)")
         _refuse("handler_registry", handler_registry, "pass item_handlers=")
         self._options = CheckpointManagerOptions() if options is None else options
         manager_options.check(self._options)
         self._given, self._directory = directory, as_path(directory)
+        self._more, self._log = dict(unickpt or {}), StepLog(logger, directory)
+        self._of_old: Any = None
+        if checkpointers is not None:
+            if item_names or item_handlers is not None:
+                raise ValueError("checkpointers= goes without item_names= and item_handlers=")
+            self._of_old = item_handlers = handlers_of(checkpointers)
         self._handlers: dict[str, Any] = {}
         self._default: bool | None = False if item_names else None
         if isinstance(item_handlers, Mapping):
@@ -89,8 +100,9 @@ class CheckpointManager:
         self._run = Run(
             directory,
             _rules(self._options, root),
-            unickpt or {},
+            self._more,
             None if waiting is None else waiting.timeout_secs,
+            is_other=is_other,
         )
 
     # --- saving ----------------------------------------------------------------------------------
@@ -117,7 +129,7 @@ class CheckpointManager:
 
         Arguments:
             step: its number, above those that exist.
-            items, save_kwargs: None; use `args`.
+            items, save_kwargs: the old way, for a manager with `checkpointers`.
             metrics: JSON, for `best_fn`.
             force: save in any case, except with `read_only`.
             args: what to save: `args.StandardSave(tree)` and the like, or a `Composite` of them.
@@ -132,22 +144,22 @@ class CheckpointManager:
             ValueError, TypeError: an argument cannot be honoured; names it.
             UnickptError: as `unickpt.Checkpointer.save`, also of the save before.
         """
-        _refuse("items", items, "pass args=, such as args.StandardSave(tree)")
-        _refuse("save_kwargs", save_kwargs, "pass args=")
+        args = args_of_old(self._of_old, True, items, save_kwargs, args)
         if args is None:
             raise ValueError("save: args= is missing, such as args.StandardSave(tree)")
         self._check_args(args)
         if self._options.read_only or not (force or self.should_save(step)):
             return False
-        tree, how = self._described(args)
-        as_json = _json
-        self._run.save(
-            step,
-            tree,
-            how,
-            metrics=None if metrics is None else as_json("metrics", metrics),
-            metadata=as_json("custom_metadata", custom_metadata or {}),
-        )
+        with self._log.saving(step, synchronous=not self._options.enable_async_checkpointing):
+            tree, how = self._described(args)
+            as_json = _json
+            self._run.save(
+                step,
+                tree,
+                how,
+                metrics=None if metrics is None else as_json("metrics", metrics),
+                metadata=as_json("custom_metadata", custom_metadata or {}),
+            )
         return True
 
     def _described(self, args: Any) -> tuple[Any, dict[str, Any]]:
@@ -200,7 +212,7 @@ class CheckpointManager:
 
         Arguments:
             step: its number; None for the newest.
-            items, restore_kwargs: None; use `args`.
+            items, restore_kwargs: the old way, for a manager with `checkpointers`.
             directory: of another run.
             args: what to restore: `args.StandardRestore(abstract_tree)` and the like, or a
                 `Composite` of them, in which None restores an item as it was saved. None restores
@@ -214,11 +226,14 @@ class CheckpointManager:
             LoadMismatch: what is stored does not fit; as `unickpt.load`.
             ValueError, TypeError: an argument cannot be honoured; names it.
         """
-        _refuse("items", items, "pass args=, such as args.StandardRestore(tree)")
-        _refuse("restore_kwargs", restore_kwargs, "pass args=")
+        args = args_of_old(self._of_old, False, items, restore_kwargs, args)
         if directory is not None:
             return self._restore_other(step, directory, args)
         info, found = self._run.opened(step)
+        with self._log.restoring(info.step):
+            return self._restore(info, found, args)
+
+    def _restore(self, info: Info, found: Checkpoint, args: Any) -> Any:
         if self._default is None:
             self._default = DEFAULT in items_of(info, found, None)
         if args is not None:
@@ -238,7 +253,11 @@ class CheckpointManager:
     def _restore_other(self, step: int | None, directory: paths.PathLike, args: Any) -> Any:
         only_read = CheckpointManagerOptions(read_only=True, create=False)
         with CheckpointManager(
-            directory, options=only_read, item_handlers=self._handlers or None
+            directory,
+            options=only_read,
+            item_handlers=self._handlers or None,
+            unickpt=self._more,
+            is_other=True,
         ) as other:
             return other.restore(step, args=args)
 

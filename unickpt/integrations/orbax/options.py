@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from unickpt.integrations.orbax import policies
+from unickpt.integrations.orbax import names, policies
 from unickpt.integrations.orbax.policies import (
     MultiprocessingOptions,
     PreservationPolicy,
@@ -203,3 +203,42 @@ def preservation_policy(options: Any) -> PreservationPolicy:
             )
         )
     return policies.AnyPreservationPolicy(found)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How what others saved is opened and loaded.
+
+    Arguments:
+        open: arguments of `unickpt.open`.
+        rules: for trees that are loaded into others; or for each item by its name.
+        options: of loads.
+    """
+
+    open: Mapping[str, Any] = field(default_factory=dict)
+    rules: Any = None
+    options: Any = None
+
+    def arguments(self, like: Any, under: str) -> dict[str, Any]:
+        """Arguments of `unickpt.load`.
+
+        Arguments:
+            like: None, if what is stored is loaded as it is, such as JSON.
+            under: the name of the item with a slash; empty, if it is all of the checkpoint.
+        """
+        found = {} if self.options is None else {"options": self.options}
+        rules = self.rules
+        if isinstance(rules, Mapping):
+            rules = rules.get(under.rstrip("/")) if under else next(iter(rules.values()), None)
+        return found if like is None or rules is None else {**found, "rules": rules}
+
+
+def reading_arguments(given: dict[str, Any]) -> Reading:
+    """Takes `rules`, `hints` and `load_options` out of what was given as `unickpt=`."""
+    hints = given.pop("hints", None)
+    rules, options = given.pop("rules", None), given.pop("load_options", None)
+    return Reading({"hints": hints} if hints else {}, rules, options)
+
+
+def __getattr__(name: str) -> Any:
+    return names.of_orbax("options", name)

@@ -7,27 +7,30 @@ folder are listed and loaded as well, and never changed.
 from __future__ import annotations
 
 import json
-import re
+import threading
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any
+from weakref import WeakSet
 
 from unickpt.errors import CheckpointCorrupt, CheckpointExists, CheckpointNotFound, LaterStepsExist
 from unickpt.format.index import RESERVED
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.process_group import Group, current_group, within
+from unickpt.integrations.orbax.options import reading_arguments
 from unickpt.integrations.orbax.policies import (
     DecisionContext,
     PreservationContext,
     PreservationPolicy,
     SaveDecisionPolicy,
 )
+from unickpt.integrations.orbax.steps import ORBAX as ORBAX
+from unickpt.integrations.orbax.steps import orbax_steps
 from unickpt.loading.loader import load
 from unickpt.quoting import quoted
 from unickpt.reading.checkpoint import Checkpoint, open
-from unickpt.reading.listing import other_folders
 from unickpt.runs.arguments import step_number
 from unickpt.runs.checkpointer import Checkpointer
 from unickpt.runs.retention import Retention
@@ -35,10 +38,12 @@ from unickpt.saving.background import PendingSave
 from unickpt.saving.options import SaveOptions
 from unickpt.storage import paths
 
-_FOREIGN = re.compile(r"(?:.*_)?0*([0-9]{1,18})")
 _NEVER = "0001-01-02T00:00:00+00:00"  # before all others, in any time zone
-ORBAX = "orbax"
-"""Orbax's format; and the key of our metadata that says how the step was saved."""
+
+
+_saving = threading.Lock()
+_open: WeakSet[Run] = WeakSet()
+"""The runs of this process."""
 
 
 class StepAlreadyExistsError(CheckpointExists, ValueError):
@@ -58,16 +63,21 @@ class Info:
         path: where it is.
         foreign: whether Orbax wrote it.
         told: its time and metrics, if this process saved it.
+        opening: arguments of `unickpt.open`.
     """
 
     step: int
     path: str
     foreign: bool = False
     told: tuple[datetime, Any] | None = None
+    opening: Mapping[str, Any] = field(default_factory=dict)
+
+    def open(self) -> Checkpoint:
+        return open(self.path, **self.opening)
 
     @cached_property
     def _read(self) -> tuple[datetime, Any]:
-        found = open(self.path)
+        found = self.open()
         created = found.index.created
         try:
             when = datetime.fromisoformat(created or _NEVER).astimezone(UTC)
@@ -116,6 +126,8 @@ class Run:
         rules: how to save and keep.
         arguments: further ones of `unickpt.Checkpointer`.
         timeout_s: how long processes wait for each other; None for unickpt's default.
+        is_other: whether it is another run, of which steps are only restored: rules are for all of
+            its steps, not only for those that Orbax wrote.
 
     Raises:
         CheckpointExists: a step is there twice, saved by Orbax and by unickpt.
@@ -127,21 +139,26 @@ class Run:
         rules: SavePolicies,
         arguments: Mapping[str, Any],
         timeout_s: float | None = None,
+        *,
+        is_other: bool = False,
     ) -> None:
-        self.rules = rules
+        self.rules, self._reads_all = rules, is_other
         self.directory = paths.resolve(directory)
         if rules.create and not rules.read_only:
             self.directory.make()
-        self._options = SaveOptions.or_default(arguments.get("options"))
+        given = dict(arguments)
+        self._reading = reading_arguments(given)
+        self._options = SaveOptions.or_default(given.get("options"))
         if timeout_s is not None:
             self._options = replace(self._options, timeout_s=float(timeout_s))
-        given = {**arguments, "options": self._options, "keep": Retention(keep_among=self._kept)}
+        given = {**given, "options": self._options, "keep": Retention(keep_among=self._kept)}
         self.checkpointer = Checkpointer(directory, **given)
         self._infos: dict[int, Info] = {}
         self._pending: PendingSave | None = None
         self._saving: int | None = None
         self._root: Mapping[str, Any] | None = None
         self.reload()
+        _open.add(self)
 
     # --- which steps there are -------------------------------------------------------------------
 
@@ -161,20 +178,11 @@ class Run:
 
     def _foreign(self) -> list[Info]:
         """The committed steps that Orbax wrote."""
-        found: list[Info] = []
-        if not self.directory.exists():
-            return found
-        for listed in other_folders(str(self.directory)):
-            number = _FOREIGN.fullmatch(listed.name)
-            if number is None:
-                continue
-            try:
-                reader = open(listed.path).reader
-            except CheckpointNotFound:
-                continue  # it was not committed
-            if reader.format == ORBAX:
-                found.append(Info(int(number[1]), listed.path, foreign=True))
-        return found
+        found = orbax_steps(str(self.directory), self._reading.open)
+        return [
+            Info(step, path, foreign=True, opening=self._reading.open)
+            for step, path in found.items()
+        ]
 
     @property
     def infos(self) -> list[Info]:
@@ -206,12 +214,13 @@ class Run:
         info = self.info(step)
         if info.step == self._saving:
             self.wait()
-        return info, open(info.path)
+        return info, info.open()
 
     def load(self, info: Info, like: Any, **arguments: Any) -> Any:
         """Loads from a step, with the arguments of `unickpt.load`."""
-        if info.foreign:
-            return load(info.path, like, **arguments)
+        if info.foreign or self._reads_all:
+            more = self._reading.arguments(like, arguments.get("under", ""))
+            return load(info.open(), like, **arguments, **more)
         return self.checkpointer.load(like, step=info.step, **arguments)
 
     # --- saving ----------------------------------------------------------------------------------
@@ -275,12 +284,22 @@ class Run:
         info = Info(step, self.checkpointer.path(step), told=(datetime.now(UTC), metrics))
         after = {**self._infos, step: info}
         kept = self._preserved([after[s] for s in sorted(after)])  # may raise, so before the save
-        self._pending = self.checkpointer.save(
-            step, tree, metadata=stored, overwrite=overwrite, wait=not self.rules.asynchronous
-        )
+        with _saving:
+            self._ask_others_to_release()
+            self._pending = self.checkpointer.save(
+                step, tree, metadata=stored, overwrite=overwrite, wait=not self.rules.asynchronous
+            )
         self._saving = step
         self._infos = {s: i for s, i in after.items() if i.foreign or s in kept or s == step}
         return self._pending
+
+    def _ask_others_to_release(self) -> None:
+        """Lets other managers of this process that are not closed, as in notebooks, give the folder
+        back when they are idle; they may save again, when this one is."""
+        others = [run for run in list(_open) if run.directory.spec == self.directory.spec]
+        for other in others:
+            if other is not self:
+                other.checkpointer.release()
 
     def _check_new(self, step: int, overwrite: bool) -> None:
         if not (self.rules.create or self.directory.exists()):
@@ -381,6 +400,7 @@ class Run:
         try:
             self.wait_saved()
         finally:
+            _open.discard(self)
             self.checkpointer.close()
 
 
