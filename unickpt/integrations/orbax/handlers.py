@@ -6,6 +6,7 @@ folder, as if it had written them there.
 
 from __future__ import annotations
 
+import importlib
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -98,9 +99,10 @@ class CompositeCheckpointHandler(_Handler):
 
 
 def _checkpointer(handler: _Handler) -> Any:
-    from unickpt.integrations.orbax.checkpointers import Checkpointer  # which needs this module
+    # By its name, because it needs this module.
+    checkpointers = importlib.import_module("unickpt.integrations.orbax.checkpointers")
 
-    return Checkpointer(handler)
+    return checkpointers.Checkpointer(handler)
 
 
 def of_items(handler: Any) -> Mapping[str, Any]:
