@@ -56,5 +56,7 @@ def redirect() -> None:
     for name in ours.__all__:
         if name != "training" and hasattr(theirs, name):
             setattr(theirs, name, getattr(ours, name))
+    layout = importlib.import_module(f"{theirs.__name__}._src.layout.checkpoint_layout")
+    layout.InvalidLayoutError = ours.errors.InvalidLayoutError
     for name in ours.training.__all__:
         setattr(theirs.training, name, getattr(ours.training, name))

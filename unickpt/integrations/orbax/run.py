@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -106,6 +106,7 @@ class SavePolicies:
         store_metrics: whether metrics are stored.
         metadata: of the run, stored with each step; None for none.
         considers_pending: whether policies are told that a save is in progress.
+        named: which of Orbax's folders count, by their names and numbers.
     """
 
     save: SaveDecisionPolicy
@@ -116,6 +117,7 @@ class SavePolicies:
     store_metrics: bool = True
     metadata: Mapping[str, Any] | None = None
     considers_pending: bool = True
+    named: Callable[[str, int], bool] = lambda name, step: True
 
 
 class Run:
@@ -178,7 +180,7 @@ class Run:
 
     def _foreign(self) -> list[Info]:
         """The committed steps that Orbax wrote."""
-        found = orbax_steps(str(self.directory), self._reading.open)
+        found = orbax_steps(str(self.directory), self._reading.open, self.rules.named)
         return [
             Info(step, path, foreign=True, opening=self._reading.open)
             for step, path in found.items()
