@@ -107,10 +107,16 @@ class Located:
         self.store.check(self.name, keys, self.array.least_stored, fill=self.fill)
 
 
-def any_item(files: Files, context: ts.Context, depth: int = _DEPTH) -> Item:
-    """An item of any kind: arrays, JSON, items of items, or files that only others understand."""
+def any_item(files: Files, context: ts.Context, depth: int = _DEPTH, json_file: str = "") -> Item:
+    """An item of any kind: arrays, JSON, items of items, or files that only others understand.
+
+    Arguments:
+        json_file: the file that is all of it, if that is known.
+    """
     if is_item(files):
         return read_item(files, context)
+    if json_file in files.here:
+        return Item(read_json(files, json_file), {})
     below = folders(files)
     sign = next((name for name in (ocdbt.MANIFEST, _SHARDINGS) if name in files.here), None)
     if sign is not None:

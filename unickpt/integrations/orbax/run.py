@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakSet
 
 from unickpt.errors import CheckpointCorrupt, CheckpointExists, CheckpointNotFound, LaterStepsExist
+from unickpt.foreign.files import Files
 from unickpt.format.index import RESERVED
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.process_group import Group, current_group, within
@@ -38,6 +39,8 @@ from unickpt.saving.background import PendingSave
 from unickpt.saving.options import SaveOptions
 from unickpt.storage import paths
 
+_ROOT, _MOST_ROOT = "_ROOT_METADATA", 8 << 20
+_NEVER = "0001-01-02T00:00:00+00:00"  # before all others, in any time zone
 _NEVER = "0001-01-02T00:00:00+00:00"  # before all others, in any time zone
 
 
@@ -394,8 +397,20 @@ class Run:
             saved = (info for info in reversed(self.infos) if not info.foreign)
             newest = next((info for info in saved if info.step != self._saving), None)
             stored = None if newest is None else how_saved(open(newest.path)).get("root")
+            if stored is None:
+                stored = self._root_of_orbax()
             self._root = dict(stored if isinstance(stored, Mapping) else self.rules.metadata or {})
         return self._root
+
+    def _root_of_orbax(self) -> Any:
+        """What Orbax stored of the run; None if it stored nothing."""
+        files = Files(self.directory.child("metadata"))
+        if not self.directory.exists() or _ROOT not in files.here:
+            return None
+        try:
+            return json.loads(files.tail(_ROOT, _MOST_ROOT))["custom_metadata"]
+        except (ValueError, RecursionError, KeyError, TypeError) as error:
+            raise CheckpointCorrupt(f"{files.location}: {_ROOT} is damaged: {error}") from error
 
     def close(self) -> None:
         """Waits for everything, then releases the folder."""

@@ -38,8 +38,8 @@ def items_of(info: Info, found: Checkpoint, single: str | None) -> dict[str, str
         kinds = how_saved(found).get("items")
         if kinds is not None:
             return {str(name): str(kind) for name, kind in kinds.items()}
-    location = paths.resolve(info.path)
-    if info.foreign and not _is_item(location):
+    location = paths.resolve(info.path) if info.foreign else None
+    if location is not None and not _is_item(location):
         below = [name for name in _listed(location.folders, location) if name != "metrics"]
         if below:
             return dict.fromkeys(below, "")

@@ -9,7 +9,7 @@ from unickpt.integrations.orbax import policies, v1_names
 from unickpt.integrations.orbax.described import RootMetadata
 from unickpt.integrations.orbax.run import StepAlreadyExistsError, StepNotFoundError
 from unickpt.integrations.orbax.v1_checkpointer import OrbaxCheckpointer as Checkpointer
-from unickpt.integrations.orbax.v1_responses import CheckpointMetadata
+from unickpt.integrations.orbax.v1_responses import StepCheckpointMetadata as CheckpointMetadata
 
 __all__ = [
     "CheckpointMetadata",

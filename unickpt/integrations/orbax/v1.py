@@ -6,6 +6,7 @@ from unickpt.integrations.orbax import v1 as ocp  # instead of: from orbax.check
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,13 @@ from unickpt.integrations.orbax.run import ORBAX, Info
 from unickpt.integrations.orbax.run import custom_metadata as custom_metadata_of
 from unickpt.integrations.orbax.stored import as_path, item_of, items_of, saved_with
 from unickpt.integrations.orbax.v1_context import Settings
-from unickpt.integrations.orbax.v1_responses import CheckpointMetadata, Response, SaveResponse
+from unickpt.integrations.orbax.v1_responses import (
+    CheckpointMetadata,
+    Response,
+    SaveResponse,
+    nanoseconds,
+    only_name,
+)
 from unickpt.integrations.orbax.values import (
     STATE,
     described_values,
@@ -201,14 +208,17 @@ def _load(info: Info, found: Checkpoint, wanted: Mapping[str, Any]) -> dict[str,
 # --- what there is, and removing it --------------------------------------------------------------
 
 
-def metadata(path: paths.PathLike, checkpointable_name: str | None = _AUTO) -> CheckpointMetadata:
+def metadata(
+    path: paths.PathLike, checkpointable_name: str | None = _AUTO
+) -> CheckpointMetadata[Any]:
     """What is stored in a checkpoint, as a tree; arguments as for `load`."""
     info, found = _opened(path)
     name = _named(info, found, checkpointable_name)
-    return _described(info, found, [name]).of(name)
+    described = _described(info, found, [name])
+    return replace(described, metadata=described.metadata[name])
 
 
-def checkpointables_metadata(path: paths.PathLike) -> CheckpointMetadata:
+def checkpointables_metadata(path: paths.PathLike) -> CheckpointMetadata[Any]:
     """What is stored in a checkpoint, as trees by name."""
     info, found = _opened(path)
     return _described(info, found, list(items_of(info, found, STATE)))
@@ -274,23 +284,24 @@ def _named(info: Info, found: Checkpoint, name: str | None) -> str:
     """The name of the tree to load, if the caller gave none."""
     if name is not None and name != _AUTO:
         return name
-    there = items_of(info, found, STATE)
-    return _metadata_of(info, dict.fromkeys(there), None).only_name()
+    return only_name(items_of(info, found, STATE), info.path)
 
 
-def _described(info: Info, found: Checkpoint, names: list[str]) -> CheckpointMetadata:
+def _described(info: Info, found: Checkpoint, names: list[str]) -> CheckpointMetadata[Any]:
     settings = Settings.current()
 
     def described(name: str) -> Any:
-        item = item_of(info, found, name, STATE)
+        item = item_of(info, found, name, STATE, partial(loader.load, info.path))
         return value_metadata(item, settings, saved_with(info, found, name))
 
-    trees = {name: described(name) for name in names}
-    return _metadata_of(info, trees, custom_metadata_of(info, found))
-
-
-def _metadata_of(info: Info, trees: Any, custom: Any) -> CheckpointMetadata:
-    return CheckpointMetadata(None, as_path(info.path), trees, custom, info)
+    when = nanoseconds(info.time) if found.index.created else None
+    return CheckpointMetadata(
+        as_path(info.path),
+        metadata={name: described(name) for name in names},
+        init_timestamp_nsecs=when,
+        commit_timestamp_nsecs=when,
+        custom_metadata=custom_metadata_of(info, found),
+    )
 
 
 # Orbax's names of before.

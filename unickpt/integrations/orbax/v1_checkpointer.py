@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -20,7 +21,12 @@ from unickpt.integrations.orbax.run import (
 )
 from unickpt.integrations.orbax.stored import as_path, item_of, items_of, saved_with
 from unickpt.integrations.orbax.v1_context import Settings
-from unickpt.integrations.orbax.v1_responses import CheckpointMetadata, Response, SaveResponse
+from unickpt.integrations.orbax.v1_responses import (
+    Response,
+    SaveResponse,
+    StepCheckpointMetadata,
+    only_name,
+)
 from unickpt.integrations.orbax.values import (
     STATE,
     described_values,
@@ -28,7 +34,6 @@ from unickpt.integrations.orbax.values import (
     value_metadata,
     without_metadata,
 )
-from unickpt.reading.checkpoint import Checkpoint
 from unickpt.storage import paths
 
 
@@ -105,12 +110,12 @@ class OrbaxCheckpointer:
         return self._directory
 
     @property
-    def latest(self) -> CheckpointMetadata | None:
+    def latest(self) -> StepCheckpointMetadata | None:
         """The newest step; None if there is none."""
         return None if self._run.latest is None else _metadata(self._run.latest)
 
     @property
-    def checkpoints(self) -> list[CheckpointMetadata]:
+    def checkpoints(self) -> list[StepCheckpointMetadata]:
         """The steps, ascending, also one that is being saved."""
         return [_metadata(info) for info in self._run.infos]
 
@@ -284,15 +289,23 @@ class OrbaxCheckpointer:
 
     # --- metadata --------------------------------------------------------------------------------
 
-    def metadata(self, step: Any = None) -> CheckpointMetadata:
+    def metadata(self, step: Any = None) -> StepCheckpointMetadata:
         """What is stored in a step, as a tree."""
         found = self.checkpointables_metadata(step)
-        return found.of(found.only_name())
+        only = found.metadata[only_name(found.metadata, found.path)]
+        return replace(found, metadata=only)
 
-    def checkpointables_metadata(self, step: Any = None) -> CheckpointMetadata:
+    def checkpointables_metadata(self, step: Any = None) -> StepCheckpointMetadata:
         """What is stored in a step, as trees by name."""
         info, found = self._run.opened(_number(step))
-        return _metadata(info, _trees(info, found, self._settings()), custom_metadata(info, found))
+        settings, read = self._settings(), partial(self._run.load, info)
+
+        def described(name: str) -> Any:
+            item = item_of(info, found, name, STATE, read)
+            return value_metadata(item, settings, saved_with(info, found, name))
+
+        trees = {name: described(name) for name in items_of(info, found, STATE)}
+        return _metadata(info, trees, custom_metadata(info, found))
 
     def root_metadata(self) -> RootMetadata:
         """What is known of the run."""
@@ -357,16 +370,8 @@ class OrbaxCheckpointer:
         return Settings.current(self._context)
 
 
-def _metadata(info: Info, found: Any = None, custom: Any = None) -> CheckpointMetadata:
-    return CheckpointMetadata(info.step, as_path(info.path), found, custom, info)
-
-
-def _trees(info: Info, found: Checkpoint, settings: Settings) -> dict[str, Any]:
-    def described(name: str) -> Any:
-        item = item_of(info, found, name, STATE)
-        return value_metadata(item, settings, saved_with(info, found, name))
-
-    return {name: described(name) for name in items_of(info, found, STATE)}
+def _metadata(info: Info, found: Any = None, custom: Any = None) -> StepCheckpointMetadata:
+    return StepCheckpointMetadata(info.step, as_path(info.path), found, custom, info)
 
 
 def _named_by(step_name_format: Any, directory: paths.PathLike) -> Callable[[str, int], bool]:

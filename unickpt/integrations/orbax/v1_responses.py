@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
+from datetime import datetime
 from typing import Any, Generic, TypeVar
 
 from unickpt.integrations.orbax.run import Info, Run, StepNotFoundError
@@ -17,17 +18,37 @@ STATES = ("state", "pytree")
 
 
 @dataclass(frozen=True)
-class CheckpointMetadata:
-    """A checkpoint, or a step.
+class CheckpointMetadata(Generic[T]):
+    """A checkpoint that is no step of a run.
 
     Arguments:
-        step: its number; None for what is no step.
+        path: its folder.
+        metadata: what is stored: a tree, or trees by name.
+        init_timestamp_nsecs, commit_timestamp_nsecs: when it was saved, since 1970; None if that
+            is not recorded.
+        custom_metadata: as given to `save`.
+    """
+
+    path: Any
+    _: KW_ONLY
+    metadata: T
+    init_timestamp_nsecs: int | None = None
+    commit_timestamp_nsecs: int | None = None
+    custom_metadata: Any = None
+
+
+@dataclass(frozen=True)
+class StepCheckpointMetadata:
+    """A step, as `training.CheckpointMetadata`.
+
+    Arguments:
+        step: its number.
         path: its folder.
         metadata: None, or what is stored: a tree, or trees by name.
         custom_metadata: as given to `save`; only if metadata is not None.
     """
 
-    step: int | None
+    step: int
     path: Any
     metadata: Any = None
     custom_metadata: Mapping[str, Any] | None = None
@@ -48,28 +69,29 @@ class CheckpointMetadata:
 
     @property
     def commit_timestamp_nsecs(self) -> int | None:
-        return None if self.info is None else int(self.info.time.timestamp() * 1e9)
+        return None if self.info is None else nanoseconds(self.info.time)
 
-    def only_name(self) -> str:
-        """Of trees by name, the one that is loaded without a name.
 
-        Raises:
-            StepNotFoundError: there is none.
-        """
-        there = self.metadata or {}
-        found = next((name for name in STATES if name in there), None)
-        if found is None and len(there) == 1:
-            (found,) = there
-        if found is None:
-            raise StepNotFoundError(
-                f"{self.path} has no {STATES[0]!r}; there are {', '.join(there) or 'none'}: say "
-                "which by checkpointable_name="
-            )
-        return found
+def nanoseconds(time: datetime) -> int:
+    """A time as Orbax gives it, since 1970."""
+    return round(time.timestamp() * 1e9)
 
-    def of(self, name: str) -> CheckpointMetadata:
-        """The same, of one of the trees by name."""
-        return replace(self, metadata=self.metadata[name])
+
+def only_name(there: Collection[str], path: Any) -> str:
+    """Of trees by name, the one that is loaded without a name.
+
+    Raises:
+        StepNotFoundError: there is none.
+    """
+    found = next((name for name in STATES if name in there), None)
+    if found is None and len(there) == 1:
+        (found,) = there
+    if found is None:
+        raise StepNotFoundError(
+            f"{path} has no {STATES[0]!r}; there are {', '.join(there) or 'none'}: say which by "
+            "checkpointable_name="
+        )
+    return found
 
 
 class SaveResponse:

@@ -10,8 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from unickpt.errors import LoadMismatch, UnsupportedLeaf
 from unickpt.integrations.orbax import args, handlers, items, v1_handlers
+from unickpt.integrations.orbax.described import ArrayMetadata, described
 from unickpt.integrations.orbax.items import FILES, StoredItem
 from unickpt.integrations.orbax.stored import item_metadata
 from unickpt.integrations.orbax.v1_context import Settings
@@ -19,6 +22,7 @@ from unickpt.integrations.orbax.v1_handlers import Chosen
 
 STATE = "state"
 """The name of what is saved without one."""
+_JSON = (".JsonHandler", ".JsonCheckpointHandler")  # of Orbax's versions 1 and 0
 
 
 def described_values(
@@ -85,15 +89,22 @@ def restored_value(
 
 def value_metadata(item: StoredItem, settings: Settings, saved_with: str | None) -> Any:
     """What a checkpointable's handler says of it; else the tree of what is stored."""
+    if item.kind == "JsonSave" or (saved_with or "").endswith(_JSON):
+        return None  # as in Orbax: it is loaded as it is
     handler = v1_handlers.for_loading(settings.registry, item.name, None, saved_with)
     if handler is None or v1_handlers.kind_of(handler) is not None:
-        return item_metadata(item)
+        return jax.tree.map(_abstract, item_metadata(item))
     return handlers.restore_files(_Described(), handler(), item.load_as(None))
+
+
+def _abstract(leaf: Any) -> Any:
+    """Version 1's metadata of a leaf: of a number or a text, one of the same type."""
+    return leaf if isinstance(leaf, ArrayMetadata) else described(leaf)
 
 
 def without_metadata(abstract: Any) -> Any:
     """A tree to load into, or trees by name: also those in a `CheckpointMetadata`."""
-    is_metadata = type(abstract).__name__ == "CheckpointMetadata"
+    is_metadata = type(abstract).__name__.endswith("CheckpointMetadata")
     return abstract.metadata if is_metadata else abstract
 
 
