@@ -56,15 +56,12 @@ def redirect() -> None:
     for name in ours.__all__:
         if name != "training" and hasattr(theirs, name):
             setattr(theirs, name, getattr(ours, name))
-    # Public classes that tests take from the private modules which define them.
+    # Tests take it from the private module which defines it.
     layout = importlib.import_module(f"{theirs.__name__}._src.layout.checkpoint_layout")
 
     class InvalidLayoutError(ours.errors.InvalidLayoutError, layout.InvalidLayoutError):  # type: ignore[misc,name-defined]
         pass
 
     ours.errors.InvalidLayoutError = InvalidLayoutError
-    for module, found in (("metadata", ours), ("training.metadata", ours.training)):
-        types = importlib.import_module(f"{theirs.__name__}._src.{module}.types")
-        types.CheckpointMetadata = found.CheckpointMetadata
     for name in ours.training.__all__:
         setattr(theirs.training, name, getattr(ours.training, name))

@@ -294,13 +294,15 @@ def _described(info: Info, found: Checkpoint, names: list[str]) -> CheckpointMet
         item = item_of(info, found, name, STATE, partial(loader.load, info.path))
         return value_metadata(item, settings, saved_with(info, found, name))
 
+    is_ours = found.reader.format in ("unickpt", ORBAX)
+    custom = custom_metadata_of(info, found) if is_ours else dict(found.metadata)
     when = nanoseconds(info.time) if found.index.created else None
     return CheckpointMetadata(
         as_path(info.path),
         metadata={name: described(name) for name in names},
         init_timestamp_nsecs=when,
         commit_timestamp_nsecs=when,
-        custom_metadata=custom_metadata_of(info, found),
+        custom_metadata=custom,
     )
 
 
