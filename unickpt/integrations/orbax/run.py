@@ -41,7 +41,6 @@ from unickpt.storage import paths
 
 _ROOT, _MOST_ROOT = "_ROOT_METADATA", 8 << 20
 _NEVER = "0001-01-02T00:00:00+00:00"  # before all others, in any time zone
-_NEVER = "0001-01-02T00:00:00+00:00"  # before all others, in any time zone
 
 
 _saving = threading.Lock()

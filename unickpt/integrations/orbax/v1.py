@@ -5,9 +5,9 @@ from unickpt.integrations.orbax import v1 as ocp  # instead of: from orbax.check
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from unickpt.errors import CheckpointNotFound
@@ -72,7 +72,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *v1_names.OWN[""]})
+    return sorted({*__all__, *v1_names.OWN})
 
 
 # --- saving --------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def load_async(
 ) -> Response[Any]:
     """Loads a tree on a thread, as `load`."""
     which = {"checkpointable_name": checkpointable_name}
-    return Response(partial(load, path, abstract_state, **which))
+    return Response(functools.partial(load, path, abstract_state, **which))
 
 
 def load_checkpointables(
@@ -191,12 +191,12 @@ def load_checkpointables_async(
     path: paths.PathLike, abstract_checkpointables: Mapping[str, Any] | None = None
 ) -> Response[dict[str, Any]]:
     """Loads several things by name on a thread, as `load_checkpointables`."""
-    return Response(partial(load_checkpointables, path, abstract_checkpointables))
+    return Response(functools.partial(load_checkpointables, path, abstract_checkpointables))
 
 
 def _load(info: Info, found: Checkpoint, wanted: Mapping[str, Any]) -> dict[str, Any]:
     settings = Settings.current()
-    read = partial(loader.load, info.path, options=settings.load_options())
+    read = functools.partial(loader.load, info.path, options=settings.load_options())
 
     def restored(name: str, abstract: Any) -> Any:
         item = item_of(info, found, name, STATE, read)
@@ -269,7 +269,7 @@ def delete_async(
 ) -> Response[bool]:
     """Removes a checkpoint on a thread, as `delete`."""
     which = {"checkpointable_name": checkpointable_name, "missing_ok": missing_ok}
-    return Response(partial(delete, path, **which))  # type: ignore[arg-type]
+    return Response(functools.partial(delete, path, **which))  # type: ignore[arg-type]
 
 
 def _opened(path: paths.PathLike) -> tuple[Info, Checkpoint]:
@@ -291,7 +291,7 @@ def _described(info: Info, found: Checkpoint, names: list[str]) -> CheckpointMet
     settings = Settings.current()
 
     def described(name: str) -> Any:
-        item = item_of(info, found, name, STATE, partial(loader.load, info.path))
+        item = item_of(info, found, name, STATE, functools.partial(loader.load, info.path))
         return value_metadata(item, settings, saved_with(info, found, name))
 
     is_ours = found.reader.format in ("unickpt", ORBAX)

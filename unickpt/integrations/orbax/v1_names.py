@@ -6,32 +6,29 @@ What writes and reads is ours. All else is an AttributeError that says what to u
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-_V1 = "orbax.checkpoint.v1"
+from unickpt.integrations.orbax import names
 
-OWN: Mapping[str, frozenset[str]] = {
-    "": frozenset(
-        (
-            "AbstractCheckpointable",
-            "AsyncResponse",
-            "Checkpointable",
-            "CheckpointableHandler",
-            "Context",
-            "PyTreeMetadata",
-            "StatefulCheckpointable",
-            "arrays",
-            "handlers",
-            "multihost",
-            "options",
-            "path",
-            "tree",
-        )
-    ),
-}
-"""Those that are Orbax's own, by the module that has them."""
+OWN = frozenset(
+    (
+        "AbstractCheckpointable",
+        "AsyncResponse",
+        "Checkpointable",
+        "CheckpointableHandler",
+        "Context",
+        "PyTreeMetadata",
+        "StatefulCheckpointable",
+        "arrays",
+        "handlers",
+        "multihost",
+        "options",
+        "path",
+        "tree",
+    )
+)
+"""Those of `orbax.checkpoint.v1` that are Orbax's own."""
 
 REFUSED: Mapping[str, Mapping[str, str]] = {
     "": {
@@ -61,22 +58,15 @@ def resolve(module: str, name: str, ours: Collection[str]) -> Any:
         AttributeError: it is refused, or it needs Orbax; says what to use.
     """
     asked = ".".join(filter(None, ("unickpt.integrations.orbax.v1", module, name)))
-    theirs = ".".join(filter(None, (_V1, module)))
     why = REFUSED.get(module, {}).get(name)
     if why is not None:
         raise AttributeError(f"{asked} is not supported: {why}", name=name)
-    if name not in OWN.get(module, ()):
-        raise AttributeError(
-            f"there is no {asked}; there are {', '.join(sorted({*ours, *OWN.get(module, ())}))}. "
-            f"What writes and reads Orbax's own files is in {theirs}",
-            name=name,
-        )
-    try:
-        found = importlib.import_module("orbax.checkpoint").v1
-    except (ImportError, AttributeError) as error:
-        raise AttributeError(
-            f"{asked} is Orbax's own, and Orbax's version 1 is not installed: "
-            "pip install orbax-checkpoint",
-            name=name,
-        ) from error
-    return getattr(found, name)
+    own = OWN if not module else frozenset()
+    if name in own:
+        return names.of_orbax("v1", name)
+    theirs = ".".join(filter(None, ("orbax.checkpoint.v1", module)))
+    raise AttributeError(
+        f"there is no {asked}; there are {', '.join(sorted({*ours, *own}))}. What writes and "
+        f"reads Orbax's own files is in {theirs}",
+        name=name,
+    )
