@@ -68,6 +68,7 @@ def find(files: Files, context: ts.Context) -> Found | None:
     if here & set(_MARKS):
         return _composite(files, about, below, context)
     if found and not any(_STEP.fullmatch(name) for name in found):
+        found = [name for name in below if name in found or items.is_json(files, name)]
         return _composite(files, about, found, context)
     steps = [name for name in below if _STEP.fullmatch(name)]
     steps = sorted(filter(lambda name: _is_step(files, name), steps), key=_step_number)

@@ -158,6 +158,11 @@ def is_item(files: Files, above: str = "") -> bool:
     return any(has(files, f"{above}{below}/{name}") for below in folders(files, above))
 
 
+def is_json(files: Files, name: str) -> bool:
+    """Whether a folder is an item that is JSON, as version 0 writes it."""
+    return has(files, f"{name}/{_JSON}")
+
+
 def read_item(files: Files, context: ts.Context) -> Item:
     """An item of arrays."""
     found = _described(files)

@@ -364,6 +364,22 @@ def test_a_folder_of_one_tree_of_version_0(tmp_path: Path) -> None:
     assert ours.metadata(tmp_path / "d").metadata.keys() == {"a"}
 
 
+def test_a_step_of_version_0_without_its_metadata(tmp_path: Path) -> None:
+    import orbax.checkpoint as ocp
+
+    items = {
+        "state": ocp.args.StandardSave({"a": np.arange(3)}),
+        "about": ocp.args.JsonSave({"n": 1}),
+    }
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(5, args=ocp.args.Composite(**items))
+    (tmp_path / "5" / "_CHECKPOINT_METADATA").unlink()
+    loaded = ours.load_checkpointables(tmp_path / "5")
+    assert loaded["about"] == {"n": 1}
+    assert loaded["state"]["a"].tolist() == [0, 1, 2]
+    assert ours.load(tmp_path / "5")["a"].tolist() == [0, 1, 2]
+
+
 @BOTH
 def test_the_metadata_of_a_run_is_the_first_ones(ocp: Any, tmp_path: Path) -> None:
     with ocp.training.Checkpointer(tmp_path, custom_metadata={"by": "the first"}) as run:

@@ -16,6 +16,7 @@ from unickpt.foreign.files import Files
 from unickpt.integrations.orbax.described import ArrayMetadata, ScalarMetadata, StringMetadata
 from unickpt.integrations.orbax.items import StoredItem
 from unickpt.integrations.orbax.run import Info, how_saved
+from unickpt.loading.views import StoredView
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.storage import paths
 from unickpt.storage.errors import Failed, reading_failed
@@ -41,6 +42,11 @@ def items_of(info: Info, found: Checkpoint, single: str | None) -> dict[str, str
     location = paths.resolve(info.path) if info.foreign else None
     if location is not None and not _is_item(location):
         below = [name for name in _listed(location.folders, location) if name != "metrics"]
+        if len(below) > 1:  # of which some may be something else
+            root = StoredView(found.reader).node()
+            keys = root.keys if isinstance(root, tree.Node) else ()
+            alone = [name for name in below if name in SINGLES]
+            below = [name for name in below if name in keys] or alone[:1] or below[:1]
         if below:
             return dict.fromkeys(below, "")
     return {single or SINGLES[0]: ""}
