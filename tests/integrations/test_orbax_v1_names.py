@@ -316,6 +316,24 @@ def test_handlers_of_ones_own(ocp: Any, tmp_path: Path) -> None:
         assert described["model"]["w"].shape == (3,)
 
 
+def test_an_exported_step_has_its_parts_in_orbax(tmp_path: Path) -> None:
+    registry = theirs.handlers.local_registry()
+    registry.add(PointHandler)
+    registry.add(theirs.handlers.JsonHandler, checkpointable_name="about")
+    parts = {"model": {"w": np.arange(3)}, "at": Point(7), "about": {"seen": [1, 2]}}
+    with context(checkpointables__registry=registry):
+        with ours.training.Checkpointer(tmp_path / "run") as run:
+            run.save_checkpointables(3, parts, metrics={"loss": 0.5}, custom_metadata={"a": 1})
+        unickpt.convert(tmp_path / "run" / "step_3", tmp_path / "back" / "3", to="orbax")
+        with theirs.training.Checkpointer(tmp_path / "back") as back:
+            assert back.latest.metrics == {"loss": 0.5}
+            loaded = back.load_checkpointables(3)
+    assert theirs.metadata(tmp_path / "back" / "3", "model").custom_metadata == {"a": 1}
+    assert loaded["model"]["w"].tolist() == [0, 1, 2]
+    assert loaded["at"].x == 7
+    assert loaded["about"] == {"seen": [1, 2]}
+
+
 def test_a_handlers_files_are_not_given_as_a_tree(tmp_path: Path) -> None:
     registry = theirs.handlers.local_registry()
     registry.add(PointHandler)
