@@ -30,6 +30,7 @@ _TEMPORARY = ".orbax-checkpoint-tmp"
 # Items without a name of their own: what is saved is the checkpoint itself.
 _UNNAMED = "default"
 _UNNAMED_V1 = ("state", "pytree")
+_JSON_V1 = "data.json"
 _MOST_ITEMS = 1000
 _STEP = re.compile(r"(?:.*[_-])?[0-9]{1,18}")
 _SHOWN = 8  # steps, in a message
@@ -67,6 +68,7 @@ def find(files: Files, context: ts.Context) -> Found | None:
     if here & set(_MARKS):
         return _composite(files, about, below, context)
     if found and not any(_STEP.fullmatch(name) for name in found):
+        found = [name for name in below if name in found or items.is_json(files, name)]
         return _composite(files, about, _unrecorded(files, found, below), context)
     steps = [name for name in below if _STEP.fullmatch(name)]
     steps = sorted(filter(lambda name: _is_step(files, name), steps), key=_step_number)
@@ -182,7 +184,14 @@ def _composite(
         if not names or {_UNNAMED, *_UNNAMED_V1} & set(missing):  # what a step is saved for
             raise CheckpointCorrupt(f"{lacks} Each other item can be opened by its own path")
         _log.warning("%s", lacks)
-    found = {name: items.any_item(Files(files.location.child(name)), context) for name in names}
+    found = {
+        name: items.any_item(
+            Files(files.location.child(name)),
+            context,
+            json_file=_JSON_V1 if _is_json_v1((handlers or {}).get(name)) else "",
+        )
+        for name in names
+    }
     metadata = _custom(about)
     if items.METRICS in found and not isinstance(found[items.METRICS].tree, Located):
         metadata[items.METRICS] = found.pop(items.METRICS).tree
@@ -193,6 +202,12 @@ def _composite(
     if not lacks and (list(content) == [_UNNAMED] or _is_unnamed_v1(files, about, content)):
         (content,) = content.values()
     return Found(content, metadata, _created(about), lacks)
+
+
+def _is_json_v1(handler: Any) -> bool:
+    """Whether an item is JSON of version 1; others may have a file of that name, too."""
+    is_orbax = isinstance(handler, str) and handler.startswith("orbax.")
+    return is_orbax and handler.rpartition(".")[2] == "JsonHandler"
 
 
 def _is_unnamed_v1(files: Files, about: Mapping[str, Any], items: Mapping[str, Any]) -> bool:

@@ -107,10 +107,16 @@ class Located:
         self.store.check(self.name, keys, self.array.least_stored, fill=self.fill)
 
 
-def any_item(files: Files, context: ts.Context, depth: int = _DEPTH) -> Item:
-    """An item of any kind: arrays, JSON, items of items, or files that only others understand."""
+def any_item(files: Files, context: ts.Context, depth: int = _DEPTH, json_file: str = "") -> Item:
+    """An item of any kind: arrays, JSON, items of items, or files that only others understand.
+
+    Arguments:
+        json_file: the file that is all of it, if that is known.
+    """
     if is_item(files):
         return read_item(files, context)
+    if json_file in files.here:
+        return Item(read_json(files, json_file), {})
     below = folders(files)
     sign = next((name for name in (ocdbt.MANIFEST, _SHARDINGS) if name in files.here), None)
     if sign is not None:
@@ -150,6 +156,11 @@ def is_item(files: Files, above: str = "") -> bool:
         return True
     name = zarr.METADATA[2]
     return any(has(files, f"{above}{below}/{name}") for below in folders(files, above))
+
+
+def is_json(files: Files, name: str) -> bool:
+    """Whether a folder is an item that is JSON, as version 0 writes it."""
+    return has(files, f"{name}/{_JSON}")
 
 
 def read_item(files: Files, context: ts.Context) -> Item:

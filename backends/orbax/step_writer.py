@@ -29,6 +29,7 @@ _DEFAULT = "default"
 _ALONE = (_DEFAULT, "state", "pytree")  # items whose names are not shown, if they are the only one
 _FILES = "files"
 _COMMITTED = "commit_success.txt"
+_INDICATOR = "orbax.checkpoint"  # of version 1
 _HANDLERS = "orbax.checkpoint._src.handlers"
 _MODULES = {
     "StandardSave": "standard_checkpoint_handler.StandardCheckpointHandler",
@@ -50,12 +51,14 @@ class Items:
         single: the name of the one that is all of the checkpoint; None if items have names.
         custom: what the user gave with each.
         alone: whether the single one has no folder of its own, as a `Checkpointer` saves it.
+        handlers: of version 1, by which files were saved; None if version 0 saved it.
     """
 
     kinds: Mapping[str, str]
     single: str | None = None
     custom: Mapping[str, Any] = field(default_factory=dict)
     alone: bool = False
+    handlers: Mapping[str, str] | None = None
 
 
 STEP = Items({_DEFAULT: "StandardSave"}, _DEFAULT)
@@ -72,7 +75,8 @@ def items_of(index: Index, node: tree.Node | tree.Leaf) -> Items | None:
         return None
     single, custom = how.get("single"), how.get("item_metadata")
     alone = how.get("alone") is True
-    found = Items({str(k): str(v) for k, v in kinds.items()}, single, custom or {}, alone)
+    named = {str(k): str(v) for k, v in kinds.items()}
+    found = Items(named, single, custom or {}, alone, how.get("handlers"))
     if single is not None:
         return found if list(found.kinds) == [single] else None
     names = node.keys if isinstance(node, tree.Node) and node.kind == "dict" else ()
@@ -131,11 +135,15 @@ def plan(index: Index, node: tree.Node | tree.Leaf, items: Items, chunk_bytes: i
         others |= made.others
         if kind in _MODULES:
             handlers[name] = _handler(kind)
+        elif name in (items.handlers or {}):
+            handlers[name] = items.handlers[name]
     if not items.alone and (metrics := index.metadata.get("metrics")) is not None:
         # Those that JSON cannot hold are kept as the text that Python makes of them.
         text = metrics if isinstance(metrics, str) else json.dumps(metrics)
         files += [text_file("metrics/metrics", text), _committed("metrics")]
         handlers["metrics"] = _handler("JsonSave")
+    if items.handlers is not None:
+        files.append(text_file(_INDICATOR, "", last=True))
     files += _about(index, next(iter(handlers.values()), None) if items.alone else handlers)
     return Plan(tuple(files), arrays, values, others=others)
 

@@ -193,7 +193,7 @@ def test_a_failed_save_is_raised_by_its_response(
 
 def test_what_is_refused(tmp_path: Path) -> None:
     for name in ("context", "logger", "step_name_format"):
-        with pytest.raises(ValueError, match=f"{name}="):
+        with pytest.raises(TypeError, match=f"{name}="):
             ours.training.Checkpointer(tmp_path, **{name: object()})
     with ours.training.Checkpointer(tmp_path) as run:
         run.save(1, tree(1))

@@ -29,7 +29,7 @@ def of_orbax(module: str, name: str, instead: Mapping[str, str] | None = None) -
     if name.startswith("_"):
         raise AttributeError(f"module {ours!r} has no attribute {name!r}")
     try:
-        return getattr(importlib.import_module(theirs), name)
+        return getattr(_module(theirs), name)
     except ImportError:
         raise AttributeError(
             f"module {ours!r} has no attribute {name!r}; if it is one of Orbax's own, install "
@@ -37,3 +37,14 @@ def of_orbax(module: str, name: str, instead: Mapping[str, str] | None = None) -
         ) from None
     except AttributeError:
         raise AttributeError(f"neither {ours} nor {theirs} has {name!r}") from None
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        above, _, last = name.rpartition(".")
+        found = getattr(importlib.import_module(above), last, None)
+        if found is None:
+            raise
+        return found  # `orbax.checkpoint.v1`, which lies elsewhere

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakSet
 
 from unickpt.errors import CheckpointCorrupt, CheckpointExists, CheckpointNotFound, LaterStepsExist
+from unickpt.foreign.files import Files
 from unickpt.format.index import RESERVED
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.process_group import Group, current_group, within
@@ -38,6 +39,7 @@ from unickpt.saving.background import PendingSave
 from unickpt.saving.options import SaveOptions
 from unickpt.storage import paths
 
+_ROOT, _MOST_ROOT = "_ROOT_METADATA", 8 << 20
 _NEVER = "0001-01-02T00:00:00+00:00"  # before all others, in any time zone
 
 
@@ -106,6 +108,7 @@ class SavePolicies:
         store_metrics: whether metrics are stored.
         metadata: of the run, stored with each step; None for none.
         considers_pending: whether policies are told that a save is in progress.
+        named: which of Orbax's folders count, by their names and numbers.
     """
 
     save: SaveDecisionPolicy
@@ -116,6 +119,7 @@ class SavePolicies:
     store_metrics: bool = True
     metadata: Mapping[str, Any] | None = None
     considers_pending: bool = True
+    named: Callable[[str, int], bool] = lambda name, step: True
 
 
 class Run:
@@ -178,7 +182,7 @@ class Run:
 
     def _foreign(self) -> list[Info]:
         """The committed steps that Orbax wrote."""
-        found = orbax_steps(str(self.directory), self._reading.open)
+        found = orbax_steps(str(self.directory), self._reading.open, self.rules.named)
         return [
             Info(step, path, foreign=True, opening=self._reading.open)
             for step, path in found.items()
@@ -392,8 +396,20 @@ class Run:
             saved = (info for info in reversed(self.infos) if not info.foreign)
             newest = next((info for info in saved if info.step != self._saving), None)
             stored = None if newest is None else how_saved(open(newest.path)).get("root")
+            if stored is None:
+                stored = self._root_of_orbax()
             self._root = dict(stored if isinstance(stored, Mapping) else self.rules.metadata or {})
         return self._root
+
+    def _root_of_orbax(self) -> Any:
+        """What Orbax stored of the run; None if it stored nothing."""
+        files = Files(self.directory.child("metadata"))
+        if not self.directory.exists() or _ROOT not in files.here:
+            return None
+        try:
+            return json.loads(files.tail(_ROOT, _MOST_ROOT))["custom_metadata"]
+        except (ValueError, RecursionError, KeyError, TypeError) as error:
+            raise CheckpointCorrupt(f"{files.location}: {_ROOT} is damaged: {error}") from error
 
     def close(self) -> None:
         """Waits for everything, then releases the folder."""

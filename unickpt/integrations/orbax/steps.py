@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from unickpt.errors import CheckpointNotFound
@@ -18,20 +18,23 @@ _OURS = re.compile(r"step_([0-9]{1,18})")
 
 
 def orbax_steps(
-    directory: paths.PathLike, opening: Mapping[str, Any] | None = None
+    directory: paths.PathLike,
+    opening: Mapping[str, Any] | None = None,
+    named: Callable[[str, int], bool] = lambda name, step: True,
 ) -> dict[int, str]:
     """The paths of the steps that Orbax committed, by their numbers.
 
     Arguments:
         directory: a local path or a URL.
         opening: arguments of `unickpt.open`.
+        named: which folders count, by their names and numbers.
     """
     found: dict[int, str] = {}
     if not paths.resolve(directory).exists():
         return found
     for listed in other_folders(directory):
         number = _FOREIGN.fullmatch(listed.name)
-        if number is None:
+        if number is None or not named(listed.name, int(number[1])):
             continue
         try:
             reader = open(listed.path, **(opening or {})).reader

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import tensorstore as ts
+
 from unickpt.errors import LoadMismatch
+from unickpt.foreign.files import Files
 from unickpt.integrations.orbax.described import ArrayMetadata, ScalarMetadata, StringMetadata
 from unickpt.integrations.orbax.items import StoredItem
 from unickpt.integrations.orbax.run import Info, how_saved
+from unickpt.loading.views import StoredView
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.storage import paths
 from unickpt.storage.errors import Failed, reading_failed
+from unickpt.storage.locations import Location
 from unickpt.trees import tree
 
 SINGLES = ("default", "state", "pytree")
 """Items that are opened without their name, if they are the only one."""
+_OF_ITEM = frozenset(("_METADATA", "manifest.ocdbt", "checkpoint"))
+_ABOUT, _MOST_ABOUT = "_CHECKPOINT_METADATA", 1 << 30
 
 
 def items_of(info: Info, found: Checkpoint, single: str | None) -> dict[str, str]:
@@ -31,9 +39,16 @@ def items_of(info: Info, found: Checkpoint, single: str | None) -> dict[str, str
         kinds = how_saved(found).get("items")
         if kinds is not None:
             return {str(name): str(kind) for name, kind in kinds.items()}
-    below = [name for name in _folders(info.path) if name not in (".", "metrics")]
-    if info.foreign and below:
-        return dict.fromkeys(below, "")
+    location = paths.resolve(info.path) if info.foreign else None
+    if location is not None and not _is_item(location):
+        below = [name for name in _listed(location.folders, location) if name != "metrics"]
+        if len(below) > 1:  # of which some may be something else
+            root = StoredView(found.reader).node()
+            keys = root.keys if isinstance(root, tree.Node) else ()
+            alone = [name for name in below if name in SINGLES]
+            below = [name for name in below if name in keys] or alone[:1] or below[:1]
+        if below:
+            return dict.fromkeys(below, "")
     return {single or SINGLES[0]: ""}
 
 
@@ -97,10 +112,27 @@ def as_path(directory: paths.PathLike) -> Any:
     return directory if "://" in str(directory) else Path(directory)
 
 
-def _folders(path: str) -> list[str]:
-    """The folders in the folder of a step."""
-    location = paths.resolve(path)
+def saved_with(info: Info, found: Checkpoint, name: str) -> str | None:
+    """The name of the handler that saved an item; None if that is not known."""
+    if not info.foreign:
+        handlers = how_saved(found).get("handlers")
+    else:
+        files = Files(paths.resolve(info.path))
+        if _ABOUT not in files.here:
+            return None
+        about = json.loads(files.tail(_ABOUT, _MOST_ABOUT))  # which is open, and so is valid
+        handlers = about.get("item_handlers")
+    known = handlers.get(name) if isinstance(handlers, Mapping) else None
+    return known if isinstance(known, str) else None
+
+
+def _is_item(location: Location) -> bool:
+    """Whether a folder of Orbax is an item itself, not a folder of items."""
+    return not _OF_ITEM.isdisjoint(_listed(location.files, location))
+
+
+def _listed(names: Callable[[ts.Context], list[str]], location: Location) -> list[str]:
     try:
-        return sorted(location.folders(paths.context()))
+        return sorted(name for name in names(paths.context()) if name != ".")
     except Failed as error:
         raise reading_failed(error, str(location)) from error

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from unickpt.integrations.orbax import items, policies
+from unickpt.integrations.orbax import items, policies, step_log, v1_context, v1_deletion
 from unickpt.integrations.orbax.described import RootMetadata
 from unickpt.integrations.orbax.run import (
     Info,
@@ -18,71 +19,22 @@ from unickpt.integrations.orbax.run import (
     StepNotFoundError,
     custom_metadata,
 )
-from unickpt.integrations.orbax.stored import as_path, item_metadata, item_of, items_of
-from unickpt.integrations.orbax.values import STATE, described_values, restored_value
-from unickpt.reading.checkpoint import Checkpoint
-from unickpt.saving.background import PendingSave
+from unickpt.integrations.orbax.stored import as_path, item_of, items_of, saved_with
+from unickpt.integrations.orbax.v1_context import Settings
+from unickpt.integrations.orbax.v1_responses import (
+    Response,
+    SaveResponse,
+    StepCheckpointMetadata,
+    only_name,
+)
+from unickpt.integrations.orbax.values import (
+    STATE,
+    described_values,
+    restored_value,
+    value_metadata,
+    without_metadata,
+)
 from unickpt.storage import paths
-
-
-@dataclass(frozen=True)
-class CheckpointMetadata:
-    """A step.
-
-    Arguments:
-        step: its number.
-        path: its folder.
-        metadata: None, or what is stored: a tree, or trees by name.
-        custom_metadata: as given to `save`; only if metadata is not None.
-    """
-
-    step: int
-    path: Any
-    metadata: Any = None
-    custom_metadata: Mapping[str, Any] | None = None
-    info: Info | None = field(default=None, repr=False)
-
-    @property
-    def metrics(self) -> Any:
-        return self.info and self.info.metrics
-
-    @property
-    def time(self) -> Any:
-        return self.info and self.info.time
-
-    @property
-    def commit_timestamp_nsecs(self) -> int | None:
-        return None if self.info is None else int(self.info.time.timestamp() * 1e9)
-
-
-class SaveResponse:
-    """A save in the background."""
-
-    def __init__(self, pending: PendingSave, run: Run | None = None) -> None:
-        self._pending, self._run = pending, run
-
-    def result(self, timeout: float | None = None) -> bool:
-        """Waits for the commit.
-
-        Raises:
-            SaveTimeout: it takes longer; the save continues.
-            UnickptError: the save failed.
-        """
-        try:
-            self._pending.result(timeout)
-        finally:
-            if self._run is not None:
-                self._run.settle(self._pending)
-        return True
-
-    def on_complete(self, callback: Callable[[bool], None]) -> None:
-        """Calls a function with True after the commit; not if the save fails."""
-
-        def ended() -> None:
-            self._pending.result()  # its error is logged, and raised by whoever waits
-            callback(True)
-
-        self._pending.add_done_callback(ended)
 
 
 class OrbaxCheckpointer:
@@ -93,11 +45,15 @@ class OrbaxCheckpointer:
 
     Arguments:
         directory: a local path or a URL (file, memory, s3, gs).
-        context, step_name_format, logger: None.
+        context: Orbax's, for what is called outside of a `with` block of another; by default that
+            in which this is called. docs/integrations/orbax.md says which of its options count.
         save_decision_policy: when to save; by default whenever no save is in progress.
         preservation_policy: what to keep; by default all.
+        step_name_format: Orbax's, says which folders of Orbax are steps; those of unickpt are
+            always `step_<n>`.
         custom_metadata: JSON about the run; what the newest step has takes precedence.
         cleanup_tmp_directories, lightweight_initialize: of no effect.
+        logger: its `log_entry` is called with a dict about each save and load.
         unickpt: further arguments of `unickpt.Checkpointer`.
 
     Example:
@@ -125,13 +81,11 @@ class OrbaxCheckpointer:
         logger: Any = None,
         unickpt: Mapping[str, Any] | None = None,
     ) -> None:
-        refused = {"context": context, "step_name_format": step_name_format, "logger": logger}
-        for name, value in refused.items():
-            if value is not None:
-                raise ValueError(
-                    f"{name}={type(value).__name__} is not supported; options of unickpt go into "
-                    "unickpt={'options': unickpt.SaveOptions(...)}"
-                )
+        v1_context.check(context)
+        self._context = v1_context.active() if context is None else context
+        self._log = step_log.StepLog(logger, directory)
+        given = dict(unickpt or {})
+        given["options"] = Settings(self._context).save_options(given.get("options"))
         default = policies.AnySavePolicy(
             [
                 policies.InitialSavePolicy(),
@@ -143,8 +97,9 @@ class OrbaxCheckpointer:
         if custom_metadata is not None:
             root = items.plain_json("custom_metadata", custom_metadata)
         keep = preservation_policy or policies.PreserveAll()
-        rules = SavePolicies(save_decision_policy or default, keep, metadata=root)
-        self._run = Run(directory, rules, unickpt or {})
+        named = _named_by(step_name_format, directory)
+        rules = SavePolicies(save_decision_policy or default, keep, metadata=root, named=named)
+        self._run = Run(directory, rules, given)
         self._directory = as_path(directory)
 
     # --- what there is ---------------------------------------------------------------------------
@@ -155,12 +110,12 @@ class OrbaxCheckpointer:
         return self._directory
 
     @property
-    def latest(self) -> CheckpointMetadata | None:
+    def latest(self) -> StepCheckpointMetadata | None:
         """The newest step; None if there is none."""
         return None if self._run.latest is None else _metadata(self._run.latest)
 
     @property
-    def checkpoints(self) -> list[CheckpointMetadata]:
+    def checkpoints(self) -> list[StepCheckpointMetadata]:
         """The steps, ascending, also one that is being saved."""
         return [_metadata(info) for info in self._run.infos]
 
@@ -190,7 +145,7 @@ class OrbaxCheckpointer:
             UnickptError: as `unickpt.Checkpointer.save`.
         """
         response = self.save_async(step, state, **options)
-        return response is not None and response.result()
+        return response is not None and bool(response.result())
 
     def save_async(
         self,
@@ -229,7 +184,7 @@ class OrbaxCheckpointer:
     ) -> bool:
         """Saves several things by name, as `save`."""
         response = self.save_checkpointables_async(step, checkpointables, **options)
-        return response is not None and response.result()
+        return response is not None and bool(response.result())
 
     def save_checkpointables_async(
         self,
@@ -242,23 +197,37 @@ class OrbaxCheckpointer:
         custom_metadata: Any = None,
     ) -> SaveResponse | None:
         """Saves several things by name in the background, as `save_async`: trees, and objects with
-        the functions of Orbax's `StatefulCheckpointable`."""
+        the functions of Orbax's `StatefulCheckpointable`, or with a handler."""
+        settings = self._settings()
+        settings.save_options()  # refuses what cannot be honoured
         number = _number(step)
         existing = next((info for info in self._run.infos if info.step == number), None)
         if existing is not None and not overwrite:
             raise StepAlreadyExistsError(f"step {number} exists at {existing.path}")
         if not force and not self._run.should_save(number, overwrite):
             return None
-        tree, how = described_values(checkpointables)
-        pending = self._run.save(
-            number,
-            tree,
-            how,
-            metrics=None if metrics is None else items.plain_json("metrics", metrics),
-            metadata=items.plain_json("custom_metadata", custom_metadata or {}),
-            overwrite=overwrite,
+        tree, how = described_values(checkpointables, settings)
+        with self._log.saving(number, synchronous=False):
+            pending = self._run.save(
+                number,
+                tree,
+                how,
+                metrics=None if metrics is None else items.plain_json("metrics", metrics),
+                metadata=items.plain_json("custom_metadata", custom_metadata or {}),
+                overwrite=overwrite,
+            )
+        return SaveResponse(pending, self._run, settings.on_commit)
+
+    def cancel(self, step: Any = None) -> None:
+        """Not supported: a save in progress is waited for.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "Checkpointer.cancel is not supported: wait() until the save is committed, and "
+            "delete(step)"
         )
-        return SaveResponse(pending, self._run)
 
     def is_saving_in_progress(self) -> bool:
         """Whether a save is not committed yet."""
@@ -284,38 +253,59 @@ class OrbaxCheckpointer:
             StepNotFoundError: the step does not exist.
             LoadMismatch: what is stored does not fit; as `unickpt.load`.
         """
-        wanted = {checkpointable_name: abstract_state}
+        wanted = {checkpointable_name: without_metadata(abstract_state)}
         return self.load_checkpointables(step, wanted)[checkpointable_name]
 
     def load_checkpointables(
         self, step: Any = None, abstract_checkpointables: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Loads several things by name, as `load`; None loads all."""
+        settings = self._settings()
         info, found = self._run.opened(_number(step))
-        wanted = abstract_checkpointables
+        wanted = without_metadata(abstract_checkpointables)
         if wanted is None:
             wanted = dict.fromkeys(items_of(info, found, STATE))
-        load = partial(self._run.load, info)
-        return {
-            name: restored_value(item_of(info, found, name, STATE, load), abstract)
-            for name, abstract in wanted.items()
-        }
+        load = partial(self._run.load, info, options=settings.load_options())
+
+        def restored(name: str, abstract: Any) -> Any:
+            item = item_of(info, found, name, STATE, load)
+            return restored_value(item, abstract, settings, saved_with(info, found, name))
+
+        with self._log.restoring(info.step):
+            return {name: restored(name, abstract) for name, abstract in wanted.items()}
+
+    def load_async(
+        self, step: Any = None, abstract_state: Any = None, *, checkpointable_name: str = STATE
+    ) -> Response[Any]:
+        """Loads the state of a step on a thread, as `load`."""
+        which = {"checkpointable_name": checkpointable_name}
+        return Response(partial(self.load, step, abstract_state, **which))
+
+    def load_checkpointables_async(
+        self, step: Any = None, abstract_checkpointables: Mapping[str, Any] | None = None
+    ) -> Response[dict[str, Any]]:
+        """Loads several things by name on a thread, as `load`."""
+        return Response(partial(self.load_checkpointables, step, abstract_checkpointables))
 
     # --- metadata --------------------------------------------------------------------------------
 
-    def metadata(self, step: Any = None) -> CheckpointMetadata:
+    def metadata(self, step: Any = None) -> StepCheckpointMetadata:
         """What is stored in a step, as a tree."""
         found = self.checkpointables_metadata(step)
-        names = list(found.metadata)
-        if STATE not in names and len(names) != 1:
-            raise StepNotFoundError(f"{found.path} has no {STATE!r}; there are {', '.join(names)}")
-        only = found.metadata[STATE if STATE in names else names[0]]
-        return CheckpointMetadata(found.step, found.path, only, found.custom_metadata, found.info)
+        only = found.metadata[only_name(found.metadata, found.path)]
+        return replace(found, metadata=only)
 
-    def checkpointables_metadata(self, step: Any = None) -> CheckpointMetadata:
+    def checkpointables_metadata(self, step: Any = None) -> StepCheckpointMetadata:
         """What is stored in a step, as trees by name."""
         info, found = self._run.opened(_number(step))
-        return _metadata(info, _trees(info, found), custom_metadata(info, found))
+        settings, read = self._settings(), partial(self._run.load, info)
+
+        def described(name: str) -> Any:
+            item = item_of(info, found, name, STATE, read)
+            return value_metadata(item, settings, saved_with(info, found, name))
+
+        trees = {name: described(name) for name in items_of(info, found, STATE)}
+        return _metadata(info, trees, custom_metadata(info, found))
 
     def root_metadata(self) -> RootMetadata:
         """What is known of the run."""
@@ -332,11 +322,8 @@ class OrbaxCheckpointer:
             checkpointable_name: None; parts of a step cannot be removed.
             missing_ok: return False if it does not exist.
         """
-        if checkpointable_name is not None:
-            raise ValueError(
-                f"checkpointable_name={checkpointable_name!r} is not supported: parts of a step "
-                "cannot be removed; save it again without"
-            )
+        self._settings().check_deletion()
+        v1_deletion.check_whole(checkpointable_name)
         try:
             self._run.delete(_number(step))
         except StepNotFoundError:
@@ -344,6 +331,16 @@ class OrbaxCheckpointer:
                 raise
             return False
         return True
+
+    def delete_async(
+        self, step: Any, *, checkpointable_name: None = None, missing_ok: bool = False
+    ) -> Response[bool]:
+        """Removes a step on a thread, as `delete`; wait for it before the next save."""
+        which: dict[str, Any] = {
+            "checkpointable_name": checkpointable_name,
+            "missing_ok": missing_ok,
+        }
+        return Response(partial(self.delete, step, **which))
 
     def close(self) -> None:
         """Waits as `wait`, then releases the directory."""
@@ -365,16 +362,36 @@ class OrbaxCheckpointer:
                 raise
             error.add_note(f"unickpt: {type(failed).__name__} in the background: {failed}")
 
-    save_pytree, save_pytree_async, load_pytree, pytree_metadata = save, save_async, load, metadata
+    # Orbax's names of before.
+    save_pytree, save_pytree_async = save, save_async
+    load_pytree, load_pytree_async, pytree_metadata = load, load_async, metadata
+
+    def _settings(self) -> Settings:
+        return Settings.current(self._context)
 
 
-def _metadata(info: Info, found: Any = None, custom: Any = None) -> CheckpointMetadata:
-    return CheckpointMetadata(info.step, as_path(info.path), found, custom, info)
+def _metadata(info: Info, found: Any = None, custom: Any = None) -> StepCheckpointMetadata:
+    return StepCheckpointMetadata(info.step, as_path(info.path), found, custom, info)
 
 
-def _trees(info: Info, found: Checkpoint) -> dict[str, Any]:
-    names = items_of(info, found, STATE)
-    return {name: item_metadata(item_of(info, found, name, STATE)) for name in names}
+def _named_by(step_name_format: Any, directory: paths.PathLike) -> Callable[[str, int], bool]:
+    """Whether a folder of Orbax is a step, by its name and number."""
+    if step_name_format is None:
+        return lambda name, step: True
+    if not callable(getattr(step_name_format, "find_step", None)):
+        raise TypeError(
+            f"step_name_format={step_name_format!r} must be one of Orbax's, such as "
+            "path.step.standard_name_format()"
+        )
+
+    def named(name: str, step: int) -> bool:
+        try:
+            found = step_name_format.find_step(as_path(directory), step)
+        except ValueError:  # there is none of that name
+            return False
+        return os.path.basename(str(found.path).rstrip("/")) == name
+
+    return named
 
 
 def _number(step: Any) -> Any:
