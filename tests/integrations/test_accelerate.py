@@ -413,6 +413,14 @@ def test_a_killed_job_goes_on_with_another_number_of_ranks(
     assert list(found) == list(range(last + 1, last + 5))
     for step, loss in found.items():  # ranks add gradients in another order
         assert loss == pytest.approx(expected[step], rel=0.02, abs=1e-4)
+    if source == SHARDED:  # the way back to one process of accelerate's own
+        names = f"checkpoints/checkpoint_{last - 1}"
+        unickpt.convert(folder / names, tmp_path / "back" / names, to="accelerate")
+        going_on = f"    accelerator.load_state()\n    names.iteration = {last}\n"
+        plain = EXAMPLE.replace("    load_state(accelerator)\n", going_on)
+        plain = plain.replace("save_state_async(accelerator)", "accelerator.save_state()")
+        back = losses(processes.finish([processes.start(plain, tmp_path / "back", last + 4)])[0])
+        assert back == found
 
 
 def newest(folder: Path) -> int:

@@ -211,7 +211,7 @@ def test_hf_files_are_written_beside_it_and_removed_with_their_steps(tmp_path: P
 
 
 def test_a_resume_that_would_go_wrong_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no checkpoint is in"):
+    with pytest.raises(ValueError, match="No valid checkpoint found in output directory"):
         make(tmp_path).train(resume_from_checkpoint=True)
     with pytest.raises(KeyboardInterrupt):
         make(tmp_path, stop=3).train()
@@ -225,7 +225,7 @@ def test_a_resume_that_would_go_wrong_is_refused(tmp_path: Path) -> None:
     unickpt.save(tmp_path / "other", {"w": torch.ones(2)})
     with pytest.raises(unickpt.LoadMismatch, match="no state of a Trainer"):
         make(tmp_path).train(resume_from_checkpoint=str(tmp_path / "other"))
-    with pytest.raises(unickpt.CheckpointNotFound):
+    with pytest.raises(unickpt.CheckpointNotFound, match=r"find a valid checkpoint at .*9"):
         make(tmp_path).train(resume_from_checkpoint=str(tmp_path / "step_9"))
 
 
@@ -263,6 +263,8 @@ def test_a_killed_job_goes_on_with_another_number_of_ranks(
     for process in job:
         process.wait()
     last = newest() or 0
+    # Read back and compared: one whole checkpoint of what was sharded.
+    unickpt.convert(folder / f"step_{last}", tmp_path / "back", to="trainer")
     reference = processes.start(RANKS, tmp_path / "reference", last + 4)
     found = logged(processes.finish([processes.start(RANKS, folder, last + 4)])[0])
     expected = logged(processes.finish([reference])[0])

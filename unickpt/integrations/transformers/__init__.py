@@ -166,9 +166,12 @@ class UnickptMixin:
         path = run.path(step) if asked is True and step is not None else step_of(run, str(asked))
         try:
             opened = checkpoint.open(path)
-        except (CheckpointNotFound, ValueError):
+        except (CheckpointNotFound, ValueError) as error:
             if not os.path.isfile(os.path.join(path, TRAINER_STATE_NAME)):
-                raise
+                told = (
+                    f"Can't find a valid checkpoint at {path}: {error}"  # begins as the Trainer's
+                )
+                raise CheckpointNotFound(told) from error
             yield path  # the Trainer saved it
             return
         if _BATCH not in opened.metadata:

@@ -78,7 +78,10 @@ def foreign(output_dir: str) -> str:
     """
     found = [each for each in folders(output_dir) if (each[1] / TRAINER_STATE_NAME).is_file()]
     if not found:
-        raise ValueError(f"resume_from_checkpoint=True: no checkpoint is in {output_dir!r}")
+        raise ValueError(
+            f"No valid checkpoint found in output directory ({output_dir}), and "
+            "resume_from_checkpoint=True asks for one"
+        )
     return str(max(found)[1])
 
 
