@@ -135,7 +135,7 @@ def plan(index: Index, node: tree.Node | tree.Leaf, items: Items, chunk_bytes: i
         others |= made.others
         if kind in _MODULES:
             handlers[name] = _handler(kind)
-        elif name in (items.handlers or {}):
+        elif items.handlers is not None and name in items.handlers:
             handlers[name] = items.handlers[name]
     if not items.alone and (metrics := index.metadata.get("metrics")) is not None:
         # Those that JSON cannot hold are kept as the text that Python makes of them.

@@ -1,15 +1,9 @@
 """The tests of checkpoints of Hugging Face's Trainer, of transformers 4.57.
 
 `transformers.Trainer` is replaced by one with `UnickptMixin`, whose tests are those of
-<<<<<<< HEAD
-tests/trainer that save, resume, rotate, or load the best model. Where one goes on from an earlier
-step, later ones are dropped first, as `LaterStepsExist` says. The checkout is of the version that
-is installed, or of the main branch just before it (7258ea44 for 4.57).
-=======
 tests/trainer that save, resume, rotate, or load the best model. Where a test goes on from an
 earlier step, later ones are dropped first, as `LaterStepsExist` says. The checkout is of the
 version that is installed, or of the main branch just before it (7258ea44 for 4.57).
->>>>>>> trainer
 """
 
 from __future__ import annotations

@@ -185,4 +185,4 @@ def _is_castable(value: Any) -> bool:
     dtype = getattr(value, "dtype", None)
     if dtype is None or not hasattr(value, "astype"):
         return False
-    return not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+    return not jax.numpy.issubdtype(dtype, jax.dtypes.extended)
