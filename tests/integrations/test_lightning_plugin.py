@@ -23,7 +23,15 @@ pytestmark = pytest.mark.integration
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from support.lightning_jobs import UnickptCheckpointIO, last_checkpoint, torch
+    from support.lightning_jobs import (
+        Model,
+        ModelCheckpoint,
+        Sharded,
+        UnickptCheckpointIO,
+        last_checkpoint,
+        lightning,
+        torch,
+    )
 
 
 def checkpoint(step: int) -> dict[str, Any]:
@@ -257,6 +265,79 @@ def test_a_save_before_slurm_starts_the_job_again_is_waited_for(tmp_path: Path) 
         assert "hpc_ckpt_" not in "".join(set(names(tmp_path)) - {"hpc_ckpt_1.ckpt"})
         go()
         io.teardown()
+
+
+def trainer(folder: Path, io: Any, **given: Any) -> Any:
+    saving = ModelCheckpoint(folder, every_n_train_steps=1, **given)
+    return lightning.Trainer(
+        max_steps=3, plugins=[io], callbacks=[saving], logger=False, accelerator="cpu",
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+
+
+DATA = torch.utils.data.DataLoader(range(10**6))
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_a_checkpoint_outside_of_a_training_is_there_when_the_call_returns(tmp_path: Path) -> None:
+    waited = []
+    io = UnickptCheckpointIO(unickpt.SaveOptions(fsync=False))
+    job = trainer(tmp_path / "run", io)
+
+    class Saving(Model):
+        def on_train_batch_end(self, *_: Any) -> None:
+            job.save_checkpoint(tmp_path / "within.ckpt")
+            waited.append(not io._saves.in_flight())
+
+    with held_back() as (held, go):
+        io.options = held.options
+        model = Saving("single")
+        threading.Timer(1, go).start()
+        job.fit(model, DATA)
+        assert waited[0] is False  # the loop went on
+    job.save_checkpoint(tmp_path / "after.ckpt")
+    assert not io._saves.in_flight()
+    assert step_of(tmp_path / "after.ckpt") == 3
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (
+            {"filename": "fixed", "save_top_k": -1, "monitor": "loss"},
+            ["fixed-v1.ckpt", "fixed-v2.ckpt", "fixed.ckpt"],
+        ),
+        ({"save_last": "link", "save_top_k": 1}, ["epoch=0-step=3.ckpt", "last.ckpt"]),
+    ],
+)
+def test_names_that_lightning_looks_for_at_once_are_there(
+    tmp_path: Path, given: dict[str, Any], kept: list[str]
+) -> None:
+    """Also when a save takes longer than a step."""
+
+    class Looking(Model):
+        def on_train_batch_start(self, *_: Any) -> None:
+            link = tmp_path / "last.ckpt"
+            assert link.exists() == link.is_symlink()
+
+    slowly = unickpt.SaveOptions(fsync=False, progress=lambda done, total: time.sleep(0.05))
+    job = trainer(tmp_path, UnickptCheckpointIO(slowly), **given)
+    job.fit(Looking("single"), DATA)
+    assert names(tmp_path) == kept
+    assert [step_of(tmp_path / name) for name in kept] in ([2, 3, 1], [3, 3])
+
+
+def test_memory_is_that_of_fsspec_as_for_lightning(tmp_path: Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    io, path = UnickptCheckpointIO(), "memory://unickpt-test/a.ckpt"
+    io.save_checkpoint(checkpoint(3), path)
+    assert fsspec.filesystem("memory").exists(path)
+    assert io.load_checkpoint(path)["global_step"] == 3
+    io.remove_checkpoint(path)
+    assert not fsspec.filesystem("memory").exists(path)
+    with pytest.raises(unickpt.InvalidPath, match="that of one process"):
+        Sharded(1, 1).save_checkpoint({}, path)
 
 
 def test_a_link_is_replaced_and_what_it_points_to_stays(tmp_path: Path) -> None:

@@ -1,0 +1,47 @@
+"""Lightning 2.6.5: `tests/tests_pytorch/checkpointing` of Lightning-AI/pytorch-lightning.
+
+Every trainer without a plugin gets `UnickptCheckpointIO`; with `UNICKPT_SUITE_BACKGROUND=0` it
+waits until each checkpoint is committed. Where tests open a checkpoint as a file of torch's, or
+look whether there is a file, the folder is served: `torch.load` by
+`UnickptCheckpointIO.load_checkpoint`, and `os.path.isfile` by `os.path.exists`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+_FOLDER = "tests/tests_pytorch/checkpointing"
+FILES = tuple(
+    f"{_FOLDER}/test_{name}.py"
+    for name in (
+        "checkpoint_callback_frequency",
+        "model_checkpoint",
+        "torch_saving",
+        "trainer_checkpoint",
+    )
+)
+OPTIONS = ("-o", "addopts=")  # theirs refuse the marker of warnings, which run.py leaves out
+REASONS: dict[str, str] = {}
+
+
+def redirect() -> None:
+    import torch
+
+    from unickpt.integrations.lightning import UnickptCheckpointIO
+
+    background = os.environ.get("UNICKPT_SUITE_BACKGROUND", "1") == "1"
+    strategy: Any = importlib.import_module("lightning.pytorch.strategies.strategy")
+    strategy.TorchCheckpointIO = lambda: UnickptCheckpointIO(background=background)
+    torch_load, isfile = torch.load, os.path.isfile
+
+    def load(file: Any, map_location: Any = None, **given: Any) -> Any:
+        if not (isinstance(file, str | os.PathLike) and os.path.isdir(file)):
+            return torch_load(file, map_location, **given)
+        return UnickptCheckpointIO().load_checkpoint(file, map_location)
+
+    torch.load = load
+    os.path.isfile = lambda path: (
+        isfile(path) or (os.fspath(path).endswith(".ckpt") and os.path.isdir(path))
+    )
