@@ -2,8 +2,9 @@
 
 Every trainer without a plugin gets `UnickptCheckpointIO`; with `UNICKPT_SUITE_BACKGROUND=0` it
 waits until each checkpoint is committed. Where tests open a checkpoint as a file of torch's, or
-look whether there is a file, the folder is served: `torch.load` by
-`UnickptCheckpointIO.load_checkpoint`, and `os.path.isfile` by `os.path.exists`.
+look whether there is a file, the folder is served: `torch.load` and Lightning's function that
+`load_from_checkpoint` calls by `UnickptCheckpointIO.load_checkpoint`, and `os.path.isfile` by
+`os.path.exists`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,14 @@ def redirect() -> None:
     strategy: Any = importlib.import_module("lightning.pytorch.strategies.strategy")
     strategy.TorchCheckpointIO = lambda: UnickptCheckpointIO(background=background)
     torch_load, isfile = torch.load, os.path.isfile
+    opened: Any = importlib.import_module("lightning.fabric.utilities.cloud_io")
+    saving: Any = importlib.import_module("lightning.pytorch.core.saving")
+    pl_load = opened._load
+
+    def load_path(path: Any, map_location: Any = None, weights_only: Any = None) -> Any:
+        if isinstance(path, str | os.PathLike) and os.path.isdir(path):
+            return load(path, None if callable(map_location) else map_location)
+        return pl_load(path, map_location, weights_only)
 
     def load(file: Any, map_location: Any = None, **given: Any) -> Any:
         if not (isinstance(file, str | os.PathLike) and os.path.isdir(file)):
@@ -42,6 +51,7 @@ def redirect() -> None:
         return UnickptCheckpointIO().load_checkpoint(file, map_location)
 
     torch.load = load
+    opened._load = saving.pl_load = load_path
     os.path.isfile = lambda path: (
         isfile(path) or (os.fspath(path).endswith(".ckpt") and os.path.isdir(path))
     )
