@@ -186,9 +186,9 @@ def _call(name: str) -> Callable[[Any], Any]:
     return lambda found: PickledCall(Global(name), (list(found),))
 
 
-def _items(pairs: Sequence[Sequence[Any]]) -> Any:
+def _items(pairs: Any) -> Any:
     """A dict with keys of any type; made by its class if unickpt would refuse them in a pickle."""
-    found = dict(pairs)
+    found: dict[Any, Any] = dict(pairs)
     try:
         for key in found:
             pickles.key(key)
@@ -229,10 +229,9 @@ def _flagged(config: Any, flag: str) -> Any:
     """A configuration with one more flag, the last argument of its class."""
     content, *rest = config.args
     flags = {**(rest[-1] if rest else {}), flag: True}
-    between = (None, None, _ANY, _ANY, _ANY, True)
-    if config.name.endswith("ListConfig"):
-        between = (None, None, _ANY, True, _ANY)
-    return PickledCall(config.function, (content, *between, flags))
+    is_dict = config.name.endswith("DictConfig")
+    between = (_ANY, _ANY, _ANY, True) if is_dict else (_ANY, True, _ANY)
+    return PickledCall(config.function, (content, None, None, *between, flags))
 
 
 _ANY = Global("typing.Any")
