@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from unickpt.arrays.box import Box
 from unickpt.foreign import torch_layout
 from unickpt.foreign.flat_names import refuse
 from unickpt.format.index import Index
-from unickpt.format.writer import Plan, PlannedFile
+from unickpt.format.writer import Plan
 from unickpt.trees import tree_json
 
 
@@ -22,16 +21,7 @@ class TorchWriter:
 
     def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
         refuse("torch", torch_layout.missing_dtypes(index), {})
-        leaves: dict[str, Any] = dict(index.values)
-        storages: dict[str, tuple[str, Box, int]] = {}
-        for number, (name, entry) in enumerate(index.arrays.items()):
-            leaves[name] = torch_layout.tensor(entry, entry.shape, str(number))
-            storages[str(number)] = (name, Box.whole(entry.shape), entry.nbytes)
-        leaves |= {alias: leaves[name] for alias, name in index.aliases.items()}
+        leaves, storages = torch_layout.leaves_of(index)
         value = torch_layout.object_of(tree_json.from_json(index.tree), leaves.__getitem__)
-        zipped = torch_layout.saved(value, storages)
-        planned = PlannedFile(
-            file or "checkpoint.pt", zipped.size, zipped.texts, tuple(zipped.data), zipped.ending,
-            last=True,
-        )  # fmt: skip
+        planned = torch_layout.planned_file(file or "checkpoint.pt", value, storages)
         return Plan((planned,), {n: n for n in index.entries}, {n: n for n in index.values})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,10 @@ with warnings.catch_warnings():
     from support.lightning_jobs import Model, ModelCheckpoint, torch
 
 PAGE = Path(TESTS).parent.joinpath("docs", "integrations", "lightning.md").read_text()
-TRAIN, SHARDED, NEWEST, AS_FILE = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+TRAIN, SHARDED, NEWEST, BACK = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+
+
+(EXPORT,) = re.findall(r"```sh\n(.*?)```", PAGE, re.S)
 
 
 def test_lightning_by_its_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,10 +37,17 @@ def test_lightning_by_its_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert unickpt.open(last).values["global_step"] == 4
     exec(NEWEST, names)  # which is trained already
     assert names["trainer"].global_step == 4
-    exec(AS_FILE, names | {"path": last})
-    found = Model.load_from_checkpoint(tmp_path / "model.ckpt")
+    subprocess.run(
+        EXPORT.replace("unickpt export", f"{sys.executable} -m unickpt export"),
+        shell=True,
+        check=True,
+    )
+    exec(BACK, names | {"Model": Model})
+    assert names["trainer"].global_step == 4
+    found = torch.load(last, weights_only=True)
+    assert found["global_step"] == 6
     for name, tensor in model.state_dict().items():
-        assert torch.equal(found.state_dict()[name], tensor)
+        assert torch.equal(found["state_dict"][name], tensor)
     assert isinstance(names["saving"], ModelCheckpoint)
 
 

@@ -198,11 +198,17 @@ def test_keys_whose_hashes_are_equal_are_refused() -> None:
     refused(b"}(" + integers(n * prime for n in range(50_000)) + b"u.")
     refused(b"(" + integers(n * prime for n in range(50_000)) + b"d.")
     refused(b"\x8f(" + integers(n * prime for n in range(50_000)) + b"\x90.")
-    refused(b"}(G" + struct.pack(">d", 2.0**61) + b"Nu.")
+    refused(b"}(G" + struct.pack(">d", 2.0**61) + b"\x85Nu.")
     pairs = b"".join(integers([n * prime])[:-1] + b"N\x86" for n in range(50_000))
     refused(b"ccollections\nOrderedDict\n](" + pairs + b"e\x85R.")
     refused(b"N" + b"".join(b"p%d\n" % (n * prime) for n in range(50_000)) + b".")
     refused(b"}(" + integers([1 << 40])[:-1] + b"\x85Nu.")
+
+
+def test_floats_are_keys_because_only_few_have_the_same_hash() -> None:
+    found = {2.0**n: n for n in range(-61 * 17, 61 * 16, 61)} | {0.1: 1, float("-inf"): 2}
+    assert len({hash(key) for key in found}) == 3
+    assert read(pickle.dumps(found)) == found
 
 
 def test_long_keys_that_are_used_often_are_refused() -> None:

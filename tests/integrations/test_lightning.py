@@ -69,7 +69,11 @@ class Jobs:
             time.sleep(0.002)
         for pid in pids:
             self._server.kill(pid)
-        assert all(one.code == -signal.SIGKILL for one in self._server.wait_all(pids))
+        self.is_killed(pids)
+
+    def is_killed(self, pids: list[int]) -> None:
+        ended = self._server.wait_all(pids)
+        assert all(one.code == -signal.SIGKILL for one in ended), ended
 
 
 @pytest.fixture
@@ -333,3 +337,38 @@ assert Strategy(1, 1).checkpoint_io is not None
 assert "lightning.fabric" not in sys.modules
 """
     processes.finish([processes.start(source)])
+
+
+def test_a_killed_job_goes_on_without_unickpt_bit_for_bit(jobs: Jobs, tmp_path: Path) -> None:
+    source = "from support import lightning_way_back as job; "
+    run, ours = tmp_path / "run", tmp_path / "run-unickpt"
+    jobs.is_killed(jobs.start(1, f"{source}job.is_killed(*ARGS)", run))
+    run.rename(ours)
+    kept = sorted(path.name for path in ours.glob("*.ckpt"))
+    assert kept == ["epoch=1-step=4.ckpt", "epoch=2-step=6.ckpt", "last.ckpt"]
+    for name in kept:
+        unickpt.convert(ours / name, run / name, to="lightning")
+    jobs.run(1, f"{source}job.goes_on(*ARGS)", run, tmp_path / "other", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("kind", ["sharded", "sharded1"])
+def test_a_sharded_job_goes_on_without_unickpt(jobs: Jobs, tmp_path: Path, kind: str) -> None:
+    """From one file of all parts: with the strategy itself, and on one process."""
+    plain = """
+from lightning.fabric.plugins.io import TorchCheckpointIO
+from support import lightning_jobs as l
+class Sharded1(l.FSDPStrategy):
+    _setup_model = l.Sharded1._setup_model
+l.Sharded, l.Sharded1 = l.ModelParallelStrategy, Sharded1
+# FSDP's own save would crash without an accelerator.
+saving = lambda: l.ModelCheckpoint(ARGS[1], every_n_train_steps=99)
+l.fit(*ARGS[:3], io=TorchCheckpointIO(), ckpt_path=ARGS[3], saving=saving)
+"""
+    jobs.run(2, FIT, kind, tmp_path / "run", 3)
+    exported = tmp_path / "exported.ckpt"
+    unickpt.convert(tmp_path / "run" / "last.ckpt", exported, to="lightning")
+    wanted = losses(jobs.run(2, FIT, kind, tmp_path / "run", 5))
+    assert list(wanted) == [4, 5]
+    assert losses(jobs.run(2, plain, kind, tmp_path / "plain", 5, exported)) == wanted
+    alone = losses(jobs.run(1, plain, "single", tmp_path / "alone", 5, exported))
+    assert alone == pytest.approx(wanted, rel=1e-3)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import datetime
 import threading
 import time
 import warnings
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support import s3_server
+from support.lightning_values import VALUES, assert_same
 
 import unickpt
 
@@ -25,58 +23,15 @@ pytestmark = pytest.mark.integration
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from support.lightning_jobs import UnickptCheckpointIO, last_checkpoint, torch
-
-Point = namedtuple("Point", "x y")
-VALUES = {
-    "state_dict": OrderedDict(
-        w=torch.arange(6.0).reshape(2, 3), b=torch.tensor([1.5, float("nan")], dtype=torch.bfloat16)
-    ),
-    "callbacks": {"A{'monitor': 'x/y'}": {"dirpath": Path("/a/b"), "best": {"/a": torch.ones(())}}},
-    "hyper_parameters": {
-        "sizes": {3, 1},
-        "frozen": frozenset({"a"}),
-        "queue": deque([1, torch.ones(2)], maxlen=4),
-        "milestones": Counter({5: 2}),
-        "by_pair": {(1, "a"): [Path("c")], None: 2, 1.5: True},
-        "counts": defaultdict(int, x=3),
-        "namespace": argparse.Namespace(lr=0.1, root=Path("d")),
-        "when": datetime.datetime(2026, 11, 22, 1, 2, 3, 4),
-        "interval": datetime.timedelta(1, 2, 3),
-        "complex": 1 - 2j,
-        "point": Point(1, (2.5, None)),
-        "dtype": torch.bfloat16,
-        "device": torch.device("cuda", 1),
-        "size": torch.Size([2, 3]),
-        "array": np.arange(3, dtype=np.int16),
-        "scalar": np.float32(0.1),
-        "number": 1 << 70,
-        "nothing": [],
-        "raw": b"\0\xff",
-    },
-    "epoch": 3,
-}
-
-
-def assert_same(found: Any, wanted: Any, at: str = "") -> None:
-    assert type(found).__name__ == type(wanted).__name__, at
-    if isinstance(wanted, torch.Tensor):
-        assert found.dtype == wanted.dtype, at
-        assert found.reshape(-1).view(torch.uint8).equal(wanted.reshape(-1).view(torch.uint8)), at
-    elif isinstance(wanted, np.ndarray | np.generic):
-        assert (found.dtype, found.tobytes()) == (wanted.dtype, wanted.tobytes()), at
-    elif isinstance(wanted, dict):
-        assert list(found) == list(wanted), at
-        for key in wanted:
-            assert_same(found[key], wanted[key], f"{at}/{key}")
-        assert getattr(found, "default_factory", 0) == getattr(wanted, "default_factory", 0)
-    elif isinstance(wanted, list | tuple | deque):
-        assert len(found) == len(wanted), at
-        assert getattr(found, "maxlen", None) == getattr(wanted, "maxlen", None), at
-        for number, pair in enumerate(zip(found, wanted, strict=True)):
-            assert_same(*pair, f"{at}/{number}")
-    else:
-        assert found == wanted, at
+    from support.lightning_jobs import (
+        Model,
+        ModelCheckpoint,
+        Sharded,
+        UnickptCheckpointIO,
+        last_checkpoint,
+        lightning,
+        torch,
+    )
 
 
 def checkpoint(step: int) -> dict[str, Any]:
@@ -310,6 +265,79 @@ def test_a_save_before_slurm_starts_the_job_again_is_waited_for(tmp_path: Path) 
         assert "hpc_ckpt_" not in "".join(set(names(tmp_path)) - {"hpc_ckpt_1.ckpt"})
         go()
         io.teardown()
+
+
+def trainer(folder: Path, io: Any, **given: Any) -> Any:
+    saving = ModelCheckpoint(folder, every_n_train_steps=1, **given)
+    return lightning.Trainer(
+        max_steps=3, plugins=[io], callbacks=[saving], logger=False, accelerator="cpu",
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+
+
+DATA = torch.utils.data.DataLoader(range(10**6))
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_a_checkpoint_outside_of_a_training_is_there_when_the_call_returns(tmp_path: Path) -> None:
+    waited = []
+    io = UnickptCheckpointIO(unickpt.SaveOptions(fsync=False))
+    job = trainer(tmp_path / "run", io)
+
+    class Saving(Model):
+        def on_train_batch_end(self, *_: Any) -> None:
+            job.save_checkpoint(tmp_path / "within.ckpt")
+            waited.append(not io._saves.in_flight())
+
+    with held_back() as (held, go):
+        io.options = held.options
+        model = Saving("single")
+        threading.Timer(1, go).start()
+        job.fit(model, DATA)
+        assert waited[0] is False  # the loop went on
+    job.save_checkpoint(tmp_path / "after.ckpt")
+    assert not io._saves.in_flight()
+    assert step_of(tmp_path / "after.ckpt") == 3
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (
+            {"filename": "fixed", "save_top_k": -1, "monitor": "loss"},
+            ["fixed-v1.ckpt", "fixed-v2.ckpt", "fixed.ckpt"],
+        ),
+        ({"save_last": "link", "save_top_k": 1}, ["epoch=0-step=3.ckpt", "last.ckpt"]),
+    ],
+)
+def test_names_that_lightning_looks_for_at_once_are_there(
+    tmp_path: Path, given: dict[str, Any], kept: list[str]
+) -> None:
+    """Also when a save takes longer than a step."""
+
+    class Looking(Model):
+        def on_train_batch_start(self, *_: Any) -> None:
+            link = tmp_path / "last.ckpt"
+            assert link.exists() == link.is_symlink()
+
+    slowly = unickpt.SaveOptions(fsync=False, progress=lambda done, total: time.sleep(0.05))
+    job = trainer(tmp_path, UnickptCheckpointIO(slowly), **given)
+    job.fit(Looking("single"), DATA)
+    assert names(tmp_path) == kept
+    assert [step_of(tmp_path / name) for name in kept] in ([2, 3, 1], [3, 3])
+
+
+def test_memory_is_that_of_fsspec_as_for_lightning(tmp_path: Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    io, path = UnickptCheckpointIO(), "memory://unickpt-test/a.ckpt"
+    io.save_checkpoint(checkpoint(3), path)
+    assert fsspec.filesystem("memory").exists(path)
+    assert io.load_checkpoint(path)["global_step"] == 3
+    io.remove_checkpoint(path)
+    assert not fsspec.filesystem("memory").exists(path)
+    with pytest.raises(unickpt.InvalidPath, match="that of one process"):
+        Sharded(1, 1).save_checkpoint({}, path)
 
 
 def test_a_link_is_replaced_and_what_it_points_to_stays(tmp_path: Path) -> None:

@@ -40,7 +40,8 @@ def outcomes(name: str, checkout: Path, ours: bool, more: list[str]) -> dict[str
             "UNICKPT_SUITE_OUT": str(out),
         }
         command = [sys.executable, "-m", "pytest", "-p", "suites.recording", "-q", "--no-header"]
-        command += ["-p", "no:cacheprovider", "-p", "no:warnings", *more, *suite.FILES]
+        command += ["-p", "no:cacheprovider", "-p", "no:warnings", *getattr(suite, "OPTIONS", ())]
+        command += [*more, *suite.FILES]
         subprocess.run(command, cwd=checkout, env=environment, check=False)
         return dict(json.loads(line) for line in out.read_text().splitlines())
 

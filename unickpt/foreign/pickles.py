@@ -33,8 +33,6 @@ _UINT16, _INT32, _UINT32, _UINT64 = map(struct.Struct, ("<H", "<i", "<I", "<Q"))
 # What calls may look at, for each byte of the pickle: arguments can be remembered and used again.
 _WORK = 8
 _LEAST_WORK = 100_000
-
-
 Constructors = Mapping[str, Callable[..., Any]]
 
 
@@ -337,7 +335,8 @@ class _Machine:
 def key(value: Any) -> Any:
     """A key of a dict, or an element of a set.
 
-    Only those whose hashes take little time, and cannot be chosen to be equal for many of them.
+    Only those whose hashes take little time, and cannot be chosen to be equal for many of them: not
+    for many floats, but for many tuples of floats.
 
     Raises:
         BadPickle: it is another.
@@ -353,7 +352,8 @@ def key(value: Any) -> Any:
             if len(item) + len(rest) > left:
                 raise BadPickle("a key is too long")
             rest += item
-        if isinstance(item, float | frozenset) or (isinstance(item, int) and abs(item) >= most):
+        bad = isinstance(item, frozenset) or (isinstance(item, float) and item is not value)
+        if bad or (isinstance(item, int) and abs(item) >= most):
             raise BadPickle(f"{kind_of(item)} that cannot be a key")
     return value
 

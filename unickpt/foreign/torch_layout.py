@@ -5,7 +5,7 @@ Sources: torch/serialization.py, torch/_tensor.py and torch/_utils.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from unickpt.arrays.box import Box
@@ -15,6 +15,7 @@ from unickpt.foreign.pickle_writer import PickledCall, dumps
 from unickpt.foreign.torch_pickles import STORAGES
 from unickpt.foreign.zip_layout import ALIGN, Content, ZipLayout
 from unickpt.format.index import ArrayEntry, Index
+from unickpt.format.writer import PlannedFile
 from unickpt.trees import tree
 
 _CLASSES = {dtype: f"torch.{name}Storage" for name, dtype in STORAGES.items()}
@@ -24,6 +25,8 @@ _UNTYPED = {
     "float8_e5m2fnuz", "float8_e8m0fnu",
 }  # fmt: skip
 ORDERED = Global("collections.OrderedDict")
+Storages = Mapping[str, tuple[str, Box, int] | bytes]
+"""By their keys: the array, its elements, and how many bytes they are; or the bytes."""
 
 
 def missing_dtypes(index: Index) -> list[ArrayEntry]:
@@ -57,9 +60,7 @@ def tensor(entry: ArrayEntry, shape: Sequence[int], key: str) -> PickledCall:
     return PickledCall(Global("torch._utils._rebuild_tensor_v3"), (*facts, dtype))
 
 
-def saved(
-    value: Any, storages: Mapping[str, tuple[str, Box, int] | bytes], begin: int = 0
-) -> ZipLayout:
+def saved(value: Any, storages: Storages, begin: int = 0) -> ZipLayout:
     """A file of torch.save.
 
     Arguments:
@@ -80,6 +81,30 @@ def saved(
     return ZipLayout(contents, begin)
 
 
+def leaves_of(index: Index, left_out: Set[str] = frozenset()) -> tuple[dict[str, Any], Storages]:
+    """What a pickle has in the place of each leaf, and the storages that it refers to.
+
+    Arguments:
+        index: of what is saved.
+        left_out: the names of arrays that it does not have as tensors.
+    """
+    leaves: dict[str, Any] = dict(index.values)
+    storages: dict[str, tuple[str, Box, int]] = {}
+    for number, (name, entry) in enumerate(index.arrays.items()):
+        if name not in left_out:
+            leaves[name] = tensor(entry, entry.shape, str(number))
+            storages[str(number)] = (name, Box.whole(entry.shape), entry.nbytes)
+    leaves |= {alias: leaves[of] for alias, of in index.aliases.items() if of in leaves}
+    return leaves, storages
+
+
+def planned_file(name: str, value: Any, storages: Storages) -> PlannedFile:
+    """A file of torch.save that is a whole checkpoint; arguments as of `saved`."""
+    zipped = saved(value, storages)
+    data = tuple(zipped.data)
+    return PlannedFile(name, zipped.size, zipped.texts, data, zipped.ending, last=True)
+
+
 def object_of(node: tree.Node | tree.Leaf, value: Callable[[str], Any]) -> Any:
     """A tree as it is pickled: with Python's own containers.
 
@@ -91,11 +116,15 @@ def object_of(node: tree.Node | tree.Leaf, value: Callable[[str], Any]) -> Any:
     """
     if isinstance(node, tree.Leaf):
         return value(node.name)
-    children = [object_of(child, value) for child in node.children]
+    return container(node, [object_of(child, value) for child in node.children])
+
+
+def container(node: tree.Node, children: Sequence[Any]) -> Any:
+    """A container of a tree as it is pickled, of what is pickled of its children."""
     if node.kind == "wrapper":
         return children[0]
     if node.kind == "list":
-        return children
+        return list(children)
     if node.kind == "tuple":
         return tuple(children)
     if node.kind == "ordereddict":

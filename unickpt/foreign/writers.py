@@ -17,6 +17,7 @@ _BUILT_IN = {
     "dcp": ("dcp.writer", "DcpWriter"),
     "orbax": ("orbax.writer", "OrbaxWriter"),
     "torch": ("torch_writer", "TorchWriter"),
+    "lightning": ("lightning_writer", "LightningWriter"),
     "npz": ("npz_writer", "NpzWriter"),
     "universal": ("universal_writer", "UniversalWriter"),
     "trainer": ("trainer_writer", "TrainerWriter"),

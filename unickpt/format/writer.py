@@ -6,9 +6,9 @@ files, in any order and by any number of processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from unickpt.arrays.box import Box
 from unickpt.format.index import Index
@@ -115,4 +115,20 @@ class Writer(Protocol):
 
         Raises:
             UnsupportedLeaf: the format cannot hold something; says what, and what to do.
+        """
+
+
+@runtime_checkable
+class NeedsElements(Protocol):
+    """A writer that must know the elements of some small arrays to plan its files, such as those
+    that stand within a pickle."""
+
+    def needed(self, index: Index) -> Collection[str]:
+        """The names of these arrays."""
+
+    def with_elements(self, elements: Mapping[str, Any]) -> Writer:
+        """The same writer, which knows them.
+
+        Arguments:
+            elements: NumPy arrays, by name.
         """

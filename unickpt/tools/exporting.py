@@ -25,6 +25,7 @@ from unickpt.storage import paths
 from unickpt.tools import difference
 from unickpt.tools.destinations import ExportDestination, destination
 from unickpt.tools.export_job import ExportJob
+from unickpt.tools.needed_elements import with_needed
 from unickpt.trees import tree_json
 from unickpt.trees.tree import Opaque
 
@@ -84,6 +85,7 @@ def export(
     # All processes must plan the same files, whatever their nodes have.
     requested = MemoryBudget.of(options.budget_bytes)
     most = to.most_bytes(requested.share(group.count))
+    writer = with_needed(writer, view, index, budget_bytes, reading)
     plan = writer.plan(index, most, to.file)
     with reporting(options.progress, "exporting", group.index) as told:
         job = ExportJob(view, plan, to, group, budget_bytes, options.timeout_s, told)

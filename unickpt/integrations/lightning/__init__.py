@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint import state_dict as torch_state
 
-from unickpt.errors import CheckpointNotFound
+from unickpt.errors import CheckpointNotFound, InvalidPath
 from unickpt.frameworks.process_group import Group, alone
-from unickpt.integrations.lightning.saves import SaveDestination, Saves
+from unickpt.integrations.lightning.saves import SaveDestination, Saves, must_wait
 from unickpt.integrations.lightning.values import ToSave, read, with_fragments
 from unickpt.loading import loader
 from unickpt.reading import checkpoint
@@ -64,8 +64,8 @@ class UnickptCheckpointIO(_CheckpointIO):
     Arguments:
         options: how to save; see `unickpt.SaveOptions`.
         load_options: how to load; see `unickpt.LoadOptions`.
-        background: False waits until each checkpoint is committed, as is always done before SLURM
-            starts the job again.
+        background: False waits until each checkpoint is committed, as is always done where
+            Lightning would miss it otherwise; see docs/integrations/lightning.md.
 
     Example:
         >>> from lightning import Trainer
@@ -104,7 +104,8 @@ class UnickptCheckpointIO(_CheckpointIO):
 
         Arguments:
             checkpoint: as Lightning's trainer makes it.
-            path: a local path or a URL; a checkpoint there is replaced, atomically.
+            path: a local path or a URL; a checkpoint there is replaced, atomically. At `memory://`,
+                which is fsspec's in Lightning, Lightning's own plugin saves it.
             storage_options: None.
 
         Raises:
@@ -113,6 +114,9 @@ class UnickptCheckpointIO(_CheckpointIO):
             UnickptError: as `unickpt.save_async`; also the error of an earlier save.
         """
         _check_storage_options(storage_options)
+        if _is_in_memory(path):
+            _torch_io().save_checkpoint(checkpoint, path)
+            return
         options = replace(self.options, group=self._alone)
         self._begin(checkpoint, self._saves.destination(path), options, 0, 1)
 
@@ -125,8 +129,7 @@ class UnickptCheckpointIO(_CheckpointIO):
         ranks: int,
     ) -> None:
         self._saves.begin(ToSave(checkpoint), destination, options, rank, ranks)
-        # After a save for SLURM, Lightning has the job killed and started again.
-        if not self.background or os.path.basename(destination.path).startswith("hpc_ckpt_"):
+        if not self.background or must_wait(destination.path):
             self._saves.close()
 
     def load_checkpoint(
@@ -155,9 +158,8 @@ class UnickptCheckpointIO(_CheckpointIO):
                 "use the mixin unickpt.integrations.lightning.ShardedCheckpoints"
             )
         Saves.wait_for_all()
-        if _is_file(path):
-            io = _of_fabric("TorchCheckpointIO")[0]()
-            found: dict[str, Any] = io.load_checkpoint(path, map_location, weights_only)
+        if _is_file(path) or _is_in_memory(path):
+            found: dict[str, Any] = _torch_io().load_checkpoint(path, map_location, weights_only)
             return found
         if not isinstance(map_location, str | torch.device | None):
             raise TypeError(
@@ -170,7 +172,10 @@ class UnickptCheckpointIO(_CheckpointIO):
 
     def remove_checkpoint(self, path: paths.PathLike) -> None:
         """Removes a checkpoint, when the saves in flight are committed; it stays if they fail."""
-        self._saves.remove(path)
+        if _is_in_memory(path):
+            _torch_io().remove_checkpoint(path)
+        else:
+            self._saves.remove(path)
 
     def teardown(self) -> None:
         """Waits until all is saved.
@@ -249,6 +254,11 @@ class ShardedCheckpoints:
             UnickptError: as `unickpt.save_async`; also the error of an earlier save.
         """
         _check_storage_options(storage_options)
+        if _is_in_memory(filepath):
+            raise InvalidPath(
+                f"{filepath}: memory:// is that of one process, and each rank saves its part; "
+                "save to a local folder that all ranks see, or to s3:// or gs://"
+            )
         io = self.checkpoint_io
         found = io._saves.destination(filepath) if self.is_global_zero else None
         destination: SaveDestination = self.broadcast(found)  # type: ignore[attr-defined]
@@ -350,6 +360,16 @@ def _check_storage_options(storage_options: object) -> None:
             "storage_options= is not supported: pass UnickptCheckpointIO(options="
             "unickpt.SaveOptions(...)) to the Trainer"
         )
+
+
+def _torch_io() -> Any:
+    return _of_fabric("TorchCheckpointIO")[0]()
+
+
+def _is_in_memory(path: paths.PathLike) -> bool:
+    """Whether a path is in fsspec's memory, where Lightning looks for checkpoints. unickpt, whose
+    `memory://` is another, does not save there: they stay files of Lightning's."""
+    return os.fspath(path).startswith("memory://")
 
 
 def _is_file(path: paths.PathLike) -> bool:

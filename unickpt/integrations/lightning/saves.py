@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
-import warnings
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -28,6 +28,7 @@ from unickpt.storage.local_folders import sync_folder
 
 _log = logging.getLogger("unickpt")
 _PAUSE_S = 0.01
+_CALLERS = 12  # between `Trainer.save_checkpoint` and the plugin, with a profiler and wrappers
 
 
 @dataclass(frozen=True)
@@ -143,12 +144,6 @@ class Saves:
 
     def destination(self, path: paths.PathLike) -> SaveDestination:
         """Where to save; waits if a save or a removal of the same path is in flight."""
-        if str(path).startswith("memory://"):
-            warnings.warn(
-                f"{path}: memory:// is unickpt's own memory here, and fsspec's in Lightning, which "
-                "will not find the checkpoint there by itself; save to a local folder",
-                stacklevel=2,
-            )
         for saves in tuple(self._every):
             if _whole(path) in saves.in_flight():
                 saves.wait()
@@ -235,6 +230,45 @@ class Saves:
         with self._lock:
             save.over, found, save.to_remove = True, save.to_remove, []
         return found
+
+
+def must_wait(path: str) -> bool:
+    """Whether Lightning would miss a checkpoint that is still being saved when it goes on.
+
+    So it is where no training goes on, at whose end saves are waited for; before SLURM starts the
+    job again; and with a `ModelCheckpoint` that makes links at once, or that looks which of the
+    names that do not change are taken. Plugins are not told the `Trainer`: it is who calls.
+    """
+    name = os.path.basename(path)
+    if name.startswith("hpc_ckpt_"):
+        return True
+    trainer = _calling_trainer()
+    if trainer is None:
+        return False
+    return trainer.state.status != "running" or any(
+        callback.save_last == "link" or _counts_versions(callback, name)
+        for callback in trainer.checkpoint_callbacks
+        if hasattr(callback, "save_last")
+    )
+
+
+def _calling_trainer() -> Any:
+    frame: Any = sys._getframe(1)
+    for _ in range(_CALLERS):
+        found = frame.f_locals.get("self")
+        if hasattr(found, "checkpoint_callbacks") and hasattr(found, "state"):
+            return found
+        frame = frame.f_back
+        if frame is None:
+            break
+    return None
+
+
+def _counts_versions(callback: Any, name: str) -> bool:
+    """Whether a checkpoint is one of several that a callback keeps and would call the same."""
+    if callback.filename is None or callback.monitor is None or callback.save_top_k in (0, 1):
+        return False
+    return "{" not in callback.filename and name.startswith(callback.filename)
 
 
 def remove(path: paths.PathLike) -> None:

@@ -1,20 +1,15 @@
 """What is in a Lightning checkpoint besides arrays: stored without pickle, and restored exactly.
 
-Types that the format does not know are stored as what they consist of. Which value was of which
-type is kept beside them, under `TYPES`, as names of this module's list: no class is looked up.
+Types that the format does not know are stored as what they consist of; `lightning_types` says how.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import datetime
 import json
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
-from pathlib import Path, PosixPath, WindowsPath
+from collections import OrderedDict
+from collections.abc import Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -22,12 +17,9 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from unickpt.arrays.box import Box
-from unickpt.errors import (
-    CheckpointCorrupt,
-    MissingPackage,
-    UnsupportedFormat,
-    UnsupportedLeaf,
-)
+from unickpt.errors import CheckpointCorrupt, MissingPackage, UnsupportedFormat, UnsupportedLeaf
+from unickpt.foreign import lightning_types
+from unickpt.foreign.lightning_types import TYPES, StoredType
 from unickpt.frameworks.leaves import LocalFragments
 from unickpt.loading import loader
 from unickpt.loading.views import StoredView
@@ -36,35 +28,6 @@ from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.options import LoadOptions
 from unickpt.trees import hints, tree, tree_json
 from unickpt.trees.tree import Leaf, Node
-
-TYPES = "unickpt_types"
-"""The key under which the types are stored, beside Lightning's own keys."""
-
-_FACTORIES: dict[str, Any] = {
-    kind.__name__: kind for kind in (int, float, str, bool, list, dict, set)
-}
-
-
-@dataclass(frozen=True)
-class _Type:
-    """How values of a type are stored.
-
-    Arguments:
-        name: stored.
-        kinds: the classes; their subclasses do not count.
-        store: what a value consists of.
-        restore: the reverse; checks what it is given.
-    """
-
-    name: str
-    kinds: tuple[type, ...]
-    store: Callable[[Any], Any]
-    restore: Callable[[Any], Any]
-
-
-def _defaultdict(stored: Any) -> Any:
-    factory, found = stored
-    return defaultdict(None if factory is None else _FACTORIES[factory], found)
 
 
 def _omegaconf() -> Any:
@@ -96,46 +59,19 @@ def _config_type(name: Any) -> Any:
 
 
 _TYPES = (
-    _Type("path", (PosixPath, WindowsPath), str, Path),
-    _Type("set", (set,), lambda x: sorted(x, key=repr), set),
-    _Type("frozenset", (frozenset,), lambda x: sorted(x, key=repr), frozenset),
-    _Type("deque", (deque,), lambda x: [list(x), x.maxlen], lambda x: deque(x[0], x[1])),
-    _Type("counter", (Counter,), dict, Counter),
-    _Type(
-        "defaultdict",
-        (defaultdict,),
-        lambda x: [x.default_factory and x.default_factory.__name__, dict(x)],
-        _defaultdict,
-    ),
-    _Type("namespace", (argparse.Namespace,), vars, lambda x: argparse.Namespace(**x)),
-    _Type("complex", (complex,), lambda x: [x.real, x.imag], lambda x: complex(*x)),
-    _Type(
-        "timedelta",
-        (datetime.timedelta,),
-        lambda x: [x.days, x.seconds, x.microseconds],
-        lambda x: datetime.timedelta(*x),
-    ),
-    _Type(
-        "datetime",
-        (datetime.datetime,),
-        datetime.datetime.isoformat,
-        datetime.datetime.fromisoformat,
-    ),
-    _Type("torch.Size", (torch.Size,), list, torch.Size),
-    _Type("torch.device", (torch.device,), str, torch.device),
-    _Type(
+    *lightning_types.OF_PYTHON,
+    StoredType("torch.Size", (torch.Size,), list, torch.Size),
+    StoredType("torch.device", (torch.device,), str, torch.device),
+    StoredType(
         "torch.dtype",
         (torch.dtype,),
         lambda x: str(x).removeprefix("torch."),
         lambda x: _torch_dtype(x),
     ),
-    _Type("numpy", (), lambda x: x, np.asarray),
-    _Type("numpy scalar", (), np.asarray, lambda x: x[()]),
-    _Type("omegaconf", (), _of_config, lambda x: _omegaconf().OmegaConf.create(x)),
-    _Type("omegaconf readonly", (), lambda x: x, lambda x: _flagged(x, "readonly")),
-    _Type("omegaconf struct", (), lambda x: x, lambda x: _flagged(x, "struct")),
-    _Type("omegaconf type", (), lambda x: x.__name__, _config_type),
-    _Type("items", (), lambda x: [list(pair) for pair in x.items()], dict),
+    StoredType("omegaconf", (), _of_config, lambda x: _omegaconf().OmegaConf.create(x)),
+    StoredType("omegaconf readonly", (), lambda x: x, lambda x: _flagged(x, "readonly")),
+    StoredType("omegaconf struct", (), lambda x: x, lambda x: _flagged(x, "struct")),
+    StoredType("omegaconf type", (), lambda x: x.__name__, _config_type),
 )
 _BY_NAME = {kind.name: kind for kind in _TYPES}
 _BY_CLASS = {cls: kind for kind in _TYPES for cls in kind.kinds}
@@ -172,6 +108,7 @@ def stored_form(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         UnsupportedLeaf: lists all values that cannot be stored, with what to do about each.
 
     Example:
+        >>> from pathlib import Path
         >>> stored_form({"dirpath": Path("/runs"), "step": 3})
         {'dirpath': '/runs', 'step': 3, 'unickpt_types': '{"dirpath": ["path"]}'}
     """
@@ -212,7 +149,7 @@ class _TakenApart:
         if _is_config(type(value)):
             return self._config(value, name)
         kind = _BY_NAME["omegaconf type"] if _is_config(value) else _BY_CLASS.get(type(value))
-        if kind is None or not _has_known_factory(value):
+        if kind is None or not lightning_types.has_known_factory(value):
             self.refused.append(f"{name}: {_class_name(value)}; {_hint(value, name)}")
             return None
         self.types.setdefault(name, []).append(kind.name)
@@ -283,7 +220,9 @@ def read(
         UnickptError: as `unickpt.load`.
     """
     node = _unwrapped(StoredView(stored.reader).node())
-    types = _types(stored)
+    types = lightning_types.parsed(
+        stored.index.values.get(TYPES, "{}"), str(stored.location), _BY_NAME
+    )
     index, made = stored.index, dict[str, Any]()
     top = _children(node)
     wanted = {key: x for key, x in top.items() if key not in skip and key != TYPES}
@@ -310,23 +249,6 @@ def _children(node: Node | Leaf) -> dict[Any, Node | Leaf]:
             "the checkpoint is not one of Lightning: it holds no dict; load it with unickpt.load"
         )
     return dict(zip(node.keys, node.children, strict=True))
-
-
-def _types(stored: Checkpoint) -> dict[str, list[str]]:
-    text = stored.index.values.get(TYPES, "{}")
-    try:
-        found = json.loads(text) if isinstance(text, str) else None
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or not all(isinstance(x, list) for x in found.values()):
-        raise CheckpointCorrupt(f"{stored.location}: {TYPES!r} is {quoted(text)}")
-    strange = [x for kinds in found.values() for x in kinds if x not in _BY_NAME]
-    if strange:
-        raise UnsupportedFormat(
-            f"{stored.location} has values of type {quoted(strange[0])}, which this version of "
-            "unickpt does not know; install a newer one"
-        )
-    return found
 
 
 def _empty(stored: Checkpoint, name: str, types: list[str], device: Any) -> Any:
@@ -378,11 +300,6 @@ def _torch_dtype(name: Any) -> torch.dtype:
 
 def _is_namedtuple(value: Any) -> bool:
     return type(value) is not tuple and hasattr(value, "_fields")
-
-
-def _has_known_factory(value: Any) -> bool:
-    factory = value.default_factory if type(value) is defaultdict else None
-    return factory is None or _FACTORIES.get(getattr(factory, "__name__", "")) is factory
 
 
 def _class_name(value: Any) -> str:
