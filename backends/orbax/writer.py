@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, ClassVar
 
@@ -45,27 +45,40 @@ class OrbaxWriter:
                 "Orbax stores trees, and this checkpoint is a single leaf; put it below a name by "
                 "a rule"
             )
-        leaves = list(_leaves(node, (), ""))
-        _check(index, leaves)
-        chunk_bytes = min(_CHUNK_BYTES, most_bytes)
-        metadata, texts, about = dict[str, Any](), dict[str, Any](), list[Any]()
-        files: list[PlannedFile] = []
-        arrays, values = dict[str, str](), dict[str, str]()
-        for leaf in leaves:
-            entry = index.entries.get(leaf.name) if leaf.kind is None else None
-            kind = leaf.kind or _kind(index, leaf.name)
-            metadata[str(tuple(key for key, _ in leaf.keys))] = _described(leaf.keys, kind)
-            if entry is not None:
-                chunk = _chunk(entry, chunk_bytes)
-                files += _array_files(leaf.stored, entry.name, entry, chunk)
-                about.append(_about(leaf.stored, entry, chunk))
-                arrays[leaf.name] = leaf.shown
-            elif leaf.kind is None:
-                values[leaf.name] = leaf.shown
-                files += _value_files(leaf.stored, index.values[leaf.name], kind, texts)
-        files += _metadata_files(metadata, texts, about)
-        _check_files(files)
-        return Plan(tuple(files), arrays, values)
+        plan = plan_item(index, node, most_bytes)
+        checkpoint = checkpoint_file(_HANDLER)
+        return replace(plan, files=(*plan.files[:-1], checkpoint, plan.files[-1]))
+
+
+def plan_item(index: Index, node: tree.Node, most_bytes: int) -> Plan:
+    """Plans the files of a tree, but for that which says what the checkpoint consists of.
+
+    Arguments:
+        index: what is going to be written.
+        node: the tree; its leaves have the names of the index.
+        most_bytes: as for a writer.
+    """
+    leaves = list(_leaves(node, (), ""))
+    _check(index, leaves)
+    chunk_bytes = min(_CHUNK_BYTES, most_bytes)
+    metadata, texts, about = dict[str, Any](), dict[str, Any](), list[Any]()
+    files: list[PlannedFile] = []
+    arrays, values = dict[str, str](), dict[str, str]()
+    for leaf in leaves:
+        entry = index.entries.get(leaf.name) if leaf.kind is None else None
+        kind = leaf.kind or _kind(index, leaf.name)
+        metadata[str(tuple(key for key, _ in leaf.keys))] = _described(leaf.keys, kind)
+        if entry is not None:
+            chunk = _chunk(entry, chunk_bytes)
+            files += _array_files(leaf.stored, entry.name, entry, chunk)
+            about.append(_about(leaf.stored, entry, chunk))
+            arrays[leaf.name] = leaf.shown
+        elif leaf.kind is None:
+            values[leaf.name] = leaf.shown
+            files += _value_files(leaf.stored, index.values[leaf.name], kind, texts)
+    files += _metadata_files(metadata, texts, about)
+    _check_files(files)
+    return Plan(tuple(files), arrays, values)
 
 
 @dataclass(frozen=True)
@@ -254,7 +267,16 @@ def _metadata_files(
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": None,
     }
-    checkpoint = {"item_handlers": _HANDLER, "metrics": {}, "custom_metadata": {}}
-    yield text_file("_CHECKPOINT_METADATA", json.dumps(checkpoint), last=True)
-    yield text_file("commit_success.txt", "written by unickpt", last=True)
+    yield committed_file()
     yield text_file("_METADATA", json.dumps(told), last=True)
+
+
+def checkpoint_file(handlers: str | Mapping[str, str]) -> PlannedFile:
+    """What says by which of Orbax' handlers a checkpoint is read, or each of its items."""
+    told = {"item_handlers": handlers, "metrics": {}, "custom_metadata": {}}
+    return text_file("_CHECKPOINT_METADATA", json.dumps(told), last=True)
+
+
+def committed_file() -> PlannedFile:
+    """What tells Orbax on object storage that all is there."""
+    return text_file("commit_success.txt", "written by unickpt", last=True)

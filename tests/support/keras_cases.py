@@ -159,12 +159,16 @@ def builds_models_from_checkpoints_alone(folder: Path) -> None:
         keras.utils.clear_session()
         found = ours.load_model(path)
         assert {name: wanted[name] for name in bits(found)} == bits(found)
-    fit(found)
-    fit(model)
+    # When a first fit is set up, it draws random numbers.
+    seeded = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: keras.utils.set_random_seed(2)
+    )
+    for one in (found, model):
+        fit(one, seeded, shuffle=False)
     assert found.optimizer.iterations == model.optimizer.iterations
     assert np.array_equal(found.predict(X, verbose=0), model.predict(X, verbose=0))
     ours.save(folder / "bare", make(compiled=False))
-    assert ours.load_model(folder / "bare").optimizer is None
+    assert getattr(ours.load_model(folder / "bare"), "optimizer", None) is None
     ours.save(folder / "weights", model, weights_only=True)
     with pytest.raises(unickpt.LoadMismatch, match="no configuration of its model"):
         ours.load_model(folder / "weights")

@@ -6,9 +6,9 @@ files, in any order and by any number of processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 from unickpt.arrays.box import Box
 from unickpt.format.index import Index
@@ -99,3 +99,12 @@ class Writer(Protocol):
         Raises:
             UnsupportedLeaf: the format cannot hold something; says what, and what to do.
         """
+
+
+@runtime_checkable
+class LeavesOut(Protocol):
+    """A writer of a format that has no place for some leaves of the checkpoints that it is for, such
+    as what a trainer keeps nowhere. Whoever exports names them in its report."""
+
+    def left_out(self, index: Index) -> Collection[str]:
+        """The names of these leaves, which `plan` leaves out."""

@@ -227,6 +227,8 @@ class SaveReport:
             magnitude in its block.
         replicas_differ: on the coordinator only, names of plain arrays that differ between
             processes, and are stored as one of them held them; see `ReplicasDiffer`.
+        left_out: names of leaves for which the format has no place, of an export into one that
+            leaves them out (docs/formats/writing.md).
     """
 
     url: str
@@ -250,6 +252,7 @@ class SaveReport:
     spilled_bytes: int = 0
     budget_wait_s: float = 0.0
     bases: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @property
     def busiest_bytes(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from unickpt.errors import CheckpointCorrupt, CheckpointExists, UnsupportedLeaf
 from unickpt.format.reader import Reader
-from unickpt.format.writer import Plan, Writer
+from unickpt.format.writer import LeavesOut, Plan, Writer
 from unickpt.frameworks.host_memory import MemoryBudget
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.process_group import Group, current_group, within
@@ -62,13 +62,15 @@ def export(
     source = view.checkpoint.location
     if to.file is None and source.url.startswith(to.folder.url):
         raise CheckpointExists(f"{to.name} contains the source, {source}; choose another path")
-    if view.index.per_process:
-        name = min(view.index.per_process)
+    left_out = set(writer.left_out(view.index)) if isinstance(writer, LeavesOut) else set()
+    if view.index.per_process.keys() - left_out:
+        name = min(view.index.per_process.keys() - left_out)
         raise UnsupportedLeaf(
             f"{name!r} differs by process, which only unickpt's own format can hold; drop it by a "
             f"rule: {name} <-> drop"
         )
-    opaque = [name for name, v in view.index.values.items() if isinstance(v, Opaque)]
+    values = view.index.values.items()
+    opaque = [name for name, v in values if isinstance(v, Opaque) and name not in left_out]
     if opaque:
         raise UnsupportedLeaf(
             f"{opaque[0]!r} is an object of an unknown class, which only unickpt's own format "
@@ -87,15 +89,17 @@ def export(
         job = ExportJob(view, plan, to, group, budget_bytes, options.timeout_s, told)
         job.check(most, requested)
         job.run(overwrite, lambda: _verify(view, plan, to, group, reading) if verify else None)
+    kept = [entry for name, entry in index.arrays.items() if name not in left_out]
     return SaveReport(
         url=to.name,
-        arrays=len(index.arrays),
-        bytes=sum(entry.nbytes for entry in index.arrays.values()),
+        arrays=len(kept),
+        bytes=sum(entry.nbytes for entry in kept),
         written_bytes=job.written_bytes,
         chunks=job.count,
         processes=group.count,
         seconds=time.perf_counter() - started,
         process=group.index,
+        left_out=tuple(name for name in view.index.names if name in left_out),
     )
 
 
