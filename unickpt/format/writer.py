@@ -103,8 +103,8 @@ class Writer(Protocol):
 
 @runtime_checkable
 class LeavesOut(Protocol):
-    """A writer of a format that has no place for some leaves of the checkpoints that it is for, such
-    as what a trainer keeps nowhere. Whoever exports names them in its report."""
+    """A writer of a format that has no place for some leaves of the checkpoints that it is for.
+    Whoever exports names them in its report."""
 
     def left_out(self, index: Index) -> Collection[str]:
         """The names of these leaves, which `plan` leaves out."""
