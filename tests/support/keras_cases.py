@@ -386,6 +386,8 @@ def saves_the_best(folder: Path) -> None:
     values = Values("score", 3, 5, nan, 4, 6, 2)
     assert best("max", values, 6, mode="max") == [0, 1, 4]
     assert best("min", values, 6, mode="min") == [0, 5]
+    assert best("none", values, 2, mode="max", initial_value_threshold=9) == []
+    assert (folder / "none").is_dir()
     assert best("least", values, 6, mode="max", initial_value_threshold=4.5) == [1, 4]
     with pytest.raises(ValueError, match="mode"):
         best("auto", values, 2)

@@ -77,8 +77,8 @@ def convert(
             another system's format, which has none, against the source.
         options: as for `save`; `budget_bytes` bounds the memory of the whole conversion.
         progress: as `SaveOptions.progress`, which it replaces.
-        to: the format: unickpt's own, or "hf", "safetensors", "dcp", "orbax", "torch", "npz" or
-            "universal"; see docs/formats/writing.md.
+        to: the format: unickpt's own, or "hf", "safetensors", "dcp", "orbax", "keras", "torch",
+            "npz" or "universal"; see docs/formats/writing.md.
         format_options: of that format, such as `max_shard_size="5GB"` of "hf".
 
     Returns:

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -254,6 +255,10 @@ class UnickptCheckpoint(MonitorCallback):
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         self.close()  # the last `fit` may have failed
+        location = paths.resolve(self.directory)
+        if location.is_local:  # is there from the start, also if nothing is good enough to be saved
+            with suppress(OSError):  # the first save says what is wrong
+                os.makedirs(location.path, exist_ok=True)
         self._checkpointer = Checkpointer(
             self.directory, keep_last=self.max_to_keep, options=self.options
         )
