@@ -88,22 +88,22 @@ def _handler(kind: str) -> str:
     return f"{_HANDLERS}.{_MODULES[kind]}"
 
 
-def _about(index: Index, handlers: Any) -> Iterator[PlannedFile]:
+def about(index: Index, handlers: Any) -> Iterator[PlannedFile]:
     """What makes a folder a checkpoint that is committed.
 
     Arguments:
         handlers: of its items, or of itself.
     """
-    about: dict[str, Any] = {"item_handlers": handlers, "metrics": {}, "performance_metrics": {}}
+    told: dict[str, Any] = {"item_handlers": handlers, "metrics": {}, "performance_metrics": {}}
     try:
         created = int(datetime.fromisoformat(index.created).timestamp()) * 10**9
     except ValueError:  # it is not recorded
         created = 0
     if created > 0:
-        about |= {"init_timestamp_nsecs": created, "commit_timestamp_nsecs": created}
+        told |= {"init_timestamp_nsecs": created, "commit_timestamp_nsecs": created}
     custom = index.metadata.get("custom_metadata")
-    about["custom_metadata"] = custom if isinstance(custom, Mapping) else {}
-    yield text_file("_CHECKPOINT_METADATA", json.dumps(about), last=True)
+    told["custom_metadata"] = custom if isinstance(custom, Mapping) else {}
+    yield text_file("_CHECKPOINT_METADATA", json.dumps(told), last=True)
     yield text_file(_COMMITTED, "written by unickpt", last=True)
 
 
@@ -144,7 +144,7 @@ def plan(index: Index, node: tree.Node | tree.Leaf, items: Items, chunk_bytes: i
         handlers["metrics"] = _handler("JsonSave")
     if items.handlers is not None:
         files.append(text_file(_INDICATOR, "", last=True))
-    files += _about(index, next(iter(handlers.values()), None) if items.alone else handlers)
+    files += about(index, next(iter(handlers.values()), None) if items.alone else handlers)
     return Plan(tuple(files), arrays, values, others=others)
 
 

@@ -14,7 +14,7 @@ from unickpt.format.index import Index
 from unickpt.format.writer import Plan
 from unickpt.trees import tree, tree_json
 
-_CHUNK_BYTES = 64 << 20
+CHUNK_BYTES = 64 << 20
 _LAYOUTS = ("", "tree", "step")
 
 
@@ -40,7 +40,7 @@ class OrbaxWriter:
 
     def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
         node = unwrapped(tree_json.from_json(index.tree))
-        chunk_bytes = min(_CHUNK_BYTES, most_bytes)
+        chunk_bytes = min(CHUNK_BYTES, most_bytes)
         items = step_writer.items_of(index, node) if self.layout != "tree" else TREE
         if items is None or (self.layout == "step" and items.alone):
             items = STEP if self.layout else TREE

@@ -119,6 +119,94 @@ def test_a_killed_fit_with_orbax_goes_on_here(
     assert steps == {f"step_{n}" for n in ((1, 2) if freq == "epoch" else (16, 20, 24, 28))}
 
 
+BACK = """
+import logging, os, signal, sys
+way, run, theirs, out = sys.argv[1:]
+import keras, numpy as np
+from keras import layers
+from keras.callbacks import LambdaCallback, OrbaxCheckpoint
+
+logging.getLogger("absl").setLevel("CRITICAL")
+keras.utils.set_random_seed(1)
+x, y = np.random.default_rng(0).random((40, 3), "float32"), np.ones((40, 1), "float32")
+def make():
+    parts = [layers.Dense(4), layers.BatchNormalization(), layers.Dense(1)]
+    if keras.backend.backend() == "torch":
+        model = keras.Sequential([keras.Input((3,)), *parts])
+    else:  # what load_model of Keras 3.15 restores; torch drops by a generator of its own
+        ends = [keras.Input((3,))]
+        for part in [layers.Dropout(0.3), *parts]:
+            ends.append(part(ends[-1]))
+        model = keras.Model(ends[0], ends[-1])
+    model.compile("adam", "mse", metrics=["mae"])
+    return model
+def fit(model, *callbacks, **more):
+    given = {"batch_size": 4, "epochs": 4, "shuffle": False, "verbose": 0} | more
+    model.fit(x, y, callbacks=list(callbacks), **given)
+def note(model, name):
+    groups = {"model": model.variables, "optimizer": model.optimizer.variables,
+              "metrics": model.metrics_variables}
+    bits = {f"{key}/{v.path}": keras.ops.convert_to_numpy(v.value)
+            for key, found in groups.items() for v in found}
+    np.savez(f"{out}/{name}.npz", **bits)
+
+if way == "ours":
+    from unickpt.integrations.keras import UnickptCheckpoint
+    done = [0]
+    def die(batch, logs):
+        done[0] += 1
+        if done[0] == 25:
+            os.kill(os.getpid(), signal.SIGKILL)
+    saves = UnickptCheckpoint(run, save_on_background=False, max_to_keep=2)
+    fit(make(), saves, LambdaCallback(on_train_batch_end=die))
+elif way == "theirs":
+    model = make()
+    fit(model)
+    note(model, "whole")
+    keras.utils.clear_session()
+    if keras.backend.backend() == "jax":
+        model = keras.saving.load_model(theirs)
+    else:
+        model = make()
+        model.fit(x[:4], y[:4], verbose=0)  # makes the metrics and the optimizer's variables
+        model.load_weights(theirs)
+    note(model, "loaded")
+    fit(model, OrbaxCheckpoint(theirs, max_to_keep=5), initial_epoch=2)
+    assert "unickpt" not in sys.modules
+    assert sorted(os.listdir(theirs)) == ["1", "2", "3"]
+note(model, way)
+"""
+
+
+@pytest.mark.parametrize("backend", ["jax", pytest.param("torch", marks=pytest.mark.slow)])
+def test_a_killed_fit_goes_back_to_keras_alone(
+    processes: Processes, tmp_path: Path, backend: str
+) -> None:
+    pytest.importorskip("orbax.checkpoint")
+    env = {"KERAS_BACKEND": backend}
+    run, theirs = tmp_path / "run", tmp_path / "theirs"
+    killed = processes.start(BACK, "ours", run, theirs, tmp_path, env=env)
+    assert killed.wait() == -signal.SIGKILL, killed.communicate()
+    report = unickpt.convert(run / "step_1", theirs / "1", to="keras")
+    assert set(report.left_out) == {
+        *(f"fit/{name}" for name in ("epoch", "batch", "batches", "best", "random"))
+    }
+    processes.finish([processes.start(BACK, "theirs", run, theirs, tmp_path, env=env)])
+    stored = unickpt.open(run / "step_1")
+    loaded, again, wanted = (
+        dict(np.load(tmp_path / f"{name}.npz")) for name in ("loaded", "theirs", "whole")
+    )
+    saved = {name for name in stored if not name.startswith("fit/")}
+    # Keras makes the metrics of compile(metrics=) with the first batch.
+    late = {name for name in saved if backend == "jax" and "/mean_absolute_error/" in name}
+    assert loaded.keys() == saved - late
+    for name, found in loaded.items():
+        assert_same(found, np.asarray(stored[name]))
+    assert again.keys() == wanted.keys()
+    for name, found in again.items():
+        assert_same(found, wanted[name])
+
+
 MESH = """
 import os
 os.environ["KERAS_BACKEND"] = "jax"

@@ -432,3 +432,9 @@ def test_s3_without_files_of_credentials_is_silent(
     else:
         assert "the server answered 403: check the credentials" in ran.stdout
         assert "x-amzn-requestid" not in ran.stdout
+
+
+def test_an_array_of_no_axes_becomes_an_array_of_numpy() -> None:
+    unickpt.save("memory://opening/scalar", {"x": np.array(2.5, np.float32)})
+    found = np.asarray(unickpt.open("memory://opening/scalar")["x"])
+    assert (found.dtype, found.shape, found.item()) == (np.float32, (), 2.5)

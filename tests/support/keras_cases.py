@@ -159,12 +159,16 @@ def builds_models_from_checkpoints_alone(folder: Path) -> None:
         keras.utils.clear_session()
         found = ours.load_model(path)
         assert {name: wanted[name] for name in bits(found)} == bits(found)
-    fit(found)
-    fit(model)
+    # When a first fit is set up, it draws random numbers.
+    seeded = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: keras.utils.set_random_seed(2)
+    )
+    for one in (found, model):
+        fit(one, seeded, shuffle=False)
     assert found.optimizer.iterations == model.optimizer.iterations
     assert np.array_equal(found.predict(X, verbose=0), model.predict(X, verbose=0))
     ours.save(folder / "bare", make(compiled=False))
-    assert ours.load_model(folder / "bare").optimizer is None
+    assert getattr(ours.load_model(folder / "bare"), "optimizer", None) is None
     ours.save(folder / "weights", model, weights_only=True)
     with pytest.raises(unickpt.LoadMismatch, match="no configuration of its model"):
         ours.load_model(folder / "weights")
@@ -382,6 +386,8 @@ def saves_the_best(folder: Path) -> None:
     values = Values("score", 3, 5, nan, 4, 6, 2)
     assert best("max", values, 6, mode="max") == [0, 1, 4]
     assert best("min", values, 6, mode="min") == [0, 5]
+    assert best("none", values, 2, mode="max", initial_value_threshold=9) == []
+    assert (folder / "none").is_dir()
     assert best("least", values, 6, mode="max", initial_value_threshold=4.5) == [1, 4]
     with pytest.raises(ValueError, match="mode"):
         best("auto", values, 2)

@@ -173,6 +173,9 @@ def print_written(done: str, report: SaveReport, verified: bool, as_json: bool) 
         f"{done} {counted(report.arrays, 'array')}, {size_text(report.bytes)} in "
         f"{report.seconds:.2f} s ({report.gb_per_s:.2f} GB/s){checked}: {clean(report.url)}"
     )
+    if report.left_out:
+        names = ", ".join(map(clean, report.left_out))
+        console().print(f"left out, because the format has no place for it: {names}")
     if report.quantized:
         worst = max(relative for _, relative in report.quantized.values())
         console().print(
@@ -188,4 +191,5 @@ def written_json(report: SaveReport) -> dict[str, Any]:
         name: {"largest_error": absolute, "largest_relative_error": relative}
         for name, (absolute, relative) in report.quantized.items()
     }
-    return {**{name: getattr(report, name) for name in names}, "quantized": errors}
+    told = {name: getattr(report, name) for name in names}
+    return {**told, "quantized": errors, "left_out": list(report.left_out)}

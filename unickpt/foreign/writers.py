@@ -16,6 +16,7 @@ _BUILT_IN = {
     "safetensors": ("safetensors.writer", "SafetensorsWriter"),
     "dcp": ("dcp.writer", "DcpWriter"),
     "orbax": ("orbax.writer", "OrbaxWriter"),
+    "keras": ("orbax.keras_writer", "KerasWriter"),
     "torch": ("torch_writer", "TorchWriter"),
     "lightning": ("lightning_writer", "LightningWriter"),
     "npz": ("npz_writer", "NpzWriter"),

@@ -132,3 +132,12 @@ class NeedsElements(Protocol):
         Arguments:
             elements: NumPy arrays, by name.
         """
+
+
+@runtime_checkable
+class LeavesOut(Protocol):
+    """A writer of a format that has no place for some leaves of the checkpoints that it is for.
+    Whoever exports names them in its report."""
+
+    def left_out(self, index: Index) -> Collection[str]:
+        """The names of these leaves, which `plan` leaves out."""

@@ -106,7 +106,7 @@ class StoredArray:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if copy is False:
             raise ValueError(f"{self.name!r} must be read from storage, so copy=False is invalid")
-        array = self[...]
+        array = self.read(Box.whole(self.shape))  # `self[...]` of no axes is a scalar
         return array if dtype is None else np.asarray(array, dtype)
 
     def __len__(self) -> int:

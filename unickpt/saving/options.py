@@ -228,6 +228,8 @@ class SaveReport:
         replicas_differ: on the coordinator only, names of plain arrays that differ between
             processes, and are stored as one of them held them; see `ReplicasDiffer`.
         metadata: as this process gave it; that of process 0 is stored.
+        left_out: names of leaves for which the format has no place, of an export into one that
+            leaves them out (docs/formats/writing.md).
     """
 
     url: str
@@ -252,6 +254,7 @@ class SaveReport:
     budget_wait_s: float = 0.0
     bases: tuple[str, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -78,7 +78,8 @@ def convert(
         options: as for `save`; `budget_bytes` bounds the memory of the whole conversion.
         progress: as `SaveOptions.progress`, which it replaces.
         to: the format: unickpt's own, or "hf", "safetensors", "dcp", "orbax", "torch", "npz",
-            "universal", "trainer", "accelerate" or "lightning"; see docs/formats/writing.md.
+            "universal", "trainer", "accelerate", "lightning" or "keras"; see
+            docs/formats/writing.md.
         format_options: of that format, such as `max_shard_size="5GB"` of "hf".
 
     Returns:

@@ -10,7 +10,7 @@ from typing import Any
 from unickpt.errors import CheckpointCorrupt, CheckpointExists, UnsupportedLeaf
 from unickpt.format.index import Index
 from unickpt.format.reader import Reader
-from unickpt.format.writer import OfEachProcess, Plan, PlannedFile, Writer
+from unickpt.format.writer import LeavesOut, OfEachProcess, Plan, PlannedFile, Writer
 from unickpt.frameworks import per_process
 from unickpt.frameworks.host_memory import MemoryBudget
 from unickpt.frameworks.leaves import adapters
@@ -65,13 +65,16 @@ def export(
     source = view.checkpoint.location
     if to.file is None and source.url.startswith(to.folder.url):
         raise CheckpointExists(f"{to.name} contains the source, {source}; choose another path")
-    if view.index.per_process and not getattr(writer, "per_process", False):
-        name = min(view.index.per_process)
+    left_out = set(writer.left_out(view.index)) if isinstance(writer, LeavesOut) else set()
+    apart = view.index.per_process.keys() - left_out
+    if apart and not getattr(writer, "per_process", False):
+        name = min(apart)
         raise UnsupportedLeaf(
             f"{name!r} differs by process, which this format cannot hold; drop it by a rule: "
             f"{name} <-> drop"
         )
-    opaque = [name for name, v in view.index.values.items() if isinstance(v, Opaque)]
+    values = view.index.values.items()
+    opaque = [name for name, v in values if isinstance(v, Opaque) and name not in left_out]
     if opaque:
         raise UnsupportedLeaf(
             f"{opaque[0]!r} is an object of an unknown class, which only unickpt's own format "
@@ -91,15 +94,17 @@ def export(
         job = ExportJob(view, plan, to, group, budget_bytes, options.timeout_s, told)
         job.check(most, requested)
         job.run(overwrite, lambda: _verify(view, plan, to, group, reading) if verify else None)
+    kept = [entry for name, entry in index.arrays.items() if name not in left_out]
     return SaveReport(
         url=to.name,
-        arrays=len(index.arrays),
-        bytes=sum(entry.nbytes for entry in index.arrays.values()),
+        arrays=len(kept),
+        bytes=sum(entry.nbytes for entry in kept),
         written_bytes=job.written_bytes,
         chunks=job.count,
         processes=group.count,
         seconds=time.perf_counter() - started,
         process=group.index,
+        left_out=tuple(name for name in view.index.names if name in left_out),
     )
 
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -63,7 +64,7 @@ def save(
         UnickptError: as `unickpt.save`.
     """
     tree = KerasState(model, weights_only).tree()
-    noted = {} if weights_only else models.metadata(model)
+    noted = models.variables(model) | ({} if weights_only else models.config(model))
     return saver.save(path, tree, overwrite=overwrite, metadata=noted, options=options)
 
 
@@ -91,7 +92,8 @@ def load_model(
     stored = models.newest(path)
     model = models.made(stored, custom_objects, safe_mode)
     only_weights = not any(name.startswith("optimizer/") for name in stored)
-    load(stored, model, weights_only=only_weights or model.optimizer is None, options=options)
+    only_weights |= getattr(model, "optimizer", None) is None
+    load(stored, model, weights_only=only_weights, options=options)
     return model
 
 
@@ -253,11 +255,15 @@ class UnickptCheckpoint(MonitorCallback):
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         self.close()  # the last `fit` may have failed
+        location = paths.resolve(self.directory)
+        if location.is_local:  # is there from the start, also if nothing is good enough to be saved
+            with suppress(OSError):  # the first save says what is wrong
+                os.makedirs(location.path, exist_ok=True)
         self._checkpointer = Checkpointer(
             self.directory, keep_last=self.max_to_keep, options=self.options
         )
         self._resumed, self._end_skipping = None, nothing
-        self._config = {} if self.save_weights_only else models.metadata(self.model)
+        self._config = {} if self.save_weights_only else models.config(self.model)
         if self.resume:
             self._load(self._checkpointer)
         self._unsaved = self._seen = 0
@@ -329,7 +335,8 @@ class UnickptCheckpoint(MonitorCallback):
         randoms = {"now": random_state(), "begin": begin}
         tree["fit"] = {**asdict(position), "random": PerProcess(randoms)}
         wait = not self.save_on_background
-        self._checkpointer.save(step, tree, metadata=self._config, wait=wait)
+        noted = self._config | models.variables(self.model)
+        self._checkpointer.save(step, tree, metadata=noted, wait=wait)
         if self.verbose and current_group(adapters()).index == 0:
             print(f"\nsaving step {step} to {self._checkpointer.path(step)}", flush=True)
 

@@ -1,32 +1,58 @@
-"""Models from checkpoints alone: their configuration is stored beside their variables."""
+"""Models from checkpoints alone: their configuration is stored beside their variables, and which of
+these are trained, as Keras' own checkpoints have them apart."""
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import keras
+from keras.src.saving.serialization_lib import ObjectSharingScope, SafeModeScope
 
 from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, LoadMismatch
+from unickpt.foreign.keras_states import CONFIG, OTHERS, TRAINED, VARIABLES
 from unickpt.reading import checkpoint
 from unickpt.runs.checkpointer import Checkpointer
 
-_KEY = "keras"
+_SHARED = "shared_object_id"
+_COUNTED = re.compile(r"_\d+(?=/|$)")
 _log = logging.getLogger("unickpt")
 
 
-def metadata(model: Any) -> dict[str, Any]:
-    """The configuration of a model, as it is stored; nothing, if Keras cannot tell it."""
+def config(model: Any) -> dict[str, Any]:
+    """The configuration of a model, as it is stored in the metadata; nothing, if Keras cannot tell
+    it."""
     try:
-        with warnings.catch_warnings(action="ignore"):
-            config = json.dumps(keras.saving.serialize_keras_object(model))
+        with warnings.catch_warnings(action="ignore"), ObjectSharingScope():
+            text = json.dumps(keras.saving.serialize_keras_object(model))
     except Exception as error:  # whatever the code of a user's layer raises
         _log.info("the configuration of the model is not stored: %s", error)
         return {}
-    return {_KEY: json.loads(config)}
+    return {CONFIG: _numbered(json.loads(text), {})}
+
+
+def variables(model: Any) -> dict[str, Any]:
+    """The paths of the variables of a model, as they are stored in the metadata."""
+    groups = {TRAINED: model.trainable_variables, OTHERS: model.non_trainable_variables}
+    return {VARIABLES: {key: [one.path for one in group] for key, group in groups.items()}}
+
+
+def _numbered(config: Any, numbers: dict[int, int]) -> Any:
+    """A configuration with small numbers for objects that occur in it twice, in place of their
+    addresses: it is the same on all processes."""
+    if isinstance(config, list):
+        return [_numbered(part, numbers) for part in config]
+    if not isinstance(config, dict):
+        return config
+    found = {key: _numbered(part, numbers) for key, part in config.items()}
+    shared = found.get(_SHARED)
+    if type(shared) is int:
+        found[_SHARED] = numbers.setdefault(shared, len(numbers) + 1)
+    return found
 
 
 def newest(source: checkpoint.Source) -> checkpoint.Checkpoint:
@@ -56,7 +82,7 @@ def made(
         CheckpointCorrupt: Keras makes nothing of it.
         ValueError, TypeError: as Keras, for classes that it does not know or that are not safe.
     """
-    config = stored.metadata.get(_KEY)
+    config = stored.metadata.get(CONFIG)
     if config is None:
         raise LoadMismatch(
             f"{stored.location} has no configuration of its model, as of a class that Keras cannot "
@@ -65,9 +91,50 @@ def made(
         )
     if not isinstance(config, dict):
         raise CheckpointCorrupt(f"{stored.location}: the configuration of its model is no object")
-    found = keras.saving.deserialize_keras_object(
-        config, custom_objects=dict(custom_objects or {}), safe_mode=safe_mode
-    )
-    if not isinstance(found, keras.Model):
-        raise CheckpointCorrupt(f"{stored.location}: its configuration is that of no model")
+    compiled = config.get("compile_config")
+    with ObjectSharingScope():
+        found = keras.saving.deserialize_keras_object(
+            {**config, "compile_config": None},
+            custom_objects=dict(custom_objects or {}),
+            safe_mode=safe_mode,
+        )
+        if not isinstance(found, keras.Model):
+            raise CheckpointCorrupt(f"{stored.location}: its configuration is that of no model")
+        _give_paths(found, stored.metadata.get(VARIABLES))
+        if compiled:  # after that: the optimizer names its variables by these paths
+            scope = keras.saving.custom_object_scope(dict(custom_objects or {}))
+            with scope, SafeModeScope(safe_mode):
+                found.compile_from_config(compiled)
     return found
+
+
+def _give_paths(model: Any, noted: Any) -> None:
+    """Gives variables the paths that they had when they were saved.
+
+    Keras builds layers by themselves from a configuration, so that the path of `dense/kernel` lacks
+    the model's name, but for functional models; and it counts seed generators anew. If a path does
+    not end with the one that Keras gives, all stay as they are, and the load says what does not
+    fit.
+    """
+    if not isinstance(noted, dict):
+        return
+    groups = {TRAINED: model.trainable_variables, OTHERS: model.non_trainable_variables}
+    pairs = list[tuple[Any, str]]()
+    for key, group in groups.items():
+        paths = noted.get(key)
+        if not isinstance(paths, list) or len(paths) != len(group):
+            return
+        pairs += zip(group, paths, strict=True)
+    if not all(_ends_with(path, variable.path) for variable, path in pairs):
+        return
+    for variable, path in pairs:
+        variable._path = path
+    for layer in model._flatten_layers():
+        if hasattr(layer, "_torch_params"):  # has them by their paths
+            layer._track_variables()
+
+
+def _ends_with(path: Any, end: str) -> bool:
+    """Whether a path ends with another one, whatever was counted in it."""
+    path, end = (_COUNTED.sub("", f"/{found}") for found in (path, end))
+    return bool(path.endswith(end))

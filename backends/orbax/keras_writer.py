@@ -1,0 +1,124 @@
+"""Writes steps of Keras' callback OrbaxCheckpoint, of checkpoints that
+unickpt.integrations.keras saved.
+
+Sources: keras/src/callbacks/orbax_checkpoint.py, src/saving/saving_api.py, `Model.get_state_tree`
+and `set_state_tree`, which skips without a word what it does not find: a variable must be in the
+group, of those that are trained or of the others, in which the model has it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from unickpt.backends.orbax import step_writer, writer
+from unickpt.backends.orbax.tree_writer import TreeFiles, tree_files
+from unickpt.errors import UnsupportedLeaf
+from unickpt.foreign.keras_states import (
+    CONFIG,
+    FURTHER,
+    MODEL,
+    OTHERS,
+    POSITION,
+    TRAINED,
+    VARIABLES,
+)
+from unickpt.format.index import Index
+from unickpt.format.writer import Plan
+from unickpt.quoting import quoted
+from unickpt.trees import tree, tree_json
+
+_HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
+_STATE, _MODEL_CONFIG, _TEXT = "pytree", "model_config", "config"
+_HELP = "`--to orbax` writes any checkpoint"
+
+
+@dataclass(frozen=True)
+class KerasWriter:
+    """A step of `keras.callbacks.OrbaxCheckpoint`, from whose directory
+    `keras.saving.load_model` and `Model.load_weights` load."""
+
+    suffixes: ClassVar[Sequence[str]] = ()
+
+    def left_out(self, index: Index) -> Collection[str]:
+        """How far a `fit` has come, and the states of random generators outside of the model."""
+        return [name for name in index.names if name.partition("/")[0] == POSITION]
+
+    def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
+        chunk_bytes = min(writer.CHUNK_BYTES, most_bytes)
+        items = {_STATE: tree_files(index, _state(index), chunk_bytes)}
+        config = index.metadata.get(CONFIG)
+        if config is not None:
+            items[_MODEL_CONFIG] = _config_files(config, chunk_bytes)
+        files = [file for name, of in items.items() for file in of.within(name, name).files]
+        files += step_writer.about(index, dict.fromkeys(items, _HANDLER))
+        state = items[_STATE].within(_STATE, _STATE)
+        others = state.others or _MODEL_CONFIG in items
+        return Plan(tuple(files), state.arrays, state.values, others=others)
+
+
+def _state(index: Index) -> tree.Node:
+    """What `Model.get_state_tree` returns; the leaves have the names of the index.
+
+    Raises:
+        UnsupportedLeaf: it is not a checkpoint of a Keras model, or rules renamed its variables.
+    """
+    root = tree_json.from_json(index.tree)
+    found = _children(root)
+    model = found.get(MODEL)
+    unknown = [key for key in found if key not in (MODEL, POSITION, *FURTHER)]
+    if unknown or not isinstance(model, tree.Node):
+        what = f"it holds {quoted(unknown[0])}" if unknown else f"it holds no {MODEL!r}"
+        raise UnsupportedLeaf(
+            f"it is not a checkpoint of unickpt.integrations.keras: {what}; {_HELP}"
+        )
+    others = _others(index, model)
+    trained = {name for name, _ in tree.keys_of(model)} - others
+    state = {TRAINED: _part(model, others), OTHERS: _part(model, trained)}
+    state |= {FURTHER[key]: node for key, node in found.items() if key in FURTHER}
+    return _dict(state)
+
+
+def _others(index: Index, model: tree.Node) -> set[str]:
+    """The names of the variables of a model that are not trained."""
+    names = {"/".join(map(str, keys)): name for name, keys in tree.keys_of(model)}
+    noted = index.metadata.get(VARIABLES)
+    groups = [noted.get(group) for group in (TRAINED, OTHERS)] if isinstance(noted, dict) else []
+    if not groups or not all(isinstance(group, list) for group in groups):
+        raise UnsupportedLeaf(
+            "its metadata do not say which variables of the model are trained, as Keras' format "
+            "must; unickpt.integrations.keras notes it when it saves: load the checkpoint with it, "
+            f"and save it again; or {_HELP}"
+        )
+    trained, others = map(set, groups)
+    unknown = sorted(names.keys() - trained - others)
+    if unknown:
+        raise UnsupportedLeaf(
+            f"{quoted(names[unknown[0]])}: the metadata do not say whether it is trained, because "
+            "rules gave it another name; export the checkpoint with the names that it has"
+        )
+    return {name for path, name in names.items() if path in others}
+
+
+def _part(model: tree.Node, left_out: set[str]) -> tree.Node | tree.Leaf:
+    """The variables of a model without some, and without what held nothing else."""
+    return tree.without(model, left_out) or _dict({})
+
+
+def _children(node: tree.Node | tree.Leaf) -> dict[str, tree.Node | tree.Leaf]:
+    if isinstance(node, tree.Leaf):
+        return {}
+    return dict(zip(map(str, node.keys), node.children, strict=True))
+
+
+def _dict(children: Mapping[str, tree.Node | tree.Leaf]) -> tree.Node:
+    return tree.Node("dict", tuple(children), tuple(children.values()), lambda found: found)
+
+
+def _config_files(config: Any, chunk_bytes: int) -> TreeFiles:
+    """The files of the model's configuration, a text."""
+    text = tree.Leaf(_TEXT, None)
+    index = Index(None, {}, values={_TEXT: json.dumps(config)})
+    return tree_files(index, _dict({_TEXT: text}), chunk_bytes)
