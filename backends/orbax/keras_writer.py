@@ -85,14 +85,16 @@ def _others(index: Index, model: tree.Node) -> set[str]:
     """The names of the variables of a model that are not trained."""
     names = {"/".join(map(str, keys)): name for name, keys in tree.keys_of(model)}
     noted = index.metadata.get(VARIABLES)
-    groups = [noted.get(group) for group in (TRAINED, OTHERS)] if isinstance(noted, dict) else []
+    groups: list[Any] = (
+        [noted.get(group) for group in (TRAINED, OTHERS)] if isinstance(noted, dict) else []
+    )
     if not groups or not all(isinstance(group, list) for group in groups):
         raise UnsupportedLeaf(
             "its metadata do not say which variables of the model are trained, as Keras' format "
             "must; unickpt.integrations.keras notes it when it saves: load the checkpoint with it, "
             f"and save it again; or {_HELP}"
         )
-    trained, others = map(set, groups)
+    trained, others = set(groups[0]), set(groups[1])
     unknown = sorted(names.keys() - trained - others)
     if unknown:
         raise UnsupportedLeaf(

@@ -258,7 +258,7 @@ class UnickptCheckpoint(MonitorCallback):
         location = paths.resolve(self.directory)
         if location.is_local:  # is there from the start, also if nothing is good enough to be saved
             with suppress(OSError):  # the first save says what is wrong
-                os.makedirs(location.path, exist_ok=True)
+                os.makedirs(str(location), exist_ok=True)
         self._checkpointer = Checkpointer(
             self.directory, keep_last=self.max_to_keep, options=self.options
         )
