@@ -11,7 +11,7 @@ from enum import Enum, auto
 from functools import cached_property, partial
 from typing import Any
 
-from unickpt.commit import replicas
+from unickpt.commit import progress_reports, replicas
 from unickpt.commit.attempt import Attempt
 from unickpt.commit.messages import Record, Totals, WriteMore
 from unickpt.commit.progress_reports import Report
@@ -97,8 +97,6 @@ class Timings:
 
 
 _log = logging.getLogger("unickpt")
-# A save that takes less than the first reports no progress. The last: of all processes, at most.
-_REPORT_AFTER_S, _REPORT_EVERY_S, _REPORTS_PER_S = 5.0, 60.0, 200
 
 
 class SaveState(Enum):
@@ -342,10 +340,11 @@ class SaveTask:
         return writer, self._with_replicas(record, plan, source)
 
     def _ticker(self) -> Ticker:
-        return Ticker("unickpt report", report_after_s(self.group.count), _REPORT_EVERY_S)
+        first_s, longest_s = progress_reports.pauses(self.group.count)
+        return Ticker("unickpt report", first_s, longest_s)
 
     def _report_progress(self, writer: ChunkWriter, total: int, number: int) -> None:
-        done = min(total, writer.nbytes + writer.reused_bytes)
+        done = min(total, writer.done_bytes)
         phase, processes = self._attempt.phase, self.group.count
         elapsed = self.timings.elapsed
         self._attempt.report(Report(phase, elapsed, done, total, processes, number))
@@ -475,11 +474,6 @@ def _log_report(report: SaveReport) -> None:
         )
     if report.bases:
         _log.info("%s cannot be read without %s", report.url, ", ".join(report.bases))
-
-
-def report_after_s(count: int) -> float:
-    """Seconds until each of some processes reports for the first time how far it is."""
-    return max(_REPORT_AFTER_S, count / _REPORTS_PER_S)
 
 
 def call_metrics(options: SaveOptions, report: SaveReport) -> None:
