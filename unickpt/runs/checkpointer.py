@@ -200,6 +200,7 @@ class Checkpointer:
         Raises:
             UnsupportedLeaf: something cannot be stored; the save did not start.
             CheckpointExists: the step exists. On remote storage, raised in the background.
+            ValueError: `keep_best` is given, and the first save of the run lacks its metric.
             LaterStepsExist: later steps exist, even with `overwrite`; says how to go back. On
                 remote storage, raised in the background.
             CheckpointNotFound: the step `after` does not exist.
