@@ -120,8 +120,9 @@ def load(
             stay as they are, also abstract ones and objects with `load_state_dict`, and what is
             stored of them may differ in any way. So several checkpoints fill one tree, each its
             part. Without `like`, all other stored leaves are left out; a list of which some are
-            becomes a dict by their positions. Names are those of `like`, or that rules make; with
-            rules, stored leaves of which no selected leaf is made are skipped.
+            becomes a dict by their positions. With rules, these are names of what is loaded, not of
+            what is stored: those of `like` and of the rules' right side (left, if they are an
+            inverse). Stored leaves of which no selected leaf is made are skipped.
         skip: as `only`, but these are left as they are; it may leave out some that `only` selects.
         missing: what to do if a leaf of `like` is not stored: "error", or "keep" what it holds. It
             is still an error if no leaf of `like` is stored, or none of its arrays.
@@ -221,7 +222,7 @@ class _Loading:
             view = through(stored, self.rules, strict=self.policy.is_strict)
         index, selection = view.index, self.policy.selection
         left_out = selection.left_out(index.names)
-        selection.check(str(stored.location), index.names, ())
+        selection.check(str(stored.location), index.names, (), stored.index.names)
         view.check(self.options)
         skipped: Sequence[str] = () if self.rules is None else view.unused
         done: dict[str, Any] = {}
