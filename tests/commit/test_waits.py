@@ -27,7 +27,7 @@ from unickpt.commit import progress_reports, waits
 from unickpt.commit.progress_reports import Report
 from unickpt.commit.waits import Late, Waits
 from unickpt.runs.watching import Watch
-from unickpt.saving import writer
+from unickpt.saving import task, writer
 from unickpt.storage import paths
 from unickpt.storage.kvstore import KvStore
 from unickpt.threads import Ticker
@@ -44,7 +44,7 @@ from unickpt.commit import progress_reports
 from unickpt.commit import waits
 from unickpt.saving import writer
 path, slow, late_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-waits._FIRST_S, progress_reports._FIRST_AFTER_S = late_s, 0.1
+waits._FIRST_S, progress_reports.FIRST_AFTER_S = late_s, 0.1
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 real = writer._Batch.write
@@ -284,7 +284,7 @@ def test_a_hostile_report_is_none(data: bytes) -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(progress_reports, "_FIRST_AFTER_S", 0.05)
+    monkeypatch.setattr(progress_reports, "FIRST_AFTER_S", 0.05)
     yield
     assert "unickpt report" not in [thread.name for thread in threading.enumerate()]
 
@@ -358,7 +358,7 @@ def test_nothing_is_left_of_what_was_said(
 
 def test_few_requests_are_made_however_many_processes_there_are() -> None:
     for count in (1, 100, 4096, 100_000):
-        first_s, longest_s = progress_reports.pauses(count)
+        first_s, longest_s = task.report_pauses(count)
         assert count / first_s <= max(200, count / 5)
         assert count / longest_s <= max(20, count / 60)
         location = paths.resolve("memory://waits")
@@ -450,8 +450,8 @@ def test_watch_shows_what_is_committed_and_what_is_being_saved(tmp_path: Path) -
 def test_watch_sees_how_far_one_large_array_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress_reports, "_FIRST_AFTER_S", 0.02)
-    monkeypatch.setattr(progress_reports, "_EVERY_S", (0.05, 0.05))
+    monkeypatch.setattr(progress_reports, "FIRST_AFTER_S", 0.02)
+    monkeypatch.setattr(progress_reports, "EVERY_S", (0.05, 0.05))
     monkeypatch.setattr(writer, "_LARGE_CHUNK_BYTES", 4 << 20)
     real, watch, seen = os.write, Watch(tmp_path), list[int]()
 

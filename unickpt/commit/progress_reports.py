@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass
 from unickpt.storage.errors import Damaged
 from unickpt.storage.kvstore import KvStore
 
-_FIRST_AFTER_S = 5.0  # a save that takes less reports nothing
-_EVERY_S = 10.0, 60.0  # at the longest: of a few processes, and of a thousand
-_FIRST_PER_S, _LATER_PER_S = 200, 20  # of all processes together
+FIRST_AFTER_S, FIRST_PER_S = 5.0, 200
+"""A save that takes less reports nothing; and how many first reports all processes make at most."""
+EVERY_S, LATER_PER_S = (10.0, 60.0), 20
+"""At the longest, of a few processes and of a thousand; and how many later reports."""
 _SUFFIX = ".at"
 _BYTES = 256
 WRITE, WAIT, COMMIT = "write", "wait", "commit"
@@ -63,13 +64,6 @@ def decode(data: bytes) -> Report | None:
     except (ValueError, TypeError, RecursionError):
         return None
     return found if all(type(n) is int and 0 <= n < 1 << 62 for n in whole) else None
-
-
-def pauses(count: int) -> tuple[float, float]:
-    """Seconds until each of some processes reports for the first time; and, at the longest, until
-    it does again."""
-    least, most = _EVERY_S
-    return max(_FIRST_AFTER_S, count / _FIRST_PER_S), min(most, max(least, count / _LATER_PER_S))
 
 
 def name_of(process: int) -> str:

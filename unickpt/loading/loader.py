@@ -14,7 +14,7 @@ from unickpt.frameworks import per_process
 from unickpt.frameworks.leaves import PerProcess, PerProcessValues, adapters
 from unickpt.frameworks.process_group import current_group, launched_on_node, within
 from unickpt.frameworks.protocol import Adapter, ArrayTarget
-from unickpt.loading.report import LoadReport
+from unickpt.loading.report import LoadReport, untyped
 from unickpt.loading.request import LoadRequest, Patterns, Policy, Selection, compare, is_number
 from unickpt.loading.views import CheckpointView, StoredView, jobs_of
 from unickpt.progress import ProgressFunction, reporting
@@ -238,9 +238,14 @@ class _Loading:
         done |= {alias: done[name] for alias, name in aliases.items()}
         loaded = tuple(name for name in done if name not in left_out)
         skipped = [*skipped, *sorted(left_out, key=natural)]
-        report = LoadReport(str(view.checkpoint.location), loaded, skipped=tuple(skipped))
         node = tree.without(view.node(), left_out)
         assert node is not None, "the selection has a leaf"
+        report = LoadReport(
+            str(view.checkpoint.location),
+            loaded,
+            skipped=tuple(skipped),
+            untyped=tuple(untyped(node)),
+        )
         return tree.rebuild(node, done.__getitem__), report
 
     def _load_like(self, stored: Reader, like: Any, read: ReadArrays) -> tuple[Any, LoadReport]:

@@ -340,14 +340,11 @@ class SaveTask:
         return writer, self._with_replicas(record, plan, source)
 
     def _ticker(self) -> Ticker:
-        first_s, longest_s = progress_reports.pauses(self.group.count)
-        return Ticker("unickpt report", first_s, longest_s)
+        return Ticker("unickpt report", *report_pauses(self.group.count))
 
     def _report_progress(self, writer: ChunkWriter, total: int, number: int) -> None:
-        done = min(total, writer.done_bytes)
-        phase, processes = self._attempt.phase, self.group.count
-        elapsed = self.timings.elapsed
-        self._attempt.report(Report(phase, elapsed, done, total, processes, number))
+        phase, seconds, processes = self._attempt.phase, self.timings.elapsed, self.group.count
+        self._attempt.report(Report(phase, seconds, writer.done_bytes, total, processes, number))
 
     def _open_base(self) -> tuple[Base | None, bool]:
         """The earlier checkpoint whose chunks are not written again; whether that goes for all
@@ -474,6 +471,13 @@ def _log_report(report: SaveReport) -> None:
         )
     if report.bases:
         _log.info("%s cannot be read without %s", report.url, ", ".join(report.bases))
+
+
+def report_pauses(count: int) -> tuple[float, float]:
+    """Seconds until each of some processes first reports how far it is; and until it does again."""
+    (least, most), later = progress_reports.EVERY_S, count / progress_reports.LATER_PER_S
+    first = max(progress_reports.FIRST_AFTER_S, count / progress_reports.FIRST_PER_S)
+    return first, min(most, max(least, later))
 
 
 def call_metrics(options: SaveOptions, report: SaveReport) -> None:
