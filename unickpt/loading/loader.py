@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from unickpt.errors import LoadMismatch
 from unickpt.format.index import RESERVED, Index
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 import logging
 
 _log = logging.getLogger("unickpt")
+T = TypeVar("T")
 _HALF = (
     "unickpt: this happened after arrays of `like` had been filled, while its objects took what "
     "was read: some hold what was loaded, and some what they held before"
@@ -58,7 +59,7 @@ class LoadArguments(TypedDict, total=False):
 @overload
 def load(
     path: checkpoint.Source,
-    like: Any = None,
+    like: None = None,
     *,
     return_report: Literal[False] = False,
     **arguments: Unpack[LoadArguments],
@@ -68,11 +69,31 @@ def load(
 @overload
 def load(
     path: checkpoint.Source,
-    like: Any = None,
+    like: None = None,
     *,
     return_report: Literal[True],
     **arguments: Unpack[LoadArguments],
 ) -> tuple[Any, LoadReport]: ...
+
+
+@overload
+def load(
+    path: checkpoint.Source,
+    like: T,
+    *,
+    return_report: Literal[False] = False,
+    **arguments: Unpack[LoadArguments],
+) -> T: ...
+
+
+@overload
+def load(
+    path: checkpoint.Source,
+    like: T,
+    *,
+    return_report: Literal[True],
+    **arguments: Unpack[LoadArguments],
+) -> tuple[T, LoadReport]: ...
 
 
 def load(

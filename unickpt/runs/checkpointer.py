@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self, Unpack, overload
+from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.process_group import Group, current_group, within
@@ -18,6 +18,7 @@ from unickpt.reading.options import LoadOptions
 from unickpt.reuse.partial_save import PartialSave
 from unickpt.runs.arguments import (
     PolicyFields,
+    StepArguments,
     fences_of,
     step_metadata,
     step_number,
@@ -33,6 +34,8 @@ from unickpt.runs.tiers import Tier, Tiers
 from unickpt.saving.background import PendingSave, SaveQueue, SaveRequest
 from unickpt.saving.options import SaveOptions
 from unickpt.storage import paths
+
+T = TypeVar("T")
 
 
 class Checkpointer:
@@ -396,24 +399,26 @@ class Checkpointer:
     @overload
     def load(
         self,
-        like: Any = None,
+        like: None = None,
         *,
-        step: int | None = None,
-        fallback: bool = False,
         return_report: Literal[False] = False,
-        **arguments: Unpack[LoadArguments],
+        **arguments: Unpack[StepArguments],
     ) -> Any: ...
 
     @overload
     def load(
-        self,
-        like: Any = None,
-        *,
-        step: int | None = None,
-        fallback: bool = False,
-        return_report: Literal[True],
-        **arguments: Unpack[LoadArguments],
+        self, like: None = None, *, return_report: Literal[True], **arguments: Unpack[StepArguments]
     ) -> tuple[Any, LoadReport]: ...
+
+    @overload
+    def load(
+        self, like: T, *, return_report: Literal[False] = False, **arguments: Unpack[StepArguments]
+    ) -> T: ...
+
+    @overload
+    def load(
+        self, like: T, *, return_report: Literal[True], **arguments: Unpack[StepArguments]
+    ) -> tuple[T, LoadReport]: ...
 
     def load(
         self,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from unickpt.errors import CheckpointCorrupt, CheckpointExists, UnsupportedLeaf
+from unickpt.format.index import Index
 from unickpt.format.reader import Reader
 from unickpt.format.writer import Plan, Writer
 from unickpt.frameworks.host_memory import MemoryBudget
@@ -16,6 +18,7 @@ from unickpt.frameworks.process_group import Group, current_group, within
 from unickpt.loading.ruled_view import RuledView
 from unickpt.loading.views import CheckpointView
 from unickpt.progress import reporting
+from unickpt.quoting import counted, some
 from unickpt.reading import checkpoint
 from unickpt.reading.options import LoadOptions
 from unickpt.saving.options import SaveOptions, SaveReport
@@ -62,18 +65,6 @@ def export(
     source = view.checkpoint.location
     if to.file is None and source.url.startswith(to.folder.url):
         raise CheckpointExists(f"{to.name} contains the source, {source}; choose another path")
-    if view.index.per_process:
-        name = min(view.index.per_process)
-        raise UnsupportedLeaf(
-            f"{name!r} differs by process, which only unickpt's own format can hold; drop it by a "
-            f"rule: {name} <-> drop"
-        )
-    opaque = [name for name, v in view.index.values.items() if isinstance(v, Opaque)]
-    if opaque:
-        raise UnsupportedLeaf(
-            f"{opaque[0]!r} is an object of an unknown class, which only unickpt's own format "
-            f"keeps; drop it by a rule: {opaque[0]} <-> drop"
-        )
     budget_bytes = options.working_bytes
     reading = LoadOptions(budget_bytes=MemoryBudget(budget_bytes, "process"))
     if isinstance(view, RuledView):
@@ -82,7 +73,11 @@ def export(
     # All processes must plan the same files, whatever their nodes have.
     requested = MemoryBudget.of(options.budget_bytes)
     most = to.most_bytes(requested.share(group.count))
-    plan = writer.plan(index, most, to.file)
+    try:
+        _check_leaves(index)
+        plan = writer.plan(index, most, to.file)
+    except UnsupportedLeaf as error:
+        raise UnsupportedLeaf(f"{_parts_text(view, str(source))}{error}") from error
     with reporting(options.progress, "exporting", group.index) as told:
         job = ExportJob(view, plan, to, group, budget_bytes, options.timeout_s, told)
         job.check(most, requested)
@@ -96,6 +91,38 @@ def export(
         processes=group.count,
         seconds=time.perf_counter() - started,
         process=group.index,
+    )
+
+
+def _check_leaves(index: Index) -> None:
+    """Refuses leaves that only unickpt's own format holds. Raises UnsupportedLeaf."""
+    opaque = [name for name, v in index.values.items() if isinstance(v, Opaque)]
+    found = [f"{name!r} differs by process" for name in sorted(index.per_process)]
+    found += [f"{name!r} is an object of an unknown class" for name in opaque]
+    if found:
+        name = min(index.per_process, default="") or opaque[0]
+        raise UnsupportedLeaf(
+            f"{some(found)}, which only unickpt's own format can hold; drop it by a rule: "
+            f"{name} <-> drop"
+        )
+
+
+def _parts_text(view: CheckpointView, source: str) -> str:
+    """What to do first if a format of arrays cannot hold a training step: to export its model."""
+    if isinstance(view, RuledView) or view.checkpoint.under:
+        return ""
+    index, counts = view.index, Counter[str]()
+    tops = {name.partition("/")[0] for name in (*index.values, *index.per_process)}
+    for name in index.entries:
+        top, inner, _ = name.partition("/")
+        if inner and top not in tops:
+            counts[top] += 1
+    if not counts:
+        return ""
+    parts = [f"under={top!r} ({counted(n, 'array')})" for top, n in counts.items()]
+    return (
+        f"{source} has more than arrays. To export a part of it, pass {', or '.join(parts)}; on "
+        f"the command line, --under {next(iter(counts))}. Of the whole,\n"
     )
 
 
