@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import unickpt
 from unickpt import Box, Layout, LocalFragments, Mesh, PerProcess
 from unickpt.cli import fragment_map
 from unickpt.cli.app import app
+from unickpt.foreign import registry
 from unickpt.reading.listing import checkpoints_below
 
 
@@ -510,3 +512,16 @@ def test_output_that_cannot_be_written_is_no_damage(saved: str) -> None:
     assert ends(f"inspect {saved} --all | true") == (2, "")
     assert ends(f"inspect {saved} --json | true") == (2, "")
     assert ends(f"verify {saved} >&-") == (0, "")
+
+
+@pytest.mark.parametrize(
+    "command", ["convert", "diff", "export", "import", "inspect", "merge", "verify"]
+)
+def test_the_help_of_a_command_explains_all_hints(command: str) -> None:
+    told = "".join(run(command, "--help").split())
+    formats = [import_module(f"unickpt.backends.{name}") for name in registry._BUILT_IN]
+    names = {name for each in formats for name in each.HINTS}
+    assert len(names) >= 10
+    for name in names:
+        assert name in told
+    assert "--hintNAME=VALUE" in told

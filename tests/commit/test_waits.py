@@ -42,9 +42,9 @@ logging.basicConfig(stream=sys.stdout, format="%(message)s")
 import unickpt
 from unickpt.commit import progress_reports
 from unickpt.commit import waits
-from unickpt.saving import task, writer
+from unickpt.saving import writer
 path, slow, late_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-waits._FIRST_S, task._REPORT_AFTER_S = late_s, 0.1
+waits._FIRST_S, progress_reports.FIRST_AFTER_S = late_s, 0.1
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 real = writer._Batch.write
@@ -284,7 +284,7 @@ def test_a_hostile_report_is_none(data: bytes) -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(task, "_REPORT_AFTER_S", 0.05)
+    monkeypatch.setattr(progress_reports, "FIRST_AFTER_S", 0.05)
     yield
     assert "unickpt report" not in [thread.name for thread in threading.enumerate()]
 
@@ -358,7 +358,9 @@ def test_nothing_is_left_of_what_was_said(
 
 def test_few_requests_are_made_however_many_processes_there_are() -> None:
     for count in (1, 100, 4096, 100_000):
-        assert count / task.report_after_s(count) <= max(200, count / 5)
+        first_s, longest_s = task.report_pauses(count)
+        assert count / first_s <= max(200, count / 5)
+        assert count / longest_s <= max(20, count / 60)
         location = paths.resolve("memory://waits")
         wait = Waits(location, location, paths.context(), 1, count)
         assert count / wait._least_s <= max(100, count / 30)
@@ -443,6 +445,34 @@ def test_watch_shows_what_is_committed_and_what_is_being_saved(tmp_path: Path) -
     (folder / "notes" / "error-00004").touch()
     assert watch.look().under_way[0].phases["failed"] == [4]
     assert watch.look().under_way[0].quiet_s == 0
+
+
+def test_watch_sees_how_far_one_large_array_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress_reports, "FIRST_AFTER_S", 0.02)
+    monkeypatch.setattr(progress_reports, "EVERY_S", (0.05, 0.05))
+    monkeypatch.setattr(writer, "_LARGE_CHUNK_BYTES", 4 << 20)
+    real, watch, seen = os.write, Watch(tmp_path), list[int]()
+
+    def write(handle: int, data: Any) -> int:
+        time.sleep(0.02 if len(data) > 100_000 else 0)
+        return real(handle, data)
+
+    monkeypatch.setattr(os, "write", write)
+    options = unickpt.SaveOptions(fsync=False, chunk_bytes=16 << 20)
+    saving = threading.Thread(
+        target=unickpt.save,
+        args=(tmp_path / "step_1", {"w": np.ones(16 << 20, np.uint8)}),
+        kwargs={"options": options},
+    )
+    saving.start()
+    while saving.is_alive():
+        seen += [each.nbytes for each in watch.look().under_way if each.total]
+        time.sleep(0.02)
+    saving.join()
+    assert len({n for n in seen if 0 < n < 16 << 20}) >= 3, seen
+    assert sorted(seen) == seen
 
 
 def test_a_checkpoint_that_is_replaced_is_shown_as_both(tmp_path: Path) -> None:

@@ -84,5 +84,7 @@ def test_hints_reach_the_format_that_takes_them_and_others_are_refused(tmp_path:
         assert unickpt.verify(pickle.loads(pickle.dumps(checkpoint))).ok
         with pytest.raises(unickpt.HintError, match=r"takes the hints known; leave out 'other'"):
             unickpt.open(tmp_path / "c", hints={"other": 1})
+        with pytest.raises(unickpt.HintError, match=r"'knwon' \(did you mean 'known'\?\)"):
+            unickpt.open(tmp_path / "c", hints={"knwon": 1})
     with pytest.raises(unickpt.HintError, match="takes no hints"):
         unickpt.open(tmp_path / "own", hints={"known": 1})

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -27,6 +29,41 @@ def layers(count: int, *shape: int) -> dict[str, Any]:
 
 
 # --- the report ----------------------------------------------------------------------------------
+
+
+@dataclass
+class State:
+    params: Any
+    step: int
+
+
+class Slots(NamedTuple):
+    mu: Any
+
+
+def test_a_report_names_containers_that_are_not_of_their_class() -> None:
+    stored = {"s": State({"w": np.ones(2)}, 3), "layers": [Slots(np.ones(1)), Slots(np.ones(1))]}
+    got, report = load(stored, None)
+    assert report.untyped == (
+        ("s", "State", "a dict"),
+        ("layers/0", "Slots", "a namedtuple with its fields"),
+        ("layers/1", "Slots", "a namedtuple with its fields"),
+    )
+    assert (type(got["s"]), got["layers"][0].mu.tolist()) == (dict, [1])
+    assert not isinstance(got["layers"][0], Slots)
+    assert "saved as State, without `like` a dict" in str(report)
+    assert "layers/{0..1}" in str(report)
+    _, report = load(stored, None, only="s/**")
+    assert [name for name, _, _ in report.untyped] == ["s"]
+    like = {"s": State({"w": np.zeros(2)}, 0), "layers": [Slots(np.zeros(1)), Slots(np.zeros(1))]}
+    got, report = load(stored, like)
+    assert (type(got["s"]), report.untyped) == (State, ())
+
+
+def test_built_in_containers_and_empty_ones_are_what_they_were() -> None:
+    stored = {"a": OrderedDict(x=1), "b": [1, (2, {})]}
+    got, report = load(stored, None)
+    assert (got, report.untyped) == (stored, ())
 
 
 def test_a_report_tells_what_became_of_every_leaf() -> None:

@@ -197,6 +197,19 @@ def test_with_rules_names_are_those_of_like() -> None:
     assert report.skipped == ("state/w",)
 
 
+@pytest.mark.parametrize("argument", ["only", "skip"])
+def test_with_rules_a_name_of_the_other_side_says_so(argument: str) -> None:
+    rules = Rules.parse("model/{n} <-> params/{n}\nopt <-> drop")
+    stored = {"model": {"w": np.ones(2)}, "opt": np.ones(2)}
+    for like in (None, {"params": {"w": np.zeros(2)}}):
+        for name in ("model/w", "opt"):
+            wrong: Any = {argument: name}
+            with pytest.raises(LoadMismatch, match=f"{name}', which are of the other side") as said:
+                load(stored, like, rules=rules, **wrong)
+            assert "names of what is loaded" in str(said.value)
+            assert "'params/w'" in str(said.value)
+
+
 def test_a_checkpointer_passes_them_on(tmp_path: Path) -> None:
     with unickpt.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"w": np.ones(2), "old": np.ones(2)}, wait=True)

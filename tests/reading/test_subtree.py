@@ -61,8 +61,19 @@ def test_parts_of_names_end_with_a_dot(tmp_path: Path) -> None:
     fresh = torch.nn.Linear(3, 4)
     unickpt.load(tmp_path / "c", fresh, under="model.1.")
     assert torch.equal(fresh.weight, model[1].weight)
-    with pytest.raises(LoadMismatch, match="nothing is stored under 'model'"):
+    said = r"nothing is stored under 'model' \(did you mean 'model\.'\?\)"
+    with pytest.raises(LoadMismatch, match=said):
         unickpt.load(tmp_path / "c", fresh, under="model")
+
+
+@pytest.mark.parametrize("under", ["model.", "/model", "./model/", "mdoel"])
+def test_a_container_is_suggested_for_what_is_nearly_its_name(step: str, under: str) -> None:
+    with pytest.raises(LoadMismatch, match=r"did you mean 'model'\?"):
+        unickpt.load(step, under=under)
+
+
+def test_a_slash_at_the_end_changes_nothing(step: str) -> None:
+    assert unickpt.open(step).under("model/").index == unickpt.open(step).under("model").index
 
 
 def test_what_is_tied_to_a_leaf_outside_is_an_array_inside(step: str) -> None:
@@ -98,9 +109,8 @@ def test_what_is_cut_into_parts_is_read_from_them(tmp_path: Path) -> None:
 
 
 def test_nothing_there_lists_what_is(step: str) -> None:
-    with pytest.raises(
-        LoadMismatch, match=r"under 'modle'; there are 'model/' \(5 leaves\), 'ema/"
-    ):
+    said = r"under 'modle' \(did you mean 'model'\?\); there are 'model/' \(5 leaves\), 'ema/"
+    with pytest.raises(LoadMismatch, match=said):
         unickpt.load(step, under="modle")
     with pytest.raises(LoadMismatch, match=r"step, under 'model/a/' does not fit `like`"):
         unickpt.load(step, {"w": np.zeros(3)}, under="model/a")

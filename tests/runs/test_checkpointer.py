@@ -729,6 +729,36 @@ def test_processes_do_not_refuse_in_turns_for_ever(tmp_path: Path) -> None:
     assert second == ["ProcessFailed", "StorageError", "saved", "saved"]
 
 
+@pytest.mark.parametrize("metrics", [None, {"val_loss": 1.0}])
+def test_the_best_cannot_be_kept_without_their_metric(metrics: Any, tmp_path: Path) -> None:
+    best: dict[str, Any] = {"keep_best": 2, "metric": "loss"}
+    with Checkpointer(tmp_path, **best) as run:
+        with pytest.raises(ValueError, match=r"pass metrics=\{'loss': value\} to save") as error:
+            run.save(0, numbers(0), metrics=metrics)
+        assert "val_loss" in str(error.value) or metrics is None
+        assert run.steps() == []
+        run.save(0, numbers(0), metrics={"loss": float("nan")})
+        run.save(1, numbers(1))  # perhaps it is not evaluated at each step
+    with Checkpointer(tmp_path, **best) as run:  # nor at the first one after a restart
+        run.save(2, numbers(2))
+    assert run.steps()[-1] == 2
+
+
+def test_all_processes_learn_that_the_metric_is_missing(tmp_path: Path) -> None:
+    def run(group: ProcessGroup) -> str:
+        options = SaveOptions(group=group, fsync=False, timeout_s=20)
+        mine = None if group.index == 0 else {"loss": 1.0}
+        keep = Retention(keep_best=1, metric="loss")
+        with Checkpointer(tmp_path, keep=keep, options=options) as checkpointer:
+            try:
+                checkpointer.save(0, {"w": np.ones(9)}, metrics=mine, wait=True)
+            except (ValueError, unickpt.UnickptError) as error:
+                return type(error).__name__
+        return "saved"
+
+    assert in_job(2, run) == ["ValueError", "ProcessFailed"]
+
+
 def test_the_metrics_of_process_0_count(tmp_path: Path) -> None:
     def run(group: ProcessGroup) -> list[str]:
         options = SaveOptions(group=group, fsync=False, timeout_s=20)

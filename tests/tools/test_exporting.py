@@ -323,6 +323,23 @@ def test_the_advice_for_a_dtype_that_a_format_lacks_helps(
     assert (str(found["w"].dtype) if helps else "") == helps
 
 
+def test_a_part_of_a_training_step_is_suggested_first(tmp_path: Path) -> None:
+    state = {"model": {"w": np.ones(2), "b": np.ones(1)}, "ema": {"w": np.ones(2)}}
+    rest = {"optim": {"mu": np.ones(2), "lr": 0.1}, "rng": unickpt.PerProcess(1), "step": 3}
+    unickpt.save(tmp_path / "c", state)
+    unickpt.save(tmp_path / "step", {**state, **rest})
+    with pytest.raises(UnsupportedLeaf) as refused:
+        unickpt.convert(tmp_path / "step", tmp_path / "hf", to="hf")
+    first, *others = str(refused.value).splitlines()
+    assert "pass under='model' (2 arrays), or under='ema' (1 array)" in first
+    assert "--under model" in first
+    assert "'rng' differs by process" in others[0]
+    unickpt.convert(tmp_path / "step", tmp_path / "hf", to="hf", under="model")
+    assert set(unickpt.load(tmp_path / "hf")) == {"w", "b"}
+    with pytest.raises(UnsupportedLeaf, match=r"^the format 'hf' cannot hold"):
+        unickpt.convert(tmp_path / "step", tmp_path / "no", to="hf", under="optim")
+
+
 def test_objects_of_unknown_classes_must_be_dropped(tmp_path: Path) -> None:
     args = unickpt.Opaque("fractions.Fraction", pickle.dumps(Fraction(1, 3)))
     unickpt.save(tmp_path / "c", {"w": np.ones(2), "args": args}, options=FAST)

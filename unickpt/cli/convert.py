@@ -103,6 +103,7 @@ def command(
     unickpt convert runs/hf runs/jax/tuned --rules transformers-llama --inverse
     unickpt convert runs/hf runs/jax/tuned --rules my.rules --inverse --like runs/jax/step_100
     unickpt convert runs/jax/step_100 small --quantize '**/step=none' --quantize 'opt/**=uint8'
+    unickpt convert llama-Q4_K_M.gguf runs/llama --hint dequantize=float32
     torchrun --nproc-per-node 8 -m unickpt.cli convert s3://b/jax s3://b/hf --rules my.rules
 
     --json prints {url, arrays, bytes, chunks, processes, seconds, quantized: {name: {largest_error,
@@ -191,6 +192,7 @@ def export(
     unickpt export runs/llama/step_100 model.safetensors --to safetensors --under model
     unickpt export runs/llama/step_100 s3://bucket/dcp --to dcp
     unickpt export runs/llama/step_100 out/checkpoint-100 --to trainer
+    unickpt export llama-Q4_K_M.gguf llama.safetensors --to safetensors --hint dequantize=float32
     torchrun --nproc-per-node 8 -m unickpt.cli export runs/llama/step_100 dcp --to dcp
 
     --json prints {url, arrays, bytes, chunks, processes, seconds}. Fields are only ever added.
@@ -232,6 +234,7 @@ def import_(
     \b
     unickpt import llama-hf runs/llama
     unickpt import runs/deepspeed/global_step100 runs/llama --rules my.rules
+    unickpt import llama-Q4_K_M.gguf runs/llama --hint dequantize=float32
 
     --json prints {url, arrays, bytes, chunks, processes, seconds}. Fields are only ever added.
     """

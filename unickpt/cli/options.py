@@ -28,8 +28,16 @@ HintOption = Annotated[
     list[str] | None,
     typer.Option(
         "--hint",
-        help="What the files of another system's checkpoint do not tell, as in --hint tp=2; "
-        "the value is JSON, or a text.",
+        metavar="NAME=VALUE",
+        help="What the files of another system's checkpoint do not tell; may be repeated; the "
+        "value is JSON, or a text. Of GGUF: dequantize=float32 reads quantized tensors as floats. "
+        "Of Megatron: extra_state=true shows what is called _extra_state. Of DeepSpeed, how "
+        "tensor-parallel ranks share parameters, by regular expressions, such as "
+        "'tp_replicated_parameter_patterns=[\".*norm.*\"]'; likewise "
+        "parameter_to_average_patterns, parameter_with_row_parallelism_patterns, "
+        "parameter_with_2_sub_params_cat_dim_0, parameter_with_sub_params, "
+        "sub_param_shard_widths, vocabulary_parameter_patterns, and original_vocab_size=50257. "
+        "Other formats take none.",
     ),
 ]
 
@@ -113,7 +121,7 @@ def source_of(path: str, hints: list[str] | None, under: str = "") -> str | Chec
 
 def parsed_hints(hints: list[str] | None) -> dict[str, Any]:
     """The hints by name."""
-    return named_values("--hint", hints, "a name and a value, such as tp=2")
+    return named_values("--hint", hints, "a name and a value, such as dequantize=float32")
 
 
 def _quantize(given: list[str] | None) -> dict[str, Any]:

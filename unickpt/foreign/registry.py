@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 from unickpt.errors import HintError, UnsupportedFormat
 from unickpt.foreign.files import Files
 from unickpt.format.reader import Reader
-from unickpt.quoting import quoted
+from unickpt.quoting import quoted, some
 from unickpt.storage import paths
 from unickpt.storage.errors import Failed, reading_failed
 from unickpt.storage.locations import Location
@@ -133,10 +133,14 @@ def check_hints(reader: Reader, hints: Mapping[str, Any], known: Collection[str]
     """Checks that a format takes all hints. Raises HintError."""
     unknown = [name for name in hints if name not in known]
     if unknown:
+        import difflib  # here, so that importing unickpt stays fast
+
         takes = f"the hints {', '.join(known)}" if known else "no hints"
+        near = difflib.get_close_matches(unknown[0], known, 1)
         raise HintError(
             f"{reader.location} is of the format {reader.format!r}, which takes {takes}; "
-            f"leave out {quoted(unknown[0])}"
+            f"leave out {some(list(map(quoted, unknown)))}"
+            f"{f' (did you mean {near[0]!r}?)' if near else ''}"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from unickpt.errors import LoadMismatch
 from unickpt.format.index import RESERVED, Index
@@ -14,7 +14,7 @@ from unickpt.frameworks import per_process
 from unickpt.frameworks.leaves import PerProcess, PerProcessValues, adapters
 from unickpt.frameworks.process_group import current_group, launched_on_node, within
 from unickpt.frameworks.protocol import Adapter, ArrayTarget
-from unickpt.loading.report import LoadReport
+from unickpt.loading.report import LoadReport, untyped
 from unickpt.loading.request import LoadRequest, Patterns, Policy, Selection, compare, is_number
 from unickpt.loading.views import CheckpointView, StoredView, jobs_of
 from unickpt.progress import ProgressFunction, reporting
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 import logging
 
 _log = logging.getLogger("unickpt")
+T = TypeVar("T")
 _HALF = (
     "unickpt: this happened after arrays of `like` had been filled, while its objects took what "
     "was read: some hold what was loaded, and some what they held before"
@@ -58,7 +59,7 @@ class LoadArguments(TypedDict, total=False):
 @overload
 def load(
     path: checkpoint.Source,
-    like: Any = None,
+    like: None = None,
     *,
     return_report: Literal[False] = False,
     **arguments: Unpack[LoadArguments],
@@ -68,11 +69,31 @@ def load(
 @overload
 def load(
     path: checkpoint.Source,
-    like: Any = None,
+    like: None = None,
     *,
     return_report: Literal[True],
     **arguments: Unpack[LoadArguments],
 ) -> tuple[Any, LoadReport]: ...
+
+
+@overload
+def load(
+    path: checkpoint.Source,
+    like: T,
+    *,
+    return_report: Literal[False] = False,
+    **arguments: Unpack[LoadArguments],
+) -> T: ...
+
+
+@overload
+def load(
+    path: checkpoint.Source,
+    like: T,
+    *,
+    return_report: Literal[True],
+    **arguments: Unpack[LoadArguments],
+) -> tuple[T, LoadReport]: ...
 
 
 def load(
@@ -120,8 +141,9 @@ def load(
             stay as they are, also abstract ones and objects with `load_state_dict`, and what is
             stored of them may differ in any way. So several checkpoints fill one tree, each its
             part. Without `like`, all other stored leaves are left out; a list of which some are
-            becomes a dict by their positions. Names are those of `like`, or that rules make; with
-            rules, stored leaves of which no selected leaf is made are skipped.
+            becomes a dict by their positions. With rules, these are names of what is loaded, not of
+            what is stored: those of `like` and of the rules' right side (left, if they are an
+            inverse). Stored leaves of which no selected leaf is made are skipped.
         skip: as `only`, but these are left as they are; it may leave out some that `only` selects.
         missing: what to do if a leaf of `like` is not stored: "error", or "keep" what it holds. It
             is still an error if no leaf of `like` is stored, or none of its arrays.
@@ -221,7 +243,7 @@ class _Loading:
             view = through(stored, self.rules, strict=self.policy.is_strict)
         index, selection = view.index, self.policy.selection
         left_out = selection.left_out(index.names)
-        selection.check(str(stored.location), index.names, ())
+        selection.check(str(stored.location), index.names, (), stored.index.names)
         view.check(self.options)
         skipped: Sequence[str] = () if self.rules is None else view.unused
         done: dict[str, Any] = {}
@@ -237,9 +259,14 @@ class _Loading:
         done |= {alias: done[name] for alias, name in aliases.items()}
         loaded = tuple(name for name in done if name not in left_out)
         skipped = [*skipped, *sorted(left_out, key=natural)]
-        report = LoadReport(str(view.checkpoint.location), loaded, skipped=tuple(skipped))
         node = tree.without(view.node(), left_out)
         assert node is not None, "the selection has a leaf"
+        report = LoadReport(
+            str(view.checkpoint.location),
+            loaded,
+            skipped=tuple(skipped),
+            untyped=tuple(untyped(node)),
+        )
         return tree.rebuild(node, done.__getitem__), report
 
     def _load_like(self, stored: Reader, like: Any, read: ReadArrays) -> tuple[Any, LoadReport]:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from unickpt.trees.name_ranges import fold_all
+from unickpt.trees.tree import Leaf, Node, child_names
 
 _MOST_ROWS = 20
+_WITHOUT_CLASS = {
+    "object": "a dict",
+    "namedtuple": "a namedtuple with its fields",
+    "wrapper": "only what it holds",
+}
+"""What containers of a class of their own become without `like`: no class is looked up by name."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -28,6 +35,8 @@ class LoadReport:
             checkpoint (`Checkpointer(experts=)`), loaded or not: its key, number, step.
         left_out: leaves of `like` that `only=` and `skip=` do not select; they keep what `like`
             held, stored or not.
+        untyped: without `like`, containers that are not of the class that was saved, because none
+            is looked up by its name: name, class, what it is instead. So dataclasses are dicts.
 
     Example:
         >>> import numpy as np, unickpt
@@ -49,6 +58,7 @@ class LoadReport:
     renamed: tuple[tuple[str, str], ...] = ()
     older_experts: tuple[tuple[str, int, int], ...] = ()
     left_out: tuple[str, ...] = ()
+    untyped: tuple[tuple[str, str, str], ...] = ()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -61,6 +71,7 @@ class LoadReport:
             "cast": len(self.cast),
             "renamed": len(self.renamed),
             "older experts": len(self.older_experts),
+            "untyped": len(self.untyped),
         }
         return {"loaded": len(self.loaded), **{kind: n for kind, n in counts.items() if n}}
 
@@ -87,6 +98,7 @@ class LoadReport:
             *_rows("cast", ((name, f"from {old} to {new}") for name, old, new in self.cast)),
             *_rows("renamed", ((old, _rest(old, new)) for old, new in self.renamed)),
             *_rows("older", ((_expert(k, n), f"of step {of}") for k, n, of in self.older_experts)),
+            *_rows("untyped", ((name, _class_text(of, now)) for name, of, now in self.untyped)),
         ]
 
     def __repr__(self) -> str:
@@ -107,6 +119,21 @@ class LoadReport:
             for kind, name, text in rows
         ]
         return "\n".join([f"{self.url}: {self._summary}", *lines])
+
+
+def untyped(node: Node | Leaf, name: str = "") -> Iterator[tuple[str, str, str]]:
+    """The containers in a stored tree that are not of their class: name, class, what they are."""
+    if isinstance(node, Leaf):
+        return
+    if node.kind in _WITHOUT_CLASS and node.children:
+        yield name, node.type_name, _WITHOUT_CLASS[node.kind]
+    names = child_names(node.kind, node.keys, name)
+    for child, child_name in zip(node.children, names, strict=True):
+        yield from untyped(child, child_name)
+
+
+def _class_text(saved: str, now: str) -> str:
+    return f"saved as {saved or 'an object'}, without `like` {now}"
 
 
 def _expert(key: str, number: int) -> str:

@@ -22,7 +22,7 @@ from unickpt.frameworks.protocol import Adapter, ArrayTarget
 from unickpt.loading import mismatch
 from unickpt.loading.mismatch import Difference
 from unickpt.loading.report import LoadReport
-from unickpt.loading.views import CheckpointView, leaf_text, same_digests, stored_leaf
+from unickpt.loading.views import CheckpointView, StoredView, leaf_text, same_digests, stored_leaf
 from unickpt.quoting import quoted, some
 from unickpt.rules.plan import Fact, LeafKind
 from unickpt.trees import tree, tree_json
@@ -75,13 +75,20 @@ class Selection:
             return known
         return {name: value for name, value in known.items() if self.has(name)}
 
-    def check(self, where: str, asked: Collection[str], stored: Collection[str]) -> None:
+    def check(
+        self,
+        where: str,
+        asked: Collection[str],
+        stored: Collection[str],
+        before_rules: Iterable[str] = (),
+    ) -> None:
         """Checks that every pattern matches a leaf, and that a leaf is selected.
 
         Arguments:
             where: the checkpoint, for messages.
             asked: names of the leaves of `like`, or of all that is stored without it.
             stored: names of what is stored, or of what rules make of it.
+            before_rules: names of what is stored, of which rules make something.
 
         Raises:
             LoadMismatch: names the patterns that match nothing, and some leaves.
@@ -92,6 +99,9 @@ class Selection:
         for argument, patterns in (("only", self.only or ()), ("skip", self.skip)):
             idle = [p for p in patterns if not any(matches(p, name) for name in known)]
             if idle:
+                made_of = [n for n in before_rules if any(matches(p, n) for p in idle)]
+                if made_of:
+                    raise LoadMismatch(_of_the_wrong_side(where, argument, idle, made_of, known))
                 inner = [p for p in idle if any(name.startswith(f"{p}/") for name in known)]
                 whole = f". All below {inner[0]!r} is {inner[0] + '/**'!r}" if inner else ""
                 raise LoadMismatch(
@@ -101,6 +111,16 @@ class Selection:
                 )
         if not any(map(self.has, asked)):
             raise LoadMismatch(f"{where}: only= and skip= together select no leaf")
+
+
+def _of_the_wrong_side(
+    where: str, argument: str, idle: Sequence[str], made_of: Sequence[str], known: Sequence[str]
+) -> str:
+    return (
+        f"{where}: {argument}={quoted(idle)} matches stored names, such as {made_of[0]!r}, which "
+        "are of the other side of the rules. With rules, only= and skip= mean the names of what is "
+        f"loaded, which `like` has and the rules make: {some([repr(name) for name in known])}"
+    )
 
 
 ALL = Selection()
@@ -347,7 +367,10 @@ def compare(view: CheckpointView, asked: LoadRequest, policy: Policy) -> LoadRep
     stored, selection = view.checkpoint, policy.selection
     where = stored.label if stored.under else str(stored.location)
     names = [*asked.leaves, *asked.left_out]
-    selection.check(where, names, (*view.index.names, *view.unused))
+    if isinstance(view, StoredView):
+        selection.check(where, names, (*view.index.names, *view.unused))
+    else:
+        selection.check(where, names, view.index.names, stored.index.names)
     found = _Comparison(view, asked, policy, view.index.names)
     entries, targets = view.index.entries, asked.targets
     for name in asked.leaves:

@@ -125,20 +125,25 @@ class Filled:
     def __init__(self, jobs: Sequence[Job], told: ProgressFunction | None = None) -> None:
         self._total = 0 if told is None else sum(job.nbytes for job in jobs)
         self._done, self._told = 0, told
-        self._tell(0)
+        self._parts = dict[str, int]()  # of jobs that are not whole yet, by their first target
+        self._tell()
 
-    def part(self, nbytes: int, ended: int, tasks: int) -> None:
-        """Tells that some of the tasks that fill a job have ended."""
-        self._tell(nbytes * ended // tasks)
-
-    def whole(self, nbytes: int) -> None:
-        """Counts a job."""
-        self._done += nbytes
-        self._tell(0)
-
-    def _tell(self, more: int) -> None:
+    def part(self, job: Job, ended: int, of: int) -> None:
+        """Counts the part of a job that is filled: so many of its chunks, or of its tasks."""
         if self._told is not None:
-            self._told(self._done + more, self._total)
+            self._parts[next(iter(job.targets))] = job.nbytes * ended // of
+            self._tell()
+
+    def whole(self, jobs: Sequence[Job], nbytes: int) -> None:
+        """Counts jobs that are filled."""
+        self._done += nbytes
+        for job in jobs if self._parts else ():
+            self._parts.pop(next(iter(job.targets)), None)
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._told is not None:
+            self._told(self._done + sum(self._parts.values()), self._total)
 
 
 @dataclass
@@ -163,13 +168,14 @@ class _Reads:
         slots = slots_of(job)
         fill(slots, buffers, self.planner.verify)
         reads = self.planner.reads(consumers_of(slots, buffers))
-        pending = {self.reader.submit(read) for read in reads}
+        # Each once, in the order in which they are read: progress is told as they end.
+        pending = dict.fromkeys(self.reader.submit(read) for read in reads)
 
         def finish() -> None:
             for ended, task in enumerate(pending, 1):
                 self.reader.wait(task)
-                self.filled.part(nbytes, ended, len(pending))
-            self.filled.whole(nbytes)
+                self.filled.part(job, ended, len(pending))
+            self.filled.whole([job], nbytes)
             for name, target in job.targets.items():
                 self.done[name] = target.finish(buffers.pop(name))
 
@@ -208,7 +214,7 @@ class _Reads:
 
         def finish() -> None:
             ended.result()
-            self.filled.whole(read)
+            self.filled.whole(whole, read)
             for job, to in zip(whole, out, strict=True):
                 self.done[job.name] = job.target.finish([to])
 

@@ -291,12 +291,14 @@ class _Filling:
     Arguments:
         job: the job.
         left: the number of chunks that it still needs.
+        chunks: the number of all that it needs.
         buffers: memory of its targets; None before its first chunk is read.
         consumers: the buffers that need each chunk of its stored arrays, by name and row.
     """
 
     job: Job
     left: int = 0
+    chunks: int = 0
     buffers: dict[str, list[Array]] | None = None
     consumers: dict[tuple[str, int], list[Consumer]] = field(default_factory=dict)
 
@@ -318,7 +320,9 @@ class Fillings:
 
     def expect(self, name: str) -> None:
         """One more chunk of a stored array is going to be placed."""
-        self._by_entry[name].left += 1
+        filling = self._by_entry[name]
+        filling.left += 1
+        filling.chunks += 1
 
     def begin(self, done: dict[str, Any]) -> None:
         """Finishes the jobs that need no chunk."""
@@ -336,7 +340,9 @@ class Fillings:
         """A chunk of a stored array was placed; finishes its job if that was the last one."""
         filling = self._by_entry[name]
         filling.left -= 1
-        if not filling.left:
+        if filling.left:
+            self._filled.part(filling.job, filling.chunks - filling.left, filling.chunks)
+        else:
             self._finish(filling, done)
 
     def _open(self, filling: _Filling) -> None:
@@ -358,4 +364,4 @@ class Fillings:
         assert buffers is not None, "it was opened"
         for name, target in filling.job.targets.items():
             done[name] = target.finish(buffers.pop(name))
-        self._filled.whole(filling.job.nbytes)
+        self._filled.whole([filling.job], filling.job.nbytes)

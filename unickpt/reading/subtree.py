@@ -21,6 +21,7 @@ from unickpt.quoting import counted, quoted, some
 from unickpt.trees import tree, tree_json
 
 T = TypeVar("T")
+_MOST_COMPARED = 200  # characters; longer names, which may be hostile, are not compared
 
 
 class Subtree(Reader):
@@ -176,10 +177,22 @@ def _below(node: tree.Node | tree.Leaf, under: str, name: str = "") -> tree.Node
 
 
 def _nothing(whole: Reader, under: str) -> str:
+    import difflib  # here, so that importing unickpt stays fast
+
     found = Counter(re.sub("/.*", "/", name, flags=re.DOTALL) for name in whole.index.names)
     shown = some([f"{quoted(name)} ({counted(n, 'leaf', 'leaves')})" for name, n in found.items()])
+    short = [name for name in found if len(name) < _MOST_COMPARED]
+    bare = re.sub(r"^[./]+|[./]+$", "", under[:_MOST_COMPARED])
+    if any(name.startswith(f"{under}.") for name in whole.index.names):
+        near = [f"{under}."]
+    elif f"{bare}/" in found:
+        near = [bare]
+    else:
+        near = difflib.get_close_matches(bare, short, 1)
+    meant = f" (did you mean {near[0].rstrip('/')!r}?)" if near else ""
     return (
-        f"{whole.location}: nothing is stored under {quoted(under)}; there are {shown or 'none'}. "
+        f"{whole.location}: nothing is stored under {quoted(under)}{meant}; there are "
+        f"{shown or 'none'}. "
         "`under` is the name of a container, such as 'model' or 'train/model'; or the beginning of "
         "names, with a dot at its end"
     )

@@ -12,6 +12,7 @@ from unickpt.errors import UnsupportedLeaf
 from unickpt.format.index import RESERVED
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.protocol import Fence
+from unickpt.loading.loader import LoadArguments
 from unickpt.quoting import quoted
 from unickpt.reuse.experts import Choose
 from unickpt.runs.partial_saves import Experts
@@ -34,6 +35,13 @@ class PolicyFields(TypedDict, total=False):
     partial: Mapping[str, int | tuple[int | str, int]] | None
     choose: Choose | None
     plt_budget: float | None
+
+
+class StepArguments(LoadArguments, total=False):
+    """What `Checkpointer.load` takes by keyword, beside `return_report`."""
+
+    step: int | None
+    fallback: bool
 
 
 P = TypeVar("P", Retention, SaveEvery, Experts)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self, Unpack, overload
+from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.process_group import Group, current_group, within
@@ -18,6 +18,7 @@ from unickpt.reading.options import LoadOptions
 from unickpt.reuse.partial_save import PartialSave
 from unickpt.runs.arguments import (
     PolicyFields,
+    StepArguments,
     fences_of,
     step_metadata,
     step_number,
@@ -33,6 +34,8 @@ from unickpt.runs.tiers import Tier, Tiers
 from unickpt.saving.background import PendingSave, SaveQueue, SaveRequest
 from unickpt.saving.options import SaveOptions
 from unickpt.storage import paths
+
+T = TypeVar("T")
 
 
 class Checkpointer:
@@ -200,6 +203,7 @@ class Checkpointer:
         Raises:
             UnsupportedLeaf: something cannot be stored; the save did not start.
             CheckpointExists: the step exists. On remote storage, raised in the background.
+            ValueError: `keep_best` is given, and the first save of the run lacks its metric.
             LaterStepsExist: later steps exist, even with `overwrite`; says how to go back. On
                 remote storage, raised in the background.
             CheckpointNotFound: the step `after` does not exist.
@@ -405,24 +409,26 @@ class Checkpointer:
     @overload
     def load(
         self,
-        like: Any = None,
+        like: None = None,
         *,
-        step: int | None = None,
-        fallback: bool = False,
         return_report: Literal[False] = False,
-        **arguments: Unpack[LoadArguments],
+        **arguments: Unpack[StepArguments],
     ) -> Any: ...
 
     @overload
     def load(
-        self,
-        like: Any = None,
-        *,
-        step: int | None = None,
-        fallback: bool = False,
-        return_report: Literal[True],
-        **arguments: Unpack[LoadArguments],
+        self, like: None = None, *, return_report: Literal[True], **arguments: Unpack[StepArguments]
     ) -> tuple[Any, LoadReport]: ...
+
+    @overload
+    def load(
+        self, like: T, *, return_report: Literal[False] = False, **arguments: Unpack[StepArguments]
+    ) -> T: ...
+
+    @overload
+    def load(
+        self, like: T, *, return_report: Literal[True], **arguments: Unpack[StepArguments]
+    ) -> tuple[T, LoadReport]: ...
 
     def load(
         self,

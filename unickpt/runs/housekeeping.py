@@ -56,6 +56,7 @@ class Housekeeping:
     ) -> None:
         self._tiers, self._options, self._branch = tiers, options, branch
         self._order, self._in_use = StepOrder(tiers, branch), StepsInUse()
+        self._retention, self._is_rated = retention, False
         self._cleaning = Cleaning(tiers, retention, self._in_use)
         self._copying: Copying | None = None
         if tiers.local is not None:
@@ -73,12 +74,34 @@ class Housekeeping:
             metrics: as for `Checkpointer.save`.
             overwrite: whether it may replace a step.
         """
+        others = self.hooks_of_others(step, overwrite)
+
+        def begin() -> None:
+            self._check_rated(metrics)
+            others.begin()
+
         return replace(
-            self.hooks_of_others(step, overwrite),
+            others,
+            begin=begin,
             prepare=lambda attempt: self._prepare(step, overwrite, attempt),
             check=lambda: self._check(step),
             committed=lambda: self._committed(step, metrics),
         )
+
+    def _check_rated(self, metrics: Mapping[str, float]) -> None:
+        """Refuses the first save of a run without the metric by which the best steps are kept:
+        without it in any, none would be.
+
+        Raises:
+            ValueError: says how to give it.
+        """
+        if not self._is_rated and not self._retention.rates(metrics):
+            there = False
+            with suppress(StorageError):  # the save will find out
+                there = any(tier.committed() for tier in self._tiers.all)
+            if not there:
+                raise ValueError(self._retention.how_to_rate(metrics))
+        self._is_rated = True
 
     def hooks_of_others(self, step: int, overwrite: bool) -> SaveCallbacks:
         """The hooks on the other processes."""

@@ -19,7 +19,7 @@ class Retention:
         keep_last: how many of the newest steps.
         keep_every: steps that are multiples of this.
         keep_best: how many of the best steps by `metric`, not counting those without it or with
-            NaN.
+            NaN. The first save of a run must have the metric, which may be NaN.
         metric: the name of a metric given to `Checkpointer.save`.
         best: whether the smallest or the largest value is the best.
         keep: called with a step; returns whether to keep it.
@@ -65,6 +65,19 @@ class Retention:
     def keeps_all(self) -> bool:
         rules = (self.keep_last, self.keep_every, self.keep_best, self.keep, self.keep_among)
         return all(rule is None for rule in rules)
+
+    def rates(self, metrics: Metrics) -> bool:
+        """Whether a step with these metrics can be one of the best, or no rule asks for these."""
+        return self.metric is None or self.metric in metrics
+
+    def how_to_rate(self, metrics: Metrics) -> str:
+        """What to do about a step that `rates` refuses."""
+        given = f"the metrics {sorted(metrics)}" if metrics else "no metrics"
+        return (
+            f"keep_best={self.keep_best} keeps steps by metric={self.metric!r}, but the first save "
+            f"of the run has {given}: pass metrics={{{self.metric!r}: value}} to save, or "
+            f"{{{self.metric!r}: float('nan')}} if this step has none yet"
+        )
 
     def expendable(
         self, steps: Mapping[int, Metrics], protected: Collection[int] = ()

@@ -11,7 +11,7 @@ from enum import Enum, auto
 from functools import cached_property, partial
 from typing import Any
 
-from unickpt.commit import replicas
+from unickpt.commit import progress_reports, replicas
 from unickpt.commit.attempt import Attempt
 from unickpt.commit.messages import Record, Totals, WriteMore
 from unickpt.commit.progress_reports import Report
@@ -97,8 +97,6 @@ class Timings:
 
 
 _log = logging.getLogger("unickpt")
-# A save that takes less than the first reports no progress. The last: of all processes, at most.
-_REPORT_AFTER_S, _REPORT_EVERY_S, _REPORTS_PER_S = 5.0, 60.0, 200
 
 
 class SaveState(Enum):
@@ -342,13 +340,11 @@ class SaveTask:
         return writer, self._with_replicas(record, plan, source)
 
     def _ticker(self) -> Ticker:
-        return Ticker("unickpt report", report_after_s(self.group.count), _REPORT_EVERY_S)
+        return Ticker("unickpt report", *report_pauses(self.group.count))
 
     def _report_progress(self, writer: ChunkWriter, total: int, number: int) -> None:
-        done = min(total, writer.nbytes + writer.reused_bytes)
-        phase, processes = self._attempt.phase, self.group.count
-        elapsed = self.timings.elapsed
-        self._attempt.report(Report(phase, elapsed, done, total, processes, number))
+        phase, seconds, processes = self._attempt.phase, self.timings.elapsed, self.group.count
+        self._attempt.report(Report(phase, seconds, writer.done_bytes, total, processes, number))
 
     def _open_base(self) -> tuple[Base | None, bool]:
         """The earlier checkpoint whose chunks are not written again; whether that goes for all
@@ -473,9 +469,11 @@ def _log_report(report: SaveReport) -> None:
         _log.info("%s cannot be read without %s", report.url, ", ".join(report.bases))
 
 
-def report_after_s(count: int) -> float:
-    """Seconds until each of some processes reports for the first time how far it is."""
-    return max(_REPORT_AFTER_S, count / _REPORTS_PER_S)
+def report_pauses(count: int) -> tuple[float, float]:
+    """Seconds until each of some processes first reports how far it is; and until it does again."""
+    (least, most), later = progress_reports.EVERY_S, count / progress_reports.LATER_PER_S
+    first = max(progress_reports.FIRST_AFTER_S, count / progress_reports.FIRST_PER_S)
+    return first, min(most, max(least, later))
 
 
 def call_metrics(options: SaveOptions, report: SaveReport) -> None:

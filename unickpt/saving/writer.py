@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
@@ -32,7 +33,9 @@ from unickpt.threads import Pool, Window, in_batches
 _MOST_CHUNKS = 16384  # of a batch
 _MOST_THREADS = 16  # which also quantise, or compare with the base
 _LOOK_EVERY_S = 0.5
+_TELL_EVERY_S = 0.25
 _HASHED_FIRST_BYTES = 64 << 10  # of so little, the cache has all when it is written
+_LARGE_CHUNK_BYTES = 64 << 20  # is counted piece by piece
 
 # Measured: with more threads than CPUs pieces fall out of the cache; but those that wait for the
 # disk are idle, so that durable saves have twice as many.
@@ -81,6 +84,7 @@ class ChunkWriter:
         """Of what was written: logical bytes, bytes before compression, chunks; of these, those
         that are patches."""
         self._told, self._done, self._total = told, 0, 0
+        self._counting = threading.Lock()  # threads count what they write
         self._errors: dict[int, tuple[float, float]] = {}
 
     @property
@@ -88,11 +92,16 @@ class ChunkWriter:
         """Logical bytes of the chunks that were taken from the base."""
         return 0 if self._base is None else self._base.nbytes
 
+    @property
+    def done_bytes(self) -> int:
+        """Logical bytes that are written, or need not be; more may be requested than planned."""
+        return min(self._done, self._total)
+
     def write_all(self, items: Sequence[WriteItem]) -> Record:
         """Writes this process's chunks, its per-process values and its description."""
         started = time.perf_counter()
         self._total = sum(item.nbytes for item in items)
-        self._count(0)
+        self._tell()
         description, process = self._description, self._attempt.group.index
         blobs, sources = description.blobs, description.sources
         # The coordinator has its own.
@@ -146,7 +155,8 @@ class ChunkWriter:
                 others.append(item)
             else:
                 taken.append((item, at))
-        self._count(sum(item.nbytes for item, _ in taken))
+        self.count_done(sum(item.nbytes for item, _ in taken))
+        self._tell()
         done = _References([*others, *(item for item, _ in taken)])
         for row, (item, at) in enumerate(taken, len(others)):
             done.take(row, at, self._source.digest(item))
@@ -193,7 +203,7 @@ class ChunkWriter:
                 work = _Batch(self, done, first, batch, chunks, () if first else values, base)
                 held = sum(chunk.nbytes for chunk in chunks) + self._copies * size
                 written = pool.submit(work.write)
-                window.add(held, partial(self._end_batch, written.result, work, size))
+                window.add(held, partial(self._end_batch, written, work))
                 first += len(batch)
                 if time.monotonic() - looked > _LOOK_EVERY_S:
                     self._attempt.check_others()
@@ -256,8 +266,10 @@ class ChunkWriter:
         """A chunk as it is stored."""
         return codec.encode(item.entry, item.part, self._description.index.codecs, chunk)
 
-    def _end_batch(self, wait: Callable[[], None], batch: _Batch, nbytes: int) -> None:
-        wait()
+    def _end_batch(self, written: Future[None], batch: _Batch) -> None:
+        while self._told is not None and not wait([written], _TELL_EVERY_S).done:
+            self._tell()  # a slow disk, or a large chunk, takes longer
+        written.result()
         for chunk in batch.chunks:  # from whose memory it was written
             chunk.release()
         batch.chunks = ()
@@ -268,13 +280,16 @@ class ChunkWriter:
         for array, (absolute, relative) in batch.errors:
             known = self._errors.get(array, (0.0, 0.0))
             self._errors[array] = max(known[0], absolute), max(known[1], relative)
-        self._count(nbytes)
+        self._tell()
 
-    def _count(self, nbytes: int) -> None:
-        """Counts chunks that are written, or need not be; more may be requested than planned."""
-        self._done += nbytes
+    def count_done(self, nbytes: int) -> None:
+        """Counts bytes that are written, or need not be; called on any thread."""
+        with self._counting:
+            self._done += nbytes
+
+    def _tell(self) -> None:
         if self._told is not None:
-            self._told(min(self._done, self._total), self._total)
+            self._told(self.done_bytes, self._total)
 
 
 class _Batch:
@@ -303,6 +318,7 @@ class _Batch:
         self._items, self.chunks, self._values, self._base = items, chunks, values, base
         self.nbytes = self.stored_bytes = self.count = self.patched = 0
         self.errors: list[tuple[int, tuple[float, float]]] = []
+        self._done_bytes = 0  # counted by the writer
         self._rows: list[int] = []  # of each value in the file, and -1 - row for patches
 
     def write(self) -> None:
@@ -320,14 +336,34 @@ class _Batch:
                 if self._writer.is_stopped:
                     file.abandon()
                     return
+                before = self._done_bytes
                 self._add(file, row, item, chunk.data)
+                if file.is_streamed:
+                    self._count(before + item.nbytes - self._done_bytes)
             for value in self._values:
                 file.add((memoryview(value),))
             file.close()
         except BaseException:
             file.abandon()
             raise
+        self._count(sum(item.nbytes for item in self._items) - self._done_bytes)
         self._done.add(file, self._rows, len(self._values))
+
+    def _count(self, nbytes: int) -> None:
+        self._done_bytes += nbytes
+        self._writer.count_done(nbytes)
+
+    def _looking(self, hasher: xxhash.xxh3_64, item: WriteItem) -> Callable[[memoryview], object]:
+        """What is called with each piece of a chunk: hashes it, and counts it if all are many."""
+        if item.nbytes < _LARGE_CHUNK_BYTES:
+            return hasher.update
+        end = self._done_bytes + item.nbytes
+
+        def look(piece: memoryview) -> None:
+            hasher.update(piece)
+            self._count(min(piece.nbytes, end - self._done_bytes))
+
+        return look
 
     def _add(self, file: DataFile, row: int, item: WriteItem, data: Any) -> None:
         encoded, digest = None, None
@@ -350,7 +386,7 @@ class _Batch:
             digest = xxhash.xxh3_64_intdigest(value[0])
         if digest is None:
             hasher = xxhash.xxh3_64()
-            file.add(value, hasher.update)
+            file.add(value, self._looking(hasher, item) if file.is_streamed else hasher.update)
             digest = hasher.intdigest()
         else:
             file.add(value)

@@ -36,6 +36,8 @@ class DataFile(ABC):
 
     path: str
     """Of the file, below the process's folder; known once it is closed."""
+    is_streamed: bool
+    """Whether values are written when they are added; else all of them when it is closed."""
 
     def __init__(self) -> None:
         self.offsets: list[int] = []
@@ -102,6 +104,8 @@ def new_file(folder: Location, context: ts.Context, piece_bytes: int = PIECE_BYT
 
 
 class _LocalFile(DataFile):
+    is_streamed = True
+
     def __init__(self, folder: str, piece_bytes: int, *, fsync: bool) -> None:
         super().__init__()
         self.path = f"{FOLDER}/{os.urandom(16).hex()}"
@@ -161,6 +165,8 @@ class _LocalFile(DataFile):
 
 
 class _Object(DataFile):
+    is_streamed = False
+
     def __init__(self, store: KvStore) -> None:
         super().__init__()
         self._store, self._parts = store, list[memoryview]()

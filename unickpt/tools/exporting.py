@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from unickpt.frameworks.process_group import Group, current_group, within
 from unickpt.loading.ruled_view import RuledView
 from unickpt.loading.views import CheckpointView
 from unickpt.progress import reporting
+from unickpt.quoting import counted, some
 from unickpt.reading import checkpoint
 from unickpt.reading.options import LoadOptions
 from unickpt.saving.options import SaveOptions, SaveReport
@@ -66,20 +68,6 @@ def export(
     if to.file is None and source.url.startswith(to.folder.url):
         raise CheckpointExists(f"{to.name} contains the source, {source}; choose another path")
     left_out = set(writer.left_out(view.index)) if isinstance(writer, LeavesOut) else set()
-    apart = view.index.per_process.keys() - left_out
-    if apart and not getattr(writer, "per_process", False):
-        name = min(apart)
-        raise UnsupportedLeaf(
-            f"{name!r} differs by process, which this format cannot hold; drop it by a rule: "
-            f"{name} <-> drop"
-        )
-    values = view.index.values.items()
-    opaque = [name for name, v in values if isinstance(v, Opaque) and name not in left_out]
-    if opaque:
-        raise UnsupportedLeaf(
-            f"{opaque[0]!r} is an object of an unknown class, which only unickpt's own format "
-            f"keeps; drop it by a rule: {opaque[0]} <-> drop"
-        )
     budget_bytes = options.working_bytes
     reading = LoadOptions(budget_bytes=MemoryBudget(budget_bytes, "process"))
     if isinstance(view, RuledView):
@@ -88,8 +76,12 @@ def export(
     # All processes must plan the same files, whatever their nodes have.
     requested = MemoryBudget.of(options.budget_bytes)
     most = to.most_bytes(requested.share(group.count))
-    writer = with_needed(writer, view, index, budget_bytes, reading)
-    plan = writer.plan(index, most, to.file)
+    try:
+        _check_leaves(view.index, left_out, getattr(writer, "per_process", False))
+        writer = with_needed(writer, view, index, budget_bytes, reading)
+        plan = writer.plan(index, most, to.file)
+    except UnsupportedLeaf as error:
+        raise UnsupportedLeaf(f"{_parts_text(view, str(source))}{error}") from error
     with reporting(options.progress, "exporting", group.index) as told:
         job = ExportJob(view, plan, to, group, budget_bytes, options.timeout_s, told)
         job.check(most, requested)
@@ -118,6 +110,46 @@ def _with_per_process(view: CheckpointView) -> Index:
         values[name] = OfEachProcess(tuple(decoded))
     tree = tree_json.to_json(view.node())
     return replace(view.index, tree=tree, values=values, per_process={})
+
+
+def _check_leaves(index: Index, left_out: Set[str], per_process: bool) -> None:
+    """Refuses leaves that a format does not hold. Raises UnsupportedLeaf.
+
+    Arguments:
+        index: of the source.
+        left_out: names of leaves that the format leaves out.
+        per_process: whether it holds leaves that differ by process.
+    """
+    values = index.values.items()
+    opaque = [name for name, v in values if isinstance(v, Opaque) and name not in left_out]
+    apart = set() if per_process else index.per_process.keys() - left_out
+    found = [f"{name!r} differs by process" for name in sorted(apart)]
+    found += [f"{name!r} is an object of an unknown class" for name in opaque]
+    if found:
+        name = min(apart, default="") or opaque[0]
+        raise UnsupportedLeaf(
+            f"{some(found)}, which only unickpt's own format can hold; drop it by a rule: "
+            f"{name} <-> drop"
+        )
+
+
+def _parts_text(view: CheckpointView, source: str) -> str:
+    """What to do first if a format of arrays cannot hold a training step: to export its model."""
+    if isinstance(view, RuledView) or view.checkpoint.under:
+        return ""
+    index, counts = view.index, Counter[str]()
+    tops = {name.partition("/")[0] for name in (*index.values, *index.per_process)}
+    for name in index.entries:
+        top, inner, _ = name.partition("/")
+        if inner and top not in tops:
+            counts[top] += 1
+    if not counts:
+        return ""
+    parts = [f"under={top!r} ({counted(n, 'array')})" for top, n in counts.items()]
+    return (
+        f"{source} has more than arrays. To export a part of it, pass {', or '.join(parts)}; on "
+        f"the command line, --under {next(iter(counts))}. Of the whole,\n"
+    )
 
 
 def written(to: ExportDestination, part: str = "") -> Reader:
