@@ -144,7 +144,10 @@ def plan(index: Index, node: tree.Node | tree.Leaf, items: Items, chunk_bytes: i
         handlers["metrics"] = _handler("JsonSave")
     if items.handlers is not None:
         files.append(text_file(_INDICATOR, "", last=True))
-    files += about(index, next(iter(handlers.values()), None) if items.alone else handlers)
+    if items.alone:  # on object storage, what a reader looks for in a tree comes last
+        files = [*about(index, next(iter(handlers.values()), None)), *files]
+    else:
+        files += about(index, handlers)
     return Plan(tuple(files), arrays, values, others=others)
 
 
