@@ -307,5 +307,8 @@ def _described(info: Info, found: Checkpoint, names: list[str]) -> CheckpointMet
 
 
 # Orbax's names of before.
-save_pytree, save_pytree_async = save, save_async
-load_pytree, load_pytree_async, pytree_metadata = load, load_async, metadata
+save_pytree = save
+save_pytree_async = save_async
+load_pytree = load
+load_pytree_async = load_async
+pytree_metadata = metadata
