@@ -363,7 +363,7 @@ class PyTreeCheckpointer(Checkpointer):
         >>> import unickpt.integrations.orbax as ocp
         >>> checkpointer = ocp.PyTreeCheckpointer()
         >>> checkpointer.save("memory://orbax/tree", {"w": np.ones(2), "b": np.ones(1)})
-        >>> checkpointer.restore("memory://orbax/tree", item={"w": 0}, transforms={})
+        >>> checkpointer.restore("memory://orbax/tree", item={"w": np.zeros(2)}, transforms={})
         {'w': array([1., 1.])}
     """
 
