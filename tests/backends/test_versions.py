@@ -1,7 +1,7 @@
 """Checkpoints that older and newer versions of the frameworks wrote, as their users write them:
 each is read bit for bit, and loads into the objects of the versions that are installed.
 
-`tests/fixtures/versions/README.md` says how they were made.
+`tests/fixtures/versions/make.py` says how they were made.
 """
 
 from __future__ import annotations
