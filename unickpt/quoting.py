@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import MISSING, fields
+from typing import Any
 
 
 def some(items: Sequence[object]) -> str:
@@ -21,6 +23,20 @@ def quoted(value: object, most: int = _MOST) -> str:
         ("'abc'", "'xxxxxxxxx...xxxxxx'")
     """
     return shortened(repr(value), most)
+
+
+def given(obj: Any) -> str:
+    """The repr of a dataclass, with only the fields that are not as by default; never fails."""
+    shown = []
+    for field in fields(obj):
+        value = getattr(obj, field.name)
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        try:
+            if value is not default and value != default:
+                shown.append(f"{field.name}={quoted(value)}")
+        except Exception:  # of an object of the user's
+            shown.append(f"{field.name}=<{type(value).__name__}>")
+    return f"{type(obj).__name__}({', '.join(shown)})"
 
 
 def printable(text: str, most: int = 400, keep: str = "") -> str:

@@ -227,7 +227,7 @@ def test_rules_show_as_they_are_written() -> None:
     found = shown(rules)
     first = str(rules).splitlines()[0]
     assert any(cell == first for cell in found.cells)
-    assert repr(rules).startswith("<Rules: ")
+    assert repr(rules) == f"Rules('preset {Rules.presets()[0]}': {len(rules.rules)} rules)"
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ class Checkpoint(Mapping[str, "StoredArray"]):
 
     def __repr__(self) -> str:
         under = f", under={self.reader.under!r}" if self.reader.under else ""
-        return f"Checkpoint({str(self.location)!r}{under}, {len(self)} arrays)"
+        return f"Checkpoint({str(self.location)!r}{under}, {counted(len(self), 'array')})"
 
     def _repr_html_(self) -> str:
         """The tree with equal layers folded, for notebooks; reads nothing."""

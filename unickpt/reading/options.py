@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from unickpt.frameworks.host_memory import CommonOptions, MemoryBudget
 from unickpt.frameworks.process_group import Group
 from unickpt.progress import Progress
+from unickpt.quoting import given
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class LoadOptions(CommonOptions):
     timeout_s: float = 600.0
     group: Group | None = None
     progress: Progress = None
+
+    __repr__ = given
 
     def __post_init__(self) -> None:
         self.check_common()

@@ -13,6 +13,7 @@ from numbers import Integral
 from pathlib import Path
 
 from unickpt.errors import RuleError, RuleSyntaxError, RuleWarning
+from unickpt.quoting import counted, some
 from unickpt.rules import parser
 from unickpt.rules.ast import (
     ConventionLine,
@@ -179,7 +180,9 @@ class Rules:
 
     def __repr__(self) -> str:
         own = sum(not rule.lifted for rule in self.rules)
-        return f"<Rules: {own} rules, {len(self.rules) - own} more of slots>"
+        files = [repr(file) for file in dict.fromkeys(rule.position.file for rule in self.rules)]
+        slots = f", {len(self.rules) - own} more of slots" if own < len(self.rules) else ""
+        return f"Rules({some(files)}: {counted(own, 'rule')}{slots})"
 
     def _repr_html_(self) -> str:
         """The rules as they are written, for notebooks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any, Literal, TypedDict, TypeVar
 
@@ -128,6 +129,19 @@ def step_number(step: object, what: str = "step ") -> int:
     if number >= _STEPS_END:
         raise ValueError(f"{what}{step!r} must be less than 10**18")
     return number
+
+
+def run_text(tiers: Any, steps_in: Callable[[Any], Iterable[int]], closed: bool) -> str:
+    """A Checkpointer for people; on local disks with its steps: the first, and the last ones."""
+    where = [repr(str(tier.location)) for tier in (tiers.root, tiers.local) if tier]
+    parts = [where[0], *(f"local={path}" for path in where[1:])]
+    if not any(tier.location.is_remote for tier in tiers.all):  # nor waits for a network
+        with suppress(Exception):
+            steps = sorted({step for tier in tiers.all for step in steps_in(tier)})
+            found = [str(step) for step in steps]
+            shown = found if len(found) < 8 else [found[0], "...", *found[-4:]]
+            parts.append(f"steps=[{', '.join(shown)}]")
+    return f"Checkpointer({', '.join(parts)}{', closed' if closed else ''})"
 
 
 def fences_of(optimizers: Sequence[Any], wait: Callable[[], None]) -> list[Fence]:

@@ -20,6 +20,7 @@ from unickpt.runs.arguments import (
     PolicyFields,
     StepArguments,
     fences_of,
+    run_text,
     step_metadata,
     step_number,
     take_policies,
@@ -146,6 +147,9 @@ class Checkpointer:
         self._closing = threading.Lock()
         self.loaded_step: int | None = None
         """The step that `load` returned."""
+
+    def __repr__(self) -> str:
+        return run_text(self._tiers, self._branch.steps, self._closed)
 
     # --- saving --------------------------------------------------------------------------------
 

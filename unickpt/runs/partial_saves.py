@@ -11,6 +11,7 @@ from numbers import Integral
 from unickpt.errors import UnickptError, UnsupportedLeaf
 from unickpt.format import ocdbt_reader
 from unickpt.format.ocdbt_reader import OcdbtReader
+from unickpt.quoting import given
 from unickpt.reuse.expert_keys import ExpertKeys
 from unickpt.reuse.experts import Choose, ExpertRecord, ExpertSteps, stored
 from unickpt.reuse.partial_save import PartialBase, PartialSave
@@ -57,6 +58,8 @@ class Experts:
     each_save: Mapping[str, int | tuple[int | str, int]]
     choose: Choose | None = None
     plt_budget: float | None = 0.0375
+
+    __repr__ = given
 
     def __post_init__(self) -> None:
         ExpertKeys(self.each_save)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Literal
 
+from unickpt.quoting import given
+
 Metrics = Mapping[str, float]
 
 
@@ -41,6 +43,8 @@ class Retention:
     best: Literal["min", "max"] = "min"
     keep: Callable[[int], bool] | None = None
     keep_among: Callable[[Sequence[int]], Collection[int]] | None = None
+
+    __repr__ = given
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "keep_best"):

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from unickpt.frameworks.process_group import Group
+from unickpt.quoting import given
 
 _log = logging.getLogger("unickpt")
 _DUE, _PREEMPTED = 1, 2
@@ -40,6 +41,8 @@ class SaveEvery:
     steps: int | None = None
     seconds: float | None = None
     preemption: bool = False
+
+    __repr__ = given
 
     def __post_init__(self) -> None:
         for name, value in (("steps", self.steps), ("seconds", self.seconds)):

@@ -85,7 +85,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=unfinished.clear)
     os.register_at_fork(after_in_child=unraised.clear)
 
-
 _log = logging.getLogger("unickpt")
 
 
@@ -99,8 +98,7 @@ class BackgroundErrors:
         """Keeps an error until it can be raised.
 
         Arguments:
-            what: the operation that failed.
-            error: why it failed.
+            what, error: see `Failure`.
         """
         _log.error("%s failed: %s", what, error)
         failure = Failure(what, error)
@@ -196,6 +194,10 @@ class PendingSave:
         self._report: SaveReport | None = None
         self._failure: Failure | None = None
         self._process = os.getpid()
+
+    def __repr__(self) -> str:
+        ended = self._report if self._failure is None else self._failure.error
+        return f"PendingSave({self.url!r}, {'not committed yet' if ended is None else repr(ended)})"
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Waits until the state that is being saved may be changed.
@@ -373,8 +375,6 @@ class _CallingMetrics(threading.local):
 
 
 _calling_metrics = _CallingMetrics()
-
-
 _MOST = 2  # saves in flight: one is written while the next is staged
 
 

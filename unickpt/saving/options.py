@@ -12,7 +12,7 @@ from unickpt.frameworks.host_memory import CommonOptions, MemoryBudget, check_nu
 from unickpt.frameworks.process_group import Group
 from unickpt.progress import Progress
 from unickpt.quantized import choice
-from unickpt.quoting import counted, size_text
+from unickpt.quoting import counted, given, size_text
 from unickpt.storage import paths
 from unickpt.trees import name_ranges
 
@@ -159,6 +159,8 @@ class SaveOptions(CommonOptions):
     metrics: Callable[[SaveReport], None] | None = None
     progress: Progress = None
 
+    __repr__ = given
+
     def __post_init__(self) -> None:
         if self.staging not in STAGINGS:
             raise ValueError(f"staging {self.staging!r} is not one of {', '.join(STAGINGS)}")
@@ -284,7 +286,8 @@ class SaveReport:
 
     def __repr__(self) -> str:
         size = size_text(self.bytes)
-        return f"SaveReport({self.url!r}, {self.arrays} arrays, {size} in {self.seconds:.3g} s)"
+        arrays = counted(self.arrays, "array")
+        return f"SaveReport({self.url!r}, {arrays}, {size} in {self.seconds:.3g} s)"
 
     def _repr_html_(self) -> str:
         """The figures, the phases, and the processes that took the longest, for notebooks."""
