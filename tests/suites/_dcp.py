@@ -20,6 +20,10 @@ FILES = tuple(
         "e2e/test_e2e_save_and_load.py",
     )
 )
+OVERWRITE = {
+    "*::test_overwrite": "looks for torch's CheckpointException and its words; ours is "
+    "CheckpointExists"
+}
 RANKS = 2  # where a test takes as many as there are devices
 
 
@@ -43,9 +47,18 @@ def prepare() -> None:
     common_distributed.requires_nccl = as_it_is
     sharded_tensor.with_comms = with_gloo
     common_dtensor.NUM_DEVICES = RANKS
+    begin = torch.distributed.init_process_group
+
+    def with_gloo_once(backend: Any = None, *more: Any, **named: Any) -> None:
+        begin("gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *more, **named)
+
+    torch.distributed.init_process_group = with_gloo_once
+    if not hasattr(common_dtensor, "_get_device_type"):  # newer than 2.13
+        common_dtensor._get_device_type = lambda _: common_dtensor.DEVICE_TYPE
     if not torch.cuda.is_available():
         torch.nn.Module.cuda = torch.Tensor.cuda = lambda self, *_, **__: self
     # Ranks start in a tenth of the time, and with redirected imports.
+    torch.multiprocessing.set_start_method("forkserver", force=True)  # not even torch's own forks
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["suites._ranks"])
     cases: Any = common_distributed.MultiProcessTestCase

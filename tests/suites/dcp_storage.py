@@ -6,11 +6,11 @@ unickpt.integrations.dcp.
 
 from __future__ import annotations
 
-from suites._dcp import FILES, prepare, redirect_classes
+from suites._dcp import FILES, OVERWRITE, prepare, redirect_classes
 
 __all__ = ["FILES", "REASONS", "prepare", "redirect"]
 
-REASONS: dict[str, str] = {}
+REASONS: dict[str, str] = OVERWRITE
 
 
 def redirect() -> None:
