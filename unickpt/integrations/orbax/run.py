@@ -7,6 +7,7 @@ folder are listed and loaded as well, and never changed.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,7 @@ from unickpt.integrations.orbax.policies import (
     SaveDecisionPolicy,
 )
 from unickpt.integrations.orbax.steps import ORBAX as ORBAX
-from unickpt.integrations.orbax.steps import orbax_steps
+from unickpt.integrations.orbax.steps import orbax_root_metadata, orbax_steps
 from unickpt.loading.loader import load
 from unickpt.quoting import quoted
 from unickpt.reading.checkpoint import Checkpoint, open
@@ -128,6 +129,7 @@ class Run:
         timeout_s: how long processes wait for each other; None for unickpt's default.
         is_other: whether it is another run, of which steps are only restored: rules are for all of
             its steps, not only for those that Orbax wrote.
+        names: of the folders of Orbax's steps; None for any.
 
     Raises:
         CheckpointExists: a step is there twice, saved by Orbax and by unickpt.
@@ -141,7 +143,9 @@ class Run:
         timeout_s: float | None = None,
         *,
         is_other: bool = False,
+        names: re.Pattern[str] | None = None,
     ) -> None:
+        self._names = names
         self.rules, self._reads_all = rules, is_other
         self.directory = paths.resolve(directory)
         if rules.create and not rules.read_only:
@@ -392,7 +396,9 @@ class Run:
             saved = (info for info in reversed(self.infos) if not info.foreign)
             newest = next((info for info in saved if info.step != self._saving), None)
             stored = None if newest is None else how_saved(open(newest.path)).get("root")
-            self._root = dict(stored if isinstance(stored, Mapping) else self.rules.metadata or {})
+            if not isinstance(stored, Mapping):
+                stored = orbax_root_metadata(str(self.directory)) or self.rules.metadata or {}
+            self._root = dict(stored)
         return self._root
 
     def close(self) -> None:
