@@ -6,6 +6,7 @@ docs/integrations/orbax.md has a row for each option.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -102,14 +103,10 @@ class CheckpointManagerOptions:
         check(self)
 
 
-_FOLDERS = "steps are in folders step_<n>; leave it out (Orbax's own steps are found in any case)"
 _REMOVED = "steps are removed, not moved; leave it out"
 _ALL = "all processes take part, and process 0 is the coordinator; leave it out"
 _ATOMIC = "a step is committed by replacing one file, in any storage; leave it out"
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "step_prefix": ((None, "step"), _FOLDERS),
-    "step_format_fixed_length": ((None,), _FOLDERS),
-    "step_name_format": ((None,), _FOLDERS),
     "todelete_subdir": ((None,), _REMOVED),
     "todelete_full_path": ((None,), _REMOVED),
     "atomicity_options": ((None,), _ATOMIC),
@@ -139,6 +136,11 @@ def check(options: Any) -> None:
             value = getattr(value, name, allowed[0])
         if value not in allowed:
             raise ValueError(f"options: {path}={value!r} is not supported: {advice}")
+    if step_names(options) is None and options.step_name_format is not None:
+        raise ValueError(
+            "options: step_name_format= of your own is not supported: steps are in folders "
+            "step_<n>; leave it out, or pass standard_name_format(), which finds Orbax's own"
+        )
     known = {each.name for each in dataclasses.fields(CheckpointManagerOptions)}
     for each in dataclasses.fields(options):
         if each.name not in known and getattr(options, each.name) != _default(each):
@@ -153,6 +155,22 @@ def check(options: Any) -> None:
             f"options: max_to_keep={options.max_to_keep!r} must be at least 1: the newest step is "
             "always kept"
         )
+
+
+def step_names(options: Any) -> re.Pattern[str] | None:
+    """The names of Orbax's own steps that the options say; None for any.
+
+    Steps of unickpt are in folders `step_<n>` in any case.
+    """
+    given = options if options.step_name_format is None else options.step_name_format
+    if not hasattr(given, "step_prefix") or not hasattr(given, "step_format_fixed_length"):
+        return None
+    prefix, length = given.step_prefix, given.step_format_fixed_length
+    if prefix is None and length is None and given is options:
+        return None
+    above = "" if prefix is None else f"{re.escape(prefix)}_"
+    number = "[0-9]{1,18}" if length is None else f"[0-9]{{{length}}}"
+    return re.compile(f"{above}0*({number})" if length is None else f"{above}({number})")
 
 
 def _default(each: dataclasses.Field[Any]) -> Any:
