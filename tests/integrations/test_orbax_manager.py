@@ -481,7 +481,7 @@ def test_arguments_of_save_that_are_refused(tmp_path: Path) -> None:
         bad = ours.args.Composite(x=ours.args.JsonSave({"f": object()}))
         with pytest.raises(UnsupportedLeaf, match="'x' is not JSON"):
             manager.save(1, args=bad)
-    with pytest.raises(ValueError, match="handler_registry"):
+    with pytest.raises(TypeError, match="handler_registry"):
         ours.CheckpointManager(tmp_path, handler_registry=object())
 
 
@@ -556,3 +556,60 @@ def test_an_idle_manager_gives_way_to_another(tmp_path: Path) -> None:
     assert second.all_steps() == [1, 2]
     second.close()
     first.close()
+
+
+def test_names_of_orbaxs_steps(tmp_path: Path) -> None:
+    """Options that name Orbax's folders say which of them are the run's; ours are `step_<n>`."""
+    naming = {"step_prefix": "train", "step_format_fixed_length": 4}
+    for prefix in ("train", "eval"):
+        options = theirs.CheckpointManagerOptions(**naming | {"step_prefix": prefix})
+        with theirs.CheckpointManager(tmp_path, options=options) as manager:
+            manager.save(1, args=theirs.args.StandardSave({"w": prefix == "train"}))
+    by_format = {"step_name_format": theirs.step.standard_name_format(**naming)}
+    for step, given in ((2, naming), (3, by_format)):
+        with ours.CheckpointManager(
+            tmp_path, options=theirs.CheckpointManagerOptions(**given)
+        ) as manager:
+            assert manager.all_steps() == list(range(1, step))
+            assert manager.restore(1) == {"w": True}
+            manager.save(step, args=ours.args.StandardSave({"w": False}))
+    assert sorted(p.name for p in tmp_path.glob("*_*")) == [
+        "eval_0001", "step_2", "step_3", "train_0001",
+    ]  # fmt: skip
+    with pytest.raises(TypeError, match="step_name_format= has no build_name"):
+        ours.CheckpointManagerOptions(step_name_format=object())
+
+
+def test_metadata_that_orbax_stored_of_the_run(tmp_path: Path) -> None:
+    with theirs.CheckpointManager(tmp_path, metadata={"by": "orbax"}) as manager:
+        manager.save(1, args=theirs.args.StandardSave({"w": 1}))
+    with ours.CheckpointManager(tmp_path, metadata={"by": "me"}) as manager:
+        assert manager.metadata().custom_metadata == {"by": "orbax"}
+        manager.save(2, args=ours.args.StandardSave({"w": 1}))
+    with ours.CheckpointManager(tmp_path) as manager:
+        assert manager.metadata().custom_metadata == {"by": "orbax"}
+
+
+def test_handlers_in_a_registry(tmp_path: Path) -> None:
+    class Text(theirs.CheckpointHandler):
+        def save(self, directory: Any, args: Any) -> None:
+            (directory / "x").write_text(args.text)
+
+        def restore(self, directory: Any, args: Any) -> Any:
+            return (directory / "x").read_text()
+
+        def finalize(self, directory: Any) -> None:
+            (directory / "x").write_text((directory / "x").read_text() + "!")
+
+    class Save(ours.args.CheckpointArgs):
+        text = "hello"
+
+    registry = theirs.handlers.DefaultCheckpointHandlerRegistry()
+    registry.add("a", theirs.args.JsonSave, Text())
+    registry.add(None, Save, Text())
+    registry.add("c", theirs.args.StandardSave, theirs.StandardCheckpointHandler())
+    with ours.CheckpointManager(tmp_path, handler_registry=registry) as manager:
+        each = ours.args.Composite(b=Save(), c=ours.args.StandardSave({"w": 1}))
+        manager.save(1, args=each)
+        found = manager.restore(1, args=ours.args.Composite(b=Save(), c=None))
+        assert (found.b, found.c) == ("hello!", {"w": 1})

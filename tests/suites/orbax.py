@@ -48,7 +48,7 @@ def redirect() -> None:
     import unickpt.integrations.orbax as ours
 
     modules = {
-        "checkpoint_manager": ["CheckpointManager"],
+        "checkpoint_manager": ["CheckpointManager", "StepAlreadyExistsError"],
         "checkpoint_managers": ["CheckpointManager"],
         "_src.checkpointers.checkpointer": ["Checkpointer"],
         "_src.checkpointers.async_checkpointer": ["AsyncCheckpointer"],
@@ -57,8 +57,10 @@ def redirect() -> None:
     }
     for module, names in modules.items():
         for name in names:
-            for place in (importlib.import_module(f"orbax.checkpoint.{module}"), theirs):
-                setattr(place, name, getattr(ours, name))
+            setattr(
+                importlib.import_module(f"orbax.checkpoint.{module}"), name, getattr(ours, name)
+            )
+            setattr(theirs, name, getattr(ours, name))
     for name in ("checkpoint_steps", "checkpoint_steps_paths", "any_checkpoint_step"):
         setattr(theirs.utils, name, getattr(ours.utils, name))
     for name in ("checkpoints_iterator", "wait_for_new_checkpoint"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -269,6 +270,19 @@ class AsyncCheckpointer(Checkpointer):
         ...     checkpointer.restore("memory://orbax/behind")
         {'w': array([1., 1.])}
     """
+
+    def __init__(self, handler: Any, timeout_secs: float | None = None, **options: Any) -> None:
+        """As `Checkpointer`.
+
+        Arguments:
+            timeout_secs: how long processes wait for each other; or that of `async_options`.
+        """
+        super().__init__(handler, **options)
+        asynchronous = options.get("async_options")
+        if timeout_secs is None and asynchronous is not None:
+            timeout_secs = asynchronous.timeout_secs
+        if timeout_secs is not None:
+            self._options = replace(self._options, timeout_s=float(timeout_secs))
 
     def save(
         self,

@@ -110,6 +110,24 @@ def of_items(handler: Any) -> Mapping[str, Any]:
     return getattr(handler, "of_items", {})
 
 
+def of_registry(registry: Any) -> tuple[dict[str, Any], dict[type, Any]]:
+    """The user's own handlers in one of Orbax's registries: by items, and by classes of arguments.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not callable(getattr(registry, "get_all_entries", None)):
+        raise TypeError(f"handler_registry= is a {type(registry).__name__}, which has no entries")
+    items, kinds = dict[str, Any](), dict[type, Any]()
+    for (item, kind), handler in registry.get_all_entries().items():
+        made = of_user(handler() if isinstance(handler, type) else handler)
+        if made is not None and item is None:
+            kinds[kind] = made
+        elif made is not None:
+            items[item] = made
+    return items, kinds
+
+
 def arguments(handler: Any, for_save: bool, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """The user's own handler, if it is one, and the arguments that it takes.
 
@@ -139,12 +157,12 @@ def arguments(handler: Any, for_save: bool, *args: Any, **kwargs: Any) -> tuple[
 
 def _class_for(handler: Any, for_save: bool) -> Any:
     """The class of arguments of a handler that is Orbax's or ours."""
-    for cls in type(handler).__mro__:
-        if cls.__name__ == _COMPOSITE:
-            return orbax_args.Composite
-        if cls.__name__ in _KNOWN:
-            kind = cls.__name__.removesuffix("CheckpointHandler")
-            return getattr(orbax_args, kind + ("Save" if for_save else "Restore"))
+    found = _known(type(handler))
+    if found is not None and found.__name__ == _COMPOSITE:
+        return orbax_args.Composite
+    if found is not None:
+        kind = found.__name__.removesuffix("CheckpointHandler")
+        return getattr(orbax_args, kind + ("Save" if for_save else "Restore"))
     raise TypeError(f"a checkpointer needs a handler, not {handler!r}")
 
 
@@ -179,17 +197,28 @@ class _Old:
         return self._handler.restore(directory, *args.args, **args.kwargs)
 
 
+_ACTING = ("save", "async_save", "restore")
+
+
+def _known(kind: type) -> type | None:
+    """Orbax's class of handlers or ours that a class is, perhaps under another name: it saves and
+    restores as that."""
+    known = (*_KNOWN, _COMPOSITE)
+    found = next((cls for cls in kind.__mro__ if cls.__name__ in known), None)
+    if found is None or found.__module__.split(".")[0] not in ("orbax", "unickpt"):
+        return None
+    same = all(getattr(kind, name, None) is getattr(found, name, None) for name in _ACTING)
+    return found if same else None
+
+
 def of_user(handler: Any) -> Any:
     """A handler, if it is not one of Orbax or ours that the arguments say anyway.
 
     Raises:
         TypeError: it is not a handler.
     """
-    kind = type(handler)
-    if handler is None or kind.__name__ in (*_KNOWN, _COMPOSITE):
+    if handler is None or _known(type(handler)):
         return None
-    if isinstance(handler, _Handler) and kind.save is _Handler.save:
-        return None  # one of ours under another name
     if not (callable(getattr(handler, "save", None)) and callable(handler.restore)):
         raise TypeError(
             f"item_handlers: {type(handler).__name__} has no functions save and restore"
@@ -227,6 +256,9 @@ def files_of(handler: Any, args: Any) -> dict[str, bytes]:
     """What a handler writes on this process, by the paths of the files."""
     with tempfile.TemporaryDirectory() as folder:
         handler.save(_path(folder), args=args)
+        finalize = getattr(handler, "finalize", None)
+        if callable(finalize):
+            finalize(_path(folder))
         found = sorted(path for path in Path(folder).rglob("*") if path.is_file())
         return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
 

@@ -41,7 +41,7 @@ class CheckpointManager:
         item_handlers: a handler, or one for each item; Orbax's own, or with `save(directory,
             args=)` and `restore(directory, args=)`.
         logger: Orbax's, or with `log_entry(dict)`: is told of each save and restore.
-        handler_registry: None.
+        handler_registry: one of Orbax's, instead of `item_handlers`.
         unickpt: further arguments of `unickpt.Checkpointer`, such as {"reuse": True} or
             {"options": unickpt.SaveOptions(...)}. For restoring what Orbax saved, or what is in
             another directory: "rules", a `unickpt.Rules` or one for each item, by which trees are
@@ -77,7 +77,6 @@ class CheckpointManager:
         unickpt: Mapping[str, Any] | None = None,
         is_other: bool = False,
     ) -> None:
-        _refuse("handler_registry", handler_registry, "pass item_handlers=")
         self._options = CheckpointManagerOptions() if options is None else options
         manager_options.check(self._options)
         self._given, self._directory = directory, as_path(directory)
@@ -88,13 +87,20 @@ class CheckpointManager:
                 raise ValueError("checkpointers= goes without item_names= and item_handlers=")
             self._of_old = item_handlers = handlers_of(checkpointers)
         self._handlers: dict[str, Any] = {}
+        self._of_kinds: dict[type, Any] = {}
         self._default: bool | None = False if item_names else None
         if isinstance(item_handlers, Mapping):
             self._handlers = {name: handlers.of_user(h) for name, h in item_handlers.items()}
             self._default = False
         elif item_handlers is not None:
+            if item_names:
+                raise ValueError("item_names= goes with item_handlers= by the names of items")
             self._handlers = {DEFAULT: handlers.of_user(item_handlers)}
             self._default = True
+        if handler_registry is not None:
+            if item_handlers is not None:
+                raise ValueError("pass item_handlers= or handler_registry=, not both")
+            self._handlers, self._of_kinds = handlers.of_registry(handler_registry)
         waiting = self._options.async_options
         root = None if metadata is None else items.plain_json("metadata", metadata)
         self._run = Run(
@@ -150,16 +156,19 @@ class CheckpointManager:
         self._check_args(args)
         if self._options.read_only or not (force or self.should_save(step)):
             return False
-        with self._log.saving(step, synchronous=not self._options.enable_async_checkpointing):
+        with self._log.saving(step, not self._options.enable_async_checkpointing) as log:
             tree, how = self._described(args)
             as_json = _json
-            self._run.save(
-                step,
-                tree,
-                how,
-                metrics=None if metrics is None else as_json("metrics", metrics),
-                metadata=as_json("custom_metadata", custom_metadata or {}),
-            )
+            with log.part("wait_for_prev"):
+                self._run.wait_saved()
+            with log.part("checkpointer_blocking"):
+                self._run.save(
+                    step,
+                    tree,
+                    how,
+                    metrics=None if metrics is None else as_json("metrics", metrics),
+                    metadata=as_json("custom_metadata", custom_metadata or {}),
+                )
         return True
 
     def _described(self, args: Any) -> tuple[Any, dict[str, Any]]:
@@ -167,12 +176,16 @@ class CheckpointManager:
         given = {DEFAULT: args} if self._default else dict(args.items())
         kinds, trees = {}, {}
         for name, each in given.items():
-            kinds[name], trees[name] = items.to_save(name, each, self._handlers.get(name))
+            kinds[name], trees[name] = items.to_save(name, each, self._handler(name, each))
         own = {n: m for n, e in given.items() if (m := getattr(e, "custom_metadata", None))}
         how: dict[str, Any] = {"items": kinds, "single": DEFAULT if self._default else None}
         if own:
             how["item_metadata"] = _json("custom_metadata", own)
         return trees[DEFAULT] if self._default else trees, how
+
+    def _handler(self, name: str, args: Any) -> Any:
+        """The user's own handler of an item."""
+        return self._handlers.get(name, self._of_kinds.get(type(args)))
 
     def _check_args(self, args: Any) -> None:
         composite = items.kind_of(args) == "Composite"
@@ -248,7 +261,7 @@ class CheckpointManager:
     def _restored(self, info: Info, found: Checkpoint, name: str, args: Any) -> Any:
         single = DEFAULT if self._default else None
         item = item_of(info, found, name, single, partial(self._run.load, info))
-        return items.restore(item, args, self._handlers.get(name))
+        return items.restore(item, args, self._handler(name, args))
 
     def _restore_other(self, step: int | None, directory: paths.PathLike, args: Any) -> Any:
         only_read = CheckpointManagerOptions(read_only=True, create=False)
@@ -375,9 +388,5 @@ def _rules(options: Any, metadata: Mapping[str, Any] | None) -> SavePolicies:
         not options.prevent_write_metrics,
         metadata if options.save_root_metadata else None,
         options.enable_should_save_is_saving_in_progress_check,
+        named=manager_options.step_names(options),
     )
-
-
-def _refuse(name: str, value: Any, advice: str) -> None:
-    if value is not None:
-        raise ValueError(f"{name}={type(value).__name__} is not supported: {advice}")

@@ -102,14 +102,10 @@ class CheckpointManagerOptions:
         check(self)
 
 
-_FOLDERS = "steps are in folders step_<n>; leave it out (Orbax's own steps are found in any case)"
 _REMOVED = "steps are removed, not moved; leave it out"
 _ALL = "all processes take part, and process 0 is the coordinator; leave it out"
 _ATOMIC = "a step is committed by replacing one file, in any storage; leave it out"
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "step_prefix": ((None, "step"), _FOLDERS),
-    "step_format_fixed_length": ((None,), _FOLDERS),
-    "step_name_format": ((None,), _FOLDERS),
     "todelete_subdir": ((None,), _REMOVED),
     "todelete_full_path": ((None,), _REMOVED),
     "atomicity_options": ((None,), _ATOMIC),
@@ -139,6 +135,8 @@ def check(options: Any) -> None:
             value = getattr(value, name, allowed[0])
         if value not in allowed:
             raise ValueError(f"options: {path}={value!r} is not supported: {advice}")
+    if options.step_name_format is not None and not hasattr(options.step_name_format, "build_name"):
+        raise TypeError("options: step_name_format= has no build_name(step)")
     known = {each.name for each in dataclasses.fields(CheckpointManagerOptions)}
     for each in dataclasses.fields(options):
         if each.name not in known and getattr(options, each.name) != _default(each):
@@ -153,6 +151,21 @@ def check(options: Any) -> None:
             f"options: max_to_keep={options.max_to_keep!r} must be at least 1: the newest step is "
             "always kept"
         )
+
+
+def step_names(options: Any) -> Callable[[str, int], bool]:
+    """Which of Orbax's own steps count, by their names and numbers; all, if the options say nothing.
+
+    Steps of unickpt are in folders `step_<n>` in any case.
+    """
+    own = options.step_name_format
+    if own is not None:
+        return lambda name, step: str(own.build_name(step)) == name
+    prefix, length = options.step_prefix, options.step_format_fixed_length
+    if prefix is None and length is None:
+        return lambda name, step: True
+    above = "" if prefix is None else f"{prefix}_"
+    return lambda name, step: name == f"{above}{step:0{length or 0}d}"
 
 
 def _default(each: dataclasses.Field[Any]) -> Any:

@@ -8,6 +8,21 @@ from contextlib import contextmanager
 from typing import Any
 
 
+class Entry:
+    """An entry that is being made: what was done, when it began, and how long it took."""
+
+    def __init__(self, **known: Any) -> None:
+        self.values: dict[str, Any] = known
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Times a part of the call."""
+        begun, clock = time.time(), time.monotonic()
+        yield
+        self.values[f"{name}_start_time"] = begun
+        self.values[f"{name}_duration_secs"] = time.monotonic() - clock
+
+
 class StepLog:
     """Tells a logger how long the calls of a manager took.
 
@@ -26,27 +41,33 @@ class StepLog:
         self._last: float | None = None
 
     @contextmanager
-    def saving(self, step: int, *, synchronous: bool) -> Iterator[None]:
+    def saving(self, step: int, synchronous: bool) -> Iterator[Entry]:
         """Times a call of `save`; in the background, only until it returns."""
         since = None if self._last is None else time.time() - self._last
-        more = {"synchronous": synchronous, "time_between_consecutive_saves_sec": since}
-        with self._timed("save", step, "checkpoint_manager_blocking", more):
-            yield
+        entry = Entry(
+            step=step,
+            event_type="save",
+            directory=self._directory,
+            reached_preemption=None,  # it is only asked when it decides
+            preemption_received_at=None,
+            synchronous=synchronous,
+            time_between_consecutive_saves_sec=since,
+        )
+        with entry.part("checkpoint_manager_blocking"):
+            yield entry
+        with entry.part("get_old_steps"):
+            pass  # it is done in the background
         self._last = time.time()
+        self._tell(entry)
 
     @contextmanager
     def restoring(self, step: int) -> Iterator[None]:
         """Times a call of `restore`."""
-        with self._timed("restore", step, "checkpoint_manager", {}):
+        entry = Entry(step=step, event_type="restore", directory=self._directory)
+        with entry.part("checkpoint_manager"), entry.part("checkpointer"):
             yield
+        self._tell(entry)
 
-    @contextmanager
-    def _timed(self, what: str, step: int, name: str, more: dict[str, Any]) -> Iterator[None]:
-        if self._logger is None:
-            yield
-            return
-        begun, clock = time.time(), time.monotonic()
-        yield
-        entry = {"step": step, "event_type": what, "directory": self._directory, **more}
-        entry |= {f"{name}_start_time": begun, f"{name}_duration_secs": time.monotonic() - clock}
-        self._logger.log_entry(entry)
+    def _tell(self, entry: Entry) -> None:
+        if self._logger is not None:
+            self._logger.log_entry(entry.values)
