@@ -154,7 +154,7 @@ def check(options: Any) -> None:
 
 
 def step_names(options: Any) -> Callable[[str, int], bool]:
-    """Which of Orbax's own steps count, by their names and numbers; all, if the options say nothing.
+    """Which of Orbax's own steps count, by their names and numbers; by default all.
 
     Steps of unickpt are in folders `step_<n>` in any case.
     """
