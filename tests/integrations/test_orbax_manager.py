@@ -576,7 +576,7 @@ def test_names_of_orbaxs_steps(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.glob("*_*")) == [
         "eval_0001", "step_2", "step_3", "train_0001",
     ]  # fmt: skip
-    with pytest.raises(ValueError, match="step_name_format= of your own"):
+    with pytest.raises(TypeError, match="step_name_format= has no build_name"):
         ours.CheckpointManagerOptions(step_name_format=object())
 
 

@@ -119,8 +119,6 @@ def test_the_options_are_orbaxs_own_with_its_defaults() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"step_prefix": "ckpt"},
-        {"step_format_fixed_length": 8},
         {"todelete_subdir": "trash"},
         {"todelete_full_path": "trash"},
         {"max_to_keep": 0},

@@ -389,4 +389,5 @@ def _rules(options: Any, metadata: Mapping[str, Any] | None) -> SavePolicies:
         not options.prevent_write_metrics,
         metadata if options.save_root_metadata else None,
         options.enable_should_save_is_saving_in_progress_check,
+        named=manager_options.step_names(options),
     )

@@ -136,11 +136,8 @@ def check(options: Any) -> None:
             value = getattr(value, name, allowed[0])
         if value not in allowed:
             raise ValueError(f"options: {path}={value!r} is not supported: {advice}")
-    if step_names(options) is None and options.step_name_format is not None:
-        raise ValueError(
-            "options: step_name_format= of your own is not supported: steps are in folders "
-            "step_<n>; leave it out, or pass standard_name_format(), which finds Orbax's own"
-        )
+    if options.step_name_format is not None and not hasattr(options.step_name_format, "build_name"):
+        raise TypeError("options: step_name_format= has no build_name(step)")
     known = {each.name for each in dataclasses.fields(CheckpointManagerOptions)}
     for each in dataclasses.fields(options):
         if each.name not in known and getattr(options, each.name) != _default(each):
@@ -157,20 +154,19 @@ def check(options: Any) -> None:
         )
 
 
-def step_names(options: Any) -> re.Pattern[str] | None:
-    """The names of Orbax's own steps that the options say; None for any.
+def step_names(options: Any) -> Callable[[str, int], bool]:
+    """Which of Orbax's own steps count, by their names and numbers; by default all.
 
     Steps of unickpt are in folders `step_<n>` in any case.
     """
-    given = options if options.step_name_format is None else options.step_name_format
-    if not hasattr(given, "step_prefix") or not hasattr(given, "step_format_fixed_length"):
-        return None
-    prefix, length = given.step_prefix, given.step_format_fixed_length
-    if prefix is None and length is None and given is options:
-        return None
-    above = "" if prefix is None else f"{re.escape(prefix)}_"
-    number = "[0-9]{1,18}" if length is None else f"[0-9]{{{length}}}"
-    return re.compile(f"{above}0*({number})" if length is None else f"{above}({number})")
+    own = options.step_name_format
+    if own is not None:
+        return lambda name, step: str(own.build_name(step)) == name
+    prefix, length = options.step_prefix, options.step_format_fixed_length
+    if prefix is None and length is None:
+        return lambda name, step: True
+    above = "" if prefix is None else f"{prefix}_"
+    return lambda name, step: name == f"{above}{step:0{length or 0}d}"
 
 
 def _default(each: dataclasses.Field[Any]) -> Any:
