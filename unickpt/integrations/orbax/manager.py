@@ -109,7 +109,6 @@ class CheckpointManager:
             self._more,
             None if waiting is None else waiting.timeout_secs,
             is_other=is_other,
-            names=manager_options.step_names(self._options),
         )
 
     # --- saving ----------------------------------------------------------------------------------

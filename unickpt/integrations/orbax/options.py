@@ -6,7 +6,6 @@ docs/integrations/orbax.md has a row for each option.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta

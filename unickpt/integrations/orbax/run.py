@@ -7,7 +7,6 @@ folder are listed and loaded as well, and never changed.
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from typing import Any
 from weakref import WeakSet
 
 from unickpt.errors import CheckpointCorrupt, CheckpointExists, CheckpointNotFound, LaterStepsExist
+from unickpt.foreign.files import Files
 from unickpt.format.index import RESERVED
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.process_group import Group, current_group, within
@@ -28,7 +28,7 @@ from unickpt.integrations.orbax.policies import (
     SaveDecisionPolicy,
 )
 from unickpt.integrations.orbax.steps import ORBAX as ORBAX
-from unickpt.integrations.orbax.steps import orbax_root_metadata, orbax_steps
+from unickpt.integrations.orbax.steps import orbax_steps
 from unickpt.loading.loader import load
 from unickpt.quoting import quoted
 from unickpt.reading.checkpoint import Checkpoint, open
@@ -39,6 +39,7 @@ from unickpt.saving.background import PendingSave
 from unickpt.saving.options import SaveOptions
 from unickpt.storage import paths
 
+_ROOT, _MOST_ROOT = "_ROOT_METADATA", 8 << 20
 _NEVER = "0001-01-02T00:00:00+00:00"  # before all others, in any time zone
 
 
@@ -131,7 +132,6 @@ class Run:
         timeout_s: how long processes wait for each other; None for unickpt's default.
         is_other: whether it is another run, of which steps are only restored: rules are for all of
             its steps, not only for those that Orbax wrote.
-        names: of the folders of Orbax's steps; None for any.
 
     Raises:
         CheckpointExists: a step is there twice, saved by Orbax and by unickpt.
@@ -145,9 +145,7 @@ class Run:
         timeout_s: float | None = None,
         *,
         is_other: bool = False,
-        names: re.Pattern[str] | None = None,
     ) -> None:
-        self._names = names
         self.rules, self._reads_all = rules, is_other
         self.directory = paths.resolve(directory)
         if rules.create and not rules.read_only:
@@ -184,7 +182,7 @@ class Run:
 
     def _foreign(self) -> list[Info]:
         """The committed steps that Orbax wrote."""
-        found = orbax_steps(str(self.directory), self._reading.open, self.rules.named, self._names)
+        found = orbax_steps(str(self.directory), self._reading.open, self.rules.named)
         return [
             Info(step, path, foreign=True, opening=self._reading.open)
             for step, path in found.items()
@@ -398,10 +396,20 @@ class Run:
             saved = (info for info in reversed(self.infos) if not info.foreign)
             newest = next((info for info in saved if info.step != self._saving), None)
             stored = None if newest is None else how_saved(open(newest.path)).get("root")
-            if not isinstance(stored, Mapping):
-                stored = orbax_root_metadata(str(self.directory)) or self.rules.metadata or {}
-            self._root = dict(stored)
+            if stored is None:
+                stored = self._root_of_orbax()
+            self._root = dict(stored if isinstance(stored, Mapping) else self.rules.metadata or {})
         return self._root
+
+    def _root_of_orbax(self) -> Any:
+        """What Orbax stored of the run; None if it stored nothing."""
+        files = Files(self.directory.child("metadata"))
+        if not self.directory.exists() or _ROOT not in files.here:
+            return None
+        try:
+            return json.loads(files.tail(_ROOT, _MOST_ROOT))["custom_metadata"]
+        except (ValueError, RecursionError, KeyError, TypeError) as error:
+            raise CheckpointCorrupt(f"{files.location}: {_ROOT} is damaged: {error}") from error
 
     def close(self) -> None:
         """Waits for everything, then releases the folder."""

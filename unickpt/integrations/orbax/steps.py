@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from unickpt.errors import CheckpointCorrupt, CheckpointNotFound
+from unickpt.errors import CheckpointNotFound
 from unickpt.reading.checkpoint import open
 from unickpt.reading.listing import checkpoints_below, other_folders
 from unickpt.storage import paths
-from unickpt.storage.errors import Failed, reading_failed
 
 ORBAX = "orbax"
 """Orbax's format; and the key of our metadata that says how a step was saved."""
@@ -23,7 +21,6 @@ def orbax_steps(
     directory: paths.PathLike,
     opening: Mapping[str, Any] | None = None,
     named: Callable[[str, int], bool] = lambda name, step: True,
-    names: re.Pattern[str] | None = None,
 ) -> dict[int, str]:
     """The paths of the steps that Orbax committed, by their numbers.
 
@@ -31,13 +28,12 @@ def orbax_steps(
         directory: a local path or a URL.
         opening: arguments of `unickpt.open`.
         named: which folders count, by their names and numbers.
-        names: of the folders, with the number as a group; None for any of Orbax's.
     """
     found: dict[int, str] = {}
     if not paths.resolve(directory).exists():
         return found
     for listed in other_folders(directory):
-        number = (names or _FOREIGN).fullmatch(listed.name)
+        number = _FOREIGN.fullmatch(listed.name)
         if number is None or not named(listed.name, int(number[1])):
             continue
         try:
@@ -58,28 +54,3 @@ def steps_below(directory: paths.PathLike) -> dict[int, str]:
             if number is not None:
                 found[int(number[1])] = listed.path
     return found
-
-
-def orbax_root_metadata(directory: paths.PathLike) -> Mapping[str, Any] | None:
-    """What Orbax stored of a run: in `metadata/_ROOT_METADATA`, earlier in `metadata/metadata`.
-
-    Raises:
-        CheckpointCorrupt: it is no JSON.
-        StorageError: the storage failed.
-    """
-    store = paths.resolve(directory).child("metadata").store(paths.context())
-    for name in ("_ROOT_METADATA", "metadata"):
-        try:
-            read = store.read(name).result()
-        except Failed as error:
-            raise reading_failed(error, str(directory)) from error
-        if read.state != "value":
-            continue
-        try:
-            found = json.loads(read.value)
-        except (ValueError, RecursionError) as error:
-            raise CheckpointCorrupt(f"{directory}: metadata/{name} is no JSON: {error}") from None
-        if isinstance(found, Mapping) and name == "_ROOT_METADATA":
-            found = found.get("custom_metadata")
-        return found if isinstance(found, Mapping) else None
-    return None
