@@ -67,7 +67,7 @@ with ocp.CheckpointManager(folder, options=options) as manager:
         else:
             params, opt = train(params, opt, x(step))
             seen.append(step)
-            data = args.JsonSave({"seen": seen})
+            data = args.JsonSave({"seen": list(seen)})  # Orbax writes it later
             save = args.Composite(state=args.StandardSave(state()), data=data)
         manager.save(step, args=save, metrics={"loss": 1.0 / (step + 1)})
         if str(step) == die:
