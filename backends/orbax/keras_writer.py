@@ -54,7 +54,8 @@ class KerasWriter:
             items[_MODEL_CONFIG] = _config_files(config, chunk_bytes)
         files = [file for name, of in items.items() for file in of.within(name, name).files]
         files += step_writer.about(index, dict.fromkeys(items, _HANDLER))
-        state = items[_STATE].within(_STATE, _STATE)
+        above = _STATE if len(items) > 1 else ""  # a single one is the checkpoint itself
+        state = items[_STATE].within(_STATE, above)
         others = state.others or _MODEL_CONFIG in items
         return Plan(tuple(files), state.arrays, state.values, others=others)
 
