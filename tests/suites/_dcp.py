@@ -57,6 +57,7 @@ def prepare() -> None:
         common_dtensor._get_device_type = lambda _: common_dtensor.DEVICE_TYPE
     if not torch.cuda.is_available():
         torch.nn.Module.cuda = torch.Tensor.cuda = lambda self, *_, **__: self
+        _let_fsdp_use_cpus()
     # Ranks start in a tenth of the time, and with redirected imports.
     torch.multiprocessing.set_start_method("forkserver", force=True)  # not even torch's own forks
     context = multiprocessing.get_context("forkserver")
@@ -65,9 +66,22 @@ def prepare() -> None:
     cases._spawn_processes = lambda self: self._start_processes(context.Process)
 
 
+def _let_fsdp_use_cpus() -> None:
+    """FSDP1 works on CPUs, but has to be told so."""
+    import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    make = FullyShardedDataParallel.__init__
+
+    def on_cpu(self: Any, *arguments: Any, **named: Any) -> None:
+        make(self, *arguments, **{"device_id": torch.device("cpu")} | named)
+
+    FullyShardedDataParallel.__init__ = on_cpu
+
+
 def redirect_classes() -> None:
     import torch.distributed.checkpoint as theirs
-    from torch.distributed.checkpoint import filesystem
+    from torch.distributed.checkpoint import _storage_utils, filesystem
 
     if importlib.util.find_spec("fsspec"):
         from torch.distributed.checkpoint import _fsspec_filesystem
@@ -75,7 +89,7 @@ def redirect_classes() -> None:
         assert _fsspec_filesystem  # derives from torch's own classes
     from unickpt.integrations import dcp
 
-    for module in (theirs, filesystem):
+    for module in (theirs, filesystem, _storage_utils):  # the last: for checkpoint_id=
         module.FileSystemWriter = dcp.FileSystemWriter
         module.FileSystemReader = dcp.FileSystemReader
 
