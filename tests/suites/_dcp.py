@@ -1,4 +1,8 @@
-"""What the suites of torch.distributed.checkpoint have in common."""
+"""What the suites of torch.distributed.checkpoint have in common.
+
+The files are those of PyTorch 2.1, but test_dtensor_resharding.py is of commit 0554fa805, and
+e2e/test_e2e_save_and_load.py of commit 01357535d. Not all of their tests pass with torch 2.13.
+"""
 
 from __future__ import annotations
 
