@@ -1,4 +1,8 @@
-"""What the suites of torch.distributed.checkpoint have in common."""
+"""What the suites of torch.distributed.checkpoint have in common.
+
+The files are those of PyTorch 2.1, but test_dtensor_resharding.py is of commit 0554fa805, and
+e2e/test_e2e_save_and_load.py of commit 01357535d. Not all of their tests pass with torch 2.13.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +85,7 @@ def _let_fsdp_use_cpus() -> None:
 
 def redirect_classes() -> None:
     import torch.distributed.checkpoint as theirs
-    from torch.distributed.checkpoint import filesystem
+    from torch.distributed.checkpoint import _storage_utils, filesystem
 
     if importlib.util.find_spec("fsspec"):
         from torch.distributed.checkpoint import _fsspec_filesystem
@@ -89,7 +93,7 @@ def redirect_classes() -> None:
         assert _fsspec_filesystem  # derives from torch's own classes
     from unickpt.integrations import dcp
 
-    for module in (theirs, filesystem):
+    for module in (theirs, filesystem, _storage_utils):  # the last: for checkpoint_id=
         module.FileSystemWriter = dcp.FileSystemWriter
         module.FileSystemReader = dcp.FileSystemReader
 
