@@ -1,7 +1,7 @@
 """Checkpoints that older and newer versions of the frameworks wrote, as their users write them:
 each is read bit for bit, and loads into the objects of the versions that are installed.
 
-`tests/fixtures/versions/make.py` says how they were made.
+`tests/fixtures/versions/README.md` says how they were made.
 """
 
 from __future__ import annotations
@@ -249,17 +249,14 @@ def check_state(found: Any, case: Case, checkpoint: str, under: str) -> None:
     assert not wanted
 
 
-def facts(state: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The dtypes and shapes of the arrays of a state of Flax, or of arrays by name."""
-    import flax
-    from make import leaves
-
-    found = dict(leaves(flax.serialization.to_state_dict(state)))
-    return {name: (x.dtype.name, x.shape) for name, x in found.items() if hasattr(x, "dtype")}
-
-
-ALWAYS = {"adamw", "clipped", "finite", "masked", "labelled"}
-"""The optimizers whose states all of these versions of optax have alike."""
+# In these, optax has changed a dtype that it derives (from weights of bfloat16), or added a count.
+CHANGED = {
+    ("jax-0.4", "injected"): (7, r"hyperparams_states/learning_rate/count +missing"),
+    ("jax-0.4", "accumulated"): (2, r"acc_grads/down/bias +dtype +bfloat16 +float32"),
+    ("jax-0.6", "injected"): (6, r"hyperparams/b\{1..2\} +dtype +bfloat16 +float32"),
+    ("jax-0.6", "accumulated"): (2, r"acc_grads/down/bias +dtype +bfloat16 +float32"),
+    ("jax-0.10", "injected"): (2, r"mu/down/bias +dtype +float32 +bfloat16"),
+}
 
 
 @of("jax")
@@ -267,28 +264,22 @@ ALWAYS = {"adamw", "clipped", "finite", "masked", "labelled"}
 def test_states_of_optax_load_into_those_of_today(
     name: str, checkpoint: str, cases: dict[str, Case]
 ) -> None:
-    """Or the message names each leaf that today's optax has of another dtype, or has added."""
-    wrote, case, loaded = written_by_jax(), cases[name], set()
+    """Or the message names each leaf that this version of optax has of another dtype."""
+    wrote, case = written_by_jax(), cases[name]
     for kind in wrote.optimizers():
         under = f"states/{kind}/" if checkpoint == "pytree" else f"{kind}/"
         like, path = abstract_state(kind), case.path / checkpoint
-        arrays = case.arrays(checkpoint).items()
-        stored = facts({k.removeprefix(under): v for k, v in arrays if k.startswith(under)})
-        asked = facts(like)
-        differ = {k for k in {**stored, **asked} if stored.get(k) != asked.get(k)}
-        if not differ:
-            check_state(unickpt.load(path, like, under=under), case, checkpoint, under)
-            loaded.add(kind)
+        count, row = CHANGED.get((name, kind), (0, ""))
+        if not count:
+            found = unickpt.load(path, like, under=under)
+            check_state(found, case, checkpoint, under)
             continue
-        with pytest.raises(LoadMismatch, match=f": {len(differ)} difference") as raised:
+        with pytest.raises(LoadMismatch, match=f": {count} differences") as raised:
             unickpt.load(path, like, under=under)
-        for each in differ & {*stored}:
-            assert raised.match(
-                rf"{Path(each).parent}/\S+ +dtype +{stored[each][0]} +{asked[each][0]}"
-            )
-        for each in differ - {*stored}:
-            assert raised.match(rf"{each} +missing")
-    assert loaded >= ALWAYS
+        assert raised.match(row)
+        assert raised.match("cast=True")
+        if "missing" not in row:
+            unickpt.load(path, like, under=under, cast=True)
 
 
 def test_a_count_that_optax_has_added_is_made_by_a_rule(cases: dict[str, Case]) -> None:

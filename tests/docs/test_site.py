@@ -101,7 +101,7 @@ def test_every_command_and_option_is_described(site: Path) -> None:
     page = (site / "cli.html").read_text()
     for command in ("inspect", "verify", "convert", "import", "merge", "clean"):
         assert f'id="{command}"' in page
-    for option in ("--hint TEXT", "--like", "--no-verify", "--dry-run"):
+    for option in ("--hint NAME=VALUE", "--like", "--no-verify", "--dry-run"):
         assert f"<code>{option}" in page, option
 
 
