@@ -1,7 +1,16 @@
 """Any checkpoint, any framework, any mesh: sharded arrays in one format, bit for bit.
 
-Other errors are in `unickpt.errors`, results and layouts in `unickpt.types`, and what other formats
-and storages implement in `unickpt.extend`.
+    save, save_async      a tree of arrays and values into one checkpoint, from all processes
+    load, open            all of it, or a part, onto any mesh; lazily
+    Checkpointer          the steps of a run: when to save, what to keep (Retention, SaveEvery)
+    Rules                 names and axes of two sides, in both directions
+    convert, copy, merge  whole checkpoints, also for other systems
+    verify, diff, report  check, compare, see
+    PerProcess, ProcessGroup, SaveOptions, LoadOptions, Experts, Function, Opaque
+
+Errors are in `unickpt.errors`, results and layouts in `unickpt.types`, trainers in
+`unickpt.integrations`, and what other formats and storages implement in `unickpt.extend`.
+`unickpt --help` lists the commands; docs/README.md is the start of the documentation.
 """
 
 import importlib as _importlib
@@ -99,12 +108,16 @@ _LATER = {
     "verify": "tools.verification",
 }
 
+_MODULES = ("errors", "extend", "integrations", "types")
+
 
 def __getattr__(name: str) -> _Any:
     found: _Any
     if name in _LATER:
         found = _importlib.import_module(f"unickpt.{_LATER[name]}")
         found = found if name == "merge_methods" else getattr(found, name)
+    elif name in _MODULES:
+        found = _importlib.import_module(f"unickpt.{name}")
     else:
         found = _of_older_programs(name)
     globals()[name] = found
@@ -122,7 +135,9 @@ def _of_older_programs(name: str) -> _Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    """What users need: without the wings that `docs/architecture.md` describes."""
+    own = (name for name in globals() if name.startswith("__"))
+    return sorted({*own, *__all__, *_MODULES})
 
 
 _logging.getLogger("unickpt").addHandler(_logging.NullHandler())  # silent by default

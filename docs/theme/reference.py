@@ -34,6 +34,9 @@ KINDS = {"str": "TEXT", "int": "NUMBER", "float": "NUMBER", "Path": "PATH"}
 # What users import of other modules than `unickpt` and its integrations.
 OTHERS = {"Leaves and layouts": ["unickpt.adapters.torch.NamedOptimizer"]}
 
+# What the integrations share; no user imports it.
+SHARED = {"destination", "rng"}
+
 
 def pages() -> dict[str, str]:
     """The pages to be made: their paths in the site, and what is in them."""
@@ -76,7 +79,7 @@ def public_modules() -> dict[str, list[str]]:
     files |= {path.parent.name: path for path in folder.glob("*/__init__.py")}
     found = {}
     for name, file in sorted(files.items()):
-        if name.startswith("_"):
+        if name.startswith("_") or name in SHARED:
             continue
         offered = _offered(file)
         inner = file.parent.glob("[!_]*.py") if file.parent != folder else ()
@@ -107,7 +110,8 @@ def api_pages() -> dict[str, str]:
     for module, names in public_modules().items():
         entries = [f"{module}.{name}" for name in names]
         about = f"::: {module}\n    options: {{members: false, show_root_heading: false}}\n"
-        made[f"api/{module.removeprefix('unickpt.')}.md"] = _page(f"`{module}`", entries, about)
+        short = module.removeprefix("unickpt.")
+        made[f"api/{short}.md"] = _page(f"`{short}`", entries, about)
     return made
 
 

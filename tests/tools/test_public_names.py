@@ -107,3 +107,13 @@ def test_late_names_pickle() -> None:
 
 def test_the_version_is_that_of_the_package() -> None:
     assert unickpt.__version__ == importlib.metadata.version("unickpt")
+
+
+def test_dir_and_help_show_what_users_need() -> None:
+    shown = {name for name in dir(unickpt) if not name.startswith("_")}
+    modules = {"errors", "extend", "integrations", "types"}
+    assert shown == {*unickpt.__all__, *modules} - {"__version__"}
+    assert all(hasattr(unickpt, name) for name in shown)
+    told = unickpt.__doc__ or ""
+    errors = {name for name in shown if name in unickpt.errors.__all__}
+    assert [n for n in shown - errors - {"merge_methods"} if n not in told] == []
