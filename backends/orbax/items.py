@@ -65,7 +65,9 @@ class Located:
         array: its metadata.
         fill: whether missing chunks are legal.
         is_scalar: whether it is a number.
+        is_numpy: whether it was an array of NumPy.
         layout: how it was sharded; None if that is not recorded.
+        sharding: the same, as it is recorded.
         prng: as of `ArrayEntry`.
     """
 
@@ -74,7 +76,9 @@ class Located:
     array: ZarrArray
     fill: bool
     is_scalar: bool = False
+    is_numpy: bool = False
     layout: Layout | None = None
+    sharding: Any = None
     prng: str | None = None
 
     def opened(self, context: ts.Context) -> ts.TensorStore:
@@ -207,7 +211,7 @@ def _locate(
 ) -> list[Located]:
     """The arrays of an item."""
     store = _store(files, item, context)
-    layouts = _optional(files, _SHARDINGS, metadata.shardings)
+    shardings = _optional(files, _SHARDINGS, metadata.shardings)
     keys = _optional(files, _KEYS, metadata.key_implementations)
 
     def located(leaf: Stored) -> Located:
@@ -228,9 +232,18 @@ def _locate(
                 f"{dtypes.with_shape(*leaf.facts)} by the file {aggregate.FILE!r}; are both of one "
                 "save?"
             )
-        layout = metadata.layout(layouts.get(leaf.name), len(array.shape), f"{where}: {_SHARDINGS}")
+        sharding = shardings.get(leaf.name)
+        layout = metadata.layout(sharding, len(array.shape), f"{where}: {_SHARDINGS}")
         return Located(
-            store, leaf.name, array, item.fill, leaf.kind == "scalar", layout, keys.get(leaf.name)
+            store,
+            leaf.name,
+            array,
+            item.fill,
+            is_scalar=leaf.kind == "scalar",
+            is_numpy=leaf.kind == "numpy",
+            layout=layout,
+            sharding=sharding,
+            prng=keys.get(leaf.name),
         )
 
     batches = list(in_batches(leaves, _AT_ONCE))

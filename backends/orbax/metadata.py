@@ -9,18 +9,20 @@ import base64
 import binascii
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.errors import CheckpointCorrupt
+from unickpt.foreign.orbax_arrays import MeshFacts, MeshKey
 from unickpt.quoting import quoted
 from unickpt.trees import tree
 from unickpt.trees.tree import Expansion
 
-_ARRAYS = ("jax.Array", "np.ndarray")
+_ARRAYS = {"jax.Array": "array", "np.ndarray": "numpy"}
 _SCALAR, _TEXT = "scalar", "string"
 _EMPTY: Mapping[str, Callable[[], Any]] = {
     "None": lambda: None,
@@ -43,7 +45,7 @@ class Stored:
 
     Arguments:
         name: of its array or text, as Orbax names them: its keys, joined by dots.
-        kind: "array", "scalar" or "text".
+        kind: "array", "numpy" (an array that was one of NumPy), "scalar" or "text".
         facts: the dtype and the shape of an array, if they are told; its own metadata must agree.
     """
 
@@ -148,7 +150,7 @@ def _leaf(entry: Any) -> tuple[_Path, Any]:
 
 def _value(name: str, kind: Any) -> Any:
     if kind in _ARRAYS:
-        return Stored(name, "array")
+        return Stored(name, _ARRAYS[kind])
     if kind in (_SCALAR, _TEXT):
         return Stored(name, "scalar" if kind == _SCALAR else "text")
     if kind in _EMPTY:
@@ -268,11 +270,13 @@ def shardings(data: bytes, where: str) -> dict[str, Any]:
         CheckpointCorrupt: it is damaged.
     """
     try:
-        found = {
-            base64.b64decode(name, validate=True).decode(): json.loads(text)
+        texts = {
+            base64.b64decode(name, validate=True).decode(): text
             for name, text in _loaded(data, where).items()
         }
-        sizes = {_devices(sharding) for sharding in found.values() if _is_named(sharding)}
+        parsed = {text: json.loads(text) for text in set(texts.values())}
+        found = {name: parsed[text] for name, text in texts.items()}
+        sizes = {_devices(sharding) for sharding in parsed.values() if _is_named(sharding)}
         if sum(sizes) > _MOST_DEVICES:
             raise ValueError(f"meshes of {sum(sizes)} devices")
         return found
@@ -308,6 +312,27 @@ def layout(sharding: Any, rank: int, where: str) -> Layout | None:
         return Layout(mesh, (*dims, *((),) * (rank - len(dims))))
     except _BAD as error:
         raise CheckpointCorrupt(f"{where} is damaged: {error}") from error
+
+
+def meshes(shardings: Iterable[Any]) -> dict[MeshKey, MeshFacts]:
+    """What is told of meshes.
+
+    Arguments:
+        shardings: from `shardings`, of which `layout` has made layouts.
+    """
+    found: dict[MeshKey, MeshFacts] = {}
+    for sharding in {id(sharding): sharding for sharding in shardings}.values():
+        if sharding is not None and _is_named(sharding):
+            at = tuple(map(str, sharding["axis_names"])), tuple(map(int, sharding["shape"]))
+            with suppress(*_BAD):  # of no consequence: JAX's own order of devices is as good
+                types = tuple(map(str, sharding.get("axis_types") or ()))
+                ids = [device["id"] for device in _flat(sharding["device_mesh"]["mesh"])]
+                found.setdefault(at, (types, tuple(map(int, ids))))
+    return found
+
+
+def _flat(nested: Any) -> list[Any]:
+    return [each for child in nested for each in _flat(child)] if type(nested) is list else [nested]
 
 
 def _is_named(sharding: Any) -> bool:

@@ -12,7 +12,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.layout import Layout
-from unickpt.backends.orbax import folders, zarr
+from unickpt.backends.orbax import folders, metadata, zarr
 from unickpt.backends.orbax.aggregate import Inline
 from unickpt.backends.orbax.folders import Found
 from unickpt.backends.orbax.items import Located
@@ -20,6 +20,7 @@ from unickpt.backends.orbax.metadata import NamedTuple
 from unickpt.backends.orbax.zarr import ZarrArray
 from unickpt.errors import CheckpointCorrupt, UnsupportedLeaf
 from unickpt.foreign.files import Files
+from unickpt.foreign.orbax_arrays import SavedArrays
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader, Request
@@ -94,6 +95,10 @@ class OrbaxReader(Reader):
             for name, leaf in leaves.items()
             if isinstance(leaf, Inline)
         }
+        self.saved = SavedArrays(
+            {*self._inline, *(name for name, leaf in self._arrays.items() if leaf.is_numpy)},
+            metadata.meshes(leaf.sharding for leaf in self._arrays.values()),
+        )
         entries = {name: inline.index.arrays[name] for name, inline in self._inline.items()}
         entries.update({name: _entry(name, leaf) for name, leaf in self._arrays.items()})
         self.index = Index(

@@ -18,6 +18,7 @@ from unickpt.backends.orbax.tree_writer import (
     unwrapped,
 )
 from unickpt.errors import UnsupportedLeaf
+from unickpt.foreign.orbax_arrays import SavedArrays
 from unickpt.format.index import Index
 from unickpt.format.writer import Plan, PlannedFile, text_file
 from unickpt.quoting import quoted
@@ -52,6 +53,7 @@ class Items:
         custom: what the user gave with each.
         alone: whether the single one has no folder of its own, as a `Checkpointer` saves it.
         handlers: of version 1, by which files were saved; None if version 0 saved it.
+        arrays: what is known of its arrays.
     """
 
     kinds: Mapping[str, str]
@@ -59,6 +61,7 @@ class Items:
     custom: Mapping[str, Any] = field(default_factory=dict)
     alone: bool = False
     handlers: Mapping[str, str] | None = None
+    arrays: SavedArrays = field(default_factory=SavedArrays)
 
 
 STEP = Items({_DEFAULT: "StandardSave"}, _DEFAULT)
@@ -76,7 +79,8 @@ def items_of(index: Index, node: tree.Node | tree.Leaf) -> Items | None:
     single, custom = how.get("single"), how.get("item_metadata")
     alone = how.get("alone") is True
     named = {str(k): str(v) for k, v in kinds.items()}
-    found = Items(named, single, custom or {}, alone, how.get("handlers"))
+    arrays = SavedArrays.of_json(how)
+    found = Items(named, single, custom or {}, alone, how.get("handlers"), arrays)
     if single is not None:
         return found if list(found.kinds) == [single] else None
     names = node.keys if isinstance(node, tree.Node) and node.kind == "dict" else ()
@@ -124,7 +128,8 @@ def plan(index: Index, node: tree.Node | tree.Leaf, items: Items, chunk_bytes: i
     for name, kind in items.kinds.items():
         part = node if items.single else _child(node, name)
         prefix = "" if items.single else tree.component(name)
-        item = _Item(index, unwrapped(part), prefix, chunk_bytes, items.custom.get(name))
+        custom = items.custom.get(name)
+        item = _Item(index, unwrapped(part), prefix, chunk_bytes, custom, items.arrays)
         made = item.made(kind)
         if not items.alone:
             made = made.within(name, "" if items.single in _ALONE else tree.component(name))
@@ -170,6 +175,7 @@ class _Item:
         prefix: of the names of its leaves.
         chunk_bytes: the most bytes of a file.
         custom: what the user gave with it.
+        arrays: what is known of its arrays.
     """
 
     index: Index
@@ -177,6 +183,7 @@ class _Item:
     prefix: str
     chunk_bytes: int
     custom: Any
+    arrays: SavedArrays
 
     def made(self, kind: str) -> TreeFiles:
         """Its files, by how it was saved."""
@@ -199,13 +206,13 @@ class _Item:
             raise UnsupportedLeaf(
                 f"Orbax stores trees, and the item {quoted(self.node.name)} is a single leaf"
             )
-        return tree_files(self.index, self.node, self.chunk_bytes, self.custom)
+        return tree_files(self.index, self.node, self.chunk_bytes, self.custom, self.arrays)
 
     def _array(self) -> TreeFiles:
         """Of one array or number, which Orbax calls `checkpoint`."""
         keys = ("checkpoint",)
         whole = tree.Node("dict", keys, (self.node,), tuple)
-        return tree_files(self.index, whole, self.chunk_bytes, self.custom)
+        return tree_files(self.index, whole, self.chunk_bytes, self.custom, self.arrays)
 
     def _json(self, file: str) -> TreeFiles:
         values = self.index.values

@@ -7,17 +7,22 @@ is a file of its own, so processes need not talk to each other.
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from typing import Any
+
+import numpy as np
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.errors import UnsupportedLeaf
 from unickpt.foreign.flat_names import refuse
+from unickpt.foreign.orbax_arrays import SavedArrays
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.writer import Data, PlannedFile, text_file
 from unickpt.quoting import quoted
@@ -61,7 +66,11 @@ def _join(above: str, name: str) -> str:
 
 
 def tree_files(
-    index: Index, node: tree.Node, chunk_bytes: int, custom_metadata: Any = None
+    index: Index,
+    node: tree.Node,
+    chunk_bytes: int,
+    custom_metadata: Any = None,
+    saved: SavedArrays | None = None,
 ) -> TreeFiles:
     """The files of a tree of arrays and values.
 
@@ -70,28 +79,32 @@ def tree_files(
         node: the tree, or a part of it.
         chunk_bytes: the most bytes of a file.
         custom_metadata: JSON that the user added.
+        saved: what is known of its arrays, if a job of JAX saved them.
 
     Raises:
         UnsupportedLeaf: Orbax cannot hold something.
     """
+    saved = saved or SavedArrays()
     leaves = list(_leaves(index, node, (), ""))
     _check(index, leaves)
     metadata, texts, about = dict[str, Any](), dict[str, Any](), list[Any]()
-    files: list[PlannedFile] = []
+    files, shardings = list[PlannedFile](), dict[str, str]()
     arrays, values = dict[str, str](), dict[str, str]()
     for leaf in leaves:
         entry = index.entries.get(leaf.name) if leaf.kind is None else None
-        kind = leaf.kind or _kind(index, leaf.name)
+        kind = leaf.kind or _kind(index, leaf.name, saved)
         metadata[str(tuple(key for key, _ in leaf.keys))] = _described(leaf.keys, kind)
         if entry is not None:
             chunk = _chunk(entry, chunk_bytes)
             files += _array_files(leaf.stored, entry.name, entry, chunk)
             about.append(_about(leaf.stored, entry, chunk))
+            shardings[base64.b64encode(leaf.stored.encode()).decode()] = _sharding(entry, saved)
             arrays[leaf.name] = leaf.shown
         elif leaf.kind is None:
             values[leaf.name] = leaf.shown
             files += _value_files(leaf.stored, index.values[leaf.name], kind, texts)
     files += _metadata_files(metadata, texts, about, custom_metadata)
+    files.append(text_file("_sharding", json.dumps(shardings)))
     _check_files(files)
     # An empty namedtuple is read as None.
     others = any(leaf.kind == _EMPTY["namedtuple"] for leaf in leaves)
@@ -190,10 +203,12 @@ def _check_files(files: Sequence[PlannedFile]) -> None:
         seen.add(file.name)
 
 
-def _kind(index: Index, name: str) -> str:
+def _kind(index: Index, name: str, saved: SavedArrays) -> str:
     """Orbax's name of the type of a leaf."""
     if name in index.entries:
-        return "np.ndarray" if index.entry(name).prng is None else "jax.Array"
+        entry = index.entry(name)
+        is_jax = entry.prng is not None or saved.is_numpy(entry.name) is False
+        return "jax.Array" if is_jax else "np.ndarray"
     value = index.values[name]
     if value is None:
         return "None"
@@ -250,6 +265,45 @@ def _zarray(dtype: str, shape: Sequence[int], chunk: Sequence[int]) -> str:
         "zarr_format": 2,
     }
     return json.dumps(facts, separators=(",", ":"))
+
+
+def _sharding(entry: ArrayEntry, saved: SavedArrays) -> str:
+    """The sharding of an array, onto whose devices Orbax loads it if it is not told others.
+
+    The devices have the ids that were saved with a step; else the first ones.
+    """
+    layout = entry.layout
+    if layout is None or not layout.mesh.axes:  # boxes, or one device
+        return _named_sharding(("device",), (1,), (), (), (0,))
+    axes, shape, spec = layout.mesh.axes, layout.mesh.shape, layout.spec
+    if entry.prng is not None:  # of the keys, not of their data
+        spec = spec[:-1]
+    while spec and spec[-1] is None:  # as JAX writes it
+        spec = spec[:-1]
+    types, ids = saved.of_mesh(axes, shape)
+    return _named_sharding(axes, shape, spec, tuple(types), tuple(ids))
+
+
+@lru_cache(maxsize=256)
+def _named_sharding(
+    axes: tuple[str, ...],
+    shape: tuple[int, ...],
+    spec: tuple[Any, ...],
+    types: tuple[str, ...],
+    ids: tuple[int, ...],
+) -> str:
+    size = math.prod(shape)
+    devices = np.array([{"id": of} for of in (ids if len(ids) == size else range(size))], object)
+    told: dict[str, Any] = {
+        "sharding_type": "NamedSharding",
+        "shape": shape,
+        "axis_names": axes,
+        "partition_spec": spec,
+        "device_mesh": {"mesh": devices.reshape(shape).tolist()},
+    }
+    if types:
+        told["axis_types"] = types
+    return json.dumps(told)
 
 
 def _about(stored: str, entry: ArrayEntry, chunk: Sequence[int]) -> dict[str, Any]:

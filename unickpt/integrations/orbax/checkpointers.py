@@ -18,11 +18,12 @@ from unickpt.integrations.orbax.args import Composite, StandardRestore, Standard
 from unickpt.integrations.orbax.described import StepMetadata, TreeMetadata
 from unickpt.integrations.orbax.items import StoredItem
 from unickpt.integrations.orbax.options import CheckpointManagerOptions, reading_arguments
+from unickpt.integrations.orbax.placement import described_placement
 from unickpt.integrations.orbax.policies import MultiprocessingOptions
 from unickpt.integrations.orbax.replacing import Replaced
 from unickpt.integrations.orbax.run import Info, custom_metadata, how_saved
 from unickpt.integrations.orbax.steps import ORBAX
-from unickpt.integrations.orbax.stored import item_metadata, item_of, items_of
+from unickpt.integrations.orbax.stored import item_metadata, item_of, items_of, saved_of
 from unickpt.loading import loader
 from unickpt.reading.checkpoint import Checkpoint, open
 from unickpt.saving import saver
@@ -137,10 +138,12 @@ class Checkpointer:
         of_items = {ITEM: handler} if single else handlers.of_items(handler)
         for name, each in ({ITEM: given} if single else dict(given.items())).items():
             kinds[name], trees[name] = items.to_save(name, each, of_items.get(name))
+        tree = trees[ITEM] if single else trees
+        how = {"items": kinds, "single": ITEM if single else None, **described_placement(tree)}
         stored = {
             "custom_metadata": items.plain_json("custom_metadata", metadata or {}),
             # As Orbax, which has no folder for the only item; for an export.
-            ORBAX: {"items": kinds, "single": ITEM if single else None, "alone": single},
+            ORBAX: {**how, "alone": single},
         }
         location = paths.resolve(directory)
         replaced = Replaced.at(location, self._options, force=force)
@@ -149,7 +152,7 @@ class Checkpointer:
             return saver.begin(
                 SaveRequest(
                     location,
-                    trees[ITEM] if single else trees,
+                    tree,
                     self._options,
                     force,
                     metadata=lambda: stored,
@@ -196,8 +199,8 @@ class Checkpointer:
         foreign, opening = found.reader.format == ORBAX, self._reading.open
         return Info(0, str(directory), foreign=foreign, opening=opening), found
 
-    def _load(self, found: Checkpoint, like: Any, **arguments: Any) -> Any:
-        more = self._reading.arguments(like, arguments.get("under", ""))
+    def _load(self, found: Checkpoint, like: Any, *, as_stored: bool, **arguments: Any) -> Any:
+        more = self._reading.arguments(as_stored, arguments.get("under", ""))
         return loader.load(found, like, **arguments, **more)
 
     def _item(self, info: Info, found: Checkpoint) -> StoredItem:
@@ -205,7 +208,7 @@ class Checkpointer:
         load = partial(self._load, found)
         kinds = how_saved(found).get("items", {})
         kind = str(next(iter(kinds.values()))) if len(kinds) == 1 else ""
-        return StoredItem(ITEM, "", found, kind, load)
+        return StoredItem(ITEM, "", found, kind, load, saved_of(info, found))
 
     def metadata(self, directory: paths.PathLike) -> StepMetadata:
         """What is known of a checkpoint: its tree in `item_metadata`, and `custom_metadata`."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
 from unickpt.errors import CheckpointCorrupt, LoadMismatch, UnsupportedLeaf
-from unickpt.frameworks.leaves import adapters, expand, is_leaf
-from unickpt.integrations.orbax import handlers
+from unickpt.foreign.orbax_arrays import SavedArrays
+from unickpt.frameworks.leaves import PerProcess, adapters, expand, is_leaf
+from unickpt.integrations.orbax import handlers, placement
 from unickpt.integrations.orbax.described import abstract_array, described, sharding_of
 from unickpt.loading.views import StoredView
 from unickpt.reading.checkpoint import Checkpoint
@@ -116,7 +117,9 @@ class StoredItem:
         prefix: of its names; empty if it is all of the checkpoint.
         found: the checkpoint.
         kind: how it was saved; empty if that is not known.
-        load: loads from the checkpoint, with the arguments of `unickpt.load`.
+        load: loads from the checkpoint, with the arguments of `unickpt.load`; with
+            `as_stored=True` not by rules.
+        saved: what is known of its arrays.
     """
 
     name: str
@@ -124,6 +127,7 @@ class StoredItem:
     found: Checkpoint
     kind: str
     load: Load
+    saved: SavedArrays = field(default_factory=SavedArrays)
 
     @property
     def node(self) -> tree.Node | tree.Leaf:
@@ -138,19 +142,23 @@ class StoredItem:
         return whole.children[whole.keys.index(self.prefix)]
 
     def abstract(self) -> Any:
-        """Its tree, with a `jax.ShapeDtypeStruct` for each array, and its plain values."""
-        return tree.rebuild(self.node, self._abstract_leaf)
+        """Its tree, with its plain values, and what to load each array into: as it was saved."""
+        return tree.rebuild(self.node, self.abstract_leaf)
 
-    def _abstract_leaf(self, name: str) -> Any:
+    def abstract_leaf(self, name: str) -> Any:
         if name in self.found.values:
             return self.found.values[name]
-        if name not in self.found:  # a PerProcess of somebody's
-            return None
-        array = self.found[name]
-        return abstract_array(array.shape, array.dtype)
+        if name not in self.found:
+            return PerProcess()
+        return placement.target(self.found.index.entry(name), self.saved, str(self.found.location))
 
-    def load_as(self, like: Any, *, partial: bool = False) -> Any:
-        """Loads it into a tree like `like`; None for what is stored, as NumPy arrays."""
+    def load_as(self, like: Any, *, partial: bool = False, as_stored: bool = False) -> Any:
+        """Loads it into a tree like `like`; None for what is stored, as NumPy arrays.
+
+        Arguments:
+            partial: leave out what `like` lacks.
+            as_stored: `like` is the tree that is stored, so rules are of no use.
+        """
         node, part = self.node, dict[str, Any]()
         is_leaf = self.prefix and isinstance(node, tree.Leaf)
         if is_leaf:
@@ -160,17 +168,21 @@ class StoredItem:
                 return tree.rebuild(node, lambda name: None) if like is None else like
             part = {"under": f"{self.prefix}/"}
         if like is None:
-            found = self.load(None, **part)
+            found = self.load(None, **part, as_stored=True)
             return found[self.prefix] if is_leaf else found
         like = {self.prefix: like} if is_leaf else like
+        holes = _holes(like)
         found = self.load(
             like,
             **part,
             cast=True,
-            skip=_holes(like),
+            skip=holes,
+            as_stored=as_stored,
             unexpected="skip" if partial else "error",
         )
         found = found[self.prefix] if is_leaf else found
+        if not holes:
+            return found
         return jax.tree.map(lambda leaf: PLACEHOLDER if leaf is _HOLE else leaf, found)
 
 
@@ -205,11 +217,13 @@ def restore(item: StoredItem, args: Any, handler: Any = None) -> Any:
         )
     if "JaxRandomKey" in (item.kind or kind):
         return _random_key(item)
-    if args is None or kind in ("JsonRestore", "NumpyRandomKeyRestore"):
+    if item.kind == "JsonSave" or kind in ("JsonRestore", "NumpyRandomKeyRestore"):
         return item.load_as(None)
+    if args is None:
+        return item.load_as(item.abstract(), as_stored=True)
     _check_restore(item.name, args)
     like, partial = _like(item, args)
-    return item.load_as(like, partial=partial)
+    return item.load_as(like, partial=partial, as_stored=args.item is None)
 
 
 def _like(item: StoredItem, args: Any) -> tuple[Any, bool]:
@@ -217,10 +231,10 @@ def _like(item: StoredItem, args: Any) -> tuple[Any, bool]:
     wanted, restore_args = args.item, getattr(args, "restore_args", None)
     partial = getattr(args, "partial_restore", False) or getattr(args, "transforms", None) == {}
     wanted = getattr(wanted, "tree", wanted) if type(wanted).__name__ == "TreeMetadata" else wanted
-    if wanted is None and restore_args is None:
-        return None, False
     if wanted is None:
         wanted = item.abstract()
+        if restore_args is None:
+            return wanted, False
     hows = _by_path(restore_args)  # it may have more than is wanted
     stored: dict[str, Any] = {}
 
@@ -304,11 +318,11 @@ _REFUSED: Mapping[str, tuple[Any, str]] = {
 
 
 def _check_restore(name: str, args: Any) -> None:
-    for field, (default, advice) in _REFUSED.items():
-        value = getattr(args, field, default)
+    for each, (default, advice) in _REFUSED.items():
+        value = getattr(args, each, default)
         if value is not default:
             raise ValueError(
-                f"item {name!r}: {kind_of(args)}({field}={value!r}) is not supported: {advice}"
+                f"item {name!r}: {kind_of(args)}({each}={value!r}) is not supported: {advice}"
             )
     if getattr(args, "transforms", None):
         raise ValueError(

@@ -13,6 +13,7 @@ from unickpt.integrations.orbax.args import Composite
 from unickpt.integrations.orbax.described import RootMetadata, StepMetadata, TreeMetadata
 from unickpt.integrations.orbax.older import args_of_old, handlers_of
 from unickpt.integrations.orbax.options import CheckpointManagerOptions
+from unickpt.integrations.orbax.placement import described_placement
 from unickpt.integrations.orbax.run import Info, Run, SavePolicies, custom_metadata, how_saved
 from unickpt.integrations.orbax.run import reached_preemption as _reached_preemption
 from unickpt.integrations.orbax.step_log import StepLog
@@ -178,10 +179,11 @@ class CheckpointManager:
         for name, each in given.items():
             kinds[name], trees[name] = items.to_save(name, each, self._handler(name, each))
         own = {n: m for n, e in given.items() if (m := getattr(e, "custom_metadata", None))}
-        how: dict[str, Any] = {"items": kinds, "single": DEFAULT if self._default else None}
+        tree, single = (trees[DEFAULT], DEFAULT) if self._default else (trees, None)
+        how = {"items": kinds, "single": single, **described_placement(tree)}
         if own:
             how["item_metadata"] = _json("custom_metadata", own)
-        return trees[DEFAULT] if self._default else trees, how
+        return tree, how
 
     def _handler(self, name: str, args: Any) -> Any:
         """The user's own handler of an item."""

@@ -232,18 +232,18 @@ class Reading:
     rules: Any = None
     options: Any = None
 
-    def arguments(self, like: Any, under: str) -> dict[str, Any]:
+    def arguments(self, as_stored: bool, under: str) -> dict[str, Any]:
         """Arguments of `unickpt.load`.
 
         Arguments:
-            like: None, if what is stored is loaded as it is, such as JSON.
+            as_stored: not by rules.
             under: the name of the item with a slash; empty, if it is all of the checkpoint.
         """
         found = {} if self.options is None else {"options": self.options}
         rules = self.rules
         if isinstance(rules, Mapping):
             rules = rules.get(under.rstrip("/")) if under else next(iter(rules.values()), None)
-        return found if like is None or rules is None else {**found, "rules": rules}
+        return found if as_stored or rules is None else {**found, "rules": rules}
 
 
 def reading_arguments(given: dict[str, Any]) -> Reading:

@@ -220,10 +220,14 @@ class Run:
             self.wait()
         return info, info.open()
 
-    def load(self, info: Info, like: Any, **arguments: Any) -> Any:
-        """Loads from a step, with the arguments of `unickpt.load`."""
+    def load(self, info: Info, like: Any, *, as_stored: bool, **arguments: Any) -> Any:
+        """Loads from a step, with the arguments of `unickpt.load`.
+
+        Arguments:
+            as_stored: not by rules.
+        """
         if info.foreign or self._reads_all:
-            more = self._reading.arguments(like, arguments.get("under", ""))
+            more = self._reading.arguments(as_stored, arguments.get("under", ""))
             return load(info.open(), like, **arguments, **more)
         return self.checkpointer.load(like, step=info.step, **arguments)
 

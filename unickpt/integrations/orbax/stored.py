@@ -13,6 +13,7 @@ import tensorstore as ts
 
 from unickpt.errors import LoadMismatch
 from unickpt.foreign.files import Files
+from unickpt.foreign.orbax_arrays import SavedArrays
 from unickpt.integrations.orbax.described import ArrayMetadata, ScalarMetadata, StringMetadata
 from unickpt.integrations.orbax.items import StoredItem
 from unickpt.integrations.orbax.run import Info, how_saved
@@ -78,7 +79,15 @@ def item_of(
     else:
         stored = how_saved(found)
         alone = stored.get("single") == name if "items" in stored else True
-    return StoredItem(name, "" if alone else name, found, kinds[name], load or _cannot)
+    prefix = "" if alone else name
+    return StoredItem(name, prefix, found, kinds[name], load or _cannot, saved_of(info, found))
+
+
+def saved_of(info: Info, found: Checkpoint) -> SavedArrays:
+    """What is known of the arrays of a step."""
+    if info.foreign:
+        return getattr(found.reader, "saved", SavedArrays())
+    return SavedArrays.of_json(how_saved(found))
 
 
 def _cannot(*_: Any, **__: Any) -> Any:
@@ -98,7 +107,11 @@ def item_metadata(item: StoredItem) -> Any:
         if name not in item.found:
             return None
         array = item.found[name]
-        return ArrayMetadata(own, tuple(array.shape), array.dtype)
+        try:
+            sharding = getattr(item.abstract_leaf(name), "sharding", None)
+        except LoadMismatch:  # it was on devices that this job lacks
+            sharding = None
+        return ArrayMetadata(own, tuple(array.shape), array.dtype, sharding)
 
     return tree.rebuild(item.node, leaf)
 

@@ -156,7 +156,7 @@ def load(
     Arguments:
         path: of the checkpoint.
         abstract_state: a tree of `jax.ShapeDtypeStruct` with shardings, of arrays, or of metadata;
-            None loads NumPy arrays.
+            None loads what was saved, onto devices as it was on.
         checkpointable_name: which of several; by default the only one, or "state".
 
     Raises:
@@ -196,13 +196,18 @@ def load_checkpointables_async(
 
 def _load(info: Info, found: Checkpoint, wanted: Mapping[str, Any]) -> dict[str, Any]:
     settings = Settings.current()
-    read = functools.partial(loader.load, info.path, options=settings.load_options())
+    read = functools.partial(_read, info, settings)
 
     def restored(name: str, abstract: Any) -> Any:
         item = item_of(info, found, name, STATE, read)
         return restored_value(item, abstract, settings, saved_with(info, found, name))
 
     return {name: restored(name, abstract) for name, abstract in wanted.items()}
+
+
+def _read(info: Info, settings: Settings, like: Any, *, as_stored: bool, **arguments: Any) -> Any:
+    """As `StoredItem.load`; there are no rules."""
+    return loader.load(info.path, like, options=settings.load_options(), **arguments)
 
 
 # --- what there is, and removing it --------------------------------------------------------------
@@ -291,7 +296,7 @@ def _described(info: Info, found: Checkpoint, names: list[str]) -> CheckpointMet
     settings = Settings.current()
 
     def described(name: str) -> Any:
-        item = item_of(info, found, name, STATE, functools.partial(loader.load, info.path))
+        item = item_of(info, found, name, STATE, functools.partial(_read, info, settings))
         return value_metadata(item, settings, saved_with(info, found, name))
 
     is_ours = found.reader.format in ("unickpt", ORBAX)

@@ -247,7 +247,7 @@ class OrbaxCheckpointer:
         Arguments:
             step: a number or `CheckpointMetadata`; None for the newest.
             abstract_state: a tree of `jax.ShapeDtypeStruct` with shardings, of arrays, or of
-                metadata; None loads NumPy arrays.
+                metadata; None loads what was saved, onto devices as it was on.
 
         Raises:
             StepNotFoundError: the step does not exist.

@@ -16,6 +16,7 @@ from unickpt.errors import LoadMismatch, UnsupportedLeaf
 from unickpt.integrations.orbax import args, handlers, items, v1_handlers
 from unickpt.integrations.orbax.described import ArrayMetadata, described
 from unickpt.integrations.orbax.items import FILES, StoredItem
+from unickpt.integrations.orbax.placement import described_placement
 from unickpt.integrations.orbax.stored import item_metadata
 from unickpt.integrations.orbax.v1_context import Settings
 from unickpt.integrations.orbax.v1_handlers import Chosen
@@ -52,8 +53,8 @@ def described_values(
             given = (args.StandardSave(settings.cast(value)),)
         kinds[name], trees[name] = items.to_save(name, *given)
     single = STATE if list(kinds) == [STATE] else None
-    how = {"items": kinds, "single": single, "handlers": used}
-    return (trees[STATE] if single else trees), how
+    tree = trees[STATE] if single else trees
+    return tree, {"items": kinds, "single": single, "handlers": used, **described_placement(tree)}
 
 
 def restored_value(

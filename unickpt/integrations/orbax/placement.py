@@ -1,0 +1,144 @@
+"""What is restored without an abstract tree: arrays of JAX, on a mesh like the one they were on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from unickpt.arrays import dtypes, layout
+from unickpt.arrays.layout import Layout
+from unickpt.errors import LoadMismatch, UnsupportedLeaf
+from unickpt.foreign.orbax_arrays import SavedArrays
+from unickpt.format.index import ArrayEntry
+from unickpt.frameworks.leaves import adapters, expand, is_leaf
+from unickpt.integrations.orbax.described import abstract_array, is_truncated
+from unickpt.quoting import quoted
+from unickpt.trees import tree
+
+_PartitionSpec: Any = jax.sharding.PartitionSpec  # which has no types
+
+_NOT_NUMPY = (jax.Array, bool, int, float, str, type(None))
+
+
+def described_placement(saved: Any) -> dict[str, Any]:
+    """What a step stores of how the arrays of a tree were, as JSON; for `SavedArrays.of_json`."""
+    try:
+        leaves = jax.tree.leaves(saved)
+        shardings = [leaf.sharding for leaf in leaves if isinstance(leaf, jax.Array)]
+        meshes = {sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)}
+        facts = {
+            (tuple(map(str, mesh.axis_names)), mesh.devices.shape): (
+                [str(each) for each in mesh.axis_types],
+                [device.id for device in mesh.devices.flat],
+            )
+            for mesh in meshes
+        }
+        return SavedArrays(_numpy_names(saved, leaves), facts).to_json()
+    except (AttributeError, TypeError, ValueError, UnsupportedLeaf):
+        return {}  # such a tree the save itself refuses, on all processes
+
+
+def _numpy_names(saved: Any, leaves: Sequence[Any]) -> list[str] | bool:
+    if all(isinstance(leaf, _NOT_NUMPY) for leaf in leaves):
+        return False  # as almost always; to name the leaves takes longer
+    among = adapters()
+
+    def is_end(obj: Any) -> bool:  # objects are asked for their state once, by the save
+        return is_leaf(obj, among) or hasattr(type(obj), "state_dict")
+
+    node = tree.flatten(saved, is_end, lambda obj, name: expand(obj, name, among))
+    named = {leaf.name: leaf.value for leaf in tree.leaves(node)}
+    numpy = [name for name, leaf in named.items() if isinstance(leaf, np.ndarray | np.generic)]
+    return numpy if any(isinstance(leaf, jax.Array) for leaf in named.values()) else bool(numpy)
+
+
+def target(entry: ArrayEntry, saved: SavedArrays, where: str) -> Any:
+    """What to load an array into, so that it is as it was saved; a NumPy array also if JAX would
+    truncate it.
+
+    Arguments:
+        saved: more about all arrays.
+        where: the checkpoint, for messages.
+
+    Raises:
+        LoadMismatch: it was distributed over devices that the processes of this job do not have.
+    """
+    shape, dtype = entry.shape, dtypes.from_name(entry.dtype)
+    if entry.prng is not None:
+        key = jax.eval_shape(
+            lambda data: jax.random.wrap_key_data(data, impl=entry.prng),
+            abstract_array(shape, dtype),
+        )
+        shape, dtype = key.shape, key.dtype
+    elif saved.is_numpy(entry.name) is True or is_truncated(dtype):
+        return np.empty(shape, dtype)
+    return abstract_array(shape, dtype, _sharding(entry, saved, len(shape), where))
+
+
+def _sharding(entry: ArrayEntry, saved: SavedArrays, rank: int, where: str) -> NamedSharding | None:
+    """The sharding of an array; None for JAX's default device.
+
+    Arguments:
+        rank: of the array; that of the data of a random key is larger.
+    """
+    found = entry.layout
+    if found is not None and found == Layout.replicated(len(found.dims), len(found.mesh.processes)):
+        return None  # it was on one device, of each process
+    mesh = None
+    if found is not None:
+        types, ids = saved.of_mesh(found.mesh.axes, found.mesh.shape)
+        mesh = _mesh(found.mesh, tuple(types), tuple(ids))
+    if found is not None and mesh is not None:
+        spec = list(found.spec[:rank])
+        while spec and spec[-1] is None:  # as JAX writes it
+            spec.pop()
+        return NamedSharding(mesh, _PartitionSpec(*spec))
+    if jax.process_count() == 1:
+        return None
+    size = "" if found is None else f" {len(found.mesh.processes)}"
+    raise LoadMismatch(
+        f"{where}: array {quoted(entry.name)} was on{size} devices of another job, and this one "
+        f"has {jax.device_count()} in {jax.process_count()} processes; pass an abstract tree with "
+        "shardings"
+    )
+
+
+@lru_cache(maxsize=64)
+def _mesh(saved: layout.Mesh, types: tuple[str, ...], ids: tuple[int, ...]) -> Mesh | None:
+    """A mesh of this job like one that was saved; None if it has not the devices.
+
+    The same devices; else devices of the same processes; else, if there are as many, all devices in
+    JAX's order.
+
+    Arguments:
+        types: of its axes; empty if they are not known.
+        ids: of its devices; empty if they are not known.
+    """
+    by_id = {device.id: device for device in jax.devices()}
+    chosen = [by_id.get(of) for of in ids]
+    if len(chosen) != len(saved.processes) or None in chosen:
+        chosen = _of_processes(saved.processes)
+    if None in chosen and len(chosen) == jax.device_count():
+        chosen = list(jax.devices())
+    if None in chosen:
+        return None
+    known = {str(each): each for each in jax.sharding.AxisType}
+    return Mesh(
+        np.array(chosen, object).reshape(saved.shape),
+        saved.axes,
+        tuple(known[each] for each in types) if {*types} <= known.keys() and types else None,
+    )
+
+
+def _of_processes(processes: Sequence[int]) -> list[Any]:
+    """A device of each process, all different; None where it has no more."""
+    of_process: dict[int, list[Any]] = {}
+    for device in jax.devices():
+        of_process.setdefault(device.process_index, []).append(device)
+    left = {process: iter(devices) for process, devices in of_process.items()}
+    return [next(left.get(process, iter(())), None) for process in processes]
