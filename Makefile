@@ -4,7 +4,7 @@ BIN := .venv/bin
 # torch's CPU build: a plain "torch" would bring gigabytes of CUDA libraries along.
 TORCH := torch==2.13.0
 
-.PHONY: demo test test-fast lint docs modules soak bench clean
+.PHONY: demo test test-fast test-trainers lint docs modules soak bench clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -30,12 +30,16 @@ modules:
 	@python3 docs/list_modules.py
 
 test: lint
-	$(BIN)/python -m pytest -n 2 -m 'not slow'
+	$(BIN)/python -m pytest -n 2 -m 'not slow and not trainers'
+
+# Jobs of whole trainers that are killed, change over and go back: minutes.
+test-trainers: .venv/installed
+	$(BIN)/python -m pytest -n 2 -m 'trainers and not slow'
 
 # What needs no processes, no servers and no large libraries: seconds for a wing.
 # `make test-fast WING=rules` runs the tests of one.
 test-fast: .venv/installed
-	$(BIN)/python -m pytest -m 'not slow and not integration' $(if $(WING),tests/$(WING),-n 2)
+	$(BIN)/python -m pytest -m 'not slow and not integration and not trainers' $(if $(WING),tests/$(WING),-n 2)
 
 soak: .venv/installed
 	$(BIN)/python -m pytest -m slow --timeout=3600

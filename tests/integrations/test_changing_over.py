@@ -13,7 +13,7 @@ from support.processes import Processes
 
 import unickpt
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.trainers]
 
 # Each saves after every second of 8 steps; "killed" dies in the fifth.
 DCP = """

@@ -17,7 +17,7 @@ import unickpt
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.trainers]
 
 # Each does 8 steps; "killed" dies in the third, "ours" in the sixth if it is told so.
 BEGIN = """

@@ -41,6 +41,7 @@ def test_lost_shardings_are_named() -> None:
     check_shardings(nnx.eval_shape(lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(0))))
 
 
+@pytest.mark.trainers
 def test_a_job_that_is_killed_goes_on(processes: Processes, tmp_path: Path) -> None:
     """With the same losses on as many devices; on others, sums have another order."""
     assert len(EXAMPLE.splitlines()) <= 40
@@ -112,6 +113,7 @@ print(b"".join(jax.device_get(leaf).tobytes() for leaf in leaves).hex())
 """
 
 
+@pytest.mark.trainers
 def test_a_killed_run_of_orbax_goes_on(processes: Processes, tmp_path: Path) -> None:
     """With one import changed: Orbax stores an NNX variable as the `value` of one."""
     pytest.importorskip("orbax.checkpoint")

@@ -10,7 +10,10 @@ from support import TESTS
 from support.processes import Processes
 
 # Not imported here: it would look for TensorFlow.
-pytestmark = pytest.mark.skipif(find_spec("keras") is None, reason="needs keras")
+pytestmark = [
+    pytest.mark.skipif(find_spec("keras") is None, reason="needs keras"),
+    pytest.mark.trainers,
+]
 
 SCRIPT = """
 import runpy, sys

@@ -16,7 +16,10 @@ from support.processes import Processes
 import unickpt
 
 # Not imported here: it would look for TensorFlow.
-pytestmark = pytest.mark.skipif(find_spec("keras") is None, reason="needs keras")
+pytestmark = [
+    pytest.mark.skipif(find_spec("keras") is None, reason="needs keras"),
+    pytest.mark.trainers,
+]
 
 EXAMPLE = Path(TESTS).parent.joinpath("examples", "keras_fit.py").read_text()
 # Slow enough that saves in the background are committed before the job is killed.

@@ -13,7 +13,7 @@ from support.processes import Processes
 import unickpt
 
 pytest.importorskip("orbax.checkpoint")
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.trainers]
 
 JOB = """
 import logging, os, signal, sys, warnings
