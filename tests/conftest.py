@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -53,7 +54,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Does not even import files that are `integration` as a whole, if none of it is asked for."""
     if "not integration" not in config.option.markexpr or collection_path.suffix != ".py":
         return None
-    return "\npytestmark = pytest.mark.integration\n" in collection_path.read_text() or None
+    marks = re.search(r"^pytestmark = \[?pytest\.mark\.integration\b", collection_path.read_text(), re.M)
+    return marks is not None or None
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
