@@ -54,8 +54,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Does not even import files that are `integration` as a whole, if none of it is asked for."""
     if "not integration" not in config.option.markexpr or collection_path.suffix != ".py":
         return None
-    marks = re.search(r"^pytestmark = \[?pytest\.mark\.integration\b", collection_path.read_text(), re.M)
-    return marks is not None or None
+    text = collection_path.read_text()
+    return re.search(r"^pytestmark = \[?pytest\.mark\.integration\b", text, re.M) is not None or None
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
