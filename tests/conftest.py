@@ -55,7 +55,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if "not integration" not in config.option.markexpr or collection_path.suffix != ".py":
         return None
     text = collection_path.read_text()
-    return re.search(r"^pytestmark = \[?pytest\.mark\.integration\b", text, re.M) is not None or None
+    marked = re.search(r"^pytestmark = \[?pytest\.mark\.integration\b", text, re.M)
+    return True if marked else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
