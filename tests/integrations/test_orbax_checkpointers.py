@@ -164,6 +164,32 @@ def test_managers_of_older_programs(tmp_path: Path) -> None:
         ours.CheckpointManager(tmp_path / "x", theirs.PyTreeCheckpointer())
 
 
+def test_a_manager_of_checkpointers_that_wait_waits(tmp_path: Path) -> None:
+    saved = {"a": jnp.ones(1 << 24)}  # takes a while
+    for given, items in (
+        (ours.PyTreeCheckpointer(), saved),
+        ({"s": ours.PyTreeCheckpointer()}, {"s": saved}),
+    ):
+        with ours.CheckpointManager(tmp_path, given) as manager:
+            step = len(manager.all_steps())
+            manager.save(step, items)
+            assert not manager.is_saving_in_progress()
+            assert len(unickpt.open(tmp_path / f"step_{step}")) == 1
+    with ours.CheckpointManager(tmp_path, {"s": ours.AsyncCheckpointer(None)}) as manager:
+        manager.save(2, args=ours.args.Composite(s=ours.args.StandardSave(saved)))
+        assert manager.is_saving_in_progress()
+
+
+def test_an_item_that_item_names_lacks(tmp_path: Path) -> None:
+    with ours.CheckpointManager(tmp_path, item_names=("params", "data")) as manager:
+        args = ours.args.Composite(parms=ours.args.StandardSave(state()))
+        with pytest.raises(ValueError, match=r"'parms' does not match.*params, data"):
+            manager.save(1, args=args)
+        assert manager.all_steps() == []
+        args = ours.args.Composite(params=ours.args.StandardSave(state()))
+        assert manager.save(1, args=args)
+
+
 def test_a_logger_is_told_of_saves_and_restores(tmp_path: Path) -> None:
     class Logger(theirs.logging.AbstractLogger):
         def log_entry(self, entry: dict[str, Any]) -> None:

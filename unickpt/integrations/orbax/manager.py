@@ -11,7 +11,7 @@ from unickpt.integrations.orbax import handlers, items, policies
 from unickpt.integrations.orbax import options as manager_options
 from unickpt.integrations.orbax.args import Composite
 from unickpt.integrations.orbax.described import RootMetadata, StepMetadata, TreeMetadata
-from unickpt.integrations.orbax.older import args_of_old, handlers_of
+from unickpt.integrations.orbax.older import args_of_old, handlers_of, saves_in_background
 from unickpt.integrations.orbax.options import CheckpointManagerOptions
 from unickpt.integrations.orbax.placement import described_placement
 from unickpt.integrations.orbax.run import Info, Run, SavePolicies, custom_metadata, how_saved
@@ -38,7 +38,7 @@ class CheckpointManager:
             `restore` take `items` as well.
         options: Orbax's `CheckpointManagerOptions` or ours.
         metadata: JSON about the run; what the newest step has takes precedence.
-        item_names: names of items; then `args` are a `Composite`.
+        item_names: names of items; then `args` are a `Composite` of some of them.
         item_handlers: a handler, or one for each item; Orbax's own, or with `save(directory,
             args=)` and `restore(directory, args=)`.
         logger: Orbax's, or with `log_entry(dict)`: is told of each save and restore.
@@ -87,8 +87,12 @@ class CheckpointManager:
             if item_names or item_handlers is not None:
                 raise ValueError("checkpointers= goes without item_names= and item_handlers=")
             self._of_old = item_handlers = handlers_of(checkpointers)
+        self._in_background = self._options.enable_async_checkpointing and (
+            checkpointers is None or saves_in_background(checkpointers)
+        )
         self._handlers: dict[str, Any] = {}
         self._of_kinds: dict[type, Any] = {}
+        self._names = tuple(item_names or ())
         self._default: bool | None = False if item_names else None
         if isinstance(item_handlers, Mapping):
             self._handlers = {name: handlers.of_user(h) for name, h in item_handlers.items()}
@@ -106,7 +110,7 @@ class CheckpointManager:
         root = None if metadata is None else items.plain_json("metadata", metadata)
         self._run = Run(
             directory,
-            _rules(self._options, root),
+            _rules(self._options, root, self._in_background),
             self._more,
             None if waiting is None else waiting.timeout_secs,
             is_other=is_other,
@@ -157,7 +161,7 @@ class CheckpointManager:
         self._check_args(args)
         if self._options.read_only or not (force or self.should_save(step)):
             return False
-        with self._log.saving(step, not self._options.enable_async_checkpointing) as log:
+        with self._log.saving(step, not self._in_background) as log:
             tree, how = self._described(args)
             as_json = _json
             with log.part("wait_for_prev"):
@@ -176,6 +180,12 @@ class CheckpointManager:
         """The tree to save, and how it is to be restored."""
         given = {DEFAULT: args} if self._default else dict(args.items())
         kinds, trees = {}, {}
+        unknown = [name for name in given if self._names and name not in self._names]
+        if unknown:
+            raise ValueError(
+                f"the item {unknown[0]!r} does not match with any registered handler: item_names= "
+                f"has {', '.join(self._names)}"
+            )
         for name, each in given.items():
             kinds[name], trees[name] = items.to_save(name, each, self._handler(name, each))
         own = {n: m for n, e in given.items() if (m := getattr(e, "custom_metadata", None))}
@@ -380,13 +390,13 @@ class CheckpointManager:
 _json = items.plain_json  # within `save`, `items` is an argument
 
 
-def _rules(options: Any, metadata: Mapping[str, Any] | None) -> SavePolicies:
+def _rules(options: Any, metadata: Mapping[str, Any] | None, in_background: bool) -> SavePolicies:
     return SavePolicies(
         manager_options.save_policy(options),
         manager_options.preservation_policy(options),
         options.read_only,
         options.create or options.read_only,
-        options.enable_async_checkpointing,
+        in_background,
         not options.prevent_write_metrics,
         metadata if options.save_root_metadata else None,
         options.enable_should_save_is_saving_in_progress_check,

@@ -7,7 +7,7 @@ from typing import Any
 
 from unickpt.integrations.orbax import handlers
 from unickpt.integrations.orbax.args import Composite
-from unickpt.integrations.orbax.checkpointers import Checkpointer
+from unickpt.integrations.orbax.checkpointers import AsyncCheckpointer, Checkpointer
 
 
 def handlers_of(checkpointers: Any) -> Any:
@@ -25,6 +25,13 @@ def handlers_of(checkpointers: Any) -> Any:
             "or none, and args= to save and restore"
         )
     return checkpointers.handler
+
+
+def saves_in_background(checkpointers: Any) -> bool:
+    """Whether a checkpointer, or one of several by the names of their items, does not wait."""
+    if isinstance(checkpointers, Mapping):
+        return any(saves_in_background(each) for each in checkpointers.values())
+    return isinstance(checkpointers, AsyncCheckpointer)
 
 
 def args_of_old(of_items: Any, for_save: bool, items: Any, more: Any, args: Any) -> Any:
