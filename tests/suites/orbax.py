@@ -21,6 +21,7 @@ FILES = (
 )
 _INSIDES = "mocks or asks for Orbax's insides"
 _FOLDER = "looks into the step's folder, or at files of Orbax's in it"
+_SNAPSHOTS = "looks for Orbax's folder of snapshots, in which it keeps what is read from removal"
 _CLASSES = "compares with Orbax's own classes of metadata"
 _MOVED = "todelete_subdir=, which is refused by name"
 _NEWEST = "the newest step is always kept; a step goes when the next save is committed"
@@ -66,8 +67,9 @@ REASONS: dict[str, str] = {
     "*test_save_step_metadata": _CLASSES,
     "*test_slow_save_logs_warning": _INSIDES,
     "*test_timeout_fn": "counts the calls of timeout_fn",
-    "*test_unlock_existing": "looks for the step's folder by its name",
-    "*test_wait_for_new_checkpoint*": "looks for the step's folder by its name",
+    "*test_unlock_existing": _SNAPSHOTS,
+    "*test_snapshotting_*": _SNAPSHOTS,
+    "*test_wait_for_new_checkpoint*": _SNAPSHOTS,
     "*test_composite_handler_metadata": _CLASSES,
     "*test_gcs": _FOLDER,
     "*test_memory_limiting*": _INSIDES,
