@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import re
+import resource
 import shlex
 import shutil
 import subprocess
@@ -228,18 +229,25 @@ def run(environment: Environment, more: Sequence[str]) -> bool:
 
 def outcome_of(environment: Environment, more: Sequence[str]) -> tuple[bool, str]:
     """Sets an environment up and runs its tests; whether they pass, and a line that says so."""
-    start = time.monotonic()
+    start, cpu = time.monotonic(), cpu_seconds()
     print(f"=== {environment.name}", flush=True)
     try:
         is_new = set_up(environment)
     except CannotSetUp as error:
         print(f"the environment {environment.name} cannot be set up: {error}", flush=True)
         return False, "not set up"
-    ready = time.monotonic()
+    ready, cpu_ready = time.monotonic(), cpu_seconds()
     passed = run(environment, more)
-    took = f"set up in {ready - start:.0f} s" if is_new else "was set up"
+    took = f"set up in {ready - start:.0f} s ({cpu_ready - cpu:.0f} s of CPU)"
     tests = f"tests {'passed' if passed else 'FAILED'} in {time.monotonic() - ready:.0f} s"
-    return passed, f"{took}, {tests}"
+    tests += f" ({cpu_seconds() - cpu_ready:.0f} s of CPU)"
+    return passed, f"{took if is_new else 'was set up'}, {tests}"
+
+
+def cpu_seconds() -> float:
+    """What programs that have ended used, which says more on a busy machine."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def main() -> int:
