@@ -4,7 +4,8 @@ BIN := .venv/bin
 # torch's CPU build: a plain "torch" would bring gigabytes of CUDA libraries along.
 TORCH := torch==2.13.0
 
-.PHONY: demo test test-fast test-trainers lint docs modules soak bench clean
+.PHONY: demo test test-fast test-trainers test-trainers-all test-oldest test-python lint docs \
+	modules dist soak bench clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -29,17 +30,36 @@ docs: .venv/installed
 modules:
 	@python3 docs/list_modules.py
 
-test: lint
-	$(BIN)/python -m pytest -n 2 -m 'not slow and not trainers'
+# The sdist and the wheel in dist/, checked, and the wheel installed into a clean environment.
+dist: .venv/installed
+	$(BIN)/python tests/dist.py dist
 
-# Jobs of whole trainers that are killed, change over and go back: minutes.
+test: lint
+	$(BIN)/python -m pytest -n 2 -m 'not slow and not trainers and not environment'
+
+# Jobs of whole trainers that are killed, change over and go back, and tests whose packages .venv
+# does not have: tests/environments.toml lists them, and which of them run here. Minutes.
 test-trainers: .venv/installed
-	$(BIN)/python -m pytest -n 2 -m 'trainers and not slow'
+	$(BIN)/python -m pytest -n 2 -m 'trainers and not slow and not environment'
+	$(BIN)/python tests/environments.py --ci
+
+test-trainers-all: .venv/installed
+	$(BIN)/python -m pytest -n 2 -m 'trainers and not slow and not environment'
+	$(BIN)/python tests/environments.py --all
 
 # What needs no processes, no servers and no large libraries: seconds for a wing.
 # `make test-fast WING=rules` runs the tests of one.
 test-fast: .venv/installed
-	$(BIN)/python -m pytest -m 'not slow and not integration and not trainers' $(if $(WING),tests/$(WING),-n 2)
+	$(BIN)/python -m pytest -m 'not slow and not integration and not trainers and not environment' \
+		$(if $(WING),tests/$(WING),-n 2)
+
+# The same with the oldest versions that pyproject.toml allows, and with other versions of Python:
+# `make test-python VERSIONS=3.13`.
+VERSIONS ?= 3.12 3.13
+test-oldest:
+	$(PYTHON) tests/environments.py oldest
+test-python:
+	$(PYTHON) tests/environments.py $(VERSIONS:%=python%)
 
 soak: .venv/installed
 	$(BIN)/python -m pytest -m slow --timeout=3600
@@ -52,4 +72,4 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/results.py
 
 clean:
-	rm -rf .venv build dist site *.egg-info
+	rm -rf .venv .venvs build dist site *.egg-info

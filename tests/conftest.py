@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import CodeType
+from typing import Any
 
 import numpy as np
 import pytest
+from environments import environments
 from hypothesis import settings
 from support.counts import ChunkRead, chunks_read
 from support.forks import Forks
@@ -50,21 +52,61 @@ INTEGRATION_FIXTURES = {
 INTEGRATION_NAMES = {"Forks", "Processes", "fork", "subprocess"}
 
 
+ENVIRONMENTS = environments()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "only the tests of an environment of tests/environments.toml; what skips has failed"
+    parser.addoption("--environment", choices=sorted(ENVIRONMENTS), help=text)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Does not even import files that are `integration` as a whole, if none of it is asked for."""
-    if "not integration" not in config.option.markexpr or collection_path.suffix != ".py":
+    """Does not even import files of which, as a whole, nothing is asked for."""
+    if collection_path.suffix != ".py":
         return None
-    text = collection_path.read_text()
-    marked = re.search(r"^pytestmark = \[?pytest\.mark\.integration\b", text, re.M)
-    return True if marked else None
+    expression = config.option.markexpr
+    if "not environment" in expression:
+        name = collection_path.relative_to(config.rootpath).as_posix()
+        if any(name in each.tests for each in ENVIRONMENTS.values()):
+            return True
+    if "not integration" in expression:
+        text = collection_path.read_text()
+        marked = re.search(r"^pytestmark = \[?pytest\.mark\.integration\b", text, re.M)
+        return True if marked else None
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests `integration` by what they use; others say it themselves."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks tests `integration` by what they use, others say it themselves; and `environment`."""
     for item in items:
         if isinstance(item, pytest.Function) and _integrates(item):
             item.add_marker(pytest.mark.integration)
+        if any(each.selects(item.nodeid) for each in ENVIRONMENTS.values()):
+            item.add_marker(pytest.mark.environment)
+    if config.option.environment is not None:
+        selects = ENVIRONMENTS[config.option.environment].selects
+        if others := [item for item in items if not selects(item.nodeid)]:
+            config.hook.pytest_deselected(items=others)
+            items[:] = [item for item in items if selects(item.nodeid)]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around the one that turns exceptions into skips
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    return _without_skips(item.config, (yield))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    return _without_skips(collector.config, (yield))
+
+
+def _without_skips(config: pytest.Config, report: Any) -> Any:
+    """In an environment, all that a test needs is there: if it skips, nothing tests it."""
+    if config.option.environment is not None and report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped in the environment that is for it: {report.longrepr[-1]}"
+    return report
 
 
 def _integrates(item: pytest.Function) -> bool:

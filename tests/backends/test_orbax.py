@@ -447,7 +447,7 @@ def test_what_is_not_committed_is_refused(tmp_path: Path) -> None:
 def test_the_other_items_are_read_if_one_was_removed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    v1, path = pytest.importorskip("orbax.checkpoint.v1"), tmp_path / "c"
+    v1, path = pytest.importorskip("orbax.checkpoint.experimental.v1"), tmp_path / "c"
     v1.save_checkpointables(path, {"params": {"w": a(3)}, "opt": {"m": a(2)}})
     shutil.rmtree(path / "opt")
     assert list(v1.load_checkpointables(path)) == ["params"]

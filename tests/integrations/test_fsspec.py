@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
+import subprocess
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support import TESTS, s3_server
-from support.processes import Processes
+from support.processes import Processes, free_port
 
 import unickpt
 
@@ -24,6 +27,28 @@ from unickpt.integrations.fsspec import MirroredCheckpointer, StepsFolder  # noq
 from unickpt.saving.background import PendingSave  # noqa: E402
 
 STORAGES = ("memory", "file", "s3", "abfs")
+
+
+@pytest.fixture(scope="module")
+def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The connection string of a server on this machine that speaks Azure Blob Storage."""
+    if (program := shutil.which("azurite-blob")) is None:
+        pytest.skip("needs azurite, of npm")
+    port, folder = free_port(), tmp_path_factory.mktemp("azurite")
+    command = [program, "--location", folder, "--blobPort", str(port), "--skipApiVersionCheck"]
+    # An account of its own; the key is no secret, "anything" in base64.
+    env = {**os.environ, "AZURITE_ACCOUNTS": "anyone:YW55dGhpbmc="}
+    server = subprocess.Popen([*command, "--silent"], env=env)
+    try:
+        while server.poll() is None:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.1)
+        endpoint = f"BlobEndpoint=http://127.0.0.1:{port}/anyone"
+        yield f"AccountName=anyone;AccountKey=YW55dGhpbmc=;{endpoint};DefaultEndpointsProtocol=http"
+    finally:
+        server.kill()
+        server.wait()
 
 
 @pytest.fixture(params=STORAGES)
@@ -45,9 +70,7 @@ def mirror(
         yield f"s3://{name}/run", given
     else:
         pytest.importorskip("adlfs")
-        if "AZURITE" not in os.environ:
-            pytest.skip("AZURITE may be the connection string of a server")
-        given = {"connection_string": os.environ["AZURITE"]}
+        given = {"connection_string": request.getfixturevalue("azurite")}
         fsspec.filesystem("abfs", **given).mkdir(name)
         yield f"abfs://{name}/run", given
 

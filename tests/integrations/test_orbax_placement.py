@@ -120,7 +120,7 @@ def test_orbax_restores_an_export_as_it_was_saved(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def test_version_1_of_orbax_needs_no_shardings_for_an_export(tmp_path: Path) -> None:
-    orbax = pytest.importorskip("orbax.checkpoint").v1
+    orbax = pytest.importorskip("orbax.checkpoint.experimental.v1")
     saved = {"w": state()["w"], "one": jnp.ones(2), "numpy": np.arange(3)}
     unickpt.save(tmp_path / "a", saved)
     v1.save(tmp_path / "b", saved)

@@ -1,13 +1,10 @@
 """Trainings with torchtitan's trainer and unickpt.integrations.torchtitan; support/titan_cases.py
 holds what the ranks do.
-
-torchtitan is large: TORCHTITAN_PYTHON may name a Python that has it.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
 import signal
 import subprocess
 import sys
@@ -20,7 +17,8 @@ from support.processes import Processes
 
 import unickpt
 
-pytest.importorskip("torch")
+if importlib.util.find_spec("torchtitan") is None:  # which takes a minute to import
+    pytest.skip("needs torchtitan", allow_module_level=True)
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 EXAMPLE = Path(TESTS).parent.joinpath("examples", "titan.py").read_text()
@@ -46,26 +44,15 @@ del sys.argv[1:4]
 
 
 @pytest.fixture(scope="module")
-def python() -> str:
-    """A Python that has torchtitan: this one, or the one that TORCHTITAN_PYTHON names."""
-    if "TORCHTITAN_PYTHON" in os.environ:
-        return os.environ["TORCHTITAN_PYTHON"]
-    if importlib.util.find_spec("torchtitan") is None:
-        pytest.skip("torchtitan is not installed; TORCHTITAN_PYTHON may name a Python that has it")
-    return sys.executable
-
-
-@pytest.fixture(scope="module")
-def assets(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("titan") / "assets"
     source = "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path;"
     source += "from support.titan_job import make_assets; make_assets(Path(sys.argv[2]))"
-    subprocess.run([python, "-W", "ignore", "-c", source, TESTS, folder], check=True)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", source, TESTS, folder], check=True)
     return folder
 
 
 def test_cases(
-    python: str,
     assets: Path,
     processes: Processes,
     tmp_path: Path,
@@ -75,17 +62,17 @@ def test_cases(
     s3_server.use(moto, monkeypatch)
     s3_server.make_bucket(moto, "titan")
     arguments = (TESTS, Path(TESTS).parent, assets, tmp_path, "s3://titan/cases")
-    outputs = finish(processes.torch(2, CASES, *arguments, python=python))
+    outputs = finish(processes.torch(2, CASES, *arguments))
     assert all(" cases" in output for output in outputs)
 
 
 def test_a_job_that_is_killed_goes_on_with_other_ranks(
-    python: str, assets: Path, processes: Processes, tmp_path: Path
+    assets: Path, processes: Processes, tmp_path: Path
 ) -> None:
     assert len(EXAMPLE.splitlines()) <= 40
     run = tmp_path / "run" / "checkpoint"
     given = (TESTS, Path(TESTS).parent, assets)
-    job = processes.torch(4, ON_CPUS + EXAMPLE, *given, tmp_path / "run", 1000, python=python)
+    job = processes.torch(4, ON_CPUS + EXAMPLE, *given, tmp_path / "run", 1000)
     while latest(run) < 4:
         assert all(process.poll() is None for process in job), job[0].communicate()
         time.sleep(0.05)
@@ -95,11 +82,11 @@ def test_a_job_that_is_killed_goes_on_with_other_ranks(
     for process in job[1:]:
         process.wait()
     last = latest(run)
-    again = processes.torch(2, ON_CPUS + EXAMPLE, *given, tmp_path / "run", last + 3, python=python)
+    again = processes.torch(2, ON_CPUS + EXAMPLE, *given, tmp_path / "run", last + 3)
     found = losses(finish(again)[0])
     assert list(found) == [last + 1, last + 2, last + 3]
     whole = tmp_path / "whole"  # on four again: the weights at the start depend on their number
-    job = processes.torch(4, ON_CPUS + EXAMPLE, *given, whole, last + 3, python=python)
+    job = processes.torch(4, ON_CPUS + EXAMPLE, *given, whole, last + 3)
     wanted = losses(finish(job)[0])
     assert wanted.items() >= {step: killed[step] for step in range(1, last + 1)}.items()
     for step, loss in found.items():  # two ranks add the gradients in another order

@@ -51,16 +51,12 @@ class Processes:
         self.started: list[subprocess.Popen[str]] = []
 
     def start(
-        self,
-        source: str,
-        *arguments: object,
-        env: dict[str, str] | None = None,
-        python: str = sys.executable,
+        self, source: str, *arguments: object, env: dict[str, str] | None = None
     ) -> subprocess.Popen[str]:
         script = self.folder / f"script_{len(self.started)}.py"
         script.write_text(source)
         process = subprocess.Popen(
-            [python, "-W", "ignore", str(script), *map(str, arguments)],
+            [sys.executable, "-W", "ignore", str(script), *map(str, arguments)],
             env={**os.environ, **(env or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -69,9 +65,7 @@ class Processes:
         self.started.append(process)
         return process
 
-    def torch(
-        self, world: int, source: str, *arguments: object, python: str = sys.executable
-    ) -> list[subprocess.Popen[str]]:
+    def torch(self, world: int, source: str, *arguments: object) -> list[subprocess.Popen[str]]:
         """Starts gloo ranks; the source finds them through `init_process_group("gloo")`."""
         port = str(free_port())
         return [
@@ -85,7 +79,6 @@ class Processes:
                     "MASTER_PORT": port,
                     "OMP_NUM_THREADS": "1",
                 },
-                python=python,
             )
             for rank in range(world)
         ]
