@@ -21,7 +21,8 @@ from unickpt.errors import (
     SaveConflict,
     StorageError,
 )
-from unickpt.frameworks.process_group import Group
+from unickpt.frameworks.members import named
+from unickpt.frameworks.process_group import Group, members_of
 from unickpt.runs.cleaning import Cleaning, StepOrder, StepsInUse
 from unickpt.runs.retention import Retention
 from unickpt.runs.step_folder import PROBE, Branch, Lineage
@@ -377,9 +378,10 @@ def check_same_step(group: Group, where: Location, call: str, step: int) -> None
     highest = group.agree(step)
     if group.agree(int(step != highest)):
         other = f"another with {highest}" if step != highest else "another with an earlier one"
+        me = named(members_of(group), [group.index])
         raise CoverageError(
-            f"{where}: the processes call {call} with different steps: process "
-            f"{group.index} with {step}, {other}. Nothing was removed"
+            f"{where}: the processes call {call} with different steps: {me} with {step}, {other}. "
+            "Nothing was removed"
         )
 
 
@@ -394,9 +396,8 @@ def on_process_0(group: Group, where: Location, what: str, work: Callable[[], ob
             error = raised
     failed = group.agree(int(error is not None)) if group.count > 1 else error is not None
     if failed:
-        raise error or ProcessFailed(
-            f"{where}: process 0 could not {what}; see the error of process 0"
-        )
+        first = named(members_of(group), [0])
+        raise error or ProcessFailed(f"{where}: {first} could not {what}; see the error of {first}")
 
 
 def check_shared(group: Group, local: Tier) -> None:
