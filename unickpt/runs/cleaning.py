@@ -299,4 +299,7 @@ class Cleaning:
                     self._metrics[step] = tier.metrics(step)
         metrics = {step: self._metrics.get(step, {}) for step in tiers}
         # The step just saved stays, even if a step of another run has a higher number.
-        return self._retention.expendable(metrics, () if self.newest is None else (self.newest,))
+        kept = () if self.newest is None else (self.newest,)
+        if self._tiers.roles is not None:
+            return self._tiers.roles.expendable(self._retention, metrics, kept)
+        return self._retention.expendable(metrics, kept)
