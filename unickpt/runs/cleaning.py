@@ -79,7 +79,9 @@ class StepOrder:
         below = {s for s in there if s < step}
         base = self.loaded if self.loaded in below else max(below, default=None)
         ways = "remove them with delete(step), or save into another folder"
-        if base is not None:
+        if base is not None and self._tiers.roles is not None:
+            ways = f"to go on from step {base}, call drop_later_steps({base}) in each role first"
+        elif base is not None:
             ways = (
                 f"to go on from step {base}, use Checkpointer(..., after={base}), or call "
                 f"drop_later_steps({base}) first; both remove the later steps"
