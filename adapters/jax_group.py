@@ -54,11 +54,11 @@ def group_of(given: Any) -> Group | None:
     if jax.process_index() not in part.members.positions:
         raise ValueError(
             f"process {jax.process_index()} has none of the {len(devices)} devices, which are of "
-            f"the {part.members}; only these save and load with them"
+            f"{part.members}; only these save and load with them"
         )
     if len(part.members.numbers) > 1 and not jax.distributed.is_initialized():
         raise ValueError(
-            f"the devices are of the {part.members}, which agree through its key-value store; call "
+            f"the devices are of {part.members}, which agree through its key-value store; call "
             "jax.distributed.initialize() before"
         )
     return JaxGroup(part=part)
@@ -188,7 +188,7 @@ class JaxGroup(BoundedGroup):
                 raise ProcessFailed(f"another process has probably ended: {error}") from error
             me, part = f"process {self.index} of {self.count}", ""
             if self.members is not None:
-                me = f"{named(self.members, [self.index])} in the group of the {self.members}"
+                me = f"{named(self.members, [self.index])} in the group of {self.members}"
                 part = " of the group"
             raise SaveTimeout(
                 f"{me} waited {what} within {self._timeout_s:g} s ({call.option}); all processes"

@@ -42,11 +42,11 @@ class Role(NamedTuple):
     mesh: DeviceMesh
 
     def saving(self, **more: Any) -> unickpt.SaveOptions:
-        given = {"chunk_bytes": 48, "fsync": False, "timeout_s": 20, **more}
+        given = {"chunk_bytes": 48, "fsync": False, "timeout_s": 60, **more}
         return unickpt.SaveOptions(group=self.group, **given)
 
     def loading(self, **more: Any) -> unickpt.LoadOptions:
-        return unickpt.LoadOptions(group=self.group, timeout_s=20, **more)
+        return unickpt.LoadOptions(group=self.group, timeout_s=60, **more)
 
     def save(self, path: Path, tree: Any, **more: Any) -> unickpt.SaveReport:
         return unickpt.save(path, tree, options=self.saving(**more))
@@ -355,7 +355,7 @@ def a_dtensor_of_ranks_outside_of_the_role(folder: Path) -> None:
     role = own()
     world = init_device_mesh("cpu", (4,))
     tree = {"w": spread(numbers(8, 2), world, [Shard(0)])}
-    outside = {"actor": "rank 1 is missing", "critic": "ranks 0, 2, 3 is missing"}[role.name]
+    outside = {"actor": "rank 1 is missing", "critic": "ranks 0, 2, 3 are missing"}[role.name]
     words = ("'w'", "on ranks 0, 1, 2, 3 cannot be saved by", "SaveOptions.group", outside)
     fails(unickpt.UnsupportedLeaf, lambda: role.save(folder / role.name, tree), *words)
     # A group of the user's does not say which of torch's ranks its processes are.

@@ -53,10 +53,11 @@ class Members:
         holders = sorted(set(processes))
         outside = [process for process in holders if process not in self.positions]
         if outside:
+            missing = f"{_called(self.kind, outside)} {'is' if len(outside) == 1 else 'are'}"
             raise TypeError(
                 f"{what} on {_called(self.kind, holders)} cannot be saved by {self} "
-                f"(SaveOptions.group), among which {_called(self.kind, outside)} is missing; let "
-                "all that hold it save it, by a group of these, or put it on a mesh of the group"
+                f"(SaveOptions.group), among which {missing} missing; let all that hold it save "
+                "it, by a group of these, or put it on a mesh of the group"
             )
 
     def mesh(self, mesh: Mesh) -> Mesh:
@@ -95,6 +96,7 @@ def legend(members: Members | None) -> str:
 def explained(error: Exception, members: Members | None) -> Exception:
     """The same error; if it names processes by their index, its message says which these are."""
     told, message = legend(members), str(error)
-    if told and isinstance(error, UnickptError) and "process" in message and told not in message:
+    is_ours = isinstance(error, UnickptError) and "process" in message
+    if members is not None and is_ours and str(members) not in message:
         error.args = (message + told,)
     return error
