@@ -12,13 +12,16 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceSharding
 
+from unickpt.adapters.jax_group import JaxGroup, only_this_process
 from unickpt.adapters.jax_group import group as group
+from unickpt.adapters.jax_group import group_of as group_of
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, overlap
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.errors import UnsupportedLeaf
-from unickpt.frameworks.process_group import Group
+from unickpt.frameworks.members import Members
+from unickpt.frameworks.process_group import Group, members_of
 from unickpt.frameworks.protocol import (
     ArraySource,
     Fence,
@@ -57,9 +60,10 @@ def source(leaf: Any, group: Group) -> ArraySource:
         # Without a mesh over processes it is like a NumPy array: every process has its own copy.
         whole = whole_source(shape, dtype, group, read, identity, memory, _sampler(pieces))
         return replace(whole, prng=prng)
-    layout, boxes = _layout(leaf.sharding, shape)
-    if leaf.is_fully_addressable and jax.process_index() > 0:
-        layout, boxes = _of_one_process(layout, boxes)
+    # A process that saves alone does so as process 0, whatever its index in JAX.
+    is_alone = leaf.is_fully_addressable and jax.process_index() > 0
+    members = only_this_process() if is_alone else members_of(group)
+    layout, boxes = _layout(leaf.sharding, shape, members)
     if layout is None:
         known_of = dict(boxes)
         holders: Mapping[Box, tuple[int, ...]] = {box: known_of[box] for box in pieces}
@@ -187,10 +191,12 @@ def _check_source(leaf: Any, group: Group) -> None:
     _check_reduced(leaf.sharding)
     if leaf.is_fully_addressable:
         return
-    if (group.index, group.count) != (jax.process_index(), jax.process_count()):
+    own = jax.process_index(), jax.process_count()
+    if not isinstance(group, JaxGroup) and (group.index, group.count) != own:
         raise TypeError(
             f"the array spans the {jax.process_count()} processes of jax.distributed, so all of "
-            f"them must save it together, but the group has {group.count}"
+            f"them must save it together, but the group has {group.count}; to save with some of "
+            "them, give SaveOptions(group=) their devices"
         )
     owners = () if leaf.addressable_shards else {_process(d) for d in leaf.sharding.device_set}
     if len(owners) == 1:
@@ -424,16 +430,22 @@ def _host(data: Any, box: Box) -> Array:
 Holders = tuple[tuple[Box, tuple[int, ...]], ...]
 
 
-def _of_one_process(layout: Layout | None, boxes: Holders) -> tuple[Layout | None, Holders]:
-    """The same for a process that saves alone, as process 0, whatever its index in JAX."""
-    if layout is not None:
-        mesh = layout.mesh
-        layout = replace(layout, mesh=replace(mesh, processes=(0,) * len(mesh.processes)))
-    return layout, tuple((box, (0,)) for box, _ in boxes)
-
-
 @lru_cache(maxsize=4096)
-def _layout(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Layout | None, Holders]:
+def _layout(
+    sharding: Sharding, shape: tuple[int, ...], members: Members | None
+) -> tuple[Layout | None, Holders]:
+    """As `_layout_in_job`, by the positions of processes among `members`, if any are given."""
+    layout, boxes = _layout_in_job(sharding, shape)
+    if members is None:
+        return layout, boxes
+    members.check("an array", map(_process, sharding.device_set))
+    if layout is not None:
+        layout = replace(layout, mesh=members.mesh(layout.mesh))
+    at = members.positions
+    return layout, tuple((box, tuple(sorted(at[p] for p in of))) for box, of in boxes)
+
+
+def _layout_in_job(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Layout | None, Holders]:
     """The layout of a sharding; if none describes it, all boxes with their processes instead."""
     if isinstance(sharding, NamedSharding):
         layout = _named(sharding, len(shape))

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from unickpt.adapters.torch_cuda import pinned, stream_after_training
 from unickpt.adapters.torch_distributed import (
@@ -21,9 +20,11 @@ from unickpt.adapters.torch_distributed import (
     LocalShard,
     is_dtensor,
     local_shard_of,
+    members_saving,
     sharding_of,
 )
 from unickpt.adapters.torch_distributed import group as group
+from unickpt.adapters.torch_distributed import group_of as group_of
 from unickpt.adapters.torch_modules import expand_module
 from unickpt.adapters.torch_optimizer import (
     NamedOptimizer,
@@ -64,12 +65,7 @@ def source(leaf: Any, group: Group) -> ArraySource:
         sample = None if held.on_host else _sampler(tensor)
         dtype, read = TO_NUMPY[tensor.dtype], _reader(held, (0,) * len(shape))
         return whole_source(shape, dtype, group, read, _tie(held), memory, sample)
-    if (group.index, group.count) != (dist.get_rank(), dist.get_world_size()):
-        raise TypeError(
-            f"a DTensor's mesh spans the {dist.get_world_size()} ranks of torch.distributed, but "
-            f"{group.count} processes save here; save its full_tensor() or to_local()"
-        )
-    shard = local_shard_of(leaf)
+    shard = local_shard_of(leaf, members_saving(group))
     held = _TensorMemory(_local(leaf, shard))
     fragments: tuple[Fragment, ...] = ()
     if shard.box is not None and not shard.box.empty:

@@ -22,6 +22,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.errors import ProcessFailed, SaveTimeout
 from unickpt.frameworks.host_memory import node_name
+from unickpt.frameworks.members import Members, named
 from unickpt.frameworks.process_group import (
     DECIDE,
     LOAD,
@@ -40,35 +41,56 @@ def group() -> Group | None:
     return TorchGroup(dist.group.WORLD)
 
 
+def group_of(given: Any) -> Group | None:
+    if not dist.is_available():
+        return None
+    outside = dist.GroupMember.NON_GROUP_MEMBER
+    if type(given) is type(outside) and given == outside:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not a member of this process group (new_group returned "
+            "GroupMember.NON_GROUP_MEMBER); only its members save and load with it"
+        )
+    if not isinstance(given, dist.ProcessGroup):
+        return None
+    try:
+        dist.get_process_group_ranks(given)
+    except KeyError:
+        raise ValueError("the process group was destroyed, or torch does not know it") from None
+    return TorchGroup(given)
+
+
 class TorchGroup(BoundedGroup):
-    """All ranks of torch.distributed.
+    """Ranks of torch.distributed: all, or those of a process group.
 
     Arguments:
-        world: its process group.
+        of: the process group.
         timeout_s: how long to wait for other ranks; None waits as long as torch does.
     """
 
-    def __init__(self, world: Any, timeout_s: float | None = None) -> None:
-        self.index, self.count = dist.get_rank(), dist.get_world_size()
-        self._world, self._timeout_s = world, timeout_s
+    def __init__(self, of: Any, timeout_s: float | None = None) -> None:
+        self.index, self.count = dist.get_rank(of), dist.get_world_size(of)
+        self.members = None if of is dist.group.WORLD else _members(of)
+        self._of, self._timeout_s = of, timeout_s
+
+    def __repr__(self) -> str:
+        return f"TorchGroup({self.members or 'all ranks'})"
 
     def within(self, timeout_s: float) -> TorchGroup:
-        return TorchGroup(self._world, timeout_s)
+        return TorchGroup(self._of, timeout_s)
 
     def next_attempt(self) -> str:
-        if self._world not in _sessions:
-            name, store = self._new_session(), _store()
-            counters = None if store is None else _StoreCounters(store)
-            _sessions[self._world] = JobSession.begin(name, self.count, counters, node_name)
-        return _sessions[self._world].next_attempt()
+        if self._of not in _sessions:
+            _sessions[self._of] = self._new_session()
+        return _sessions[self._of].next_attempt()
 
     @property
     def session(self) -> JobSession | None:
-        return _sessions.get(self._world)
+        return _sessions.get(self._of)
 
     def agree(self, value: int) -> int:
         largest = torch.tensor(value, dtype=torch.int64, device=self._device())
-        self._finish(dist.all_reduce(largest, dist.ReduceOp.MAX, async_op=True), DECIDE)
+        work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._of, async_op=True)
+        self._finish(work, DECIDE)
         return int(largest.item())
 
     def exchange(self, data: Array, sent: Sequence[int], received: Sequence[int]) -> Array:
@@ -76,21 +98,28 @@ class TorchGroup(BoundedGroup):
         found = torch.empty(sum(received), dtype=torch.uint8, device=device)
         given = torch.from_numpy(data).to(device)
         parts = list(received), list(sent)
-        self._finish(dist.all_to_all_single(found, given, *parts, async_op=True), LOAD)
+        work = dist.all_to_all_single(found, given, *parts, group=self._of, async_op=True)
+        self._finish(work, LOAD)
         exchanged: Array = found.cpu().numpy()
         return exchanged
 
-    def _new_session(self) -> str:
-        """Rank 0 creates the session's name and writes it to the job's key-value store."""
+    def _new_session(self) -> JobSession:
+        """The first process creates the session's name and writes it to the group's store."""
         # Not by a collective: if a rank does not take part, the process group of the others becomes
         # unusable, and nothing reports which rank that was.
-        store, name = _store(), new_session()
+        store, name = _store(self._of), new_session()
+        if self.count == 1:  # needs no store, which may have ended with the rank that had it
+            return JobSession(name)
         if store is None:  # MPI has none
-            return self._broadcast(name)
+            return JobSession(self._broadcast(name))
         if self.index == 0:
-            for rank in range(1, self.count):
-                store.set(_SESSION_KEY.format(rank), name)
-            return name
+            for index in range(1, self.count):
+                store.set(_SESSION_KEY.format(index), name)
+        else:
+            name = self._name_from(store)
+        return JobSession.begin(name, self, _StoreCounters(store), node_name)
+
+    def _name_from(self, store: Any) -> str:
         key = _SESSION_KEY.format(self.index)
         wait = () if self._timeout_s is None else (timedelta(seconds=self._timeout_s),)
         try:
@@ -102,14 +131,15 @@ class TorchGroup(BoundedGroup):
             raise ProcessFailed(f"rank 0 hosts the store, and may have ended: {error}") from error
         except RuntimeError as error:  # DistStoreError; some stores raise its base
             raise SaveTimeout(
-                f"process {self.index} of {self.count} waited for process 0, which did not start "
-                f"to save within {self._limit(SAVE)}; all ranks must {SAVE.duty}"
+                f"{self._me()} waited for {named(self.members, [0])}, which did not start to save "
+                f"within {self._limit(SAVE)}; all ranks{self._part} must {SAVE.duty}"
             ) from error
         return name
 
     def _broadcast(self, name: str) -> str:
         shared = torch.tensor(list(bytes.fromhex(name)), dtype=torch.uint8, device=self._device())
-        self._finish(dist.broadcast(shared, src=0, async_op=True), SAVE)
+        first = 0 if self.members is None else self.members.numbers[0]
+        self._finish(dist.broadcast(shared, src=first, group=self._of, async_op=True), SAVE)
         return bytes(shared.tolist()).hex()
 
     def _finish(self, work: Any, call: JointCall) -> None:
@@ -140,13 +170,21 @@ class TorchGroup(BoundedGroup):
         work.wait()
 
     def _late(self, call: JointCall) -> SaveTimeout:
-        others = [rank for rank in range(self.count) if rank != self.index]
-        shown = ", ".join(map(str, others[:8])) + ", ..." * (len(others) > 8)
+        others = [index for index in range(self.count) if index != self.index]
         return SaveTimeout(
-            f"process {self.index} of {self.count} waited for process{'es' * (len(others) > 1)} "
-            f"{shown}, but not all of them took part within {self._limit(call)}; all ranks must "
-            f"{call.duty}"
+            f"{self._me()} waited for {named(self.members, others)}, but not all of them took part "
+            f"within {self._limit(call)}; all ranks{self._part} must {call.duty}"
         )
+
+    def _me(self) -> str:
+        """This process, for messages."""
+        if self.members is None:
+            return f"process {self.index} of {self.count}"
+        return f"{named(self.members, [self.index])} in the group of {self.members}"
+
+    @property
+    def _part(self) -> str:
+        return "" if self.members is None else " of the group"
 
     def _limit(self, call: JointCall) -> str:
         if self._timeout_s is None:
@@ -154,7 +192,7 @@ class TorchGroup(BoundedGroup):
         return f"{self._timeout_s:g} s ({call.option})"
 
     def _device(self) -> str:
-        backends = str(dist.get_backend_config(self._world)).split(",")  # e.g. cpu:gloo,cuda:nccl
+        backends = str(dist.get_backend_config(self._of)).split(",")  # e.g. cpu:gloo,cuda:nccl
         devices = [backend.partition(":")[0] for backend in backends]
         return "cpu" if "cpu" in devices else devices[0]
 
@@ -179,13 +217,25 @@ class _StoreCounters:
 _SESSION_KEY = "unickpt/session/{}"
 
 
-def _store() -> Any:
-    """The key-value store of the job; torch has no public name for it."""
-    return dist.distributed_c10d._get_default_store()
+def _store(of: Any) -> Any:
+    """The key-value store of a process group, in which all keys begin with the group's name, so
+    that groups do not meet; torch has no public name for it."""
+    return dist.distributed_c10d._get_process_group_store(of)
 
 
 # A session lasts as long as its process group; weak keys, so that a new group gets a new one.
 _sessions: WeakKeyDictionary[Any, JobSession] = WeakKeyDictionary()
+_known_members: WeakKeyDictionary[Any, Members] = WeakKeyDictionary()
+
+
+def _members(of: Any) -> Members | None:
+    """The ranks of a process group, always the same object; None if it has all, in their order."""
+    if of not in _known_members:
+        ranks = tuple(dist.get_process_group_ranks(of))
+        world = dist.get_world_size()
+        _known_members[of] = Members(ranks, world, "rank", "torch.distributed")
+    found = _known_members[of]
+    return None if found.numbers == tuple(range(found.job_count)) else found
 
 
 TO_NUMPY: dict[torch.dtype, dtypes.DType] = {
@@ -209,7 +259,7 @@ class LocalShard(NamedTuple):
     Arguments:
         layout: of the global array.
         box: what this rank holds, which may be empty; None if it is not in the mesh.
-        replicas: the ranks that hold the same box, ascending.
+        replicas: the processes that hold the same box, ascending.
     """
 
     layout: Layout
@@ -217,13 +267,34 @@ class LocalShard(NamedTuple):
     replicas: tuple[int, ...]
 
 
-def local_shard_of(leaf: Any) -> LocalShard:
+def local_shard_of(leaf: Any, members: Members | None = None) -> LocalShard:
     """What this rank holds of a DTensor.
 
+    Arguments:
+        leaf: the DTensor.
+        members: the ranks by whose positions to count instead of by ranks.
+
     Raises:
-        TypeError: its placements give no box.
+        TypeError: its placements give no box, or it is on ranks that are not among `members`.
     """
-    return _local_shard(dist.get_rank(), *sharding_of(leaf))
+    return _local_shard(members, dist.get_rank(), *sharding_of(leaf))
+
+
+def members_saving(group: Group) -> Members | None:
+    """The ranks by whose positions DTensors are stored; None for all ranks.
+
+    Raises:
+        TypeError: nothing says which rank a process of the group is.
+    """
+    if isinstance(group, TorchGroup):
+        return group.members
+    if (group.index, group.count) == (dist.get_rank(), dist.get_world_size()):
+        return None
+    raise TypeError(
+        f"a DTensor's mesh spans the {dist.get_world_size()} ranks of torch.distributed, but "
+        f"{group.count} processes save here; save its full_tensor() or to_local(), or, to save "
+        "with some of the ranks, give SaveOptions(group=) their torch process group"
+    )
 
 
 def sharding_of(leaf: Any) -> tuple[Any, ...]:
@@ -237,6 +308,7 @@ def sharding_of(leaf: Any) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=4096)  # a model has few, and a save looks it up for every tensor
 def _local_shard(
+    members: Members | None,
     rank: int,
     mesh: Any,
     shape: tuple[int, ...],
@@ -245,6 +317,9 @@ def _local_shard(
     shard_order: tuple[Any, ...],
 ) -> LocalShard:
     grid, at = _grid(mesh, rank)
+    if members is not None:
+        members.check("a DTensor", grid.processes)
+        grid = members.mesh(grid)
     order = _shard_order(placements, len(shape), shard_order, grid.shape)
     layout = Layout(grid, tuple(tuple(grid.axes[m] for m in dims) for dims in order))
     if at is None:

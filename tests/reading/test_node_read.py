@@ -509,6 +509,34 @@ def test_ranks_read_once(
     assert read == [1, 1, 1, 4, 1, 4]
 
 
+def test_ranks_of_a_role_read_once_among_themselves(processes: Processes, tmp_path: Path) -> None:
+    """Three of the four ranks of a node; the fourth loads the same alone, and waits for nobody."""
+    unickpt.save(tmp_path / "c", {"x": X}, options=SMALL)
+    source = RANKS + textwrap.dedent("""
+        node_read._PATIENCE_BYTES, node_read._PATIENCE_S = 1, 30.0
+        os.environ["LOCAL_RANK"] = str(rank)
+        parts = [0, 2, 3], [1]
+        groups, meshes = [], []
+        for ranks in parts:
+            groups.append(dist.new_group(ranks))
+            meshes.append(dist.device_mesh.DeviceMesh("cpu", ranks))
+        own = int(rank == 1)
+        mesh = meshes[own]
+        options = unickpt.LoadOptions(group=groups[own])
+        dist.barrier()
+        with chunks_read() as seen:
+            found = unickpt.load(path, like(Shard(1)), options=options)["x"]
+        whole = found.full_tensor().numpy().tobytes().hex()
+        print(json.dumps([whole, sum(chunk.nbytes for chunk in seen)]))
+        dist.destroy_process_group()
+    """)
+    jobs = processes.torch(4, source, tmp_path / "c", "")
+    told = [json.loads(out.splitlines()[-1]) for out in processes.finish(jobs)]
+    assert all(whole == X.tobytes().hex() for whole, _ in told)
+    read = [nbytes / X.nbytes for _, nbytes in told]
+    assert (read[0] + read[2] + read[3], read[1]) == (1, 1)
+
+
 def test_ranks_that_do_not_load_alike(processes: Processes, tmp_path: Path) -> None:
     """Each has a path of its own; one loads alone; one is killed amid the load."""
     for name in ("0", "1", "2"):

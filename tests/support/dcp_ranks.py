@@ -382,9 +382,19 @@ def a_rank_alone_and_a_group_of_all(root: Path) -> None:
     dcp.load(like, checkpoint_id=root / f"alone_{rank}", no_dist=True)
     assert same(like["w"], numbers(3) + rank)
     all_ranks, pair = dist.new_group(), dist.new_group([0, 1])
+    mesh = DeviceMesh("cpu", [0, 1])
     dcp.save({"w": numbers(3)}, checkpoint_id=root / "group", process_group=all_ranks)
-    with fails(ValueError, text="process_group="):
-        dcp.save({"w": numbers(3)}, checkpoint_id=root / "group", process_group=pair)
+    if rank > 1:
+        with fails(ValueError, text=f"rank {rank} is not a member of this process group"):
+            dcp.save({"w": numbers(3)}, checkpoint_id=root / "pair", process_group=pair)
+        return
+    state = {"w": distribute_tensor(numbers(7, 2), mesh, [Shard(0)], src_data_rank=None)}
+    dcp.save(state, checkpoint_id=root / "pair", process_group=pair)
+    dcp.async_save(state, checkpoint_id=root / "later", process_group=pair).result(60)
+    for name in ("pair", "later"):
+        like = {"w": torch.zeros(7, 2)}
+        dcp.load(like, checkpoint_id=root / name, process_group=pair)
+        assert same(like["w"], numbers(7, 2))
 
 
 # --- storage for torch's own functions ------------------------------------------------------------

@@ -90,8 +90,7 @@ class Attempt:
 
     @cached_property
     def _waits(self) -> Waits:
-        group = self.group
-        return Waits(self.location, self._folder, self.context, group.index, group.count)
+        return Waits(self.location, self._folder, self.context, self.group)
 
     def check_destination(self, overwrite: bool) -> None:
         """Refuses a destination that is in use.

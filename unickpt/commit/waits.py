@@ -20,6 +20,8 @@ from unickpt import quoting
 from unickpt.commit import progress_reports
 from unickpt.commit.progress_reports import COMMIT, NOT_BEGUN, WORDS, WRITE
 from unickpt.errors import SaveTimeout
+from unickpt.frameworks.members import legend
+from unickpt.frameworks.process_group import Group, members_of
 from unickpt.storage.kvstore import KvStore
 from unickpt.storage.locations import Location
 
@@ -64,16 +66,15 @@ class Waits:
         location: the checkpoint's folder.
         folder: of the attempt.
         context: for the storage.
-        process: index of this process.
-        count: number of processes.
+        group: the processes.
     """
 
     def __init__(
-        self, location: Location, folder: Location, context: ts.Context, process: int, count: int
+        self, location: Location, folder: Location, context: ts.Context, group: Group
     ) -> None:
         self._location, self._folder, self._context = location, folder, context
-        self._process, self._count = process, count
-        self._least_s = max(_FIRST_S, count / _LOOKS_PER_S)
+        self._process, self._count, self._group = group.index, group.count, group
+        self._least_s = max(_FIRST_S, group.count / _LOOKS_PER_S)
         self._told, self._told_at = b"", time.monotonic()
 
     @cached_property
@@ -100,7 +101,7 @@ class Waits:
             if waited >= next_s:
                 pause = min(pause * _GROWTH, max(_LONGEST_S, self._least_s))
                 with suppress(Exception):  # what fails here, fails the wait itself if it matters
-                    whom = self._whom(late, pause)
+                    whom = f"{self._whom(late, pause)}{legend(members_of(self._group))}"
                     _log.warning("%s: waiting %.0f s for %s", self._location, waited, whom)
                 next_s = time.monotonic() - began + pause
             return False

@@ -23,7 +23,13 @@ from unickpt.arrays import strided_copy
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array, DType
 from unickpt.frameworks.leaves import adapters
-from unickpt.frameworks.process_group import Group, jobs_of, launched_on_node, processes_on_node
+from unickpt.frameworks.process_group import (
+    Group,
+    group_named,
+    jobs_of,
+    launched_on_node,
+    processes_on_node,
+)
 from unickpt.frameworks.protocol import Fragment
 from unickpt.progress import Progress, check_progress
 
@@ -242,7 +248,7 @@ class CommonOptions:
 
     budget_bytes: int | MemoryBudget | None
     timeout_s: float
-    group: Group | None
+    group: Group | Any | None
     progress: Progress
 
     @property
@@ -281,10 +287,7 @@ class CommonOptions:
             check_number("budget_bytes", given)
         check_number("timeout_s", self.timeout_s)
         if self.group is not None and not hasattr(self.group, "next_attempt"):
-            raise TypeError(
-                f"group is of type {type(self.group).__name__}; omit it under torch.distributed "
-                "and jax.distributed, else pass unickpt.ProcessGroup(index, count, session)"
-            )
+            object.__setattr__(self, "group", group_named(self.group, adapters()))
         check_progress(self.progress)
 
 

@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from numbers import Integral
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from unickpt.frameworks.members import Members
 
 Bytes = NDArray[np.uint8]
 _PATIENCE_S = 1.0
@@ -98,6 +100,8 @@ class BoundedGroup(ABC):
 
     index: int
     count: int
+    members: Members | None = None
+    """Which processes of the framework's job these are; None for all."""
 
     @abstractmethod
     def within(self, timeout_s: float) -> Group:
@@ -117,6 +121,11 @@ class BoundedGroup(ABC):
 def within(group: Group, timeout_s: float) -> Group:
     """The group with a time limit, if it supports one (see `BoundedGroup`)."""
     return group.within(timeout_s) if isinstance(group, BoundedGroup) else group
+
+
+def members_of(group: Group) -> Members | None:
+    """Which processes of a framework's job a group consists of; None for a whole job."""
+    return group.members if isinstance(group, BoundedGroup) else None
 
 
 class ProcessGroup:
@@ -290,22 +299,49 @@ class NodeCount:
         """The number of processes on this node; those that have not arrived count as well."""
         if self._exact:
             return self._exact
-        arrived = self._counters.add(self._all, 0)
-        # In this order: who arrives meanwhile counts twice rather than never.
-        here = self._counters.add(self._here, 0)
+        try:
+            arrived = self._counters.add(self._all, 0)
+            # In this order: who arrives meanwhile counts twice rather than never.
+            here = self._counters.add(self._here, 0)
+        except RuntimeError:  # the store ended with the process that had it
+            return self._count
         if arrived == self._count:
             self._exact = here
         return here + self._count - arrived
 
 
+def launched_together(group: Group | None) -> int:
+    """How many processes of a group the launcher started on this node; 1 if that is not known.
+
+    Arguments:
+        group: the processes; None for those of the launcher.
+    """
+    members = None if group is None else members_of(group)
+    if group is None or members is None:
+        return launched_on_node() or 1
+    local, first = _number("LOCAL_WORLD_SIZE"), _number("RANK") - _number("LOCAL_RANK")
+    # As torchrun does, which numbers the processes of a node one after the other.
+    known = {"RANK", "LOCAL_RANK"} <= os.environ.keys()
+    own = _number("RANK"), _number("WORLD_SIZE")
+    if not known or own != (members.numbers[group.index], members.job_count):
+        return 1
+    return sum(first <= number < first + local for number in members.numbers)
+
+
 def processes_on_node(group: Group) -> int:
     """How many processes share the memory of this node; at most, if that is not known exactly."""
-    launched = launched_on_node(group.count)
+    launched = launched_on_node(_job_count(group))
     if launched is not None:
         return launched
     if isinstance(group, BoundedGroup | ProcessGroup):
         return group.on_node()
     return group.count
+
+
+def _job_count(group: Group) -> int:
+    """How many processes the job has of which a group may be a part."""
+    members = members_of(group)
+    return group.count if members is None else members.job_count
 
 
 @dataclass
@@ -324,19 +360,19 @@ class JobSession:
 
     @classmethod
     def begin(
-        cls, name: str, count: int, counters: Counters | None, node: Callable[[], str]
+        cls, name: str, group: Group, counters: Counters | None, node: Callable[[], str]
     ) -> JobSession:
-        """Begins a session, which all processes of a job do at once.
+        """Begins a session, which all processes of a group do at once.
 
         Arguments:
             name: as for the class.
-            count: number of processes of the job.
-            counters: its key-value store, if it has one that counts.
+            group: the processes.
+            counters: their key-value store, if they have one that counts.
             node: returns the name of this node.
         """
-        if counters is None or launched_on_node(count) is not None:
+        if counters is None or launched_on_node(_job_count(group)) is not None:
             return cls(name)
-        nodes = NodeCount(counters, count, name, node())
+        nodes = NodeCount(counters, group.count, name, node())
         nodes.arrive()
         return cls(name, nodes)
 
@@ -352,6 +388,30 @@ class Framework(Protocol):
 
     @property
     def group(self) -> Callable[[], Group | None] | None: ...
+
+    def group_of(self, given: Any) -> Group | None: ...
+
+
+def group_named(given: object, adapters: Sequence[Framework]) -> Group:
+    """The processes that `SaveOptions.group` or `LoadOptions.group` names.
+
+    Raises:
+        TypeError: it names none.
+        ValueError: this process is not one of them.
+    """
+    if hasattr(given, "next_attempt"):
+        group: Group = given  # type: ignore[assignment]
+        return group
+    for adapter in adapters:
+        found = adapter.group_of(given)
+        if found is not None:
+            return found
+    raise TypeError(
+        f"group is of type {type(given).__name__}; omit it under torch.distributed and "
+        "jax.distributed, where all processes save together. For some of them pass a process group "
+        "of torch.distributed (dist.new_group([0, 2, 3]), or mesh.get_group()), or a jax Mesh or a "
+        "list of jax devices; elsewhere unickpt.ProcessGroup(index, count, session)"
+    )
 
 
 def current_group(adapters: Sequence[Framework]) -> Group:

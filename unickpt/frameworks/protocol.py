@@ -197,6 +197,14 @@ class Adapter(Protocol):
         """Returns this framework's job, if it is initialised with more than one process; None if
         the framework has none."""
 
+    def group_of(self, given: Any) -> Group | None:
+        """The processes that an object of this framework names, such as a process group; None for
+        other objects.
+
+        Raises:
+            ValueError: this process is not one of them, or they cannot communicate.
+        """
+
     def fence(self, optimizer: Any, wait: Callable[[], None]) -> Fence | None:
         """Calls `wait` before every step of an optimizer; None if it is of another framework."""
 

@@ -12,7 +12,7 @@ from unickpt.format.index import RESERVED, Index
 from unickpt.format.reader import Reader
 from unickpt.frameworks import per_process
 from unickpt.frameworks.leaves import PerProcess, PerProcessValues, adapters
-from unickpt.frameworks.process_group import current_group, launched_on_node, within
+from unickpt.frameworks.process_group import current_group, launched_together, within
 from unickpt.frameworks.protocol import Adapter, ArrayTarget
 from unickpt.loading.report import LoadReport, untyped
 from unickpt.loading.request import LoadRequest, Patterns, Policy, Selection, compare, is_number
@@ -392,7 +392,7 @@ def _reading(options: LoadOptions, among: Sequence[Adapter]) -> Iterator[ReadArr
                 yield read
             return
     alone: Callable[..., dict[str, Any]] = read_arrays
-    if options.exchange is None and (launched_on_node() or 1) > 1:
+    if options.exchange is None and launched_together(options.group) > 1:
         from unickpt.reading.node_read import read_on_node  # only if there are others
 
         alone = read_on_node

@@ -26,7 +26,8 @@ from unickpt.errors import (
     SaveTimeout,
 )
 from unickpt.format.reader import Reader
-from unickpt.frameworks.process_group import Group, all_gather_bytes
+from unickpt.frameworks.members import named
+from unickpt.frameworks.process_group import Group, all_gather_bytes, members_of
 from unickpt.progress import ProgressFunction, nothing, reporting
 from unickpt.reading.chunk_reader import Filled, ReadArrays
 from unickpt.reading.options import LoadOptions
@@ -208,7 +209,8 @@ class _JobRead:
                 raise error
             kind, text = failure
             made = _SAME.get(kind, ProcessFailed)
-            raise made(f"process {process} failed: {kind}: {text}") from error
+            who = named(members_of(self.group), [process])
+            raise made(f"{who} failed: {kind}: {text}") from error
         return [theirs for _, theirs in every]
 
 

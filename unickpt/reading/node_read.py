@@ -27,7 +27,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.format.reader import Reader
-from unickpt.frameworks.process_group import launched_on_node
+from unickpt.frameworks.process_group import launched_together
 from unickpt.reading.chunk_reader import ChunkReader, Filled, read_arrays
 from unickpt.reading.node_rendezvous import Rendezvous, RendezvousEnded, can_meet, rendezvous
 from unickpt.reading.options import LoadOptions
@@ -71,7 +71,7 @@ def read_on_node(
     """As `read_arrays`, together with the other processes of this node where that reads less."""
     done: dict[str, Any] = {}
     filled = filled or Filled(jobs)
-    count = launched_on_node() or 1
+    count = launched_together(options.group)
     shares = _is_slow(stored) or stored.location.is_local  # not the memory of this process
     if can_meet(count) and shares and stored.index.attempt:
         large = [job for job in jobs if _is_spread(stored, job)]
@@ -112,7 +112,7 @@ def _read_large(
     patience_s = _PATIENCE_S if _is_slow(stored) else min(_PATIENCE_S, mine / _PATIENCE_BYTES)
     most, timeout_s = _ALONE_BYTES, min(options.timeout_s, _TIMEOUT_S)
     with (
-        rendezvous(purpose, launched_on_node() or 1, timeout_s) as others,
+        rendezvous(purpose, launched_together(options.group), timeout_s) as others,
         closing(ChunkReader(stored)) as alone,
     ):
         while left := _left(jobs, done):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from unickpt.frameworks.host_memory import CommonOptions, MemoryBudget
 from unickpt.frameworks.process_group import Group
@@ -31,13 +32,15 @@ class LoadOptions(CommonOptions):
             the same way. False: every process reads alone.
         timeout_s: with `exchange`, how long a process waits for the others, in seconds, each time
             that they exchange data; a `ProcessGroup` waits as long as its own function does.
-        group: as in `SaveOptions`; used for `exchange` and for `PerProcess` leaves.
+        group: as in `SaveOptions`: who loads together. It counts for `exchange`, for `PerProcess`
+            leaves, and where `budget_bytes` is divided.
         progress: as in `SaveOptions`, with the bytes that this process has loaded, on the thread
             that loads. If the load starts again, it begins again.
 
     Raises:
         MissingPackage: `progress=True` without tqdm.
-        ValueError, TypeError: an option is out of range, or of a wrong type.
+        ValueError, TypeError: an option is out of range, or of a wrong type; or this process is not
+            in `group`.
 
     Example:
         >>> import numpy as np, unickpt
@@ -50,7 +53,7 @@ class LoadOptions(CommonOptions):
     budget_bytes: int | MemoryBudget | None = None
     exchange: bool | None = None
     timeout_s: float = 600.0
-    group: Group | None = None
+    group: Group | Any | None = None
     progress: Progress = None
 
     __repr__ = given

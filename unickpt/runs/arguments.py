@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -18,8 +19,12 @@ from unickpt.quoting import quoted
 from unickpt.reuse.experts import Choose
 from unickpt.runs.partial_saves import Experts
 from unickpt.runs.retention import Retention
+from unickpt.runs.roles import Roles
 from unickpt.runs.save_triggers import SaveEvery
+from unickpt.runs.step_folder import StepFolder
+from unickpt.runs.tiers import Tier
 from unickpt.saving.describe import check_mapping
+from unickpt.storage import paths
 
 
 class PolicyFields(TypedDict, total=False):
@@ -129,6 +134,49 @@ def step_number(step: object, what: str = "step ") -> int:
     if number >= _STEPS_END:
         raise ValueError(f"{what}{step!r} must be less than 10**18")
     return number
+
+
+def roles_of(
+    root: Tier, given: Sequence[paths.PathLike], refused: Mapping[str, object]
+) -> Roles | None:
+    """The folders of the roles of a job; None if there are none.
+
+    Arguments:
+        root: the folder of this role.
+        given: the folders of all.
+        refused: arguments that roles cannot have, by name.
+
+    Raises:
+        ValueError: one of these is given; or `root` is not among the folders.
+        StorageError: a storage failed.
+    """
+    if isinstance(given, str | os.PathLike):
+        raise ValueError(f"roles={str(given)!r} must be a list of the folders of all roles")
+    folders = [StepFolder(path) for path in given]
+    if not folders:
+        return None
+    others = {str(f.location): f for f in folders if f.location.spec != root.location.spec}
+    if len(others) == len(folders):
+        raise ValueError(
+            f"roles={list(map(str, given))} must have the folders of all roles, also this one's: "
+            f"{root.location}"
+        )
+    for name, value in refused.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}={value!r} cannot be combined with roles=, which would decide differently "
+                f"in each role; {_INSTEAD[name]}"
+            )
+    return Roles(root, list(others.values()))
+
+
+_BY_HAND = "decide on all ranks of the job together, and then call save in each role"
+_INSTEAD = {
+    "after": "call drop_later_steps in each role",
+    "local": "save to the root",
+    "save_every_s": _BY_HAND,
+    "preemption": _BY_HAND,
+}
 
 
 def run_text(tiers: Any, steps_in: Callable[[Any], Iterable[int]], closed: bool) -> str:

@@ -20,6 +20,7 @@ from unickpt.runs.arguments import (
     PolicyFields,
     StepArguments,
     fences_of,
+    roles_of,
     run_text,
     step_metadata,
     step_number,
@@ -74,6 +75,10 @@ class Checkpointer:
             steps do not count if such a run went on from an earlier step. If `root` has no step at
             all, those in `local` count. Several processes must be able to agree (see
             `ProcessGroup`).
+        roles: where a job has parts that save for themselves, such as an actor and a critic on
+            different ranks (`SaveOptions.group`), the roots of all of them, `root` included: a step
+            counts only once all have it, and rules keep and remove the same steps in each. See
+            docs/howto/processes.md. Several processes must be able to agree (see `ProcessGroup`).
         reuse: chunks that are equal in the step that this process saved or loaded before are not
             written again; see `SaveOptions.base`. True or "digest" recognises them by their
             digests, "compare" by their bytes; with "patch", of chunks of which few elements changed
@@ -119,6 +124,7 @@ class Checkpointer:
         after: int | None = None,
         save_every: int | SaveEvery | None = None,
         local: paths.PathLike | None = None,
+        roles: Sequence[paths.PathLike] = (),
         reuse: bool | Literal["digest", "compare", "patch"] = False,
         experts: Experts | None = None,
         optimizers: Sequence[Any] = (),
@@ -133,7 +139,10 @@ class Checkpointer:
         self._reuses = reuse is not False
         if not isinstance(reuse, bool):
             self._options = replace(self._options, reuse=reuse)
-        self._tiers = Tiers(Tier(root), None if local is None else Tier(local))
+        refused = {"after": after, "local": local, "save_every_s": when.seconds}
+        tier, refused["preemption"] = Tier(root), when.preemption or None
+        others = roles_of(tier, roles, refused)
+        self._tiers = Tiers(tier, None if local is None else Tier(local), others)
         self._partial = None if chosen is None else PartialSaves(chosen, self._tiers.first)
         self._queue = SaveQueue()
         self._fences = fences_of(optimizers, self._queue.fence)
@@ -249,7 +258,7 @@ class Checkpointer:
             metadata=partial(step_metadata, step, shown, metadata, self._branch.recorded),
             owners=owners,
             callbacks=hooks,
-            find_base=self._find_base,
+            find_base=partial(self._housekeeping.find_base, self._reuses),
             partial=begin,
             waits=wait,
         )
@@ -263,15 +272,6 @@ class Checkpointer:
         if wait:
             pending.result()
         return pending
-
-    def _find_base(self) -> str | None:
-        """The checkpoint to which the next save refers."""
-        step, first = self._housekeeping.recent, self._tiers.first
-        if step is None or not self._reuses:
-            return None
-        if self._tiers.local is not None and not first.location.is_local:
-            return None  # what is copied to the root must not need another step
-        return first.path(step)
 
     def wait(self) -> None:
         """Waits until all saves are committed and copied to `root`, and old steps are removed.
@@ -391,7 +391,8 @@ class Checkpointer:
     # --- finding and loading -------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """The committed steps of both tiers, ascending; without those that `after` abandons.
+        """The committed steps of both tiers, ascending; without those that `after` abandons, or
+        that one of `roles` lacks.
 
         Raises:
             StorageError: the storage failed.
@@ -399,7 +400,7 @@ class Checkpointer:
         return self._tiers.steps(self._branch)
 
     def latest(self) -> int | None:
-        """The newest committed step; None if there is none."""
+        """The newest of `steps`; None if there is none."""
         return max(self.steps(), default=None)
 
     def path(self, step: int) -> str:
@@ -461,7 +462,7 @@ class Checkpointer:
         """
         for name in arguments.keys() - LoadArguments.__annotations__.keys():
             raise TypeError(f"Checkpointer.load() got an unexpected keyword argument {name!r}")
-        self._removal.check_after()
+        self._removal.check_load(fallback)
         options = LoadOptions.or_default(arguments.get("options"))
         group = self._group(options)
         arguments["options"] = replace(options, group=group)

@@ -79,7 +79,9 @@ class StepOrder:
         below = {s for s in there if s < step}
         base = self.loaded if self.loaded in below else max(below, default=None)
         ways = "remove them with delete(step), or save into another folder"
-        if base is not None:
+        if base is not None and self._tiers.roles is not None:
+            ways = f"to go on from step {base}, call drop_later_steps({base}) in each role first"
+        elif base is not None:
             ways = (
                 f"to go on from step {base}, use Checkpointer(..., after={base}), or call "
                 f"drop_later_steps({base}) first; both remove the later steps"
@@ -299,4 +301,7 @@ class Cleaning:
                     self._metrics[step] = tier.metrics(step)
         metrics = {step: self._metrics.get(step, {}) for step in tiers}
         # The step just saved stays, even if a step of another run has a higher number.
-        return self._retention.expendable(metrics, () if self.newest is None else (self.newest,))
+        kept = () if self.newest is None else (self.newest,)
+        if self._tiers.roles is not None:
+            return self._tiers.roles.expendable(self._retention, metrics, kept)
+        return self._retention.expendable(metrics, kept)

@@ -21,9 +21,12 @@ from unickpt.errors import (
     SaveConflict,
     StorageError,
 )
-from unickpt.frameworks.process_group import Group
+from unickpt.frameworks.members import named
+from unickpt.frameworks.process_group import Group, members_of
+from unickpt.quoting import some
 from unickpt.runs.cleaning import Cleaning, StepOrder, StepsInUse
 from unickpt.runs.retention import Retention
+from unickpt.runs.roles import Roles
 from unickpt.runs.step_folder import PROBE, Branch, Lineage
 from unickpt.runs.tier_copies import Copying
 from unickpt.runs.tiers import Tier, Tiers
@@ -113,6 +116,19 @@ class Housekeeping:
             ended=lambda: self._ended(save, step),
         )
 
+    def find_base(self, reuses: bool) -> str | None:
+        """The checkpoint to which the next save refers.
+
+        Arguments:
+            reuses: whether it shall.
+        """
+        first = self._tiers.first
+        if self.recent is None or not reuses:
+            return None
+        if self._tiers.local is not None and not first.location.is_local:
+            return None  # what is copied to the root must not need another step
+        return first.path(self.recent)
+
     def is_in_flight(self, step: int) -> bool:
         """Whether a save of a step has begun and has not ended."""
         return step in self._in_use.saved
@@ -146,6 +162,17 @@ class Housekeeping:
             self._order.failed.pop(step, None)
             self._branch.forget(step)
         self._order.forget_all()
+
+    def part_from(self, roles: Roles) -> None:
+        """Removes this role's steps that the others lack, and records with which steps of these
+        no later ones belong together. Raises as `remove`."""
+        _log.warning(
+            "%s: going on from the newest step that all roles have; removing %s, and setting apart "
+            "%d steps of the others",
+            *(self._tiers.root.location, some(roles.behind) or "nothing", len(roles.apart)),
+        )
+        self.remove(roles.behind)
+        roles.record(fsync=self._options.fsync)
 
     def _check_not_needed(self, tier: Tier, step: int) -> None:
         needed = tier.borrowers(step)
@@ -282,7 +309,7 @@ class Removal:
 
     def __init__(self, tiers: Tiers, branch: Branch, housekeeping: Housekeeping) -> None:
         self._tiers, self._branch, self._housekeeping = tiers, branch, housekeeping
-        self._has_removed_steps_after = self._has_removed_abandoned = False
+        self._has_removed_steps_after = self._has_removed_abandoned = self._has_parted = False
 
     def drop_later(self, kept: int, group: Group, drain: Callable[[], None]) -> list[int]:
         """Removes all steps after one; see `Checkpointer.drop_later_steps`.
@@ -298,6 +325,10 @@ class Removal:
         if kept not in there:
             raise self._tiers.not_found(kept, there)
         self._remove(later, f"remove the steps after {kept}", group)
+        if self._tiers.roles is not None:
+            self._tiers.roles.behind = []
+            self._tiers.roles.set_apart(kept)
+            self._has_parted = False
         return later
 
     def delete(self, step: int, group: Group, drain: Callable[[], None]) -> None:
@@ -317,6 +348,37 @@ class Removal:
         """Removes, before the first save, what no step of this run may come after."""
         self._remove_abandoned(group)
         self._remove_steps_after(group)
+        self._part_from_roles(group)
+
+    def _part_from_roles(self, group: Group) -> None:
+        """Removes, before the first save, steps that other roles lack, and sets apart what these
+        have beyond the newest step of all."""
+        roles = self._tiers.roles
+        if roles is None or self._has_parted:
+            return
+        is_needed = group.index == 0 and bool(roles.behind or roles.apart)
+        if group.count > 1:
+            is_needed = group.agree(int(is_needed)) > 0
+        if is_needed:
+            what = "remove the steps that other roles lack"
+            work = partial(self._housekeeping.part_from, roles)
+            on_process_0(group, self._tiers.root.location, what, work)
+        roles.behind = []
+        self._has_parted = True
+
+    def check_load(self, fallback: bool) -> None:
+        """Checks a load.
+
+        Raises:
+            ValueError: it would fall back to an older step than other roles load.
+            CheckpointNotFound: as `check_after`.
+        """
+        if fallback and self._tiers.roles is not None:
+            raise ValueError(
+                "fallback=True could load another step than other roles do, which do not know what "
+                "is damaged here; load the same older step in all roles: load(step=...)"
+            )
+        self.check_after()
 
     def check_after(self) -> None:
         """Raises CheckpointNotFound if the step `after` does not exist."""
@@ -377,9 +439,10 @@ def check_same_step(group: Group, where: Location, call: str, step: int) -> None
     highest = group.agree(step)
     if group.agree(int(step != highest)):
         other = f"another with {highest}" if step != highest else "another with an earlier one"
+        me = named(members_of(group), [group.index])
         raise CoverageError(
-            f"{where}: the processes call {call} with different steps: process "
-            f"{group.index} with {step}, {other}. Nothing was removed"
+            f"{where}: the processes call {call} with different steps: {me} with {step}, {other}. "
+            "Nothing was removed"
         )
 
 
@@ -394,9 +457,8 @@ def on_process_0(group: Group, where: Location, what: str, work: Callable[[], ob
             error = raised
     failed = group.agree(int(error is not None)) if group.count > 1 else error is not None
     if failed:
-        raise error or ProcessFailed(
-            f"{where}: process 0 could not {what}; see the error of process 0"
-        )
+        first = named(members_of(group), [0])
+        raise error or ProcessFailed(f"{where}: {first} could not {what}; see the error of {first}")
 
 
 def check_shared(group: Group, local: Tier) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -16,6 +16,7 @@ from unickpt.errors import (
     CheckpointNotFound,
     UnickptError,
 )
+from unickpt.runs.roles import Roles
 from unickpt.runs.step_folder import Branch, StepFolder
 from unickpt.storage import paths
 from unickpt.storage.errors import Failed
@@ -164,15 +165,16 @@ class Tiers:
     Arguments:
         root: the folder of all kept steps.
         local: where steps are committed first, if not in the root.
+        roles: the folders of other roles, without which no step counts, if there are any.
 
     Raises:
         ValueError: both are the same folder.
     """
 
-    def __init__(self, root: Tier, local: Tier | None) -> None:
+    def __init__(self, root: Tier, local: Tier | None, roles: Roles | None = None) -> None:
         if local is not None and local.location.spec == root.location.spec:
             raise ValueError(f"local and root are the same folder: {root.location}")
-        self.root, self.local = root, local
+        self.root, self.local, self.roles = root, local, roles
         self.all = [root] if local is None else [local, root]
         self.first = self.all[0]
         """Where saves go."""
@@ -203,7 +205,11 @@ class Tiers:
             for step in found[self.local] - found[self.root]:
                 if compare(self.local, self.root, step).is_abandoned:
                     found[self.local].remove(step)
-        return sorted(set().union(*found.values()))
+        return self._complete(set().union(*found.values()))
+
+    def _complete(self, steps: Iterable[int]) -> list[int]:
+        """Which of these steps all roles have, ascending."""
+        return sorted(steps) if self.roles is None else self.roles.complete(steps)
 
     def path(self, step: int) -> str:
         """The path of a step, saved or not; in the local tier only if the root lacks this version.
@@ -218,6 +224,8 @@ class Tiers:
 
     def holders(self, step: int, branch: Branch) -> list[Tier]:
         """The tiers that have the current version of a step that a job sees, the fastest first."""
+        if not self._complete([step]):
+            return []
         found = [self.root]
         if self.local is not None:
             versions = compare(self.local, self.root, step)
@@ -235,6 +243,7 @@ class Tiers:
     def not_found(self, step: int, steps: Sequence[int]) -> CheckpointNotFound:
         """The error that a step is not among those that are committed."""
         have = ", ".join(map(str, steps[-10:])) or "none"
-        return CheckpointNotFound(
-            f"step {step} is not in {self.root.location}; the committed steps are: {have}"
-        )
+        where = f"is not in {self.root.location}; the committed steps are"
+        if self.roles is not None:
+            where = f"is not in {self.roles}, or its parts were not saved together; these have all"
+        return CheckpointNotFound(f"step {step} {where}: {have}")

@@ -120,7 +120,12 @@ class SaveOptions(CommonOptions):
             sample of each is compared; if it differs, one process's data is stored whole, with a
             warning (`ReplicasDiffer`).
         group: the processes that save together; detected automatically under `torch.distributed`
-            and `jax.distributed`.
+            and `jax.distributed`, where by default all do. For some of them, such as the role of an
+            actor beside that of a critic: their process group of torch (`dist.new_group(ranks)`),
+            or, in JAX, their devices (a `jax.sharding.Mesh`, or a list of `jax.Device`, the same on
+            all of their processes). They save by themselves, at the same time as others, and count
+            themselves from 0 in the order of the group, so that what they store does not depend on
+            where in the job they are. Elsewhere a `ProcessGroup`.
         metrics: called with the report of each successful save, on every process, on the saving
             thread, for one save at a time. `PendingSave.result` and the program's exit wait for it;
             later saves do not. It may save, load and wait for saves; its own wait for a save ends
@@ -134,7 +139,8 @@ class SaveOptions(CommonOptions):
 
     Raises:
         MissingPackage: `progress=True` without tqdm.
-        ValueError, TypeError: an option is out of range, or of a wrong type.
+        ValueError, TypeError: an option is out of range, or of a wrong type; or this process is not
+            in `group`.
 
     Example:
         >>> import numpy as np, unickpt
@@ -155,7 +161,7 @@ class SaveOptions(CommonOptions):
     quantize: Mapping[str, str | None] = field(default_factory=dict)
     timeout_s: float = 600.0
     check_replicas: bool = False
-    group: Group | None = None
+    group: Group | Any | None = None
     metrics: Callable[[SaveReport], None] | None = None
     progress: Progress = None
 
@@ -205,7 +211,7 @@ class SaveReport:
         seconds: wall time in this process, from the call to the commit.
         phases: seconds per phase: `describe`, `plan`, `stage` (in the call), `queue` (waiting for
             earlier saves), `write` and `commit`, which includes waiting for the other processes.
-        process: index of this process.
+        process: index of this process, in `SaveOptions.group` if that is given.
         blocked_s: seconds for which the call blocked the caller.
         staged_bytes: bytes that were copied to host memory, in the call or in the background.
         drained_bytes: bytes that did not fit into `SaveOptions.budget_bytes` when it was their

@@ -21,7 +21,8 @@ from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.frameworks import per_process
 from unickpt.frameworks.leaves import PerProcess, adapter_of, adapters, expand, is_leaf
-from unickpt.frameworks.process_group import Group
+from unickpt.frameworks.members import Members
+from unickpt.frameworks.process_group import Group, members_of
 from unickpt.frameworks.protocol import Adapter, ArraySource, Fragment, Memory, Read
 from unickpt.saving.describe import Description, checked_metadata, unstorable
 from unickpt.saving.options import SaveOptions
@@ -125,6 +126,11 @@ _planned_by = attrgetter(
 )
 
 
+def _of(group: Group) -> tuple[int, int, Members | None]:
+    """What of a group the descriptions of arrays depend on."""
+    return group.index, group.count, members_of(group)
+
+
 def _nbytes(source: ArraySource) -> int:
     return sum(fragment.box.size for fragment in source.fragments) * source.dtype.itemsize
 
@@ -165,7 +171,7 @@ class CachedPlan:
     cache: PlanCache
     options: tuple[Any, ...]
     among: Sequence[Adapter]
-    group: tuple[int, int]
+    group: tuple[int, int, Members | None]
     skeleton: Skeleton
     types: Sequence[type]
     names: Mapping[int, str]
@@ -373,7 +379,7 @@ class PlanCache:
         def level(obj: Any, name: str) -> tree.Expansion | None:
             return tree.level_of(obj, name, expand_once)
 
-        key = _planned_by(options), among, (group.index, group.count)
+        key = _planned_by(options), among, _of(group)
         for plan in reversed(self._free):
             if (plan.options, plan.among, plan.group) != key:
                 continue
@@ -441,7 +447,7 @@ class PlanCache:
             cache=self,
             options=_planned_by(job.options),
             among=among,
-            group=(job.group.index, job.group.count),
+            group=_of(job.group),
             skeleton=like,
             types=list(map(type, values)),
             names=names,

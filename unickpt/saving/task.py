@@ -25,7 +25,8 @@ from unickpt.errors import (
 from unickpt.format.index import Index
 from unickpt.frameworks.host_memory import share
 from unickpt.frameworks.leaves import adapters
-from unickpt.frameworks.process_group import processes_on_node, saving_group, within
+from unickpt.frameworks.members import explained
+from unickpt.frameworks.process_group import members_of, processes_on_node, saving_group, within
 from unickpt.frameworks.protocol import ArraySource
 from unickpt.progress import ProgressFunction, reporting
 from unickpt.reuse.base import FAULTY, Base, How, open_base
@@ -261,7 +262,7 @@ class SaveTask:
             self._become(SaveState.FAILED)
             error = raised
             if isinstance(raised, Exception):
-                error = self._attempt.explained(raised)
+                error = explained(self._attempt.explained(raised), members_of(self.group))
             self._attempt.publish_error(error, refused=refused)
             if self._has_begun or self.group.count > 1:
                 self._attempt.discard()

@@ -10,7 +10,8 @@ from contextlib import suppress
 from typing import Any
 
 from unickpt.errors import MergeError, ProcessFailed
-from unickpt.frameworks.process_group import Group, all_gather_bytes
+from unickpt.frameworks.members import named
+from unickpt.frameworks.process_group import Group, all_gather_bytes, members_of
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.tools.merge_methods import Search
 
@@ -80,7 +81,8 @@ def on_all(group: Group, work: Callable[[], Any]) -> list[Any]:
         raise error
     for process, said in enumerate(everyone):
         if said["error"]:
-            raise ProcessFailed(f"process {process} failed: {said['error']}")
+            who = named(members_of(group), [process])
+            raise ProcessFailed(f"{who} failed: {said['error']}")
     return [said["found"] for said in everyone]
 
 

@@ -43,9 +43,10 @@ from unickpt.loading import loader
 from unickpt.loading.views import StoredView
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
+from unickpt.reading.options import LoadOptions
 from unickpt.saving import saver
 from unickpt.saving.background import PendingSave, SaveCallbacks, SaveRequest
-from unickpt.saving.options import SaveReport
+from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.task import SaveTask
 from unickpt.storage import paths
 
@@ -60,6 +61,7 @@ __all__ = [
 ]
 
 T = TypeVar("T", StorageReader, StorageWriter)
+Options = TypeVar("Options", SaveOptions, LoadOptions)
 _TO_SAVE = "storage_writer", "where to save"
 
 
@@ -104,7 +106,7 @@ def save(
         checkpoint_id: a local path or a URL (file, memory, s3, gs).
         storage_writer: a `StorageWriter` of this module, for its path and options.
         planner: None, or torch's `DefaultSavePlanner`; nothing is planned together.
-        process_group: None, or a group of all ranks.
+        process_group: the ranks that save, all of which must call this; None for all.
         no_dist: whether this process saves alone.
         use_collectives: of no effect: no collectives are used. All ranks must call this.
 
@@ -125,8 +127,8 @@ def save(
         {'w': tensor([1., 1.]), 'step': 3}
     """
     writer = _storage(StorageWriter, checkpoint_id, storage_writer, *_TO_SAVE)
-    _check_save(planner, process_group)
-    options = replace(writer.options, group=alone() if no_dist else writer.options.group)
+    _check_save(planner)
+    options = _together(writer.options, process_group, no_dist)
     state, overwrite = to_save(state_dict), writer.overwrite
     to = destination(writer.checkpoint_id, overwrite=overwrite)
     report = saver.run(SaveTask(to.location, overwrite, options), state)
@@ -167,14 +169,14 @@ def async_save(
         UnickptError: as `unickpt.save_async`.
     """
     writer = _storage(StorageWriter, checkpoint_id, storage_writer, *_TO_SAVE)
-    _check_save(planner, process_group)
+    _check_save(planner)
     if async_checkpointer_type is not AsyncCheckpointerType.THREAD:
         raise ValueError(
             f"async_checkpointer_type={async_checkpointer_type} is not supported: unickpt writes "
             "on threads of this process, which step back behind the training; leave it out"
         )
     later = _stages_later(async_stager)
-    options = replace(writer.options, group=alone() if no_dist else writer.options.group)
+    options = _together(writer.options, process_group, no_dist)
     if later:
         options = replace(options, staging="lazy")
     state, overwrite = to_save(state_dict), writer.overwrite
@@ -209,7 +211,7 @@ def load(
         storage_reader: a `StorageReader` of this module, for its path and options.
         planner: None, or torch's `DefaultLoadPlanner`; with its `allow_partial_load`, keys that are
             not stored keep what they hold.
-        process_group: None, or a group of all ranks.
+        process_group: the ranks that load, all of which must call this; None for all.
         no_dist: whether this process loads alone.
 
     Raises:
@@ -219,9 +221,8 @@ def load(
     reader = _storage(
         StorageReader, checkpoint_id, storage_reader, "storage_reader", "what to load"
     )
-    _check_group(process_group)
     partial = _allows_partial(planner)
-    options = replace(reader.options, group=alone() if no_dist else reader.options.group)
+    options = _together(reader.options, process_group, no_dist)
 
     request = RequestedState(state_dict)
 
@@ -361,8 +362,7 @@ def _storage(kind: type[T], path: paths.PathLike | None, given: Any, argument: s
     return made
 
 
-def _check_save(planner: SavePlanner | None, process_group: dist.ProcessGroup | None) -> None:
-    _check_group(process_group)
+def _check_save(planner: SavePlanner | None) -> None:
     if planner is None:
         return
     _check_planner(planner, DefaultSavePlanner, "StorageWriter")
@@ -395,15 +395,11 @@ def _check_planner(planner: object, supported: type, storage: str) -> None:
             )
 
 
-def _check_group(process_group: dist.ProcessGroup | None) -> None:
-    if process_group is None:
-        return
-    size, world = dist.get_world_size(process_group), dist.get_world_size()
-    if size != world:
-        raise ValueError(
-            f"process_group= has {max(size, 0)} of the {world} ranks; call this on all ranks "
-            "without it: replicas, as in HSDP, are written once, by whoever holds them"
-        )
+def _together(options: Options, process_group: dist.ProcessGroup | None, no_dist: bool) -> Options:
+    """The options of a save or a load by some ranks."""
+    if no_dist:
+        return replace(options, group=alone())
+    return options if process_group is None else replace(options, group=process_group)
 
 
 def _stages_later(stager: AsyncStager | None) -> bool:

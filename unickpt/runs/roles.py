@@ -1,0 +1,130 @@
+"""Roles: parts of one job that save for themselves, each into a folder of its own; a step counts
+only once all of them have it.
+
+The parts of a step must also belong together. What a role saved before the job was started again,
+and others did not, is of another course of the training than what these save later under the same
+number. So a role sets apart, when it starts, what the others have beyond the newest step that all
+have, and writes this down before its own first save: no such version ever counts. Nothing is
+communicated, and no role changes another's folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from unickpt.errors import StorageError
+from unickpt.runs.retention import Metrics, Retention
+from unickpt.runs.step_folder import StepFolder
+from unickpt.storage import errors, paths
+from unickpt.storage.errors import Failed
+
+NAME = ".unickpt.apart"
+_MOST_BYTES = 16 << 20
+
+
+class Roles:
+    """The folders of all roles, seen from one of them.
+
+    Arguments:
+        own: its folder.
+        others: those of the others.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+
+    def __init__(self, own: StepFolder, others: Sequence[StepFolder]) -> None:
+        self._own, self._others = own, others
+        self.apart: set[str] = set()
+        """Names of versions with which no step of this role belongs together."""
+        self.behind: list[int] = []
+        """This role's steps that the next ones replace, because not all roles have them."""
+        newest = max(self.complete(own.steady()), default=-1)
+        self.behind = [step for step in own.steady() if step > newest]
+        self.set_apart(newest)
+
+    def set_apart(self, after: int) -> None:
+        """Sets apart what the others have now after a step.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        for other in self._others:
+            versions = (other.version(step) for step in other.steady() if step > after)
+            self.apart |= {version.name for version in versions if version is not None}
+
+    def record(self, *, fsync: bool) -> None:
+        """Writes down what is set apart; only with the lease of the own folder.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        known = _written(self._own)
+        if self.apart <= known:
+            return
+        data = json.dumps(sorted(self.apart | known)).encode()
+        try:
+            self._own.location.make(durable=fsync)
+            self._own.location.store(paths.context(fsync=fsync)).write(NAME, data).result()
+        except Failed as error:
+            raise errors.writing_failed(error, str(self._own.location)) from error
+
+    def complete(self, steps: Iterable[int]) -> list[int]:
+        """Which of this role's steps all others have, too, ascending.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        found = set(steps) - set(self.behind)
+        for other in self._others:
+            found &= set(other.steady())
+        folders = (self._own, *self._others)
+        apart = self.apart.union(*map(_written, folders))
+        if apart:
+            found = {step for step in found if _belongs_together(step, folders, apart)}
+        return sorted(found)
+
+    def expendable(
+        self, retention: Retention, steps: Mapping[int, Metrics], protected: Collection[int]
+    ) -> list[int]:
+        """As `Retention.expendable`, of the steps that all roles have. Later ones are kept, because
+        the others may be about to save them; of earlier ones, a role has failed to save its part.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        complete = self.complete(steps)
+        if retention.keeps_all or not complete:
+            return []
+        gone = retention.expendable({step: steps[step] for step in complete}, protected)
+        parts = {step for step in steps if step < complete[-1]} - {*complete, *protected}
+        return sorted({*gone, *parts})
+
+    def __str__(self) -> str:
+        return "all of " + ", ".join(str(each.location) for each in (self._own, *self._others))
+
+
+def _belongs_together(step: int, folders: Sequence[StepFolder], apart: set[str]) -> bool:
+    versions = [folder.version(step) for folder in folders]
+    return all(version is not None and version.name not in apart for version in versions)
+
+
+def _written(folder: StepFolder) -> set[str]:
+    """The versions that a role has set apart.
+
+    Raises:
+        StorageError: they cannot be read.
+    """
+    try:
+        read = folder.location.store(paths.context()).read(NAME).result()
+    except Failed as error:
+        raise errors.writing_failed(error, str(folder.location)) from error
+    if read.state != "value":
+        return set()
+    try:
+        return set(map(str, json.loads(read.value[:_MOST_BYTES])))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise StorageError(
+            f"{folder.location}/{NAME}: cannot tell which steps belong together: {error}"
+        ) from None
