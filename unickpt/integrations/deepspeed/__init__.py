@@ -240,7 +240,7 @@ class EngineCheckpoints:
 
     def _arrays(self, info: Mapping[str, Any]) -> EngineArrays:
         parts = EngineParts.of(self.engine)
-        if self._placing is None or info and info != self._placing.info:
+        if self._placing is None or (info and info != self._placing.info):
             told = getattr(self.engine.module, _INFO, None) or info
             self._placing = Placing(Grid.of(self.engine), told, self._hints)
         return EngineArrays(parts, self._placing)

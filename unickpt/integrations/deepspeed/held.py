@@ -19,6 +19,8 @@ import torch.distributed as dist
 from unickpt.errors import UnsupportedLeaf
 
 _STEP = "step"
+PIPE_REPLICATED = "ds_pipe_replicated"
+"""What parameters have that an earlier stage of a pipeline has, too."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Where in an array the elements are that this rank has of a parameter, with tensor, pipeline and
 data parallelism.
 
-Without tensor parallelism a rank's parameter is the array. With it, `universal_checkpoint_info` says
-which boxes of the array a rank's part is made of, as in what DeepSpeed itself writes.
+Without tensor parallelism a rank's parameter is the array. With it, `universal_checkpoint_info`
+says which boxes of the array a rank's part is made of, as in what DeepSpeed itself writes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from unickpt.backends.deepspeed.merging import (
 )
 from unickpt.errors import UnsupportedLeaf
 from unickpt.foreign.file_ranges import row_major
-from unickpt.integrations.deepspeed.held import Range, shape_of
+from unickpt.integrations.deepspeed.held import PIPE_REPLICATED, Range, shape_of
 
 Shapes = tuple[tuple[int, ...], ...]
 _WHOLE_ROWS_FROM = 1 << 20  # bytes: smaller weights are written by one of the ranks that have them
@@ -187,7 +187,7 @@ class Placing:
             UnsupportedLeaf: what is said of it does not fit, or is not supported.
         """
         local = shape_of(param)
-        own = not getattr(param, "ds_pipe_replicated", False)
+        own = not getattr(param, PIPE_REPLICATED, False)
         if self._rules is None:
             piece = [RankPiece(Box.whole(local), self.grid.tp, 0, row_major(local))]
             return Place(name, local, local, piece, piece if own else ())

@@ -16,7 +16,13 @@ import torch
 from unickpt.arrays.box import Box
 from unickpt.errors import UnsupportedLeaf
 from unickpt.frameworks.leaves import LocalFragments
-from unickpt.integrations.deepspeed.held import EngineParts, Range, Updated, part_of, shape_of
+from unickpt.integrations.deepspeed.held import (
+    PIPE_REPLICATED,
+    EngineParts,
+    Range,
+    Updated,
+    part_of,
+)
 from unickpt.integrations.deepspeed.placing import Place, Placing, of_range
 
 MODULE, FP32 = "module", "fp32"
@@ -156,17 +162,15 @@ class EngineArrays:
         """A slot that is one number, for each of the parameters that it counts for."""
         if value is None:
             return
-        count = as_count(slot, value)
+        count, grid = as_count(slot, value), self.placing.grid
         leaves = found.setdefault(slot, {})
-        leaf: Any = count
-        nothing: Any = count
-        if self.placing.grid.is_model_parallel:
-            leaf = LocalFragments.whole(count)
-            nothing = LocalFragments((), [], str(count.dtype).removeprefix("torch."))
         for param in each.ranges:
-            place = self.places[self._names[param]]
-            mine = place.own and self.placing.grid.dp == 0
-            leaves[place.name] = leaf if mine else nothing
+            leaf: Any = count
+            if grid.is_model_parallel:  # one rank says it; ties would have to agree in all stages
+                mine = grid.tp == grid.dp == 0 and not getattr(param, PIPE_REPLICATED, False)
+                dtype = str(count.dtype).removeprefix("torch.")
+                leaf = LocalFragments.whole(count) if mine else LocalFragments((), [], dtype)
+            leaves[self.places[self._names[param]].name] = leaf
 
     # --- to load --------------------------------------------------------------------------------
 
