@@ -22,9 +22,7 @@ config = {
     "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
     "zero_optimization": {"stage": arguments.stage},
 }
-engine, *_ = deepspeed.initialize(
-    model=model, model_parameters=model.parameters(), config=config
-)
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 use_unickpt(engine)  # all else is DeepSpeed's own
 engine.load_checkpoint(arguments.run)
 while engine.global_steps < arguments.steps:

@@ -55,7 +55,8 @@ def ranks() -> Iterator[Run]:
     )  # fmt: skip
 
     def run(count: int, name: str, *arguments: Any, fails: bool = False) -> Any:
-        assert server.stdin is not None and server.stdout is not None
+        assert server.stdin is not None
+        assert server.stdout is not None
         request = {
             "ranks": count, "name": name, "arguments": [*map(_plain, arguments)],
             "port": free_port(), "timeout_s": 200,
@@ -96,12 +97,15 @@ def arrays(path: Path) -> dict[str, np.ndarray[Any, Any]]:
     return {name: np.asarray(opened[name][...]) for name in opened}
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any], *, but: tuple[str, ...] = ()) -> None:
+def assert_same(
+    found: dict[str, Any], expected: dict[str, Any], *, but: tuple[str, ...] = ()
+) -> None:
     names = {n for n in expected if not n.startswith(but)} if but else set(expected)
     assert names - set(found) == set()
     for name in names:
         assert found[name].tobytes() == expected[name].tobytes(), name
-        assert found[name].dtype == expected[name].dtype and found[name].shape == expected[name].shape
+        assert found[name].dtype == expected[name].dtype
+        assert found[name].shape == expected[name].shape
 
 
 @pytest.mark.parametrize(("of", "onto"), LOADED, ids=str)
@@ -130,7 +134,9 @@ def test_the_same_ranks_go_on_bit_for_bit(
     assert found[0]["counters"][1:] == [36, [1e-2 / 4, 1e-2 / 4]]
 
 
-@pytest.mark.parametrize(("stage", "dtype", "count"), [(1, "bf16", 3), (2, "fp32", 2), (3, "bf16", 3)])
+@pytest.mark.parametrize(
+    ("stage", "dtype", "count"), [(1, "bf16", 3), (2, "fp32", 2), (3, "bf16", 3)]
+)
 def test_what_is_stored_is_what_deepspeed_says(
     ranks: Run, tmp_path: Path, stage: int, dtype: str, count: int
 ) -> None:
@@ -142,7 +148,9 @@ def test_what_is_stored_is_what_deepspeed_says(
         np.testing.assert_array_equal(found[name].astype(np.float32), tensor.numpy(), name)
 
 
-@pytest.mark.parametrize(("of", "onto"), [((2, "bf16", 2), (3, "bf16", 3)), ((3, "fp32", 3), (1, "fp32", 2))])
+@pytest.mark.parametrize(
+    ("of", "onto"), [((2, "bf16", 2), (3, "bf16", 3)), ((3, "fp32", 3), (1, "fp32", 2))]
+)
 def test_what_deepspeed_itself_wrote_is_gone_on_with(
     ranks: Run, tmp_path: Path, of: Any, onto: Any
 ) -> None:
@@ -150,7 +158,9 @@ def test_what_deepspeed_itself_wrote_is_gone_on_with(
     ranks(of[2], "themselves", theirs, *of[:2])
     ranks(onto[2], "theirs", theirs, again, *onto[:2])
     expected = arrays(theirs / "global_step3")
-    assert_same(arrays(again / "global_step3"), expected, but=("fp32/frozen", "fp32/scale", "step/"))
+    assert_same(
+        arrays(again / "global_step3"), expected, but=("fp32/frozen", "fp32/scale", "step/")
+    )
 
 
 def test_a_killed_job_goes_on_from_the_last_committed_save(ranks: Run, tmp_path: Path) -> None:
@@ -170,6 +180,7 @@ def test_a_killed_job_goes_on_from_the_last_committed_save(ranks: Run, tmp_path:
         ("leaf", "client_state"),
         ("leaf of one", "client_state"),
         ("optimizer", "momentum_buffer"),
+        ("module", "use_unickpt(engine)"),
     ],
 )
 def test_mistakes_are_said(ranks: Run, tmp_path: Path, what: str, told: str) -> None:

@@ -1,5 +1,5 @@
-"""What the ranks of a DeepSpeed job do in tests: `python -m support.deepspeed_engines` imports once,
-and forks the ranks of each scenario that it reads, one by line of JSON."""
+"""What the ranks of a DeepSpeed job do in tests: `python -m support.deepspeed_engines` imports
+once, and forks the ranks of each scenario that it reads, one by line of JSON."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
+import unickpt
 from unickpt import SaveOptions
 from unickpt.integrations.deepspeed import use_unickpt
 
@@ -329,7 +330,7 @@ def uninterrupted(stage: int, last: int) -> list[float]:
 @scenario
 def refused(folder: str, what: str) -> str:
     """Mistakes; returns the error."""
-    made = engine(2 if what == "lazy" else 1, "fp32", 0)
+    made = engine(3 if what == "module" else 1, "fp32", 0)
     if what == "optimizer":  # of another kind
         saved = use_unickpt(made, options=QUICK, background=False)
         train(made, 0, 1)
@@ -342,7 +343,9 @@ def refused(folder: str, what: str) -> str:
         made.optimizer.optimizer.state.clear()
     checkpoints = use_unickpt(made, options=QUICK, background=False)
     try:
-        if what == "tag":
+        if what == "module":
+            unickpt.save(folder, {"model": made.module})
+        elif what == "tag":
             checkpoints.save_checkpoint(folder, tag=f"rank{dist.get_rank()}")
         elif what == "leaf":
             checkpoints.save_checkpoint(folder, client_state={"a": object()})
