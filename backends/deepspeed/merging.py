@@ -136,6 +136,28 @@ class TensorParallelRules:
             raise BadInfo(str(error)) from error
         return plan
 
+    def held(self, name: str, shapes: Sequence[Extents], rank: int) -> Sequence[RankPiece]:
+        """What one rank holds of a parameter, also if another one holds the same.
+
+        Arguments:
+            name, shapes: as for `plan`.
+            rank: tensor-parallel.
+
+        Raises: as `plan`.
+        """
+        plan = self.plan(name, shapes)
+        if plan.mean or self._lists[REPLICATED].find(name):
+            return [RankPiece(p.box, rank, p.first, p.strides) for p in plan.pieces[:1]]
+        affine = self._affine.find(name)
+        if affine is None:
+            return [piece for piece in plan.pieces if piece.rank == rank]
+        of_rank = affine[1]["ranks"]
+        said = of_rank[str(rank)] if str(rank) in of_rank else of_rank[rank]
+        pieces = (
+            _affine_piece(p, rank, plan.shape, math.prod(shapes[rank])) for p in said["pieces"]
+        )
+        return [piece for piece in pieces if piece is not None]
+
     def check_hints_used(self, where: str) -> None:
         """Checks that each pattern of a hint has matched a name.
 

@@ -135,7 +135,8 @@ class LocalFragments(Described):
 
     Other processes hold the rest, and declare it themselves; nothing is communicated. The fragments
     of all processes must cover the array exactly once; the coordinator checks it before the commit.
-    In `like`, the given memory is filled in place.
+    The same object at two places of a tree is one array. In `like`, the given memory is filled in
+    place.
 
     Arguments:
         shape: shape of the global array.
@@ -225,7 +226,12 @@ class LocalFragments(Described):
                 fragments.append(Fragment(box, (group.index,), read, memory))
         if dtype is None:
             raise TypeError("LocalFragments without any fragment need a dtype, e.g. 'float32'")
-        return ArraySource(self.shape, dtype, tuple(fragments))
+        return ArraySource(self.shape, dtype, tuple(fragments), identity=self._identity)
+
+    @property
+    def _identity(self) -> Hashable:
+        """The same object at two places of a tree is one array, as tied parameters are."""
+        return "fragments", id(self)
 
     def target(self) -> LocalTarget:
         """As an adapter's `target`."""
@@ -244,13 +250,13 @@ class LocalFragments(Described):
 class LocalTarget:
     """Fills the fragments' own memory."""
 
-    identity: Hashable = None
     abstract = False
     processes = 1
     prng: str | None = None
 
     def __init__(self, marked: LocalFragments) -> None:
         self.marked, self.shape = marked, marked.shape
+        self.identity: Hashable = marked._identity
         self.inner = [_adapter(data).target(data) for _, data in marked.fragments]
         dtype = marked._declared()
         for (box, _), inner in zip(marked.fragments, self.inner, strict=True):

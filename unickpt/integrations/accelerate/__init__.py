@@ -11,32 +11,24 @@ docs/integrations/accelerate.md says what differs.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.data_loader import SeedableRandomSampler
-from torch.distributed.tensor import DTensor
 from torch.utils.data import RandomSampler
 
 from unickpt.adapters.torch_optimizer import NamedOptimizer
-from unickpt.arrays import dtypes
-from unickpt.errors import (
-    CheckpointCorrupt,
-    LoadMismatch,
-    UnsupportedLeaf,
-)
+from unickpt.errors import LoadMismatch
 from unickpt.frameworks.leaves import PerProcess, PerProcessValues
 from unickpt.integrations import rng
 from unickpt.integrations.accelerate import own_folders
 from unickpt.integrations.accelerate.naming import Excess, broadcast, found, next_path
 from unickpt.integrations.destination import Destination
+from unickpt.integrations.packing import packed, unpacked
 from unickpt.loading import loader
-from unickpt.quoting import quoted
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.saving import saver
@@ -49,7 +41,6 @@ __all__ = ["load_state", "save_state", "save_state_async"]
 
 _log = logging.getLogger("unickpt")
 _COUNTS = "accelerate"
-_TENSOR, _DTYPE = "torch.Tensor", "dtype"
 _LISTS = ("models", "optimizers", "schedulers", "custom_objects", "dataloaders")
 
 
@@ -193,10 +184,10 @@ def _load(accelerator: Accelerator, path: paths.PathLike) -> None:
     for number, registered in enumerate(accelerator._custom_objects):
         if not _is_own_kind(registered):
             what = f"{path}: registered object {number}"
-            registered.load_state_dict(_unpacked(rest["registered"][str(number)], what))
+            registered.load_state_dict(unpacked(rest["registered"][str(number)], what))
     positions = zip(accelerator._dataloaders, mine["dataloaders"], strict=True)
     for number, (dataloader, state) in enumerate(positions):
-        _set_position(dataloader, _unpacked(state, f"{path}: data loader {number}"), number)
+        _set_position(dataloader, unpacked(state, f"{path}: data loader {number}"), number)
     accelerator.step = mine["step"]
     rng.restore(mine["rng"])
 
@@ -220,12 +211,12 @@ def _state(accelerator: Accelerator) -> dict[str, Any]:
 def _tree(accelerator: Accelerator) -> dict[str, Any]:
     """What is saved."""
     registered = {
-        str(number): _packed(each.state_dict(), f"registered object {number}")
+        str(number): packed(each.state_dict(), f"registered object {number}")
         for number, each in enumerate(accelerator._custom_objects)
         if not _is_own_kind(each)
     }
     loaders = [
-        _packed(_position(each), f"data loader {number}")
+        packed(_position(each), f"data loader {number}")
         for number, each in enumerate(accelerator._dataloaders)
     ]
     process = {"step": accelerator.step, "dataloaders": loaders, "rng": rng.states().value}
@@ -324,55 +315,6 @@ def _of_this(
             )
     generators = values[index]["rng"] if index < len(values) else None
     return {**values[0], "rng": generators}
-
-
-def _packed(state: Any, what: str) -> Any:
-    """A state in which tensors say that they are."""
-    if isinstance(state, torch.Tensor):
-        if isinstance(state, DTensor):
-            raise UnsupportedLeaf(
-                f"the state_dict of {what} holds a DTensor: register its module or optimizer"
-            )
-        return {_TENSOR: state.detach().cpu(), _DTYPE: str(state.dtype).removeprefix("torch.")}
-    if isinstance(state, dict) and state.keys() == {_TENSOR, _DTYPE}:
-        raise UnsupportedLeaf(
-            f"the state_dict of {what} has a dict with the keys {_TENSOR!r} and {_DTYPE!r}, by "
-            "which tensors are known; give them other names"
-        )
-    return _with_each(state, lambda value: _packed(value, what))
-
-
-def _unpacked(state: Any, what: str) -> Any:
-    """What `_packed` was given; `what` is for messages."""
-    if isinstance(state, dict) and state.keys() == {_TENSOR, _DTYPE}:
-        return _tensor(state[_TENSOR], state[_DTYPE], what)
-    return _with_each(state, lambda value: _unpacked(value, what))
-
-
-def _with_each(state: Any, change: Callable[[Any], Any]) -> Any:
-    """A container with what a function makes of each of its values; all else as it is."""
-    if isinstance(state, dict):
-        kind = OrderedDict if isinstance(state, OrderedDict) else dict  # as the format knows them
-        return kind((key, change(value)) for key, value in state.items())
-    if isinstance(state, tuple) and hasattr(state, "_fields"):
-        return type(state)(*map(change, state))
-    return type(state)(map(change, state)) if type(state) in (list, tuple) else state
-
-
-def _tensor(stored: Any, name: Any, what: str) -> torch.Tensor:
-    """The tensor of an array, which must be of the dtype that was stored with it."""
-    array = np.asarray(stored)
-    # torch and the format have the same names.
-    known = array.dtype.kind != "O" and name == dtypes.name_of(array.dtype)
-    dtype = getattr(torch, name, None) if known else None
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointCorrupt(
-            f"{what}: an array of dtype {array.dtype} is said to be a tensor of dtype "
-            f"{quoted(name)}. The checkpoint is damaged; load an earlier one"
-        )
-    if not array.size:
-        return torch.empty(array.shape, dtype=dtype)
-    return torch.frombuffer(bytearray(array.tobytes()), dtype=dtype).reshape(array.shape)
 
 
 # --- arguments: what cannot be honoured is refused by its name ------------------------------------

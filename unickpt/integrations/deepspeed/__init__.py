@@ -1,0 +1,407 @@
+"""A DeepSpeed engine that saves into unickpt and loads from it: ZeRO 0, 1, 2 and 3, with tensor and
+pipeline parallelism, onto any stage and any number of ranks.
+
+    engine, *_ = deepspeed.initialize(...)
+    use_unickpt(engine)            # the one line
+    engine.save_checkpoint("run")  # in the background; nothing is gathered
+    engine.load_checkpoint("run")  # also what DeepSpeed itself wrote
+
+docs/integrations/deepspeed.md says what differs.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unickpt.errors import LoadMismatch, ProcessFailed
+from unickpt.foreign.files import Files
+from unickpt.frameworks.leaves import PerProcess, PerProcessValues, adapters
+from unickpt.frameworks.process_group import current_group, within
+from unickpt.integrations.deepspeed import values
+from unickpt.integrations.deepspeed.held import EngineParts
+from unickpt.integrations.deepspeed.loading import EngineLoad, Wanted
+from unickpt.integrations.deepspeed.placing import Grid, Placing
+from unickpt.integrations.deepspeed.state import EngineArrays
+from unickpt.integrations.destination import Destination
+from unickpt.integrations.packing import packed, unpacked
+from unickpt.reading import checkpoint
+from unickpt.reading.checkpoint import Checkpoint, Hints
+from unickpt.reading.options import LoadOptions
+from unickpt.rules.rule_set import Rules
+from unickpt.saving.background import PendingSave, SaveCallbacks, SaveQueue, SaveRequest
+from unickpt.saving.options import SaveOptions
+from unickpt.storage import paths
+
+__all__ = ["EngineCheckpoints", "use_unickpt"]
+
+_log = logging.getLogger("unickpt")
+_LATEST, _LATEST_UNIVERSAL = "latest", "latest_universal"
+_INFO = "universal_checkpoint_info"
+_EXCLUDED = "exclude_frozen_parameters"
+_CRC = (1 << 32) - 1
+
+
+def use_unickpt(
+    engine: Any,
+    *,
+    options: SaveOptions | None = None,
+    load_options: LoadOptions | None = None,
+    rules: Rules | None = None,
+    hints: Hints | None = None,
+    background: bool = True,
+) -> EngineCheckpoints:
+    """Makes `engine.save_checkpoint` and `engine.load_checkpoint` those of unickpt.
+
+    All ranks call this, after `deepspeed.initialize`.
+
+    Arguments:
+        engine: a `DeepSpeedEngine`, also of a pipeline.
+        options: see `unickpt.SaveOptions`; with `staging="lazy"` a save copies nothing before it
+            returns, and the next step of the optimizer waits for the copies.
+        load_options: see `unickpt.LoadOptions`.
+        rules: make the names `fp32/<p>`, `exp_avg/<p>`, ... of those of another trainer's
+            checkpoints, such as `Rules.preset("deepspeed").inverse`; `load_checkpoint` uses them
+            for checkpoints that have none of these names.
+        hints: how tensor-parallel ranks share parameters, if neither the module nor
+            `client_state` has a `universal_checkpoint_info`; docs/formats/deepspeed.md lists them.
+        background: whether `save_checkpoint` returns while the checkpoint is written.
+
+    Returns:
+        What saves and loads now; its `wait` waits for saves in the background.
+
+    Raises:
+        UnsupportedLeaf: the engine holds its state in a way that is not supported; names it.
+
+    Example:
+        >>> use_unickpt(engine)  # doctest: +SKIP
+        >>> engine.save_checkpoint("run")  # doctest: +SKIP
+        True
+    """
+    made = EngineCheckpoints(
+        engine,
+        options=options,
+        load_options=load_options,
+        rules=rules,
+        hints=hints,
+        background=background,
+    )
+    engine.save_checkpoint, engine.load_checkpoint = made.save_checkpoint, made.load_checkpoint
+    return made
+
+
+class EngineCheckpoints:
+    """Saves and loads the checkpoints of an engine, without changing it; see `use_unickpt`, whose
+    arguments these are."""
+
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        options: SaveOptions | None = None,
+        load_options: LoadOptions | None = None,
+        rules: Rules | None = None,
+        hints: Hints | None = None,
+        background: bool = True,
+    ) -> None:
+        self.engine, self._rules, self._hints = engine, rules, dict(hints or {})
+        self._options, self._load_options = SaveOptions.or_default(options), load_options
+        self._background = background
+        self._queue = SaveQueue()
+        self._placing: Placing | None = None
+        for base in _optimizers(EngineParts.of(engine).base, engine):
+            # Before anything changes: the optimizer changes the masters, then come the weights.
+            base.register_step_pre_hook(lambda *_: self._queue.fence())
+
+    # --- saving ----------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """As `DeepSpeedEngine.save_checkpoint`: one checkpoint, `save_dir/tag`, which replaces what
+        is there when it is committed; then `save_dir/latest` names it.
+
+        All ranks call this.
+
+        Arguments:
+            save_dir: a local path or a URL (file, s3, gs).
+            tag: the same on all ranks; by default `global_step<n>`.
+            client_state: state of the caller: containers, plain values, tensors. Each rank gets its
+                own back.
+            save_latest: whether to write `save_dir/latest`.
+            exclude_frozen_parameters: leave out parameters that are not trained.
+
+        Returns:
+            True.
+
+        Raises:
+            ValueError: `save_dir` is empty, or the ranks' tags differ.
+            UnsupportedLeaf: something cannot be stored; nothing was written.
+            UnickptError: as `unickpt.save_async`; also the error of an earlier save.
+        """
+        self.start(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        return True
+
+    def start(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> PendingSave:
+        """As `save_checkpoint`; returns the save, to wait for."""
+        if not save_dir:
+            raise ValueError(f"save_dir must be a path or a URL, not {save_dir!r}")
+        tag = f"global_step{self.engine.global_steps}" if tag is None else str(tag)
+        self._check_tag(tag)
+        to = Destination.of(_joined(save_dir, tag), _theirs)
+        tree, owners = dict[str, Any](), set[Hashable]()
+
+        def describe() -> None:  # an error in here reaches the other ranks
+            found = self.tree(client_state, exclude_frozen_parameters=exclude_frozen_parameters)
+            tree.update(found)
+            owners.update(EngineParts.of(self.engine).owners())
+
+        def committed() -> None:
+            to.committed()
+            if save_latest and dist.get_rank() == 0:
+                _write(save_dir, tag)
+
+        request = SaveRequest(
+            *(to.location, tree, self._options),
+            overwrite=True,
+            metadata=lambda: self._metadata(exclude_frozen_parameters),
+            owners=owners,
+            callbacks=SaveCallbacks(begin=describe, committed=committed),
+            waits=not self._background,
+        )
+        pending = self._queue.save(request)
+        if not self._background:
+            pending.result()
+        return pending
+
+    def tree(
+        self,
+        client_state: Mapping[str, Any] | None = None,
+        *,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """What this rank saves, as a tree for `unickpt.save`.
+
+        Arguments: as for `save_checkpoint`.
+
+        Raises:
+            UnsupportedLeaf: something cannot be stored; names it.
+        """
+        info = (client_state or {}).get(_INFO)
+        arrays = self._arrays(info if isinstance(info, Mapping) else {})
+        found: dict[str, Any] = {**arrays.saved(with_frozen=not exclude_frozen_parameters)}
+        if dist.get_rank() == 0:
+            found |= values.saved(self.engine)
+        state = packed(dict(client_state or {}), "client_state")
+        return {**found, values.CLIENT: PerProcess(state)}
+
+    def wait(self) -> None:
+        """Waits until all saves are committed, or have failed.
+
+        Raises:
+            UnickptError: one failed, and its error was not raised before.
+        """
+        self._queue.wait()
+        self._queue.errors.raise_unless_refused()
+
+    def _metadata(self, exclude_frozen: bool) -> dict[str, Any]:
+        import deepspeed
+
+        stage = EngineParts.of(self.engine).stage
+        about = {"version": deepspeed.__version__, "stage": stage, _EXCLUDED: exclude_frozen}
+        return {"deepspeed": about}
+
+    def _check_tag(self, tag: str) -> None:
+        """Checks that all ranks save under the same name."""
+        group = within(current_group(adapters()), self._options.timeout_s)
+        found = zlib.crc32(tag.encode())
+        most, least = group.agree(found), _CRC - group.agree(_CRC - found)
+        if most != least:
+            raise ValueError(
+                f"rank {dist.get_rank()} saves with the tag {tag!r}, and another rank with another "
+                "one: pass the same tag on all ranks. Nothing was written"
+            )
+
+    def _arrays(self, info: Mapping[str, Any]) -> EngineArrays:
+        parts = EngineParts.of(self.engine)
+        if self._placing is None or (info and info != self._placing.info):
+            told = getattr(self.engine.module, _INFO, None) or info
+            self._placing = Placing(Grid.of(self.engine), told, self._hints)
+        return EngineArrays(parts, self._placing)
+
+    # --- loading ---------------------------------------------------------------------------------
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """As `DeepSpeedEngine.load_checkpoint`: of any stage of ZeRO, from any number of ranks.
+
+        All ranks call this. Checkpoints of unickpt and those of DeepSpeed, universal ones too, are
+        loaded in place; with `rules`, those of other trainers.
+
+        Arguments:
+            load_dir: a local path or a URL.
+            tag: the checkpoint below it; by default what `load_dir/latest` names.
+            load_module_strict: False: weights that are not stored stay as they are.
+            load_optimizer_states: False: only the weights, in full precision.
+            load_lr_scheduler_states: whether to load the learning rate's schedule.
+            load_module_only: only the weights; nothing else of the engine changes.
+            custom_load_fn: None.
+
+        Returns:
+            The path that was loaded and the caller's state; a pair of None if nothing names a
+            checkpoint.
+
+        Raises:
+            ValueError: `custom_load_fn` is given.
+            CheckpointNotFound: there is no such checkpoint.
+            LoadMismatch: it is of something else; lists all differences. Nothing was changed.
+            ProcessFailed: another rank could not load.
+            UnickptError: as `unickpt.load`.
+        """
+        if custom_load_fn is not None:
+            raise ValueError("custom_load_fn is not supported: pass rules to use_unickpt instead")
+        self._queue.wait()  # what is loaded may be a save in flight
+        if tag is None:
+            tag = self._latest(load_dir)
+            if tag is None:
+                _log.warning(
+                    "%s has no file %r: nothing is loaded. Pass tag=, if there is a checkpoint",
+                    *(load_dir, _LATEST),
+                )
+                return None, None
+        path = _joined(load_dir, str(tag))
+        wanted = Wanted(
+            load_module_strict,
+            load_optimizer_states and not load_module_only,
+            load_lr_scheduler_states and not load_module_only,
+            not load_module_only,
+        )
+        return path, self._load(path, wanted)
+
+    def _load(self, path: str, wanted: Wanted) -> dict[str, Any]:
+        optimizer = self.engine.optimizer
+        if hasattr(optimizer, "checkpoint_event_prologue"):
+            optimizer.checkpoint_event_prologue()
+
+        def read(stored: Checkpoint) -> tuple[EngineLoad, dict[str, Any]]:
+            rules = self._rules if _is_of_others(stored) else None
+            if rules is None and _is_of_others(stored):
+                raise LoadMismatch(
+                    f"{path}: it has none of the names module/<p> and fp32/<p>: another trainer "
+                    "saved it. Say which of its arrays are which parameters: "
+                    'use_unickpt(engine, rules=...), such as Rules.preset("deepspeed").inverse'
+                )
+            info = stored.metadata.get(_INFO)
+            arrays = self._arrays(info if isinstance(info, Mapping) else {})
+            one = EngineLoad(arrays, stored, wanted, rules, self._load_options)
+            return one, one.run()
+
+        error: BaseException | None = None
+        try:
+            opened = checkpoint.open(path, hints=self._hints) if self._hints else None
+            done, plain = read(opened) if opened is not None else checkpoint.reading(path, read)
+        except BaseException as raised:
+            error = raised
+        group = current_group(adapters())
+        if group.count > 1 and group.agree(int(error is not None)) and error is None:
+            raise ProcessFailed(f"{path}: another rank could not load it; its error says why")
+        if error is not None:
+            raise error
+        if done.derived:
+            _round(self.engine, done.arrays.parts)
+        if wanted.values:
+            values.restore(
+                self.engine, plain, optimizer=wanted.optimizer, scheduler=wanted.scheduler
+            )
+        if hasattr(optimizer, "checkpoint_event_epilogue"):
+            optimizer.checkpoint_event_epilogue()
+        return _client_state(plain, path)
+
+    def _latest(self, load_dir: str) -> str | None:
+        files = Files(paths.resolve(load_dir))
+        universal = self.engine.load_universal_checkpoint()
+        for name in (_LATEST_UNIVERSAL,) * bool(universal) + (_LATEST,):
+            if files.exists(name):
+                return files.text(name).strip()
+        return None
+
+
+def _optimizers(base: Any, engine: Any) -> list[torch.optim.Optimizer]:
+    """Those whose steps change the engine's state."""
+    every = (base, getattr(engine.optimizer, "backup_optimizer", None))
+    return [each for each in every if isinstance(each, torch.optim.Optimizer)]
+
+
+@torch.no_grad()
+def _round(engine: Any, parts: EngineParts) -> None:
+    """Makes the weights of the masters, as a step does; all ranks call this."""
+    if hasattr(engine.optimizer, "update_lp_params"):
+        engine.optimizer.update_lp_params()
+        return
+    for each in parts.updated:
+        for param, part in each.ranges.items():
+            masters = each.masters.detach().reshape(-1)[part.at : part.at + part.count]
+            if hasattr(param, "ds_tensor"):
+                param.ds_tensor[: part.count].copy_(masters)
+            elif each.masters is not param:
+                param.copy_(masters.view(param.shape))
+
+
+def _is_of_others(stored: Checkpoint) -> bool:
+    return not any(name.startswith(("module/", "fp32/")) for name in stored.index.entries)
+
+
+def _client_state(plain: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The caller's own state of this rank, with what DeepSpeed returns beside it."""
+    found = plain.get(values.CLIENT)
+    if isinstance(found, PerProcessValues):
+        every, rank = found.values, dist.get_rank()
+        if len(every) != dist.get_world_size() and any(one != every[0] for one in every):
+            _log.warning(
+                "%s: the client_state of %d ranks differs, and there are %d now: all get that of "
+                "rank 0", *(path, len(every), dist.get_world_size()),
+            )  # fmt: skip
+            rank = 0
+        found = unpacked(every[rank % len(every)], f"{path}: client_state")
+    kept = {name: plain[name] for name in ("ds_config", "ds_version") if name in plain}
+    return {**(found if isinstance(found, dict) else {}), **kept}
+
+
+def _joined(folder: str, name: str) -> str:
+    return f"{str(folder).rstrip('/')}/{name}"
+
+
+def _theirs(names: Sequence[str]) -> Sequence[str]:
+    """What in a folder is a checkpoint of DeepSpeed's own."""
+    return [n for n in names if n.endswith(("_optim_states.pt", "model_states.pt"))]
+
+
+def _write(save_dir: str, tag: str) -> None:
+    """Writes which checkpoint is the latest; on local disks in one step, as on others."""
+    store = paths.resolve(save_dir).store(paths.context())
+    store.write(_LATEST, tag.encode()).result()

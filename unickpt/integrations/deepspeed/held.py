@@ -1,0 +1,255 @@
+"""What this process holds of a DeepSpeed engine's parameters: weights, masters and optimizer slots.
+
+Nothing is gathered: with ZeRO a process has contiguous ranges of parameters, in the flat tensors
+that the base optimizer updates. Only this module knows where DeepSpeed keeps them.
+
+Sources: deepspeed/runtime/zero/stage_1_and_2.py, zero/stage3.py, bf16_optimizer.py,
+fp16/fused_optimizer.py, fp16/unfused_optimizer.py (0.19.8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unickpt.errors import UnsupportedLeaf
+
+_STEP = "step"
+Parameter = Any
+"""A parameter of torch, with what DeepSpeed adds to it."""
+PIPE_REPLICATED = "ds_pipe_replicated"
+"""What parameters have that an earlier stage of a pipeline has, too."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Elements of a parameter, in row-major order, that a tensor of this process has.
+
+    Arguments:
+        start: the number of the first one in the parameter, or in what a tensor-parallel rank has
+            of it.
+        at: the number of the first one in the tensor.
+        count: how many.
+    """
+
+    start: int
+    at: int
+    count: int
+
+
+@dataclass(frozen=True, eq=False)
+class Updated:
+    """A tensor that the base optimizer updates, and what it is made of.
+
+    Arguments:
+        masters: the tensor: of whole parameters or parts of them, one-dimensional if of several.
+        state: the optimizer's, by slot; empty before the first step. New slots can be added.
+        group: the optimizer's group that it belongs to.
+        ranges: by parameter; parameters of which this process has nothing have an empty one.
+    """
+
+    masters: torch.Tensor
+    state: dict[str, Any]
+    group: int
+    ranges: Mapping[Parameter, Range]
+
+    def slots(self) -> dict[str, torch.Tensor]:
+        """The optimizer's slots that have an element for each of the masters'.
+
+        Raises:
+            UnsupportedLeaf: a slot has another size, so that nobody knows what belongs to whom.
+        """
+        found = {}
+        for slot, value in self.state.items():
+            if slot == _STEP or not isinstance(value, torch.Tensor) or not value.ndim:
+                continue
+            if value.numel() != self.masters.numel():
+                raise UnsupportedLeaf(
+                    f"the optimizer's slot {slot!r} has {value.numel()} elements for "
+                    f"{self.masters.numel()} of parameters: DeepSpeed shares out only slots with "
+                    "an element for each"
+                )
+            found[slot] = value
+        return found
+
+    def counts(self) -> dict[str, Any]:
+        """The optimizer's slots that are one number for all of them, such as `step`."""
+        slots = self.slots()
+        return {slot: value for slot, value in self.state.items() if slot not in slots}
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What this process holds of an engine's training state.
+
+    Arguments:
+        engine: the engine.
+        stage: of ZeRO, in effect: BF16_Optimizer is 1.
+        base: the optimizer whose `step` changes the masters; None without one.
+        updated: the tensors that it updates.
+        whole: whether each of them has whole parameters, which all data-parallel ranks have alike.
+    """
+
+    engine: Any
+    stage: int
+    base: Any
+    updated: Sequence[Updated]
+    whole: bool
+
+    @classmethod
+    def of(cls, engine: Any) -> EngineParts:
+        """Finds them.
+
+        Raises:
+            UnsupportedLeaf: the engine holds its state in a way that is not supported.
+        """
+        _check(engine)
+        stage, optimizer = int(engine.zero_optimization_stage()), engine.optimizer
+        if optimizer is None or not hasattr(optimizer, "param_groups"):
+            return cls(engine, stage, None, (), True)
+        base = getattr(optimizer, "optimizer", optimizer)
+        if stage == 3:
+            return cls(engine, 3, base, list(_stage3(optimizer)), False)
+        if hasattr(optimizer, "single_partition_of_fp32_groups"):
+            flats, groups = optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups
+            return cls(engine, stage, base, list(_linked(base, flats, groups)), False)
+        if hasattr(optimizer, "fp32_groups_flat_partition"):
+            flats, groups = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups
+            return cls(engine, 1, base, list(_linked(base, flats, groups)), False)
+        if hasattr(optimizer, "fp32_groups_flat"):
+            flats, groups = optimizer.fp32_groups_flat, optimizer.fp16_groups
+            return cls(engine, 0, base, list(_flat(base, flats, groups)), True)
+        if hasattr(optimizer, "fp32_groups"):
+            pairs = zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)
+            return cls(engine, 0, base, list(_each(base, pairs)), True)
+        if base is not optimizer or not isinstance(base, torch.optim.Optimizer):
+            raise UnsupportedLeaf(
+                f"DeepSpeed's {type(optimizer).__name__} is not known: nothing tells where it "
+                "keeps the state of parameters"
+            )
+        own = [group["params"] for group in base.param_groups]
+        return cls(engine, 0, base, list(_each(base, zip(own, own, strict=True))), True)
+
+    def owners(self) -> set[Hashable]:
+        """What only a step of the optimizer changes: see `unickpt.extend.Fence`."""
+        tensors = [each.masters for each in self.updated]
+        for each in self.updated:
+            tensors += [v for v in each.state.values() if isinstance(v, torch.Tensor)]
+            tensors += [weights_of(p) for p in each.ranges]
+        return {tensor.untyped_storage()._cdata for tensor in tensors}
+
+    def new_slots(self, names: Mapping[str, torch.dtype], of: Updated) -> dict[str, torch.Tensor]:
+        """Slots for an optimizer that has not made a step yet, filled with zeros; they are not the
+        optimizer's before `add_slots`."""
+        masters = of.masters
+        return {
+            slot: torch.zeros_like(masters, dtype=dtype, requires_grad=False)
+            for slot, dtype in names.items()
+        }
+
+    def add_slots(self, new: Mapping[Updated, Mapping[str, torch.Tensor]]) -> None:
+        """Gives them to the optimizer."""
+        for each, slots in new.items():
+            self.base.state[each.masters].update(slots)
+        if hasattr(self.engine.optimizer, "_hp_optimizer_states_linked"):
+            # It links what it knows of parameters to their slots after the next step.
+            self.engine.optimizer._hp_optimizer_states_linked = False
+
+
+def weights_of(param: Parameter) -> torch.Tensor:
+    """The memory with the weights of a parameter that this process has: with ZeRO 3, its part."""
+    held: torch.Tensor = param.ds_tensor if hasattr(param, "ds_tensor") else param
+    return held
+
+
+def part_of(param: Parameter) -> Range:
+    """The elements of a parameter that ZeRO 3 gives this process."""
+    size, count = int(param.partition_numel()), int(param.ds_numel)
+    start = min(count, dist.get_rank(param.ds_process_group) * size)
+    return Range(start, 0, max(0, min(size, count - start)))
+
+
+def shape_of(param: Parameter) -> tuple[int, ...]:
+    """The shape of a parameter; of what a tensor-parallel rank has of it."""
+    return tuple(getattr(param, "ds_shape", param.shape))
+
+
+# --- where each optimizer of DeepSpeed has them --------------------------------------------------
+
+
+def _stage3(optimizer: Any) -> Iterator[Updated]:
+    """ZeRO 3: of each sub-group a rank has a part of every parameter, one after the other."""
+    base = optimizer.optimizer
+    for number, params in enumerate(optimizer.fp16_groups):
+        masters, ranges, at = optimizer.fp32_partitioned_groups_flat[number], {}, 0
+        for param in params:
+            part = part_of(param)
+            ranges[param] = Range(part.start, at, part.count)
+            at += int(param.partition_numel())
+        group = optimizer.sub_group_to_group_id[number]
+        yield Updated(masters, _state(base, masters), group, ranges)
+
+
+def _linked(base: Any, flats: Sequence[Any], groups: Sequence[Any]) -> Iterator[Updated]:
+    """ZeRO 1 and 2, BF16_Optimizer: a rank has a range of all parameters of a group."""
+    for number, (masters, params) in enumerate(zip(flats, groups, strict=True)):
+        ranges = {}
+        for param in params:
+            link = param._hp_mapping
+            if link is None:
+                ranges[param] = Range(0, 0, 0)
+                continue
+            of, at = link.lp_fragment_address, link.hp_fragment_address
+            ranges[param] = Range(int(of.start), int(at.start), int(of.numel))
+        yield Updated(masters, _state(base, masters), number, ranges)
+
+
+def _flat(base: Any, flats: Sequence[Any], groups: Sequence[Any]) -> Iterator[Updated]:
+    """FP16_Optimizer: all parameters of a group, one after the other."""
+    for number, (masters, params) in enumerate(zip(flats, groups, strict=True)):
+        ranges, at = {}, 0
+        for param in params:
+            ranges[param] = Range(0, at, param.numel())
+            at += param.numel()
+        yield Updated(masters, _state(base, masters), number, ranges)
+
+
+def _each(base: Any, groups: Any) -> Iterator[Updated]:
+    """Optimizers that keep a tensor for each parameter."""
+    for number, (masters, params) in enumerate(groups):
+        for master, param in zip(masters, params, strict=True):
+            if param.requires_grad:
+                ranges = {param: Range(0, 0, param.numel())}
+                yield Updated(master, _state(base, master), number, ranges)
+
+
+def _state(base: Any, masters: torch.Tensor) -> dict[str, Any]:
+    found: dict[str, Any] = base.state.get(masters, {})  # reading `state` may create an entry
+    return found
+
+
+def _check(engine: Any) -> None:
+    """Refuses what is not supported, by its name."""
+    optimizer = engine.optimizer
+    refused = {
+        "experts of deepspeed.moe (has_moe_layers)": engine.has_moe_layers,
+        "states on NVMe (offload_optimizer or offload_param with device 'nvme')": (
+            getattr(optimizer, "swap_optimizer", False)
+            or getattr(optimizer, "params_in_nvme_and_cpu", False)
+        ),
+        "ZenFlow": getattr(optimizer, "zenflow", False),
+        "states that engine.offload_states() took away; call engine.reload_states() first": bool(
+            getattr(optimizer, "offloaded_states", None)
+        ),
+    }
+    wrong = [what for what, is_so in refused.items() if is_so]
+    if wrong:
+        raise UnsupportedLeaf(
+            f"this engine cannot be saved into unickpt, nor loaded: {'; '.join(wrong)}. "
+            "Its own save_checkpoint can, and unickpt reads what that writes, as far as "
+            "docs/formats/deepspeed.md says"
+        )

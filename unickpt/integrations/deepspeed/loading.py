@@ -1,0 +1,280 @@
+"""Loads a checkpoint into an engine in place: of any stage of ZeRO, any number of ranks, of
+unickpt's or DeepSpeed's own, or, through rules, of another trainer."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from unickpt.adapters.torch_distributed import TO_NUMPY
+from unickpt.arrays import dtypes
+from unickpt.errors import LoadMismatch
+from unickpt.format.index import ArrayEntry
+from unickpt.integrations.deepspeed import values
+from unickpt.integrations.deepspeed.held import Updated
+from unickpt.integrations.deepspeed.state import FP32, MODULE, EngineArrays, Leaves, as_count
+from unickpt.loading import loader
+from unickpt.quoting import some
+from unickpt.reading.checkpoint import Checkpoint
+from unickpt.reading.options import LoadOptions
+from unickpt.rules.rule_set import Rules
+
+_log = logging.getLogger("unickpt")
+_STEP = "step"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What of a checkpoint is loaded.
+
+    Arguments:
+        strict: whether every weight of the module must be there.
+        optimizer: whether the optimizer's state is loaded, too.
+        scheduler: whether the learning rate's schedule is.
+        values: whether counters and all else that is no array is.
+    """
+
+    strict: bool = True
+    optimizer: bool = True
+    scheduler: bool = True
+    values: bool = True
+
+
+@dataclass
+class EngineLoad:
+    """One load into an engine.
+
+    Arguments:
+        arrays: of the engine.
+        stored: the checkpoint.
+        wanted: what of it.
+        rules: make DeepSpeed's names of those that are stored; or None.
+        options: of the load.
+    """
+
+    arrays: EngineArrays
+    stored: Checkpoint
+    wanted: Wanted
+    rules: Rules | None
+    options: LoadOptions | None
+    tree: Leaves = field(default_factory=dict)
+    _entries: Mapping[str, ArrayEntry] = field(init=False)
+    _derived: bool = False  # whether weights are made of the masters
+    _new: dict[Updated, dict[str, torch.Tensor]] = field(default_factory=dict)
+    _counts: dict[Updated, dict[str, dict[str, torch.Tensor]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._entries = self.stored.index.entries
+
+    def run(self) -> dict[str, Any]:
+        """Fills arrays; nothing else of the engine has changed when this fails.
+
+        Returns:
+            The plain values, by name.
+
+        Raises:
+            LoadMismatch: the checkpoint is of something else; lists all differences.
+        """
+        self._request_weights()
+        plain: dict[str, Any] = {}
+        if self.wanted.values and self.rules is None:
+            plain = _plain_values(self.stored)
+        if self.wanted.optimizer and self.arrays.parts.base is not None:
+            values.check_groups(self.arrays.parts.engine, plain, self.stored.url)
+            self._request_slots()
+        loader.load(
+            self.stored, self.tree, rules=self.rules, unexpected="skip", options=self.options
+        )
+        counts = {each: self._same(of) for each, of in self._counts.items()}
+        self.arrays.parts.add_slots(self._new)
+        for each, found in counts.items():
+            _set_counts(self.arrays.parts.base, each, found)
+        return plain
+
+    @property
+    def derived(self) -> bool:
+        """Whether the weights must now be made of the masters, by rounding them."""
+        return self._derived
+
+    # --- weights ---------------------------------------------------------------------------------
+
+    def _request_weights(self) -> None:
+        arrays, module = self.arrays, self.arrays.module
+        missing = []
+        for name, param in module.params.items():
+            stored = arrays.places[name].name
+            if not self._request(name, stored, param.dtype, arrays.weights(name)):
+                missing.append(stored)
+        for name, buffer in module.buffers.items():
+            if not self._request(name, name, buffer.dtype, buffer):
+                missing.append(name)
+        for alias, name in module.ties.items():
+            for slot in (MODULE, FP32):
+                if self.rules is None and self._dtype(slot, alias) is not None:
+                    own = arrays.places[name].name
+                    leaf = self.tree.get(slot, {}).get(own)
+                    if leaf is not None:
+                        self._put(slot, alias + own.removeprefix(name), leaf)
+        if missing and self.wanted.strict:
+            raise LoadMismatch(
+                f"{self.stored.url}: the module has weights that are not stored: {some(missing)}. "
+                "Of a checkpoint that was saved with exclude_frozen_parameters=True, or to keep "
+                "what they are: load_checkpoint(..., load_module_strict=False)"
+            )
+        if missing:
+            _log.warning("%s: these weights stay as they are: %s", self.stored.url, some(missing))
+
+    def _request(self, name: str, stored: str, dtype: torch.dtype, leaf: Any) -> bool:
+        """Requests the weights of a parameter, or a buffer; False if they are not stored."""
+        arrays, own = self.arrays, dtypes.name_of(TO_NUMPY[dtype])
+        has_masters = name in arrays.masters
+        if self.rules is not None:  # presets have the masters only
+            masters = arrays.slot(name, self._masters(name)) if has_masters else leaf
+            self._put(FP32, stored, masters)
+            self._derived |= has_masters
+            return True
+        kept, masters = self._dtype(MODULE, stored), self._dtype(FP32, stored)
+        if kept is None and masters is None:
+            return False
+        if has_masters and masters is not None:
+            self._put(FP32, stored, arrays.slot(name, self._masters(name)))
+            if kept != own:  # trained in another precision: as DeepSpeed, round the masters
+                self._derived = True
+                return True
+        elif has_masters:  # of a checkpoint of weights alone; the masters follow from them
+            raise LoadMismatch(
+                f"{self.stored.url}: {FP32}/{stored} is not stored, which the optimizer's masters "
+                "are loaded from; load weights into the module before deepspeed.initialize"
+            )
+        elif kept != own and masters == own:
+            self._put(FP32, stored, leaf)
+            return True
+        self._put(MODULE, stored, leaf)
+        return True
+
+    def _masters(self, name: str) -> torch.Tensor:
+        return self.arrays.updated[self.arrays.module.params[name]].masters
+
+    def _dtype(self, slot: str, name: str) -> str | None:
+        """The dtype of a stored array; None if there is none."""
+        entry = self._entries.get(f"{slot}/{name}")
+        return None if entry is None else entry.dtype
+
+    def _put(self, slot: str, name: str, leaf: Any) -> None:
+        self.tree.setdefault(slot, {})[name] = leaf
+
+    # --- the optimizer's slots -------------------------------------------------------------------
+
+    def _request_slots(self) -> None:
+        """Requests the optimizer's slots: those that it has, or, before its first step, would have
+        after it."""
+        parts = self.arrays.parts
+        names = {self.arrays.module.params[name]: name for name in self.arrays.module.params}
+        fresh: dict[torch.dtype, dict[str, Any]] = {}
+        for each in parts.updated:
+            state: Mapping[str, Any] = each.state
+            if not state:
+                dtype = each.masters.dtype
+                state = fresh.setdefault(dtype, _after_a_step(parts.base, dtype))
+                sliced = {s: v.dtype for s, v in state.items() if _is_slot(s, v)}
+                self._new |= {each: parts.new_slots(sliced, each)}
+            slots = each.slots() if each.state else self._new[each]
+            for param in each.ranges:
+                stored = self.arrays.places[names[param]].name
+                for slot, tensor in slots.items():
+                    self._put(slot, stored, self.arrays.slot(names[param], tensor))
+            for slot, value in state.items():
+                if slot not in slots and value is not None:
+                    self._request_count(each, slot, value, names)
+
+    def _request_count(
+        self, each: Updated, slot: str, value: Any, names: Mapping[Any, str]
+    ) -> None:
+        """Requests a slot that is one number, under the names of all parameters that it is of."""
+        own = as_count(slot, value).dtype
+        for param in each.ranges:
+            stored = self.arrays.places[names[param]].name
+            leaf = torch.empty((), dtype=self._count_dtype(slot, stored, own))
+            self._put(slot, stored, leaf)
+            self._counts.setdefault(each, {}).setdefault(slot, {})[stored] = leaf
+
+    def _count_dtype(self, slot: str, name: str, own: torch.dtype) -> torch.dtype:
+        if self.rules is not None:
+            return own
+        index = self.stored.index
+        if f"{slot}/{name}" in index.values:
+            is_float = isinstance(index.values[f"{slot}/{name}"], float)
+            return torch.float64 if is_float else torch.int64
+        stored = self._dtype(slot, name)
+        return next((t for t, n in TO_NUMPY.items() if dtypes.name_of(n) == stored), own)
+
+    def _same(self, counts: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, float]:
+        """The numbers that several parameters have, which DeepSpeed keeps once for all of them.
+
+        Raises:
+            LoadMismatch: the parameters have different ones.
+        """
+        found = {}
+        for slot, by_name in counts.items():
+            numbers = {name: leaf.item() for name, leaf in by_name.items()}
+            (first, number), *rest = numbers.items()
+            other = next((name for name, n in rest if n != number), None)
+            if other is not None:
+                raise LoadMismatch(
+                    f"{self.stored.url}: {slot}/{first} is {number}, and {slot}/{other} is "
+                    f"{numbers[other]}, but DeepSpeed's optimizer has one number for both: put "
+                    "them into groups of their own, or load without the optimizer's state "
+                    "(load_optimizer_states=False)"
+                )
+            found[slot] = number
+        return found
+
+
+def _plain_values(stored: Checkpoint) -> dict[str, Any]:
+    """What is stored besides the arrays of parameters, as a tree."""
+    leaves = {*stored.index.values, *stored.index.per_process, *stored.index.entries}
+    chosen = {name if name in leaves else f"{name}/**" for name in values.NAMES}
+    chosen &= {f"{name.partition('/')[0]}/**" if "/" in name else name for name in leaves}
+    found: dict[str, Any] = loader.load(stored, only=sorted(chosen)) if chosen else {}
+    return found
+
+
+def _after_a_step(base: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """The state that an optimizer has of a parameter after its first step; found by making one with
+    a parameter of its own."""
+    known = inspect.signature(type(base).__init__).parameters
+    settings = {key: value for key, value in base.defaults.items() if key in known}
+    param = torch.nn.Parameter(torch.zeros(2, dtype=dtype))
+    param.grad = torch.zeros_like(param)
+    with suppress(TypeError, ValueError, RuntimeError):
+        other = type(base)([param], **settings)
+        other.step()
+        return dict(other.state[param])
+    raise LoadMismatch(
+        f"the state of {type(base).__name__} cannot be created before its first step: let the "
+        "engine make one step before loading into it"
+    )
+
+
+def _is_slot(slot: str, value: Any) -> bool:
+    return slot != _STEP and isinstance(value, torch.Tensor) and value.ndim > 0
+
+
+def _set_counts(base: Any, each: Updated, counts: Mapping[str, float]) -> None:
+    """Sets the slots that are one number, as the optimizer keeps them: in tensors, or not."""
+    state = base.state[each.masters]
+    like = state
+    for slot, number in counts.items():
+        if slot not in state:
+            like = _after_a_step(base, each.masters.dtype)
+        kind: Any = like[slot]
+        if isinstance(kind, torch.Tensor):
+            state[slot] = kind.detach().clone().fill_(number)
+        else:
+            state[slot] = type(kind)(number)

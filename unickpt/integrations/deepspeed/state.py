@@ -1,0 +1,239 @@
+"""An engine's arrays as a tree: under the names that unickpt gives what DeepSpeed itself wrote.
+
+module/<p>              weights and buffers, in their own dtype
+fp32/<p>                the masters; of what has none, the weights again
+exp_avg/<p>, step/<p>   the optimizer's slots, as it calls them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unickpt.arrays.box import Box
+from unickpt.errors import UnsupportedLeaf
+from unickpt.frameworks.leaves import LocalFragments
+from unickpt.integrations.deepspeed.held import (
+    PIPE_REPLICATED,
+    EngineParts,
+    Parameter,
+    Range,
+    Updated,
+    part_of,
+)
+from unickpt.integrations.deepspeed.placing import Place, Placing, of_range
+
+MODULE, FP32 = "module", "fp32"
+Leaves = dict[str, dict[str, Any]]
+"""Arrays by slot, by the name of the parameter."""
+
+
+@dataclass(frozen=True)
+class ModuleState:
+    """The tensors of a module.
+
+    Arguments:
+        params: by name; of tied ones the first.
+        ties: further names of parameters, and the first.
+        buffers: by name.
+    """
+
+    params: Mapping[str, Parameter]
+    ties: Mapping[str, str]
+    buffers: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> ModuleState:
+        """Finds them, as `state_dict` names them."""
+        params = dict(module.named_parameters())
+        names = {id(param): name for name, param in params.items()}
+        every = module.named_parameters(remove_duplicate=False)
+        ties = {name: names[id(param)] for name, param in every if name not in params}
+        persistent = set(_persistent(module))
+        buffers = {n: b for n, b in module.named_buffers() if n in persistent}
+        return cls(params, ties, buffers)
+
+
+def _persistent(module: torch.nn.Module) -> Iterable[str]:
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        for name in child._buffers:
+            if name not in child._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name
+
+
+class EngineArrays:
+    """Makes leaves of what this process holds of an engine.
+
+    Arguments:
+        parts: what it holds.
+        placing: where that is in arrays.
+    """
+
+    def __init__(self, parts: EngineParts, placing: Placing) -> None:
+        self.parts, self.placing = parts, placing
+        self.module = ModuleState.of(parts.engine.module)
+        placing.learn(self.module.params)
+        self.places = {name: placing.place(name, p) for name, p in self.module.params.items()}
+        self._names = {param: name for name, param in self.module.params.items()}
+        self.plain = parts.whole and not placing.grid.is_model_parallel
+        """Whether all ranks have the masters whole, as torch's own optimizers have."""
+        self.updated = {param: each for each in parts.updated for param in each.ranges}
+        """By parameter, the tensor that has its masters."""
+        self.masters = {
+            self._names[param] for param, each in self.updated.items() if each.masters is not param
+        }
+        """Names of parameters whose masters are not the weights themselves."""
+
+    # --- to save --------------------------------------------------------------------------------
+
+    def saved(self, *, with_frozen: bool) -> Leaves:
+        """What this process saves.
+
+        Arguments:
+            with_frozen: also parameters that are not trained.
+        """
+        chosen = {n: p for n, p in self.module.params.items() if with_frozen or p.requires_grad}
+        weights, buffers = self._weights(chosen), dict[str, Any](self.module.buffers)
+        found: Leaves = {MODULE: {**weights, **buffers}, FP32: {}}
+        for each in self.parts.updated:
+            if each.masters not in each.ranges:
+                self._add(found, FP32, each, each.masters)
+            for slot, tensor in each.slots().items():
+                self._add(found, slot, each, tensor)
+            for slot, value in each.counts().items():
+                self._add_count(found, slot, each, value)
+        for name, leaf in found[MODULE].items():
+            found[FP32].setdefault(name, leaf)
+        for alias, name in self.module.ties.items():
+            own = self.places[name].name
+            for leaves in (found[MODULE], found[FP32]) if own in weights else ():
+                leaves[alias + own.removeprefix(name)] = leaves[own]
+        return found
+
+    def _weights(self, params: Mapping[str, Parameter]) -> dict[str, Any]:
+        """The weights by the names of arrays."""
+        if not self.placing.grid.is_model_parallel:
+            return {n: p if not _is_partitioned(p) else self._part(n, p) for n, p in params.items()}
+        kept = {name: p for name, p in params.items() if not _is_partitioned(p)}
+        shared, found = self.placing.shared(kept), dict[str, Any]()
+        for name, param in params.items():
+            place = self.places[name]
+            if _is_partitioned(param):
+                found[place.name] = self._part(name, param)
+                continue
+            data = param.detach()
+            held = [(box, data[box.slices] if box.slices else data) for box in shared[name]]
+            found[place.name] = _leaf(place, held, place.own, data.dtype)
+        return found
+
+    def _part(self, name: str, param: Parameter) -> LocalFragments:
+        """The part of a parameter that ZeRO 3 gives this process."""
+        place, data = self.places[name], param.ds_tensor.detach()
+        held = of_range(place.local, part_of(param), data)
+        return _leaf(place, held, place.own, data.dtype)
+
+    def _add(self, found: Leaves, slot: str, each: Updated, tensor: torch.Tensor) -> None:
+        """The elements of a slot, or the masters, by parameter."""
+        leaves = found.setdefault(slot, {})
+        for param, part in each.ranges.items():
+            place = self.places[self._names[param]]
+            if self.plain:
+                leaves[place.name] = _whole(tensor, part, place.local)
+                continue
+            held = self._held(tensor, part, place)
+            if self.parts.whole:  # all data-parallel ranks have it; one of them saves it
+                shared = self.placing.shared(self.module.params)[self._names[param]]
+                held = [
+                    (both, data[both.relative_to(box.start).slices])
+                    for box, data in held
+                    for mine in shared
+                    if (both := box.intersect(mine)) is not None and not both.empty
+                ]
+            leaves[place.name] = _leaf(place, held, place.own, tensor.dtype)
+
+    def _held(self, tensor: torch.Tensor, part: Range, place: Place) -> list[tuple[Box, Any]]:
+        if tensor.shape == place.local:
+            return [(Box.whole(place.local), tensor.detach())] if tensor.numel() else []
+        return of_range(place.local, part, tensor.detach())
+
+    def _add_count(self, found: Leaves, slot: str, each: Updated, value: Any) -> None:
+        """A slot that is one number, for each of the parameters that it counts for."""
+        if value is None:
+            return
+        count, grid = as_count(slot, value), self.placing.grid
+        leaves = found.setdefault(slot, {})
+        for param in each.ranges:
+            leaf: Any = count
+            if grid.is_model_parallel:  # one rank says it; ties would have to agree in all stages
+                mine = grid.tp == grid.dp == 0 and not getattr(param, PIPE_REPLICATED, False)
+                dtype = str(count.dtype).removeprefix("torch.")
+                leaf = LocalFragments.whole(count) if mine else LocalFragments((), [], dtype)
+            leaves[self.places[self._names[param]].name] = leaf
+
+    # --- to load --------------------------------------------------------------------------------
+
+    def weights(self, name: str) -> Any:
+        """Where the weights of a parameter are loaded."""
+        param, place = self.module.params[name], self.places[name]
+        data = (param.ds_tensor if _is_partitioned(param) else param).detach()
+        if not self.placing.grid.is_model_parallel and not _is_partitioned(param):
+            return param
+        if _is_partitioned(param):
+            held = of_range(place.local, part_of(param), data)
+        else:
+            held = [(Box.whole(place.local), data)] if data.numel() else []
+        return _leaf(place, held, place.pieces, data.dtype)
+
+    def slot(self, name: str, tensor: torch.Tensor) -> Any:
+        """Where a slot of a parameter, or its masters, are loaded.
+
+        Arguments:
+            name: of the parameter.
+            tensor: has the elements of all parameters of the same `Updated`.
+        """
+        param, place = self.module.params[name], self.places[name]
+        part = self.updated[param].ranges[param]
+        if self.plain:
+            return _whole(tensor, part, place.local)
+        return _leaf(place, self._held(tensor, part, place), place.pieces, tensor.dtype)
+
+
+def as_count(slot: str, value: Any) -> torch.Tensor:
+    """A slot that is one number, as an array.
+
+    Raises:
+        UnsupportedLeaf: it is none.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if type(value) in (int, float):
+        dtype = torch.int64 if type(value) is int else torch.float64
+        return torch.tensor(value, dtype=dtype)
+    raise UnsupportedLeaf(
+        f"the optimizer's slot {slot!r} is of type {type(value).__name__}, neither a tensor nor a "
+        "number"
+    )
+
+
+def _is_partitioned(param: Parameter) -> bool:
+    return hasattr(param, "ds_tensor")
+
+
+def _whole(tensor: torch.Tensor, part: Range, shape: tuple[int, ...]) -> torch.Tensor:
+    """A whole parameter's part of a tensor, in its shape."""
+    if tensor.shape == shape:
+        return tensor.detach()
+    return tensor.detach()[part.at : part.at + part.count].view(shape)
+
+
+def _leaf(
+    place: Place,
+    held: Iterable[tuple[Box, torch.Tensor]],
+    pieces: Sequence[Any],
+    dtype: torch.dtype,
+) -> LocalFragments:
+    name = str(dtype).removeprefix("torch.")
+    return LocalFragments(place.shape, place.fragments(held, pieces), name)

@@ -1,0 +1,71 @@
+"""Tensors in plain state: stored as arrays that say that they were tensors, and made again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from unickpt.arrays import dtypes
+from unickpt.errors import CheckpointCorrupt, UnsupportedLeaf
+from unickpt.quoting import quoted
+
+_TENSOR, _DTYPE = "torch.Tensor", "dtype"
+
+
+def packed(state: Any, what: str) -> Any:
+    """A state in which tensors say that they are.
+
+    Arguments:
+        state: containers, plain values and tensors.
+        what: whose it is, for errors.
+
+    Raises:
+        UnsupportedLeaf: it holds a DTensor, or what would be taken for a packed tensor.
+    """
+    if isinstance(state, torch.Tensor):
+        if hasattr(state, "placements"):
+            raise UnsupportedLeaf(f"{what} holds a DTensor: register its module or optimizer")
+        return {_TENSOR: state.detach().cpu(), _DTYPE: str(state.dtype).removeprefix("torch.")}
+    if isinstance(state, dict) and state.keys() == {_TENSOR, _DTYPE}:
+        raise UnsupportedLeaf(
+            f"{what} has a dict with the keys {_TENSOR!r} and {_DTYPE!r}, by which tensors are "
+            "known; give them other names"
+        )
+    return _with_each(state, lambda value: packed(value, what))
+
+
+def unpacked(state: Any, what: str) -> Any:
+    """What `packed` was given; `what` is for messages."""
+    if isinstance(state, dict) and state.keys() == {_TENSOR, _DTYPE}:
+        return _tensor(state[_TENSOR], state[_DTYPE], what)
+    return _with_each(state, lambda value: unpacked(value, what))
+
+
+def _with_each(state: Any, change: Callable[[Any], Any]) -> Any:
+    """A container with what a function makes of each of its values; all else as it is."""
+    if isinstance(state, dict):
+        kind = OrderedDict if isinstance(state, OrderedDict) else dict  # as the format knows them
+        return kind((key, change(value)) for key, value in state.items())
+    if isinstance(state, tuple) and hasattr(state, "_fields"):
+        return type(state)(*map(change, state))
+    return type(state)(map(change, state)) if type(state) in (list, tuple) else state
+
+
+def _tensor(stored: Any, name: Any, what: str) -> torch.Tensor:
+    """The tensor of an array, which must be of the dtype that was stored with it."""
+    array = np.asarray(stored)
+    # torch and the format have the same names.
+    known = array.dtype.kind != "O" and name == dtypes.name_of(array.dtype)
+    dtype = getattr(torch, name, None) if known else None
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointCorrupt(
+            f"{what}: an array of dtype {array.dtype} is said to be a tensor of dtype "
+            f"{quoted(name)}. The checkpoint is damaged; load an earlier one"
+        )
+    if not array.size:
+        return torch.empty(array.shape, dtype=dtype)
+    return torch.frombuffer(bytearray(array.tobytes()), dtype=dtype).reshape(array.shape)
