@@ -42,6 +42,10 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
 
 
+def varies(kind: type) -> bool:
+    return False
+
+
 def source(leaf: Any, group: Group) -> ArraySource:
     _check_source(leaf, group)
     identity = ("jax", id(leaf))

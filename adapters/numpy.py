@@ -22,6 +22,10 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray | np.generic)
 
 
+def varies(kind: type) -> bool:
+    return False
+
+
 def source(leaf: Any, group: Group) -> ArraySource:
     array = _checked(leaf)
     read = _reader(array)

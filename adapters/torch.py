@@ -14,14 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from unickpt.adapters.torch_cuda import pinned, stream_after_training
+from unickpt.adapters.torch_cuda import pinned, sampler, stream_after_training
 from unickpt.adapters.torch_distributed import (
     TO_NUMPY,
     LocalShard,
+    Part,
+    PlacedTensor,
     is_dtensor,
-    local_shard_of,
-    members_saving,
+    shard_of,
+    shard_saving,
     sharding_of,
+    with_parts,
 )
 from unickpt.adapters.torch_distributed import group as group
 from unickpt.adapters.torch_distributed import group_of as group_of
@@ -36,14 +39,15 @@ from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.strided_copy import may_overlap
 from unickpt.errors import StateChanged
-from unickpt.frameworks.process_group import Group
+from unickpt.frameworks.process_group import Group, alone
 from unickpt.frameworks.protocol import (
     ArraySource,
+    ArrayTarget,
     Fence,
     Fragment,
     Memory,
     Read,
-    Sample,
+    StoredTree,
     whole_source,
 )
 from unickpt.threads import Pool
@@ -51,21 +55,32 @@ from unickpt.trees.tree import Expansion
 
 
 def is_array(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor)
+    if type(leaf) in _PLAIN:
+        return leaf.layout is torch.strided or leaf.layout not in _SPARSE
+    return isinstance(leaf, torch.Tensor) and not (with_parts(leaf) or leaf.layout in _SPARSE)
+
+
+def varies(kind: type) -> bool:
+    return issubclass(kind, torch.Tensor)
 
 
 def source(leaf: Any, group: Group) -> ArraySource:
     _check(leaf)
+    if _is_sharded_tensor(leaf):
+        from unickpt.adapters.torch_fsdp1 import sharded_source  # only where there are such
+
+        return sharded_source(leaf, group, lambda tensor: source(tensor, alone()))
     if leaf.is_meta:
         raise TypeError("a tensor on the meta device has no data; it can only be loaded into")
-    if type(leaf) in _PLAIN or not is_dtensor(leaf):
+    shard = None if type(leaf) in _PLAIN else shard_saving(leaf, group)
+    if shard is None:
         held = _TensorMemory(_memory(leaf))
         tensor, shape = held.tensor, held.shape
-        memory = _facts(held, (0,) * len(shape), _changed(tensor))
-        sample = None if held.on_host else _sampler(tensor)
+        changed = None if type(leaf) is Part else _changed(tensor)
+        memory = _facts(held, (0,) * len(shape), changed)
+        sample = None if held.on_host else sampler(tensor, _copied)
         dtype, read = TO_NUMPY[tensor.dtype], _reader(held, (0,) * len(shape))
         return whole_source(shape, dtype, group, read, _tie(held), memory, sample)
-    shard = local_shard_of(leaf, members_saving(group))
     held = _TensorMemory(_local(leaf, shard))
     fragments: tuple[Fragment, ...] = ()
     if shard.box is not None and not shard.box.empty:
@@ -73,7 +88,7 @@ def source(leaf: Any, group: Group) -> ArraySource:
         memory = _facts(held, shard.box.start, None)
         read = _reader(held, shard.box.start)
         fragments = (Fragment(shard.box, shard.replicas, read, memory),)
-    shape = tuple(leaf.shape)
+    shape = _shape(leaf)
     identity = (_tie(held), shape, shard.layout)
     return ArraySource(shape, TO_NUMPY[leaf.dtype], fragments, shard.layout, identity=identity)
 
@@ -98,14 +113,19 @@ def facts(leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Hashable]]:
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _PLAIN_TYPES = frozenset(_PLAIN)
+_SPARSE = frozenset(
+    getattr(torch, f"sparse_{kind}") for kind in ("coo", "csr", "csc", "bsr", "bsc")
+)
 
 
 def _plain_local(leaf: Any) -> tuple[torch.Tensor, Hashable]:
-    """This rank's part of a DTensor, and how it is sharded.
+    """This rank's part of a distributed tensor, and how it is sharded.
 
     Raises:
         TypeError: it is none, or its part is not a plain tensor.
     """
+    if type(leaf) is Part:
+        return leaf, (leaf.whole, leaf.shard)
     if not is_dtensor(leaf) or type(leaf._local_tensor) not in _PLAIN:
         raise TypeError(f"a {type(leaf).__name__} is described by `source` only")
     return leaf._local_tensor, sharding_of(leaf)
@@ -148,6 +168,8 @@ def kept(leaves: Sequence[Any]) -> list[Read]:
 
 def _own(leaf: Any) -> torch.Tensor:
     """This rank's part of a tensor for which there are `facts`."""
+    if type(leaf) is Part:
+        return _memory(leaf)
     own: torch.Tensor = leaf if type(leaf) in _PLAIN else leaf._local_tensor
     return own
 
@@ -199,24 +221,6 @@ def _where(tensor: torch.Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.nbytes()
 
 
-def _sampler(tensor: torch.Tensor) -> Sample:
-    """A function that gathers elements on a device, and copies them to the host later."""
-
-    def sample(at: tuple[Array, ...]) -> Callable[[], Array]:
-        where = tuple(torch.from_numpy(index).to(tensor.device) for index in at)
-        bits = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
-        found = (bits if bits.ndim else bits.reshape(1))[where]
-        then, dtype = stream_after_training(tensor.device), TO_NUMPY[tensor.dtype]
-
-        def bring() -> Array:
-            out = np.empty(tuple(found.shape), TO_NUMPY[found.dtype])
-            return _copied(found, lambda: out, then).view(dtype)
-
-        return bring
-
-    return sample
-
-
 def _facts(
     held: _TensorMemory, start: tuple[int, ...], changed: Callable[[], bool] | None
 ) -> Memory:
@@ -246,18 +250,37 @@ def _changed(tensor: torch.Tensor) -> Callable[[], bool] | None:
     return lambda: tensor._version != version
 
 
-def target(leaf: Any) -> TorchTarget:
+def target(leaf: Any) -> ArrayTarget:
     _check(leaf)
+    if _is_sharded_tensor(leaf):
+        from unickpt.adapters.torch_fsdp1 import ShardedTarget  # only where there are such
+
+        return ShardedTarget(leaf, TorchTarget)
     return TorchTarget(leaf)
 
 
-def expand(obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion | None:
-    """Expands optimizers, and modules that differ from other objects with a `state_dict`."""
+def expand(obj: Any, name: str, stored: StoredTree | None) -> Expansion | None:
+    """Expands optimizers, modules that differ from other objects with a `state_dict`, and tensors
+    that are stored as their parts."""
+    if isinstance(obj, torch.Tensor | PlacedTensor):
+        return _expand_tensor(obj, name, stored)
     if isinstance(obj, NamedOptimizer) or is_optimizer(obj):
         return expand_optimizer(obj, name, stored)
     if isinstance(obj, torch.nn.Module):
         return expand_module(obj, name, stored)
     return None
+
+
+def _expand_tensor(obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion | None:
+    if is_array(obj):
+        return None
+    if isinstance(obj, torch.Tensor) and obj.layout in _SPARSE:
+        from unickpt.adapters.torch_sparse import expand_sparse  # only where there are such
+
+        return expand_sparse(obj, name, stored)
+    from unickpt.adapters.torch_subclasses import expand_subclass
+
+    return expand_subclass(obj, name)
 
 
 def fence(optimizer: Any, wait: Callable[[], None]) -> Fence | None:
@@ -272,13 +295,13 @@ class TorchTarget:
     prng: str | None = None
 
     def __init__(self, leaf: Any) -> None:
-        self.leaf, self.shape, self.dtype = leaf, tuple(leaf.shape), TO_NUMPY[leaf.dtype]
+        self.leaf, self.shape, self.dtype = leaf, _shape(leaf), TO_NUMPY[leaf.dtype]
         self.abstract: bool = leaf.is_meta
         box: Box | None = Box.whole(self.shape)
         self.processes = 1
         self._local: torch.Tensor
-        if is_dtensor(leaf):
-            shard = local_shard_of(leaf)
+        shard = shard_of(leaf)
+        if shard is not None:
             self.processes = len(shard.layout.mesh.processes)
             box, local = shard.box, _local(leaf, shard)
         else:
@@ -299,7 +322,7 @@ class TorchTarget:
         if self._filled is not None:
             return
         sharded = is_dtensor(self.leaf)
-        kind = self.leaf.device_mesh.device_type if sharded else "cpu"
+        kind = self.leaf.device_mesh.device_type if sharded else getattr(self.leaf, "kind", "cpu")
         self._local = self._filled = torch.empty_like(self._local, device=kind)
         if sharded:
             # Like `DTensor.from_local`, which would lose the order of the shards.
@@ -337,37 +360,19 @@ class TorchTarget:
 
 
 def _check(leaf: Any) -> None:
-    if type(leaf) in _PLAIN and leaf.layout is torch.strided and leaf.dtype in TO_NUMPY:
-        if leaf.is_nested:
-            raise TypeError(_dense("nested"))
-        return
     if _is_sharded_tensor(leaf):
-        raise TypeError(
-            "a ShardedTensor, as in FSDP1's sharded state_dicts, has no layout that unickpt can "
-            "store; save torch.distributed.checkpoint.state_dict.get_model_state_dict("
-            "model, options=StateDictOptions(full_state_dict=True)), use FSDP2 (fully_shard), or "
-            "put each local shard into unickpt.LocalFragments"
-        )
-    if torch.nn.parameter.is_lazy(leaf):
-        raise TypeError("an uninitialized (lazy) parameter has no shape; run the module once")
-    if leaf.is_nested or leaf.layout != torch.strided:
-        kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
-        raise TypeError(_dense(kind))
-    if leaf.is_quantized:
-        raise TypeError(
-            f"a quantized tensor ({leaf.dtype}) cannot be stored; save its int_repr(), scale and "
-            "zero point"
-        )
-    if leaf.dtype not in TO_NUMPY:
-        names = ", ".join(str(d).removeprefix("torch.") for d in TO_NUMPY)
-        raise TypeError(f"dtype {leaf.dtype} has no framework-neutral form; supported are {names}")
+        return  # it does not answer all of this
+    dense = leaf.layout is torch.strided and leaf.dtype in TO_NUMPY and not leaf.is_nested
+    if dense and (type(leaf) in _PLAIN or not torch.nn.parameter.is_lazy(leaf)):
+        return
+    from unickpt.adapters.torch_refusals import refusal  # only for an error
 
-
-def _dense(kind: str) -> str:
-    return f"a {kind} tensor cannot be stored; save the dense tensors it is made of"
+    raise TypeError(refusal(leaf))
 
 
 def _is_sharded_tensor(leaf: Any) -> bool:
+    if type(leaf) in _PLAIN:
+        return False
     module = sys.modules.get("torch.distributed._shard.sharded_tensor.api")
     return module is not None and isinstance(leaf, module.ShardedTensor)
 
@@ -396,8 +401,15 @@ def _memory(leaf: torch.Tensor) -> torch.Tensor:
     return plain if type(plain) is torch.Tensor else plain.as_subclass(torch.Tensor)
 
 
+def _shape(leaf: Any) -> tuple[int, ...]:
+    """The shape of the global array."""
+    return leaf.whole if type(leaf) is Part else tuple(leaf.shape)
+
+
 def _local(leaf: Any, shard: LocalShard) -> torch.Tensor:
-    """The memory of this rank's part of a DTensor."""
+    """The memory of this rank's part of a distributed tensor."""
+    if type(leaf) is Part:
+        return _memory(leaf)
     with torch.no_grad():
         local = leaf.to_local()
     if hasattr(local, "wait"):  # the result of an asynchronous collective

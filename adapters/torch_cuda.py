@@ -7,10 +7,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 
+from unickpt.adapters.torch_distributed import TO_NUMPY
 from unickpt.adapters.torch_distributed import group as group
 from unickpt.arrays.dtypes import Array
+from unickpt.frameworks.protocol import Sample
 
 
 def pinned(nbytes: int) -> Array:
@@ -39,3 +42,26 @@ def stream_after_training(device: torch.device) -> Callable[[], AbstractContextM
             yield
 
     return after
+
+
+def sampler(tensor: torch.Tensor, copied: Callable[..., Array]) -> Sample:
+    """A function that gathers elements on a device, and copies them to the host later.
+
+    Arguments:
+        tensor: on the device.
+        copied: copies a tensor into memory that a function makes, within a context.
+    """
+
+    def sample(at: tuple[Array, ...]) -> Callable[[], Array]:
+        where = tuple(torch.from_numpy(index).to(tensor.device) for index in at)
+        bits = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+        found = (bits if bits.ndim else bits.reshape(1))[where]
+        then, dtype = stream_after_training(tensor.device), TO_NUMPY[tensor.dtype]
+
+        def bring() -> Array:
+            out = np.empty(tuple(found.shape), TO_NUMPY[found.dtype])
+            return copied(found, lambda: out, then).view(dtype)
+
+        return bring
+
+    return sample

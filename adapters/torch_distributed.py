@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -295,6 +296,101 @@ def members_saving(group: Group) -> Members | None:
         f"{group.count} processes save here; save its full_tensor() or to_local(), or, to save "
         "with some of the ranks, give SaveOptions(group=) their torch process group"
     )
+
+
+def with_parts(leaf: Any) -> bool:
+    """Whether a tensor, or this rank's part of a DTensor, consists of tensors that it names."""
+    own = leaf._local_tensor if is_dtensor(leaf) else leaf
+    if not hasattr(type(own), "__tensor_flatten__"):
+        return False
+    # Jagged tensors have sizes that are no numbers, and results of collectives only wait for one.
+    return not (own.is_nested or hasattr(own, "trigger_wait"))
+
+
+class Part(torch.Tensor):
+    """Memory of a tensor that another one consists of; changes do not count in its version.
+
+    Attributes:
+        whole: shape of the global array.
+        shard: what this rank holds of that; None if all.
+        kind: the type of device on which it is made, if it is on the meta device.
+    """
+
+    whole: tuple[int, ...]
+    shard: LocalShard | None
+    kind: str
+
+    @classmethod
+    def of(
+        cls,
+        tensor: torch.Tensor,
+        whole: tuple[int, ...] | None = None,
+        shard: LocalShard | None = None,
+        kind: str = "cpu",
+    ) -> Part:
+        """A tensor's memory as such a part."""
+        part: Part = tensor.detach().as_subclass(cls)
+        part.whole, part.shard = tuple(tensor.shape) if whole is None else whole, shard
+        part.kind = kind
+        return part
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedTensor:
+    """A tensor that consists of tensors, and what it is a part of.
+
+    Arguments:
+        local: what this rank has.
+        shape: of the global array.
+        shard: what this rank holds of that; None if all.
+        kind: as of `Part`.
+    """
+
+    local: torch.Tensor
+    shape: tuple[int, ...]
+    shard: LocalShard | None = None
+    kind: str = "cpu"
+
+
+def check_ranks(group: Group, what: str) -> None:
+    """Checks that the processes that save are the ranks of torch.distributed.
+
+    Raises:
+        TypeError: they are not.
+    """
+    if (group.index, group.count) != (dist.get_rank(), dist.get_world_size()):
+        raise TypeError(
+            f"the processes of {what} are the {dist.get_world_size()} ranks of torch.distributed, "
+            f"but {group.count} processes save here; save its full_tensor() or to_local()"
+        )
+
+
+def shard_of(leaf: Any) -> LocalShard | None:
+    """What this rank holds of a tensor that is distributed; None for others.
+
+    Raises:
+        TypeError: the placements of a DTensor give no box.
+    """
+    if is_dtensor(leaf):
+        return local_shard_of(leaf)
+    return leaf.shard if type(leaf) is Part else None
+
+
+def shard_saving(leaf: Any, group: Group) -> LocalShard | None:
+    """As `shard_of`, with the positions of ranks among those that save.
+
+    Raises:
+        TypeError: as `shard_of`; or the tensor is on other ranks than those that save.
+    """
+    if is_dtensor(leaf):
+        return local_shard_of(leaf, members_saving(group))
+    shard = shard_of(leaf)
+    if shard is not None and members_saving(group) is not None:
+        raise TypeError(
+            "a DTensor that consists of several tensors cannot be saved by some of the ranks "
+            "(SaveOptions.group); save it on all ranks, or its dequantised values"
+        )
+    return shard
 
 
 def sharding_of(leaf: Any) -> tuple[Any, ...]:

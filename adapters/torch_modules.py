@@ -47,6 +47,12 @@ def _wrappers_in(module: torch.nn.Module) -> dict[type, str]:
     return found
 
 
+def fsdp1() -> type | None:
+    """The class of FSDP1; None if it is not imported."""
+    where = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    return getattr(where, "FullyShardedDataParallel", None)
+
+
 def is_wrapped(module: torch.nn.Module) -> bool:
     """Whether a module, or any module within it, is a wrapper."""
     return bool(_wrappers_in(module))

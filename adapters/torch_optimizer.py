@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
-from urllib.parse import unquote
 
 import torch
 
-from unickpt.adapters.torch_distributed import TO_NUMPY, is_dtensor
-from unickpt.adapters.torch_modules import canonical_names
-from unickpt.arrays import dtypes
-from unickpt.errors import LoadMismatch, UnsupportedLeaf
+from unickpt.adapters.torch_distributed import is_dtensor
+from unickpt.adapters.torch_fresh_state import fresh_state, undo_casts, with_counters
+from unickpt.adapters.torch_modules import canonical_names, fsdp1
+from unickpt.errors import LoadMismatch
+from unickpt.frameworks.protocol import StoredTree
 from unickpt.trees.tree import Expansion, Leaf, Node, component, join
 from unickpt.trees.tree import rebuild as rebuild_tree
 from unickpt.trees.wrapper_names import without_wrappers
@@ -30,6 +30,7 @@ _SLOTS = {
     "RMSprop": ("step", "square_avg"),
     "Rprop": ("step", "prev", "step_size"),
     "Adafactor": ("step",),
+    "Muon": ("momentum_buffer",),
 }
 
 
@@ -88,13 +89,18 @@ class NamedOptimizer:
                 f"of shape {strange[0]}; pass the module that holds them all"
             )
         self.optimizer, self.names = optimizer, [known[id(p)] for p in parameters]
+        self.module = module
 
 
-def expand_optimizer(obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion | None:
+def expand_optimizer(obj: Any, name: str, stored: StoredTree | None) -> Expansion | None:
     """An optimizer, a wrapper of one or a `NamedOptimizer` as the container of its `state_dict`;
     see `Adapter.expand`."""
     optimizer = obj.optimizer if isinstance(obj, NamedOptimizer) else obj
     inner = optimizers_of(optimizer)[-1]
+    if fsdp1() is not None and any(map(_is_flattened, _params(inner))):
+        from unickpt.adapters.torch_fsdp1 import expand_flattened  # only where there are such
+
+        return expand_flattened(obj, inner, name, stored)
     if not hasattr(optimizer, "state_dict"):
         optimizer = inner
     names = obj.names if isinstance(obj, NamedOptimizer) else None
@@ -105,8 +111,10 @@ def expand_optimizer(obj: Any, name: str, stored: Mapping[str, Any] | None) -> E
     keys: Sequence[str | int] = range(count) if names is None else names
     fresh: Mapping[int, Any] = {}
     if stored is not None:
-        prefix = f"{name}/state/" if name else "state/"
-        fresh = _fresh_state(inner, keys, state["state"], prefix, stored)
+        fresh = fresh_state(inner, keys, state["state"], join(name, "state"), stored)
+        if not any(state["state"].values()):
+            at = join(name, "param_groups")
+            state["param_groups"] = with_counters(state["param_groups"], at, stored)
         state["state"] |= fresh
     numbered = state
     if names is not None:
@@ -137,11 +145,20 @@ def expand_optimizer(obj: Any, name: str, stored: Mapping[str, Any] | None) -> E
     def rebuild(children: list[Any]) -> Any:
         loaded = in_our_order(children[0])
         optimizer.load_state_dict(loaded)
-        _undo_casts(inner, loaded["state"])
+        undo_casts(inner, loaded["state"])
         return obj
 
     kind = type(optimizer).__name__
     return Expansion("wrapper", ("state_dict",), (state,), rebuild, kind, check)
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _is_flattened(param: Any) -> bool:
+    """Whether FSDP1 holds a parameter within a flat one."""
+    return bool(getattr(param, "_fsdp_flattened", False))
 
 
 def _plain(value: Any) -> Any:
@@ -244,93 +261,6 @@ def _grouped(name: str, ours: Sequence[Any], loaded: Mapping[str, Any]) -> dict[
                 )
         groups.append({**settings, "params": group["params"]})
     return {**loaded, "param_groups": groups}
-
-
-def _fresh_state(
-    optimizer: torch.optim.Optimizer,
-    keys: Sequence[str | int],
-    present: Mapping[Any, Any],
-    prefix: str,
-    stored: Mapping[str, Any],
-) -> dict[int, dict[str, Any]]:
-    """Slots as in the checkpoint, not filled yet, sharded like their parameters.
-
-    Only for parameters for which the optimizer has no state.
-    """
-    params = [p.detach() for group in optimizer.param_groups for p in group["params"]]
-    if any(p.is_meta for p in params):
-        raise UnsupportedLeaf(
-            f"{prefix}: the optimizer's parameters are on the meta device; load the module first "
-            "and create the optimizer afterwards"
-        )
-    places = {component(key): at for at, key in enumerate(keys)}
-    slots_of = _stored_slots(stored, prefix)
-    old = without_wrappers(
-        [key for key in places if key not in slots_of], [k for k in slots_of if k not in places]
-    )
-    places |= {stored_key: places[key] for key, stored_key in old.items()}
-    state: dict[int, dict[str, Any]] = {}
-    for key, slots in slots_of.items():
-        at = places.get(key)
-        if at is None or at in present or not _may_belong(params[at], slots.values()):
-            continue
-        # LBFGS keeps lists, and empty ones have no stored names.
-        nested = [slot for slot in slots if "/" in slot]
-        if nested or isinstance(optimizer, torch.optim.LBFGS):
-            where = f"{prefix}{key}/{[*nested, *slots][0]}"
-            raise UnsupportedLeaf(
-                f"{where!r}: nested optimizer state cannot be created; let the optimizer take one "
-                "step before loading into it"
-            )
-        state[at] = {unquote(s): _fresh_slot(params[at], s, e) for s, e in slots.items()}
-    return state
-
-
-def _stored_slots(stored: Mapping[str, Any], prefix: str) -> dict[str, dict[str, Any]]:
-    """The slots below a prefix, by the keys of their parameters."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, entry in stored.items():
-        key, _, slot = name.removeprefix(prefix).partition("/")
-        if name.startswith(prefix) and slot:
-            found.setdefault(key, {})[slot] = entry
-    return found
-
-
-def _may_belong(param: torch.Tensor, slots: Iterable[Any]) -> bool:
-    """Whether stored slots are of a parameter of this shape; if not, a fresh optimizer creates its
-    own. Some slots have dimensions of size 1, or fewer dimensions, or are counters."""
-    shape = tuple(param.shape)
-    shapes = [tuple(slot.shape) for slot in slots if hasattr(slot, "shape")]
-    return all(
-        n in (1, size)
-        for found in shapes
-        if len(found) == len(shape)
-        for n, size in zip(found, shape, strict=True)
-    )
-
-
-def _fresh_slot(param: torch.Tensor, slot: str, entry: Any) -> Any:
-    if not hasattr(entry, "shape"):
-        return entry  # a plain value
-    dtype = next((t for t, n in TO_NUMPY.items() if dtypes.name_of(n) == entry.dtype), None)
-    if dtype is None:
-        raise UnsupportedLeaf(f"{entry.name!r}: torch has no dtype {entry.dtype}")
-    if tuple(entry.shape) == tuple(param.shape) and slot != "step":
-        return torch.empty_like(param, dtype=dtype)
-    if not entry.shape:  # counters, which torch keeps on the host
-        return torch.empty((), dtype=dtype, device="cpu")
-    return param.new_empty(entry.shape, dtype=dtype)
-
-
-def _undo_casts(optimizer: torch.optim.Optimizer, loaded: Mapping[Any, Any]) -> None:
-    """Restores what `Optimizer.load_state_dict` cast to the dtype of the parameter."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for at, slots in loaded.items():
-        held = optimizer.state.get(params[at], {}) if at in range(len(params)) else {}
-        for slot, value in slots.items() if held else ():
-            now = held.get(slot)
-            if isinstance(now, torch.Tensor) and now.dtype != getattr(value, "dtype", now.dtype):
-                held[slot] = value.to(now.device)
 
 
 class OptimizerFence:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, TypeVar, cast
@@ -14,7 +14,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, flat_range_to_boxes, overlap
 from unickpt.arrays.dtypes import Array
 from unickpt.frameworks.process_group import Group
-from unickpt.frameworks.protocol import Adapter, ArraySource, Fragment, Memory, Read
+from unickpt.frameworks.protocol import Adapter, ArraySource, Fragment, Memory, Read, StoredTree
 from unickpt.quoting import quoted
 from unickpt.trees import tree, tree_json
 
@@ -50,6 +50,21 @@ def by_type(find: Callable[[Any], T]) -> Callable[[Any], T]:
     return found
 
 
+def leaf_test(adapters: Sequence[Adapter]) -> Callable[[Any], bool]:
+    """`is_leaf` for the many objects of a tree: what their types alone decide is asked once."""
+    known: dict[type, bool | Callable[[Any], bool]] = {}
+
+    def test(obj: Any) -> bool:
+        kind = type(obj)
+        found = known.get(kind)
+        if found is None:
+            of = next((adapter for adapter in adapters if adapter.varies(kind)), None)
+            found = known[kind] = is_leaf(obj, adapters) if of is None else of.is_array
+        return found if found is True or found is False else found(obj)
+
+    return test
+
+
 _CONTAINERS = (dict, list, tuple)
 
 
@@ -65,7 +80,7 @@ def is_leaf(obj: Any, adapters: Sequence[Adapter]) -> bool:
 
 
 def expand(
-    obj: Any, name: str, adapters: Sequence[Adapter], stored: Mapping[str, Any] | None = None
+    obj: Any, name: str, adapters: Sequence[Adapter], stored: StoredTree | None = None
 ) -> tree.Expansion | None:
     """One level of a framework's container, or of an object with `state_dict`."""
     for adapter in adapters:
@@ -215,15 +230,14 @@ class LocalFragments(Described):
 
     def source(self, group: Group) -> ArraySource:
         """As an adapter's `source`."""
-        fragments, dtype = [], self._declared()
+        fragments: list[Fragment] = []
+        dtype = self._declared()
         for box, data in self.fragments:
             inner = _adapter(data).source(data, group)
             if inner.layout is None or any(inner.layout.dims):
                 raise TypeError("LocalFragments can only hold NumPy arrays and plain torch tensors")
             dtype = self._agree(dtype, inner.dtype)
-            for held in inner.fragments:
-                read, memory = _shifted(held.read, box), _shifted_memory(held.memory, box)
-                fragments.append(Fragment(box, (group.index,), read, memory))
+            fragments += [placed(held, box, (group.index,)) for held in inner.fragments]
         if dtype is None:
             raise TypeError("LocalFragments without any fragment need a dtype, e.g. 'float32'")
         return ArraySource(self.shape, dtype, tuple(fragments), identity=self._identity)
@@ -295,6 +309,18 @@ def _adapter(data: Any) -> Adapter:
     if found is None:
         raise TypeError(f"a fragment's data is a {type(data).__name__}, not an array")
     return found
+
+
+def placed(fragment: Fragment, box: Box, replicas: tuple[int, ...]) -> Fragment:
+    """A whole array as a box of a larger one.
+
+    Arguments:
+        fragment: the whole array.
+        box: where it is in the larger one.
+        replicas: the processes that hold it.
+    """
+    read, memory = _shifted(fragment.read, box), _shifted_memory(fragment.memory, box)
+    return Fragment(box, replicas, read, memory)
 
 
 def _shifted(read: Read, box: Box) -> Read:

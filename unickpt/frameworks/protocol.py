@@ -5,7 +5,7 @@ The core knows arrays only as `ArraySource` (to save) and `ArrayTarget` (to load
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array, DType
 from unickpt.arrays.layout import Layout
 from unickpt.frameworks.process_group import Group
+from unickpt.trees import tree
 from unickpt.trees.tree import Expansion
 
 Read = Callable[[Box, Callable[[], Array]], Array]
@@ -146,11 +147,52 @@ class Fence(Protocol):
         """Removes the hook."""
 
 
+class StoredTree(Mapping[str, Any]):
+    """What a load finds in a checkpoint: arrays and plain values by name, and their containers.
+
+    Arguments:
+        leaves: by name.
+        node: returns the structure of all; None if the checkpoint has none.
+    """
+
+    def __init__(
+        self, leaves: Mapping[str, Any], node: Callable[[], tree.Node | tree.Leaf | None]
+    ) -> None:
+        self._leaves, self._node = leaves, node
+
+    def __getitem__(self, name: str) -> Any:
+        return self._leaves[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._leaves)
+
+    def __len__(self) -> int:
+        return len(self._leaves)
+
+    def among(self, leaves: Mapping[str, Any]) -> StoredTree:
+        """The same structure with some of the leaves."""
+        return StoredTree(leaves, self._node)
+
+    def at(self, name: str) -> tree.Node | tree.Leaf | None:
+        """What is stored under a name, without wrappers; None if that is not known."""
+        node, here = self._node(), ""
+        while isinstance(node, tree.Node) and (here != name or node.kind == "wrapper"):
+            names = tree.child_names(node.kind, node.keys, here)
+            both = zip(names, node.children, strict=True)
+            inside = ((n, c) for n, c in both if name == n or name.startswith(f"{n}/") or n == here)
+            here, node = next(inside, ("", None))
+        return node if here == name else None
+
+
 class Adapter(Protocol):
     """The interface of a module under `unickpt.adapters`."""
 
     def is_array(self, leaf: Any) -> bool:
         """Whether `source` and `target` handle this leaf."""
+
+    def varies(self, kind: type) -> bool:
+        """Whether of this type some objects are arrays, and others containers that `expand` takes;
+        of all other types, an object is an array if another one is."""
 
     def source(self, leaf: Any, group: Group) -> ArraySource:
         """Describes an array to save.
@@ -183,13 +225,14 @@ class Adapter(Protocol):
     def target(self, leaf: Any) -> ArrayTarget:
         """Describes an array to load into. Raises as `source`."""
 
-    def expand(self, obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion | None:
+    def expand(self, obj: Any, name: str, stored: StoredTree | None) -> Expansion | None:
         """Expands one level of a container of this framework; None for other objects.
 
         Arguments:
-            obj: an object that is neither a leaf nor a builtin container.
+            obj: an object that is neither a leaf nor a builtin container; also an array that is
+                stored as its parts.
             name: its name in the tree.
-            stored: while loading, the stored arrays and values by name; else None.
+            stored: while loading, what is stored; else None.
         """
 
     @property

@@ -13,7 +13,7 @@ from unickpt.format.reader import Reader
 from unickpt.frameworks import per_process
 from unickpt.frameworks.leaves import PerProcess, PerProcessValues, adapters
 from unickpt.frameworks.process_group import current_group, launched_together, within
-from unickpt.frameworks.protocol import Adapter, ArrayTarget
+from unickpt.frameworks.protocol import Adapter, ArrayTarget, StoredTree
 from unickpt.loading.report import LoadReport, untyped
 from unickpt.loading.request import LoadRequest, Patterns, Policy, Selection, compare, is_number
 from unickpt.loading.views import CheckpointView, StoredView, jobs_of
@@ -273,7 +273,7 @@ class _Loading:
         view: CheckpointView
         policy = self.policy
         if self.rules is None:
-            known = _leaves_of(stored.index)
+            known = StoredTree(_leaves_of(stored.index), StoredView(stored).node)
             asked = LoadRequest.of(like, self.among, known, policy.selection)
             view = StoredView(stored, asked.facts)
         else:

@@ -16,9 +16,9 @@ from unickpt.frameworks.leaves import (
     adapter_of,
     by_type,
     expand,
-    is_leaf,
+    leaf_test,
 )
-from unickpt.frameworks.protocol import Adapter, ArrayTarget
+from unickpt.frameworks.protocol import Adapter, ArrayTarget, StoredTree
 from unickpt.loading import mismatch
 from unickpt.loading.mismatch import Difference
 from unickpt.loading.report import LoadReport
@@ -69,11 +69,11 @@ class Selection:
             return frozenset()
         return frozenset(name for name in names if not self.has(name))
 
-    def among(self, known: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Those of some leaves, by name, that are selected."""
+    def among(self, known: StoredTree) -> StoredTree:
+        """Those of some leaves that are selected."""
         if self.selects_all:
             return known
-        return {name: value for name, value in known.items() if self.has(name)}
+        return known.among({name: value for name, value in known.items() if self.has(name)})
 
     def check(
         self,
@@ -160,7 +160,7 @@ class LoadRequest:
         cls,
         like: Any,
         among: Sequence[Adapter],
-        known: Mapping[str, Any],
+        known: StoredTree,
         selection: Selection = ALL,
     ) -> LoadRequest:
         """The leaves of a tree.
@@ -174,7 +174,7 @@ class LoadRequest:
         known = selection.among(known)
         node = tree.flatten(
             like,
-            by_type(lambda x: is_leaf(x, among)),
+            leaf_test(among),
             lambda obj, name: expand(obj, name, among, known),
             "`like` cannot be loaded into",
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ from unickpt.arrays.layout import Layout
 from unickpt.errors import LoadMismatch, RuleError
 from unickpt.format.index import RESERVED, ArrayEntry, Index, PerProcessEntry
 from unickpt.format.reader import Reader
-from unickpt.frameworks.protocol import Adapter
+from unickpt.frameworks.protocol import Adapter, StoredTree
 from unickpt.loading.provenance import Provenance
 from unickpt.loading.request import ALL, LoadRequest, Selection
 from unickpt.loading.views import (
@@ -102,10 +102,7 @@ class RuledView:
         return leaf_text(stored_leaf(self.checkpoint.index, name))
 
     def node(self) -> tree.Node | tree.Leaf:
-        stored = StoredView(self.checkpoint).node()
-        made = {name: _source(made) for name, made in self.plan.made.items()}
-        sources = {name: source for name, source in made.items() if source is not None}
-        return renamed(stored, sources, self.index.names)
+        return _structure(self.checkpoint, self.plan.made, self.index.names)
 
     def keep(self, plain: Mapping[str, tree_json.Plain]) -> None:
         """Adds values that no rule makes."""
@@ -297,9 +294,20 @@ class Offered(Mapping[str, Any]):
         self._checkpoint, self._rules, self._asked = checkpoint, rules, asked
 
     @cached_property
+    def _made(self) -> Mapping[str, Made]:
+        return offers(self._rules, stored_facts(self._checkpoint), self._asked())
+
+    def node(self) -> tree.Node | tree.Leaf | None:
+        """The structure of it; None if not all of it can be in one tree."""
+        try:
+            return _structure(self._checkpoint, self._made, self._made)
+        except ValueError:
+            return None
+
+    @cached_property
     def _found(self) -> dict[str, Any]:
         index = self._checkpoint.index
-        made = offers(self._rules, stored_facts(self._checkpoint), self._asked())
+        made = self._made
         # A plain number for which a rule gives a dtype becomes an array.
         return {
             name: _entry(m, index)
@@ -326,8 +334,9 @@ def request_through(
     selection: Selection = ALL,
 ) -> LoadRequest:
     """What a tree requests; optimizers without state request what the rules could make."""
-    known = Offered(checkpoint, rules, lambda: LoadRequest.of(like, among, {}).facts)
-    return LoadRequest.of(like, among, known, selection)
+    nothing = StoredTree({}, lambda: None)
+    offered = Offered(checkpoint, rules, lambda: LoadRequest.of(like, among, nothing).facts)
+    return LoadRequest.of(like, among, StoredTree(offered, offered.node), selection)
 
 
 def stored_facts(checkpoint: Reader) -> StoredLeaves:
@@ -338,6 +347,15 @@ def stored_facts(checkpoint: Reader) -> StoredLeaves:
     facts |= {name: Fact(kind=LeafKind.VALUE) for name in index.values}
     facts |= {name: Fact(kind=LeafKind.PROCESS) for name in index.per_process}
     return StoredLeaves(facts, entries)
+
+
+def _structure(
+    checkpoint: Reader, made: Mapping[str, Made], names: Collection[str]
+) -> tree.Node | tree.Leaf:
+    """The containers of what rules make."""
+    of = {name: _source(one) for name, one in made.items()}
+    sources = {name: source for name, source in of.items() if source is not None}
+    return renamed(StoredView(checkpoint).node(), sources, names)
 
 
 def _source(made: Made) -> str | None:

@@ -17,7 +17,7 @@ from unickpt.errors import UnsupportedLeaf
 from unickpt.format import chunk_grid, chunk_store, codec, index_json
 from unickpt.format.index import ArrayEntry, Index, PerProcessEntry
 from unickpt.frameworks import per_process
-from unickpt.frameworks.leaves import Described, PerProcess, adapter_of, expand, is_leaf
+from unickpt.frameworks.leaves import Described, PerProcess, adapter_of, expand, leaf_test
 from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import Adapter, ArraySource
 from unickpt.quantized import choice
@@ -148,9 +148,7 @@ def describe(
     """
     node = root
     if not isinstance(root, tree.Node | tree.Leaf):
-        node = tree.flatten(
-            root, lambda x: is_leaf(x, among), lambda obj, name: expand(obj, name, among)
-        )
+        node = tree.flatten(root, leaf_test(among), lambda obj, name: expand(obj, name, among))
     found = _Leaves(group, options, among, keys)
     for leaf in tree.leaves(node):
         found.add(leaf.name, leaf.value)

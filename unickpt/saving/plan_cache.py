@@ -20,7 +20,7 @@ import numpy as np
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.frameworks import per_process
-from unickpt.frameworks.leaves import PerProcess, adapter_of, adapters, expand, is_leaf
+from unickpt.frameworks.leaves import PerProcess, adapter_of, adapters, expand, leaf_test
 from unickpt.frameworks.members import Members
 from unickpt.frameworks.process_group import Group, members_of
 from unickpt.frameworks.protocol import Adapter, ArraySource, Fragment, Memory, Read
@@ -386,7 +386,7 @@ class PlanCache:
             values = leaves_of(root, plan.skeleton, level)
             if values is not None and plan.recognise(values) and self._take(plan):
                 return SameTree(plan, values, group)
-        return tree.flatten(root, lambda x: is_leaf(x, among), expand_once)
+        return tree.flatten(root, leaf_test(among), expand_once)
 
     def _take(self, plan: CachedPlan) -> bool:
         with self._lock:

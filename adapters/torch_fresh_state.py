@@ -1,0 +1,264 @@
+"""The state that an optimizer without any is to have, made for a load to fill it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+from urllib.parse import unquote
+
+import torch
+
+from unickpt.adapters.torch_distributed import TO_NUMPY
+from unickpt.arrays import dtypes
+from unickpt.errors import UnsupportedLeaf
+from unickpt.frameworks.protocol import StoredTree
+from unickpt.trees.tree import Leaf, Node, child_names, component, join
+from unickpt.trees.wrapper_names import without_wrappers
+
+
+def fresh_state(
+    optimizer: torch.optim.Optimizer,
+    keys: Sequence[str | int],
+    present: Mapping[Any, Any],
+    name: str,
+    stored: StoredTree,
+) -> dict[int, dict[str, Any]]:
+    """Slots as in the checkpoint, not filled yet, sharded like their parameters.
+
+    Only for parameters for which the optimizer has no state, or one of other nested containers.
+
+    Arguments:
+        optimizer: the innermost one.
+        keys: of its parameters in the tree, in the order of its groups.
+        present: the state that it has, by the number of the parameter.
+        name: of its state in the tree.
+        stored: the checkpoint.
+
+    Raises:
+        UnsupportedLeaf: what is stored cannot be made.
+    """
+    params = [p.detach() for group in optimizer.param_groups for p in group["params"]]
+    if any(p.is_meta for p in params):
+        raise UnsupportedLeaf(
+            f"{name}/: the optimizer's parameters are on the meta device; load the module first "
+            "and create the optimizer afterwards"
+        )
+    slots_of = slots_by_key(stored, name)
+    places = {component(key): at for at, key in enumerate(keys)}
+    old = without_wrappers(
+        [key for key in places if key not in slots_of], [k for k in slots_of if k not in places]
+    )
+    places |= {stored_key: places[key] for key, stored_key in old.items()}
+    state: dict[int, dict[str, Any]] = {}
+    for key, slots in slots_of.items():
+        at = places.get(key)
+        # Some optimizers make an empty state when they are asked for one.
+        if at is None or (present.get(at) and _is_alike(present[at], slots)):
+            continue
+        whole = isinstance(optimizer, torch.optim.LBFGS)  # the first one has the state of all
+        if whole or _may_belong(params[at], [stored.get(x.name) for x in _leaves(slots)]):
+            state[at] = fresh_slots(
+                partial(_fresh_slot, params[at]), slots, join(name, key), stored
+            )
+    return state
+
+
+def fresh_slots(
+    make: Callable[[str, Any], Any], slots: Slots, name: str, stored: StoredTree
+) -> dict[str, Any]:
+    """The slots of one parameter.
+
+    Arguments:
+        make: makes what a slot, or a place in it, is to hold, of its key and what is stored.
+        slots: the stored ones.
+        name: of the parameter's state.
+        stored: the checkpoint.
+
+    Raises:
+        UnsupportedLeaf: nested ones cannot be made.
+    """
+    both = ((slot, _fresh(make, slot, child, name, stored)) for slot, child in slots.items())
+    return {slot: found for slot, found in both if found is not _NONE}
+
+
+def with_counters(
+    groups: Sequence[dict[str, Any]], name: str, stored: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Groups of parameters of an optimizer that has not stepped, with the counters that it makes in
+    its first step.
+
+    Arguments:
+        groups: as the optimizer has them.
+        name: of the list of groups in the tree.
+        stored: the checkpoint.
+    """
+    found = []
+    for at, group in enumerate(groups):
+        prefix = join(join(name, str(at)), "")
+        counters = {
+            key.removeprefix(prefix): value
+            for key, value in stored.items()
+            if type(value) is int and key.startswith(prefix) and "/" not in key[len(prefix) :]
+        }
+        found.append({**counters, **group})
+    return found
+
+
+Slots = dict[Any, Node | Leaf]
+_NONE: Any = object()
+_NESTED = ("dict", "ordereddict", "list", "tuple")
+
+
+def slots_by_key(stored: StoredTree, name: str) -> dict[str, Slots]:
+    """The slots of each parameter, by the parameter's key as part of a name."""
+    found: dict[str, Slots] = {}
+    node = stored.at(name)
+    if isinstance(node, Node):
+        parts = child_names(node.kind, node.keys, "")
+        for part, child in zip(parts, map(_unwrapped, node.children), strict=True):
+            if isinstance(child, Node) and child.children:
+                found[part] = dict(zip(child.keys, map(_unwrapped, child.children), strict=True))
+        return found
+    for leaf in stored if node is None else ():
+        key, _, slot = leaf.removeprefix(f"{name}/").partition("/")
+        if leaf.startswith(f"{name}/") and slot:
+            found.setdefault(key, {})[unquote(slot)] = Leaf(leaf, None)
+    return found
+
+
+def _unwrapped(node: Node | Leaf) -> Node | Leaf:
+    while isinstance(node, Node) and node.kind == "wrapper":
+        (node,) = node.children
+    return node
+
+
+def _leaves(slots: Slots) -> list[Leaf]:
+    return [slot for slot in slots.values() if isinstance(slot, Leaf)]
+
+
+def _is_alike(present: Any, slots: Slots) -> bool:
+    """Whether a state has the stored nested containers, or neither has any."""
+    if not isinstance(present, dict):
+        return True
+    nested = {key: slot for key, slot in slots.items() if isinstance(slot, Node)}
+    return all(_has_structure(present.get(key), slot) for key, slot in nested.items())
+
+
+def _has_structure(value: Any, node: Node | Leaf) -> bool:
+    if isinstance(node, Leaf):
+        return not isinstance(value, dict | list | tuple)
+    if node.kind in ("dict", "ordereddict"):
+        children = [value[key] for key in node.keys] if _has_keys(value, node.keys) else None
+    else:
+        children = list(value) if isinstance(value, list | tuple) else None
+    if children is None or len(children) != len(node.children):
+        return node.kind not in _NESTED  # what cannot be made stays as it is
+    return all(map(_has_structure, children, map(_unwrapped, node.children)))
+
+
+def _has_keys(value: Any, keys: Sequence[Any]) -> bool:
+    return isinstance(value, dict) and list(value) == list(keys)
+
+
+def _fresh(
+    make: Callable[[str, Any], Any],
+    slot: str,
+    node: Node | Leaf,
+    within: str,
+    stored: StoredTree,
+) -> Any:
+    """What a slot is to hold; `_NONE` if nothing of it is loaded.
+
+    Raises:
+        UnsupportedLeaf: it cannot be made.
+    """
+    if isinstance(node, Leaf):
+        if node.name not in stored:
+            return _NONE
+        if "/" in slot:  # a name of a checkpoint without containers
+            raise _not_created(node.name)
+        return make(slot, stored[node.name])
+    where = join(within, component(slot))
+    children = [
+        _fresh(make, str(key), _unwrapped(child), where, stored)
+        for key, child in zip(node.keys, node.children, strict=True)
+    ]
+    left_out = [child is _NONE for child in children]
+    if children and all(left_out):
+        return _NONE
+    # Formats without lists have dicts with numbers.
+    as_list = [str(n) for n in range(len(children))]
+    if any(left_out) or node.kind not in _NESTED or (children and list(node.keys) == as_list):
+        raise _not_created(where)
+    if node.kind in ("list", "tuple"):
+        return children if node.kind == "list" else tuple(children)
+    return dict(zip(node.keys, children, strict=True))
+
+
+def _not_created(name: str) -> UnsupportedLeaf:
+    return UnsupportedLeaf(
+        f"{name!r}: nested optimizer state can be created only as dicts, lists and tuples, and if "
+        "it is stored as such; let the optimizer take one step before loading into it"
+    )
+
+
+def _may_belong(param: torch.Tensor, slots: Iterable[Any]) -> bool:
+    """Whether stored slots are of a parameter of this shape; if not, a fresh optimizer creates its
+    own. Some slots have dimensions of size 1, or fewer dimensions, or are counters, or factors of
+    preconditioners, which are square."""
+    shape = tuple(param.shape)
+    shapes = [tuple(slot.shape) for slot in slots if hasattr(slot, "shape")]
+    return shape in shapes or all(
+        all(n in (1, size) for n, size in zip(found, shape, strict=True))
+        or (len({*found}) == 1 and found[0] in shape)
+        for found in shapes
+        if len(found) == len(shape)
+    )
+
+
+def dtype_of(entry: Any) -> torch.dtype:
+    """The dtype of a stored array.
+
+    Raises:
+        UnsupportedLeaf: torch does not have it.
+    """
+    dtype = next((t for t, n in TO_NUMPY.items() if dtypes.name_of(n) == entry.dtype), None)
+    if dtype is None:
+        raise UnsupportedLeaf(f"{entry.name!r}: torch has no dtype {entry.dtype}")
+    return dtype
+
+
+def _fresh_slot(param: torch.Tensor, slot: str, entry: Any) -> Any:
+    if not hasattr(entry, "shape"):
+        return entry  # a plain value
+    dtype = dtype_of(entry)
+    if tuple(entry.shape) == tuple(param.shape) and slot != "step":
+        return torch.empty_like(param, dtype=dtype)
+    if not entry.shape:  # counters, which torch keeps on the host
+        return torch.empty((), dtype=dtype, device="cpu")
+    return param.new_empty(entry.shape, dtype=dtype)
+
+
+def undo_casts(optimizer: torch.optim.Optimizer, loaded: Mapping[Any, Any]) -> None:
+    """Restores what `Optimizer.load_state_dict` cast to the dtype of the parameter, and texts,
+    which it takes apart."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for at, slots in loaded.items():
+        held = optimizer.state.get(params[at], {}) if at in range(len(params)) else {}
+        for slot, value in slots.items() if held else ():
+            if slot in held:
+                held[slot] = _uncast(held[slot], value)
+
+
+def _uncast(now: Any, loaded: Any) -> Any:
+    if isinstance(now, torch.Tensor):
+        same = now.dtype == getattr(loaded, "dtype", now.dtype)
+        return now if same else loaded.to(now.device)
+    if isinstance(loaded, str):
+        return loaded
+    if isinstance(now, dict) and isinstance(loaded, dict):
+        return {key: _uncast(value, loaded.get(key, value)) for key, value in now.items()}
+    if type(now) in (list, tuple) and len(now) == len(loaded):
+        return type(now)(map(_uncast, now, loaded))
+    return now

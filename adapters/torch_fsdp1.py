@@ -1,0 +1,251 @@
+"""FSDP1: its `ShardedTensor`s, and the states of optimizers over its flat parameters."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unickpt.adapters.torch_distributed import TO_NUMPY, check_ranks
+from unickpt.adapters.torch_fresh_state import (
+    dtype_of,
+    fresh_slots,
+    slots_by_key,
+    undo_casts,
+    with_counters,
+)
+from unickpt.adapters.torch_modules import fsdp1
+from unickpt.arrays.box import Box
+from unickpt.arrays.dtypes import Array
+from unickpt.arrays.layout import Layout, Mesh
+from unickpt.errors import LoadMismatch, UnsupportedLeaf
+from unickpt.frameworks.leaves import placed
+from unickpt.frameworks.process_group import Group
+from unickpt.frameworks.protocol import ArraySource, ArrayTarget, Fragment, StoredTree
+from unickpt.trees.tree import Expansion, Node, component, join
+from unickpt.trees.tree import rebuild as rebuild_tree
+
+_Held = tuple[Box, tuple[int, ...]]
+
+
+def sharded_source(
+    leaf: Any, group: Group, describe: Callable[[torch.Tensor], ArraySource]
+) -> ArraySource:
+    """Describes a `ShardedTensor`; see `Adapter.source`.
+
+    Arguments:
+        leaf: the tensor.
+        group: the processes.
+        describe: describes a plain tensor, as one of this process alone.
+    """
+    check_ranks(group, "a ShardedTensor")
+    shape, (layout, held) = tuple(leaf.size()), _places(leaf)
+    fragments: list[Fragment] = []
+    for shard in leaf.local_shards():
+        source = describe(shard.tensor.detach())
+        box = _box(shard.metadata)
+        replicas = next((holders for other, holders in held if other == box), None)
+        if replicas is None or source.shape != box.shape:
+            raise TypeError(
+                f"this rank has a shard of shape {list(source.shape)} for {box}, which the "
+                "ShardedTensor's metadata does not list"
+            )
+        fragments += [placed(fragment, box, replicas) for fragment in source.fragments]
+    boxes = None if layout is not None else held
+    # Not by its memory: some ranks have none, and must agree with the others.
+    identity = ("torch", id(leaf))
+    return ArraySource(shape, _dtype(leaf), tuple(fragments), layout, boxes, identity)
+
+
+class ShardedTarget:
+    """Fills the local shards of a `ShardedTensor`.
+
+    Arguments:
+        leaf: the tensor.
+        make: makes the target of a plain tensor.
+    """
+
+    prng: str | None = None
+    abstract = False
+
+    def __init__(self, leaf: Any, make: Callable[[torch.Tensor], ArrayTarget]) -> None:
+        shards = leaf.local_shards()
+        self._leaf, self._inner = leaf, [make(shard.tensor.detach()) for shard in shards]
+        if any(inner.abstract for inner in self._inner):
+            raise TypeError("a ShardedTensor on the meta device cannot be filled")
+        self.shape, self.dtype = tuple(leaf.size()), _dtype(leaf)
+        self.boxes: Sequence[Box] = [_box(shard.metadata) for shard in shards]
+        self.processes = len(_ranks(leaf))
+        self.identity: Hashable = ("torch", id(leaf))
+
+    def buffer(self, position: int) -> Array:
+        return self._inner[position].buffer(0)
+
+    def finish(self, buffers: Sequence[Array]) -> Any:
+        for inner, buffer in zip(self._inner, buffers, strict=True):
+            inner.finish([buffer])
+        return self._leaf
+
+
+def _dtype(leaf: Any) -> Any:
+    if leaf.dtype not in TO_NUMPY:
+        raise TypeError(f"a ShardedTensor of dtype {leaf.dtype} has no framework-neutral form")
+    return TO_NUMPY[leaf.dtype]
+
+
+def _box(metadata: Any) -> Box:
+    start, sizes = tuple(metadata.shard_offsets), tuple(metadata.shard_sizes)
+    return Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
+
+
+def _ranks(leaf: Any) -> tuple[int, ...]:
+    """The ranks of its process group, in the order of the group."""
+    return tuple(dist.get_process_group_ranks(leaf._process_group))
+
+
+def _places(leaf: Any) -> tuple[Layout | None, tuple[_Held, ...]]:
+    """The layout of a `ShardedTensor`, and the boxes of all ranks with who holds them.
+
+    Its metadata tells the boxes of the ranks of its process group. With hybrid sharding several
+    groups hold the same array, and know nothing of each other: a layout says the same for each.
+    Without one, if shards are not equal pieces of a dimension, a single group holds the array.
+    """
+    held = []
+    for metadata in leaf.metadata().shards_metadata:
+        rank = metadata.placement.rank()
+        if rank is None:
+            raise TypeError(f"the shard {_box(metadata)} is on {metadata.placement}, not on a rank")
+        held.append((_box(metadata), (rank,)))
+    shape, ranks = tuple(leaf.size()), _ranks(leaf)
+    mesh = Mesh(("shard",), (len(ranks),), ranks)
+    there = {(box, holders) for box, holders in held if not box.empty}
+    for dim in range(len(shape)):
+        layout = Layout(mesh, tuple(("shard",) if d == dim else () for d in range(len(shape))))
+        if there == set(layout.fragments(shape)):
+            return layout, tuple(layout.fragments(shape))
+    return None, tuple((box, holders) for box, holders in held if not box.empty)
+
+
+# --- optimizers -----------------------------------------------------------------------------------
+
+
+def expand_flattened(
+    obj: Any, optimizer: torch.optim.Optimizer, name: str, stored: StoredTree | None
+) -> Expansion:
+    """The state of an optimizer over flat parameters, by the names of the parameters in them, as
+    FSDP1 gives it: all ranks take part.
+
+    Arguments:
+        obj: a `NamedOptimizer`.
+        optimizer: its innermost optimizer.
+        name: in the tree.
+        stored: while loading, what is stored.
+
+    Raises:
+        UnsupportedLeaf: it is another object.
+    """
+    module, wrapper = getattr(obj, "module", None), fsdp1()
+    if module is None or wrapper is None:
+        raise UnsupportedLeaf(
+            f"{name!r}: the parameters of this {type(optimizer).__name__} are flattened by FSDP1; "
+            "put NamedOptimizer(optimizer, model) of unickpt.adapters.torch into the tree"
+        )
+    fsdp: Any = wrapper
+    with _sharded(fsdp, module):
+        state = dict(fsdp.optim_state_dict(module, optimizer))
+        if stored is not None:
+            if not any(state["state"].values()):
+                at = join(name, "param_groups")
+                state["param_groups"] = with_counters(state["param_groups"], at, stored)
+            fresh = _fresh_state(module, state, join(name, "state"), stored)
+            state["state"] = {**state["state"], **fresh}
+    groups = state["param_groups"]
+
+    def check(node: Node, value: Callable[[str], Any]) -> None:
+        (state_dict,) = node.children
+        assert isinstance(state_dict, Node), "a dict"
+        of = dict(zip(state_dict.keys, state_dict.children, strict=True))
+        found = rebuild_tree(of["param_groups"], value)
+        for at, (own, loaded) in enumerate(zip(groups, found, strict=True)):
+            if {*own["params"]} != {*loaded["params"]}:
+                raise LoadMismatch(
+                    f"{name or 'the optimizer'}: group {at} had other parameters when it was "
+                    "saved; make the groups equal, or drop param_groups by a rule"
+                )
+
+    def rebuild(children: list[Any]) -> Any:
+        (loaded,) = children
+        both = zip(groups, loaded["param_groups"], strict=True)
+        ordered = [{**found, "params": own["params"]} for own, found in both]
+        with _sharded(fsdp, module):
+            flat = fsdp.optim_state_dict_to_load(
+                module, optimizer, {**loaded, "param_groups": ordered}
+            )
+        optimizer.load_state_dict(flat)
+        undo_casts(optimizer, flat["state"])
+        return obj
+
+    kind = type(optimizer).__name__
+    return Expansion("wrapper", ("state_dict",), (state,), rebuild, kind, check)
+
+
+@contextmanager
+def _sharded(fsdp: Any, module: torch.nn.Module) -> Iterator[None]:
+    """FSDP1 gives and takes shards, whatever else it is set to: on CPUs, what torch 2.13 gives as
+    full states are several names of one buffer."""
+    if any(part.sharding_strategy.name == "NO_SHARD" for part in fsdp.fsdp_modules(module)):
+        yield  # it refuses to give shards
+        return
+    from torch.distributed.fsdp import StateDictType
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # that FSDP1 is deprecated
+        kept = fsdp.state_dict_type(module, StateDictType.SHARDED_STATE_DICT)
+        with kept:
+            yield
+
+
+def _fresh_state(
+    module: torch.nn.Module, state: Mapping[str, Any], name: str, stored: StoredTree
+) -> dict[str, Any]:
+    """The stored slots of parameters without any, sharded like the parameters."""
+    slots_of = slots_by_key(stored, name)
+    known = [param for group in state["param_groups"] for param in group["params"]]
+    lacking = {component(p): p for p in known if not state["state"].get(p)}
+    wanted = {lacking[key]: slots for key, slots in slots_of.items() if key in lacking}
+    params = module.state_dict() if wanted else {}
+    found = {}
+    for param, slots in wanted.items():
+        if param in params:
+            make = partial(_room, params[param])
+            found[param] = fresh_slots(make, slots, join(name, component(param)), stored)
+    return found
+
+
+def _room(param: Any, slot: str, entry: Any) -> Any:
+    """What a slot of a parameter is to hold."""
+    if not hasattr(entry, "shape"):
+        return entry  # a plain value
+    dtype = dtype_of(entry)
+    if tuple(entry.shape) != tuple(param.size()) or not entry.shape:
+        return torch.empty(entry.shape, dtype=dtype)
+    if not hasattr(param, "local_shards"):
+        return torch.empty_like(param, dtype=dtype)
+    from torch.distributed._shard.sharded_tensor.shard import Shard  # imported by who has one
+
+    metadata = copy.deepcopy(param.metadata())
+    metadata.tensor_properties.dtype = dtype
+    shards = [
+        Shard(torch.empty_like(shard.tensor, dtype=dtype), shard.metadata)
+        for shard in param.local_shards()
+    ]
+    make: Any = type(param)
+    return make._init_from_local_shards_and_global_metadata(
+        shards, metadata, process_group=param._process_group
+    )

@@ -1,0 +1,421 @@
+"""Tensors that consist of tensors (`__tensor_flatten__`), as torchao's: stored as these, by name.
+
+`{"w": Float8Tensor}` is stored as the arrays `w/qdata` and `w/scale`, and `w/context`, plain values
+that say what else torch needs to put the tensor together. Nothing is pickled, and no class is ever
+looked up by its name: a tensor of the same class in `like` is filled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unickpt.adapters.torch_distributed import (
+    LocalShard,
+    Part,
+    PlacedTensor,
+    is_dtensor,
+    local_shard_of,
+    with_parts,
+)
+from unickpt.arrays.box import Box
+from unickpt.arrays.layout import Layout, Mesh
+from unickpt.errors import LoadMismatch, UnsupportedLeaf
+from unickpt.quoting import quoted
+from unickpt.trees.tree import Expansion, Node, join, leaves
+
+_CONTEXT = "context"
+# How a tensor dimension continues in a part: in which of its dimensions, and how many elements it
+# has there for each of the tensor's.
+_Follows = tuple[int, Fraction]
+
+
+def expand_subclass(obj: Any, name: str) -> Expansion:
+    """One level of a tensor that consists of tensors.
+
+    Arguments:
+        obj: the tensor, a DTensor of such tensors, or a part of one that is such a tensor.
+        name: its name in the tree.
+
+    Raises:
+        UnsupportedLeaf: its context has more than plain values, or, of a DTensor, its parts cannot
+            be cut as it is.
+    """
+    whole = _placed_tensor(obj)
+    own = whole.local
+    kind = type(own).__name__
+    flatten: Any = own
+    held, context = flatten.__tensor_flatten__()
+    parts = {attribute: getattr(own, attribute) for attribute in held}
+    for attribute, part in parts.items():
+        _check_part(own, attribute, part, name)
+    keys = _keys(list(parts), name, kind)
+    said = _said(whole, context, name)
+    children = _alone(parts) if whole.shard is None else _spread(whole, parts, name)
+    abstract = any(part.is_meta for part in parts.values())
+    if abstract and _has_meta_device(context):
+        raise UnsupportedLeaf(
+            f"{name!r}: the context of this {kind} names the meta device, so it cannot be made "
+            "from it; pass one with memory"
+        )
+
+    def rebuild(found: list[Any]) -> Any:
+        if not abstract:
+            if not own.is_inference():
+                torch.autograd.graph.increment_version(own)
+            return own if type(obj) is PlacedTensor else obj
+        inner = dict(zip(held, (_own(part) for part in found[:-1]), strict=True))
+        return _made(obj, own, inner, context)
+
+    def check(node: Node, value: Callable[[str], Any]) -> None:
+        check_context(node, value, name, f"a {kind}")
+
+    return Expansion("object", (*keys, _CONTEXT), (*children.values(), said), rebuild, kind, check)
+
+
+def _placed_tensor(obj: Any) -> PlacedTensor:
+    if is_dtensor(obj):
+        kind = obj.device_mesh.device_type
+        return PlacedTensor(obj._local_tensor, tuple(obj.shape), local_shard_of(obj), kind)
+    return obj if type(obj) is PlacedTensor else PlacedTensor(obj, tuple(map(int, obj.shape)))
+
+
+def check_context(node: Node, value: Callable[[str], Any], name: str, kind: str) -> None:
+    """Checks that what is stored was made as what is asked for.
+
+    Arguments:
+        node: the tensor's, with the context last.
+        value: see `Node.check`.
+        name: of the tensor.
+        kind: what is asked for, for the message.
+
+    Raises:
+        LoadMismatch: names all that differs.
+    """
+    said = [(leaf.name, value(leaf.name), leaf.value) for leaf in leaves(node.children[-1])]
+    wrong = [
+        f"{at.removeprefix(join(name, ''))} is {quoted(stored)}, asked for is {quoted(asked)}"
+        for at, stored, asked in said
+        if type(stored) is not type(asked) or stored != asked
+    ]
+    if wrong:
+        raise LoadMismatch(
+            f"{name!r}: what is stored does not fit {kind} of `like`: stored {'; '.join(wrong)}. "
+            "Make the tensor of `like` in the same way as the stored one; or load without it, "
+            "which gives the arrays and values as they are stored"
+        )
+
+
+def _check_part(own: torch.Tensor, attribute: str, part: Any, name: str) -> None:
+    kind = type(own).__name__
+    if not isinstance(part, torch.Tensor):
+        raise UnsupportedLeaf(
+            f"{name!r}: a {kind} names {attribute!r} as one of its tensors, but it is "
+            f"{quoted(part)}"
+        )
+    again = getattr(own, attribute)
+    if with_parts(part) or part is again or part.is_meta:
+        return
+    one, other = part.untyped_storage(), again.untyped_storage()
+    if one._cdata != other._cdata:
+        raise UnsupportedLeaf(
+            f"{name!r}: a {kind} computes {attribute!r} whenever it is asked, so that a load would "
+            "fill a copy; save the tensors that it keeps"
+        )
+
+
+def _keys(attributes: list[str], name: str, kind: str) -> tuple[str, ...]:
+    """The names of parts: the attributes' without what marks them as private."""
+    keys = tuple(attribute.lstrip("_") or attribute for attribute in attributes)
+    if len({*keys, _CONTEXT}) == len(keys) + 1:
+        return keys
+    if _CONTEXT in attributes:
+        raise UnsupportedLeaf(f"{name!r}: a {kind} has a part with the reserved name {_CONTEXT!r}")
+    return tuple(attributes)
+
+
+def _alone(parts: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Parts of a tensor that is not distributed."""
+    return {
+        attribute: part if with_parts(part) else Part.of(part) for attribute, part in parts.items()
+    }
+
+
+def _own(part: Any) -> torch.Tensor:
+    """A part as it is filled."""
+    own: torch.Tensor = part.as_subclass(torch.Tensor) if type(part) is Part else part
+    return own
+
+
+def _made(obj: Any, own: torch.Tensor, inner: dict[str, torch.Tensor], context: Any) -> Any:
+    """A tensor, like one on the meta device, of parts that are filled."""
+    make: Any = type(own)
+    made = make.__tensor_unflatten__(inner, context, own.shape, own.stride())
+    if type(obj) is PlacedTensor:
+        return made
+    if is_dtensor(obj):
+        made = type(obj.detach())(made, obj._spec, requires_grad=False)
+    if isinstance(obj, torch.nn.Parameter):
+        return torch.nn.Parameter(made, requires_grad=obj.requires_grad)
+    return made.requires_grad_() if obj.requires_grad else made
+
+
+# --- the context --------------------------------------------------------------------------------
+
+_NAMED = (torch.dtype, torch.layout, torch.memory_format)
+_PLAIN = (bool, int, float, str, bytes, type(None))
+
+
+class _Unstorable(Exception):
+    """A value of a context cannot be stored."""
+
+
+def _said(tensor: PlacedTensor, context: Any, name: str) -> dict[str, Any]:
+    """A context as plain values, with the class, the shape and the dtype of the whole tensor."""
+    local, whole = tuple(tensor.local.shape), tensor.shape
+    kind = type(tensor.local).__name__
+
+    def mapping(value: dict[Any, Any], at: str) -> dict[Any, Any]:
+        # Without devices: where a tensor lies is no matter.
+        rest = {k: x for k, x in value.items() if not isinstance(x, torch.device)}
+        return {key: plain(x, join(at, str(key))) for key, x in rest.items()}
+
+    def plain(value: Any, at: str) -> Any:
+        if type(value) in _PLAIN:
+            return value
+        if isinstance(value, enum.Enum):
+            return value.name
+        if isinstance(value, _NAMED):
+            return str(value).removeprefix("torch.")
+        if isinstance(value, torch.device):
+            return None
+        if isinstance(value, torch.SymInt):
+            return int(value)
+        fields = _fields_of(value)
+        if fields is not None:
+            given = {"class": type(value).__name__, **fields}
+            return mapping(given, at)
+        if isinstance(value, list | tuple):
+            # A shape of this rank's part is that of the whole tensor.
+            found = whole if tuple(value) == local else value
+            return [plain(x, join(at, str(n))) for n, x in enumerate(found)]
+        if isinstance(value, dict) and all(type(key) in (str, int) for key in value):
+            return mapping(value, at)
+        raise _Unstorable(f"{at} is of type {type(value).__name__}: {quoted(value)}")
+
+    head = {"class": kind, "outer_shape": whole, "outer_dtype": tensor.local.dtype}
+    values = context if isinstance(context, dict) else _fields_of(context)
+    if values is None or any(type(key) is not str or key in head for key in values):
+        values = {} if context is None else {"values": context}
+    try:
+        return mapping({**head, **values}, "")
+    except _Unstorable as error:
+        raise UnsupportedLeaf(
+            f"{name!r}: of the context of a {kind}, {error}. Only numbers, texts, dtypes, shapes, "
+            "members of enumerations, and containers and dataclasses of these are stored; save the "
+            "tensors that it consists of, or what it stands for as a plain tensor"
+        ) from None
+
+
+def _fields_of(value: Any) -> dict[str, Any] | None:
+    """The fields of a named tuple or a dataclass; None for anything else."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return dict(zip(value._fields, value, strict=True))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return None
+
+
+def _has_meta_device(value: Any) -> bool:
+    if isinstance(value, torch.device):
+        return value.type == "meta"
+    inner = value if isinstance(value, dict) else _fields_of(value)
+    if inner is not None:
+        return any(map(_has_meta_device, inner.values()))
+    return isinstance(value, list | tuple) and any(map(_has_meta_device, value))
+
+
+# --- parts of DTensors --------------------------------------------------------------------------
+
+
+def _spread(tensor: PlacedTensor, parts: Mapping[str, torch.Tensor], name: str) -> dict[str, Any]:
+    """The parts of this rank's part of a tensor, as parts of the whole.
+
+    Raises:
+        UnsupportedLeaf: some cannot be cut as the tensor is.
+    """
+    own, shard = tensor.local, tensor.shard
+    assert shard is not None, "it is distributed"
+    if shard.box is None or shard.box.shape != tuple(own.shape):
+        raise UnsupportedLeaf(
+            f"{name!r}: this rank should hold {shard.box} of shape {list(tensor.shape)}, but its "
+            f"local tensor has shape {list(own.shape)}"
+        )
+    sizes = dict(zip(shard.layout.mesh.axes, shard.layout.mesh.shape, strict=True))
+    cut = [d for d, axes in enumerate(shard.layout.dims) if any(sizes[a] > 1 for a in axes)]
+    follows = {d: _follows(own, parts, d, name) for d in cut}
+    return {
+        attribute: _placed(
+            part, tensor, {d: of[attribute] for d, of in follows.items()}, join(name, attribute)
+        )
+        for attribute, part in parts.items()
+    }
+
+
+def _placed(
+    part: torch.Tensor, tensor: PlacedTensor, follows: Mapping[int, _Follows | None], name: str
+) -> Part | PlacedTensor:
+    """A part with its place in the whole.
+
+    Arguments:
+        part: what this rank holds.
+        tensor: what it is a part of.
+        follows: how each dimension of the tensor that is cut continues in the part.
+        name: of the part.
+    """
+    shard, outer = tensor.shard, tensor.shape
+    assert shard is not None, "it is distributed"
+    assert shard.box is not None, "this rank has a part"
+    whole, start, stop = list(part.shape), [0] * part.ndim, list(part.shape)
+    dims: list[tuple[str, ...]] = [()] * part.ndim
+    for d, found in follows.items():
+        if found is None:
+            continue
+        e, each = found
+        ends = outer[d] * each, shard.box.start[d] * each, shard.box.stop[d] * each
+        if dims[e] or any(end.denominator > 1 for end in ends):
+            raise UnsupportedLeaf(
+                f"{name!r}: this rank has {shard.box} of shape {list(outer)}, of which dimension "
+                f"{d} is {_spoken(each)} of dimension {e} of the part of shape {list(part.shape)}: "
+                "the shards do not begin and end with blocks. Shard in multiples of the blocks, or "
+                "along another dimension"
+            )
+        whole[e], start[e], stop[e] = map(int, ends)
+        dims[e] = shard.layout.dims[d]
+    layout, at = _layout(shard.layout, dims, [d for d, of in follows.items() if of is None])
+    box = Box(tuple(start), tuple(stop))
+    if layout.box(whole, at) != box:
+        raise UnsupportedLeaf(
+            f"{name!r}: {box} of shape {whole} on this rank is not what {layout} gives it, because "
+            f"dimensions of {list(outer)} are cut unevenly. Shard into equal parts"
+        )
+    place = LocalShard(layout, box, layout.replicas(at))
+    if with_parts(part):
+        return PlacedTensor(part, tuple(whole), place, tensor.kind)
+    return Part.of(part, tuple(whole), place, tensor.kind)
+
+
+def _spoken(each: Fraction) -> str:
+    return f"{each.numerator} elements for {each.denominator}"
+
+
+def _layout(
+    outer: Layout, dims: list[tuple[str, ...]], same: list[int]
+) -> tuple[Layout, tuple[int, ...]]:
+    """How a part is laid out, and where this rank is.
+
+    Arguments:
+        outer: layout of the DTensor.
+        dims: the axes that cut each dimension of the part.
+        same: dimensions of the DTensor along which all ranks should have the same of the part. Each
+            describes its own, so that the commit compares them.
+    """
+    mesh, (at,) = outer.mesh, outer.mesh.coordinates(dist.get_rank())
+    left = {axis for d in same for axis in outer.dims[d]}
+    here = tuple(n if a in left else slice(None) for a, n in zip(mesh.axes, at, strict=True))
+    kept = [m for m, axis in enumerate(mesh.axes) if axis not in left]
+    processes = tuple(map(int, mesh.grid[here].ravel()))
+    inner = Mesh(tuple(mesh.axes[m] for m in kept), tuple(mesh.shape[m] for m in kept), processes)
+    return Layout(inner, tuple(dims)), tuple(at[m] for m in kept)
+
+
+_known: dict[Any, dict[str, _Follows | None]] = {}
+_MOST_KNOWN = 4096
+
+
+def _follows(
+    own: torch.Tensor, parts: Mapping[str, torch.Tensor], dim: int, name: str
+) -> dict[str, _Follows | None]:
+    """How a dimension of a tensor continues in its parts: found by slicing it, because only its
+    class knows (some parts are transposed, flat, or the same for all slices).
+
+    Raises:
+        UnsupportedLeaf: that cannot be found.
+    """
+    shapes = tuple((attribute, part.shape) for attribute, part in parts.items())
+    key = type(own), own.shape, shapes, dim
+    if key not in _known:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[key] = _found_by_slicing(own, parts, dim, name)
+    return _known[key]
+
+
+def _found_by_slicing(
+    own: torch.Tensor, parts: Mapping[str, torch.Tensor], dim: int, name: str
+) -> dict[str, _Follows | None]:
+    kind, size = type(own).__name__, own.shape[dim]
+    if size == 0:
+        raise UnsupportedLeaf(
+            f"{name!r}: this rank has nothing of the {kind}, so it does not know the shapes of its "
+            "parts; shard it over fewer ranks"
+        )
+    for count, sliced in _slices(own, dim):
+        try:
+            found = {
+                attribute: _followed(part, getattr(sliced, attribute), count, size)
+                for attribute, part in parts.items()
+            }
+        except (AttributeError, ValueError):
+            continue
+        return found
+    raise UnsupportedLeaf(
+        f"{name!r}: a {kind} of shape {list(own.shape)} cannot be sliced along dimension {dim}, so "
+        "how its parts are cut is not known; save full_tensor(), or shard another dimension"
+    )
+
+
+def _slices(own: torch.Tensor, dim: int) -> Any:
+    """Slices of a tensor that its class can make, with their sizes; the largest first."""
+    size = own.shape[dim]
+    for count in (*(size // n for n in range(2, size + 1) if size % n == 0), 0):
+        for cut in (_narrowed, _split):
+            try:
+                with torch.no_grad():
+                    sliced = cut(own, dim, count)
+            except Exception:  # whatever a class raises for what it does not do
+                continue
+            if type(sliced) is type(own) and sliced.shape[dim] == count:
+                yield count, sliced
+
+
+def _narrowed(own: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+    return own.narrow(dim, 0, count)
+
+
+def _split(own: Any, dim: int, count: int) -> torch.Tensor:
+    first: torch.Tensor = own.split(count, dim)[0]
+    return first
+
+
+def _followed(part: torch.Tensor, sliced: torch.Tensor, count: int, size: int) -> _Follows | None:
+    """How a dimension of `size` elements continues in a part, of which a slice has `count`.
+
+    Raises:
+        ValueError: in more than one dimension, or not proportionally.
+    """
+    if part.ndim != sliced.ndim:
+        raise ValueError("another number of dimensions")
+    changed = [e for e in range(part.ndim) if part.shape[e] != sliced.shape[e]]
+    if not changed:
+        return None
+    (e,) = changed
+    if sliced.shape[e] * size != part.shape[e] * count:
+        raise ValueError("not proportional")
+    return e, Fraction(part.shape[e], size)
