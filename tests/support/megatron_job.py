@@ -292,7 +292,7 @@ class Checkpoints:
     def path(self, step: int) -> str:
         return str(self.folder / f"iter_{step:07}")
 
-    def state(self, step: int, loading: bool) -> dict[str, Any]:
+    def state(self, step: int, loading: bool, with_rng: bool = True) -> dict[str, Any]:
         from megatron.core import parallel_state
         from megatron.core.dist_checkpointing.mapping import ShardedObject
 
@@ -304,12 +304,13 @@ class Checkpoints:
         sizes = self.settings.pp, self.settings.tp
         rng = [{"torch_rng_state": torch.get_rng_state(), "at": (pp, tp), "step": step}]
         dp = parallel_state.get_data_parallel_rank()
+        given = {"rng_state": ShardedObject("rng_state", rng, sizes, (pp, tp), replica_id=dp)}
         return {
             "model": model,
             "optimizer": optimizer,
-            "rng_state": ShardedObject("rng_state", rng, sizes, (pp, tp), replica_id=dp),
+            **(given if with_rng else {}),
             "iteration": step,
-            "args": Namespace(hidden_size=self.settings.hidden, names=["a", None], lr=0.01),
+            "args": Namespace(sizes=sizes, hidden_size=self.settings.hidden, names=["a", None]),
             "checkpoint_version": 3.0,
         }
 
@@ -389,8 +390,11 @@ class Checkpoints:
             return 0
         from megatron.core import dist_checkpointing
 
+        # As Megatron-LM, which leaves the generators alone if the sizes have changed.
+        saved = dist_checkpointing.load_common_state_dict(self.path(step))["args"].sizes
+        with_rng = tuple(saved) == (self.settings.pp, self.settings.tp)
         found = dist_checkpointing.load(
-            self.state(0, loading=True),
+            self.state(0, loading=True, with_rng=with_rng),
             self.path(step),
             self.load_strategy(),
             strict=self.settings.strict,
@@ -399,7 +403,10 @@ class Checkpoints:
         self.optimizer.load_state_dict(found["optimizer"])
         assert found["iteration"] == step, (found["iteration"], step)
         assert found["args"].names == ["a", None], found["args"]
-        self.rng = found["rng_state"]
+        if with_rng:
+            (rng,) = found["rng_state"]
+            assert rng["step"] == step, rng
+            torch.set_rng_state(rng["torch_rng_state"])
         return step
 
     def load_strategy(self) -> Any:
@@ -445,6 +452,8 @@ def make_states(settings: Settings, model: Any, optimizer: Any) -> None:
 def main(text: str) -> None:
     settings = Settings.parsed(text)
     start()
+    if "ours" in (settings.save, settings.load):
+        import unickpt.integrations.megatron  # Megatron's own functions find our strategies by it
     config, model, optimizer = build(settings)
     checkpoints = Checkpoints(settings, model, optimizer)
     if checkpoints.latest is not None:

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
 
 from unickpt.arrays.box import Box
-from unickpt.errors import ProcessFailed
+from unickpt.errors import LoadMismatch, ProcessFailed
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.process_group import current_group, within
 from unickpt.integrations.megatron import common, objects
@@ -31,6 +31,13 @@ from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.options import LoadOptions
 from unickpt.trees import tree
 from unickpt.trees.tree import Leaf, Node
+
+
+_LACKING = (
+    "{} lacks sharded objects that the state dict asks for. Objects, such as the states of random "
+    "generators, keep the parallel sizes with which they were saved: leave them out of the state "
+    "dict with other sizes (Megatron-LM does that), or load with strict='log_unexpected'"
+)
 
 
 class LoadStrategy(megatron_torch.TorchDistLoadShardedStrategy):
@@ -159,9 +166,10 @@ class _Request:
             first = {piece.box: piece for piece in reversed(pieces)}
             copies += [(p, first[p.box]) for p in pieces if p is not first[p.box]]
             place(like, key, fragments(key, list(first.values())))
-        for value in self._values(ShardedObject):
-            if not is_geometry(value.key):
-                self._add_object(like, value)
+        wanted = [x for x in self._values(ShardedObject) if not is_geometry(x.key)]
+        lacking = [text for value in wanted if (text := self._add_object(like, value))]
+        if lacking:
+            raise LoadMismatch("\n".join([_LACKING.format(self._items.stored.url), *lacking]))
         loader.load(self._items.stored, like, unexpected="skip", cast=cast, options=options)
         with torch.no_grad():
             for piece, same in copies:
@@ -216,14 +224,16 @@ class _Request:
         part = piece.data[tuple(slice(0, n) for n in sizes)]
         return [replace(piece, shape=shape, box=box, data=part)]
 
-    def _add_object(self, like: dict[str, Any], value: ShardedObject) -> None:
+    def _add_object(self, like: dict[str, Any], value: ShardedObject) -> str:
+        """Asks for an object; returns why that is impossible."""
         found = self._items.object(value)
         if found is None:
-            place(like, value.unique_key, None)  # it is missing: the error about all says so
-            return
+            there = self._items.shards(value.key)
+            return f"  {value.unique_key}: " + (f"stored as {there}" if there else "not stored")
         key, node = found
         self._objects[value.unique_key] = node
         stored, values = self._items.stored, self._index.values
         memory = objects.empty(node, lambda name: stored[name] if name in stored else None)
         self._memory |= memory
         place(like, key, tree.rebuild(node, lambda n: memory[n] if n in memory else values[n]))
+        return ""

@@ -26,7 +26,8 @@ from unickpt.trees import tree_json
 from unickpt.trees.tree import Leaf, Node, Opaque
 
 _MARK = "megatron "
-_TENSOR, _ON_DEVICE = "tensor", "tensor on a device"
+_TENSOR, _ON_DEVICE, _NUMPY, _SCALAR = "tensor", "tensor on a device", "numpy", "numpy scalar "
+_KINDS = "?biufc"  # of NumPy's dtypes
 _TYPES = (
     *lightning_types.OF_PYTHON,
     StoredType("torch.Size", (torch.Size,), list, torch.Size),
@@ -78,10 +79,10 @@ def stored_form(value: Any, where: str) -> Any:
         kept = value.detach()
         kind = _TENSOR if kept.device.type == "cpu" else _ON_DEVICE
         return _wrapper(kind)(LocalFragments.whole(kept))
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "?biufc":
-        scalar = isinstance(value, np.generic)
-        whole = LocalFragments.whole(np.asarray(value))
-        return _wrapper("numpy scalar" if scalar else "numpy")(whole)
+    if isinstance(value, np.ndarray) and value.dtype.kind in _KINDS:
+        return _wrapper(_NUMPY)(LocalFragments.whole(value))
+    if isinstance(value, np.generic) and value.dtype.kind in _KINDS.replace("c", ""):
+        return _wrapper(f"{_SCALAR}{value.dtype.name}")(value.item())
     if tree_json.is_plain(value):
         return value
     if type(value) in (dict, OrderedDict) and all(type(key) in (str, int) for key in value):
@@ -166,6 +167,8 @@ def restored(
     if not name:
         return made
     try:
+        if name.startswith(_SCALAR):
+            return np.dtype(name.removeprefix(_SCALAR)).type(made)
         return _BY_NAME[name].restore(made)
     except Exception as error:
         raise UnsupportedFormat(

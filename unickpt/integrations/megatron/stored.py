@@ -9,7 +9,6 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from unickpt.errors import LoadMismatch
-from unickpt.integrations.megatron import common
 from unickpt.integrations.megatron.optimizers import is_of_group, same_object
 from unickpt.loading.views import StoredView
 from unickpt.reading.checkpoint import Checkpoint
@@ -24,7 +23,7 @@ class StoredItems:
 
     Arguments:
         stored: the checkpoint.
-        folder: where Megatron's `common.pt` is.
+        folder: where it is, for errors.
     """
 
     def __init__(self, stored: Checkpoint, folder: str) -> None:
@@ -70,6 +69,12 @@ class StoredItems:
             )
         return next(iter(same.items()), None)
 
+    def shards(self, key: str) -> str:
+        """Which parts of an object are stored."""
+        pairs = [name.rpartition("/") for name, _ in self._objects()]
+        names = [shard for above, _, shard in pairs if above == key]
+        return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+
     def _text(self, node: Node | Leaf) -> str:
         """All that a value holds."""
         values = self.stored.index.values
@@ -82,12 +87,13 @@ class StoredItems:
         return "\n".join(parts)
 
     def tensors(self) -> dict[str, ShardedTensor]:
-        """The tensors by key, each as one whole shard without data."""
-        found, shared = {}, common.keys(self._folder)
+        """The tensors by key, each as one whole shard without data; none of those in values, which
+        are within wrappers."""
+        found = {}
         for key, node in _items(self._root, ()):
             entry = self.stored.index.arrays.get(node.name) if isinstance(node, Leaf) else None
             dtype = None if entry is None else getattr(torch, entry.dtype, None)
-            if entry is not None and dtype is not None and key.split("/")[0] not in shared:
+            if entry is not None and dtype is not None:
                 like = torch.empty(entry.shape, dtype=dtype, device="meta")
                 found[key] = ShardedTensor.from_rank_offsets(key, like).without_data()
         return found
