@@ -18,7 +18,7 @@ class _ReplacedFolder(LocalLocation):
     """A folder with a checkpoint of a trainer, which a save may replace as it may replace our own.
 
     Arguments:
-        theirs: what in it is the trainer's.
+        theirs: what in it is the trainer's, or may be.
     """
 
     theirs: frozenset[str] = frozenset()
@@ -41,7 +41,10 @@ class Destination:
 
     @classmethod
     def of(
-        cls, path: paths.PathLike, theirs_of: Callable[[Sequence[str]], Sequence[str]]
+        cls,
+        path: paths.PathLike,
+        theirs_of: Callable[[Sequence[str]], Sequence[str]],
+        kept: Sequence[str] = (),
     ) -> Destination:
         """The destination at a path.
 
@@ -49,6 +52,7 @@ class Destination:
             path: a local path or a URL.
             theirs_of: says which names of those in a folder are a checkpoint of the trainer's; none
                 if there is no such checkpoint. They are removed in this order.
+            kept: names of what the trainer writes into the folder itself; it stays.
 
         Raises:
             InvalidPath, StorageError: as `unickpt.save`.
@@ -58,9 +62,9 @@ class Destination:
             return cls(found)
         context = paths.context()
         theirs = tuple(theirs_of([*found.files(context), *found.folders(context)]))
-        if not theirs:
+        if not theirs and not kept:
             return cls(found)
-        return cls(_ReplacedFolder(found.url, found.spec, frozenset(theirs)), theirs)
+        return cls(_ReplacedFolder(found.url, found.spec, frozenset((*theirs, *kept))), theirs)
 
     def committed(self) -> None:
         """Removes what the save has replaced; called after the commit, on any rank. Until then the

@@ -1,0 +1,35 @@
+"""Strategies for Megatron-Core's `dist_checkpointing`: its jobs save into checkpoints of unickpt.
+
+    from unickpt.integrations.megatron import LoadStrategy, SaveStrategy
+
+    dist_checkpointing.save(state, folder, SaveStrategy(optimizer))
+    dist_checkpointing.load(state, folder, LoadStrategy(optimizer))
+
+docs/integrations/megatron.md says what is stored, and what differs.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+
+from unickpt.integrations.megatron.loading import LoadStrategy
+from unickpt.integrations.megatron.saving import BACKEND, VERSION, SaveStrategy
+
+__all__ = ["LoadStrategy", "SaveStrategy"]
+
+_BASE = "megatron.core.dist_checkpointing.strategies.base"
+
+
+def _register() -> None:
+    """Tells Megatron, until 0.16, which strategies belong to what `metadata.json` says, so that
+    `dist_checkpointing.load(state, folder)` finds ours."""
+    if find_spec(_BASE) is None:
+        return
+    base = import_module(_BASE)
+    action = base.StrategyAction
+    base.register_default_strategy(action.LOAD_SHARDED, BACKEND, VERSION, LoadStrategy())
+    base.register_default_strategy(action.SAVE_SHARDED, BACKEND, VERSION, SaveStrategy())
+
+
+_register()

@@ -1,0 +1,74 @@
+"""`common.pt`, in which Megatron keeps what all ranks have alike: the arguments, the iteration, the
+schedules. Megatron reads it itself. What it holds is stored in the checkpoint as well, under the
+names that it has in Megatron's own folders; and its digest, so that a later one is noticed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import xxhash
+
+from unickpt.errors import CheckpointCorrupt, LoadMismatch
+from unickpt.integrations.megatron.objects import stored_form
+from unickpt.reading.checkpoint import Checkpoint
+
+COMMON = "common.pt"
+COMMON_KEY = "common_state"
+"""The key of the `ShardedObject` in which later versions of Megatron hand it over."""
+_DIGEST = "unickpt_common"
+"""The key of its digest."""
+
+
+def write(folder: str, state: Mapping[str, Any]) -> None:
+    """Writes it as Megatron up to 0.16 does, for versions that hand it over instead."""
+    path = _path(folder)
+    partial = f"{path}.partial"
+    torch.save(dict(state), partial)
+    os.replace(partial, path)
+
+
+def tree(folder: str) -> dict[str, Any]:
+    """What it holds, to store.
+
+    Raises:
+        UnsupportedLeaf: part of it cannot be stored.
+    """
+    if not os.path.exists(_path(folder)):
+        return {}
+    # This process has written it a moment ago, so that it may unpickle it.
+    found = torch.load(_path(folder), map_location="cpu", weights_only=False)
+    made = {key: stored_form(value, key) for key, value in found.items()}
+    return {**made, _DIGEST: _digest(folder)}
+
+
+def check(folder: str, stored: Checkpoint) -> None:
+    """Checks that a folder's `common.pt` was saved with its checkpoint.
+
+    Raises:
+        LoadMismatch: it was not.
+        CheckpointCorrupt: it is missing.
+    """
+    expected = stored.index.values.get(_DIGEST)
+    if not os.path.exists(_path(folder)):
+        raise CheckpointCorrupt(
+            f"{folder}: {COMMON} is missing, which Megatron loads; was the folder copied whole?"
+        )
+    if expected is not None and _digest(folder) != expected:
+        raise LoadMismatch(
+            f"{folder}: {COMMON} is not the one that was saved with this checkpoint, but of a "
+            "later save into this folder that was interrupted, or it was changed. Load an earlier "
+            "iteration; or with unickpt.load what belongs together, which has the values of the "
+            "right one"
+        )
+
+
+def _path(folder: str) -> str:
+    return os.path.join(folder, COMMON)
+
+
+def _digest(folder: str) -> str:
+    with open(_path(folder), "rb") as file:
+        return xxhash.xxh3_128_hexdigest(file.read())

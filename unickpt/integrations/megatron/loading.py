@@ -1,0 +1,239 @@
+"""The load strategy: fills what `dist_checkpointing.load` asks for, from our checkpoints, and from
+Megatron's own by its own strategy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import maybe_load_config
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
+
+from unickpt.arrays.box import Box
+from unickpt.errors import LoadMismatch, ProcessFailed
+from unickpt.frameworks.leaves import adapters
+from unickpt.frameworks.process_group import current_group, within
+from unickpt.integrations.megatron import common, objects
+from unickpt.integrations.megatron.optimizers import Buckets, is_bucket, is_geometry
+from unickpt.integrations.megatron.pieces import Piece, pieces_of
+from unickpt.integrations.megatron.saving import BACKEND, fragments, place
+from unickpt.integrations.megatron.stored import StoredItems
+from unickpt.loading import loader
+from unickpt.reading import checkpoint
+from unickpt.reading.checkpoint import Checkpoint
+from unickpt.reading.options import LoadOptions
+from unickpt.trees import tree
+from unickpt.trees.tree import Leaf, Node
+
+
+_LACKING = (
+    "{} lacks sharded objects that the state dict asks for. Objects, such as the states of random "
+    "generators, keep the parallel sizes with which they were saved: leave them out of the state "
+    "dict with other sizes (Megatron-LM does that), or load with strict='log_unexpected'"
+)
+
+
+class LoadStrategy(megatron_torch.TorchDistLoadShardedStrategy):
+    """Loads a checkpoint of unickpt, onto any parallel sizes; and one of Megatron's own, as
+    Megatron does: `dist_checkpointing.load(state, folder, LoadStrategy())`.
+
+    Every rank fills its own tensors in place. If one fails, all do.
+
+    Arguments:
+        optimizer: Megatron's, or None; see `SaveStrategy`.
+        options: see `unickpt.LoadOptions`.
+        cast: whether floats may be cast to the dtypes of the tensors.
+        unpickle: whether sharded objects of classes that unickpt does not know, which are stored as
+            pickles, are unpickled. That runs code that the checkpoint names.
+        metadata: see `SaveStrategy`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any = None,
+        *,
+        options: LoadOptions | None = None,
+        cast: bool = False,
+        unpickle: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.options = LoadOptions.or_default(options)
+        self._cast, self._unpickle = cast, unpickle
+        self._buckets = Buckets(optimizer, metadata, type(self).__name__)
+
+    def load(
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path, *megatrons: Any
+    ) -> Any:
+        """Loads; called by `dist_checkpointing.load` on all ranks.
+
+        Raises:
+            LoadMismatch: what is asked for is not stored, or not so; or `common.pt` is of another
+                save.
+            ProcessFailed: another rank could not load.
+            UnickptError: as `unickpt.load`.
+        """
+        folder = os.fspath(checkpoint_dir)
+        if not is_ours(folder):
+            return super().load(sharded_state_dict, checkpoint_dir, *megatrons)
+        made: list[Any] = []
+
+        def read(stored: Checkpoint) -> None:
+            if dist.get_rank() == 0:
+                common.check(folder, stored)
+            items = StoredItems(stored, folder)
+            request = _Request(sharded_state_dict, items, self._buckets)
+            made[:] = [request.filled(self._cast, self._unpickle, self.options)]
+
+        error: Exception | None = None
+        try:
+            checkpoint.reading(folder, read)
+        except Exception as found:
+            found.add_note(f"unickpt: on rank {dist.get_rank()} of {dist.get_world_size()}")
+            error = found
+        # No rank goes on while another fails: it would wait for it elsewhere.
+        group = within(self.options.group or current_group(adapters()), self.options.timeout_s)
+        failed = group.agree(0 if error is None else group.index + 1)
+        if error is not None:
+            raise error
+        if failed:
+            raise ProcessFailed(
+                f"{folder}: rank {failed - 1} could not load; its own error says why"
+            )
+        return made[0]
+
+    def load_tensors_metadata(self, checkpoint_dir: str | Path, *megatrons: Any) -> dict[str, Any]:
+        """The stored tensors, without data, by key."""
+        folder = os.fspath(checkpoint_dir)
+        if not is_ours(folder):
+            found: dict[str, Any] = super().load_tensors_metadata(checkpoint_dir, *megatrons)
+            return found
+        return StoredItems(checkpoint.open(folder), folder).tensors()
+
+    def load_sharded_metadata(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        """The stored tensors and objects, without data, by key."""
+        folder = os.fspath(checkpoint_dir)
+        if not is_ours(folder):
+            found: dict[str, Any] = super().load_sharded_metadata(checkpoint_dir)
+            return found
+        stored = StoredItems(checkpoint.open(folder), folder)
+        # What Megatron's optimizer asks for by the keys of its buckets, is stored by other ones.
+        return {**stored.objects(), **stored.tensors(), **self._buckets.metadata()}
+
+    def remove_sharded_tensors(self, checkpoint_dir: str, key_prefix: str) -> None:
+        if is_ours(checkpoint_dir):
+            raise NotImplementedError(
+                f"{checkpoint_dir}: a committed checkpoint is not changed; leave tensors out by "
+                "unickpt.convert with rules"
+            )
+        super().remove_sharded_tensors(checkpoint_dir, key_prefix)
+
+
+def is_ours(folder: str) -> bool:
+    """Whether a folder's `metadata.json` says that our strategy has saved it."""
+    config = maybe_load_config(folder)
+    return config is not None and config.sharded_backend == BACKEND
+
+
+class _Request:
+    """What a sharded state dict asks for.
+
+    Arguments:
+        given: the sharded state dict.
+        items: what there is.
+        buckets: of the optimizer.
+    """
+
+    def __init__(self, given: dict[str, Any], items: StoredItems, buckets: Buckets) -> None:
+        self._given, self._items, self._buckets = given, items, buckets
+        self._index = items.stored.index
+        self._objects: dict[str, Node | Leaf] = {}
+        self._memory: dict[str, Any] = {}
+        self._beyond: list[tuple[torch.Tensor, tuple[int, ...]]] = []
+
+    def filled(self, cast: bool, unpickle: bool, options: LoadOptions) -> Any:
+        """The state dict, with what was loaded."""
+        like: dict[str, Any] = {}
+        copies: list[tuple[Piece, Piece]] = []
+        for key, pieces in self._pieces().items():
+            first = {piece.box: piece for piece in reversed(pieces)}
+            copies += [(p, first[p.box]) for p in pieces if p is not first[p.box]]
+            place(like, key, fragments(key, list(first.values())))
+        wanted = [x for x in self._values(ShardedObject) if not is_geometry(x.key)]
+        lacking = [text for value in wanted if (text := self._add_object(like, value))]
+        if lacking:
+            raise LoadMismatch("\n".join([_LACKING.format(self._items.stored.url), *lacking]))
+        loader.load(self._items.stored, like, unexpected="skip", cast=cast, options=options)
+        with torch.no_grad():
+            for piece, same in copies:
+                piece.data.copy_(same.data)
+            for data, stop in self._beyond:
+                for dim, end in enumerate(stop):
+                    data.narrow(dim, end, data.shape[dim] - end).zero_()
+
+        def result(value: Any) -> Any:
+            # The sizes of buckets are those of this job's, not of the ones that were saved.
+            if isinstance(value, ShardedTensor) or is_geometry(value.key):
+                return value.data
+            node = self._objects[value.unique_key]
+            return objects.restored(node, self._index.values, self._memory, unpickle)
+
+        return dict_list_map_outplace(result, self._given)
+
+    def _values(self, kind: type) -> Iterator[Any]:
+        return (value for value in nested_values(self._given) if isinstance(value, kind))
+
+    def _pieces(self) -> dict[str, list[Piece]]:
+        """The boxes of this rank, by key."""
+        found: dict[str, list[Piece]] = {}
+        for value in self._values(ShardedTensor):
+            if value.data is None:
+                value.init_data("cpu")
+            if is_bucket(value.key):
+                pieces = [piece for piece, _ in self._buckets.pieces(value)]
+            else:
+                pieces = pieces_of(value)
+            if value.allow_shape_mismatch:
+                pieces = [part for piece in pieces for part in self._within_stored(piece)]
+            for piece in pieces:
+                found.setdefault(piece.key, []).append(piece)
+        return found
+
+    def _within_stored(self, piece: Piece) -> list[Piece]:
+        """What of a piece of an array of another size is stored; its other elements become 0."""
+        node = self._items.find(piece.key)
+        entry = self._index.arrays.get(node.name) if isinstance(node, Leaf) else None
+        if entry is None or len(entry.shape) != len(piece.shape):
+            return [piece]  # that is told with all other differences
+        start, shape = piece.box.start, tuple(entry.shape)
+        sizes = tuple(
+            max(0, min(stop, extent) - at)
+            for at, stop, extent in zip(start, piece.box.stop, shape, strict=True)
+        )
+        self._beyond.append((piece.data, sizes))
+        if 0 in sizes:
+            return []
+        box = Box(start, tuple(at + n for at, n in zip(start, sizes, strict=True)))
+        part = piece.data[tuple(slice(0, n) for n in sizes)]
+        return [replace(piece, shape=shape, box=box, data=part)]
+
+    def _add_object(self, like: dict[str, Any], value: ShardedObject) -> str:
+        """Asks for an object; returns why that is impossible."""
+        found = self._items.object(value)
+        if found is None:
+            there = self._items.shards(value.key)
+            return f"  {value.unique_key}: " + (f"stored as {there}" if there else "not stored")
+        key, node = found
+        self._objects[value.unique_key] = node
+        stored, values = self._items.stored, self._index.values
+        memory = objects.empty(node, lambda name: stored[name] if name in stored else None)
+        self._memory |= memory
+        place(like, key, tree.rebuild(node, lambda n: memory[n] if n in memory else values[n]))
+        return ""

@@ -1,0 +1,240 @@
+"""What a save asks a live optimizer of Megatron: what its steps change, and which parameter lies
+where in the flat buckets of a distributed one (dp_reshardable)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import (
+    extract_sharded_base,
+    extract_sharded_tensors_and_factories,
+)
+
+from unickpt.errors import UnsupportedLeaf
+from unickpt.integrations.megatron.pieces import (
+    Piece,
+    Strided,
+    flat_pieces,
+    is_main,
+    plain_tensor,
+    row_major,
+)
+
+_BUCKET = re.compile(
+    r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_\d+"
+    r"\.gbuf_idx_(\d+)\.dtype_.*\.bucket_idx_(\d+)\.(\w+)"
+)
+_OF_GROUP = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(\w+)")
+_GROUP = re.compile(r"\.dp_group_idx_\d+\.")
+_NEEDED = (
+    "the state of the distributed optimizer is in flat buckets (dp_reshardable), in which only the "
+    "optimizer knows its parameters: pass optimizer=, as in {strategy}(optimizer=optimizer), or "
+    "save with --dist-ckpt-optim-fully-reshardable"
+)
+_GROUPS = ("model_float16_groups", "model_fp32_groups", "float16_groups", "fp32_from_fp32_groups")
+
+
+def is_bucket(key: str) -> bool:
+    """Whether a key is that of a part of a flat bucket.
+
+    Example:
+        >>> is_bucket("optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_x.bucket_idx_1.param")
+        True
+    """
+    return _BUCKET.fullmatch(key) is not None
+
+
+def is_of_group(key: str) -> bool:
+    """Whether a key is that of an object of one data-parallel group's optimizer.
+
+    Example:
+        >>> is_of_group("optimizer.distributed.dp_group_idx_0.optimizer")
+        True
+    """
+    return _OF_GROUP.fullmatch(key) is not None
+
+
+def is_geometry(key: str) -> bool:
+    """Whether a key is that of the sizes of buckets, which say nothing of the state."""
+    found = _OF_GROUP.fullmatch(key)
+    return found is not None and found[1].startswith("per_bucket_numel")
+
+
+def same_object(key: str, other: str) -> bool:
+    """Whether two keys differ only in the data-parallel group.
+
+    Example:
+        >>> same_object("optimizer.distributed.dp_group_idx_0.optimizer",
+        ...             "optimizer.distributed.dp_group_idx_7.optimizer")
+        True
+    """
+    return _GROUP.sub(".", key) == _GROUP.sub(".", other)
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    """The optimizers of a chain of Megatron's; of any other, itself."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """The optimizers of torch that make the steps."""
+    found = [getattr(part, "optimizer", part) for part in parts_of(optimizer)]
+    return [inner for inner in found if inner is not None]
+
+
+def model_parameters(optimizer: Any) -> Iterator[torch.Tensor]:
+    """The model's parameters that its steps change."""
+    for part in parts_of(optimizer):
+        for name in _GROUPS:
+            for group in getattr(part, name, None) or ():
+                yield from (tensor for tensor in group if isinstance(tensor, torch.Tensor))
+        inner = getattr(part, "optimizer", part)
+        for group in getattr(inner, "param_groups", ()):
+            yield from group["params"]
+
+
+@dataclass(frozen=True)
+class _Held:
+    """The elements of a parameter whose state this rank has.
+
+    Arguments:
+        parameter: the model's.
+        first, after: of the flattened parameter.
+    """
+
+    parameter: torch.Tensor
+    first: int
+    after: int
+
+
+class Buckets:
+    """Where the parameters are in an optimizer's buckets, and in the model.
+
+    Arguments:
+        optimizer: None if it is not known; then a bucket is an error.
+        metadata: as the job gives it to the model's `sharded_state_dict`.
+        strategy: the name of the class that needs it, for errors.
+    """
+
+    def __init__(self, optimizer: Any, metadata: Mapping[str, Any] | None, strategy: str) -> None:
+        self._optimizer, self._metadata, self._strategy = optimizer, metadata, strategy
+        self._in_model: dict[int, Any] | None = None
+        self._slots: dict[tuple[int, int, int], dict[int, _Held]] | None = None
+
+    def pieces(self, sharded: Any) -> list[tuple[Piece, bool]]:
+        """The boxes of the parameters' state in one `ShardedTensor` of a bucket; none of padding.
+
+        Returns:
+            With each, whether it is this replica that is saved.
+
+        Raises:
+            UnsupportedLeaf: they cannot be told.
+        """
+        found = _BUCKET.fullmatch(sharded.key)
+        assert found is not None, "it is a bucket"
+        if self._optimizer is None:
+            needed = _NEEDED.format(strategy=self._strategy)
+            raise UnsupportedLeaf(f"{sharded.key!r}: {needed}")
+        number, buffer, bucket, slot = found.groups()
+        at = int(number or 0), int(buffer), int(bucket)
+        data, flat = plain_tensor(sharded.data, sharded.key), sharded.flattened_range
+        start = int(sharded.global_offset[0]) + (0 if flat is None else flat.start)
+        held = self._held().get(at, {}).get(start)
+        if held is None:
+            return []
+        if held.after - held.first != data.numel():
+            raise UnsupportedLeaf(
+                f"{sharded.key!r}: the optimizer holds {held.after - held.first} elements of a "
+                f"parameter there, but {data.numel()} are given; is optimizer= the one that made "
+                "this state?"
+            )
+        part = held.first, held.after
+        pieces = []
+        for inner, where in self._whole(held.parameter):
+            named = replace(inner, key=f"optimizer.state.{slot}.{inner.key}")
+            saved = is_main(sharded.replica_id) and is_main(_without_data(inner.replica_id))
+            pieces += [(piece, saved) for piece in flat_pieces(named, data, part, where)]
+        return pieces
+
+    def metadata(self) -> dict[str, Any]:
+        """What this rank's optimizer asks for by the keys of its buckets, without data."""
+        if not any(hasattr(part, "gbuf_ranges") for part in parts_of(self._optimizer)):
+            return {}
+        kind = {"distrib_optim_sharding_type": "dp_reshardable"}
+        found, _ = extract_sharded_base(
+            self._optimizer.sharded_state_dict({}, is_loading=True, metadata=kind)
+        )
+        return {x.key: x.without_data() for x in nested_values(found)}
+
+    def _held(self) -> dict[tuple[int, int, int], dict[int, _Held]]:
+        """What is where: by optimizer, buffer and bucket, then by the position in the bucket."""
+        if self._slots is None:
+            self._slots = {}
+            for number, part in enumerate(parts_of(self._optimizer)):
+                for buffer, ranges in enumerate(getattr(part, "gbuf_ranges", ())):
+                    for bucket, one in enumerate(b for of in ranges.values() for b in of):
+                        self._slots[number, buffer, bucket] = {
+                            of["gbuf_world_in_bucket"].start: _Held(
+                                parameter, of["param"].start, of["param"].end
+                            )
+                            for parameter, of in one["param_map"].items()
+                        }
+        return self._slots
+
+    def _whole(self, parameter: torch.Tensor) -> Iterable[tuple[Any, Strided]]:
+        """The `ShardedTensor`s that a parameter is in the model, and where their elements are in
+        it."""
+        if self._in_model is None:
+            self._in_model = {id(x.data): x for x in self._of_model()}
+        found = self._in_model.get(id(parameter))
+        if found is None:
+            raise UnsupportedLeaf(
+                f"a parameter of shape {list(parameter.shape)} of the optimizer is not in the "
+                "sharded_state_dict of its model; pass metadata= if the job passes one to "
+                "model.sharded_state_dict"
+            )
+        if isinstance(found, ShardedTensor):
+            return [(found, row_major(found.local_shape))]
+        # A tensor without memory shows which elements the factory takes, and in which order.
+        like = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device="meta")
+        parts = list(nested_values({"": replace(found, data=like).build()}))
+        if not all(_is_view(part.data, like) for part in parts):
+            raise UnsupportedLeaf(
+                f"{found.key!r}: its ShardedTensorFactory copies elements, so it is not known "
+                "which of the optimizer's belong where; save with "
+                "--dist-ckpt-optim-fully-reshardable"
+            )
+        return [(x, Strided(x.data.stride(), x.data.storage_offset())) for x in parts]
+
+    def _of_model(self) -> Iterator[Any]:
+        chunks: dict[int, Any] = {}
+        for part in parts_of(self._optimizer):
+            for chunk in getattr(part, "model_chunks", ()):
+                chunks[id(chunk)] = chunk
+        for chunk in chunks.values():
+            while hasattr(chunk, "module"):
+                chunk = chunk.module
+            given = None if self._metadata is None else dict(self._metadata)
+            found, _ = extract_sharded_tensors_and_factories(
+                chunk.sharded_state_dict(metadata=given)
+            )
+            for value in nested_values(found):
+                if isinstance(value, ShardedTensor | ShardedTensorFactory):
+                    yield value
+
+
+def _without_data(replica_id: Any) -> Any:
+    """A replica's number, but for that among the data-parallel ranks, which share the buckets."""
+    if isinstance(replica_id, int):
+        return 0
+    return tuple(replica_id[:-1])
+
+
+def _is_view(tensor: torch.Tensor, of: torch.Tensor) -> bool:
+    return tensor.untyped_storage()._cdata == of.untyped_storage()._cdata

@@ -1,0 +1,251 @@
+"""The save strategy: what `dist_checkpointing.save` hands over, as one atomic checkpoint."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies import async_utils
+from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
+
+from unickpt.errors import UnsupportedLeaf
+from unickpt.frameworks.leaves import LocalFragments
+from unickpt.integrations.destination import Destination
+from unickpt.integrations.megatron import common, waiting
+from unickpt.integrations.megatron.objects import stored_form
+from unickpt.integrations.megatron.optimizers import (
+    Buckets,
+    inner_optimizers,
+    is_bucket,
+    is_geometry,
+    model_parameters,
+)
+from unickpt.integrations.megatron.pieces import Piece, is_main, pieces_of
+from unickpt.runs.arguments import fences_of
+from unickpt.saving import saver
+from unickpt.saving.background import PendingSave, SaveCallbacks, SaveQueue, SaveRequest
+from unickpt.saving.options import SaveOptions, SaveReport
+from unickpt.saving.task import SaveTask
+
+BACKEND, VERSION = "unickpt", 1
+"""What `metadata.json` says of our checkpoints."""
+_KEPT = ("metadata.json", common.COMMON, f"{common.COMMON}.partial", "modelopt_state")
+
+
+class SaveStrategy(megatron_torch.TorchDistSaveShardedStrategy):  # as Megatron from 0.17 on demands
+    """Saves into a checkpoint of unickpt: `dist_checkpointing.save(state, folder, SaveStrategy())`.
+
+    Of each replica it is Megatron's main one that is written; within
+    `FullyParallelSaveStrategyWrapper`, as ever, data-parallel ranks share the writing.
+
+    Arguments:
+        optimizer: Megatron's, or None. With it, the state of a distributed optimizer in flat
+            buckets (dp_reshardable) is stored by the parameters' names, in their shapes; and what
+            its steps change may be copied in the background, as with
+            `unickpt.Checkpointer(optimizers=...)`, because its next step waits for that.
+        options: see `unickpt.SaveOptions`. `staging="lazy"` needs `optimizer`.
+        metadata: what the job gives to the model's `sharded_state_dict(metadata=...)`, if that
+            changes the keys of its parameters. Only for dp_reshardable.
+
+    Raises:
+        ValueError: an option cannot be honoured.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any = None,
+        *,
+        options: SaveOptions | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(BACKEND, VERSION)
+        self.options = SaveOptions.or_default(options)
+        if self.options.staging in ("lazy", "reference") and optimizer is None:
+            raise ValueError(
+                f'staging="{self.options.staging}" copies the state in the background: pass '
+                "optimizer=, whose next step then waits for that"
+            )
+        self._optimizer, self._queue = optimizer, SaveQueue()
+        self._buckets = Buckets(optimizer, metadata, type(self).__name__)
+        self.report: SaveReport | None = None
+        """Of the last save that has ended."""
+        if optimizer is not None:
+            for fence in fences_of(inner_optimizers(optimizer), self._queue.fence):
+                weakref.finalize(self, fence.remove)
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str) -> None:
+        """Saves; called by `dist_checkpointing.save` on all ranks.
+
+        Raises:
+            UnickptError: as `unickpt.save`.
+        """
+        to, state = self._prepared(sharded_state_dict, checkpoint_dir)
+        task = SaveTask(to.location, True, self.options)
+        self.report = saver.run(task, state)
+        to.committed()
+
+    def async_save(
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: str, async_strategy: str = "mcore"
+    ) -> Any:
+        """Begins to save, and returns a request for Megatron's `AsyncCallsQueue`: the save runs
+        already. Its finalisation raises what made the save fail.
+
+        Raises:
+            UnickptError: as `unickpt.save_async`.
+        """
+        to, state = self._prepared(sharded_state_dict, checkpoint_dir)
+        request = SaveRequest(
+            to.location,
+            state,
+            self.options,
+            overwrite=True,
+            owners=self._owners(sharded_state_dict),
+            callbacks=SaveCallbacks(committed=to.committed),
+        )
+        pending = self._queue.save(request)
+        pending.add_done_callback(partial(_keep, self))
+        make = _request_class(async_strategy)
+        return make(waiting.wait, waiting.watched(pending), [partial(self._finish, pending)])
+
+    def _finish(self, pending: PendingSave) -> None:
+        self.report = pending.result()
+
+    def _prepared(self, state: dict[str, Any], folder: str) -> tuple[Destination, _State]:
+        """Where to save, and what."""
+        found = (x for x in nested_values(state) if isinstance(x, ShardedObject))
+        handed = [x for x in found if x.key == common.COMMON_KEY]
+        first = dist.get_rank() == 0
+        if first and handed:
+            common.write(folder, handed[0].data)
+        return Destination.of(folder, _theirs, _KEPT), _State(state, folder, self._buckets, first)
+
+    def _owners(self, state: dict[str, Any]) -> set[Hashable] | None:
+        """The memory that only steps of the optimizer change."""
+        if self._optimizer is None:
+            return None
+        tensors = [x for x in nested_values(state) if isinstance(x, ShardedTensor)]
+        slots = [x.data for x in tensors if "optimizer." in x.key]
+        guarded = [*model_parameters(self._optimizer), *slots]
+        return {x.untyped_storage()._cdata for x in guarded if isinstance(x, torch.Tensor)}
+
+
+class _State:
+    """What to save, as a tree; made within the save, so that it fails on all ranks if it fails on
+    one.
+
+    Arguments:
+        given: the sharded state dict.
+        folder: where Megatron has put `common.pt`.
+        buckets: of the optimizer.
+        with_common: whether this rank saves what is in it.
+    """
+
+    def __init__(
+        self, given: dict[str, Any], folder: str, buckets: Buckets, with_common: bool
+    ) -> None:
+        self._given, self._folder = given, folder
+        self._buckets, self._with_common = buckets, with_common
+
+    def state_dict(self) -> dict[str, Any]:
+        try:
+            return self._tree()
+        except (UnsupportedLeaf, ValueError) as error:
+            raise UnsupportedLeaf(f"rank {dist.get_rank()}: {error}") from error
+
+    def load_state_dict(self, state: object) -> None:
+        raise NotImplementedError("it is only saved")
+
+    def _tree(self) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        held: dict[str, list[Piece]] = {}
+        for value in nested_values(self._given):
+            if isinstance(value, ShardedObject):
+                if _is_saved(value):
+                    name = value.unique_key
+                    place(made, name, stored_form(value.data, name))
+                continue
+            for piece in self._pieces(value):
+                held.setdefault(piece.key, []).append(piece)
+        for key, pieces in held.items():
+            place(made, key, fragments(key, pieces))
+        shared = common.tree(self._folder) if self._with_common else {}
+        for key, value in shared.items():
+            if key in made:
+                raise UnsupportedLeaf(
+                    f"{key!r} is both in {common.COMMON} and a key of sharded values; rename one"
+                )
+            made[key] = value
+        return made
+
+    def _pieces(self, value: ShardedTensor) -> list[Piece]:
+        """What this rank saves of a `ShardedTensor`."""
+        if is_bucket(value.key):
+            return [piece for piece, saved in self._buckets.pieces(value) if saved]
+        return pieces_of(value) if is_main(value.replica_id) else []
+
+
+def _is_saved(value: ShardedObject) -> bool:
+    own = value.key == common.COMMON_KEY or is_geometry(value.key)
+    return is_main(value.replica_id) and not own
+
+
+def place(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Puts a value under a key of Megatron's, of which a `/` is a level of the tree.
+
+    Raises:
+        UnsupportedLeaf: something else is there.
+    """
+    parts = key.split("/")
+    *above, last = parts if all(parts) else [key]
+    level = tree
+    for part in above:
+        level = level.setdefault(part, {})
+        if not isinstance(level, dict):
+            raise UnsupportedLeaf(f"{key!r} lies below {part!r}, which is a value; rename one")
+    if last in level:
+        raise UnsupportedLeaf(f"{key!r} occurs twice")
+    level[last] = value
+
+
+def fragments(key: str, pieces: Sequence[Piece]) -> LocalFragments:
+    """What this rank holds of an array.
+
+    Raises:
+        UnsupportedLeaf: the pieces contradict each other.
+    """
+    first = pieces[0]
+    for piece in pieces:
+        facts = piece.shape, piece.data.dtype
+        if facts != (first.shape, first.data.dtype):
+            raise UnsupportedLeaf(
+                f"{key!r}: one ShardedTensor is part of {list(first.shape)} of "
+                f"{first.data.dtype}, another of {list(piece.shape)} of {piece.data.dtype}"
+            )
+    try:
+        return LocalFragments(first.shape, [(piece.box, piece.data) for piece in pieces])
+    except ValueError as error:
+        raise UnsupportedLeaf(f"{key!r}: {error}") from error
+
+
+def _theirs(names: Sequence[str]) -> Sequence[str]:
+    """What of a folder is a checkpoint of Megatron's own."""
+    data = [name for name in names if name.endswith(".distcp")]
+    return [".metadata", *data] if data else []
+
+
+def _request_class(async_strategy: str) -> Any:
+    """The class of requests that the job's queue takes."""
+    find = getattr(megatron_torch, "get_async_strategy", None)  # from 0.17 on
+    if find is None:
+        return async_utils.AsyncRequest
+    return find(async_strategy, "AsyncRequest")[1]
+
+
+def _keep(strategy: SaveStrategy) -> None:
+    """Nothing: who refers to this refers to the strategy, whose fence must stay until then."""

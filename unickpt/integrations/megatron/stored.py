@@ -1,0 +1,124 @@
+"""What a checkpoint of ours holds, as Megatron names it: tensors and objects by their keys."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+from unickpt.errors import LoadMismatch
+from unickpt.integrations.megatron.optimizers import is_of_group, same_object
+from unickpt.loading.views import StoredView
+from unickpt.reading.checkpoint import Checkpoint
+from unickpt.trees import tree, tree_json
+from unickpt.trees.tree import Leaf, Node
+
+_SHARD = re.compile(r"shard_[\d.]+_[\d.]+")
+
+
+class StoredItems:
+    """The items of a checkpoint.
+
+    Arguments:
+        stored: the checkpoint.
+        folder: where it is, for errors.
+    """
+
+    def __init__(self, stored: Checkpoint, folder: str) -> None:
+        self.stored, self._folder = stored, folder
+        node = StoredView(stored.reader).node()
+        while isinstance(node, Node) and node.kind == "wrapper":
+            (node,) = node.children
+        if not isinstance(node, Node) or node.kind != "dict":
+            raise LoadMismatch(
+                f"{folder}: it was not saved by SaveStrategy; load it with unickpt.load"
+            )
+        self._root = node
+
+    def find(self, key: str) -> Node | Leaf | None:
+        """What is stored under a key, of which a `/` is a level of the tree."""
+        parts = key.split("/")
+        node: Node | Leaf | None = self._root
+        for part in parts if all(parts) else [key]:
+            node = _children(node).get(part)
+        return node
+
+    def object(self, wanted: ShardedObject) -> tuple[str, Node | Leaf] | None:
+        """The key and the value of an object. That of an optimizer of one data-parallel group is,
+        with other parallel sizes, that of any group, if they are all equal.
+
+        Raises:
+            LoadMismatch: they are not.
+        """
+        found = self.find(wanted.unique_key)
+        if found is not None:
+            return wanted.unique_key, found
+        if not is_of_group(wanted.key):
+            return None
+        same = {
+            name: node for name, node in self._objects() if same_object(name, wanted.unique_key)
+        }
+        texts = {name: self._text(node) for name, node in same.items()}
+        if len(set(texts.values())) > 1:
+            raise LoadMismatch(
+                f"{self._folder}: {wanted.key!r} is not stored, and {', '.join(map(repr, same))} "
+                "differ, so none of them stands for it: load with the parallel sizes that were "
+                "saved"
+            )
+        return next(iter(same.items()), None)
+
+    def shards(self, key: str) -> str:
+        """Which parts of an object are stored."""
+        pairs = [name.rpartition("/") for name, _ in self._objects()]
+        names = [shard for above, _, shard in pairs if above == key]
+        return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+
+    def _text(self, node: Node | Leaf) -> str:
+        """All that a value holds."""
+        values = self.stored.index.values
+        parts = [repr(tree_json.to_json(node))]
+        for leaf in tree.leaves(node):
+            if leaf.name in values:
+                parts.append(repr(tree_json.value_to_json(values[leaf.name])))
+            else:
+                parts.append(self.stored[leaf.name][...].tobytes().hex())
+        return "\n".join(parts)
+
+    def tensors(self) -> dict[str, ShardedTensor]:
+        """The tensors by key, each as one whole shard without data; none of those in values, which
+        are within wrappers."""
+        found = {}
+        for key, node in _items(self._root, ()):
+            entry = self.stored.index.arrays.get(node.name) if isinstance(node, Leaf) else None
+            dtype = None if entry is None else getattr(torch, entry.dtype, None)
+            if entry is not None and dtype is not None:
+                like = torch.empty(entry.shape, dtype=dtype, device="meta")
+                found[key] = ShardedTensor.from_rank_offsets(key, like).without_data()
+        return found
+
+    def objects(self) -> dict[str, ShardedObject]:
+        """The objects by their unique keys, without data."""
+        return {name: ShardedObject.empty_from_unique_key(name) for name, _ in self._objects()}
+
+    def _objects(self) -> Iterator[tuple[str, Node | Leaf]]:
+        for key, node in _items(self._root, ()):
+            if _SHARD.fullmatch(key.rpartition("/")[2]):
+                yield key, node
+
+
+def _children(node: Node | Leaf | None) -> dict[str | int, Node | Leaf]:
+    if not isinstance(node, Node) or node.kind != "dict":
+        return {}
+    return dict(zip(node.keys, node.children, strict=True))
+
+
+def _items(node: Node | Leaf, above: tuple[str, ...]) -> Iterator[tuple[str, Node | Leaf]]:
+    """All leaves and objects by key; what is in an object is not taken apart."""
+    for key, child in _children(node).items():
+        path = (*above, str(key))
+        if isinstance(child, Leaf) or _SHARD.fullmatch(str(key)):
+            yield "/".join(path), child
+        else:
+            yield from _items(child, path)

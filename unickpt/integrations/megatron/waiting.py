@@ -1,0 +1,40 @@
+"""How Megatron's queue of asynchronous saves learns that one of ours has ended.
+
+The queue watches a process: one that it forks, or a persistent worker. Here this process only waits
+for a message; the save itself runs on threads of the training process, which own its memory.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+from unickpt.saving.background import PendingSave
+
+_LOOKS_S = 1.0
+
+
+def watched(pending: PendingSave) -> tuple[Connection, int]:
+    """What `wait` takes to return when a save has ended."""
+    receiver, sender = Pipe(duplex=False)
+
+    def tell() -> None:
+        with suppress(OSError), sender:  # nobody may be there who listens
+            sender.send_bytes(b"ended")
+
+    pending.add_done_callback(tell)
+    return receiver, os.getpid()
+
+
+def wait(ended: Connection, trainer: int) -> None:
+    """Returns when the save has ended, or the process that saves.
+
+    Arguments:
+        ended: where its message comes.
+        trainer: the number of the process that saves.
+    """
+    while not ended.poll(_LOOKS_S):
+        if trainer not in (os.getpid(), os.getppid()):
+            return
