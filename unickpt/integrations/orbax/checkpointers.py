@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from unickpt.errors import CheckpointExists
+from unickpt.errors import CheckpointExists, CheckpointNotFound, UnickptError
 from unickpt.integrations.orbax import handlers, items, names
 from unickpt.integrations.orbax.args import Composite, StandardRestore, StandardSave
 from unickpt.integrations.orbax.described import StepMetadata, TreeMetadata
@@ -182,9 +183,9 @@ class Checkpointer:
             ValueError, TypeError: an argument cannot be honoured; names it.
         """
         handler, given = handlers.arguments(self.handler, False, *args, **kwargs)
-        info, found = self._opened(directory)
         if items.kind_of(given) != "Composite":
-            return items.restore(self._item(info, found), given, handler)
+            return items.restore(self.stored_item(directory), given, handler)
+        info, found = self._opened(directory)
         of_items = handlers.of_items(handler)
         wanted = dict(given.items()) or dict.fromkeys(items_of(info, found, None))
         load = partial(self._load, found)
@@ -199,20 +200,36 @@ class Checkpointer:
         foreign, opening = found.reader.format == ORBAX, self._reading.open
         return Info(0, str(directory), foreign=foreign, opening=opening), found
 
+    def _found(self, directory: paths.PathLike) -> tuple[Info, Checkpoint, str | None]:
+        """A checkpoint, and the item of it that a path leads to; None for all of it."""
+        try:
+            return (*self._opened(directory), None)
+        except CheckpointNotFound:
+            step, _, name = str(directory).rstrip("/").rpartition("/")
+            with suppress(UnickptError):
+                info, found = self._opened(step)
+                if name in how_saved(found).get("items", {}):
+                    return info, found, name
+            raise
+
     def _load(self, found: Checkpoint, like: Any, *, as_stored: bool, **arguments: Any) -> Any:
         more = self._reading.arguments(as_stored, arguments.get("under", ""))
         return loader.load(found, like, **arguments, **more)
 
-    def _item(self, info: Info, found: Checkpoint) -> StoredItem:
-        """All of a checkpoint, as the one item that it is here."""
+    def stored_item(self, directory: paths.PathLike) -> StoredItem:
+        """All of a checkpoint, as the one item that it is here; of `<step>/<item>`, as Orbax's
+        folders of a manager's items are called, this item. It is not loaded."""
+        info, found, name = self._found(directory)
         load = partial(self._load, found)
         kinds = how_saved(found).get("items", {})
+        if name is not None:
+            return item_of(info, found, name, None, load)
         kind = str(next(iter(kinds.values()))) if len(kinds) == 1 else ""
         return StoredItem(ITEM, "", found, kind, load, saved_of(info, found))
 
     def metadata(self, directory: paths.PathLike) -> StepMetadata:
         """What is known of a checkpoint: its tree in `item_metadata`, and `custom_metadata`."""
-        info, found = self._opened(directory)
+        info, found, _ = self._found(directory)
         kinds: Mapping[str, str] = {ITEM: ""}
         tree: Any
         if isinstance(self.handler, handlers.CompositeCheckpointHandler):
@@ -220,7 +237,7 @@ class Checkpointer:
             trees = {n: TreeMetadata(item_metadata(item_of(info, found, n, None))) for n in kinds}
             tree = Composite(**trees)
         else:
-            tree = TreeMetadata(item_metadata(self._item(info, found)))
+            tree = TreeMetadata(item_metadata(self.stored_item(directory)))
         made = int(info.time.timestamp() * 1e9)
         return StepMetadata(kinds, tree, {}, made, custom_metadata(info, found))
 

@@ -14,7 +14,7 @@ from unickpt.errors import CheckpointNotFound
 from unickpt.integrations.orbax import items, training, v1_deletion, v1_names
 from unickpt.integrations.orbax import v1_errors as errors
 from unickpt.integrations.orbax.checkpointable import UnickptCheckpointable
-from unickpt.integrations.orbax.items import PLACEHOLDER
+from unickpt.integrations.orbax.items import PLACEHOLDER, StoredItem
 from unickpt.integrations.orbax.run import ORBAX, Info
 from unickpt.integrations.orbax.run import custom_metadata as custom_metadata_of
 from unickpt.integrations.orbax.stored import as_path, item_of, items_of, saved_with
@@ -192,6 +192,13 @@ def load_checkpointables_async(
 ) -> Response[dict[str, Any]]:
     """Loads several things by name on a thread, as `load_checkpointables`."""
     return Response(functools.partial(load_checkpointables, path, abstract_checkpointables))
+
+
+def stored_items(path: paths.PathLike) -> dict[str, StoredItem]:
+    """What a checkpoint has, by name; not loaded."""
+    info, found = _opened(path)
+    read = functools.partial(_read, info, Settings.current())
+    return {name: item_of(info, found, name, STATE, read) for name in items_of(info, found, STATE)}
 
 
 def _load(info: Info, found: Checkpoint, wanted: Mapping[str, Any]) -> dict[str, Any]:

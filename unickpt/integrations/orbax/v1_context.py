@@ -165,7 +165,10 @@ class Settings:
             ValueError: something cannot be honoured; names the option.
         """
         self._refuse(_LOADING)
-        return LoadOptions(budget_bytes=self.get("memory.read_concurrent_bytes"))
+        budget = self.get("memory.read_concurrent_bytes")
+        # One reads, and sends the others their parts; here each chunk, not each replica.
+        together = True if self.get("array.loading.use_load_and_broadcast") else None
+        return LoadOptions(budget_bytes=budget, exchange=together)
 
     def check_deletion(self) -> None:
         """Raises a ValueError if something cannot be honoured; names the option."""

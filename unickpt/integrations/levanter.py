@@ -1,0 +1,408 @@
+"""levanter's checkpoints over unickpt: one call before its trainer.
+
+    from unickpt.integrations import levanter
+    levanter.install()
+
+Its `Checkpointer`, policies, folders and `metadata.json` stay as they are; what a step consists of
+is one checkpoint of unickpt. docs/integrations/levanter.md says what differs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from unickpt.errors import (
+    CheckpointExists,
+    CheckpointNotFound,
+    MissingPackage,
+    UnsupportedLeaf,
+)
+from unickpt.loading.loader import load
+from unickpt.quoting import quoted, some
+from unickpt.reading.checkpoint import Checkpoint, open
+from unickpt.saving.background import PendingSave
+from unickpt.saving.options import SaveOptions
+from unickpt.saving.saver import save_async
+from unickpt.storage import paths
+from unickpt.trees import tree
+
+__all__ = [
+    "AsyncManager",
+    "export",
+    "install",
+    "tree_deserialize_leaves_tensorstore",
+    "tree_serialize_leaves_tensorstore",
+]
+
+_log = logging.getLogger("unickpt")
+_ABOUT = "metadata.json"
+"""levanter writes it last, into the folder of a step."""
+
+
+def install(*, options: SaveOptions | None = None, cast: bool = False) -> None:
+    """From here on, levanter saves into and loads from checkpoints of unickpt.
+
+    Steps that levanter saved itself are loaded as before. Call it before the trainer is made; a
+    second call replaces the arguments.
+
+    Arguments:
+        options: for all saves.
+        cast: whether arrays that are stored in another dtype than the model has are cast; otherwise
+            they are an error. levanter itself leaves them in the stored dtype.
+
+    Raises:
+        MissingPackage: levanter is not installed, or is older than 1.2.
+
+    Example:
+        from unickpt.integrations import levanter
+        levanter.install()
+        from levanter.main import train_lm
+        train_lm.main(config)
+    """
+    checkpoint, series = _levanter("checkpoint"), _levanter("tensorstore_serialization")
+    if not hasattr(checkpoint, "GlobalAsyncCheckpointManager"):
+        raise MissingPackage("levanter 1.2 or later must be installed; this one is older")
+    original = _originals(series)
+
+    def manager(*_: Any, **__: Any) -> AsyncManager:
+        return AsyncManager(options)
+
+    def deserialize(*args: Any, **kwargs: Any) -> Any:
+        return tree_deserialize_leaves_tensorstore(*args, **{"cast": cast, **kwargs})
+
+    def serialize(*args: Any, **kwargs: Any) -> None:
+        tree_serialize_leaves_tensorstore(*args, **{"options": options, **kwargs})
+
+    for each in (deserialize, serialize):
+        each.__dict__["of_levanter"] = original
+    for module in (checkpoint, series):
+        vars(module).update(
+            tree_deserialize_leaves_tensorstore=deserialize,
+            tree_serialize_leaves_tensorstore=serialize,
+        )
+    vars(checkpoint)["GlobalAsyncCheckpointManager"] = manager
+
+
+class AsyncManager:
+    """Saves in the background, as JAX's `GlobalAsyncCheckpointManager` does for levanter.
+
+    Arguments:
+        options: for all saves.
+    """
+
+    def __init__(self, options: SaveOptions | None = None) -> None:
+        self._options = options
+        self._pending: _Pending | None = None
+
+    def save(self, path: str, arrays: Any, committed: Callable[[], None] | None) -> None:
+        """Begins a save, after the one before has ended.
+
+        Arguments:
+            path: of the checkpoint; one of unickpt that is there is replaced.
+            arrays: nested dicts.
+            committed: called on each process after the commit.
+
+        Raises:
+            CheckpointExists: levanter itself saved a checkpoint there.
+            UnickptError: as `unickpt.save_async`, also of the save before.
+        """
+        self.wait_until_finished()
+        if _is_step(path) and _at_path(path) is None:
+            raise CheckpointExists(f"{path} was saved by levanter itself; remove the folder first")
+        save = save_async(path, arrays, overwrite=True, options=self._options)
+        self._pending = _Pending(save, committed)
+
+    def wait_until_finished(self) -> None:
+        """Waits for the save in the background, and for what is called after it.
+
+        Raises:
+            UnickptError: it failed.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def check_for_errors(self) -> None:
+        """Raises the error of a save that has failed by now."""
+        if self._pending is not None and self._pending.over.is_set():
+            self.wait_until_finished()
+
+
+class _Pending:
+    """A save, and what is called after its commit.
+
+    Arguments:
+        save: in the background.
+        committed: what is called, if anything.
+    """
+
+    def __init__(self, save: PendingSave, committed: Callable[[], None] | None) -> None:
+        self._save, self._committed, self.over = save, committed, threading.Event()
+        self._error: BaseException | None = None
+        save.add_done_callback(self._ended)
+
+    def _ended(self) -> None:
+        try:
+            self._save.result()
+            if self._committed is not None:
+                self._committed()
+        except BaseException as error:  # raised by `result`
+            self._error = error
+        finally:
+            self.over.set()
+
+    def result(self) -> None:
+        self.over.wait()
+        if self._error is not None:
+            raise self._error
+
+
+# --- saving --------------------------------------------------------------------------------------
+
+
+def tree_serialize_leaves_tensorstore(
+    checkpoint_dir: Any,
+    pytree: Any,
+    manager: AsyncManager | None = None,
+    *,
+    commit_callback: Callable[[], None] | None = None,
+    options: SaveOptions | None = None,
+) -> None:
+    """Saves the arrays of a tree, with levanter's names, in the place of levanter's function.
+
+    Arguments:
+        checkpoint_dir: a local path or a URL; a checkpoint that is there is replaced.
+        pytree: of arrays, NamedArrays and numbers; numbers become arrays, all else is left out.
+        manager: saves in the background; None waits for the commit.
+        commit_callback: called after the commit.
+        options: for a save without `manager`.
+
+    Raises:
+        UnickptError: as `unickpt.save_async`.
+    """
+    named = _named_leaves(pytree)
+    arrays = {name: _as_array(leaf) for name, leaf in named.items()}
+    present = {name: value for name, value in arrays.items() if hasattr(value, "dtype")}
+    used = AsyncManager(options) if manager is None else manager
+    if not isinstance(used, AsyncManager):
+        raise TypeError(
+            f"manager= is a {type(used).__name__}; call levanter.install() before the Checkpointer "
+            "is created, or pass an AsyncManager"
+        )
+    used.save(str(checkpoint_dir), nested(present), commit_callback)
+    if manager is None:
+        used.wait_until_finished()
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested dicts of values by names with dots.
+
+    Raises:
+        UnsupportedLeaf: two have the same name.
+
+    Example:
+        >>> nested({"model.w": 1, "model.layers.0": 2, "step": 3})
+        {'model': {'w': 1, 'layers': {'0': 2}}, 'step': 3}
+    """
+    found: dict[str, Any] = {}
+    for name, value in flat.items():
+        *above, last = name.split(".")
+        level: Any = found
+        for part in above:
+            level = level.setdefault(part, {}) if isinstance(level, dict) else None
+        if not isinstance(level, dict) or last in level:
+            raise UnsupportedLeaf(f"two leaves of the tree have the name {quoted(name)}")
+        level[last] = value
+    return found
+
+
+def _named_leaves(pytree: Any) -> dict[str, Any]:
+    """The leaves of a tree by levanter's names; those of NamedArrays are their arrays."""
+    haliax, utils = importlib.import_module("haliax.util"), _levanter("utils.jax_utils")
+    is_named = haliax.is_named_array
+    names = utils.leaf_key_paths(pytree, is_leaf=is_named)
+    pairs = zip(
+        jax.tree.leaves(names, is_leaf=is_named),
+        jax.tree.leaves(pytree, is_leaf=is_named),
+        strict=True,
+    )
+    return {name: leaf.array if is_named(leaf) else leaf for name, leaf in pairs}
+
+
+def _as_array(leaf: Any) -> Any:
+    return jax.numpy.array(leaf) if isinstance(leaf, bool | int | float | complex) else leaf
+
+
+# --- loading -------------------------------------------------------------------------------------
+
+
+def tree_deserialize_leaves_tensorstore(
+    checkpoint_dir: Any,
+    pytree: Any,
+    axis_mapping: Any = None,
+    mesh: Any = None,
+    manager: Any = None,
+    *,
+    allow_missing: bool = False,
+    cast: bool = False,
+) -> Any:
+    """Loads the arrays of a tree, in the place of levanter's function; what levanter saved itself
+    is loaded by that.
+
+    Arguments:
+        checkpoint_dir: the path of a checkpoint, or `<checkpoint>/model` for a part of it.
+        pytree: arrays, NamedArrays or `ShapeDtypeStruct`.
+        axis_mapping, mesh: how NamedArrays are sharded.
+        manager: of no effect.
+        allow_missing: leave leaves as they are that the checkpoint lacks, with a warning.
+        cast: cast arrays that are stored in another dtype.
+
+    Raises:
+        LoadMismatch: what is stored does not fit; as `unickpt.load`.
+    """
+    series = _levanter("tensorstore_serialization")
+    opened = _opened(str(checkpoint_dir))
+    if opened is None:
+        return _originals(series)[0](
+            checkpoint_dir, pytree, axis_mapping, mesh, allow_missing=allow_missing
+        )
+    found, prefix = opened
+    haliax = importlib.import_module("haliax.util")
+    is_none_or_named = series._is_named_or_none
+    leaves, structure = jax.tree.flatten(pytree, is_leaf=is_none_or_named)
+    names = _names(pytree, is_none_or_named)
+    wanted = dict[str, Any]()
+    for name, leaf in zip(names, leaves, strict=True):
+        sharding = None if leaf is None else series._sharding_from_leaf(leaf, axis_mapping, mesh)
+        if sharding is not None:
+            array = leaf.array if haliax.is_named_array(leaf) else leaf
+            shape = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+            wanted[name] = shape
+    missing = _missing(found, prefix, wanted)
+    if missing and allow_missing:
+        _log.warning("%s lacks %s; these stay as they are", found.location, some(missing))
+        wanted = {name: each for name, each in wanted.items() if name not in missing}
+    part = {"under": f"{prefix}/"} if prefix else {}
+    loaded = load(found, nested(wanted), cast=cast, unexpected="skip", **part) if wanted else {}
+    return jax.tree.unflatten(
+        structure,
+        [
+            _filled(leaf, _at(loaded, name), haliax) if name in wanted else leaf
+            for name, leaf in zip(names, leaves, strict=True)
+        ],
+    )
+
+
+def _names(pytree: Any, is_leaf: Callable[[Any], bool]) -> list[str]:
+    utils = _levanter("utils.jax_utils")
+    names = utils.leaf_key_paths(pytree, is_leaf=is_leaf)
+    return [str(name) for name in jax.tree.leaves(names, is_leaf=lambda x: x is None)]
+
+
+def _missing(found: Checkpoint, prefix: str, wanted: Mapping[str, Any]) -> list[str]:
+    """The names that a checkpoint lacks."""
+    parts = {name: "/".join(map(tree.component, name.split("."))) for name in wanted}
+    return [name for name, part in parts.items() if tree.join(prefix, part) not in found]
+
+
+def _at(loaded: Any, name: str) -> Any:
+    for part in name.split("."):
+        loaded = loaded[part]
+    return loaded
+
+
+def _filled(leaf: Any, array: Any, haliax: Any) -> Any:
+    return type(leaf)(array, leaf.axes) if haliax.is_named_array(leaf) else array
+
+
+def _opened(path: str) -> tuple[Checkpoint, str] | None:
+    """The checkpoint of unickpt at a path or above it, and the name of the part in it; None if
+    levanter saved it."""
+    above, parts = path.rstrip("/"), list[str]()
+    while above and not above.endswith((":", "/")):
+        found = _at_path(above)
+        if found is not None:
+            return found, "/".join(tree.component(part) for part in parts)
+        if _is_step(above):
+            return None
+        above, _, last = above.rpartition("/")
+        parts.insert(0, last)
+    return None
+
+
+def _at_path(path: str) -> Checkpoint | None:
+    """The checkpoint of unickpt at a path, if there is one."""
+    try:
+        found = open(path)
+    except CheckpointNotFound:
+        return None
+    return found if found.reader.format == "unickpt" else None
+
+
+def _is_step(path: str) -> bool:
+    """Whether a folder is a step, whoever saved it."""
+    return paths.resolve(path).has_file(_ABOUT, paths.context())
+
+
+# --- the way back --------------------------------------------------------------------------------
+
+
+def export(path: paths.PathLike, destination: paths.PathLike) -> None:
+    """Writes a step as levanter itself saves it, with its `metadata.json`: levanter goes on from it
+    without unickpt.
+
+    Arguments:
+        path: of a step that was saved here.
+        destination: of the new one, such as `<run>/step-300`.
+
+    Raises:
+        CheckpointNotFound: there is no checkpoint of unickpt.
+        CheckpointExists: there is a checkpoint at the destination.
+        ValueError: several processes call it.
+    """
+    if jax.process_count() > 1:
+        raise ValueError("levanter.export runs in one process, which holds all arrays")
+    found = _at_path(str(path))
+    if found is None:
+        raise CheckpointNotFound(f"there is no checkpoint of unickpt at {path}")
+    if _is_step(str(destination)) or _at_path(str(destination)) is not None:
+        raise CheckpointExists(f"there is a checkpoint at {destination}")
+    series = _levanter("tensorstore_serialization")
+    arrays = jax.tree.map(_same, load(found))
+    _originals(series)[1](str(destination), arrays)
+    checkpoint = _levanter("checkpoint")
+    about = checkpoint._load_metadata(str(path))
+    files, _ = checkpoint._get_fs_and_plain_path(str(destination))
+    checkpoint._save_metadata(str(destination), files, about["step"], about["is_temporary"])
+
+
+def _same(value: Any) -> Any:
+    """A NumPy array as one of JAX, in the same dtype."""
+    array = jax.numpy.asarray(value)
+    if array.dtype != value.dtype:
+        raise ValueError(f"JAX makes {array.dtype} of {value.dtype}; set jax_enable_x64")
+    return array
+
+
+def _originals(series: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """levanter's own functions that load and save."""
+    now = series.tree_deserialize_leaves_tensorstore
+    found: tuple[Callable[..., Any], Callable[..., Any]] = getattr(
+        now, "of_levanter", (now, series.tree_serialize_leaves_tensorstore)
+    )
+    return found
+
+
+def _levanter(name: str) -> Any:
+    try:
+        return importlib.import_module(f"levanter.{name}")
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"levanter.{name}".startswith(error.name):
+            raise
+        raise MissingPackage(f"there is no levanter.{name}: install levanter 1.2") from error
