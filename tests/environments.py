@@ -223,7 +223,8 @@ def run(environment: Environment, more: Sequence[str]) -> bool:
     """Runs the tests of an environment; whether they pass."""
     command = [str(environment.executable), "-m", "pytest", "-n", str(environment.workers)]
     chosen = ["-m", FAST, "-rs"] if environment.fast else ["--environment", environment.name]
-    command += [*chosen, *more, *environment.files]
+    # Some only import for a minute, on a machine that does nothing else.
+    command += [*chosen, "--timeout=900", *more, *environment.files]
     return subprocess.run(command, cwd=ROOT, env=variables(environment)).returncode == 0
 
 
