@@ -13,7 +13,7 @@ from unickpt.adapters.torch_distributed import TO_NUMPY
 from unickpt.arrays import dtypes
 from unickpt.errors import UnsupportedLeaf
 from unickpt.frameworks.protocol import StoredTree
-from unickpt.trees.tree import Leaf, Node, child_names, component, join
+from unickpt.trees.tree import Leaf, Node, child_names, component, join, leaves
 from unickpt.trees.wrapper_names import without_wrappers
 
 
@@ -54,14 +54,13 @@ def fresh_state(
     for key, slots in slots_of.items():
         at = places.get(key)
         # Some optimizers make an empty state when they are asked for one.
-        if at is None or (present.get(at) and _is_alike(present[at], slots)):
+        if at is None or (present.get(at) and _is_alike(present[at], slots, stored)):
             continue
         whole = isinstance(optimizer, torch.optim.LBFGS)  # the first one has the state of all
         if whole or _may_belong(params[at], [stored.get(x.name) for x in _leaves(slots)]):
-            state[at] = fresh_slots(
-                partial(_fresh_slot, params[at]), slots, join(name, key), stored
-            )
-    return state
+            make = partial(_fresh_slot, params[at])
+            state[at] = fresh_slots(make, slots, join(name, key), stored)
+    return {at: slots for at, slots in state.items() if slots}
 
 
 def fresh_slots(
@@ -78,6 +77,8 @@ def fresh_slots(
     Raises:
         UnsupportedLeaf: nested ones cannot be made.
     """
+    if not any(leaf.name in stored for slot in slots.values() for leaf in leaves(slot)):
+        return {}
     both = ((slot, _fresh(make, slot, child, name, stored)) for slot, child in slots.items())
     return {slot: found for slot, found in both if found is not _NONE}
 
@@ -137,24 +138,29 @@ def _leaves(slots: Slots) -> list[Leaf]:
     return [slot for slot in slots.values() if isinstance(slot, Leaf)]
 
 
-def _is_alike(present: Any, slots: Slots) -> bool:
-    """Whether a state has the stored nested containers, or neither has any."""
-    if not isinstance(present, dict):
+def _is_alike(present: Any, slots: Slots, stored: StoredTree) -> bool:
+    """Whether a state has the stored nested containers, and numbers and tensors where these are
+    stored; or neither has containers."""
+    nested = any(isinstance(slot, Node) and slot.kind in _NESTED for slot in slots.values())
+    if not nested or not isinstance(present, dict):
         return True
-    nested = {key: slot for key, slot in slots.items() if isinstance(slot, Node)}
-    return all(_has_structure(present.get(key), slot) for key, slot in nested.items())
+    return all(_has_structure(present.get(key), slot, stored) for key, slot in slots.items())
 
 
-def _has_structure(value: Any, node: Node | Leaf) -> bool:
+def _has_structure(value: Any, node: Node | Leaf, stored: StoredTree) -> bool:
     if isinstance(node, Leaf):
-        return not isinstance(value, dict | list | tuple)
+        is_array = hasattr(stored.get(node.name), "shape")
+        return is_array is isinstance(value, torch.Tensor) or node.name not in stored
+    if node.kind not in _NESTED:
+        return True  # what cannot be made stays as it is
     if node.kind in ("dict", "ordereddict"):
         children = [value[key] for key in node.keys] if _has_keys(value, node.keys) else None
     else:
         children = list(value) if isinstance(value, list | tuple) else None
     if children is None or len(children) != len(node.children):
-        return node.kind not in _NESTED  # what cannot be made stays as it is
-    return all(map(_has_structure, children, map(_unwrapped, node.children)))
+        return False
+    both = zip(children, map(_unwrapped, node.children), strict=True)
+    return all(_has_structure(child, below, stored) for child, below in both)
 
 
 def _has_keys(value: Any, keys: Sequence[Any]) -> bool:

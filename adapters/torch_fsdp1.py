@@ -225,7 +225,7 @@ def _fresh_state(
         if param in params:
             make = partial(_room, params[param])
             found[param] = fresh_slots(make, slots, join(name, component(param)), stored)
-    return found
+    return {param: slots for param, slots in found.items() if slots}
 
 
 def _room(param: Any, slot: str, entry: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -236,24 +237,189 @@ def test_state_wider_than_its_parameter_keeps_its_bits(
     check_resume(tmp_path / "c", steps_before, optimizer="Wide", dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-def test_nested_state_needs_a_step_first(steps: int, tmp_path: Path) -> None:
-    weight = torch.nn.Parameter(torch.ones(3))
+class Nesting(optim.Optimizer):
+    """Has all that states can be nested of, and makes an empty one for every parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {}
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["steps"], state["kind"], state["nothing"] = 0, "nested", None
+                    state["blocks"] = {
+                        "block_0": {"factors": (torch.zeros(2, 3), [torch.ones(4).double(), None])},
+                        5: torch.zeros_like(p, dtype=torch.float32),
+                    }
+                    state["past"], state["empty"] = [], {"inner": []}
+                state["steps"] += 1
+                state["past"].append(p.grad.float().mean())
+                state["blocks"][5].add_(p.grad).mul_(0.5)
+                first, (second, _) = state["blocks"]["block_0"]["factors"]
+                first.add_(state["past"][-1])
+                second.mul_(0.75)
+                scale = first.mean() + second.mean() + len(state["past"])
+                with torch.no_grad():
+                    p.sub_((group["lr"] * scale * state["blocks"][5]).to(p.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_nested_state_is_made(
+    steps_before: int, dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "Nesting", Nesting)
+    check_resume(tmp_path / "c", steps_before, optimizer="Nesting", dtype=dtype)
+
+
+def test_nested_state_keeps_its_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "Nesting", Nesting)
+    run = Run("Nesting", dtype=torch.bfloat16)
+    run.train(2)
+    unickpt.save(tmp_path / "c", run.tree())
+    other = Run("Nesting", dtype=torch.bfloat16, seed=1).load(tmp_path / "c")
+    state = other.optimizer.state[other.model.first.weight]
+    assert (state["steps"], state["kind"], state["nothing"]) == (2, "nested", None)
+    assert type(state["past"]) is list
+    assert [x.dtype for x in state["past"]] == [torch.float32] * 2
+    assert state["empty"] == {"inner": []}
+    factors = state["blocks"]["block_0"]["factors"]
+    assert type(factors) is tuple
+    assert factors[1][1] is None
+    assert (factors[0].dtype, factors[1][0].dtype) == (torch.float32, torch.float64)
+    assert list(state["blocks"]) == ["block_0", 5]
+
+
+def test_nested_state_through_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "Nesting", Nesting)
+    run = Run("Nesting")
+    run.train(2)
+    unickpt.save(tmp_path / "c", {"old": run.optimizer})
+    other = Run("Nesting", seed=1)
+    rules = unickpt.Rules.parse("old/{x...} <-> new/{x...}")
+    unickpt.load(tmp_path / "c", {"new": other.optimizer}, rules=rules)
+    assert bits(other.optimizer.state_dict()) == bits(run.optimizer.state_dict())
+
+
+def test_a_part_of_a_nested_state_needs_a_step_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "Nesting", Nesting)
+    run = Run("Nesting")
+    run.train(1)
+    unickpt.save(tmp_path / "c", {"opt": run.optimizer})
+    other = Run("Nesting", seed=1)
+    with pytest.raises(unickpt.UnsupportedLeaf, match=r"'opt/state/1/blocks'.*take one step"):
+        unickpt.load(tmp_path / "c", {"opt": other.optimizer}, skip="opt/state/1/blocks/5")
+
+
+def test_nested_state_without_containers_needs_a_step_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Formats with names alone have dicts where lists were."""
+    monkeypatch.setitem(OPTIMIZERS, "Nesting", Nesting)
+    run = Run("Nesting")
+    run.train(1)
+    state = run.optimizer.state_dict()
+    state["state"] = {
+        at: {**slots, "past": {str(n): x for n, x in enumerate(slots["past"])}}
+        for at, slots in state["state"].items()
+        if slots
+    }
+    unickpt.save(tmp_path / "c", {"opt": state})
+    with pytest.raises(unickpt.UnsupportedLeaf, match=r"'opt/state/\d/past'.*take one step"):
+        unickpt.load(tmp_path / "c", {"opt": Run("Nesting", seed=1).optimizer})
+
+
+def lbfgs(model: Any) -> Any:
+    return optim.LBFGS(
+        model.parameters(), lr=0.1, max_iter=3, history_size=4, line_search_fn="strong_wolfe"
+    )
+
+
+def minimise(model: Any, optimizer: Any, steps: int) -> list[float]:
+    batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 
     def closure() -> Any:
-        weight.grad = 2 * weight.detach()
-        return weight.square().sum()
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        return loss
 
-    used = optim.LBFGS([weight], max_iter=2)
-    for _ in range(steps):
-        used.step(closure)
-    unickpt.save(tmp_path / "c", {"opt": used})
-    with pytest.raises(unickpt.UnsupportedLeaf, match=r"'opt/state/0/.*': nested .* take one step"):
-        unickpt.load(tmp_path / "c", {"opt": optim.LBFGS([weight], max_iter=2)})
-    before = bits(used.state_dict())
-    used.state_dict()["state"][0]["d"].zero_()
-    unickpt.load(tmp_path / "c", {"opt": used})
-    assert bits(used.state_dict()) == before
+    return [optimizer.step(closure).item() for _ in range(steps)]
+
+
+@pytest.mark.parametrize("steps_before", [0, 1, 5])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_lbfgs_goes_on(steps: int, steps_before: int, tmp_path: Path) -> None:
+    model, other = Model(torch.float32, 0), Model(torch.float32, 1)
+    used, fresh = lbfgs(model), lbfgs(other)
+    minimise(model, used, steps)
+    minimise(other, fresh, steps_before)
+    unickpt.save(tmp_path / "c", {"model": model, "opt": used})
+    unickpt.load(tmp_path / "c", {"model": other, "opt": fresh})
+    assert bits(fresh.state_dict()) == bits(used.state_dict())
+    assert minimise(other, fresh, 3) == minimise(model, used, 3)
+    assert bits(fresh.state_dict()) == bits(used.state_dict())
+
+
+def test_muon_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def muon(parameters: Any) -> Any:
+        return optim.Muon([p for p in parameters if p.ndim == 2], lr=0.05)
+
+    if not hasattr(optim, "Muon"):
+        pytest.skip("torch 2.9 has it first")
+    monkeypatch.setitem(OPTIMIZERS, "Muon", muon)
+    check_resume(tmp_path / "c", optimizer="Muon", dtype=torch.bfloat16)
+
+
+def _two_kinds(parameters: Any) -> list[dict[str, Any]]:
+    return [
+        {"params": [p for p in parameters if (p.ndim == 2) is matrix], "use_muon": matrix}
+        for matrix in (True, False)
+    ]
+
+
+# Of packages that need not be installed: CONTRIBUTING.md says how to run these.
+ELSEWHERE = {
+    "schedulefree.AdamWScheduleFree": lambda of, ps: of(ps, lr=0.1, warmup_steps=2),
+    "schedulefree.SGDScheduleFree": lambda of, ps: of(ps, lr=0.1),
+    "schedulefree.RAdamScheduleFree": lambda of, ps: of(ps, lr=0.1),
+    "torch_optimizer.Shampoo": lambda of, ps: of(ps, lr=0.1, momentum=0.5),
+    "pytorch_optimizer.Shampoo": lambda of, ps: of(ps, lr=0.1),
+    "pytorch_optimizer.Muon": lambda of, ps: of(_two_kinds(ps), lr=0.1),
+}
+
+
+@pytest.mark.integration  # some of these packages take seconds to import
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_optimizers_of_other_packages(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, kind = name.split(".")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        of = getattr(pytest.importorskip(package), kind)
+
+    def make(parameters: Any) -> Any:
+        # No scalars, of which Shampoo has no matrices.
+        optimizer = ELSEWHERE[name](of, [p for p in parameters if p.ndim])
+        if package == "schedulefree":
+            optimizer.train()
+        return optimizer
+
+    monkeypatch.setitem(OPTIMIZERS, name, make)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what they use of torch
+        check_resume(tmp_path / "c", optimizer=name)
 
 
 def test_an_optimizer_of_meta_parameters_is_refused(tmp_path: Path) -> None:

@@ -238,8 +238,6 @@ def quiet(make: Callable[[], Any]) -> Callable[[], Any]:
 
 
 REFUSED = {
-    "sparse_coo tensor": lambda: torch.eye(3).to_sparse(),
-    "sparse_csr tensor": quiet(lambda: torch.eye(3).to_sparse_csr()),
     "_mkldnn tensor": lambda: torch.eye(3).to_mkldnn(),
     "nested tensor": quiet(
         lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)
@@ -248,7 +246,6 @@ REFUSED = {
         lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
     ),
     r"uninitialized \(lazy\) parameter": torch.nn.UninitializedParameter,
-    "TwoTensor wraps other tensors": two_tensors,
     "Wrapper has no memory of its own": lambda: Wrapper(torch.ones(3)),
     r"FakeTensor has no data \(it is fake": fake,
     "storage was freed": freed,

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -691,10 +691,10 @@ def a_dtensor_belongs_to_all_ranks(folder: Path) -> None:
 @ranks(4)
 def a_leaf_that_one_rank_cannot_save(folder: Path) -> None:
     good = {"a": torch.ones(3), "b": torch.ones(2)}
-    bad = good | {"b": torch.eye(2).to_sparse()}
+    bad = good | {"b": torch.eye(2).to_mkldnn()}
     for culprit in (2, 0):
         tree = bad if dist.get_rank() == culprit else good
-        refused_here_alone(culprit, folder / "c", tree, "'b': a sparse_coo tensor")
+        refused_here_alone(culprit, folder / "c", tree, "'b': a _mkldnn tensor")
     save(folder / "c", good)
     check(folder / "c", "b", torch.ones(2))
 
@@ -763,25 +763,6 @@ def numbers_become_arrays_in_every_process(folder: Path) -> None:
         got = unickpt.load(folder / "c", like, options=unickpt.LoadOptions(exchange=exchange))
         assert (step.to_local().item(), got["lr"].item()) == (7, 0.5)
         assert torch.equal(got["w"], numbers(8))
-
-
-@ranks(4)
-def a_sharded_tensor_is_refused_by_name(folder: Path) -> None:
-    model = FullyShardedDataParallel(torch.nn.Linear(8, 8), device_id=CPU)
-    FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
-    fails(
-        unickpt.UnsupportedLeaf,
-        lambda: save(folder / "c", {"m": model}),
-        "'m/weight': a ShardedTensor",
-        "get_model_state_dict",
-        "fully_shard",
-    )
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    state = state or {"weight": torch.zeros(8, 8), "bias": torch.zeros(8)}
-    for value in state.values():
-        dist.broadcast(value, 0)
-    save(folder / "d", {"m": state})
-    check(folder / "d", "m/weight", state["weight"])
 
 
 # --- the group ------------------------------------------------------------------------------------

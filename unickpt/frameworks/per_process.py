@@ -16,7 +16,7 @@ from unickpt.errors import CheckpointCorrupt, LoadMismatch
 from unickpt.frameworks.host_memory import HostBuffers, stage
 from unickpt.frameworks.leaves import LocalFragments, PerProcess, adapter_of
 from unickpt.frameworks.process_group import alone
-from unickpt.frameworks.protocol import Adapter
+from unickpt.frameworks.protocol import Adapter, StoredTree
 from unickpt.quoting import quoted
 from unickpt.trees import tree, tree_json
 
@@ -42,7 +42,10 @@ def encode(value: Any, adapters: Sequence[Adapter]) -> bytes:
         TypeError: an array is not on the host of this process alone.
     """
     root = tree.flatten(
-        value, lambda x: _is_leaf(x, adapters), _refuse_marks, "the value cannot be stored"
+        value,
+        lambda x: _is_leaf(x, adapters),
+        lambda obj, name: _expand(obj, name, adapters),
+        "the value cannot be stored",
     )
     arrays, plain = {}, {}
     for leaf in tree.leaves(root):
@@ -87,10 +90,12 @@ def decode(data: bytes, where: str, like: Any, adapters: Sequence[Adapter]) -> A
             root = tree.flatten(
                 like,
                 lambda x: _is_leaf(x, adapters),
-                lambda obj, name: None,
+                lambda obj, name: _expand(obj, name, adapters, StoredTree(found, lambda: None)),
                 "`like` cannot be loaded into",
             )
             found = _fitted(root, found, prngs, adapters)
+            for node, check in tree.checks(root):
+                check(node, found.__getitem__)
     except _Malformed as error:
         raise CheckpointCorrupt(f"{where}: {error}") from None
     except _Misfit as error:
@@ -146,9 +151,14 @@ def _is_leaf(x: Any, adapters: Sequence[Adapter]) -> bool:
     return tree_json.is_plain(x) or adapter_of(x, adapters) is not None
 
 
-def _refuse_marks(obj: Any, name: str) -> None:
-    if isinstance(obj, PerProcess | LocalFragments):
+def _expand(
+    obj: Any, name: str, adapters: Sequence[Adapter], stored: StoredTree | None = None
+) -> tree.Expansion | None:
+    """The parts of an array that is stored as its parts."""
+    if stored is None and isinstance(obj, PerProcess | LocalFragments):
         raise TypeError(f"{name!r}: a {type(obj).__name__} cannot be inside a PerProcess")
+    of = next((adapter for adapter in adapters if adapter.varies(type(obj))), None)
+    return None if of is None else of.expand(obj, name, stored)
 
 
 def _shown(shape: tuple[int, ...], dtype: dtypes.DType, prng: str | None) -> str:
