@@ -8,6 +8,7 @@ JSON for each step, on the ranks that know its loss, and for each save how long 
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -116,9 +117,19 @@ def start() -> None:
         numpy.product = numpy.prod  # which Megatron 0.13 wants
     dist.init_process_group("gloo")
     OnCpu().__enter__()
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import random
 
     random.CudaRNGStatesTracker.fork = lambda *_, **__: nullcontext()
+    fill = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def fill_but_step(self: Any, parameter: Any, tensors: Any) -> None:
+        # torch's AdamW has a step for each parameter, Transformer Engine's has none.
+        group, number = self.model_param_group_index_map[parameter]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][number]]
+        fill(self, parameter, {"step": state["step"], **tensors})
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = fill_but_step
 
 
 def build(settings: Settings) -> tuple[Any, Any, Any]:
@@ -201,8 +212,7 @@ def fill(model: Any) -> None:
         whole = initial(value.key, tuple(value.global_shape))
         n = value.prepend_axis_num
         index = tuple(value.global_offset[:n]) + tuple(
-            slice(o, o + s)
-            for o, s in zip(value.global_offset[n:], value.local_shape, strict=True)
+            slice(o, o + s) for o, s in zip(value.global_offset[n:], value.local_shape, strict=True)
         )
         with torch.no_grad():
             value.data.copy_(whole[index].view(value.data.shape))
@@ -453,7 +463,7 @@ def main(text: str) -> None:
     settings = Settings.parsed(text)
     start()
     if "ours" in (settings.save, settings.load):
-        import unickpt.integrations.megatron  # Megatron's own functions find our strategies by it
+        importlib.import_module("unickpt.integrations.megatron")  # which registers our strategies
     config, model, optimizer = build(settings)
     checkpoints = Checkpoints(settings, model, optimizer)
     if checkpoints.latest is not None:

@@ -44,19 +44,24 @@ def tree(folder: str) -> dict[str, Any]:
     return {**made, _DIGEST: _digest(folder)}
 
 
+def belongs(folder: str, stored: Checkpoint) -> bool:
+    """Whether the folder's `common.pt` was saved with its checkpoint."""
+    expected = stored.index.values.get(_DIGEST)
+    return expected is None or _digest(folder) == expected
+
+
 def check(folder: str, stored: Checkpoint) -> None:
-    """Checks that a folder's `common.pt` was saved with its checkpoint.
+    """Checks that it was.
 
     Raises:
         LoadMismatch: it was not.
         CheckpointCorrupt: it is missing.
     """
-    expected = stored.index.values.get(_DIGEST)
     if not os.path.exists(_path(folder)):
         raise CheckpointCorrupt(
             f"{folder}: {COMMON} is missing, which Megatron loads; was the folder copied whole?"
         )
-    if expected is not None and _digest(folder) != expected:
+    if not belongs(folder, stored):
         raise LoadMismatch(
             f"{folder}: {COMMON} is not the one that was saved with this checkpoint, but of a "
             "later save into this folder that was interrupted, or it was changed. Load an earlier "
@@ -70,5 +75,8 @@ def _path(folder: str) -> str:
 
 
 def _digest(folder: str) -> str:
-    with open(_path(folder), "rb") as file:
-        return xxhash.xxh3_128_hexdigest(file.read())
+    try:
+        with open(_path(folder), "rb") as file:
+            return xxhash.xxh3_128_hexdigest(file.read())
+    except FileNotFoundError:
+        return ""

@@ -29,9 +29,9 @@ from unickpt.loading import loader
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.options import LoadOptions
+from unickpt.storage.ocdbt import MANIFEST
 from unickpt.trees import tree
 from unickpt.trees.tree import Leaf, Node
-
 
 _LACKING = (
     "{} lacks sharded objects that the state dict asks for. Objects, such as the states of random "
@@ -137,9 +137,18 @@ class LoadStrategy(megatron_torch.TorchDistLoadShardedStrategy):
 
 
 def is_ours(folder: str) -> bool:
-    """Whether a folder's `metadata.json` says that our strategy has saved it."""
-    config = maybe_load_config(folder)
-    return config is not None and config.sharded_backend == BACKEND
+    """Whether it is our checkpoint that is to be loaded from a folder, and not one of Megatron's.
+
+    Where both are, after a job has gone back to a step with the other's strategy, it is that to
+    which `common.pt` belongs. (`metadata.json` of some versions of Megatron, 0.19 for one, does not
+    tell them apart if the strategy was within `FullyParallelSaveStrategyWrapper`.)
+    """
+    if not os.path.exists(os.path.join(folder, MANIFEST)):
+        config = maybe_load_config(folder)
+        return config is not None and config.sharded_backend == BACKEND  # the error says the rest
+    if not os.path.exists(os.path.join(folder, ".metadata")):
+        return True
+    return common.belongs(folder, checkpoint.open(folder))
 
 
 class _Request:
@@ -233,7 +242,7 @@ class _Request:
         key, node = found
         self._objects[value.unique_key] = node
         stored, values = self._items.stored, self._index.values
-        memory = objects.empty(node, lambda name: stored[name] if name in stored else None)
+        memory = objects.empty(node, stored.get)
         self._memory |= memory
         place(like, key, tree.rebuild(node, lambda n: memory[n] if n in memory else values[n]))
         return ""

@@ -139,7 +139,9 @@ def boxes_between(
         step = strides[0]
         inner = span - (shape[0] - 1) * step
         rows = _clipped(-((offset + inner - first) // step), (after - 1 - offset) // step, shape[0])
-        whole = _clipped(-((offset - first) // step), (after - 1 - inner - offset) // step, shape[0])
+        whole = _clipped(
+            -((offset - first) // step), (after - 1 - inner - offset) // step, shape[0]
+        )
     before = range(rows.start, whole.start) if whole else rows
     for row in before:
         yield from _row(row, shape, strides, offset + row * step, first, after)
