@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from unickpt.adapters.torch_distributed import group as group
-from unickpt.errors import LoadMismatch
+from unickpt.errors import LoadMismatch, UnsupportedLeaf
 from unickpt.trees.tree import Expansion, Leaf, Node, component, join
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -99,7 +99,16 @@ def expand_module(
     obj: torch.nn.Module, name: str, stored: Mapping[str, Any] | None
 ) -> Expansion | None:
     """Expands modules with wrappers, under canonical names; and, to load into, modules with
-    parameters on the meta device, and those that resize their tensors."""
+    parameters on the meta device, and those that resize their tensors.
+
+    Raises:
+        UnsupportedLeaf: DeepSpeed has partitioned its parameters, which are empty now.
+    """
+    if "deepspeed" in sys.modules and any(hasattr(p, "ds_tensor") for p in obj.parameters()):
+        raise UnsupportedLeaf(
+            f"{name or 'the module'}: ZeRO 3 has partitioned its parameters, so that they are "
+            "empty: save and load the engine, by unickpt.integrations.deepspeed.use_unickpt(engine)"
+        )
     state = obj.state_dict(keep_vars=True) if stored is not None else {}
     meta = any(isinstance(v, torch.Tensor) and v.is_meta for v in state.values())
     wrapped, resizes = not meta and is_wrapped(obj), bool(stored) and _has_own_load(obj)

@@ -11,25 +11,17 @@ docs/integrations/accelerate.md says what differs.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.data_loader import SeedableRandomSampler
-from torch.distributed.tensor import DTensor
 from torch.utils.data import RandomSampler
 
 from unickpt.adapters.torch_optimizer import NamedOptimizer
-from unickpt.arrays import dtypes
-from unickpt.errors import (
-    CheckpointCorrupt,
-    LoadMismatch,
-    UnsupportedLeaf,
-)
+from unickpt.errors import LoadMismatch
 from unickpt.frameworks.leaves import PerProcess, PerProcessValues
 from unickpt.integrations import rng
 from unickpt.integrations.accelerate import own_folders
@@ -37,7 +29,6 @@ from unickpt.integrations.accelerate.naming import Excess, broadcast, found, nex
 from unickpt.integrations.destination import Destination
 from unickpt.integrations.packing import packed, unpacked
 from unickpt.loading import loader
-from unickpt.quoting import quoted
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.saving import saver

@@ -232,7 +232,8 @@ class EngineCheckpoints:
         """Checks that all ranks save under the same name."""
         group = within(current_group(adapters()), self._options.timeout_s)
         found = zlib.crc32(tag.encode())
-        if group.agree(found) != found or group.agree(_CRC - found) != _CRC - found:
+        most, least = group.agree(found), _CRC - group.agree(_CRC - found)
+        if most != least:
             raise ValueError(
                 f"rank {dist.get_rank()} saves with the tag {tag!r}, and another rank with another "
                 "one: pass the same tag on all ranks. Nothing was written"

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from unickpt.errors import UnsupportedLeaf
 
 _STEP = "step"
+Parameter = Any
+"""A parameter of torch, with what DeepSpeed adds to it."""
 PIPE_REPLICATED = "ds_pipe_replicated"
 """What parameters have that an earlier stage of a pipeline has, too."""
 
@@ -53,7 +55,7 @@ class Updated:
     masters: torch.Tensor
     state: dict[str, Any]
     group: int
-    ranges: Mapping[torch.nn.Parameter, Range]
+    ranges: Mapping[Parameter, Range]
 
     def slots(self) -> dict[str, torch.Tensor]:
         """The optimizer's slots that have an element for each of the masters'.
@@ -158,19 +160,20 @@ class EngineParts:
             self.engine.optimizer._hp_optimizer_states_linked = False
 
 
-def weights_of(param: torch.nn.Parameter) -> torch.Tensor:
+def weights_of(param: Parameter) -> torch.Tensor:
     """The memory with the weights of a parameter that this process has: with ZeRO 3, its part."""
-    return param.ds_tensor if hasattr(param, "ds_tensor") else param  # type: ignore[no-any-return]
+    held: torch.Tensor = param.ds_tensor if hasattr(param, "ds_tensor") else param
+    return held
 
 
-def part_of(param: torch.nn.Parameter) -> Range:
+def part_of(param: Parameter) -> Range:
     """The elements of a parameter that ZeRO 3 gives this process."""
-    size, count = int(param.partition_numel()), int(param.ds_numel)  # type: ignore[operator, call-overload]
-    start = min(count, dist.get_rank(param.ds_process_group) * size)  # type: ignore[arg-type]
+    size, count = int(param.partition_numel()), int(param.ds_numel)
+    start = min(count, dist.get_rank(param.ds_process_group) * size)
     return Range(start, 0, max(0, min(size, count - start)))
 
 
-def shape_of(param: torch.nn.Parameter) -> tuple[int, ...]:
+def shape_of(param: Parameter) -> tuple[int, ...]:
     """The shape of a parameter; of what a tensor-parallel rank has of it."""
     return tuple(getattr(param, "ds_shape", param.shape))
 

@@ -267,15 +267,14 @@ def _is_slot(slot: str, value: Any) -> bool:
 
 
 def _set_counts(base: Any, each: Updated, counts: Mapping[str, float]) -> None:
+    """Sets the slots that are one number, as the optimizer keeps them: in tensors, or not."""
     state = base.state[each.masters]
+    like = state
     for slot, number in counts.items():
-        now = state.get(slot)
-        if isinstance(now, torch.Tensor):
-            now.fill_(number)
+        if slot not in state:
+            like = _after_a_step(base, each.masters.dtype)
+        kind: Any = like[slot]
+        if isinstance(kind, torch.Tensor):
+            state[slot] = kind.detach().clone().fill_(number)
         else:
-            kind = _after_a_step(base, each.masters.dtype).get(slot) if now is None else now
-            state[slot] = (
-                torch.tensor(number, dtype=kind.dtype)
-                if isinstance(kind, torch.Tensor)
-                else type(kind)(number)
-            )
+            state[slot] = type(kind)(number)

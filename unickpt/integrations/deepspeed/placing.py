@@ -24,7 +24,7 @@ from unickpt.backends.deepspeed.merging import (
 )
 from unickpt.errors import UnsupportedLeaf
 from unickpt.foreign.file_ranges import row_major
-from unickpt.integrations.deepspeed.held import PIPE_REPLICATED, Range, shape_of
+from unickpt.integrations.deepspeed.held import PIPE_REPLICATED, Parameter, Range, shape_of
 
 Shapes = tuple[tuple[int, ...], ...]
 _WHOLE_ROWS_FROM = 1 << 20  # bytes: smaller weights are written by one of the ranks that have them
@@ -160,7 +160,7 @@ class Placing:
             except (BadInfo, Unsupported) as error:
                 raise UnsupportedLeaf(f"universal_checkpoint_info: {error}") from error
 
-    def learn(self, params: Mapping[str, torch.nn.Parameter]) -> None:
+    def learn(self, params: Mapping[str, Parameter]) -> None:
         """Asks the other tensor-parallel ranks, once, for the shapes of what they have.
 
         Arguments:
@@ -180,7 +180,7 @@ class Placing:
                 )
             self._shapes[name] = tuple(shapes[name] for shapes in every)
 
-    def place(self, name: str, param: torch.nn.Parameter) -> Place:
+    def place(self, name: str, param: Parameter) -> Place:
         """Where a parameter is.
 
         Raises:
@@ -203,7 +203,7 @@ class Placing:
         mine = [piece for piece in plan.pieces if piece.rank == self.grid.tp]
         return Place(name, plan.shape, local, pieces, mine if own else ())
 
-    def shared(self, params: Mapping[str, torch.nn.Parameter]) -> dict[str, list[Box]]:
+    def shared(self, params: Mapping[str, Parameter]) -> dict[str, list[Box]]:
         """Which part of each parameter's weights this data-parallel rank saves, of those that all
         of them have: the same number of bytes each. The answer is the same everywhere."""
         found, size = {}, self.grid.dp_size

@@ -19,6 +19,7 @@ from unickpt.frameworks.leaves import LocalFragments
 from unickpt.integrations.deepspeed.held import (
     PIPE_REPLICATED,
     EngineParts,
+    Parameter,
     Range,
     Updated,
     part_of,
@@ -40,7 +41,7 @@ class ModuleState:
         buffers: by name.
     """
 
-    params: Mapping[str, torch.nn.Parameter]
+    params: Mapping[str, Parameter]
     ties: Mapping[str, str]
     buffers: Mapping[str, torch.Tensor]
 
@@ -112,7 +113,7 @@ class EngineArrays:
                 leaves[alias + own.removeprefix(name)] = leaves[own]
         return found
 
-    def _weights(self, params: Mapping[str, torch.nn.Parameter]) -> dict[str, Any]:
+    def _weights(self, params: Mapping[str, Parameter]) -> dict[str, Any]:
         """The weights by the names of arrays."""
         if not self.placing.grid.is_model_parallel:
             return {n: p if not _is_partitioned(p) else self._part(n, p) for n, p in params.items()}
@@ -128,7 +129,7 @@ class EngineArrays:
             found[place.name] = _leaf(place, held, place.own, data.dtype)
         return found
 
-    def _part(self, name: str, param: torch.nn.Parameter) -> LocalFragments:
+    def _part(self, name: str, param: Parameter) -> LocalFragments:
         """The part of a parameter that ZeRO 3 gives this process."""
         place, data = self.places[name], param.ds_tensor.detach()
         held = of_range(place.local, part_of(param), data)
@@ -217,7 +218,7 @@ def as_count(slot: str, value: Any) -> torch.Tensor:
     )
 
 
-def _is_partitioned(param: torch.nn.Parameter) -> bool:
+def _is_partitioned(param: Parameter) -> bool:
     return hasattr(param, "ds_tensor")
 
 
