@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 from unickpt.backends.safetensors.writer import SafetensorsWriter
 from unickpt.backends.torch_writer import TorchWriter
 from unickpt.backends.training_states import (
+    DTYPE,
+    TENSOR,
     KnownTorchFile,
     Node,
     generators,
@@ -21,6 +23,7 @@ from unickpt.backends.training_states import (
     numbered,
     root_of,
     without_last,
+    without_marks,
 )
 from unickpt.errors import UnsupportedLeaf
 from unickpt.foreign.flat_names import cannot_hold
@@ -32,7 +35,6 @@ from unickpt.trees import tree
 _COUNTS = "accelerate"  # in the metadata
 _PROCESS, _REGISTERED = "values/process", "custom_checkpoint_{}.pkl"
 _KNOWN = {"models", "optimizers", "schedulers", "scaler", "registered", "values"}
-_TENSOR, _DTYPE = "torch.Tensor", "dtype"  # of tensors in the states of registered objects
 _GENERATORS = {"python": "random_state", "numpy": "numpy_random_seed", "torch": "torch_manual_seed"}
 
 
@@ -106,8 +108,8 @@ def _unpacked(node: Node, what: str) -> Node:
             f"files of torch.save name it: drop it by a rule, values/{what} <-> drop"
         )
     of = members(node)
-    if of.keys() == {_TENSOR, _DTYPE}:
-        return of[_TENSOR]
+    if of.keys() == {TENSOR, DTYPE}:
+        return of[TENSOR]
     return replace(node, children=tuple(_unpacked(child, what) for child in node.children))
 
 
@@ -123,17 +125,8 @@ def _positions(every: Sequence[Mapping[str, Any]]) -> Iterator[PlannedFile]:
                 "go on with accelerator.skip_first_batches"
             )
         file = KnownTorchFile()
-        state = file.plain(_without_marks(position["state"]))
+        state = file.plain(without_marks(position["state"]))
         yield file.planned(_numbered_name("dl_state_dict.bin", number), state)
-
-
-def _without_marks(state: Any) -> Any:
-    """As `_unpacked`, of values."""
-    if isinstance(state, dict):
-        if state.keys() == {_TENSOR, _DTYPE}:
-            return state[_TENSOR]
-        return {key: _without_marks(value) for key, value in state.items()}
-    return type(state)(map(_without_marks, state)) if type(state) in (list, tuple) else state
 
 
 def _random_states(every: Sequence[Mapping[str, Any]]) -> Iterator[PlannedFile]:

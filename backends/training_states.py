@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from unickpt.arrays import dtypes
+from unickpt.arrays.box import Box
 from unickpt.arrays.layout import Layout
 from unickpt.errors import UnsupportedLeaf
 from unickpt.foreign import torch_layout
@@ -27,6 +28,8 @@ from unickpt.trees import tree, tree_json
 Node = tree.Node | tree.Leaf
 _RECONSTRUCT = Global("numpy._core.multiarray._reconstruct")
 _NDARRAY, _DTYPE = Global("numpy.ndarray"), Global("numpy.dtype")
+TENSOR, DTYPE = "torch.Tensor", "dtype"
+"""What integrations.packing makes of a tensor: a dict with these keys."""
 
 
 def members(node: Node) -> dict[Any, Node]:
@@ -105,14 +108,15 @@ def _list(of: Mapping[Any, Node]) -> tree.Node:
     return tree.Node("list", tuple(range(len(of))), tuple(of.values()), list)
 
 
-# --- files whose bytes are known ------------------------------------------------------------------
+# --- files of torch.save --------------------------------------------------------------------------
 
 
 class KnownTorchFile:
-    """A file of torch.save with values of one process: arrays are in memory, not in the index."""
+    """A file of torch.save with values and arrays that are in memory; others can be stored ones."""
 
     def __init__(self) -> None:
-        self._storages: dict[str, bytes] = {}
+        self._storages: dict[str, tuple[str, Box, int] | bytes] = {}
+        self._stored: dict[str, PickledCall] = {}
 
     def planned(self, name: str, value: Any) -> PlannedFile:
         """The file.
@@ -122,7 +126,7 @@ class KnownTorchFile:
             value: what it holds, for `pickle_writer.dumps`.
         """
         zipped = torch_layout.saved(value, self._storages)
-        return PlannedFile(name, zipped.size, zipped.texts, ending=zipped.ending)
+        return PlannedFile(name, zipped.size, zipped.texts, tuple(zipped.data), zipped.ending)
 
     def tensor(self, array: Any) -> PickledCall:
         """A tensor with what a NumPy array holds."""
@@ -133,6 +137,14 @@ class KnownTorchFile:
         entry = ArrayEntry("", array.shape, dtype, array.shape, layout)
         return torch_layout.tensor(entry, array.shape, key)
 
+    def stored(self, entry: ArrayEntry) -> PickledCall:
+        """A tensor with what a stored array holds; the same one each time."""
+        if entry.name not in self._stored:
+            key = str(len(self._storages))
+            self._storages[key] = (entry.name, Box.whole(entry.shape), entry.nbytes)
+            self._stored[entry.name] = torch_layout.tensor(entry, entry.shape, key)
+        return self._stored[entry.name]
+
     def plain(self, value: Any) -> Any:
         """A value in which arrays are tensors."""
         if isinstance(value, np.ndarray | np.generic):
@@ -140,6 +152,15 @@ class KnownTorchFile:
         if isinstance(value, dict):
             return {key: self.plain(each) for key, each in value.items()}
         return type(value)(map(self.plain, value)) if type(value) in (list, tuple) else value
+
+
+def without_marks(state: Any) -> Any:
+    """Values in which arrays stand for tensors, without what says that they are tensors."""
+    if isinstance(state, dict):
+        if state.keys() == {TENSOR, DTYPE}:
+            return state[TENSOR]
+        return {key: without_marks(value) for key, value in state.items()}
+    return type(state)(map(without_marks, state)) if type(state) in (list, tuple) else state
 
 
 def numpy_array(array: Any) -> PickledCall:

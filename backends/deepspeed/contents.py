@@ -23,12 +23,12 @@ from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign.file_ranges import TensorSource
 from unickpt.quoting import quoted
 
-# What DeepSpeed itself puts into a model file and unickpt shows.
-_OWN = (
+OF_ENGINE = (
     "global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size",
     "ds_version", "ds_config", "lr_scheduler", "data_sampler", "random_ltd",
     "sparse_tensor_module_names",
 )  # fmt: skip
+"""What DeepSpeed itself puts into a model file and unickpt shows."""
 # What is only read to find the arrays. All else is the user's, `client_state`.
 _STRUCTURE = (
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
@@ -218,10 +218,10 @@ class Contents:
     def _add_values(self) -> None:
         model = self._models[0][0] if self._models else None
         state = model.file.state if model else {}
-        for key in _OWN:
+        for key in OF_ENGINE:
             if model and key in state:
                 self._add(key, self._plain(state[key], model.file))
-        mine = {k: v for k, v in state.items() if k not in _OWN and k not in _STRUCTURE}
+        mine = {k: v for k, v in state.items() if k not in OF_ENGINE and k not in _STRUCTURE}
         if model and mine:
             self._add("client_state", self._plain(mine, model.file))
         found = list(self._optimizer_values())
@@ -236,7 +236,7 @@ class Contents:
             yield first.plain, first.file
         elif self.folder.common is not None:
             common = StateFile(self.folder.files, self.folder.common)
-            yield common_values(common.state), common
+            yield _without_padding(common_values(common.state)), common
         else:
             every = self._torch if self.folder.expert_optimizers else self._torch[:1]
             for found in every:
@@ -248,6 +248,15 @@ class Contents:
         made = maker.tree(value, 1, 0)
         self.files_of.update(dict.fromkeys(maker.tensors, file))
         return made
+
+
+def _without_padding(values: dict[Any, Any]) -> dict[Any, Any]:
+    """An optimizer's values without the empty groups that unickpt's writer adds."""
+    groups = values.get("param_groups")
+    if isinstance(groups, list):
+        count = max((n for n, group in enumerate(groups, 1) if group != {}), default=0)
+        values["param_groups"] = groups[:count]
+    return values
 
 
 def _by_rank(

@@ -25,6 +25,7 @@ _EXPERT_OPTIMIZER = re.compile(r"expp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_sta
 _LAYER = re.compile(r"layer_(\d{1,6})(?:-model_(\d{1,6}))?-model_states\.pt")
 _EXPERT = re.compile(r"layer_(\d{1,6})_expert_(\d{1,6})_mp_rank_(\d{1,6})_model_states\.pt")
 _STATE = re.compile(r"zero/(.+)/([^/]+)\.pt")
+_OF_ALL_STAGES = {"mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"}
 _UNIVERSAL_COMMON = "zero/optimizer_state.pt"
 
 
@@ -105,6 +106,8 @@ def _in_tag(files: Files) -> DeepSpeedFolder | None:
     )
     common = _UNIVERSAL_COMMON if not optimizers and files.exists(_UNIVERSAL_COMMON) else None
     states = _states(files) if common else {}
+    if states and _OF_ALL_STAGES.issubset(models):  # unickpt's writer makes both, of the same
+        models = {name: match for name, match in models.items() if match[1] is None}
     if not (models or optimizers or of_experts or states):
         return None
     _refuse_mixed(files, models, {**optimizers, **of_experts}, bool(states))

@@ -170,8 +170,13 @@ def export(
         typer.Option("--config", help="hf, trainer: a folder with configuration and tokenizer."),
     ] = None,
     template: Annotated[
-        str | None, typer.Option("--template", help="universal: a DeepSpeed folder of the model.")
+        str | None,
+        typer.Option("--template", help="universal: copy settings from this universal folder."),
     ] = None,
+    untrained: Annotated[
+        bool,
+        typer.Option("--untrained", help="universal: also write buffers and frozen parameters."),
+    ] = False,
     layout: Annotated[
         str | None,
         typer.Option("--layout", help="orbax: tree or step; by default as it was saved."),
@@ -192,6 +197,7 @@ def export(
     unickpt export runs/llama/step_100 model.safetensors --to safetensors --under model
     unickpt export runs/llama/step_100 s3://bucket/dcp --to dcp
     unickpt export runs/llama/step_100 out/checkpoint-100 --to trainer
+    unickpt export runs/gpt/global_step100 universal --to universal
     unickpt export llama-Q4_K_M.gguf llama.safetensors --to safetensors --hint dequantize=float32
     torchrun --nproc-per-node 8 -m unickpt.cli export runs/llama/step_100 dcp --to dcp
 
@@ -203,6 +209,7 @@ def export(
         "config": config,
         "template": template,
         "layout": layout,
+        "untrained": untrained or None,
     }
     of_format: Any = {name: value for name, value in given.items() if value is not None}
     arguments: dict[str, Any] = {"rules": read_rules(rules, inverse, size), "overwrite": overwrite}

@@ -20,7 +20,7 @@ _BUILT_IN = {
     "torch": ("torch_writer", "TorchWriter"),
     "lightning": ("lightning_writer", "LightningWriter"),
     "npz": ("npz_writer", "NpzWriter"),
-    "universal": ("universal_writer", "UniversalWriter"),
+    "universal": ("deepspeed.writer", "UniversalWriter"),
     "trainer": ("trainer_writer", "TrainerWriter"),
     "accelerate": ("accelerate_writer", "AccelerateWriter"),
 }

@@ -13,6 +13,7 @@ OPTIMIZER, CLIENT = "optimizer", "client_state"
 _SCALER = "loss_scaler"
 # Of the loss scaler, what changes while an engine trains; the rest is its configuration.
 _SCALES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+_PLAIN = (bool, int, float)
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 NAMES = (
     *_COUNTERS, "dp_world_size", "mp_world_size", "ds_version", "ds_config", OPTIMIZER,
@@ -61,10 +62,11 @@ def _optimizer(optimizer: Any) -> dict[str, Any]:
     }
     scaler = _scaler(optimizer)
     if scaler is not None:
-        found[_SCALER] = {name: getattr(scaler, name) for name in _SCALES if hasattr(scaler, name)}
+        fields = vars(scaler).items()
+        found[_SCALER] = {name: value for name, value in fields if type(value) in _PLAIN}
     for name in ("dynamic_loss_scale", "overflow", "clip_grad"):
         value = getattr(optimizer, name, None)
-        if type(value) in (bool, int, float):
+        if type(value) in _PLAIN:
             found[name] = value
     return found
 

@@ -1,7 +1,7 @@
-"""Writes DeepSpeed's universal checkpoints: a folder with files for each parameter.
+"""DeepSpeed's universal checkpoints that take what describes a model and its optimizer from a
+template, a universal checkpoint of the same model.
 
-Source: deepspeed/checkpoint/{ds_to_universal,universal_checkpoint}.py. Files that describe a model
-and its optimizer are copied from a template, a universal checkpoint of the same model.
+Source: deepspeed/checkpoint/{ds_to_universal,universal_checkpoint}.py.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from unickpt.arrays.box import Box
 from unickpt.foreign import torch_layout
@@ -34,45 +34,42 @@ _HINT = (
 )
 
 
-@dataclass(frozen=True)
-class UniversalWriter:
-    """A folder from which DeepSpeed resumes with `load_universal`.
+def plan(index: Index, template: str | os.PathLike[str]) -> Plan:
+    """Plans the files.
 
     Arguments:
-        template: a local folder with a universal checkpoint of the same model, as `ds_to_universal`
-            makes them. The model files and the optimizer's settings are copied from it, and
-            whatever is not trained.
+        index: of what is written.
+        template: a local folder.
+
+    Raises:
+        ValueError: that is no universal checkpoint.
+        UnsupportedLeaf: the checkpoint does not fit it; says where.
     """
-
-    template: str | os.PathLike[str]
-    suffixes: ClassVar[Sequence[str]] = ()
-
-    def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
-        files, tag = _opened(self.template)
-        planned, problems = list[PlannedFile](), list[str]()
-        arrays, values = dict[str, str](), dict[str, str]()
-        states = _states(files)
-        for name, slots in states.items():
-            if list(slots) == [_WEIGHTS]:  # buffers, frozen and tied parameters
-                planned.append(_copy(files, slots[_WEIGHTS], tag))
+    files, tag = _opened(template)
+    planned, problems = list[PlannedFile](), list[str]()
+    arrays, values = dict[str, str](), dict[str, str]()
+    states = _states(files)
+    for name, slots in states.items():
+        if list(slots) == [_WEIGHTS]:  # buffers, frozen and tied parameters
+            planned.append(_copy(files, slots[_WEIGHTS], tag))
+            continue
+        for slot_name, path in slots.items():
+            leaf, slot = f"{slot_name}/{tree.component(name)}", _slot(files, path)
+            is_number = leaf in index.values and slot.shape == ()
+            problem = "" if is_number else _problem(index, leaf, slot)
+            if problem:
+                problems.append(f"  {problem}")
                 continue
-            for slot_name, path in slots.items():
-                leaf, slot = f"{slot_name}/{tree.component(name)}", _slot(files, path)
-                is_number = leaf in index.values and slot.shape == ()
-                problem = "" if is_number else _problem(index, leaf, slot)
-                if problem:
-                    problems.append(f"  {problem}")
-                    continue
-                (values if is_number else arrays)[leaf] = leaf
-                planned.append(_file(index, f"{tag}/{path}", leaf, slot))
-        used = arrays.keys() | values.keys()
-        others = [name for name in index.names if name not in used]
-        problems += [f"  {name!r}, {_why_not(name, states)}" for name in others]
-        if problems:
-            raise cannot_hold("universal", problems, _HINT)
-        planned += [_copy(files, path, tag) for path in files.names if _COPIED.fullmatch(path)]
-        planned.append(text_file(_LATEST, tag, last=True))
-        return Plan(tuple(planned), arrays, values, others=True)
+            (values if is_number else arrays)[leaf] = leaf
+            planned.append(_file(index, f"{tag}/{path}", leaf, slot))
+    used = arrays.keys() | values.keys()
+    others = [name for name in index.names if name not in used]
+    problems += [f"  {name!r}, {_why_not(name, states)}" for name in others]
+    if problems:
+        raise cannot_hold("universal", problems, _HINT)
+    planned += [_copy(files, path, tag) for path in files.names if _COPIED.fullmatch(path)]
+    planned.append(text_file(_LATEST, tag, last=True))
+    return Plan(tuple(planned), arrays, values, others=True)
 
 
 def _opened(template: str | os.PathLike[str]) -> tuple[Files, str]:

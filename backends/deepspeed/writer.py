@@ -1,0 +1,316 @@
+"""Writes DeepSpeed's universal checkpoints, from which its engines resume with `load_universal`.
+
+Sources: deepspeed/checkpoint/{ds_to_universal,universal_checkpoint}.py, runtime/base_optimizer.py,
+runtime/zero/stage_1_and_2.py, stage3.py and runtime/engine.py, `_load_checkpoint` (0.19.8).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from unickpt.backends.deepspeed import template as templates
+from unickpt.backends.deepspeed.contents import OF_ENGINE
+from unickpt.backends.deepspeed.written_arrays import (
+    CLIENT,
+    FP32,
+    OPTIMIZER,
+    STEP,
+    UniversalArrays,
+)
+from unickpt.backends.training_states import KnownTorchFile, members, root_of, without_marks
+from unickpt.foreign import torch_layout
+from unickpt.foreign.flat_names import cannot_hold
+from unickpt.foreign.pickle_objects import Global
+from unickpt.foreign.pickle_writer import PickledCall
+from unickpt.format.index import Index
+from unickpt.format.writer import OfEachProcess, Plan, PlannedFile, text_file
+from unickpt.quoting import quoted
+from unickpt.trees import tree
+
+_VERSION = "0.19.8"  # whose loaders the files are for; ZeRO 1 and 2 ask for one
+# ZeRO 1 and 2 read the first one, ZeRO 3 the second.
+_MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+_GROUPS, _SCALER, _CLIP = "param_groups", "loss_scaler", "clip_grad"
+_DYNAMIC = "dynamic_loss_scale"
+_PARAMS = ("params", "param_names")
+_SCALER_CLASS = "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"
+_SCALER_FIELDS = (
+    "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "min_scale",
+    "delayed_shift", "cur_hysteresis", "consecutive_hysteresis", "raise_error_at_min_scale",
+)  # fmt: skip
+_HINT = (
+    "arrays of a universal checkpoint are called fp32/<parameter>, exp_avg/<parameter> and so on, "
+    "step/<parameter>, and module/<buffer>; give them these names by rules, and drop all others"
+)
+_UNTRAINED_HINT = (
+    "untrained=True (--untrained) writes what no optimizer trains all the same, for a line of your "
+    "own after load_checkpoint (docs/formats/writing.md)"
+)
+
+
+@dataclass(frozen=True)
+class UniversalWriter:
+    """A folder from which DeepSpeed resumes with `load_universal`: ZeRO 1, 2 and 3.
+
+    Arguments:
+        template: a local folder with a universal checkpoint of the same model, as `ds_to_universal`
+            makes them: the model files, the optimizer's settings and how tensor-parallel ranks of
+            Megatron's kind share parameters are copied from it. None to make them.
+        untrained: whether to write what no optimizer trains, buffers and frozen parameters, which
+            DeepSpeed does not load from such a folder.
+    """
+
+    template: str | os.PathLike[str] | None = None
+    untrained: bool = False
+    suffixes: ClassVar[Sequence[str]] = ()
+    per_process: ClassVar[bool] = True
+    _elements: Mapping[str, Any] = field(default_factory=dict)
+
+    def needed(self, index: Index) -> Collection[str]:
+        """The steps, of which the counters of the engine follow."""
+        if self.template is not None:
+            return ()
+        steps = set(UniversalArrays.of(index).steps.values())
+        return {index.aliases.get(n, n) for n in steps if n in index.entries}
+
+    def with_elements(self, elements: Mapping[str, Any]) -> UniversalWriter:
+        return replace(self, _elements=elements)
+
+    def left_out(self, index: Index) -> Collection[str]:
+        """What follows from the rest, and what of the optimizer is an engine's own."""
+        if self.template is not None:
+            return ()
+        of_optimizer = {n for n in index.names if n.partition("/")[0] == OPTIMIZER}
+        kept = {leaf.name for node in _settings(index).values() for leaf in tree.leaves(node)}
+        fixed = {n for n in ("mp_world_size",) if index.values.get(n, 1) != 1}
+        return (of_optimizer - kept) | fixed | UniversalArrays.of(index).implied
+
+    def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
+        if self.template is not None:
+            return templates.plan(index, self.template)
+        return _Folder(index, self._elements, self.untrained).plan()
+
+
+def _settings(index: Index) -> dict[str, tree.Node | tree.Leaf]:
+    """What of an optimizer's values an engine takes over: the scale of losses only if it changes,
+    as that of another precision would be wrong."""
+    found = members(root_of(index).get(OPTIMIZER, tree.Leaf("", None)))
+    kept = (_GROUPS, _CLIP)
+    if index.values.get(f"{OPTIMIZER}/{_DYNAMIC}") is True:
+        kept = (*kept, _SCALER, _DYNAMIC)
+    chosen = {key: found[key] for key in kept if key in found}
+    if _GROUPS in chosen:
+        chosen[_GROUPS] = _without_params(chosen[_GROUPS])
+    return chosen
+
+
+def _without_params(node: tree.Node | tree.Leaf) -> tree.Node | tree.Leaf:
+    """Groups of an optimizer without their parameters, which are an engine's own."""
+    if isinstance(node, tree.Leaf):
+        return node
+    if node.kind in ("list", "tuple"):
+        return replace(node, children=tuple(map(_without_params, node.children)))
+    kept = {key: child for key, child in members(node).items() if key not in _PARAMS}
+    return replace(node, keys=tuple(kept), children=tuple(kept.values()))
+
+
+class _File(KnownTorchFile):
+    """A file with leaves of the checkpoint; remembers which."""
+
+    def __init__(self, index: Index, used: set[str]) -> None:
+        super().__init__()
+        self._index, self._used = index, used
+
+    def leaf(self, name: str) -> Any:
+        self._used.add(name)
+        if name in self._index.values:
+            return self._index.values[name]
+        return self.stored(self._index.entry(name))
+
+    def of(self, node: tree.Node | tree.Leaf) -> Any:
+        return torch_layout.object_of(node, self.leaf)
+
+
+class _Folder:
+    """The files of one checkpoint.
+
+    Arguments:
+        index: of what is written.
+        elements: of the steps.
+        untrained: see `UniversalWriter`.
+    """
+
+    def __init__(self, index: Index, elements: Mapping[str, Any], untrained: bool) -> None:
+        self._index, self._arrays = index, UniversalArrays.of(index)
+        self._elements, self._untrained = elements, untrained
+        self._root, self._settings = root_of(index), _settings(index)
+        self._used: set[str] = set()
+        self._made: dict[str, Any] = {}
+        self._problems: list[str] = []
+
+    def plan(self) -> Plan:
+        """Plans the files.
+
+        Raises:
+            UnsupportedLeaf: DeepSpeed could not resume from them as they would be; says why.
+        """
+        self._check_untrained()
+        if self._arrays.problems:
+            self._refuse(self._arrays.problems)
+        counters = self._counters()
+        optimizer, model = self._optimizer_state(), list(self._model_states(counters))
+        if self._problems:
+            self._refuse(self._problems)
+        tag = f"global_step{counters['global_steps']}_universal"
+        files = [*self._parameters(), *model, optimizer]
+        files = [replace(file, name=f"{tag}/{file.name}") for file in files]
+        files.append(text_file("latest_universal", tag, last=True))
+        arrays = {name: name for name in self._index.entries if name in self._used}
+        values = {name: name for name in self._index.values if name in self._used}
+        for name, leaf in self._arrays.untrained.items():
+            shown = f"module/{tree.component(name)}"
+            (values if leaf in values else arrays)[leaf] = shown
+        values.pop(CLIENT, None)  # of one process
+        return Plan(tuple(files), arrays, values, others=True, made=self._made)
+
+    def _refuse(self, problems: Sequence[str]) -> None:
+        hint = _HINT
+        if self._arrays.untrained and not self._untrained:
+            hint += f". {_UNTRAINED_HINT}"
+        raise cannot_hold("universal", [f"  {problem}" for problem in problems], hint)
+
+    def _check_untrained(self) -> None:
+        if not self._untrained:
+            self._problems += [
+                f"{quoted(leaf)}, which no optimizer trains: DeepSpeed does not load it from a "
+                "universal checkpoint"
+                for leaf in self._arrays.untrained.values()
+            ]
+
+    # --- parameters -----------------------------------------------------------------------------
+
+    def _parameters(self) -> Iterator[PlannedFile]:
+        for name, slots in self._arrays.trained.items():
+            for slot, leaf in slots.items():
+                file = _File(self._index, self._used)
+                yield file.planned(f"zero/{name}/{slot}.pt", {"param": file.leaf(leaf)})
+            if name in self._arrays.steps:
+                file = _File(self._index, self._used)
+                value = file.leaf(self._arrays.steps[name])
+                yield file.planned(f"zero/{name}/{STEP}.pt", value)
+
+    def _step(self) -> tuple[Any, bool] | None:
+        """The step of all parameters, and whether it is a tensor; None if they differ."""
+        values, aliases = self._index.values, self._index.aliases
+        found = {
+            (values[leaf], False)
+            if leaf in values
+            else (self._elements[aliases.get(leaf, leaf)].item(), True)
+            for leaf in self._arrays.steps.values()
+        }
+        return found.pop() if len(found) == 1 else None
+
+    def _counters(self) -> dict[str, Any]:
+        """The counters of the engine; without any, an engine that has skipped no step."""
+        found = {
+            name: self._index.values[name]
+            for name in ("global_steps", "skipped_steps", "dp_world_size", "ds_version")
+            if name in self._index.values
+        }
+        step = self._step()
+        if "global_steps" not in found and step is None:
+            self._refuse(
+                ["global_steps is missing, and parameters have different steps, or none, of which "
+                 "it could follow"]
+            )  # fmt: skip
+        made = {"skipped_steps": 0, "dp_world_size": 1, "ds_version": _VERSION}
+        if step is not None:
+            made["global_steps"] = int(step[0])
+        made = {name: value for name, value in made.items() if name not in found}
+        made["mp_world_size"] = 1  # as many as there are model files
+        self._made |= made
+        return {**found, **made}
+
+    # --- the optimizer --------------------------------------------------------------------------
+
+    def _optimizer_state(self) -> PlannedFile:
+        """What ZeRO 1 and 2 read at the top, and ZeRO 3 below `optimizer_state_dict`."""
+        file = _File(self._index, self._used)
+        settings = {key: file.of(node) for key, node in self._settings.items()}
+        groups = settings.pop(_GROUPS, [])
+        if not isinstance(groups, list) or not all(isinstance(each, dict) for each in groups):
+            self._problems.append(f"{OPTIMIZER}/{_GROUPS}, which is no list of dicts")
+            groups = []
+        # ZeRO 1 and 2 load only as many groups as there are here, and say nothing.
+        state = {_GROUPS: [*groups, *[{}] * len(self._arrays.trained)], **settings}
+        state["ds_version"] = self._index.values.get("ds_version", _VERSION)
+        if _SCALER in state:
+            state[_SCALER] = self._scaler(state[_SCALER])
+        step = self._step()
+        if step is not None:
+            number = file.tensor(np.float32(step[0])) if step[1] else step[0]
+            state["optimizer_state_dict"] = {
+                "state": {0: {STEP: number}},
+                _GROUPS: [_common(groups)],  # of which all groups take the settings
+            }
+        return file.planned("zero/optimizer_state.pt", state)
+
+    def _scaler(self, fields: Any) -> Any:
+        """The object that has the scale of losses, which an engine takes instead of its own."""
+        known = fields if isinstance(fields, dict) else {}
+        missing = [name for name in _SCALER_FIELDS if name not in known]
+        if missing:
+            self._problems.append(
+                f"{OPTIMIZER}/{_SCALER}, which lacks {', '.join(missing)}; drop {OPTIMIZER}/"
+                f"{_DYNAMIC}, and engines begin with the scale of their configuration"
+            )
+        made = PickledCall(Global(_SCALER_CLASS), is_new=True)
+        made.state = {name: known.get(name) for name in _SCALER_FIELDS}
+        made.state |= {"dynamic": True, "dtype": Global("torch.float16")}
+        return made
+
+    # --- the model files ------------------------------------------------------------------------
+
+    def _model_states(self, counters: Mapping[str, Any]) -> Iterator[PlannedFile]:
+        file = _File(self._index, self._used)
+        entries = self._index.entries
+        shapes = {
+            name: PickledCall(Global("torch.Size"), (entries[slots[FP32]].shape,))
+            for name, slots in self._arrays.trained.items()
+        }
+        of_engine = {key: file.of(self._root[key]) for key in OF_ENGINE if key in self._root}
+        state = {
+            "module": {n: file.leaf(leaf) for n, leaf in self._arrays.untrained.items()},
+            "param_shapes": [shapes],
+            **of_engine,
+            **counters,
+        }
+        client = self._client_state(file)
+        for key in client.keys() & {*state, *OF_ENGINE}:
+            self._problems.append(f"{CLIENT}/{key}, which DeepSpeed would take for its own")
+        for name in _MODEL_FILES:
+            yield file.planned(name, state | client)
+
+    def _client_state(self, file: _File) -> dict[Any, Any]:
+        """The user's own state: of several processes, that of the first, as DeepSpeed has it."""
+        stored = self._index.values.get(CLIENT)
+        if isinstance(stored, OfEachProcess):
+            self._used.add(CLIENT)
+            found = file.plain(without_marks(stored.values[0]))
+        else:
+            found = file.of(self._root[CLIENT]) if CLIENT in self._root else {}
+        if isinstance(found, dict):
+            return found
+        self._problems.append(f"{CLIENT}, which is no dict")
+        return {}
+
+
+def _common(groups: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
+    """The settings in which all groups agree; an engine keeps its own of all others."""
+    first = groups[0] if groups else {}
+    return {k: v for k, v in first.items() if all(k in g and g[k] == v for g in groups)}
