@@ -7,9 +7,9 @@ One job, with real ranks (gloo). In each round every contender takes a turn, in 
 anew: a save of an engine that has made steps, when nothing is in flight, then a step. Round 0 warms
 up, is not counted, and checks what each contender loads. Medians of seconds of the slowest rank.
 
-waits: the call. step: the step after it, less one without a save; with staging="lazy" it waits for
-copies. all: until the checkpoint is complete. DeepSpeed does not flush its files; so "no flush" does
-not either.
+waits: the call. step: the step after it, less one without a save; with staging="lazy" it waits
+for copies. all: until the checkpoint is complete. DeepSpeed does not flush its files; so "no
+flush" does not either.
 """
 
 from __future__ import annotations

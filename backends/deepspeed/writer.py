@@ -100,7 +100,7 @@ def _settings(index: Index) -> dict[str, tree.Node | tree.Leaf]:
     """What of an optimizer's values an engine takes over: the scale of losses only if it changes,
     as that of another precision would be wrong."""
     found = members(root_of(index).get(OPTIMIZER, tree.Leaf("", None)))
-    kept = (_GROUPS, _CLIP)
+    kept: tuple[str, ...] = (_GROUPS, _CLIP)
     if index.values.get(f"{OPTIMIZER}/{_DYNAMIC}") is True:
         kept = (*kept, _SCALER, _DYNAMIC)
     chosen = {key: found[key] for key in kept if key in found}

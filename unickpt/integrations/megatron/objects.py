@@ -91,9 +91,9 @@ def stored_form(value: Any, where: str) -> Any:
         return type(value)(stored_form(x, f"{where}/{n}") for n, x in enumerate(value))
     if type(value) in (dict, OrderedDict):
         return _typed("items", value, where)
-    kind = _BY_CLASS.get(type(value))
-    if kind is not None and lightning_types.has_known_factory(value):
-        return _typed(kind.name, value, where)
+    known = _BY_CLASS.get(type(value))
+    if known is not None and lightning_types.has_known_factory(value):
+        return _typed(known.name, value, where)
     return _opaque(value, where)
 
 

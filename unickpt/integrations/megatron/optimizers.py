@@ -237,4 +237,4 @@ def _without_data(replica_id: Any) -> Any:
 
 
 def _is_view(tensor: torch.Tensor, of: torch.Tensor) -> bool:
-    return tensor.untyped_storage()._cdata == of.untyped_storage()._cdata
+    return bool(tensor.untyped_storage()._cdata == of.untyped_storage()._cdata)
