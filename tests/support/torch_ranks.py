@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -42,12 +42,17 @@ CPU = torch.device("cpu")
 SMALL = unickpt.SaveOptions(chunk_bytes=48, fsync=False, timeout_s=20)
 
 
-def ranks(*worlds: int) -> Callable[[Case], Case]:
-    """Says in which worlds a case runs."""
+def ranks(*worlds: int, of: dict[int, list[Case]] = CASES) -> Callable[[Case], Case]:
+    """Says in which worlds a case runs.
+
+    Arguments:
+        worlds: numbers of ranks.
+        of: where it is listed; other modules have lists of their own.
+    """
 
     def register(case: Case) -> Case:
         for world in worlds:
-            CASES.setdefault(world, []).append(case)
+            of.setdefault(world, []).append(case)
         return case
 
     return register
@@ -805,13 +810,13 @@ def a_new_process_group_agrees_anew(folder: Path) -> None:
 _WHO: dict[str, int] = {}
 
 
-def main(root: Path, only: Sequence[str]) -> None:
+def main(root: Path, only: Sequence[str], of: Mapping[int, Sequence[Case]] = CASES) -> None:
     """Runs all cases of this world, or those named; rank 0 prints what came of them."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     rank, world = dist.get_rank(), dist.get_world_size()
     _WHO.update(rank=rank, world_size=world)
     outcomes = {}
-    for case in CASES[world]:
+    for case in of[world]:
         name = case.__name__
         if only and name not in only:
             continue
