@@ -141,6 +141,17 @@ def test_other_blocks_are_another_shape(tmp_path: Path) -> None:
         unickpt.load(tmp_path / "c", {"w": float8(6, 5, block=3)})
 
 
+def test_a_plain_array_in_place_of_parts_is_explained(tmp_path: Path) -> None:
+    plain = torch.zeros(6, 5, dtype=torch.bfloat16)
+    save(tmp_path / "c", {"m": {"w": float8(6, 5), "x": plain}})
+    words = r"'m/w' is stored as the arrays that .* consists of.*\(Function\.dequantised\)"
+    with pytest.raises(LoadMismatch, match=words):
+        unickpt.load(tmp_path / "c", {"m": {"w": plain, "x": plain.clone()}})
+    words = r"'m/x' is stored as a plain array, but .* and quantise that"
+    with pytest.raises(LoadMismatch, match=words):
+        unickpt.load(tmp_path / "c", {"m": {"w": float8(6, 5), "x": float8(6, 5)}})
+
+
 class Hiding(Float8):
     """Its context has what is no plain value."""
 

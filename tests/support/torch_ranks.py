@@ -42,12 +42,17 @@ CPU = torch.device("cpu")
 SMALL = unickpt.SaveOptions(chunk_bytes=48, fsync=False, timeout_s=20)
 
 
-def ranks(*worlds: int) -> Callable[[Case], Case]:
-    """Says in which worlds a case runs."""
+def ranks(*worlds: int, of: dict[int, list[Case]] = CASES) -> Callable[[Case], Case]:
+    """Says in which worlds a case runs.
+
+    Arguments:
+        worlds: numbers of ranks.
+        of: where it is listed; other modules have lists of their own.
+    """
 
     def register(case: Case) -> Case:
         for world in worlds:
-            CASES.setdefault(world, []).append(case)
+            of.setdefault(world, []).append(case)
         return case
 
     return register

@@ -55,7 +55,7 @@ def causes(
     part = _part(left, rest, max(asked, len(missing)))
     if part is not None:
         return [part]
-    found: list[Cause] = []
+    found = list(_in_parts(left, rest))
     for reduced, text_of in ((_tokens, _separators_text), (bare, _wrappers_text)):
         pairs = tuple(_same_when(reduced, left, rest))
         if pairs:
@@ -68,6 +68,33 @@ def causes(
         found.append(best)
         _without(left, rest, best.pairs)
     return found
+
+
+_STORED_IN_PARTS = (
+    "{name!r} is stored as the arrays that a quantised or sparse tensor consists of: load them "
+    "into a tensor of that kind, or make a plain array of them by a rule (Function.dequantised)"
+)
+_ASKED_IN_PARTS = (
+    "{name!r} is stored as a plain array, but the tensor in `like` consists of several: load into "
+    "a plain tensor, and quantise that"
+)
+
+
+def _in_parts(left: dict[str, str], rest: dict[str, str]) -> Iterator[Cause]:
+    """The causes that a tensor is stored as its parts and requested whole, or the reverse; removes
+    these from what is left."""
+    for whole, parts, text in (left, rest, _STORED_IN_PARTS), (rest, left, _ASKED_IN_PARTS):
+        names = [
+            name
+            for name in whole
+            if f"{name}/context/class" in parts or f"{name}/context/layout" in parts
+        ]
+        if names:
+            yield Cause(text.format(name=names[0]), ())
+        for name in names:
+            del whole[name]
+            for part in [part for part in parts if part.startswith(f"{name}/")]:
+                del parts[part]
 
 
 def _without(left: dict[str, str], rest: dict[str, str], pairs: Sequence[tuple[str, str]]) -> None:

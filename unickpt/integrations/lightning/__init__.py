@@ -25,7 +25,7 @@ from torch.distributed.checkpoint import state_dict as torch_state
 from unickpt.errors import CheckpointNotFound, InvalidPath
 from unickpt.frameworks.process_group import Group, alone
 from unickpt.integrations.lightning.saves import SaveDestination, Saves, must_wait
-from unickpt.integrations.lightning.values import ToSave, read, with_fragments
+from unickpt.integrations.lightning.values import ToSave, read
 from unickpt.loading import loader
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
@@ -301,7 +301,7 @@ class ShardedCheckpoints:
         wanted = [key for key in _SHARDED if state[key]]
         found = loader.load(
             stored,
-            {key: with_fragments(state[key]) for key in wanted},
+            {key: state[key] for key in wanted},
             only=[f"{key}/**" for key in wanted],
             strict=self.lightning_module.strict_loading,
             options=io.load_options,

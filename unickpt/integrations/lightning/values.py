@@ -14,13 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
-from unickpt.arrays.box import Box
 from unickpt.errors import CheckpointCorrupt, MissingPackage, UnsupportedFormat, UnsupportedLeaf
 from unickpt.foreign import lightning_types
 from unickpt.foreign.lightning_types import TYPES, StoredType
-from unickpt.frameworks.leaves import LocalFragments
+from unickpt.frameworks.leaves import LocalFragments, adapter_of, adapters
 from unickpt.loading import loader
 from unickpt.loading.views import StoredView
 from unickpt.quoting import quoted
@@ -130,11 +128,12 @@ class _TakenApart:
     def __init__(self) -> None:
         self.types: dict[str, list[str]] = {}
         self.refused: list[str] = []
+        self._among = adapters()
 
     def form(self, value: Any, name: str) -> Any:
         """What is stored of a value."""
         if isinstance(value, torch.Tensor):
-            return fragments(value)
+            return self._tensor(value, name)
         if tree_json.is_plain(value) or isinstance(value, LocalFragments):
             return value
         if type(value) in (dict, OrderedDict):
@@ -155,6 +154,15 @@ class _TakenApart:
         self.types.setdefault(name, []).append(kind.name)
         return self.form(kind.store(value), name)
 
+    def _tensor(self, value: torch.Tensor, name: str) -> Any:
+        # Lightning reads its checkpoints before there is a model whose tensors could be filled.
+        if adapter_of(value, self._among) is None:
+            self.refused.append(
+                f"{name}: {_class_name(value)}; it would come back as a dict of the arrays that it "
+                "consists of: store these, or a dense tensor"
+            )
+        return value
+
     def _config(self, value: Any, name: str) -> Any:
         for flag in ("readonly", "struct"):
             if value._get_node_flag(flag):
@@ -171,30 +179,6 @@ class _TakenApart:
         names = tree.child_names("dict", tuple(value), name)
         pairs = zip(value.items(), names, strict=True)
         return type(value)((key, self.form(x, below)) for (key, x), below in pairs)
-
-
-def fragments(value: Any) -> Any:
-    """A tensor as unickpt takes it: FSDP1's `ShardedTensor`s as fragments, all others unchanged.
-
-    A load fills the fragments, which are the memory of the tensor.
-    """
-    if not isinstance(value, ShardedTensor):
-        return value
-    local = []
-    for shard in value.local_shards():
-        start = tuple(shard.metadata.shard_offsets)
-        stop = tuple(a + n for a, n in zip(start, shard.metadata.shard_sizes, strict=True))
-        local.append((Box(start, stop), shard.tensor.detach()))
-    return LocalFragments(tuple(value.size()), local, str(value.dtype).removeprefix("torch."))
-
-
-def with_fragments(state: Any) -> Any:
-    """A state dict in which all tensors are as `fragments` returns them."""
-    if type(state) in (dict, OrderedDict):
-        return type(state)((key, with_fragments(x)) for key, x in state.items())
-    if type(state) is list:
-        return [with_fragments(x) for x in state]
-    return fragments(state)
 
 
 def read(
