@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import jax
@@ -78,9 +78,12 @@ class _Part:
         self.members = _members(processes, jax.process_count())
         self.devices = [first[process] for process in processes]
         """One of each process."""
-        ids = json.dumps([device.id for device in ordered])
-        self.name = hashlib.blake2b(ids.encode(), digest_size=8).hexdigest()
+        self._ids = [device.id for device in ordered]
+
+    @cached_property
+    def name(self) -> str:
         """The same on all of its processes, and of no other devices."""
+        return hashlib.blake2b(json.dumps(self._ids).encode(), digest_size=8).hexdigest()
 
 
 @lru_cache(maxsize=64)

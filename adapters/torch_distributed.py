@@ -113,12 +113,15 @@ class TorchGroup(BoundedGroup):
             return JobSession(name)
         if store is None:  # MPI has none
             return JobSession(self._broadcast(name))
-        if self.index == 0:
-            for index in range(1, self.count):
-                store.set(_SESSION_KEY.format(index), name)
-        else:
-            name = self._name_from(store)
-        return JobSession.begin(name, self, _StoreCounters(store), node_name)
+        try:
+            if self.index == 0:
+                for index in range(1, self.count):
+                    store.set(_SESSION_KEY.format(index), name)
+            else:
+                name = self._name_from(store)
+            return JobSession.begin(name, self, _StoreCounters(store), node_name)
+        except dist.DistNetworkError as error:
+            raise ProcessFailed(f"rank 0 hosts the store, and may have ended: {error}") from error
 
     def _name_from(self, store: Any) -> str:
         key = _SESSION_KEY.format(self.index)
@@ -128,8 +131,8 @@ class TorchGroup(BoundedGroup):
             name = str(store.get(key).decode())
             # Deleted, so that a later process group with this store never finds an older name.
             store.delete_key(key)
-        except dist.DistNetworkError as error:
-            raise ProcessFailed(f"rank 0 hosts the store, and may have ended: {error}") from error
+        except dist.DistNetworkError:
+            raise
         except RuntimeError as error:  # DistStoreError; some stores raise its base
             raise SaveTimeout(
                 f"{self._me()} waited for {named(self.members, [0])}, which did not start to save "

@@ -199,7 +199,7 @@ def test_a_role_that_starts_late_does_not_count_what_it_left(
             assert actor.steps() == critic.steps() == [30]
             actor.wait()
     assert there(tmp_path, "critic") == [30]
-    assert "setting apart 1 steps of the others" in caplog.text
+    assert "removing nothing; 1 step of the others" in caplog.text
 
 
 def test_a_step_of_a_role_that_went_on_alone_is_no_step_of_all(tmp_path: Path) -> None:

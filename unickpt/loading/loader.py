@@ -369,9 +369,10 @@ def _own_value(
     else:
         raise LoadMismatch(
             f"{view.checkpoint.location}: per-process leaf {name!r} was saved by {count} "
-            f"processes and is loaded by {group.count}. Give PerProcess(redistribute=function), "
-            "which decides who gets which value, or load it alone without `like` (a "
-            "PerProcessValues of all values)."
+            f"processes and is loaded by {group.count}. If only some processes of the job load it, "
+            "give LoadOptions(group=); else give PerProcess(redistribute=function), which decides "
+            "who gets which value, or load it alone without `like` (a PerProcessValues of all "
+            "values)."
         )
     return PerProcess(own, like.redistribute)
 

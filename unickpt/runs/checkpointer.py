@@ -99,6 +99,7 @@ class Checkpointer:
     Raises:
         ValueError: the arguments are invalid.
         InvalidPath: a path does not name a storage.
+        StorageError: one of `roles` cannot be listed.
 
     Example:
         >>> import numpy as np, unickpt

@@ -23,7 +23,7 @@ from unickpt.errors import (
 )
 from unickpt.frameworks.members import named
 from unickpt.frameworks.process_group import Group, members_of
-from unickpt.quoting import some
+from unickpt.quoting import counted, some
 from unickpt.runs.cleaning import Cleaning, StepOrder, StepsInUse
 from unickpt.runs.retention import Retention
 from unickpt.runs.roles import Roles
@@ -167,9 +167,10 @@ class Housekeeping:
         """Removes this role's steps that the others lack, and records with which steps of these
         no later ones belong together. Raises as `remove`."""
         _log.warning(
-            "%s: going on from the newest step that all roles have; removing %s, and setting apart "
-            "%d steps of the others",
-            *(self._tiers.root.location, some(roles.behind) or "nothing", len(roles.apart)),
+            "%s: going on from the newest step that all roles have: removing %s; %s of the others, "
+            "which they have beyond it, will not count",
+            *(self._tiers.root.location, some(roles.behind) or "nothing"),
+            counted(len(roles.apart), "step"),
         )
         self.remove(roles.behind)
         roles.record(fsync=self._options.fsync)
