@@ -52,8 +52,9 @@ class TestTrainer:
         again = losses(python, "levanter_job", "ours", tmp_path, 9, -1, 0)
         assert again == {step: whole[step] for step in range(last + 1, 9)}
         assert latest(tmp_path) == 8
-        found: Any = unickpt.load(tmp_path / "run" / "step-8")
-        unickpt.verify(tmp_path / "run" / "step-8")
+        stored = tmp_path / "run" / "step-8" / "unickpt"
+        unickpt.verify(stored)
+        found: Any = unickpt.load(stored)
         assert found["step"] == 9
         assert found["model"]["layers"]["0"]["weight"].shape == (16, 16)
         assert np.asarray(found["model"]["scale"]).dtype == np.float32

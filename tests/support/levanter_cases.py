@@ -68,7 +68,7 @@ def main(folder: Path) -> None:
     check(found["model"], state["model"])
     assert found["note"] == like["note"]
     check(theirs.load_checkpoint(like["model"], path, subpath="model", **here), state["model"])
-    stored = unickpt.load(path)
+    stored = unickpt.load(path / "unickpt")
     assert set(stored) == {"model", "step"}
     np.testing.assert_array_equal(stored["model"]["layers"]["1"]["0"], [7, 8])
 

@@ -3,8 +3,8 @@
     from unickpt.integrations import levanter
     levanter.install()
 
-Its `Checkpointer`, policies, folders and `metadata.json` stay as they are; what a step consists of
-is one checkpoint of unickpt. docs/integrations/levanter.md says what differs.
+Its `Checkpointer`, policies, folders and `metadata.json` stay as they are; the arrays of a step are
+one checkpoint of unickpt, `<step>/unickpt`. docs/integrations/levanter.md says what differs.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ __all__ = [
 ]
 
 _log = logging.getLogger("unickpt")
+FOLDER = "unickpt"
+"""In the folder of a step: the checkpoint."""
+_ShapeDtypeStruct: Any = jax.ShapeDtypeStruct
 _ABOUT = "metadata.json"
 """levanter writes it last, into the folder of a step."""
 
@@ -104,7 +107,7 @@ class AsyncManager:
         """Begins a save, after the one before has ended.
 
         Arguments:
-            path: of the checkpoint; one of unickpt that is there is replaced.
+            path: of the step; a checkpoint of unickpt that is in it is replaced.
             arrays: nested dicts.
             committed: called on each process after the commit.
 
@@ -115,7 +118,7 @@ class AsyncManager:
         self.wait_until_finished()
         if _is_step(path) and _at_path(path) is None:
             raise CheckpointExists(f"{path} was saved by levanter itself; remove the folder first")
-        save = save_async(path, arrays, overwrite=True, options=self._options)
+        save = save_async(f"{path}/{FOLDER}", arrays, overwrite=True, options=self._options)
         self._pending = _Pending(save, committed)
 
     def wait_until_finished(self) -> None:
@@ -177,7 +180,7 @@ def tree_serialize_leaves_tensorstore(
     """Saves the arrays of a tree, with levanter's names, in the place of levanter's function.
 
     Arguments:
-        checkpoint_dir: a local path or a URL; a checkpoint that is there is replaced.
+        checkpoint_dir: a local path or a URL; the checkpoint is `unickpt` in it, and replaced.
         pytree: of arrays, NamedArrays and numbers; numbers become arrays, all else is left out.
         manager: saves in the background; None waits for the commit.
         commit_callback: called after the commit.
@@ -256,7 +259,7 @@ def tree_deserialize_leaves_tensorstore(
     is loaded by that.
 
     Arguments:
-        checkpoint_dir: the path of a checkpoint, or `<checkpoint>/model` for a part of it.
+        checkpoint_dir: as it was saved; or `<checkpoint_dir>/model` for a part.
         pytree: arrays, NamedArrays or `ShapeDtypeStruct`.
         axis_mapping, mesh: how NamedArrays are sharded.
         manager: of no effect.
@@ -281,15 +284,15 @@ def tree_deserialize_leaves_tensorstore(
     for name, leaf in zip(names, leaves, strict=True):
         sharding = None if leaf is None else series._sharding_from_leaf(leaf, axis_mapping, mesh)
         if sharding is not None:
-            array = leaf.array if haliax.is_named_array(leaf) else leaf
-            shape = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-            wanted[name] = shape
+            array = _as_array(leaf.array if haliax.is_named_array(leaf) else leaf)
+            wanted[name] = _ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
     missing = _missing(found, prefix, wanted)
     if missing and allow_missing:
         _log.warning("%s lacks %s; these stay as they are", found.location, some(missing))
         wanted = {name: each for name, each in wanted.items() if name not in missing}
-    part = {"under": f"{prefix}/"} if prefix else {}
-    loaded = load(found, nested(wanted), cast=cast, unexpected="skip", **part) if wanted else {}
+    under = f"{prefix}/" if prefix else ""
+    like: Any = nested(wanted)
+    loaded = load(found, like, cast=cast, unexpected="skip", under=under) if wanted else {}
     return jax.tree.unflatten(
         structure,
         [
@@ -322,8 +325,8 @@ def _filled(leaf: Any, array: Any, haliax: Any) -> Any:
 
 
 def _opened(path: str) -> tuple[Checkpoint, str] | None:
-    """The checkpoint of unickpt at a path or above it, and the name of the part in it; None if
-    levanter saved it."""
+    """The checkpoint of unickpt in a folder or one above it, and the name of the part in it; None
+    if levanter saved it."""
     above, parts = path.rstrip("/"), list[str]()
     while above and not above.endswith((":", "/")):
         found = _at_path(above)
@@ -337,12 +340,11 @@ def _opened(path: str) -> tuple[Checkpoint, str] | None:
 
 
 def _at_path(path: str) -> Checkpoint | None:
-    """The checkpoint of unickpt at a path, if there is one."""
+    """The checkpoint of unickpt in the folder of a step, if there is one."""
     try:
-        found = open(path)
+        return open(f"{path}/{FOLDER}")
     except CheckpointNotFound:
         return None
-    return found if found.reader.format == "unickpt" else None
 
 
 def _is_step(path: str) -> bool:
