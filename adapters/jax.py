@@ -42,8 +42,7 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
 
 
-def varies(kind: type) -> bool:
-    return False
+varies = None
 
 
 def source(leaf: Any, group: Group) -> ArraySource:

@@ -22,8 +22,7 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray | np.generic)
 
 
-def varies(kind: type) -> bool:
-    return False
+varies = None
 
 
 def source(leaf: Any, group: Group) -> ArraySource:

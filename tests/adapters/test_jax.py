@@ -202,7 +202,7 @@ def test_shardings_whose_boxes_do_not_fit_together(boxes: tuple[slice, ...]) -> 
             return {jax.devices()[i]: (box,) for i, box in enumerate(boxes)}
 
     with pytest.raises(TypeError, match=r"boxes of .* overlap, or do not cover shape \(4,\)"):
-        adapter._layout(Odd(), (4,))
+        adapter._layout_in_job(Odd(), (4,))
 
 
 def test_scalars_and_empty_arrays(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def leaf_test(adapters: Sequence[Adapter]) -> Callable[[Any], bool]:
         kind = type(obj)
         found = known.get(kind)
         if found is None:
-            of = next((adapter for adapter in adapters if adapter.varies(kind)), None)
+            of = next((adapter for adapter in adapters if adapter.varies and adapter.varies(kind)), None)
             found = known[kind] = is_leaf(obj, adapters) if of is None else of.is_array
         return found if found is True or found is False else found(obj)
 

@@ -157,7 +157,7 @@ def _expand(
     """The parts of an array that is stored as its parts."""
     if stored is None and isinstance(obj, PerProcess | LocalFragments):
         raise TypeError(f"{name!r}: a {type(obj).__name__} cannot be inside a PerProcess")
-    of = next((adapter for adapter in adapters if adapter.varies(type(obj))), None)
+    of = next((adapter for adapter in adapters if adapter.varies and adapter.varies(type(obj))), None)
     return None if of is None else of.expand(obj, name, stored)
 
 

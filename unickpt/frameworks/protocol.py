@@ -190,9 +190,10 @@ class Adapter(Protocol):
     def is_array(self, leaf: Any) -> bool:
         """Whether `source` and `target` handle this leaf."""
 
-    def varies(self, kind: type) -> bool:
-        """Whether of this type some objects are arrays, and others containers that `expand` takes;
-        of all other types, an object is an array if another one is."""
+    @property
+    def varies(self) -> Callable[[type], bool] | None:
+        """Returns whether of a type some objects are arrays, and others containers that `expand`
+        takes; of all other types, an object is an array if another one is. None if of all."""
 
     def source(self, leaf: Any, group: Group) -> ArraySource:
         """Describes an array to save.
