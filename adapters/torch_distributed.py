@@ -323,6 +323,8 @@ class Part(torch.Tensor):
     shard: LocalShard | None
     kind: str
 
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
     @classmethod
     def of(
         cls,

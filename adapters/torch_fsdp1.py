@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -31,8 +31,6 @@ from unickpt.frameworks.protocol import ArraySource, ArrayTarget, Fragment, Stor
 from unickpt.trees.tree import Expansion, Node, component, join
 from unickpt.trees.tree import rebuild as rebuild_tree
 
-_Held = tuple[Box, tuple[int, ...]]
-
 
 def sharded_source(
     leaf: Any, group: Group, describe: Callable[[torch.Tensor], ArraySource]
@@ -50,14 +48,14 @@ def sharded_source(
     for shard in leaf.local_shards():
         source = describe(shard.tensor.detach())
         box = _box(shard.metadata)
-        replicas = next((holders for other, holders in held if other == box), None)
-        if replicas is None or source.shape != box.shape:
+        replicas = held.get(box, ())
+        if source.shape != box.shape or not (replicas or box.empty):
             raise TypeError(
                 f"this rank has a shard of shape {list(source.shape)} for {box}, which the "
                 "ShardedTensor's metadata does not list"
             )
         fragments += [placed(fragment, box, replicas) for fragment in source.fragments]
-    boxes = None if layout is not None else held
+    boxes = None if layout is not None else tuple(held.items())
     # Not by its memory: some ranks have none, and must agree with the others.
     identity = ("torch", id(leaf))
     return ArraySource(shape, _dtype(leaf), tuple(fragments), layout, boxes, identity)
@@ -109,27 +107,37 @@ def _ranks(leaf: Any) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(leaf._process_group))
 
 
-def _places(leaf: Any) -> tuple[Layout | None, tuple[_Held, ...]]:
-    """The layout of a `ShardedTensor`, and the boxes of all ranks with who holds them.
+def _places(leaf: Any) -> tuple[Layout | None, dict[Box, tuple[int, ...]]]:
+    """The layout of a `ShardedTensor`, and who holds each box of it, as far as this rank knows.
 
     Its metadata tells the boxes of the ranks of its process group. With hybrid sharding several
     groups hold the same array, and know nothing of each other: a layout says the same for each.
     Without one, if shards are not equal pieces of a dimension, a single group holds the array.
     """
-    held = []
+    said = []
     for metadata in leaf.metadata().shards_metadata:
         rank = metadata.placement.rank()
         if rank is None:
             raise TypeError(f"the shard {_box(metadata)} is on {metadata.placement}, not on a rank")
-        held.append((_box(metadata), (rank,)))
-    shape, ranks = tuple(leaf.size()), _ranks(leaf)
+        said.append((rank, tuple(metadata.shard_offsets), tuple(metadata.shard_sizes)))
+    return _places_of(tuple(leaf.size()), _ranks(leaf), tuple(said))
+
+
+@lru_cache(maxsize=4096)  # a model has few, and each is looked up at every save
+def _places_of(
+    shape: tuple[int, ...], ranks: tuple[int, ...], said: tuple[Any, ...]
+) -> tuple[Layout | None, dict[Box, tuple[int, ...]]]:
+    held = {
+        Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True))): (rank,)
+        for rank, start, sizes in said
+        if 0 not in sizes
+    }
     mesh = Mesh(("shard",), (len(ranks),), ranks)
-    there = {(box, holders) for box, holders in held if not box.empty}
     for dim in range(len(shape)):
         layout = Layout(mesh, tuple(("shard",) if d == dim else () for d in range(len(shape))))
-        if there == set(layout.fragments(shape)):
-            return layout, tuple(layout.fragments(shape))
-    return None, tuple((box, holders) for box, holders in held if not box.empty)
+        if held == dict(layout.fragments(shape)):
+            return layout, held
+    return None, held
 
 
 # --- optimizers -----------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def expand_module(
             "empty: save and load the engine, by unickpt.integrations.deepspeed.use_unickpt(engine)"
         )
     state = obj.state_dict(keep_vars=True) if stored is not None else {}
-    meta = any(isinstance(v, torch.Tensor) and v.is_meta for v in state.values())
+    meta = any(map(_is_meta, state.values()))
     wrapped, resizes = not meta and is_wrapped(obj), bool(stored) and _has_own_load(obj)
     if not (meta or wrapped or resizes):
         return None
@@ -151,6 +151,12 @@ def expand_module(
 
     shown, kind = _renamed(state, names), type(obj).__name__
     return Expansion("wrapper", ("state_dict",), (shown,), rebuild, kind, check if meta else None)
+
+
+def _is_meta(value: Any) -> bool:
+    if type(value) not in _PLAIN and hasattr(type(value), "local_shards"):
+        return False  # a ShardedTensor, which does not say this of itself on all ranks
+    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def _has_own_load(module: torch.nn.Module) -> bool:

@@ -57,7 +57,7 @@ def expand_subclass(obj: Any, name: str) -> Expansion:
         _check_part(own, attribute, part, name)
     keys = _keys(list(parts), name, kind)
     said = _said(whole, context, name)
-    children = _alone(parts) if whole.shard is None else _spread(whole, parts, name)
+    children = _alone(parts) if whole.shard is None else _spread(whole, parts, said, name)
     abstract = any(part.is_meta for part in parts.values())
     if abstract and _has_meta_device(context):
         raise UnsupportedLeaf(
@@ -120,14 +120,20 @@ def _check_part(own: torch.Tensor, attribute: str, part: Any, name: str) -> None
             f"{quoted(part)}"
         )
     again = getattr(own, attribute)
-    if with_parts(part) or part is again or part.is_meta:
-        return
-    one, other = part.untyped_storage(), again.untyped_storage()
-    if one._cdata != other._cdata:
+    if part is not again and _memories(part) != _memories(again):
         raise UnsupportedLeaf(
             f"{name!r}: a {kind} computes {attribute!r} whenever it is asked, so that a load would "
             "fill a copy; save the tensors that it keeps"
         )
+
+
+def _memories(tensor: Any) -> list[int]:
+    """What identifies the memory of a tensor, and of those that it consists of."""
+    if not with_parts(tensor):
+        own = tensor._local_tensor if is_dtensor(tensor) else tensor
+        return [own.untyped_storage()._cdata]
+    names = tensor.__tensor_flatten__()[0]
+    return [at for name in names for at in _memories(getattr(tensor, name))]
 
 
 def _keys(attributes: list[str], name: str, kind: str) -> tuple[str, ...]:
@@ -143,7 +149,8 @@ def _keys(attributes: list[str], name: str, kind: str) -> tuple[str, ...]:
 def _alone(parts: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Parts of a tensor that is not distributed."""
     return {
-        attribute: part if with_parts(part) else Part.of(part) for attribute, part in parts.items()
+        attribute: part if with_parts(part) or is_dtensor(part) else Part.of(part)
+        for attribute, part in parts.items()
     }
 
 
@@ -244,7 +251,9 @@ def _has_meta_device(value: Any) -> bool:
 # --- parts of DTensors --------------------------------------------------------------------------
 
 
-def _spread(tensor: PlacedTensor, parts: Mapping[str, torch.Tensor], name: str) -> dict[str, Any]:
+def _spread(
+    tensor: PlacedTensor, parts: Mapping[str, torch.Tensor], said: Mapping[str, Any], name: str
+) -> dict[str, Any]:
     """The parts of this rank's part of a tensor, as parts of the whole.
 
     Raises:
@@ -259,7 +268,7 @@ def _spread(tensor: PlacedTensor, parts: Mapping[str, torch.Tensor], name: str) 
         )
     sizes = dict(zip(shard.layout.mesh.axes, shard.layout.mesh.shape, strict=True))
     cut = [d for d, axes in enumerate(shard.layout.dims) if any(sizes[a] > 1 for a in axes)]
-    follows = {d: _follows(own, parts, d, name) for d in cut}
+    follows = {d: _follows(own, parts, d, repr(said), name) for d in cut}
     return {
         attribute: _placed(
             part, tensor, {d: of[attribute] for d, of in follows.items()}, join(name, attribute)
@@ -340,7 +349,7 @@ _MOST_KNOWN = 4096
 
 
 def _follows(
-    own: torch.Tensor, parts: Mapping[str, torch.Tensor], dim: int, name: str
+    own: torch.Tensor, parts: Mapping[str, torch.Tensor], dim: int, said: str, name: str
 ) -> dict[str, _Follows | None]:
     """How a dimension of a tensor continues in its parts: found by slicing it, because only its
     class knows (some parts are transposed, flat, or the same for all slices).
@@ -349,7 +358,7 @@ def _follows(
         UnsupportedLeaf: that cannot be found.
     """
     shapes = tuple((attribute, part.shape) for attribute, part in parts.items())
-    key = type(own), own.shape, shapes, dim
+    key = type(own), own.shape, shapes, dim, said
     if key not in _known:
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
