@@ -63,7 +63,6 @@ def source(leaf: Any, group: Group) -> ArraySource:
         # Without a mesh over processes it is like a NumPy array: every process has its own copy.
         whole = whole_source(shape, dtype, group, read, identity, memory, _sampler(pieces))
         return replace(whole, prng=prng)
-    # A process that saves alone does so as process 0, whatever its index in JAX.
     is_alone = leaf.is_fully_addressable and jax.process_index() > 0
     members = only_this_process() if is_alone else members_of(group)
     layout, boxes = _layout(leaf.sharding, shape, members)

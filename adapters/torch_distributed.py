@@ -323,7 +323,7 @@ class Part(torch.Tensor):
     shard: LocalShard | None
     kind: str
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def of(

@@ -127,7 +127,7 @@ def _places(leaf: Any) -> tuple[Layout | None, dict[Box, tuple[int, ...]]]:
 def _places_of(
     shape: tuple[int, ...], ranks: tuple[int, ...], said: tuple[Any, ...]
 ) -> tuple[Layout | None, dict[Box, tuple[int, ...]]]:
-    held = {
+    held: dict[Box, tuple[int, ...]] = {
         Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True))): (rank,)
         for rank, start, sizes in said
         if 0 not in sizes

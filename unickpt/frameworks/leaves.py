@@ -50,6 +50,11 @@ def by_type(find: Callable[[Any], T]) -> Callable[[Any], T]:
     return found
 
 
+def varying(kind: type, adapters: Sequence[Adapter]) -> Adapter | None:
+    """The adapter that takes some objects of a type for arrays, and others for containers."""
+    return next((each for each in adapters if each.varies and each.varies(kind)), None)
+
+
 def leaf_test(adapters: Sequence[Adapter]) -> Callable[[Any], bool]:
     """`is_leaf` for the many objects of a tree: what their types alone decide is asked once."""
     known: dict[type, bool | Callable[[Any], bool]] = {}
@@ -58,7 +63,7 @@ def leaf_test(adapters: Sequence[Adapter]) -> Callable[[Any], bool]:
         kind = type(obj)
         found = known.get(kind)
         if found is None:
-            of = next((adapter for adapter in adapters if adapter.varies and adapter.varies(kind)), None)
+            of = varying(kind, adapters)
             found = known[kind] = is_leaf(obj, adapters) if of is None else of.is_array
         return found if found is True or found is False else found(obj)
 

@@ -14,7 +14,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.errors import CheckpointCorrupt, LoadMismatch
 from unickpt.frameworks.host_memory import HostBuffers, stage
-from unickpt.frameworks.leaves import LocalFragments, PerProcess, adapter_of
+from unickpt.frameworks.leaves import LocalFragments, PerProcess, adapter_of, varying
 from unickpt.frameworks.process_group import alone
 from unickpt.frameworks.protocol import Adapter, StoredTree
 from unickpt.quoting import quoted
@@ -157,7 +157,7 @@ def _expand(
     """The parts of an array that is stored as its parts."""
     if stored is None and isinstance(obj, PerProcess | LocalFragments):
         raise TypeError(f"{name!r}: a {type(obj).__name__} cannot be inside a PerProcess")
-    of = next((adapter for adapter in adapters if adapter.varies and adapter.varies(type(obj))), None)
+    of = varying(type(obj), adapters)
     return None if of is None else of.expand(obj, name, stored)
 
 
