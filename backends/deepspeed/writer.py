@@ -22,7 +22,7 @@ from unickpt.backends.deepspeed.written_arrays import (
     STEP,
     UniversalArrays,
 )
-from unickpt.backends.training_states import KnownTorchFile, members, root_of, without_marks
+from unickpt.backends.training_states import KnownTorchFile, Node, members, root_of, without_marks
 from unickpt.foreign import torch_layout
 from unickpt.foreign.flat_names import cannot_hold
 from unickpt.foreign.pickle_objects import Global
@@ -96,7 +96,7 @@ class UniversalWriter:
         return _Folder(index, self._elements, self.untrained).plan()
 
 
-def _settings(index: Index) -> dict[str, tree.Node | tree.Leaf]:
+def _settings(index: Index) -> dict[str, Node]:
     """What of an optimizer's values an engine takes over: the scale of losses only if it changes,
     as that of another precision would be wrong."""
     found = members(root_of(index).get(OPTIMIZER, tree.Leaf("", None)))
@@ -106,17 +106,24 @@ def _settings(index: Index) -> dict[str, tree.Node | tree.Leaf]:
     chosen = {key: found[key] for key in kept if key in found}
     if _GROUPS in chosen:
         chosen[_GROUPS] = _without_params(chosen[_GROUPS])
+    if _SCALER in chosen:
+        fields = {key: x for key, x in members(chosen[_SCALER]).items() if key in _SCALER_FIELDS}
+        chosen[_SCALER] = _with(chosen[_SCALER], fields)
     return chosen
 
 
-def _without_params(node: tree.Node | tree.Leaf) -> tree.Node | tree.Leaf:
+def _without_params(node: Node) -> Node:
     """Groups of an optimizer without their parameters, which are an engine's own."""
+    if isinstance(node, tree.Node) and node.kind in ("list", "tuple"):
+        return replace(node, children=tuple(map(_without_params, node.children)))
+    return _with(node, {key: x for key, x in members(node).items() if key not in _PARAMS})
+
+
+def _with(node: Node, children: Mapping[Any, Node]) -> Node:
+    """A container with other children; a leaf as it is."""
     if isinstance(node, tree.Leaf):
         return node
-    if node.kind in ("list", "tuple"):
-        return replace(node, children=tuple(map(_without_params, node.children)))
-    kept = {key: child for key, child in members(node).items() if key not in _PARAMS}
-    return replace(node, keys=tuple(kept), children=tuple(kept.values()))
+    return replace(node, keys=tuple(children), children=tuple(children.values()))
 
 
 class _File(KnownTorchFile):
@@ -132,7 +139,7 @@ class _File(KnownTorchFile):
             return self._index.values[name]
         return self.stored(self._index.entry(name))
 
-    def of(self, node: tree.Node | tree.Leaf) -> Any:
+    def of(self, node: Node) -> Any:
         return torch_layout.object_of(node, self.leaf)
 
 

@@ -67,12 +67,13 @@ def export(
     source = view.checkpoint.location
     if to.file is None and source.url.startswith(to.folder.url):
         raise CheckpointExists(f"{to.name} contains the source, {source}; choose another path")
-    left_out = set(writer.left_out(view.index)) if isinstance(writer, LeavesOut) else set()
+    structured = replace(view.index, tree=tree_json.to_json(view.node()))  # rules make no tree
+    left_out = set(writer.left_out(structured)) if isinstance(writer, LeavesOut) else set()
     budget_bytes = options.working_bytes
     reading = LoadOptions(budget_bytes=MemoryBudget(budget_bytes, "process"))
     if isinstance(view, RuledView):
         view.check(reading)
-    index = _with_per_process(view)
+    index = _with_per_process(view, structured)
     # All processes must plan the same files, whatever their nodes have.
     requested = MemoryBudget.of(options.budget_bytes)
     most = to.most_bytes(requested.share(group.count))
@@ -100,16 +101,15 @@ def export(
     )
 
 
-def _with_per_process(view: CheckpointView) -> Index:
-    """The index of a view, with its structure, and what all processes saved as values."""
-    values: dict[str, Any] = dict(view.index.values)
-    for name in view.index.per_process:
+def _with_per_process(view: CheckpointView, index: Index) -> Index:
+    """The index of a view, with what all processes saved as values."""
+    values: dict[str, Any] = dict(index.values)
+    for name in index.per_process:
         where = f"{view.checkpoint.location}: per-process leaf {name!r}"
         every = view.per_process(name)
         decoded = [per_process.decode(data, where, None, adapters()) for data in every]
         values[name] = OfEachProcess(tuple(decoded))
-    tree = tree_json.to_json(view.node())
-    return replace(view.index, tree=tree, values=values, per_process={})
+    return replace(index, values=values, per_process={})
 
 
 def _check_leaves(index: Index, left_out: Set[str], per_process: bool) -> None:
