@@ -31,7 +31,7 @@ def test_a_command_within_a_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = shlex.split(re.sub(r"\b\w+://", "memory://", command))
-    if words[0] in ("convert", "export", "report"):
+    if words[0] in ("convert", "export", "ls", "report"):
         unickpt.save(words[1], {"w": np.ones(3, np.float32)})
     result = CliRunner().invoke(app, words)
     assert result.exit_code != 2, f"{page}: {result.output}"  # wrong usage
