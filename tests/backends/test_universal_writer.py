@@ -148,9 +148,7 @@ def test_what_does_not_fit_the_template(tmp_path: Path, template: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_template_is_needed(tmp_path: Path) -> None:
+def test_a_template_is_a_universal_checkpoint(tmp_path: Path) -> None:
     unickpt.save(tmp_path / "c", state(), options=FAST)
-    with pytest.raises(TypeError, match="template"):
-        unickpt.convert(tmp_path / "c", tmp_path / "out", to="universal")
     with pytest.raises(ValueError, match="ds_to_universal"):
         unickpt.convert(tmp_path / "c", tmp_path / "out", to="universal", template=tmp_path / "c")
