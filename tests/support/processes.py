@@ -9,6 +9,9 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+from support.forked import Forked
 
 PROCESS_TIMEOUT_S = 120
 
@@ -50,13 +53,16 @@ class Processes:
         self.folder = folder
         self.started: list[subprocess.Popen[str]] = []
 
+    def _script(self, source: str) -> Path:
+        script = self.folder / f"script_{len(self.started)}.py"
+        script.write_text(source)
+        return script
+
     def start(
         self, source: str, *arguments: object, env: dict[str, str] | None = None
     ) -> subprocess.Popen[str]:
-        script = self.folder / f"script_{len(self.started)}.py"
-        script.write_text(source)
         process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(script), *map(str, arguments)],
+            [sys.executable, "-W", "ignore", str(self._script(source)), *map(str, arguments)],
             env={**os.environ, **(env or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -68,20 +74,19 @@ class Processes:
     def torch(self, world: int, source: str, *arguments: object) -> list[subprocess.Popen[str]]:
         """Starts gloo ranks; the source finds them through `init_process_group("gloo")`."""
         port = str(free_port())
-        return [
-            self.start(
-                GLOO_IS_IDLE + source,
-                *arguments,
-                env={
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(world),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": port,
-                    "OMP_NUM_THREADS": "1",
-                },
-            )
-            for rank in range(world)
-        ]
+        ranks: list[Any] = []
+        for rank in range(world):
+            env = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "OMP_NUM_THREADS": "1",
+            }
+            script = self._script(GLOO_IS_IDLE + source)
+            ranks.append(Forked(script, [*map(str, arguments)], {**os.environ, **env}))
+            self.started.append(ranks[-1])
+        return ranks
 
     def jax(
         self, world: int, devices: int, source: str, *arguments: object
