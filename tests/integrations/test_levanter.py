@@ -27,6 +27,12 @@ def python() -> str:
     return python_with("levanter", "LEVANTER_PYTHON")
 
 
+@pytest.fixture(scope="module")
+def whole(python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """The losses of a run of levanter alone that nobody kills."""
+    return losses(python, "levanter_job", "theirs", tmp_path_factory.mktemp("all"), 9, -1, 1)
+
+
 def test_two_leaves_of_one_name_are_refused() -> None:
     assert nested({"a.b": 1, "a.0": 2, "c": 3}) == {"a": {"b": 1, "0": 2}, "c": 3}
     for names in (["a.b", "a.b.c"], ["a.b.c", "a.b"], ["a", "a.b"]):
@@ -36,11 +42,6 @@ def test_two_leaves_of_one_name_are_refused() -> None:
 
 class TestTrainer:
     pytestmark = trainers
-
-    @pytest.fixture(scope="class")
-    def whole(self, python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
-        """The losses of a run of levanter alone that nobody kills."""
-        return losses(python, "levanter_job", "theirs", tmp_path_factory.mktemp("all"), 9, -1, 1)
 
     def test_a_run_that_is_killed_goes_on_on_another_mesh(
         self, python: str, whole: dict[int, str], tmp_path: Path

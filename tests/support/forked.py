@@ -51,7 +51,7 @@ class Forked:
         pipes = [os.pipe(), os.pipe()]
         self.stdout, self.stderr = (open(fd) for fd, _ in pipes)  # noqa: SIM115 - closed by `communicate`
         self._process = _context().Process(
-            target=_Script(script, arguments, dict(env), [fd for _, fd in pipes]), daemon=True
+            target=_Script(script, arguments, dict(env), [fd for _, fd in pipes])
         )
         self._process.start()
         for _, fd in pipes:
@@ -117,10 +117,12 @@ class _Script:
             fd = output.detach()
             os.dup2(fd, target)
             os.close(fd)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", 1, closefd=False)  # noqa: SIM115
         _run(self._script, self._arguments, self._env)
 
 
 def _run(script: Path, arguments: Sequence[str], env: dict[str, str]) -> None:
+    multiprocessing.set_start_method(None, force=True)  # of the script's own processes
     os.environ.clear()
     os.environ.update(env)
     torch = sys.modules["torch"]
