@@ -392,6 +392,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(
         load_state(accelerator, tmp_path)
 
 
+@pytest.mark.trainers
 @pytest.mark.parametrize("source", [EXAMPLE, SHARDED], ids=["ddp", "fsdp2"])
 def test_a_killed_job_goes_on_with_another_number_of_ranks(
     processes: Processes, tmp_path: Path, source: str

@@ -13,7 +13,7 @@ from support.processes import Processes
 
 import unickpt
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.trainers]
 EXAMPLES = Path(TESTS).parent / "examples"
 
 

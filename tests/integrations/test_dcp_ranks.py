@@ -40,6 +40,7 @@ def test_the_scenarios_of_torchs_own_tests(processes: Processes, tmp_path: Path)
     unickpt.load(tmp_path / "planned", like, only="app/model/head.bias")
 
 
+@pytest.mark.trainers
 def test_a_job_that_is_killed_goes_on_with_other_ranks(
     processes: Processes, tmp_path: Path
 ) -> None:

@@ -214,6 +214,7 @@ def losses(output: str) -> dict[int, str]:
     return {int(i): x for i, x in re.findall(r"iteration (\d+) loss (\S+)", output)}
 
 
+@pytest.mark.trainers
 def test_a_job_that_is_killed_goes_on_with_the_same_losses(
     processes: Processes, tmp_path: Path
 ) -> None:

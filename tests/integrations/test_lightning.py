@@ -97,6 +97,7 @@ def step_of(path: Path | str) -> int:
     return int(unickpt.open(path).values["global_step"])  # type: ignore[arg-type]
 
 
+@pytest.mark.trainers
 def test_a_job_that_is_killed_goes_on_bit_for_bit(jobs: Jobs, tmp_path: Path) -> None:
     wanted = losses(jobs.run(1, FIT, "single", tmp_path / "reference", 12))
     job = jobs.start(1, FIT, "single", tmp_path / "run", 1000)
@@ -117,6 +118,7 @@ def test_a_job_that_is_killed_goes_on_bit_for_bit(jobs: Jobs, tmp_path: Path) ->
     unickpt.verify(tmp_path / "run" / "last.ckpt")
 
 
+@pytest.mark.trainers
 @pytest.mark.parametrize("kind", ["ddp", "sharded", "sharded1"])
 def test_a_job_that_is_killed_goes_on_with_other_ranks(
     jobs: Jobs, tmp_path: Path, kind: str
@@ -136,6 +138,7 @@ def test_a_job_that_is_killed_goes_on_with_other_ranks(
     assert stored.index.processes == (1 if kind == "ddp" else 2)
 
 
+@pytest.mark.trainers
 def test_the_example_is_killed_and_goes_on_with_other_ranks(jobs: Jobs, tmp_path: Path) -> None:
     assert len(EXAMPLE.splitlines()) <= 40
     source = "import sys; sys.argv[1:] = map(str, ARGS)\n" + EXAMPLE
@@ -339,6 +342,7 @@ assert "lightning.fabric" not in sys.modules
     processes.finish([processes.start(source)])
 
 
+@pytest.mark.trainers
 def test_a_killed_job_goes_on_without_unickpt_bit_for_bit(jobs: Jobs, tmp_path: Path) -> None:
     source = "from support import lightning_way_back as job; "
     run, ours = tmp_path / "run", tmp_path / "run-unickpt"
@@ -351,6 +355,7 @@ def test_a_killed_job_goes_on_without_unickpt_bit_for_bit(jobs: Jobs, tmp_path: 
     jobs.run(1, f"{source}job.goes_on(*ARGS)", run, tmp_path / "other", tmp_path / "whole")
 
 
+@pytest.mark.trainers
 @pytest.mark.parametrize("kind", ["sharded", "sharded1"])
 def test_a_sharded_job_goes_on_without_unickpt(jobs: Jobs, tmp_path: Path, kind: str) -> None:
     """From one file of all parts: with the strategy itself, and on one process."""

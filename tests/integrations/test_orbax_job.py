@@ -20,6 +20,7 @@ pytest.importorskip("optax")
 EXAMPLE = Path(TESTS).parent.joinpath("examples", "orbax_run.py").read_text()
 
 
+@pytest.mark.trainers
 def test_a_job_that_is_killed_goes_on_with_other_processes(
     processes: Processes, tmp_path: Path
 ) -> None:
@@ -39,6 +40,7 @@ def test_a_job_that_is_killed_goes_on_with_other_processes(
         unickpt.verify(run / f"step_{step}")
 
 
+@pytest.mark.trainers
 def test_a_job_goes_on_from_the_last_step_of_orbax(processes: Processes, tmp_path: Path) -> None:
     pytest.importorskip("orbax.checkpoint")
     run = tmp_path / "run"
@@ -144,6 +146,7 @@ with ocp.CheckpointManager(f"{root}/bad") as run:
 """
 
 
+@pytest.mark.trainers
 def test_several_processes(processes: Processes, tmp_path: Path) -> None:
     pytest.importorskip("grain")
     pytest.importorskip("orbax.checkpoint")
@@ -182,6 +185,7 @@ with ocp.CheckpointManager(sys.argv[1], options=options) as run:
 """
 
 
+@pytest.mark.trainers
 def test_a_job_that_is_told_to_stop_saves_once_more(processes: Processes, tmp_path: Path) -> None:
     outputs = processes.finish(processes.jax(2, 1, PREEMPTED, tmp_path / "run"))
     found = [re.findall(r"^saved (\d+) True$", output, re.M) for output in outputs]

@@ -18,7 +18,8 @@ import unickpt
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytestmark = [
-    pytest.mark.integration,  # imports transformers
+    pytest.mark.integration,
+    pytest.mark.trainers,
     pytest.mark.filterwarnings("ignore:.*mtime may not be reliable.*:UserWarning"),
 ]
 
@@ -247,7 +248,6 @@ def test_what_cannot_be_honoured_is_refused_by_name(
         make(tmp_path, **arguments)
 
 
-@pytest.mark.trainers
 @pytest.mark.parametrize("source", [RANKS, SHARDED], ids=["ddp", "fsdp2"])
 def test_a_killed_job_goes_on_with_another_number_of_ranks(
     processes: Processes, tmp_path: Path, source: str
