@@ -1,0 +1,193 @@
+"""Jobs of Megatron-Core that save into unickpt and load from it: real ranks, real Megatron."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import TESTS
+from support.forks import Ended, Forks
+from support.processes import free_port
+
+import unickpt
+
+if find_spec("megatron") is None:
+    pytest.skip("needs megatron-core", allow_module_level=True)
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.integration
+
+LIMIT_S = 50  # of ranks
+FAILED = "Traceback (most recent call last)"
+RUN = "from support import megatron_job; megatron_job.run(*ARGS)"
+
+
+class Ranks:
+    """Runs scenarios of `support.megatron_job`, on ranks that one process forks, which has imported
+    Megatron."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self._patch = patch
+        patch.setenv("PYTHONPATH", str(TESTS), prepend=":")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("MASTER_ADDR", "127.0.0.1")
+        self.forks = Forks(folder, "support.megatron_job")
+
+    def start(self, count: int, name: str, *arguments: Any, **more: Any) -> list[int]:
+        self._patch.setenv("WORLD_SIZE", str(count))
+        self._patch.setenv("MASTER_PORT", str(free_port()))
+        pids = []
+        for rank in range(count):
+            self._patch.setenv("RANK", str(rank))
+            self._patch.setenv("LOCAL_RANK", str(rank))
+            pids.append(self.forks.start(RUN, name, [*map(_plain, arguments)], more))
+        return pids
+
+    def __call__(self, count: int, name: str, *arguments: Any, **more: Any) -> list[Any]:
+        """What each rank returns."""
+        pids = self.start(count, name, *arguments, **more)
+        ended = self.ended(pids)
+        assert all(one.code == 0 for one in ended), "\n".join(one.out for one in ended)
+        return [one.last for one in ended]
+
+    def ended(self, pids: list[int]) -> list[Ended]:
+        """How ranks ended; the others of one that fails would wait for it."""
+        left, deadline = {*pids}, time.monotonic() + LIMIT_S
+        while left := {pid for pid in left if self.forks.runs(pid)}:
+            if len(left) < len(pids) and any(FAILED in self.forks.said(pid) for pid in pids):
+                deadline = min(deadline, time.monotonic() + 3)
+            if time.monotonic() > deadline:
+                for pid in left:
+                    self.forks.kill(pid)
+            time.sleep(0.02)
+        return self.forks.wait_all(pids)
+
+
+def _plain(argument: Any) -> Any:
+    return str(argument) if isinstance(argument, Path) else argument
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with pytest.MonkeyPatch.context() as patch:
+        made = Ranks(tmp_path_factory.mktemp("out"), patch)
+        yield made
+        made.forks.close()
+
+
+def shape(tp: int = 1, pp: int = 1, form: str = "plain", **more: Any) -> dict[str, Any]:
+    return {"tp": tp, "pp": pp, "form": form, **more}
+
+
+def arrays(path: Path) -> dict[str, np.ndarray[Any, Any]]:
+    opened = unickpt.open(path)
+    return {name: np.asarray(opened[name][...]) for name in opened if "rng_state" not in name}
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert sorted(found) == sorted(expected)
+    for name, array in expected.items():
+        assert found[name].dtype == array.dtype, name
+        assert found[name].shape == array.shape, name
+        assert found[name].tobytes() == array.tobytes(), name
+
+
+STORED = [  # ranks, what, the form in which Megatron itself stores the same by parameter
+    (4, shape(2, 2, bf16=True), "plain"),
+    (4, shape(2, 2, gated=False), "plain"),
+    (4, shape(1, 2, "fully_reshardable", bf16=True), "fully_reshardable"),
+    (4, shape(2, 1, "dp_reshardable", bf16=True), "fully_reshardable"),
+    (4, shape(2, 1, "dp_reshardable", gated=False), "fully_reshardable"),
+    (4, shape(1, 2, "dp_reshardable", experts=4, ep=2), "fully_reshardable"),
+]
+
+
+@pytest.mark.parametrize(("count", "what", "their_form"), STORED, ids=str)
+def test_what_is_stored_is_what_megatron_stores(
+    ranks: Ranks, tmp_path: Path, count: int, what: dict[str, Any], their_form: str
+) -> None:
+    ranks(count, "both", tmp_path / "ours", tmp_path / "theirs", what, their_form, 2)
+    found = arrays(tmp_path / "ours" / "iter_0000002")
+    assert_same(found, arrays(tmp_path / "theirs" / "iter_0000002"))
+    assert any(name.startswith("optimizer.state.exp_avg") for name in found)
+
+
+TRAINED = {  # what a run was, by name: ranks, shape
+    "tp2 pp2": (4, shape(2, 2, bf16=True)),
+    "tp2 dp2 by buckets": (4, shape(2, 1, "dp_reshardable", bf16=True)),
+    "pp2 dp2 by buckets": (4, shape(1, 2, "dp_reshardable")),
+    "dp3 in full": (2, shape(1, 1, "fully_reshardable", bf16=True)),
+    "experts": (4, shape(1, 2, "dp_reshardable", experts=4, ep=2)),
+}
+LOADED = [  # of which, on how many ranks, onto what
+    ("tp2 pp2", 4, shape(4, 1, bf16=True)),
+    ("tp2 pp2", 2, shape(1, 2, bf16=True)),
+    ("tp2 dp2 by buckets", 3, shape(1, 3, "dp_reshardable", bf16=True)),
+    ("tp2 dp2 by buckets", 4, shape(1, 1, "dp_reshardable", bf16=True)),
+    ("pp2 dp2 by buckets", 4, shape(4, 1, "dp_reshardable")),
+    ("dp3 in full", 4, shape(2, 2, "fully_reshardable", bf16=True)),
+    ("experts", 2, shape(1, 1, "dp_reshardable", experts=4)),
+]
+
+
+@pytest.fixture(scope="module")
+def trained(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """The folder of a run that has saved step 2, and its losses."""
+    made: dict[str, Any] = {}
+
+    def of(name: str) -> Any:
+        if name not in made:
+            folder = tmp_path_factory.mktemp("run")
+            count, what = TRAINED[name]
+            ranks(count, "train", folder, what, 2, 2)
+            said = ranks(count, "train", folder, what, 5, 0)
+            made[name] = folder, next(one["losses"] for one in said if one["losses"])
+        return made[name]
+
+    return of
+
+
+@pytest.mark.parametrize(("of", "count", "what"), LOADED, ids=str)
+def test_other_parallel_sizes_hold_the_same_bits(
+    ranks: Ranks,
+    trained: Callable[[str], Any],
+    tmp_path: Path,
+    of: str,
+    count: int,
+    what: dict[str, Any],
+) -> None:
+    folder, losses = trained(of)
+    said = ranks(count, "resave", folder, tmp_path, what, 3)
+    assert_same(arrays(tmp_path / "iter_0000002"), arrays(folder / "iter_0000002"))
+    found = next(one["losses"] for one in said if one["losses"][0] is not None)
+    np.testing.assert_allclose(found, list(losses.values()), rtol=3e-2 if what["bf16"] else 1e-4)
+
+
+WAYS = [  # to save and load
+    {},
+    {"wrapped": True},
+    {"background": True},
+    {"background": True, "wrapped": True, "options": {"staging": "lazy"}},
+]
+
+
+@pytest.mark.parametrize("how", WAYS, ids=str)
+@pytest.mark.parametrize(
+    "what",
+    [shape(2, 1, bf16=True), shape(2, 1, "dp_reshardable", bf16=True), shape(1, 2, experts=4)],
+    ids=str,
+)
+def test_the_same_sizes_go_on_bit_for_bit(
+    ranks: Ranks, tmp_path: Path, what: dict[str, Any], how: dict[str, Any]
+) -> None:
+    expected = ranks(4, "train", tmp_path / "none", what, 6, 0)
+    ranks(4, "train", tmp_path / "run", what, 4, 2, **how)
+    found = ranks(4, "train", tmp_path / "run", what, 6, 0, **how)
+    for one, whole in zip(found, expected, strict=True):
+        assert one["first"] == 5
+        last = {step: loss for step, loss in whole["losses"].items() if int(step) > 4}
+        assert one["losses"] == last
