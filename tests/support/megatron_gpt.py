@@ -61,9 +61,10 @@ class Shape:
     gated: bool = True
 
     @property
-    def metadata(self) -> dict[str, Any] | None:
+    def metadata(self) -> dict[str, Any]:
         """As Megatron-LM gives it to `sharded_state_dict`."""
-        return None if self.form == "plain" else {"distrib_optim_sharding_type": self.form}
+        form = {} if self.form == "plain" else {"distrib_optim_sharding_type": self.form}
+        return {**form, "chained_optim_avoid_prefix": True}
 
 
 # --- Megatron without an accelerator --------------------------------------------------------------
@@ -103,10 +104,12 @@ def start() -> None:
     fill = DistributedOptimizer._set_main_param_and_optimizer_states
 
     def fill_but_step(self: Any, parameter: Any, tensors: Any) -> None:
-        # torch's AdamW has a step for each parameter, Transformer Engine's has none.
+        # torch's AdamW has a step for each parameter, Transformer Engine's has none. That of
+        # `tensors` is from before the load.
         group, number = self.model_param_group_index_map[parameter]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][number]]
-        fill(self, parameter, {"step": state["step"], **tensors})
+        with torch.no_grad():
+            fill(self, parameter, {**tensors, "step": state["step"]})
 
     DistributedOptimizer._set_main_param_and_optimizer_states = fill_but_step
 
@@ -189,13 +192,19 @@ class Trainer:
                         "exp_avg_sq": torch.zeros_like(parameter),
                     }
 
+    def unshare_steps(self) -> None:
+        """Gives each parameter its own step again, which Megatron without Transformer Engine has
+        them share when it loads, so that each parameter counts for all."""
+        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            for state in part.optimizer.state.values():
+                state["step"] = state["step"].clone()
+
     def sharded(self, loading: bool) -> dict[str, Any]:
         """The sharded state dicts of the model and of the optimizer."""
-        metadata = self.shape.metadata
-        given = None if metadata is None else dict(metadata)
-        model = self.model.sharded_state_dict(metadata=given)
-        more = {} if metadata is None else {"metadata": dict(metadata)}
-        optimizer = self.optimizer.sharded_state_dict(model, is_loading=loading, **more)
+        model = self.model.sharded_state_dict(metadata=self.shape.metadata)
+        optimizer = self.optimizer.sharded_state_dict(
+            model, is_loading=loading, metadata=self.shape.metadata
+        )
         return {"model": model, "optimizer": optimizer}
 
 

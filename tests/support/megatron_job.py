@@ -170,6 +170,7 @@ class Job:
         )
         self.trainer.model.load_state_dict(found["model"], strict=False)
         self.trainer.optimizer.load_state_dict(found["optimizer"])
+        self.trainer.unshare_steps()
         assert found["iteration"] == step, (found["iteration"], step)
         assert found["args"].names == ["a", None], found["args"]
         if with_rng:
