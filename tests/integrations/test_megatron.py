@@ -191,3 +191,16 @@ def test_the_same_sizes_go_on_bit_for_bit(
         assert one["first"] == 5
         last = {step: loss for step, loss in whole["losses"].items() if int(step) > 4}
         assert one["losses"] == last
+
+
+@pytest.mark.parametrize(("count", "onto"), [(2, 2), (4, 2), (1, 4)])
+def test_values_of_all_kinds(ranks: Ranks, tmp_path: Path, count: int, onto: int) -> None:
+    ranks(count, "write values", tmp_path, opaque=True)
+    ranks(onto, "read values", tmp_path, objects=onto == count)
+    ranks(onto, "read values", tmp_path, objects=False, opaque=True, unpickle=True)
+    found = arrays(tmp_path)
+    np.testing.assert_array_equal(found["gates"], np.arange(24.0).reshape(8, 3))
+    np.testing.assert_array_equal(found["stacked"], np.arange(60.0).reshape(4, 5, 3))
+    tree = unickpt.load(tmp_path)
+    assert tree["common"]["iteration"] == 7
+    assert tree["own"][f"shard_0_{count}"]["values"][1] == (1, (2, [0]), {})

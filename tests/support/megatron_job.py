@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
+from support import megatron_values
 from support.megatron_gpt import SAMPLES, VOCABULARY, Shape, Trainer, batch, start
 
 import unickpt
@@ -37,7 +38,10 @@ from unickpt.integrations.megatron import LoadStrategy, SaveStrategy
 LATEST = "latest_checkpointed_iteration.txt"
 ASKS = hasattr(megatron_torch, "get_async_strategy")
 """Whether this Megatron asks which implementation of asynchronous saves to use."""
-SCENARIOS: dict[str, Callable[..., Any]] = {}
+SCENARIOS: dict[str, Callable[..., Any]] = {
+    "write values": megatron_values.write,
+    "read values": megatron_values.read,
+}
 
 
 def scenario(function: Callable[..., Any]) -> Callable[..., Any]:
