@@ -204,3 +204,62 @@ def test_values_of_all_kinds(ranks: Ranks, tmp_path: Path, count: int, onto: int
     tree = unickpt.load(tmp_path)
     assert tree["common"]["iteration"] == 7
     assert tree["own"][f"shard_0_{count}"]["values"][1] == (1, (2, [0]), {})
+
+
+REFUSED = [  # a mistake; what the first rank, and the second, is told; whether it is in a save
+    ("no optimizer", "pass optimizer=", "pass optimizer=", True),
+    ("class of one rank", "rank 1", "OwnTensor", True),
+    ("object of one rank", "rng_state/shard_0.0_1.2", "LocalNonpersistentObject", True),
+    ("not all are covered", "linear_proj.weight", "linear_proj.weight", True),
+    ("one asks for more", "rank 1 could not load", "model.more", False),
+    ("another shape", "word_embeddings.weight", "[14, 16]", False),
+    ("common of another save", "later save into this folder", "rank 0 could not load", False),
+    ("later version", "version 2", "version 2", False),
+    ("no optimizer to load", "LoadStrategy(optimizer=optimizer)", "pass optimizer=", False),
+]
+
+
+@pytest.mark.parametrize(("what", "first", "second", "saving"), REFUSED, ids=str)
+def test_mistakes_are_said(
+    ranks: Ranks, tmp_path: Path, what: str, first: str, second: str, saving: bool
+) -> None:
+    said = ranks(2, "refuse", tmp_path, shape(2, 1, "dp_reshardable"), what)
+    assert first in said[0], said
+    assert second in said[1], said
+    if saving:  # Megatron writes common.pt before it calls a strategy
+        left = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+        assert left in ([], ["common.pt"]), left
+
+
+def test_a_run_of_megatron_goes_on_in_its_folder(ranks: Ranks, tmp_path: Path) -> None:
+    what = shape(2, 1, "fully_reshardable", bf16=True)
+    expected = ranks(4, "train", tmp_path / "none", what, 4, 0)[0]["losses"]
+    said = ranks(4, "change_over", tmp_path / "run", what)[0]
+    assert said["first"] == 3
+    assert said["again"]["first"] == 3
+    last = {step: expected[step] for step in ("3", "4")}
+    assert said["losses"] == said["again"]["losses"] == last
+    assert not any(name.endswith(".distcp") or name == ".metadata" for name in said["left"])
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_job_killed_while_it_saves_goes_on_from_the_step_before(
+    ranks: Ranks, tmp_path: Path, background: bool
+) -> None:
+    what = shape(2, 2, bf16=True, hidden=256)
+    expected = ranks(4, "train", tmp_path / "none", what, 6, 0)[2]["losses"]
+    run = tmp_path / "run"
+    pids = ranks.start(4, "train", run, what, 6, 2, background=background)
+    parts = run / "iter_0000004"
+    while not (parts.is_dir() and any(path.is_file() for path in parts.rglob("*"))):
+        assert all(map(ranks.forks.runs, pids)), ranks.ended(pids)
+        time.sleep(0.002)
+    for pid in pids:
+        ranks.forks.kill(pid)
+    ranks.ended(pids)
+    latest = int((run / "latest_checkpointed_iteration.txt").read_text())
+    assert latest == 2
+    found = ranks(4, "train", run, what, 6, 2, background=background, load=None)[2]
+    assert found["first"] == latest + 1
+    assert found["losses"] == {n: x for n, x in expected.items() if int(n) > latest}
+    assert unickpt.verify(run / "iter_0000006").ok

@@ -223,3 +223,79 @@ def both(ours: str, theirs: str, shape: dict[str, Any], their_form: str, steps: 
     job.folder, job._save, job._strategy = Path(theirs), "theirs", None
     job.trainer.shape = replace(job.shape, form=their_form)
     job.save(steps)
+
+
+@scenario
+def change_over(folder: str, shape: dict[str, Any]) -> Any:
+    """Megatron saves; ours go on, and overwrite a step; Megatron loads no more, ours do."""
+    Job(folder, shape, save="theirs", load="theirs").train(2, 2)
+    said = Job(folder, shape, load=None).train(4, 1)
+    (Path(folder) / LATEST).write_text("2")
+    dist.barrier()
+    job = Job(folder, shape)
+    step = job.load()
+    job.save(step)
+    left = sorted(os.listdir(job.path(2)))
+    again = Job(folder, shape, load=None).train(4, 0)
+    return {"first": said["first"], "losses": said["losses"], "again": again, "left": left}
+
+
+@scenario
+def refuse(folder: str, shape: dict[str, Any], what: str) -> str:
+    """Mistakes; returns the error."""
+    job, rank = Job(folder, shape), dist.get_rank()
+    job.trainer.step(1)
+    os.makedirs(job.path(1), exist_ok=True)
+    state = job.state(1, loading=False)
+    try:
+        _mistake(what, job, state, rank)
+    except Exception as error:
+        return f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}"
+    return "nothing"
+
+
+class OwnTensor(torch.Tensor):
+    """As those of quantised parameters."""
+
+
+def _mistake(what: str, job: Job, state: dict[str, Any], rank: int) -> None:
+    path = job.path(1)
+    if what == "no optimizer":
+        dist_checkpointing.save(state, path, SaveStrategy())
+    elif what == "class of one rank":
+        (first, *_), model = state["model"], state["model"]
+        if rank == 1:
+            model[first].data = model[first].data.detach().as_subclass(OwnTensor)
+        dist_checkpointing.save(state, path, job.save_strategy())
+    elif what == "object of one rank":
+        state["rng_state"].data = lambda: 0
+        dist_checkpointing.save(state, path, job.save_strategy())
+    elif what == "not all are covered":
+        for name in [n for n in state["model"] if rank == 1 and n.endswith("proj.weight")]:
+            del state["model"][name]
+        dist_checkpointing.save(
+            state, path, job.save_strategy(), validate_access_integrity=False
+        )
+    else:
+        job.save(1)
+        dist.barrier()
+        asked = job.state(1, loading=True)
+        if what == "one asks for more" and rank == 1:
+            more = ShardedTensor.from_rank_offsets("model.more", torch.zeros(3))
+            asked["model"]["more"] = more
+        elif what == "another shape":
+            model = asked["model"]
+            name = next(n for n in model if n.endswith("word_embeddings.weight"))
+            grid = (0, rank, job.shape.tp)
+            model[name] = ShardedTensor.from_rank_offsets(model[name].key, torch.zeros(7, 16), grid)
+        elif what == "common of another save" and rank == 0:
+            torch.save({"iteration": 9}, Path(path) / "common.pt")
+        elif what == "later version" and rank == 0:
+            config = Path(path) / "metadata.json"
+            config.write_text(config.read_text().replace('version": 1', 'version": 2', 1))
+        dist.barrier()
+        if what == "no optimizer to load":
+            dist_checkpointing.load(asked, path)
+        dist_checkpointing.load(
+            asked, path, job.load_strategy(), validate_access_integrity=False
+        )
