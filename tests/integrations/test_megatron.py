@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.integration
 LIMIT_S = 50  # of ranks
 FAILED = "Traceback (most recent call last)"
 RUN = "from support import megatron_job; megatron_job.run(*ARGS)"
+FSDP2 = "from support import small_gpt; small_gpt.run(*ARGS)"
 
 
 class Ranks:
@@ -38,18 +40,23 @@ class Ranks:
         self.forks = Forks(folder, "support.megatron_job")
 
     def start(self, count: int, name: str, *arguments: Any, **more: Any) -> list[int]:
+        return self.run(count, RUN, name, [*map(_plain, arguments)], more)
+
+    def run(self, count: int, source: str, *arguments: Any) -> list[int]:
         self._patch.setenv("WORLD_SIZE", str(count))
         self._patch.setenv("MASTER_PORT", str(free_port()))
         pids = []
         for rank in range(count):
             self._patch.setenv("RANK", str(rank))
             self._patch.setenv("LOCAL_RANK", str(rank))
-            pids.append(self.forks.start(RUN, name, [*map(_plain, arguments)], more))
+            pids.append(self.forks.start(source, *map(_plain, arguments)))
         return pids
 
     def __call__(self, count: int, name: str, *arguments: Any, **more: Any) -> list[Any]:
         """What each rank returns."""
-        pids = self.start(count, name, *arguments, **more)
+        return self.said(self.start(count, name, *arguments, **more))
+
+    def said(self, pids: list[int]) -> list[Any]:
         ended = self.ended(pids)
         assert all(one.code == 0 for one in ended), "\n".join(one.out for one in ended)
         return [one.last for one in ended]
@@ -117,6 +124,7 @@ def test_what_is_stored_is_what_megatron_stores(
 
 
 TRAINED = {  # what a run was, by name: ranks, shape
+    "tp2 pp2 float32": (4, shape(2, 2)),
     "tp2 pp2": (4, shape(2, 2, bf16=True)),
     "tp2 dp2 by buckets": (4, shape(2, 1, "dp_reshardable", bf16=True)),
     "pp2 dp2 by buckets": (4, shape(1, 2, "dp_reshardable")),
@@ -167,6 +175,36 @@ def test_other_parallel_sizes_hold_the_same_bits(
     np.testing.assert_allclose(found, list(losses.values()), rtol=3e-2 if "bf16" in what else 1e-4)
 
 
+@pytest.mark.parametrize("of", ["tp2 pp2 float32", "pp2 dp2 by buckets"])
+def test_it_goes_on_in_fsdp2(
+    ranks: Ranks, trained: Callable[[str], Any], tmp_path: Path, of: str
+) -> None:
+    folder, losses = trained(of)
+    stored = folder / "iter_0000002"
+    said = ranks.said(ranks.run(2, FSDP2, stored, tmp_path / "fsdp2", 3, 5))
+    np.testing.assert_allclose(said[0], list(losses.values()), rtol=1e-4)
+    found, expected = arrays(tmp_path / "fsdp2"), arrays(stored)
+    seen = 0
+    for name, array in found.items():
+        key, _, slot = name.removeprefix("optim/state/").rpartition("/")
+        if name.startswith("model/"):
+            key, slot = name.removeprefix("model/"), ""
+        elif slot not in ("exp_avg", "exp_avg_sq"):
+            continue
+        layer = re.search(r"layers\.(\d+)\.", key)
+        of_megatron = re.sub(r"layers\.\d+\.", "layers.", key)
+        for norm, before in NORMS.items():
+            of_megatron = of_megatron.replace(norm, before)
+        whole = expected[f"optimizer.state.{slot}.{of_megatron}" if slot else of_megatron]
+        assert array.tobytes() == (whole[int(layer[1])] if layer else whole).tobytes(), name
+        seen += 1
+    assert seen == 3 * 36  # parameters, and their moments
+
+
+NORMS = {  # of a layer, as Megatron calls them in checkpoints
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
 WAYS = [  # to save and load
     {},
     {"wrapped": True},

@@ -32,9 +32,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
-
-LENGTH, VOCABULARY, SAMPLES = 8, 64, 4  # of a sequence; of words; sequences in each step
-
+from support.small_gpt import LENGTH, SAMPLES, VOCABULARY, batch
 
 @dataclass(frozen=True)
 class Shape:
@@ -217,6 +215,7 @@ def _config(shape: Shape, dtype: torch.dtype) -> TransformerConfig:
         num_query_groups=4,
         use_cpu_initialization=True,
         gated_linear_unit=shape.gated,
+        activation_func=torch.nn.functional.silu,
         add_bias_linear=not shape.gated,
         num_moe_experts=shape.experts or None,
         tensor_model_parallel_size=shape.tp,
@@ -253,13 +252,6 @@ def _initial(key: str, shape: tuple[int, ...]) -> torch.Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
     drawn = torch.randn(shape, generator=generator) * 0.1
     return drawn + 1 if "norm" in key and key.endswith("weight") else drawn
-
-
-def batch(step: int, sample: int) -> dict[str, torch.Tensor]:
-    """A sequence of a step."""
-    generator = torch.Generator().manual_seed(step * SAMPLES + sample)
-    words = torch.randint(0, VOCABULARY, (1, LENGTH + 1), generator=generator)
-    return {"tokens": words[:, :-1].contiguous(), "labels": words[:, 1:].contiguous()}
 
 
 def _batches(step: int) -> Iterator[dict[str, torch.Tensor]]:

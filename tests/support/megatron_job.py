@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from support import megatron_values
-from support.megatron_gpt import SAMPLES, VOCABULARY, Shape, Trainer, batch, start
+from support.megatron_gpt import Shape, Trainer, start
 
 import unickpt
 from unickpt.integrations.megatron import LoadStrategy, SaveStrategy
