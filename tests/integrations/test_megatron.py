@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ if find_spec("megatron") is None:
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.integration
 
+OLD = version("megatron-core") < "0.14"  # which has flattened ranges
+BUCKETS = "fully_sharded_model_space" if OLD else "dp_reshardable"
+IN_FULL = "fully_sharded_model_space" if OLD else "fully_reshardable"
 LIMIT_S = 50  # of ranks
 FAILED = "Traceback (most recent call last)"
 RUN = "from support import megatron_job; megatron_job.run(*ARGS)"
@@ -106,10 +110,10 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 STORED = [  # ranks, what, the form in which Megatron itself stores the same by parameter
     (4, shape(2, 2, bf16=True), "plain"),
     (4, shape(2, 2, gated=False), "plain"),
-    (4, shape(1, 2, "fully_reshardable", bf16=True), "fully_reshardable"),
-    (4, shape(2, 1, "dp_reshardable", bf16=True), "fully_reshardable"),
-    (4, shape(2, 1, "dp_reshardable", gated=False), "fully_reshardable"),
-    (4, shape(1, 2, "dp_reshardable", experts=4, ep=2), "fully_reshardable"),
+    (4, shape(1, 2, IN_FULL, bf16=True), IN_FULL),
+    (4, shape(2, 1, BUCKETS, bf16=True), IN_FULL),
+    (4, shape(2, 1, BUCKETS, gated=False), IN_FULL),
+    (4, shape(1, 2, BUCKETS, experts=4, ep=2), IN_FULL),
 ]
 
 
@@ -126,19 +130,19 @@ def test_what_is_stored_is_what_megatron_stores(
 TRAINED = {  # what a run was, by name: ranks, shape
     "tp2 pp2 float32": (4, shape(2, 2)),
     "tp2 pp2": (4, shape(2, 2, bf16=True)),
-    "tp2 dp2 by buckets": (4, shape(2, 1, "dp_reshardable", bf16=True)),
-    "pp2 dp2 by buckets": (4, shape(1, 2, "dp_reshardable")),
-    "dp3 in full": (2, shape(1, 1, "fully_reshardable", bf16=True)),
-    "experts": (4, shape(1, 2, "dp_reshardable", experts=4, ep=2)),
+    "tp2 dp2 by buckets": (4, shape(2, 1, BUCKETS, bf16=True)),
+    "pp2 dp2 by buckets": (4, shape(1, 2, BUCKETS)),
+    "dp3 in full": (2, shape(1, 1, IN_FULL, bf16=True)),
+    "experts": (4, shape(1, 2, BUCKETS, experts=4, ep=2)),
 }
 LOADED = [  # of which, on how many ranks, onto what
     ("tp2 pp2", 4, shape(4, 1, bf16=True)),
     ("tp2 pp2", 2, shape(1, 2, bf16=True)),
-    ("tp2 dp2 by buckets", 4, shape(1, 4, "dp_reshardable", bf16=True)),
-    ("tp2 dp2 by buckets", 4, shape(1, 1, "dp_reshardable", bf16=True)),
-    ("pp2 dp2 by buckets", 4, shape(4, 1, "dp_reshardable")),
-    ("dp3 in full", 4, shape(2, 2, "fully_reshardable", bf16=True)),
-    ("experts", 4, shape(1, 1, "dp_reshardable", experts=4, ep=4)),
+    ("tp2 dp2 by buckets", 4, shape(1, 4, BUCKETS, bf16=True)),
+    ("tp2 dp2 by buckets", 4, shape(1, 1, BUCKETS, bf16=True)),
+    ("pp2 dp2 by buckets", 4, shape(4, 1, BUCKETS)),
+    ("dp3 in full", 4, shape(2, 2, IN_FULL, bf16=True)),
+    ("experts", 4, shape(1, 1, BUCKETS, experts=4, ep=4)),
 ]
 
 
@@ -216,7 +220,7 @@ WAYS = [  # to save and load
 @pytest.mark.parametrize("how", WAYS, ids=str)
 @pytest.mark.parametrize(
     "what",
-    [shape(2, 1, bf16=True), shape(2, 1, "dp_reshardable", bf16=True), shape(1, 2, experts=4)],
+    [shape(2, 1, bf16=True), shape(2, 1, BUCKETS, bf16=True), shape(1, 2, experts=4)],
     ids=str,
 )
 def test_the_same_sizes_go_on_bit_for_bit(
@@ -261,7 +265,7 @@ REFUSED = [  # a mistake; what the first rank, and the second, is told; whether 
 def test_mistakes_are_said(
     ranks: Ranks, tmp_path: Path, what: str, first: str, second: str, saving: bool
 ) -> None:
-    said = ranks(2, "refuse", tmp_path, shape(2, 1, "dp_reshardable"), what)
+    said = ranks(2, "refuse", tmp_path, shape(2, 1, BUCKETS), what)
     assert first in said[0], said
     assert second in said[1], said
     if saving:  # Megatron writes common.pt before it calls a strategy
@@ -270,7 +274,7 @@ def test_mistakes_are_said(
 
 
 def test_a_run_of_megatron_goes_on_in_its_folder(ranks: Ranks, tmp_path: Path) -> None:
-    what = shape(2, 1, "fully_reshardable", bf16=True)
+    what = shape(2, 1, IN_FULL, bf16=True)
     expected = ranks(4, "train", tmp_path / "none", what, 4, 0)[0]["losses"]
     said = ranks(4, "change_over", tmp_path / "run", what)[0]
     assert said["first"] == 3
