@@ -26,7 +26,7 @@ pytestmark = pytest.mark.integration
 OLD = version("megatron-core") < "0.14"  # which has flattened ranges
 BUCKETS = "fully_sharded_model_space" if OLD else "dp_reshardable"
 IN_FULL = "fully_sharded_model_space" if OLD else "fully_reshardable"
-LIMIT_S = 50  # of ranks
+LIMIT_S = 240  # of ranks
 FAILED = "Traceback (most recent call last)"
 RUN = "from support import megatron_job; megatron_job.run(*ARGS)"
 FSDP2 = "from support import small_gpt; small_gpt.run(*ARGS)"
@@ -95,8 +95,10 @@ def shape(tp: int = 1, pp: int = 1, form: str = "plain", **more: Any) -> dict[st
 
 
 def arrays(path: Path) -> dict[str, np.ndarray[Any, Any]]:
-    opened = unickpt.open(path)
-    return {name: np.asarray(opened[name][...]) for name in opened if "rng_state" not in name}
+    """What is the same with all parallel sizes."""
+    opened, own = unickpt.open(path), ("rng_state", "/param_state/")
+    names = [name for name in opened if not any(of in name for of in own)]
+    return {name: np.asarray(opened[name][...]) for name in names}
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -124,7 +126,7 @@ def test_what_is_stored_is_what_megatron_stores(
     ranks(count, "both", tmp_path / "ours", tmp_path / "theirs", what, their_form, 2)
     found = arrays(tmp_path / "ours" / "iter_0000002")
     assert_same(found, arrays(tmp_path / "theirs" / "iter_0000002"))
-    assert any(name.startswith("optimizer.state.exp_avg") for name in found)
+    assert any("optimizer.state.exp_avg." in name for name in found)
 
 
 TRAINED = {  # what a run was, by name: ranks, shape
@@ -261,7 +263,11 @@ REFUSED = [  # a mistake; what the first rank, and the second, is told; whether 
 ]
 
 
-@pytest.mark.parametrize(("what", "first", "second", "saving"), REFUSED, ids=str)
+@pytest.mark.parametrize(
+    ("what", "first", "second", "saving"),
+    [each for each in REFUSED if not (OLD and each[0].startswith("no optimizer"))],
+    ids=str,
+)
 def test_mistakes_are_said(
     ranks: Ranks, tmp_path: Path, what: str, first: str, second: str, saving: bool
 ) -> None:
