@@ -2,6 +2,7 @@
 
 The columns of a layer are on the ranks. Started again, on 1, 2 or 4 of them, it goes on."""
 
+import glob
 import os
 import sys
 
@@ -25,9 +26,10 @@ def state(step: int) -> dict[str, object]:
     return {"weight": ShardedTensor.from_rank_offsets("weight", weight.data, at), "step": step}
 
 
-step, folders = 0, sorted(os.listdir(run)) if os.path.isdir(run) else []
-if folders:  # unlike Megatron-LM's, this file system has no file that names the latest
-    step = dist_checkpointing.load(state(0), f"{run}/{folders[-1]}", load)["step"]
+step = 0
+complete = sorted(glob.glob(f"{run}/*/metadata.json"))  # which Megatron writes last
+if complete:
+    step = dist_checkpointing.load(state(0), os.path.dirname(complete[-1]), load)["step"]
 while step < steps:
     step += 1
     optimizer.zero_grad()

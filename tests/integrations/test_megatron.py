@@ -29,6 +29,7 @@ IN_FULL = "fully_sharded_model_space" if OLD else "fully_reshardable"
 LIMIT_S = 240  # of ranks
 FAILED = "Traceback (most recent call last)"
 RUN = "from support import megatron_job; megatron_job.run(*ARGS)"
+EXAMPLE = Path(TESTS).parent.joinpath("examples", "megatron_job.py").read_text()
 FSDP2 = "from support import small_gpt; small_gpt.run(*ARGS)"
 
 
@@ -311,3 +312,14 @@ def test_a_job_killed_while_it_saves_goes_on_from_the_step_before(
     assert found["first"] == latest + 1
     assert found["losses"] == {n: x for n, x in expected.items() if int(n) > latest}
     assert unickpt.verify(run / "iter_0000006").ok
+
+
+def test_the_example_goes_on_on_other_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    source = "import sys; sys.argv[1:] = ARGS\n" + EXAMPLE
+    for count, steps, done in ((4, "2", (1, 2)), (2, "4", (3, 4))):
+        ended = ranks.ended(ranks.run(count, source, tmp_path, steps))
+        for one in ended:
+            assert one.code == 0, one.out
+            assert one.out.splitlines()[-2:] == [f"step {step}" for step in done]
+    found = unickpt.load(tmp_path / "0000004")
+    assert found["weight"].shape == (8, 16)
