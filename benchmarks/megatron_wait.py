@@ -3,9 +3,9 @@
     python benchmarks/megatron_wait.py                 # 2 ranks, 256 MiB of training state
     python benchmarks/megatron_wait.py --mib 1024 --ranks 4
 
-One job, with real ranks (gloo), whose layers have a part of their columns on each. In each round
-every contender takes a turn, in an order shuffled anew: `dist_checkpointing.save` after a step, when
-nothing is in flight, then a step. Round 0 warms up, is not counted, and checks what each contender
+One job, with real ranks (gloo), each of which has some columns of each layer. In each round every
+contender takes a turn, in an order shuffled anew: `dist_checkpointing.save` after a step, with
+nothing in flight, then a step. Round 0 warms up, is not counted, and checks what each contender
 loads. Medians of seconds of the slowest rank.
 
 waits: the call, and handing it to Megatron's queue. step: the step after it, less one without a

@@ -32,7 +32,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
+
 from support.small_gpt import LENGTH, SAMPLES, VOCABULARY, batch
+
 
 @dataclass(frozen=True)
 class Shape:

@@ -5,23 +5,19 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from argparse import Namespace
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
     ShardedTensor,
-    ShardedTensorFactory,
 )
 from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
@@ -29,10 +25,10 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
-from support import megatron_values
-from support.megatron_gpt import Shape, Trainer, start
 
 import unickpt
+from support import megatron_values
+from support.megatron_gpt import Shape, Trainer, start
 from unickpt.integrations.megatron import LoadStrategy, SaveStrategy
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -273,9 +269,7 @@ def _mistake(what: str, job: Job, state: dict[str, Any], rank: int) -> None:
     elif what == "not all are covered":
         for name in [n for n in state["model"] if rank == 1 and n.endswith("proj.weight")]:
             del state["model"][name]
-        dist_checkpointing.save(
-            state, path, job.save_strategy(), validate_access_integrity=False
-        )
+        dist_checkpointing.save(state, path, job.save_strategy(), validate_access_integrity=False)
     else:
         job.save(1)
         dist.barrier()
@@ -296,6 +290,4 @@ def _mistake(what: str, job: Job, state: dict[str, Any], rank: int) -> None:
         dist.barrier()
         if what == "no optimizer to load":
             dist_checkpointing.load(asked, path)
-        dist_checkpointing.load(
-            asked, path, job.load_strategy(), validate_access_integrity=False
-        )
+        dist_checkpointing.load(asked, path, job.load_strategy(), validate_access_integrity=False)

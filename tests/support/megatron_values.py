@@ -45,7 +45,7 @@ def whole(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
 
 
 def tensors(filled: bool) -> dict[str, Any]:
-    """Tensors in a grid, stacked, replicated, by factories, and, where there are such, flattened."""
+    """Tensors in a grid, stacked, replicated, by factories; flattened, where there are such."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
     def given(tensor: torch.Tensor) -> torch.Tensor:

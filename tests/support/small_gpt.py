@@ -128,8 +128,8 @@ def batch(step: int, sample: int) -> dict[str, torch.Tensor]:
 
 
 def run(folder: str, again: str, first: int, last: int) -> None:
-    """A rank of FSDP2 that goes on with a checkpoint of Megatron's job, saved by unickpt. Saves what
-    it has loaded, and prints its losses as a line of JSON."""
+    """A rank of FSDP2 that goes on with what a job of Megatron has saved. Saves what it has loaded,
+    and prints its losses as a line of JSON."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -77,9 +77,8 @@ class LoadStrategy(megatron_torch.TorchDistLoadShardedStrategy):
         """
         if loaded_version != VERSION:
             raise UnsupportedFormat(
-                f"metadata.json says version {loaded_version} of its sharded_backend, and this is "
-                f"written for version {VERSION}; load it with the unickpt that saved it, or a later "
-                "one"
+                f"metadata.json says version {loaded_version} of the sharded_backend, and this "
+                f"unickpt knows version {VERSION}; load it with that which saved it, or a later one"
             )
 
     def load(
