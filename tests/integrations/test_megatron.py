@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -255,6 +256,7 @@ REFUSED = [  # a mistake; what the first rank, and the second, is told; whether 
     ("no optimizer", "pass optimizer=", "pass optimizer=", True),
     ("class of one rank", "rank 1", "OwnTensor", True),
     ("object of one rank", "rng_state/shard_0.0_1.2", "LocalNonpersistentObject", True),
+    ("object in the background", "rng_state/shard_0.0_1.2", "LocalNonpersistentObject", True),
     ("not all are covered", "linear_proj.weight", "linear_proj.weight", True),
     ("one asks for more", "rank 1 could not load", "model.more", False),
     ("another shape", "word_embeddings.weight", "[14, 16]", False),
@@ -291,6 +293,15 @@ def test_a_run_of_megatron_goes_on_in_its_folder(ranks: Ranks, tmp_path: Path) -
     assert not any(name.endswith(".distcp") or name == ".metadata" for name in said["left"])
 
 
+def commands() -> list[list[str]]:
+    """The command lines of all processes."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            found.append(path.read_text().split("\0"))
+    return found
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_a_job_killed_while_it_saves_goes_on_from_the_step_before(
     ranks: Ranks, tmp_path: Path, background: bool
@@ -306,6 +317,10 @@ def test_a_job_killed_while_it_saves_goes_on_from_the_step_before(
     for pid in pids:
         ranks.forks.kill(pid)
     ranks.ended(pids)
+    deadline = time.monotonic() + 30
+    while any(str(pid) in each for pid in pids for each in commands()):  # who waits for a save
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     latest = int((run / "latest_checkpointed_iteration.txt").read_text())
     assert latest == 2
     found = ranks(4, "train", run, what, 6, 2, background=background, load=None)[2]

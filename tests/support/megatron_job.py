@@ -266,6 +266,17 @@ def _mistake(what: str, job: Job, state: dict[str, Any], rank: int) -> None:
     elif what == "object of one rank":
         state["rng_state"].data = lambda: 0
         dist_checkpointing.save(state, path, job.save_strategy())
+    elif what == "object in the background":
+        state["rng_state"].data = lambda: 0
+        request = dist_checkpointing.save(
+            state,
+            path,
+            job.save_strategy(),
+            async_sharded_save=True,
+            **({"async_strategy": "mcore"} if ASKS else {}),
+        )
+        job.queue.schedule_async_request(request)
+        job.queue.maybe_finalize_async_calls(blocking=True)
     elif what == "not all are covered":
         for name in [n for n in state["model"] if rank == 1 and n.endswith("proj.weight")]:
             del state["model"][name]
