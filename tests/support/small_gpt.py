@@ -1,11 +1,22 @@
-"""A GPT of plain torch with the parameters of Megatron's `GPTModel`, as support/megatron_job.py
+"""A GPT of plain torch with the parameters of Megatron's `GPTModel`, as support/megatron_gpt.py
 trains it: layer norms, rotary positions, SwiGLU, no biases."""
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+
+import unickpt
+from unickpt.adapters.torch import NamedOptimizer
+
+LENGTH, VOCABULARY, SAMPLES = 8, 64, 4  # of a sequence; of words; sequences in each step
 
 
 class Weight(nn.Module):
@@ -107,3 +118,45 @@ class SmallGpt(nn.Module):
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         logits = self.output_layer(self.decoder(self.embedding(tokens)))
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def batch(step: int, sample: int) -> dict[str, torch.Tensor]:
+    """A sequence of a step."""
+    generator = torch.Generator().manual_seed(step * SAMPLES + sample)
+    words = torch.randint(0, VOCABULARY, (1, LENGTH + 1), generator=generator)
+    return {"tokens": words[:, :-1].contiguous(), "labels": words[:, 1:].contiguous()}
+
+
+def run(folder: str, again: str, first: int, last: int) -> None:
+    """A rank of FSDP2 that goes on with what a job of Megatron has saved. Saves what it has loaded,
+    and prints its losses as a line of JSON."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
+    model = SmallGpt(layers=4, hidden=16, heads=4, words=VOCABULARY)
+    for part in (*model.decoder.layers, model):
+        fully_shard(part, mesh=mesh)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    groups: Any = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.01)
+    state = {"model": model, "optim": NamedOptimizer(optimizer, model)}
+    unickpt.load(folder, state, rules=unickpt.Rules.preset("megatron"))
+    unickpt.save(again, state)
+    losses = []
+    for step in range(first, last + 1):
+        total = 0.0
+        for sample in range(rank, SAMPLES, ranks):
+            loss = model.loss(**batch(step, sample))
+            (loss * ranks / SAMPLES).backward()
+            total += float(loss.detach()) / SAMPLES
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = torch.tensor(total)
+        dist.all_reduce(mean)
+        losses.append(float(mean))
+    print(json.dumps(losses), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()

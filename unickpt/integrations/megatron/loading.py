@@ -17,13 +17,13 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
 
 from unickpt.arrays.box import Box
-from unickpt.errors import LoadMismatch, ProcessFailed
+from unickpt.errors import LoadMismatch, ProcessFailed, UnsupportedFormat
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.process_group import current_group, within
 from unickpt.integrations.megatron import common, objects
 from unickpt.integrations.megatron.optimizers import Buckets, is_bucket, is_geometry
 from unickpt.integrations.megatron.pieces import Piece, pieces_of
-from unickpt.integrations.megatron.saving import BACKEND, fragments, place
+from unickpt.integrations.megatron.saving import BACKEND, VERSION, fragments, place
 from unickpt.integrations.megatron.stored import StoredItems
 from unickpt.loading import loader
 from unickpt.reading import checkpoint
@@ -68,6 +68,18 @@ class LoadStrategy(megatron_torch.TorchDistLoadShardedStrategy):
         self.options = LoadOptions.or_default(options)
         self._cast, self._unpickle = cast, unpickle
         self._buckets = Buckets(optimizer, metadata, type(self).__name__)
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """Called with what `metadata.json` says; ours and Megatron's both have version 1.
+
+        Raises:
+            UnsupportedFormat: it is a later version.
+        """
+        if loaded_version != VERSION:
+            raise UnsupportedFormat(
+                f"metadata.json says version {loaded_version} of the sharded_backend, and this "
+                f"unickpt knows version {VERSION}; load it with that which saved it, or a later one"
+            )
 
     def load(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path, *megatrons: Any

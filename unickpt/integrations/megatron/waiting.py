@@ -7,13 +7,21 @@ for a message; the save itself runs on threads of the training process, which ow
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import suppress
-from multiprocessing import Pipe
+from multiprocessing import Pipe, current_process
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 
 from unickpt.saving.background import PendingSave
 
 _LOOKS_S = 1.0
+_PROGRAM = """
+import os, select, sys
+ended, trainer = map(int, sys.argv[1:])
+while not select.select([ended], [], [], 1)[0] and os.getppid() == trainer:
+    pass
+"""
 
 
 def watched(pending: PendingSave) -> tuple[Connection, int]:
@@ -35,6 +43,11 @@ def wait(ended: Connection, trainer: int) -> None:
         ended: where its message comes.
         trainer: the number of the process that saves.
     """
+    if os.getpid() != trainer and isinstance(current_process(), ForkProcess):
+        # As long as it shares the trainer's memory, the trainer's steps copy each page they write.
+        os.set_inheritable(ended.fileno(), True)
+        arguments = [str(ended.fileno()), str(trainer)]
+        os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", _PROGRAM, *arguments])
     while not ended.poll(_LOOKS_S):
         if trainer not in (os.getpid(), os.getppid()):
             return
