@@ -9,9 +9,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import lightning
 import torch
 import torch.distributed as dist
-from accelerate import DistributedType, PartialState
+from accelerate import Accelerator, DeepSpeedPlugin, DistributedType, PartialState
+from accelerate.utils import ProjectConfiguration
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from support.deepspeed_engines import QUICK, Net, main, scenario
 from transformers import (
     GPT2Config,
@@ -21,8 +25,13 @@ from transformers import (
     TrainingArguments,
 )
 
-import unickpt
+from unickpt.integrations.accelerate import load_state, save_state_async
 from unickpt.integrations.deepspeed import checkpoints_of
+from unickpt.integrations.lightning import (
+    ShardedCheckpoints,
+    UnickptCheckpointIO,
+    last_checkpoint,
+)
 from unickpt.integrations.transformers import UnickptCallback, UnickptMixin
 
 SAMPLES = 12  # of an update, on all ranks
@@ -137,6 +146,137 @@ def hf(
     trainer = at.trainer = hf_trainer(folder, stage, dropout=dropout, callbacks=[at])
     trainer.train(resume_from_checkpoint=resume or None)
     return {str(step): loss.hex() for step, loss in trainer.seen.items()}
+
+
+# --- accelerate -----------------------------------------------------------------------------------
+
+
+def _batches() -> torch.utils.data.DataLoader[Any]:
+    generator = torch.Generator().manual_seed(5)
+    texts = torch.randint(0, 13, (8 * SAMPLES, 8), generator=generator)
+    return torch.utils.data.DataLoader(list(texts), SAMPLES // dist.get_world_size())
+
+
+@scenario
+def with_accelerate(folder: str, stage: int, dies: int | None, resume: bool, again: str | None) -> Any:
+    """A loop that saves every step, and dies, or resumes; returns its losses by step."""
+    plugin = DeepSpeedPlugin(hf_ds_config=config(stage))
+    project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
+    accelerator = Accelerator(deepspeed_plugin=plugin, project_config=project)
+    torch.manual_seed(0 if not resume else 9)
+    model = Net()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    model, optimizer, schedule, batches = accelerator.prepare(
+        model, optimizer, schedule, _batches()
+    )
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    if resume:
+        load_state(accelerator)
+    if again is not None:
+        engine = checkpoints_of(model)
+        engine.save_checkpoint(again, tag="again")
+        engine.wait()
+    losses, pending = {}, None
+    for batch in accelerator.skip_first_batches(batches, counter.steps):
+        if counter.steps == dies:
+            _wait_for(Path(folder, "checkpoints", "checkpoint_1"))
+            _die()
+        if counter.steps == 6:
+            break
+        loss = model(batch)
+        accelerator.backward(loss)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        counter.steps += 1
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses[str(counter.steps)] = float(mean / dist.get_world_size()).hex()
+        pending = save_state_async(accelerator, options=QUICK)
+    if pending is not None:
+        pending.result()
+    return losses
+
+
+class Counter:
+    steps = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+# --- Lightning ------------------------------------------------------------------------------------
+
+
+class Strategy(ShardedCheckpoints, DeepSpeedStrategy):
+    """On the CPU, which Lightning refuses and DeepSpeed does not."""
+
+    def setup_environment(self) -> None:
+        super(DeepSpeedStrategy, self).setup_environment()
+
+    def setup_distributed(self) -> None:
+        self.set_world_ranks()
+
+
+class Lit(lightning.LightningModule):
+    """`Net`, with the losses of its steps."""
+
+    def __init__(self, again: str | None, dies: int | None, folder: str) -> None:
+        super().__init__()
+        self.net, self.losses = Net(), dict[str, str]()
+        self.again, self.dies, self.folder = again, dies, folder
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-2)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def training_step(self, batch: Any, number: int) -> Any:
+        if self.again is not None:
+            engine = checkpoints_of(self.trainer.strategy.deepspeed_engine)
+            engine.save_checkpoint(self.again, tag="again")
+            engine.wait()
+            self.again = None
+        if self.global_step == self.dies:
+            _wait_for(Path(self.folder, "step=2.ckpt"))
+            _die()
+        loss = self.net(batch)
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        self.losses[str(self.global_step + 1)] = float(mean / dist.get_world_size()).hex()
+        return loss
+
+
+@scenario
+def with_lightning(folder: str, stage: int, dies: int | None, resume: bool, again: str | None) -> Any:
+    torch.manual_seed(0 if not resume else 9)
+    saving = ModelCheckpoint(
+        folder, "{step}", save_top_k=-1, every_n_train_steps=1, enable_version_counter=False
+    )
+    zero = {"stage": stage, "overlap_comm": False}
+    settings = {"zero_optimization": zero, "zero_allow_untested_optimizer": True}
+    module = Lit(again, dies, folder)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=Strategy(config=settings, process_group_backend="gloo"),
+        plugins=[UnickptCheckpointIO(QUICK)],
+        callbacks=[saving],
+        max_steps=6,
+        logger=False,
+        use_distributed_sampler=True,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, _batches(), ckpt_path=last_checkpoint(folder) if resume else None)
+    return module.losses
 
 
 if __name__ == "__main__":
