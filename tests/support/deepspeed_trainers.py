@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin, DistributedType, PartialState
 from accelerate.utils import ProjectConfiguration
-from deepspeed.runtime.engine import DeepSpeedEngine
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from peft import LoraConfig, get_peft_model
@@ -27,6 +26,7 @@ from transformers import (
     TrainingArguments,
 )
 
+import unickpt
 from unickpt.integrations.accelerate import load_state, save_state_async
 from unickpt.integrations.deepspeed import checkpoints_of
 from unickpt.integrations.lightning import (
@@ -85,8 +85,10 @@ class At(TrainerCallback):
 
     trainer: Any
 
-    def __init__(self, again: str | None, dies: int | None, folder: str) -> None:
-        self.again, self.dies, self.folder = again, dies, folder
+    def __init__(
+        self, again: str | None, dies: int | None, folder: str, saved: str = "step_2"
+    ) -> None:
+        self.again, self.dies, self.saved = again, dies, Path(folder, saved)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.again is not None:  # what was loaded
@@ -95,7 +97,7 @@ class At(TrainerCallback):
             engine.wait()
             self.again = None
         if state.global_step == self.dies:
-            _wait_for(Path(self.folder, "step_2"))
+            _wait_for(self.saved)
             _die()
 
 
@@ -105,11 +107,27 @@ def config(stage: int, **more: Any) -> dict[str, Any]:
     return {**dict.fromkeys(auto, "auto"), "zero_optimization": zero, **more}
 
 
+def gpt2(dropout: float = 0.0, width: int = 8, layers: int = 2, words: int = 16) -> Any:
+    off = {f"{name}_pdrop": dropout for name in ("resid", "embd", "attn")}
+    sizes = {"n_layer": layers, "n_head": 2, "n_embd": width, "vocab_size": words}
+    return GPT2LMHeadModel(GPT2Config(**sizes, n_positions=8, loss_type="ForCausalLM", **off))
+
+
+def adapters(seed: int) -> Any:
+    """A base model, the same with every seed, and adapters."""
+    base = gpt2(width=256, layers=4, words=2048)
+    torch.manual_seed(seed)
+    found = get_peft_model(base, LoraConfig(r=1, target_modules=["c_attn"], fan_in_fan_out=True))
+    for name, param in found.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(param, std=0.01)
+    return found
+
+
 def hf_trainer(
-    folder: str, stage: int, *, dropout: float = 0.1, kind: Any = MyTrainer, **settings: Any
+    kind: Any, folder: str, stage: int, model: Any, callbacks: Any = (), **settings: Any
 ) -> Any:
     """A Trainer of 6 updates."""
-    own = {name: settings.pop(name) for name in ("model", "callbacks") if name in settings}
     more = settings.pop("config", {})
     arguments = {
         "deepspeed": config(stage, **more),
@@ -125,63 +143,108 @@ def hf_trainer(
     }
     args = TrainingArguments(folder, **arguments)
     torch.manual_seed(0)
-    model = own.pop("model", gpt2)(dropout)
     texts = torch.randint(0, 16, (4 * SAMPLES, 6), generator=torch.Generator().manual_seed(1))
     data = [{"input_ids": text, "labels": text} for text in texts]
-    return kind(model, args, train_dataset=data, **own)
+    data_of = {"train_dataset": data, "eval_dataset": data[:SAMPLES]}
+    return kind(model(), args, callbacks=[*callbacks], **data_of)
 
 
-def gpt2(dropout: float, width: int = 8, layers: int = 2, words: int = 16) -> Any:
-    off = {f"{name}_pdrop": dropout for name in ("resid", "embd", "attn")}
-    sizes = {"n_layer": layers, "n_head": 2, "n_embd": width, "vocab_size": words}
-    return GPT2LMHeadModel(
-        GPT2Config(**sizes, n_positions=8, loss_type="ForCausalLM", **off)
-    )
+def _losses(trainer: Any) -> dict[str, str]:
+    return {str(step): loss.hex() for step, loss in trainer.seen.items()}
 
 
 @scenario
 def hf(
-    folder: str, stage: int, dies: int | None, resume: bool, again: str | None, dropout: float
+    folder: str,
+    stage: int,
+    dies: int | None,
+    resume: bool,
+    again: str | None,
+    dropout: float = 0.0,
+    own: bool = False,
 ) -> Any:
-    """A training that dies, or resumes; returns its losses by step."""
-    at = At(again, dies, folder)
-    trainer = at.trainer = hf_trainer(folder, stage, dropout=dropout, callbacks=[at])
-    trainer.train(resume_from_checkpoint=resume or None)
-    return {str(step): loss.hex() for step, loss in trainer.seen.items()}
+    """A training that dies, or resumes; returns its losses by step.
+
+    Arguments:
+        again: where to save what was resumed from.
+        own: whether the Trainer itself saves.
+    """
+    at = At(again, dies, folder, "checkpoint-2" if own else "step_2")
+    kind = Watched if own else MyTrainer
+    at.trainer = hf_trainer(kind, folder, stage, lambda: gpt2(dropout), [at])
+    at.trainer.train(resume_from_checkpoint=resume or None)
+    return _losses(at.trainer)
 
 
 @scenario
-def lora(folder: str, stage: int, full: str | None) -> Any:
-    """A training of adapters, which resumes if `full` is None; else also saves all there is."""
+def hf_callback(folder: str, stage: int, dies: int | None) -> Any:
+    """As `hf`, of a Trainer as it is, which saves every second step."""
+    with unickpt.Checkpointer(folder, save_every=2, options=QUICK) as run:
+        callback, at = UnickptCallback(run), At(None, dies, folder)
+        every = [callback, at]
+        trainer = hf_trainer(Watched, f"{folder}-of", stage, gpt2, every, save_strategy="no")
+        callback.train(trainer)
+    return _losses(trainer)
 
-    def model(dropout: float) -> Any:
-        base = gpt2(dropout, width=256, layers=4, words=2048)
-        torch.manual_seed(0 if full else 9)  # only the adapters differ
-        adapters = LoraConfig(r=1, target_modules=["c_attn"], fan_in_fan_out=True)
-        found = get_peft_model(base, adapters)
-        for name, param in found.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(param, std=0.01)
-        return found
 
+@scenario
+def hf_best(folder: str, stage: int, again: str) -> Any:
+    """Step 2 is the best, and loaded at the end."""
+
+    class Best(MyTrainer):
+        def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+            return {"eval_loss": abs(self.state.global_step - 2.0)}
+
+    best = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    trainer = hf_trainer(Best, folder, stage, gpt2, **best, save_total_limit=2)
+    trainer.train()
+    checkpoints = checkpoints_of(trainer.deepspeed)
+    checkpoints.save_checkpoint(again, tag="again")
+    checkpoints.wait()
+    return trainer.state.best_model_checkpoint
+
+
+@scenario
+def lora(folder: str, stage: int, dies: int | None, resume: bool, full: str | None) -> Any:
+    """As `hf`, of adapters.
+
+    Arguments:
+        full: where to save all that there is, at the end.
+    """
     # With an optimizer of the Trainer's own, torch 2.13 refuses the group that is empty, whose
     # parameters would not decay: DeepSpeed has removed it.
     params = {**dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"), "torch_adam": True}
-    trainer = hf_trainer(
-        folder,
-        stage,
-        dropout=0.0,
-        model=model,
-        max_steps=6 if full is None else 3,
-        config={"optimizer": {"type": "AdamW", "params": params}},
+    optimizer = {"optimizer": {"type": "AdamW", "params": params}}
+    at = At(None, dies, folder)
+    trainer = at.trainer = hf_trainer(
+        MyTrainer, folder, stage, lambda: adapters(9 if resume else 0), [at], config=optimizer
     )
-    trainer.train(resume_from_checkpoint=full is None or None)
+    trainer.train(resume_from_checkpoint=resume or None)
     if full is not None:
         checkpoints = checkpoints_of(trainer.deepspeed)
-        checkpoints.save_checkpoint(full)
+        checkpoints.save_checkpoint(full, tag="all")
         checkpoints.wait()
-        DeepSpeedEngine.save_checkpoint(trainer.deepspeed, f"{full}-deepspeed")
-    return {str(step): loss.hex() for step, loss in trainer.seen.items()}
+    return _losses(trainer)
+
+
+@scenario
+def hf_refused(folder: str, what: str) -> str:
+    """Returns the error."""
+    try:
+        if what == "hf_files":
+            kind = type("Files", (MyTrainer,), {})
+            kind._hf_files = property(lambda self: True, lambda self, value: None)
+            hf_trainer(kind, folder, 3, gpt2)
+        elif what == "with":  # steps with DeepSpeed, and none here
+            trainer = hf_trainer(MyTrainer, folder, 1, gpt2, deepspeed=None, use_cpu=True)
+            trainer.train(resume_from_checkpoint=True)
+        elif what == "without":
+            hf_trainer(MyTrainer, folder, 1, gpt2).train(resume_from_checkpoint=True)
+        else:
+            hf_trainer(MyTrainer, folder, 1, gpt2, deepspeed=None, use_cpu=True, max_steps=1).train()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 # --- accelerate -----------------------------------------------------------------------------------
@@ -196,7 +259,7 @@ def _batches() -> torch.utils.data.DataLoader[Any]:
 
 
 @scenario
-def with_accelerate(folder: str, stage: int, dies: int | None, resume: bool, again: str | None) -> Any:
+def in_accelerate(folder: str, stage: int, dies: int | None, resume: bool, again: str | None) -> Any:
     """A loop that saves every step, and dies, or resumes; returns its losses by step."""
     plugin = DeepSpeedPlugin(hf_ds_config=config(stage))
     project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
@@ -296,7 +359,7 @@ class Lit(lightning.LightningModule):
 
 
 @scenario
-def with_lightning(folder: str, stage: int, dies: int | None, resume: bool, again: str | None) -> Any:
+def in_lightning(folder: str, stage: int, dies: int | None, resume: bool, again: str | None) -> Any:
     torch.manual_seed(0 if not resume else 9)
     saving = ModelCheckpoint(
         folder, "{step}", save_top_k=-1, every_n_train_steps=1, enable_version_counter=False
