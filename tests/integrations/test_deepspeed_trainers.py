@@ -30,29 +30,26 @@ TRAINERS = ("hf", "in_accelerate", "in_lightning")  # scenarios
 def ranks() -> Iterator[Run]:
     """Runs a scenario of `support.deepspeed_trainers` on some ranks; returns what rank 0 returns."""
     paths = [str(TESTS), str(Path(TESTS).parent), os.environ.get("PYTHONPATH", "")]
-    server = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "support.deepspeed_trainers"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-    )  # fmt: skip
+    ) as server:  # fmt: skip
+        yield lambda *arguments, fails=False: _run(server, *arguments, fails=fails)
+        server.kill()
 
-    def run(count: int, name: str, *arguments: Any, fails: bool = False) -> Any:
-        assert server.stdin is not None
-        assert server.stdout is not None
-        plain = [str(each) if isinstance(each, Path) else each for each in arguments]
-        request = {
-            "ranks": count, "name": name, "arguments": plain, "port": free_port(), "timeout_s": 200,
-        }  # fmt: skip
-        print(json.dumps(request), file=server.stdin, flush=True)
-        found = json.loads(server.stdout.readline())
-        errors = [said["error"] for said in found if isinstance(said, dict) and "error" in said]
-        assert not errors, "\n".join(errors)
-        assert fails == all("ended with" in said for said in found), found
-        return found[0]
 
-    yield run
-    server.kill()
-    server.wait()
+def _run(server: Any, count: int, name: str, *arguments: Any, fails: bool) -> Any:
+    plain = [str(each) if isinstance(each, Path) else each for each in arguments]
+    request = {
+        "ranks": count, "name": name, "arguments": plain, "port": free_port(), "timeout_s": 200,
+    }  # fmt: skip
+    print(json.dumps(request), file=server.stdin, flush=True)
+    found = json.loads(server.stdout.readline())
+    errors = [said["error"] for said in found if isinstance(said, dict) and "error" in said]
+    assert not errors, "\n".join(errors)
+    assert fails == all("ended with" in said for said in found), found
+    return found[0]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +82,7 @@ def of_engine(path: Path) -> dict[str, np.ndarray[Any, Any]]:
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found.keys() == expected.keys()
-    assert len(found) > 20
+    assert len(found) > 5
     for name, x in expected.items():
         assert found[name].tobytes() == x.tobytes(), name
         assert found[name].dtype == x.dtype
@@ -137,22 +134,16 @@ def test_a_killed_job_goes_on_with_another_number_of_ranks(
 
 
 def test_a_checkpoint_is_loaded_without_deepspeed(killed: Callable[..., Any]) -> None:
-    torch = pytest.importorskip("torch")
-    from support.deepspeed_trainers import gpt2
-
+    rules = unickpt.Rules.preset("deepspeed")
     for trainer in TRAINERS:
-        folder, whole, _ = killed(trainer, 3)
+        _, whole, _ = killed(trainer, 3)
         path = checkpoint_of(trainer, whole, 6)
-        stored = arrays(path)
-        if trainer == "hf":
-            model = gpt2()
-            rules = unickpt.Rules.preset("deepspeed")
-            unickpt.load(path, {"model": model}, rules=rules, unexpected="skip")
-            for name, param in model.named_parameters():
-                assert torch.equal(param.detach(), torch.from_numpy(stored[f"fp32/{name}"])), name
-        like = {f"model/{n[5:]}": np.zeros_like(x) for n, x in stored.items() if n[:5] == "fp32/"}
-        found = unickpt.load(path, rules=unickpt.Rules.preset("deepspeed"), unexpected="skip")
-        assert like.keys() <= found.keys(), trainer
+        masters = {n[5:]: x for n, x in arrays(path).items() if n.startswith("fp32/")}
+        found = unickpt.load(path, rules=rules)["model"]
+        assert_same(found, masters)
+        into = {"model": {name: np.zeros_like(x) for name, x in masters.items()}}
+        unickpt.load(path, into, rules=rules, unexpected="skip")
+        assert_same(into["model"], masters)
 
 
 # --- the Trainer ----------------------------------------------------------------------------------

@@ -263,7 +263,11 @@ def in_accelerate(folder: str, stage: int, dies: int | None, resume: bool, again
     """A loop that saves every step, and dies, or resumes; returns its losses by step."""
     plugin = DeepSpeedPlugin(hf_ds_config=config(stage))
     project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
-    accelerator = Accelerator(deepspeed_plugin=plugin, project_config=project)
+    accelerator = Accelerator(
+        deepspeed_plugin=plugin,
+        project_config=project,
+        step_scheduler_with_optimizer=False,  # else the schedule depends on the number of ranks
+    )
     torch.manual_seed(0 if not resume else 9)
     model = Net()
     trained = [p for p in model.parameters() if p.requires_grad]
