@@ -28,7 +28,7 @@ TRAINERS = ("hf", "in_accelerate", "in_lightning")  # scenarios
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Run]:
-    """Runs a scenario of `support.deepspeed_trainers` on some ranks; returns what rank 0 returns."""
+    """Runs a scenario of `support.deepspeed_trainers` on some ranks; returns what rank 0 does."""
     paths = [str(TESTS), str(Path(TESTS).parent), os.environ.get("PYTHONPATH", "")]
     with subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "support.deepspeed_trainers"],

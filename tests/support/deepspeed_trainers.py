@@ -17,7 +17,6 @@ from accelerate.utils import ProjectConfiguration
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from peft import LoraConfig, get_peft_model
-from support.deepspeed_engines import QUICK, Net, main, scenario
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -27,6 +26,7 @@ from transformers import (
 )
 
 import unickpt
+from support.deepspeed_engines import QUICK, Net, main, scenario
 from unickpt.integrations.accelerate import load_state, save_state_async
 from unickpt.integrations.deepspeed import checkpoints_of
 from unickpt.integrations.lightning import (
@@ -40,7 +40,7 @@ SAMPLES = 12  # of an update, on all ranks
 
 
 def _gloo(self: Any, *_: Any) -> tuple[str, DistributedType]:
-    """accelerate has DeepSpeed on several ranks with accelerators only; DeepSpeed has it without."""
+    """accelerate has DeepSpeed on several ranks with accelerators only; DeepSpeed does without."""
     return "gloo", DistributedType.MULTI_CPU
 
 
@@ -241,7 +241,9 @@ def hf_refused(folder: str, what: str) -> str:
         elif what == "without":
             hf_trainer(MyTrainer, folder, 1, gpt2).train(resume_from_checkpoint=True)
         else:
-            hf_trainer(MyTrainer, folder, 1, gpt2, deepspeed=None, use_cpu=True, max_steps=1).train()
+            hf_trainer(
+                MyTrainer, folder, 1, gpt2, deepspeed=None, use_cpu=True, max_steps=1
+            ).train()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -259,7 +261,9 @@ def _batches() -> torch.utils.data.DataLoader[Any]:
 
 
 @scenario
-def in_accelerate(folder: str, stage: int, dies: int | None, resume: bool, again: str | None) -> Any:
+def in_accelerate(
+    folder: str, stage: int, dies: int | None, resume: bool, again: str | None
+) -> Any:
     """A loop that saves every step, and dies, or resumes; returns its losses by step."""
     plugin = DeepSpeedPlugin(hf_ds_config=config(stage))
     project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)

@@ -25,4 +25,3 @@ def schedulers(accelerator: Accelerator) -> list[Any]:
 
     every = accelerator._schedulers
     return [each for each in every if not isinstance(each, DeepSpeedSchedulerWrapper)]
-

@@ -2,7 +2,7 @@
 
     trainer = Trainer(plugins=[UnickptCheckpointIO()])
 
-    class Strategy(ShardedCheckpoints, ModelParallelStrategy): ...  # FSDPStrategy, DeepSpeedStrategy
+    class Strategy(ShardedCheckpoints, ModelParallelStrategy): ...  # or FSDPStrategy, DeepSpeed's
     trainer = Trainer(strategy=Strategy())
 
 The training waits until the state is copied; the rest is done in the background. Works with

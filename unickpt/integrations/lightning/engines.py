@@ -25,9 +25,7 @@ def engine_of(strategy: Any) -> Any:
     return getattr(strategy, "deepspeed_engine", None)
 
 
-def with_engine(
-    strategy: Any, checkpoint: Mapping[str, Any]
-) -> tuple[EngineTree, dict[str, Any]]:
+def with_engine(strategy: Any, checkpoint: Mapping[str, Any]) -> tuple[EngineTree, dict[str, Any]]:
     """What is saved, and its metadata.
 
     Arguments:
