@@ -206,6 +206,40 @@ def size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
+# --- accelerate and Lightning ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trainer", ["in_accelerate", "in_lightning"])
+def test_what_they_themselves_saved_is_gone_on_from(
+    ranks: Run, killed: Callable[..., Any], tmp_path: Path, trainer: str
+) -> None:
+    _, _, losses = killed(trainer, 1)
+    ranks(2, trainer, tmp_path, 1, 4, False, None, True, fails=True)
+    found = ranks(2, trainer, tmp_path, 1, None, True, None)
+    assert found == {step: losses[step] for step in ("5", "6")}
+    unickpt.verify(checkpoint_of(trainer, tmp_path, 6))
+
+
+def test_lightning_validates_what_was_trained(ranks: Run, killed: Callable[..., Any]) -> None:
+    _, whole, _ = killed("in_lightning", 3)
+    path = checkpoint_of("in_lightning", whole, 6)
+    found, stored = ranks(2, "lightning_validates", path), arrays(path)
+    for name, weights in found.items():
+        np.testing.assert_array_equal(np.float32(weights), stored[f"module/{name}"], name)
+    assert len(found) > 5
+
+
+def test_a_save_replaces_what_accelerate_saved_and_takes_deepspeeds_arguments(
+    ranks: Run, tmp_path: Path
+) -> None:
+    theirs, left, (unprepared, missing, other) = ranks(2, "in_place_of_accelerates", tmp_path / "a")
+    assert {"latest", "pytorch_model", "zero_to_fp32.py"} <= set(theirs)
+    assert left == []
+    assert "0 models are prepared with DeepSpeed" in unprepared
+    assert "the module has weights that are not stored: frozen" in missing
+    assert "max_shard_size: not supported" in other
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 

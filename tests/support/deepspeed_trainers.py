@@ -27,7 +27,7 @@ from transformers import (
 
 import unickpt
 from support.deepspeed_engines import QUICK, Net, main, scenario
-from unickpt.integrations.accelerate import load_state, save_state_async
+from unickpt.integrations.accelerate import load_state, save_state, save_state_async
 from unickpt.integrations.deepspeed import checkpoints_of
 from unickpt.integrations.lightning import (
     ShardedCheckpoints,
@@ -262,9 +262,9 @@ def _batches() -> torch.utils.data.DataLoader[Any]:
 
 @scenario
 def in_accelerate(
-    folder: str, stage: int, dies: int | None, resume: bool, again: str | None
+    folder: str, stage: int, dies: int | None, resume: bool, again: str | None, own: bool = False
 ) -> Any:
-    """A loop that saves every step, and dies, or resumes; returns its losses by step."""
+    """A loop that saves every step, and dies, or resumes; returns its losses by step. See `hf`."""
     plugin = DeepSpeedPlugin(hf_ds_config=config(stage))
     project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
     accelerator = Accelerator(
@@ -304,10 +304,45 @@ def in_accelerate(
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         losses[str(counter.steps)] = float(mean / dist.get_world_size()).hex()
-        pending = save_state_async(accelerator, options=QUICK)
+        if own:
+            accelerator.save_state()
+        else:
+            pending = save_state_async(accelerator, options=QUICK)
     if pending is not None:
         pending.result()
     return losses
+
+
+@scenario
+def in_place_of_accelerates(folder: str) -> Any:
+    """Saves over what accelerate saved; then what is refused. Returns the names and the errors."""
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config(2)))
+    batches = accelerator.prepare(_batches())
+    errors = []
+
+    def refused(function: Any, *arguments: Any, **more: Any) -> None:
+        try:
+            function(accelerator, *arguments, **more)
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+
+    refused(save_state, folder)
+    model = Net()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained))
+    accelerator.backward(model(next(iter(batches))))
+    optimizer.step()
+    accelerator.save_state(folder)
+    theirs = sorted(os.listdir(folder))
+    dist.barrier()
+    save_state(accelerator, folder, options=QUICK)
+    dist.barrier()
+    left = sorted({*os.listdir(folder)} & {*theirs})
+    save_state(accelerator, f"{folder}-part", exclude_frozen_parameters=True, options=QUICK)
+    refused(load_state, f"{folder}-part")
+    load_state(accelerator, f"{folder}-part", load_module_strict=False)
+    refused(save_state, folder, max_shard_size=1)
+    return [theirs, left, errors]
 
 
 class Counter:
@@ -323,8 +358,8 @@ class Counter:
 # --- Lightning ------------------------------------------------------------------------------------
 
 
-class Strategy(ShardedCheckpoints, DeepSpeedStrategy):
-    """On the CPU, which Lightning refuses and DeepSpeed does not."""
+class OnTheCpu(DeepSpeedStrategy):
+    """Lightning refuses that; DeepSpeed does not."""
 
     root_device = torch.device("cpu", 0)
 
@@ -333,6 +368,10 @@ class Strategy(ShardedCheckpoints, DeepSpeedStrategy):
 
     def setup_distributed(self) -> None:
         self.set_world_ranks()
+
+
+class Strategy(ShardedCheckpoints, OnTheCpu):
+    pass
 
 
 class Lit(lightning.LightningModule):
@@ -348,6 +387,9 @@ class Lit(lightning.LightningModule):
         optimizer = torch.optim.AdamW(trained, lr=1e-2)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def validation_step(self, batch: Any, number: int) -> None:
+        self.net(batch)
 
     def training_step(self, batch: Any, number: int) -> Any:
         if self.again is not None:
@@ -366,28 +408,43 @@ class Lit(lightning.LightningModule):
         return loss
 
 
+def lightning_trainer(stage: int, kind: Any, *callbacks: Any) -> Any:
+    zero = {"stage": stage, "overlap_comm": False}
+    settings = {"zero_optimization": zero, "zero_allow_untested_optimizer": True}
+    return lightning.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=kind(config=settings, process_group_backend="gloo"),
+        plugins=[UnickptCheckpointIO(QUICK)] if kind is Strategy else [],
+        callbacks=[*callbacks],
+        max_steps=6,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
 @scenario
-def in_lightning(folder: str, stage: int, dies: int | None, resume: bool, again: str | None) -> Any:
+def lightning_validates(path: str) -> Any:
+    """Loads the weights alone, without an optimizer; returns them."""
+    module = Lit(None, None, "")
+    lightning_trainer(1, Strategy).validate(module, _batches(), ckpt_path=path, verbose=False)
+    return {name: param.tolist() for name, param in module.named_parameters()}
+
+
+@scenario
+def in_lightning(
+    folder: str, stage: int, dies: int | None, resume: bool, again: str | None, own: bool = False
+) -> Any:
+    """As `hf`."""
     torch.manual_seed(0 if not resume else 9)
     saving = ModelCheckpoint(
         folder, "{step}", save_top_k=-1, every_n_train_steps=1, enable_version_counter=False
     )
-    zero = {"stage": stage, "overlap_comm": False}
-    settings = {"zero_optimization": zero, "zero_allow_untested_optimizer": True}
     module = Lit(again, dies, folder)
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=dist.get_world_size(),
-        strategy=Strategy(config=settings, process_group_backend="gloo"),
-        plugins=[UnickptCheckpointIO(QUICK)],
-        callbacks=[saving],
-        max_steps=6,
-        logger=False,
-        use_distributed_sampler=True,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, _batches(), ckpt_path=last_checkpoint(folder) if resume else None)
+    trainer = lightning_trainer(stage, OnTheCpu if own else Strategy, saving)
+    path = last_checkpoint(folder) or f"{folder}/step=4.ckpt"  # the latter of Lightning itself
+    trainer.fit(module, _batches(), ckpt_path=path if resume else None)
     return module.losses
 
 
