@@ -19,8 +19,10 @@ from support.processes import free_port
 import unickpt
 
 pytestmark = pytest.mark.integration
-for _needed in ("deepspeed", "transformers", "accelerate", "lightning", "peft"):
-    pytest.importorskip(_needed)
+pytest.importorskip("deepspeed")
+pytest.importorskip("transformers")
+pytest.importorskip("lightning")
+pytest.importorskip("peft")
 
 Run = Callable[..., Any]
 TRAINERS = ("hf", "in_accelerate", "in_lightning")  # scenarios
