@@ -317,7 +317,6 @@ def in_accelerate(
 def in_place_of_accelerates(folder: str) -> Any:
     """Saves over what accelerate saved; then what is refused. Returns the names and the errors."""
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config(2)))
-    batches = accelerator.prepare(_batches())
     errors = []
 
     def refused(function: Any, *arguments: Any, **more: Any) -> None:
@@ -329,7 +328,7 @@ def in_place_of_accelerates(folder: str) -> Any:
     refused(save_state, folder)
     model = Net()
     trained = [p for p in model.parameters() if p.requires_grad]
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained))
+    model, optimizer, batches = accelerator.prepare(model, torch.optim.AdamW(trained), _batches())
     accelerator.backward(model(next(iter(batches))))
     optimizer.step()
     accelerator.save_state(folder)
