@@ -69,7 +69,7 @@ def ranks() -> Iterator[Run]:
 
     yield run
     server.kill()
-    server.wait()
+    server.communicate()  # closes its pipes
 
 
 def _plain(argument: Any) -> Any:
