@@ -387,8 +387,10 @@ def test_what_cannot_be_honoured_is_refused_by_name(
     accelerator.register_save_state_pre_hook(print)
     with pytest.raises(ValueError, match="register_save_state_pre_hook"):
         save_state(accelerator, tmp_path)
-    accelerator.state.distributed_type = DistributedType.DEEPSPEED
-    with pytest.raises(ValueError, match="DEEPSPEED"):
+    with pytest.raises(TypeError, match="exclude_frozen_parameters"):  # of DeepSpeed only
+        save_state(accelerator, tmp_path, exclude_frozen_parameters=True)
+    accelerator.state.distributed_type = DistributedType.MEGATRON_LM
+    with pytest.raises(ValueError, match="MEGATRON_LM"):
         load_state(accelerator, tmp_path)
 
 

@@ -181,6 +181,7 @@ def test_a_killed_job_goes_on_from_the_last_committed_save(ranks: Run, tmp_path:
         ("leaf of one", "client_state"),
         ("optimizer", "momentum_buffer"),
         ("module", "use_unickpt(engine)"),
+        ("mics", "MiCS (mics_shard_size)"),
     ],
 )
 def test_mistakes_are_said(ranks: Run, tmp_path: Path, what: str, told: str) -> None:

@@ -341,6 +341,12 @@ def refused(folder: str, what: str) -> str:
             made.optimizer.optimizer.param_groups, lr=0.1, momentum=0.9
         )
         made.optimizer.optimizer.state.clear()
+    if what == "mics":  # DeepSpeed 0.19.8 has it no more
+        made.config["zero_optimization"]["mics_shard_size"] = 2
+        try:
+            use_unickpt(made)
+        except unickpt.UnsupportedLeaf as error:
+            return str(error)
     checkpoints = use_unickpt(made, options=QUICK, background=False)
     try:
         if what == "module":

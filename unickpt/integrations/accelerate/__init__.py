@@ -11,6 +11,7 @@ docs/integrations/accelerate.md says what differs.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -24,8 +25,11 @@ from unickpt.adapters.torch_optimizer import NamedOptimizer
 from unickpt.errors import LoadMismatch
 from unickpt.frameworks.leaves import PerProcess, PerProcessValues
 from unickpt.integrations import rng
-from unickpt.integrations.accelerate import own_folders
+from unickpt.integrations.accelerate import engines, own_folders
 from unickpt.integrations.accelerate.naming import Excess, broadcast, found, next_path
+from unickpt.integrations.deepspeed import checkpoints_of
+from unickpt.integrations.deepspeed.in_trainers import EngineTree, check_same_kind
+from unickpt.integrations.deepspeed.loading import Wanted
 from unickpt.integrations.destination import Destination
 from unickpt.integrations.packing import packed, unpacked
 from unickpt.loading import loader
@@ -65,7 +69,7 @@ def save_state(
             removed.
         safe_serialization: True; nothing is pickled.
         options: see `unickpt.SaveOptions`.
-        save_model_func_kwargs: none.
+        save_model_func_kwargs: none; with DeepSpeed `exclude_frozen_parameters`.
 
     Returns:
         What was saved.
@@ -86,7 +90,7 @@ def save_state(
     path = next_path(accelerator, output_dir)
     to, overwrite = Destination.of(path, own_folders.theirs), output_dir is not None
     task = SaveTask(to.location, overwrite, SaveOptions.or_default(options))
-    report = saver.run(task, _tree(accelerator), _metadata(accelerator))
+    report = saver.run(task, *_saved(accelerator, save_model_func_kwargs))
     to.committed()
     accelerator.project_configuration.iteration += 1
     Excess(accelerator, path)()
@@ -116,9 +120,10 @@ def save_state_async(
     """
     _check_save(accelerator, safe_serialization, save_model_func_kwargs)
     path = next_path(accelerator, output_dir)
-    to, metadata = Destination.of(path, own_folders.theirs), _metadata(accelerator)
+    to = Destination.of(path, own_folders.theirs)
+    tree, metadata = _saved(accelerator, save_model_func_kwargs)
     request = SaveRequest(
-        *(to.location, _tree(accelerator), SaveOptions.or_default(options)),
+        *(to.location, tree, SaveOptions.or_default(options)),
         overwrite=output_dir is not None,
         metadata=lambda: metadata,
         callbacks=SaveCallbacks(committed=to.committed),
@@ -144,8 +149,8 @@ def load_state(
         accelerator: has prepared as many models, optimizers, ..., in the same order.
         input_dir: a path or URL; None with automatic naming: the newest, and the next save gets the
             name after it.
-        load_kwargs, load_model_func_kwargs: none; nothing is unpickled. For a folder that
-            accelerate itself saved, as there.
+        load_kwargs, load_model_func_kwargs: none, with DeepSpeed `load_module_strict`; nothing is
+            unpickled. For a folder that accelerate itself saved, as there.
 
     Raises:
         ValueError, TypeError: an argument or a setting cannot be honoured; names it.
@@ -158,29 +163,36 @@ def load_state(
     path, iteration = found(accelerator, input_dir)
     theirs = broadcast(own_folders.is_theirs(path) if accelerator.is_main_process else None)
     if theirs is None:
-        _check_given({**(load_kwargs or {}), **load_model_func_kwargs})
+        given = {**(load_kwargs or {}), **load_model_func_kwargs}
+        _check_given(accelerator, given, engines.STRICT)
         if accelerator._load_model_state_pre_hook:
             raise ValueError(_HOOKS.format("register_load_state_pre_hook"))
-        _load(accelerator, path)
+        _load(accelerator, path, Wanted(given.get(engines.STRICT, True)))
     else:
         accelerator.load_state(theirs, load_kwargs, **load_model_func_kwargs)
     if iteration is not None:
         accelerator.project_configuration.iteration = iteration + 1
 
 
-def _load(accelerator: Accelerator, path: paths.PathLike) -> None:
+def _load(accelerator: Accelerator, path: paths.PathLike, wanted: Wanted) -> None:
     """Loads what `save_state` saved."""
+    engine = engines.engine_of(accelerator)
 
     def read(stored: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
+        check_same_kind(path, stored.metadata, engine is not None)
         _check_counts(path, stored.metadata.get(_COUNTS), _metadata(accelerator)[_COUNTS])
         rest = loader.load(stored, only="values/**")["values"]
         mine = _of_this(accelerator, path, rest["process"])
-        with _without_later_states(accelerator, stored):
-            loader.load(stored, _state(accelerator), unexpected="skip")
+        if engine is None:
+            with _without_later_states(accelerator, stored):
+                loader.load(stored, _state(accelerator), unexpected="skip")
         return rest, mine
 
     # Opened once: what is there may be replaced meanwhile.
     rest, mine = checkpoint.reading(path, read)
+    if engine is not None:
+        checkpoints_of(engine).load(os.fspath(path), wanted)
+        loader.load(path, _state(accelerator), unexpected="skip")
     for number, registered in enumerate(accelerator._custom_objects):
         if not _is_own_kind(registered):
             what = f"{path}: registered object {number}"
@@ -199,17 +211,31 @@ def _state(accelerator: Accelerator) -> dict[str, Any]:
     """What is loaded in place."""
     own = {str(n): each for n, each in enumerate(accelerator._custom_objects) if _is_own_kind(each)}
     scaler = accelerator.scaler
+    found: dict[str, Any] = {"registered": own} if own else {}
+    if accelerator.distributed_type is DistributedType.DEEPSPEED:
+        return found | {"schedulers": engines.schedulers(accelerator)}
     return {
         "models": list(accelerator._models),
         "optimizers": [_named(accelerator, each) for each in accelerator._optimizers],
         "schedulers": list(accelerator._schedulers),
         **({} if scaler is None else {"scaler": scaler}),
-        **({"registered": own} if own else {}),
+        **found,
     }
 
 
+def _saved(accelerator: Accelerator, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """What is saved, and its metadata."""
+    excludes = bool(given.get(engines.EXCLUDES))
+    tree, metadata = _tree(accelerator), _metadata(accelerator)
+    engine = engines.engine_of(accelerator)
+    if engine is None:
+        return tree, metadata
+    metadata |= checkpoints_of(engine).metadata(excludes)
+    return EngineTree(engine, lambda: tree, exclude_frozen_parameters=excludes), metadata
+
+
 def _tree(accelerator: Accelerator) -> dict[str, Any]:
-    """What is saved."""
+    """What is saved, but for what an engine has."""
     registered = {
         str(number): packed(each.state_dict(), f"registered object {number}")
         for number, each in enumerate(accelerator._custom_objects)
@@ -325,8 +351,8 @@ _HOOKS = (
 
 
 def _check_save(accelerator: Accelerator, safe: bool, given: Mapping[str, Any]) -> None:
-    _check_given(given)
     _check_kind(accelerator)
+    _check_given(accelerator, given, engines.EXCLUDES)
     if not safe:
         raise ValueError("safe_serialization=False is not supported: nothing is pickled")
     if accelerator.project_configuration.save_on_each_node:
@@ -335,19 +361,26 @@ def _check_save(accelerator: Accelerator, safe: bool, given: Mapping[str, Any]) 
         raise ValueError(_HOOKS.format("register_save_state_pre_hook"))
 
 
-def _check_given(given: Mapping[str, Any]) -> None:
-    if given:
+def _check_given(accelerator: Accelerator, given: Mapping[str, Any], of_engine: str) -> None:
+    has_engine = accelerator.distributed_type is DistributedType.DEEPSPEED
+    wrong = [name for name in given if not (has_engine and name == of_engine)]
+    if wrong:
         raise TypeError(
-            f"{', '.join(given)}: not supported; no function of a model or of torch is called. "
+            f"{', '.join(wrong)}: not supported; no function of a model or of torch is called. "
             "unickpt.load has missing=, unexpected= and cast="
         )
 
 
 def _check_kind(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type
-    engines = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
-    if kind in engines:
+    if kind in (DistributedType.MEGATRON_LM, DistributedType.XLA):
         raise ValueError(f"distributed_type={kind.value} is not supported: it saves itself")
+    if kind is DistributedType.DEEPSPEED and len(accelerator._models) != 1:
+        raise ValueError(
+            f"{len(accelerator._models)} models are prepared with DeepSpeed, and a checkpoint has "
+            "the state of one engine: prepare one first; of several, save each by itself, with "
+            "unickpt.integrations.deepspeed.use_unickpt"
+        )
     if kind is DistributedType.FSDP and not accelerator.is_fsdp2:
         raise ValueError(
             "fsdp_version=1 is not supported: use fsdp_version=2, whose parameters are DTensors"

@@ -1,6 +1,7 @@
 """What accelerate's own `Accelerator.save_state` has written.
 
-Source: accelerate 1.15, checkpointing.py and utils/fsdp_utils.py.
+Sources: accelerate 1.15, checkpointing.py and utils/fsdp_utils.py; DeepSpeed 0.19,
+runtime/engine.py.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _WEIGHTS = (
 _STATES = r"(optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.bin|scaler\.pt"
 _LAST = r"random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"  # in this order
 _FOLDERS = r"pytorch_model_fsdp_\d+|optimizer_\d+"  # of FSDP's sharded states
-_OF_ALL = re.compile("|".join((_WEIGHTS, _STATES, _LAST, _FOLDERS)))
+_DEEPSPEED = r"pytorch_model(_\d+)?|latest|zero_to_(fp32|torch)\.py"
+_OF_ALL = re.compile("|".join((_WEIGHTS, _STATES, _LAST, _FOLDERS, _DEEPSPEED)))
 _RANDOM = "random_states_{}.pkl"
 _REGISTERED = "custom_checkpoint_{}.pkl"
 

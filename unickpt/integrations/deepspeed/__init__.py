@@ -16,7 +16,6 @@ import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from unickpt.errors import LoadMismatch, ProcessFailed
@@ -45,6 +44,7 @@ _LATEST, _LATEST_UNIVERSAL = "latest", "latest_universal"
 _INFO = "universal_checkpoint_info"
 _EXCLUDED = "exclude_frozen_parameters"
 _CRC = (1 << 32) - 1
+_OURS = "_unickpt_checkpoints"  # in an engine
 
 
 def use_unickpt(
@@ -92,7 +92,17 @@ def use_unickpt(
         background=background,
     )
     engine.save_checkpoint, engine.load_checkpoint = made.save_checkpoint, made.load_checkpoint
+    vars(engine)[_OURS] = made
     return made
+
+
+def checkpoints_of(engine: Any) -> EngineCheckpoints:
+    """What `use_unickpt` returned for an engine; without such a call the same as it would return,
+    and the engine's own functions stay as they are. For trainers, which make their engine."""
+    found: EngineCheckpoints | None = vars(engine).get(_OURS)
+    if found is None:
+        found = vars(engine)[_OURS] = EngineCheckpoints(engine)
+    return found
 
 
 class EngineCheckpoints:
@@ -114,9 +124,9 @@ class EngineCheckpoints:
         self._background = background
         self._queue = SaveQueue()
         self._placing: Placing | None = None
-        for base in _optimizers(EngineParts.of(engine).base, engine):
+        for each in EngineParts.of(engine).optimizers():
             # Before anything changes: the optimizer changes the masters, then come the weights.
-            base.register_step_pre_hook(lambda *_: self._queue.fence())
+            each.register_step_pre_hook(lambda *_: self._queue.fence())
 
     # --- saving ----------------------------------------------------------------------------------
 
@@ -181,7 +191,7 @@ class EngineCheckpoints:
         request = SaveRequest(
             *(to.location, tree, self._options),
             overwrite=True,
-            metadata=lambda: self._metadata(exclude_frozen_parameters),
+            metadata=lambda: self.metadata(exclude_frozen_parameters),
             owners=owners,
             callbacks=SaveCallbacks(begin=describe, committed=committed),
             waits=not self._background,
@@ -221,12 +231,13 @@ class EngineCheckpoints:
         self._queue.wait()
         self._queue.errors.raise_unless_refused()
 
-    def _metadata(self, exclude_frozen: bool) -> dict[str, Any]:
+    def metadata(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """What is said of a checkpoint with `tree`, in its metadata."""
         import deepspeed
 
         stage = EngineParts.of(self.engine).stage
-        about = {"version": deepspeed.__version__, "stage": stage, _EXCLUDED: exclude_frozen}
-        return {"deepspeed": about}
+        about = {"version": deepspeed.__version__, "stage": stage}
+        return {"deepspeed": {**about, _EXCLUDED: exclude_frozen_parameters}}
 
     def _check_tag(self, tag: str) -> None:
         """Checks that all ranks save under the same name."""
@@ -301,9 +312,10 @@ class EngineCheckpoints:
             load_lr_scheduler_states and not load_module_only,
             not load_module_only,
         )
-        return path, self._load(path, wanted)
+        return path, self.load(path, wanted)
 
-    def _load(self, path: str, wanted: Wanted) -> dict[str, Any]:
+    def load(self, path: str, wanted: Wanted) -> dict[str, Any]:
+        """Loads the checkpoint at a path, and returns the caller's state; see `load_checkpoint`."""
         optimizer = self.engine.optimizer
         if hasattr(optimizer, "checkpoint_event_prologue"):
             optimizer.checkpoint_event_prologue()
@@ -333,7 +345,7 @@ class EngineCheckpoints:
         if error is not None:
             raise error
         if done.derived:
-            _round(self.engine, done.arrays.parts)
+            done.arrays.parts.round()
         if wanted.values:
             values.restore(
                 self.engine, plain, optimizer=wanted.optimizer, scheduler=wanted.scheduler
@@ -349,27 +361,6 @@ class EngineCheckpoints:
             if files.exists(name):
                 return files.text(name).strip()
         return None
-
-
-def _optimizers(base: Any, engine: Any) -> list[torch.optim.Optimizer]:
-    """Those whose steps change the engine's state."""
-    every = (base, getattr(engine.optimizer, "backup_optimizer", None))
-    return [each for each in every if isinstance(each, torch.optim.Optimizer)]
-
-
-@torch.no_grad()
-def _round(engine: Any, parts: EngineParts) -> None:
-    """Makes the weights of the masters, as a step does; all ranks call this."""
-    if hasattr(engine.optimizer, "update_lp_params"):
-        engine.optimizer.update_lp_params()
-        return
-    for each in parts.updated:
-        for param, part in each.ranges.items():
-            masters = each.masters.detach().reshape(-1)[part.at : part.at + part.count]
-            if hasattr(param, "ds_tensor"):
-                param.ds_tensor[: part.count].copy_(masters)
-            elif each.masters is not param:
-                param.copy_(masters.view(param.shape))
 
 
 def _is_of_others(stored: Checkpoint) -> bool:

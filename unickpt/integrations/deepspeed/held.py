@@ -142,6 +142,25 @@ class EngineParts:
             tensors += [weights_of(p) for p in each.ranges]
         return {tensor.untyped_storage()._cdata for tensor in tensors}
 
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those whose steps change the engine's state."""
+        every = (self.base, getattr(self.engine.optimizer, "backup_optimizer", None))
+        return [each for each in every if isinstance(each, torch.optim.Optimizer)]
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """Makes the weights of the masters, as a step does; all ranks call this."""
+        if hasattr(self.engine.optimizer, "update_lp_params"):
+            self.engine.optimizer.update_lp_params()
+            return
+        for each in self.updated:
+            for param, part in each.ranges.items():
+                masters = each.masters.detach().reshape(-1)[part.at : part.at + part.count]
+                if hasattr(param, "ds_tensor"):
+                    param.ds_tensor[: part.count].copy_(masters)
+                elif each.masters is not param:
+                    param.copy_(masters.view(param.shape))
+
     def new_slots(self, names: Mapping[str, torch.dtype], of: Updated) -> dict[str, torch.Tensor]:
         """Slots for an optimizer that has not made a step yet, filled with zeros; they are not the
         optimizer's before `add_slots`."""
@@ -242,6 +261,10 @@ def _check(engine: Any) -> None:
             or getattr(optimizer, "params_in_nvme_and_cpu", False)
         ),
         "ZenFlow": getattr(optimizer, "zenflow", False),
+        # DeepSpeed 0.19.8 has it no more, and refuses the setting.
+        "MiCS (mics_shard_size), with which groups of ranks have the same parts": (
+            engine.config.get("zero_optimization", {}).get("mics_shard_size", -1) > 0
+        ),
         "states that engine.offload_states() took away; call engine.reload_states() first": bool(
             getattr(optimizer, "offloaded_states", None)
         ),

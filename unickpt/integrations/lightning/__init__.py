@@ -2,7 +2,7 @@
 
     trainer = Trainer(plugins=[UnickptCheckpointIO()])
 
-    class Strategy(ShardedCheckpoints, ModelParallelStrategy): ...  # or FSDPStrategy
+    class Strategy(ShardedCheckpoints, ModelParallelStrategy): ...  # or FSDPStrategy, DeepSpeed's
     trainer = Trainer(strategy=Strategy())
 
 The training waits until the state is copied; the rest is done in the background. Works with
@@ -24,6 +24,8 @@ from torch.distributed.checkpoint import state_dict as torch_state
 
 from unickpt.errors import CheckpointNotFound, InvalidPath
 from unickpt.frameworks.process_group import Group, alone
+from unickpt.integrations.deepspeed.in_trainers import check_same_kind
+from unickpt.integrations.lightning import engines
 from unickpt.integrations.lightning.saves import SaveDestination, Saves, must_wait
 from unickpt.integrations.lightning.values import ToSave, read
 from unickpt.loading import loader
@@ -118,17 +120,18 @@ class UnickptCheckpointIO(_CheckpointIO):
             _torch_io().save_checkpoint(checkpoint, path)
             return
         options = replace(self.options, group=self._alone)
-        self._begin(checkpoint, self._saves.destination(path), options, 0, 1)
+        self._begin(ToSave(checkpoint), self._saves.destination(path), options)
 
     def _begin(
         self,
-        checkpoint: Mapping[str, Any],
+        tree: Any,
         destination: SaveDestination,
         options: SaveOptions,
-        rank: int,
-        ranks: int,
+        rank: int = 0,
+        ranks: int = 1,
+        metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        self._saves.begin(ToSave(checkpoint), destination, options, rank, ranks)
+        self._saves.begin(tree, destination, options, rank, ranks, metadata)
         if not self.background or must_wait(destination.path):
             self._saves.close()
 
@@ -187,8 +190,8 @@ class UnickptCheckpointIO(_CheckpointIO):
 
 
 class ShardedCheckpoints:
-    """A mixin for `FSDPStrategy` and `ModelParallelStrategy`: every rank saves and loads its own
-    part of the model and the optimizers, and nothing is gathered.
+    """A mixin for `FSDPStrategy`, `ModelParallelStrategy` and `DeepSpeedStrategy`: every rank saves
+    and loads its own part of the model and the optimizers, and nothing is gathered.
 
     Checkpoints are loaded onto any number of ranks. How is an `UnickptCheckpointIO` of
     `Trainer(plugins=...)`.
@@ -233,11 +236,16 @@ class ShardedCheckpoints:
         super().setup_environment()  # type: ignore[misc]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model's state; of what is sharded the part of this rank."""
+        """The model's state; of what is sharded the part of this rank. Empty with DeepSpeed, whose
+        engine is saved instead."""
+        if engines.engine_of(self) is not None:
+            return {}
         return torch_state.get_model_state_dict(self.model)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The state of an optimizer by the names of the parameters, likewise."""
+        if engines.engine_of(self) is not None:
+            return {}
         return self._optimizer_state(getattr(optimizer, "optimizer", optimizer))
 
     def _optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -264,7 +272,11 @@ class ShardedCheckpoints:
         destination: SaveDestination = self.broadcast(found)  # type: ignore[attr-defined]
         if not self.is_global_zero:
             checkpoint = {key: checkpoint[key] for key in _SHARDED if key in checkpoint}
-        io._begin(checkpoint, destination, io.options, self.global_rank, self.world_size)
+        tree: Any = ToSave(checkpoint)
+        metadata: dict[str, Any] | None = None
+        if engines.engine_of(self) is not None:
+            tree, metadata = engines.with_engine(self, checkpoint)
+        io._begin(tree, destination, io.options, self.global_rank, self.world_size, metadata)
 
     def load_checkpoint(
         self, checkpoint_path: paths.PathLike, weights_only: bool | None = None
@@ -279,10 +291,14 @@ class ShardedCheckpoints:
         """
         path = self.broadcast(checkpoint_path)  # type: ignore[attr-defined]
         Saves.wait_for_all()
-        if _is_file(path) or _is_file(os.path.join(path, "meta.pt")):
+        engine = engines.engine_of(self)
+        theirs = "meta.pt" if engine is None else engines.LATEST
+        if _is_file(path) or _is_file(os.path.join(path, theirs)):
             found: dict[str, Any] = super().load_checkpoint(path, weights_only)  # type: ignore[misc]
             return found
         fits = self.lightning_module.trainer.state.fn == "fit"
+        if engine is not None:
+            return engines.load(self, os.fspath(path), fits, self.checkpoint_io.load_options)
         # First, because it makes the state of new optimizers, by a step.
         states = [self._optimizer_state(x) for x in self.optimizers] if fits else []
         model = self.lightning_module_state_dict()
@@ -297,6 +313,7 @@ class ShardedCheckpoints:
     def _load(self, stored: Checkpoint, state: dict[str, Any]) -> dict[str, Any]:
         """Loads into the tensors of a state dict, and returns what is not in it."""
         io = self.checkpoint_io
+        check_same_kind(stored.location, stored.metadata, has_engine=False)
         rest: dict[str, Any] = read(stored, skip={*_SHARDED}, options=io.load_options)
         wanted = [key for key in _SHARDED if state[key]]
         found = loader.load(

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -156,7 +157,13 @@ class Saves:
             return {n for save in unfinished for n in (save.destination.path, *save.to_remove)}
 
     def begin(
-        self, tree: Any, destination: SaveDestination, options: SaveOptions, rank: int, ranks: int
+        self,
+        tree: Any,
+        destination: SaveDestination,
+        options: SaveOptions,
+        rank: int,
+        ranks: int,
+        metadata: Mapping[str, Any] | None = None,
     ) -> None:
         """Begins a save; returns when the state may change.
 
@@ -165,6 +172,7 @@ class Saves:
             destination: the same on all ranks.
             options: with the processes that save together.
             rank, ranks: of this process, and how many save together.
+            metadata: of the checkpoint.
 
         Raises:
             UnickptError: as `unickpt.save_async`; also the error of an earlier save.
@@ -180,7 +188,10 @@ class Saves:
             self._saves = [*self._unfinished(), save]
         at = destination.hidden or destination.path
         named = _with_path(options, destination.path)
-        self._queue.save(SaveRequest(at, tree, named, overwrite=True, callbacks=callbacks))
+        request = SaveRequest(
+            at, tree, named, overwrite=True, metadata=lambda: metadata, callbacks=callbacks
+        )
+        self._queue.save(request)
 
     def remove(self, path: paths.PathLike) -> None:
         """Removes a checkpoint, after the saves that are in flight; it stays if they fail."""

@@ -186,6 +186,7 @@ def read(
     *,
     device: Any = None,
     skip: Set[str] = frozenset(),
+    only: Set[str] | None = None,
     options: LoadOptions | None = None,
 ) -> Any:
     """A stored Lightning checkpoint, as it was given to be saved.
@@ -194,6 +195,7 @@ def read(
         stored: opened.
         device: where its tensors come to lie; by default in host memory.
         skip: keys to leave out.
+        only: keys to read; by default all.
         options: how to load.
 
     Returns:
@@ -209,7 +211,8 @@ def read(
     )
     index, made = stored.index, dict[str, Any]()
     top = _children(node)
-    wanted = {key: x for key, x in top.items() if key not in skip and key != TYPES}
+    chosen = (top.keys() if only is None else only) - skip - {TYPES}
+    wanted = {key: x for key, x in top.items() if key in chosen}
     for leaf in (leaf for below in wanted.values() for leaf in tree.leaves(below)):
         if leaf.name in index.values:
             made[leaf.name] = index.values[leaf.name]

@@ -29,6 +29,8 @@ from unickpt.adapters.torch_optimizer import NamedOptimizer
 from unickpt.errors import CheckpointExists, CheckpointNotFound, LaterStepsExist, LoadMismatch
 from unickpt.frameworks.leaves import PerProcess
 from unickpt.integrations import rng
+from unickpt.integrations.deepspeed.in_trainers import check_same_kind
+from unickpt.integrations.transformers import engines
 from unickpt.integrations.transformers.files import agreed, export, foreign, remove_exports, step_of
 from unickpt.loading import loader
 from unickpt.reading import checkpoint
@@ -83,10 +85,12 @@ class UnickptMixin:
     accelerator: Any
     callback_handler: Any
     control: Any
+    is_deepspeed_enabled: bool
     _checkpointer: Checkpointer | None = None
     _given: Checkpointer | None = None
     _hf_files = False
     _resumed: _ResumedTraining | None = None
+    _engine: Any = None
     _saved: set[int]
 
     def __init__(
@@ -99,6 +103,18 @@ class UnickptMixin:
         self._given, self._hf_files = checkpointer, hf_files
         super().__init__(*args, **kwargs)
         _check(self, None)
+
+    @property
+    def deepspeed(self) -> Any:
+        """DeepSpeed's engine; None without DeepSpeed, and before the training."""
+        return self._engine
+
+    @deepspeed.setter
+    def deepspeed(self, engine: Any) -> None:
+        # Set by the Trainer as soon as the engine exists, which it then tells to load.
+        self._engine, resumed = engine, self._resumed
+        if engine is not None and resumed is not None:
+            engines.load_instead(engine, resumed.folder, resumed.path)
 
     # --- a run ---------------------------------------------------------------------------------
 
@@ -179,6 +195,7 @@ class UnickptMixin:
                 f"{path} has no state of a Trainer: it was not saved by this integration"
             )
         state = json.loads(_state_text(path))
+        check_same_kind(path, opened.metadata, self.is_deepspeed_enabled)
         _check_order(run, step, state["global_step"])
         _check_batches(self, path, opened.metadata.get(_BATCH))
         found = _load(path, {"rng": rng.like()})["rng"].value
@@ -186,6 +203,8 @@ class UnickptMixin:
             # Else the Trainer goes on with the batches of a process then; see _check_batches.
             state["train_batch_size"] = self.args.train_batch_size
             Path(folder, TRAINER_STATE_NAME).write_text(json.dumps(state))
+            if self.is_deepspeed_enabled:
+                engines.imitate(folder, state["global_step"])
             self._resumed = _ResumedTraining(path, folder, found)
             try:
                 yield folder
@@ -208,10 +227,13 @@ class UnickptMixin:
         state.stateful_callbacks = TrainerState(stateful_callbacks=exported).stateful_callbacks
         # Those of the other processes differ from it, in what process they are and in times.
         text = json.dumps(dataclasses.asdict(state)) if state.is_world_process_zero else None
-        tree = _tree(self) | {_STATE: PerProcess(text), "rng": rng.states()}
+        tree: Any = _tree(self) | {_STATE: PerProcess(text), "rng": rng.states()}
+        metadata: dict[str, Any] = {_BATCH: _total_batch(self)}
         # The Trainer may ask twice at the end of an epoch; its state is newer then.
         again = step in self._saved
-        run.save(step, tree, metadata={_BATCH: _total_batch(self)}, overwrite=again)
+        if self.is_deepspeed_enabled:
+            tree, metadata = engines.with_engine(self, tree, metadata)
+        run.save(step, tree, metadata=metadata, overwrite=again)
         self._saved.add(step)
         if self._hf_files:
             export(self, run, step)
@@ -229,7 +251,7 @@ class UnickptMixin:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         else:
             tree = _tree(self)
-            del tree["model"]
+            tree.pop("model", None)
             _load(resumed.path, tree)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
@@ -252,7 +274,10 @@ class UnickptMixin:
         elif os.path.isfile(os.path.join(best, TRAINER_STATE_NAME)):
             super()._load_best_model()  # type: ignore[misc]
             return
-        _load(best, {"model": self.model})
+        if self.is_deepspeed_enabled:
+            engines.load_weights(self, best)
+        else:
+            _load(best, {"model": self.model})
 
     def _has(self, run: Checkpointer, best: int, step: int) -> bool:
         """Whether the best step exists, or is being saved."""
@@ -337,7 +362,9 @@ class UnickptCallback(TrainerCallback):
 
 
 def _tree(trainer: Any) -> dict[str, Any]:
-    """What is saved of a Trainer, and loaded into it in place."""
+    """What is saved of a Trainer, and loaded into it in place; but for what an engine has."""
+    if trainer.is_deepspeed_enabled:
+        return engines.without_engine(trainer)
     tree = {
         "model": trainer.model,
         "optimizer": NamedOptimizer(trainer.optimizer, trainer.model),
@@ -410,7 +437,9 @@ def _check(trainer: Any, trial: Any) -> None:
         "load_best_model_at_end=True with a Checkpointer of your own, which may remove it": (
             given and args.load_best_model_at_end
         ),
-        "deepspeed: its engine saves itself": trainer.is_deepspeed_enabled,
+        "hf_files=True with ZeRO 3: set stage3_gather_16bit_weights_on_model_save": (
+            trainer._hf_files and trainer.is_deepspeed_enabled and engines.keeps_weights(trainer)
+        ),
         "fsdp with fsdp_config={'version': 1}: use version 2, whose parameters are DTensors": (
             trainer.is_fsdp_enabled and not accelerator.is_fsdp2
         ),

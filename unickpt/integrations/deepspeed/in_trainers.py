@@ -1,0 +1,62 @@
+"""A DeepSpeed engine that a trainer makes and drives: one checkpoint has the engine's state and the
+trainer's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from unickpt.errors import LoadMismatch
+from unickpt.integrations.deepspeed import checkpoints_of
+
+ENGINE = "deepspeed"
+"""What the metadata of a checkpoint has if an engine's state is in it."""
+
+
+class EngineTree:
+    """What a trainer saves: the state of its engine, under the names of `use_unickpt`, and what the
+    trainer has besides. Made within the save, so that it fails on all ranks if it does on one.
+
+    Arguments:
+        engine: the engine.
+        rest: returns what else is saved; its names must not be those of an engine's state.
+        exclude_frozen_parameters: whether to leave out parameters that are not trained.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        rest: Callable[[], Mapping[str, Any]],
+        *,
+        exclude_frozen_parameters: bool = False,
+    ) -> None:
+        self._engine, self._rest = engine, rest
+        self._excludes = exclude_frozen_parameters
+
+    def state_dict(self) -> dict[str, Any]:
+        found = checkpoints_of(self._engine).tree(exclude_frozen_parameters=self._excludes)
+        return {**found, **self._rest()}
+
+    def load_state_dict(self, state: object) -> None:
+        raise NotImplementedError("it is only saved")
+
+
+def check_same_kind(path: object, metadata: Mapping[str, Any], has_engine: bool) -> None:
+    """Checks that a trainer with an engine loads what one with an engine saved, and one without
+    what one without saved: their states have other names.
+
+    Raises:
+        LoadMismatch: it is not so.
+    """
+    if (ENGINE in metadata) == has_engine:
+        return
+    if has_engine:
+        raise LoadMismatch(
+            f"{path} was saved without DeepSpeed, and this job trains with it: go on without it, "
+            "or load the weights into the model before the training begins, with unickpt.load"
+        )
+    raise LoadMismatch(
+        f"{path} was saved with DeepSpeed, and this job trains without it: go on with it, or load "
+        'the weights into the model before the training begins: unickpt.load(path, {"model": '
+        'model}, rules=unickpt.Rules.preset("deepspeed"), unexpected="skip")'
+    )

@@ -1,0 +1,66 @@
+"""Lightning's DeepSpeedStrategy: its engine saves and loads as with `use_unickpt`, beside what else
+is in a checkpoint of Lightning, which is below one name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unickpt.integrations.deepspeed import checkpoints_of
+from unickpt.integrations.deepspeed.in_trainers import EngineTree, check_same_kind
+from unickpt.integrations.deepspeed.loading import Wanted
+from unickpt.integrations.lightning.values import read, stored_form
+from unickpt.reading import checkpoint
+from unickpt.reading.checkpoint import Checkpoint
+from unickpt.reading.options import LoadOptions
+
+LATEST = "latest"
+"""A file in the folder of a checkpoint that DeepSpeed itself wrote."""
+_REST = "lightning"
+_OF_ENGINE = ("state_dict", "optimizer_states")
+
+
+def engine_of(strategy: Any) -> Any:
+    """The engine of a strategy; None of one without DeepSpeed."""
+    return getattr(strategy, "deepspeed_engine", None)
+
+
+def with_engine(strategy: Any, checkpoint: Mapping[str, Any]) -> tuple[EngineTree, dict[str, Any]]:
+    """What is saved, and its metadata.
+
+    Arguments:
+        strategy: whose engine is saved.
+        checkpoint: as Lightning's trainer makes it; of ranks other than 0 nothing is saved of it.
+    """
+    excludes = bool(strategy.exclude_frozen_parameters)
+    rest = {key: x for key, x in checkpoint.items() if key not in _OF_ENGINE}
+
+    def form() -> dict[str, Any]:
+        return stored_form({_REST: rest}) if strategy.is_global_zero else {}
+
+    engine = engine_of(strategy)
+    tree = EngineTree(engine, form, exclude_frozen_parameters=excludes)
+    return tree, checkpoints_of(engine).metadata(excludes)
+
+
+def load(strategy: Any, path: str, fits: bool, options: LoadOptions | None) -> dict[str, Any]:
+    """Loads into the engine, and returns what else is in the checkpoint.
+
+    Arguments:
+        strategy: whose engine is loaded into.
+        path: of a checkpoint of ours.
+        fits: whether the training goes on, for which more than the weights is needed.
+        options: how to load.
+    """
+
+    def rest(stored: Checkpoint) -> dict[str, Any]:
+        check_same_kind(path, stored.metadata, has_engine=True)
+        found: dict[str, Any] = read(stored, only={_REST}, options=options)
+        return dict(found.get(_REST, {}))
+
+    found = checkpoint.reading(path, rest)
+    strict = strategy.lightning_module.strict_loading
+    # Lightning has the schedule itself.
+    wanted = Wanted(strict, optimizer=fits, scheduler=False, values=fits)
+    checkpoints_of(engine_of(strategy)).load(path, wanted)
+    return found
