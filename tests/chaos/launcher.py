@@ -55,15 +55,15 @@ def ask(at, folder):
 
 
 def imported(job):
-    """The modules that a job imports, except those beside it."""
-    here, found = os.path.dirname(job), []
+    """The modules that a job imports, except the one beside it."""
+    found = []
     with open(job) as file:
         for node in ast.walk(ast.parse(file.read())):
             if isinstance(node, ast.Import):
                 found += [each.name for each in node.names]
             elif isinstance(node, ast.ImportFrom):
                 found.append(node.module)
-    return [name for name in found if not os.path.exists(os.path.join(here, f"{name}.py"))]
+    return [name for name in found if name != "target"]  # which looks at the arguments
 
 
 def warm_up(folder):
@@ -86,6 +86,8 @@ def warm_up(folder):
             raise SystemExit("the job fails, though nobody kills it")
         with open(told) as file:
             for name in file.read().split():
+                if name in ("target", "__main__"):
+                    continue
                 with contextlib.suppress(Exception):
                     importlib.import_module(name)
     if len(os.listdir("/proc/self/task")) > 1:
