@@ -1,5 +1,6 @@
 """accelerate's loop with `save_state_async`, on one process or several with DDP."""
 
+import os
 from contextlib import suppress
 
 import target
@@ -19,7 +20,11 @@ layers = torch.nn.Linear(8, 32), torch.nn.Dropout(0.1), torch.nn.Linear(32, 1)
 model = torch.nn.Sequential(*layers)
 model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
 with suppress(FileNotFoundError):
-    load_state(accelerator)
+    if not target.OWN:
+        load_state(accelerator)
+    elif saved := sorted(os.listdir(os.path.join(target.FOLDER, "checkpoints"))):
+        names.iteration = int(saved[-1].rpartition("_")[2]) + 1
+        accelerator.load_state()
 # The first is checkpoint_0.
 options = unickpt.SaveOptions(metrics=lambda report: target.committed(report, 1))
 target.resumed(accelerator.save_iteration)
@@ -28,8 +33,12 @@ for step in range(accelerator.save_iteration, target.STEPS):
     optimizer.zero_grad()
     accelerator.backward(model(data.chunk(target.WORLD)[target.RANK]).square().mean())
     optimizer.step()
-    saving = save_state_async(accelerator, options=options)
-    if step + 1 == target.STEPS:
-        saving.result()
+    if target.OWN:
+        accelerator.save_state()
+        target.committed(step + 1)
+    else:
+        saving = save_state_async(accelerator, options=options)
+        if step + 1 == target.STEPS:
+            saving.result()
 target.ended(target.whole(model))
 accelerator.end_training()

@@ -6,7 +6,11 @@ import target
 from flax import nnx
 
 import unickpt
-import unickpt.integrations.orbax as ocp
+
+if target.OWN:
+    import orbax.checkpoint as ocp
+else:
+    import unickpt.integrations.orbax as ocp
 
 
 def begin():
@@ -24,8 +28,8 @@ def update(model, optimizer):
 
 both = begin()
 kept = ocp.CheckpointManagerOptions(max_to_keep=target.KEPT)
-more = {"options": unickpt.SaveOptions(metrics=target.committed)}
-with ocp.CheckpointManager(target.FOLDER, options=kept, unickpt=more) as run:
+more = {} if target.OWN else {"unickpt": {"options": unickpt.SaveOptions(metrics=target.committed)}}
+with ocp.CheckpointManager(target.FOLDER, options=kept, **more) as run:
     step = run.latest_step() or 0
     if step:
         graph, state = nnx.split(both)

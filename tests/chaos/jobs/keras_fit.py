@@ -13,10 +13,6 @@ from unickpt.integrations.keras import UnickptCheckpoint
 
 
 class Began(keras.callbacks.Callback):
-    def __init__(self, saves):
-        super().__init__()
-        self.saves = saves
-
     def on_train_begin(self, logs=None):
         target.resumed(int(self.model.optimizer.iterations))
 
@@ -30,5 +26,5 @@ options = unickpt.SaveOptions(metrics=target.committed)
 saves = UnickptCheckpoint(
     target.FOLDER, save_freq=1, max_to_keep=target.KEPT, resume=True, options=options
 )
-model.fit(x, x.sum(1, keepdims=True), verbose=0, callbacks=[saves, Began(saves)])
+model.fit(x, x.sum(1, keepdims=True), verbose=0, callbacks=[saves, Began()])
 target.ended({v.path: np.asarray(v.value) for v in model.variables + model.optimizer.variables})

@@ -40,7 +40,16 @@ class Model(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-saving = ModelCheckpoint(
+
+
+class Saving(ModelCheckpoint):
+    def _save_topk_checkpoint(self, trainer, candidates):
+        super()._save_topk_checkpoint(trainer, candidates)
+        if target.OWN:
+            target.committed(trainer.global_step)
+
+
+saving = Saving(
     target.FOLDER, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_last=True
 )
 options = unickpt.SaveOptions(metrics=target.committed)
@@ -49,7 +58,7 @@ trainer = lightning.Trainer(
     devices=target.WORLD,
     strategy="ddp" if target.WORLD > 1 else "auto",
     max_steps=target.STEPS,
-    plugins=[UnickptCheckpointIO(options)],
+    plugins=[] if target.OWN else [UnickptCheckpointIO(options)],
     callbacks=[saving],
     logger=False,
     enable_progress_bar=False,
@@ -58,5 +67,6 @@ trainer = lightning.Trainer(
 )
 model = Model()
 data = torch.utils.data.DataLoader(range(10**6))
-trainer.fit(model, data, ckpt_path=last_checkpoint(target.FOLDER))
+newest = "last" if target.OWN else last_checkpoint(target.FOLDER)
+trainer.fit(model, data, ckpt_path=newest)
 target.ended(target.whole(model))

@@ -25,6 +25,8 @@ KEPT = 1
 FOLDER = os.path.abspath(sys.argv[1])
 RANK = int(os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+OWN = os.environ.get("CHAOS_SAVES") == "own"
+"""Whether the trainer saves as it does without unickpt; where a job has that."""
 
 
 class LostWork(Exception):

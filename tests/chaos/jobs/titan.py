@@ -1,0 +1,37 @@
+"""torchtitan's trainer with unickpt's manager, FSDP2."""
+
+import os
+import sys
+
+import target
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
+
+import torch
+from support import titan_job
+
+os.environ.setdefault("LOCAL_RANK", str(target.RANK))
+assets = titan_job.Path(f"{target.FOLDER}.assets.{target.RANK}")
+if not assets.exists():
+    titan_job.make_assets(assets)
+settings = {
+    "loader": "own",
+    "manager": "theirs" if target.OWN else "ours",
+    "checkpoint": {"interval": 1, "keep_latest_k": 2},
+    "training": {"steps": target.STEPS},
+}
+trainer = titan_job.made_config(assets, target.FOLDER, settings).build()
+load = trainer.checkpointer.load
+
+
+def loads(*arguments, **named):
+    done = load(*arguments, **named)
+    target.resumed(trainer.step)
+    return done
+
+
+trainer.checkpointer.load = loads
+trainer.train()
+trainer.close()
+target.ended({k: v for part in trainer.model_parts for k, v in target.whole(part).items()})
+target.leave()

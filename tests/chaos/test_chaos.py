@@ -1,0 +1,29 @@
+"""ckpt-chaos kills a job of each integration at every event of its saves that it sees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ckpt_chaos")
+from chaos.run import JOBS, run
+
+CASES = [
+    pytest.param(name, ranks, killed, id=f"{job.environment}-{name}-{ranks}-{killed}")
+    for name, job in JOBS.items()
+    for ranks in job.ranks
+    for killed in range(ranks)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("name", "ranks", "killed"), CASES)
+def test_every_point_passes(name: str, ranks: int, killed: int, tmp_path: Path) -> None:
+    outcome = run(name, ranks, killed, tmp_path)
+    assert not outcome.failed
+    assert len(outcome.points) > 20
+    # The last events of a save in the background may come after those of the process's end.
+    died = sum(point.died for point in outcome.points)
+    assert died > 0.9 * len(outcome.points)
