@@ -115,10 +115,8 @@ def serve(at):
                 if ended:
                     del running[client]
                     code = os.waitstatus_to_exitcode(status)
-                    try:
+                    with contextlib.suppress(OSError):  # the client has been killed
                         client.sendall(code.to_bytes(4, "big", signed=True))
-                    except OSError:
-                        pass
                     client.close()
             if listening in ready:
                 client, _ = listening.accept()

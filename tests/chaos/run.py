@@ -103,7 +103,8 @@ class Outcome:
         who = "" if self.ranks == 1 else f", {self.ranks} ranks, rank {self.killed} killed"
         kinds = Counter(each.name.rpartition("[")[2].rstrip("]") for each in self.points)
         modes = ", ".join(f"{kinds[mode]} {mode}" for mode in MODES if kinds[mode])
-        passed, verdicts = len(self.points) - len(self.failed), Counter(p.verdict for p in self.failed)
+        passed = len(self.points) - len(self.failed)
+        verdicts = Counter(each.verdict for each in self.failed)
         wrong = ", ".join(f"{n} {name}" for name, n in verdicts.items())
         alive = sum(not each.died for each in self.points[1:])
         told = f"{wrong}{f', {alive} did not die' if alive else ''}".lstrip(", ")

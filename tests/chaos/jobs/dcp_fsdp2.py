@@ -1,6 +1,5 @@
 """The drop-in for torch.distributed.checkpoint with FSDP2; each save replaces the last."""
 
-import os
 from contextlib import suppress
 
 import target
@@ -9,10 +8,7 @@ from torch.distributed.fsdp import fully_shard
 
 import unickpt.integrations.dcp as dcp
 
-for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
-    os.environ.setdefault(name, value)
-os.environ.setdefault("MASTER_PORT", "0")
-torch.distributed.init_process_group("gloo")
+target.join()
 torch.manual_seed(0)
 layers = torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)
 model = torch.nn.Sequential(*layers)

@@ -1,13 +1,5 @@
 """DeepSpeed with `use_unickpt`, ZeRO 2."""
 
-import os
-
-os.environ.setdefault("LOCAL_RANK", os.environ.get("RANK", "0"))
-for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
-    os.environ.setdefault(name, value)
-os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])  # else DeepSpeed asks MPI
-os.environ.setdefault("MASTER_PORT", "29512")
-
 import deepspeed
 import target
 import torch
@@ -15,6 +7,7 @@ import torch
 import unickpt
 from unickpt.integrations.deepspeed import use_unickpt
 
+target.join()
 torch.manual_seed(0)
 layers = torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)
 model = torch.nn.Sequential(*layers)

@@ -28,15 +28,19 @@ def update(model, optimizer):
 
 both = begin()
 kept = ocp.CheckpointManagerOptions(max_to_keep=target.KEPT)
-more = {} if target.OWN else {"unickpt": {"options": unickpt.SaveOptions(metrics=target.committed)}}
+options = unickpt.SaveOptions(metrics=target.committed)
+more = {} if target.OWN else {"unickpt": {"options": options}}
 with ocp.CheckpointManager(target.FOLDER, options=kept, **more) as run:
-    step = run.latest_step() or 0
-    if step:
+    first = run.latest_step() or 0
+    if first:
         graph, state = nnx.split(both)
-        both = nnx.merge(graph, run.restore(step, args=ocp.args.StandardRestore(state)))
-    target.resumed(step)
-    for step in range(step + 1, target.STEPS + 1):
+        both = nnx.merge(graph, run.restore(first, args=ocp.args.StandardRestore(state)))
+    target.resumed(first)
+    for step in range(first + 1, target.STEPS + 1):
         update(*both)
         run.save(step, args=ocp.args.StandardSave(nnx.state(both)))
-plain = [x for x in jax.tree.leaves(nnx.state(both)) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)]
-target.ended({f"{n:03}": x for n, x in enumerate(plain)})
+        if target.OWN:
+            run.wait_until_finished()
+            target.committed(step)
+leaves = [x for x in jax.tree.leaves(nnx.state(both)) if x.dtype.kind in "fiu"]  # no keys
+target.ended({f"{n:03}": x for n, x in enumerate(leaves)})

@@ -49,7 +49,5 @@ if target.OWN:
         resume_from_checkpoint=get_last_checkpoint(target.FOLDER) is not None
     )
 else:
-    Chaos(model, checkpointer=run, **common).train(
-        resume_from_checkpoint=run.latest() is not None
-    )
+    Chaos(model, checkpointer=run, **common).train(resume_from_checkpoint=run.latest() is not None)
 target.ended(target.whole(model))

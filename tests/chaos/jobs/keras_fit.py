@@ -1,12 +1,8 @@
 """Keras with `UnickptCheckpoint`, on JAX."""
 
-import os
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-
-import target
 import keras
 import numpy as np
+import target
 
 import unickpt
 from unickpt.integrations.keras import UnickptCheckpoint

@@ -2,23 +2,15 @@
 
 import os
 
-os.environ.setdefault("TORCHELASTIC_RUN_ID", "chaos")  # the ranks are there; start no others
-
-import target
-import lightning_utilities.core.imports as lightning_imports
-
-# torchmetrics would import transformers, which takes longer than all else here.
-_is_there = lightning_imports.RequirementCache.__bool__
-lightning_imports.RequirementCache.__bool__ = lambda self: (
-    "transformers" not in str(getattr(self, "requirement", "")) and _is_there(self)
-)
-
 import lightning
+import target
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import unickpt
 from unickpt.integrations.lightning import UnickptCheckpointIO, last_checkpoint
+
+os.environ.setdefault("TORCHELASTIC_RUN_ID", "chaos")  # the ranks are there: start no others
 
 
 class Model(lightning.LightningModule):
@@ -38,8 +30,6 @@ class Model(lightning.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-
 
 
 class Saving(ModelCheckpoint):

@@ -1,8 +1,8 @@
 """What every job here does alike, so that ckpt-chaos and `run.py` can judge it.
 
-A job is `python JOB FOLDER`. It trains to the step `STEPS`, saves after each one, keeps the newest, and
-goes on from what it finds in the folder. What it tells stands beside the folder, not in it, where
-ckpt-chaos would take it for a part of a save.
+A job is `python JOB FOLDER`. It trains to the step `STEPS`, saves after each one, keeps the newest,
+and goes on from what it finds in the folder. What it tells stands beside the folder, not in it,
+where ckpt-chaos would take it for a part of a save.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 warnings.simplefilter("ignore")
 
 STEPS = 2
@@ -89,6 +86,17 @@ def whole(module: Any) -> dict[str, Any]:
         name.removeprefix("module."): getattr(x, "full_tensor", lambda x=x: x)().detach().numpy()
         for name, x in module.state_dict().items()
     }
+
+
+def join() -> None:
+    """Makes torch's process group, of one rank, too."""
+    import torch.distributed as dist
+
+    os.environ.setdefault("LOCAL_RANK", str(RANK))
+    if WORLD == 1:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group("gloo")
 
 
 def leave() -> None:

@@ -7,7 +7,6 @@ import target
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
 
-import torch
 from support import titan_job
 
 os.environ.setdefault("LOCAL_RANK", str(target.RANK))

@@ -1,17 +1,12 @@
 """Plain torch with FSDP2 and a `Checkpointer`."""
 
-import os
-
 import target
 import torch
 from torch.distributed.fsdp import fully_shard
 
 import unickpt
 
-for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
-    os.environ.setdefault(name, value)
-os.environ.setdefault("MASTER_PORT", "0")
-torch.distributed.init_process_group("gloo")
+target.join()
 torch.manual_seed(0)
 layers = torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)
 model = torch.nn.Sequential(*layers)
