@@ -116,8 +116,17 @@ HEAD = "| job | passed | points, and the run that nobody kills | did not pass |\
 
 
 @contextmanager
-def served(job: str, folder: Path, env: dict[str, str]) -> Iterator[list[str]]:
-    """The command that runs a job in the folder `{out}`, forked from a process with its imports."""
+def served(job: str, folder: Path, saves: str = "unickpt") -> Iterator[list[str]]:
+    """The command that runs a job in the folder `{out}`, forked from a process with its imports.
+
+    Arguments:
+        job: one of `JOBS`.
+        folder: an empty one.
+        saves: "unickpt", or "own" for what the trainer itself saves with.
+
+    Raises:
+        SystemExit: the job fails by itself.
+    """
     at = folder / "socket"
     with (folder / "server.log").open("w+") as log:
         server = subprocess.Popen(
@@ -125,7 +134,7 @@ def served(job: str, folder: Path, env: dict[str, str]) -> Iterator[list[str]]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env=env,
+            env=environment_of(saves),
         )
         try:
             if server.stdout.readline() != b"ready\n":  # type: ignore[union-attr]
@@ -139,11 +148,7 @@ def served(job: str, folder: Path, env: dict[str, str]) -> Iterator[list[str]]:
 
 
 def environment_of(saves: str) -> dict[str, str]:
-    """The environment variables of a job.
-
-    Arguments:
-        saves: "unickpt", or "own" for what the trainer itself saves with.
-    """
+    """The environment variables of a job; `saves` as for `served`."""
     return {
         **os.environ,
         "CHAOS_SAVES": saves,
@@ -158,6 +163,7 @@ def environment_of(saves: str) -> dict[str, str]:
 
 
 def run(
+    command: Sequence[str],
     job: str,
     ranks: int,
     killed: int,
@@ -171,34 +177,35 @@ def run(
     """Runs ckpt-chaos on a job.
 
     Arguments:
-        job: one of `JOBS`.
+        command: of `served`.
+        job: the same.
         ranks: how many processes it has.
         killed: which of them is killed.
-        work: an empty folder.
+        work: a new folder.
         modes: how, as ckpt-chaos names it.
-        saves: "unickpt", or "own".
+        saves: as for `served`.
         most: points at most; fewer than there are are taken evenly.
         parallel: how many jobs run at once.
 
     Raises:
-        SystemExit: the job fails by itself.
+        SystemExit: the job fails with so many ranks, though nobody kills it.
     """
-    started, env = time.monotonic(), environment_of(saves)
+    started = time.monotonic()
     results = " ".join(f"{{out}}.result.{rank}" for rank in range(ranks))
-    with served(job, work, env) as command:
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "ckpt_chaos", "run"),
-                *("--work", work / "runs", "--modes", ",".join(modes), "--max-points", str(most)),
-                *("--ranks", str(ranks), "--crash-rank", str(killed), "--jobs", str(parallel)),
-                *("--grace", "2", "--timeout", str(TIMEOUT_S), "--result-cmd", f"cat {results}"),
-                *("--step-regex", r"resumed from step (\d+)", "--fail-on", ",".join(VERDICTS[1:])),
-                *("--", *command),
-            ],
-            env=env,
-            capture_output=True,
-            text=True,
-        )
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "ckpt_chaos", "run"),
+            *("--work", work, "--modes", ",".join(modes), "--max-points", str(most)),
+            *("--ranks", str(ranks), "--crash-rank", str(killed), "--jobs", str(parallel)),
+            *("--grace", "2", "--timeout", str(TIMEOUT_S), "--result-cmd", f"cat {results}"),
+            *("--step-regex", r"resumed from step (\d+)", "--fail-on", ",".join(VERDICTS[1:])),
+            *("--", *command),
+        ],
+        # Without the variable, which 0.1.8 forgets, `--crash-rank 1` kills nobody.
+        env={**environment_of(saves), "CKPT_CHAOS_CRASH_RANK": str(killed)},
+        capture_output=True,
+        text=True,
+    )
     points = tuple(_points(done.stdout))
     if not points:
         raise SystemExit(f"ckpt-chaos cannot run {job}:\n{(done.stdout + done.stderr)[-4000:]}")
@@ -238,15 +245,17 @@ def main() -> int:
     print(HEAD, flush=True)
     failed = []
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
-        folder = given.keep or Path(temporary)
+        how = {"modes": given.modes.split(","), "saves": given.saves}
+        counts = {"most": given.most, "parallel": given.parallel}
         for name, job in jobs.items():
-            for ranks in job.ranks if given.ranks is None else (given.ranks,):
-                for killed in range(ranks):
-                    work = folder / f"{name}-{ranks}-{killed}"
-                    work.mkdir(parents=True)
-                    how = {"modes": given.modes.split(","), "saves": given.saves}
-                    counts = {"most": given.most, "parallel": given.parallel}
-                    outcome = run(name, ranks, killed, work, **how, **counts)
+            folder = (given.keep or Path(temporary)) / name
+            folder.mkdir(parents=True)
+            counts_of_ranks = job.ranks if given.ranks is None else (given.ranks,)
+            cases = [(ranks, killed) for ranks in counts_of_ranks for killed in range(ranks)]
+            with served(name, folder, given.saves) as command:
+                for ranks, killed in cases:
+                    work = folder / f"{ranks}-{killed}"
+                    outcome = run(command, name, ranks, killed, work, **how, **counts)
                     print(outcome.row(), flush=True)
                     failed += [f"{name}, rank {killed} of {ranks}: {p}" for p in outcome.failed]
     print("\n".join(["", *failed]))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from chaos.run import JOBS, run
+
+from chaos.run import JOBS, run, served
 
 CASES = [
     pytest.param(name, ranks, killed, id=f"{job.environment}-{name}-{ranks}-{killed}")
@@ -20,7 +21,8 @@ CASES = [
 @pytest.mark.parametrize(("name", "ranks", "killed"), CASES)
 def test_every_point_passes(name: str, ranks: int, killed: int, tmp_path: Path) -> None:
     pytest.importorskip("ckpt_chaos")
-    outcome = run(name, ranks, killed, tmp_path)
+    with served(name, tmp_path) as command:
+        outcome = run(command, name, ranks, killed, tmp_path / "runs")
     assert not outcome.failed
     assert len(outcome.points) > 20
     # The last events of a save in the background may come after those of the process's end.
