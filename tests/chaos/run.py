@@ -220,6 +220,15 @@ def _points(printed: str) -> Iterator[Point]:
             yield Point(row[1].strip(), row[2], "[DID NOT CRASH]" not in row[3])
 
 
+@contextmanager
+def suppress_failure(failed: list[str]) -> Iterator[None]:
+    """Goes on with the next job, and notes why this one cannot be judged."""
+    try:
+        yield
+    except SystemExit as error:
+        failed.append(str(error))
+
+
 def known(names: Sequence[str] = ()) -> dict[str, Job]:
     """The jobs whose packages are there, or those that are named."""
     if names:
@@ -243,7 +252,7 @@ def main() -> int:
         print("\n".join(f"{name:16} {job.title}" for name, job in JOBS.items()))
         return 0
     print(HEAD, flush=True)
-    failed = []
+    failed: list[str] = []
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
         how = {"modes": given.modes.split(","), "saves": given.saves}
         counts = {"most": given.most, "parallel": given.parallel}
@@ -252,7 +261,7 @@ def main() -> int:
             folder.mkdir(parents=True)
             counts_of_ranks = job.ranks if given.ranks is None else (given.ranks,)
             cases = [(ranks, killed) for ranks in counts_of_ranks for killed in range(ranks)]
-            with served(name, folder, given.saves) as command:
+            with suppress_failure(failed), served(name, folder, given.saves) as command:
                 for ranks, killed in cases:
                     work = folder / f"{ranks}-{killed}"
                     outcome = run(command, name, ranks, killed, work, **how, **counts)

@@ -42,5 +42,7 @@ with ocp.CheckpointManager(target.FOLDER, options=kept, **more) as run:
         if target.OWN:
             run.wait_until_finished()
             target.committed(step)
-leaves = [x for x in jax.tree.leaves(nnx.state(both)) if x.dtype.kind in "fiu"]  # no keys
+is_key = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+leaves = jax.tree.leaves(nnx.state(both))
+leaves = [jax.random.key_data(x) if is_key(x) else x for x in leaves]
 target.ended({f"{n:03}": x for n, x in enumerate(leaves)})
