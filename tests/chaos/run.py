@@ -152,7 +152,7 @@ def environment_of(saves: str) -> dict[str, str]:
     return {
         **os.environ,
         "CHAOS_SAVES": saves,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(HERE.parent))),
         "KERAS_BACKEND": "jax",
         "JAX_PLATFORMS": "cpu",
         "OMP_NUM_THREADS": "1",

@@ -1,12 +1,8 @@
 """torchtitan's trainer with unickpt's manager, FSDP2."""
 
 import os
-import sys
 
 import target
-
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
-
 from support import titan_job
 
 os.environ.setdefault("LOCAL_RANK", str(target.RANK))
