@@ -101,18 +101,15 @@ class Outcome:
     def row(self) -> str:
         """A row of the table."""
         who = "" if self.ranks == 1 else f", {self.ranks} ranks, rank {self.killed} killed"
-        kinds = Counter(each.name.rpartition("[")[2].rstrip("]") for each in self.points)
-        modes = ", ".join(f"{kinds[mode]} {mode}" for mode in MODES if kinds[mode])
         passed = len(self.points) - len(self.failed)
+        died = sum(each.died for each in self.points)
         verdicts = Counter(each.verdict for each in self.failed)
-        wrong = ", ".join(f"{n} {name}" for name, n in verdicts.items())
-        alive = sum(not each.died for each in self.points[1:])
-        told = f"{wrong}{f', {alive} did not die' if alive else ''}".lstrip(", ")
+        wrong = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
         title = JOBS[self.job].title + who
-        return f"| {title} | {passed} of {len(self.points)} | {modes} | {told} |"
+        return f"| {title} | {died} | {passed} of {len(self.points)} | {wrong} |"
 
 
-HEAD = "| job | passed | points, and the run that nobody kills | did not pass |\n|---|---|---|---|"
+HEAD = "| job | killed | passed | did not pass |\n|---|---|---|---|"
 
 
 @contextmanager
@@ -217,7 +214,8 @@ def _points(printed: str) -> Iterator[Point]:
     ends = re.compile(rf"^(\S.*?)  +\S+  .*  ({'|'.join(VERDICTS)})((?:  \[[A-Z ]+\])*)$")
     for line in printed.splitlines():
         if (row := ends.match(line)) is not None:
-            yield Point(row[1].strip(), row[2], "[DID NOT CRASH]" not in row[3])
+            died = "[DID NOT CRASH]" not in row[3] and not row[1].startswith("no crash")
+            yield Point(row[1].strip(), row[2], died)
 
 
 @contextmanager
