@@ -4,7 +4,11 @@ import os
 
 import target
 from support import titan_job
+from support.processes import free_port
 
+if target.WORLD == 1:
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update(alone, MASTER_PORT=str(free_port()))
 os.environ.setdefault("LOCAL_RANK", str(target.RANK))
 assets = titan_job.Path(f"{target.FOLDER}.assets.{target.RANK}")
 if not assets.exists():
