@@ -20,7 +20,8 @@ settings = {
     "training": {"steps": target.STEPS},
 }
 trainer = titan_job.made_config(assets, target.FOLDER, settings).build()
-load = trainer.checkpointer.load
+manager = trainer.checkpointer
+load, save = manager.load, manager.save
 
 
 def loads(*arguments, **named):
@@ -29,7 +30,12 @@ def loads(*arguments, **named):
     return done
 
 
-trainer.checkpointer.load = loads
+def saves(step, *arguments, **named):
+    save(step, *arguments, **named)  # which waits, as `async_mode` is "disabled"
+    target.committed(step)
+
+
+manager.load, manager.save = loads, saves
 trainer.train()
 trainer.close()
 target.ended({k: v for part in trainer.model_parts for k, v in target.whole(part).items()})
