@@ -33,6 +33,7 @@ MODES = ("before", "torn", "term", "unsynced")
 """How ckpt-chaos kills. Unless asked otherwise it is in the first two."""
 VERDICTS = ("PASS", "HARD_FAIL", "SILENT_DIVERGENCE", "LOST_WORK", "CONTROL_FAIL")
 TIMEOUT_S = 120
+LOST_WORK = 7  # exit code of jobs/target.py; by its files ckpt-chaos cannot tell
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,8 @@ def _points(printed: str) -> Iterator[Point]:
     for line in printed.splitlines():
         if (row := ends.match(line)) is not None:
             died = "[DID NOT CRASH]" not in row[3] and not row[1].startswith("no crash")
-            yield Point(row[1].strip(), row[2], died)
+            lost = f"RAISED ExitCode{LOST_WORK} " in line
+            yield Point(row[1].strip(), "LOST_WORK" if lost else row[2], died)
 
 
 @contextmanager

@@ -24,10 +24,8 @@ RANK = int(os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 OWN = os.environ.get("CHAOS_SAVES") == "own"
 """Whether the trainer saves as it does without unickpt; where a job has that."""
-
-
-class LostWork(Exception):
-    """The job goes on from an earlier step than one that was reported as saved."""
+LOST_WORK = 7
+"""The exit code of a job that would go on from an earlier step than was reported as saved."""
 
 
 def committed(report: Any, more: int = 0) -> None:
@@ -48,11 +46,8 @@ def committed(report: Any, more: int = 0) -> None:
 
 
 def resumed(step: int) -> None:
-    """Tells from which step the job goes on; 0 is the beginning.
-
-    Raises:
-        LostWork: a later one was reported as saved, by any rank.
-    """
+    """Tells from which step the job goes on, 0 being the beginning; ends the job if a rank has
+    reported a later one as saved."""
     print(f"resumed from step {step}", flush=True)
     for rank in range(WORLD):
         try:
@@ -61,7 +56,9 @@ def resumed(step: int) -> None:
         except FileNotFoundError:
             continue
         if newest > step:
-            raise LostWork(f"rank {rank} reported step {newest} as saved, and step {step} is found")
+            print(f"rank {rank} reported step {newest} as saved, and step {step} is found")
+            sys.stdout.flush()
+            os._exit(LOST_WORK)
 
 
 def ended(state: Mapping[str, Any]) -> None:
