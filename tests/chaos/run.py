@@ -46,6 +46,7 @@ class Job:
         ranks: numbers of processes with which it runs.
         own: whether it also runs with the trainer's own saves.
         environment: of tests/environments.toml, in which it is tested.
+        writers: how many of the ranks write, if not all.
     """
 
     title: str
@@ -53,11 +54,17 @@ class Job:
     ranks: tuple[int, ...] = (1,)
     own: bool = False
     environment: str = "chaos"
+    writers: int | None = None
+
+    def cases(self, ranks: int | None = None) -> list[tuple[int, int]]:
+        """Numbers of ranks, each with a rank to kill; `ranks` are those asked for."""
+        counts = self.ranks if ranks is None else (ranks,)
+        return [(n, killed) for n in counts for killed in range(min(n, self.writers or n))]
 
 
 JOBS = {
     "hf_trainer": Job("Hugging Face Trainer", "transformers", (1, 2), own=True),
-    "lightning_fit": Job("Lightning", "lightning", (1, 2), own=True),
+    "lightning_fit": Job("Lightning", "lightning", (1, 2), own=True, writers=1),
     "accelerate_loop": Job("accelerate", "accelerate", (1, 2), own=True),
     "keras_fit": Job("Keras", "keras"),
     "equinox_loop": Job("Equinox", "equinox"),
@@ -259,10 +266,8 @@ def main() -> int:
         for name, job in jobs.items():
             folder = (given.keep or Path(temporary)) / name
             folder.mkdir(parents=True)
-            counts_of_ranks = job.ranks if given.ranks is None else (given.ranks,)
-            cases = [(ranks, killed) for ranks in counts_of_ranks for killed in range(ranks)]
             with suppress_failure(failed), served(name, folder, given.saves) as command:
-                for ranks, killed in cases:
+                for ranks, killed in job.cases(given.ranks):
                     work = folder / f"{ranks}-{killed}"
                     outcome = run(command, name, ranks, killed, work, **how, **counts)
                     print(outcome.row(), flush=True)

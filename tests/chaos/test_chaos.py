@@ -11,8 +11,7 @@ from chaos.run import JOBS, run, served
 CASES = [
     pytest.param(name, ranks, killed, id=f"{job.environment}-{name}-{ranks}-{killed}")
     for name, job in JOBS.items()
-    for ranks in job.ranks
-    for killed in range(ranks)
+    for ranks, killed in job.cases()
 ]
 
 
