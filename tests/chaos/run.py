@@ -68,11 +68,11 @@ JOBS = {
     "accelerate_loop": Job("accelerate", "accelerate", (1, 2), own=True),
     "keras_fit": Job("Keras", "keras"),
     "equinox_loop": Job("Equinox", "equinox"),
-    "flax_orbax": Job("Flax NNX, Orbax's manager", "flax", own=True),
+    "flax_orbax": Job("Flax NNX, Orbax's manager", "flax"),
     "jax_plain": Job("JAX", "jax", (1, 2)),
     "torch_fsdp2": Job("torch, FSDP2", "torch", (1, 2)),
     "dcp_fsdp2": Job("torch.distributed.checkpoint", "torch", (1, 2)),
-    "titan": Job("torchtitan", "torchtitan", (2,), True, "torchtitan"),
+    "titan": Job("torchtitan", "torchtitan", (2,), False, "torchtitan"),
     "deepspeed_zero": Job("DeepSpeed, ZeRO 2", "deepspeed", (2,), True, "deepspeed"),
 }
 

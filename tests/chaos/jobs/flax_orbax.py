@@ -6,11 +6,7 @@ import target
 from flax import nnx
 
 import unickpt
-
-if target.OWN:
-    import orbax.checkpoint as ocp
-else:
-    import unickpt.integrations.orbax as ocp
+import unickpt.integrations.orbax as ocp
 
 
 def begin():
@@ -29,8 +25,7 @@ def update(model, optimizer):
 both = begin()
 kept = ocp.CheckpointManagerOptions(max_to_keep=target.KEPT)
 options = unickpt.SaveOptions(metrics=target.committed)
-more = {} if target.OWN else {"unickpt": {"options": options}}
-with ocp.CheckpointManager(target.FOLDER, options=kept, **more) as run:
+with ocp.CheckpointManager(target.FOLDER, options=kept, unickpt={"options": options}) as run:
     first = run.latest_step() or 0
     if first:
         graph, state = nnx.split(both)
@@ -39,9 +34,6 @@ with ocp.CheckpointManager(target.FOLDER, options=kept, **more) as run:
     for step in range(first + 1, target.STEPS + 1):
         update(*both)
         run.save(step, args=ocp.args.StandardSave(nnx.state(both)))
-        if target.OWN:
-            run.wait_until_finished()
-            target.committed(step)
 is_key = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
 leaves = jax.tree.leaves(nnx.state(both))
 leaves = [jax.random.key_data(x) if is_key(x) else x for x in leaves]

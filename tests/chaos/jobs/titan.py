@@ -15,7 +15,6 @@ if not assets.exists():
     titan_job.make_assets(assets)
 settings = {
     "loader": "own",
-    "manager": "theirs" if target.OWN else "ours",
     "checkpoint": {"interval": 1, "keep_latest_k": 2},
     "training": {"steps": target.STEPS},
 }
