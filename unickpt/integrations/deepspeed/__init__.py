@@ -14,16 +14,17 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 
 from unickpt.errors import LoadMismatch, ProcessFailed
-from unickpt.foreign.files import Files
 from unickpt.frameworks.leaves import PerProcess, PerProcessValues, adapters
 from unickpt.frameworks.process_group import current_group, within
 from unickpt.integrations.deepspeed import values
 from unickpt.integrations.deepspeed.held import EngineParts
+from unickpt.integrations.deepspeed.latest import LATEST, LatestFile, latest
 from unickpt.integrations.deepspeed.loading import EngineLoad, Wanted
 from unickpt.integrations.deepspeed.placing import Grid, Placing
 from unickpt.integrations.deepspeed.state import EngineArrays
@@ -35,12 +36,10 @@ from unickpt.reading.options import LoadOptions
 from unickpt.rules.rule_set import Rules
 from unickpt.saving.background import PendingSave, SaveCallbacks, SaveQueue, SaveRequest
 from unickpt.saving.options import SaveOptions
-from unickpt.storage import paths
 
 __all__ = ["EngineCheckpoints", "use_unickpt"]
 
 _log = logging.getLogger("unickpt")
-_LATEST, _LATEST_UNIVERSAL = "latest", "latest_universal"
 _INFO = "universal_checkpoint_info"
 _EXCLUDED = "exclude_frozen_parameters"
 _CRC = (1 << 32) - 1
@@ -177,6 +176,7 @@ class EngineCheckpoints:
         self._check_tag(tag)
         to = Destination.of(_joined(save_dir, tag), _theirs)
         tree, owners = dict[str, Any](), set[Hashable]()
+        file = LatestFile(save_dir, tag)
 
         def describe() -> None:  # an error in here reaches the other ranks
             found = self.tree(client_state, exclude_frozen_parameters=exclude_frozen_parameters)
@@ -186,14 +186,18 @@ class EngineCheckpoints:
         def committed() -> None:
             to.committed()
             if save_latest and dist.get_rank() == 0:
-                _write(save_dir, tag)
+                file.write()
+
+        callbacks = SaveCallbacks(begin=describe, committed=committed)
+        if save_latest:
+            callbacks = replace(callbacks, prepare=file.prepare, check=file.announce)
 
         request = SaveRequest(
             *(to.location, tree, self._options),
             overwrite=True,
             metadata=lambda: self.metadata(exclude_frozen_parameters),
             owners=owners,
-            callbacks=SaveCallbacks(begin=describe, committed=committed),
+            callbacks=callbacks,
             waits=not self._background,
         )
         pending = self._queue.save(request)
@@ -298,11 +302,11 @@ class EngineCheckpoints:
             raise ValueError("custom_load_fn is not supported: pass rules to use_unickpt instead")
         self._queue.wait()  # what is loaded may be a save in flight
         if tag is None:
-            tag = self._latest(load_dir)
+            tag = latest(load_dir, bool(self.engine.load_universal_checkpoint()))
             if tag is None:
                 _log.warning(
                     "%s has no file %r: nothing is loaded. Pass tag=, if there is a checkpoint",
-                    *(load_dir, _LATEST),
+                    *(load_dir, LATEST),
                 )
                 return None, None
         path = _joined(load_dir, str(tag))
@@ -354,14 +358,6 @@ class EngineCheckpoints:
             optimizer.checkpoint_event_epilogue()
         return _client_state(plain, path)
 
-    def _latest(self, load_dir: str) -> str | None:
-        files = Files(paths.resolve(load_dir))
-        universal = self.engine.load_universal_checkpoint()
-        for name in (_LATEST_UNIVERSAL,) * bool(universal) + (_LATEST,):
-            if files.exists(name):
-                return files.text(name).strip()
-        return None
-
 
 def _is_of_others(stored: Checkpoint) -> bool:
     return not any(name.startswith(("module/", "fp32/")) for name in stored.index.entries)
@@ -390,9 +386,3 @@ def _joined(folder: str, name: str) -> str:
 def _theirs(names: Sequence[str]) -> Sequence[str]:
     """What in a folder is a checkpoint of DeepSpeed's own."""
     return [n for n in names if n.endswith(("_optim_states.pt", "model_states.pt"))]
-
-
-def _write(save_dir: str, tag: str) -> None:
-    """Writes which checkpoint is the latest; on local disks in one step, as on others."""
-    store = paths.resolve(save_dir).store(paths.context())
-    store.write(_LATEST, tag.encode()).result()

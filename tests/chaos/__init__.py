@@ -1,0 +1,1 @@
+"""ckpt-chaos, an outsider's tester, on every integration."""
