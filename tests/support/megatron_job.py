@@ -225,14 +225,14 @@ def both(ours: str, theirs: str, shape: dict[str, Any], their_form: str, steps: 
 def change_over(folder: str, shape: dict[str, Any]) -> Any:
     """Megatron saves; ours go on, and overwrite a step; Megatron loads no more, ours do."""
     Job(folder, shape, save="theirs", load="theirs").train(2, 2)
-    said = Job(folder, shape, load=None).train(4, 1)
+    said = Job(folder, shape).train(4, 1)
     (Path(folder) / LATEST).write_text("2")
     dist.barrier()
     job = Job(folder, shape)
     step = job.load()
     job.save(step)
     left = sorted(os.listdir(job.path(2)))
-    again = Job(folder, shape, load=None).train(4, 0)
+    again = Job(folder, shape).train(4, 0)
     return {"first": said["first"], "losses": said["losses"], "again": again, "left": left}
 
 

@@ -69,24 +69,13 @@ class LoadStrategy(megatron_torch.TorchDistLoadShardedStrategy):
         self._cast, self._unpickle = cast, unpickle
         self._buckets = Buckets(optimizer, metadata, type(self).__name__)
 
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        """Called with what `metadata.json` says; ours and Megatron's both have version 1.
-
-        Raises:
-            UnsupportedFormat: it is a later version.
-        """
-        if loaded_version != VERSION:
-            raise UnsupportedFormat(
-                f"metadata.json says version {loaded_version} of the sharded_backend, and this "
-                f"unickpt knows version {VERSION}; load it with that which saved it, or a later one"
-            )
-
     def load(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path, *megatrons: Any
     ) -> Any:
         """Loads; called by `dist_checkpointing.load` on all ranks.
 
         Raises:
+            UnsupportedFormat: it was saved by a later unickpt.
             LoadMismatch: what is asked for is not stored, or not so; or `common.pt` is of another
                 save.
             ProcessFailed: another rank could not load.
@@ -98,6 +87,7 @@ class LoadStrategy(megatron_torch.TorchDistLoadShardedStrategy):
         made: list[Any] = []
 
         def read(stored: Checkpoint) -> None:
+            _check_version(folder)
             if dist.get_rank() == 0:
                 common.check(folder, stored)
             items = StoredItems(stored, folder)
@@ -161,6 +151,16 @@ def is_ours(folder: str) -> bool:
     if not os.path.exists(os.path.join(folder, ".metadata")):
         return True
     return common.belongs(folder, checkpoint.open(folder))
+
+
+def _check_version(folder: str) -> None:
+    config = maybe_load_config(folder)
+    found = VERSION if config is None else config.sharded_backend_version
+    if found != VERSION:
+        raise UnsupportedFormat(
+            f"{folder}: metadata.json says version {found} of the sharded_backend, and this "
+            f"unickpt knows version {VERSION}; load it with that which saved it, or a later one"
+        )
 
 
 class _Request:
