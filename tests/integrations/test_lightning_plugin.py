@@ -417,3 +417,9 @@ def test_checkpoints_in_object_storage(moto: str, monkeypatch: pytest.MonkeyPatc
     assert found is not None
     assert found.rstrip("/").endswith("last.ckpt")
     assert_same(io.load_checkpoint(f"{run}/2.ckpt")["callbacks"], VALUES["callbacks"])
+
+
+def test_a_checkpoint_of_a_deepspeed_engine_needs_its_strategy(tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "c", {"module": {"w": torch.ones(2)}}, metadata={"deepspeed": {}})
+    with pytest.raises(unickpt.LoadMismatch, match="saved with DeepSpeed, and this job trains"):
+        UnickptCheckpointIO().load_checkpoint(tmp_path / "c")

@@ -169,9 +169,12 @@ class UnickptCheckpointIO(_CheckpointIO):
                 f"map_location= is a {type(map_location).__name__}; give a device, or leave it "
                 "out: tensors are loaded into host memory, wherever they were"
             )
-        return checkpoint.reading(
-            path, lambda stored: read(stored, device=map_location, options=self.load_options)
-        )
+
+        def whole(stored: Checkpoint) -> dict[str, Any]:
+            check_same_kind(path, stored.metadata, has_engine=False)
+            return dict(read(stored, device=map_location, options=self.load_options))
+
+        return checkpoint.reading(path, whole)
 
     def remove_checkpoint(self, path: paths.PathLike) -> None:
         """Removes a checkpoint, when the saves in flight are committed; it stays if they fail."""
