@@ -9,7 +9,9 @@ up, is not counted, and checks what each contender loads. Medians of seconds of 
 
 waits: the call. step: the step after it, less one without a save; with staging="lazy" it waits
 for copies. all: until the checkpoint is complete. DeepSpeed does not flush its files; so "no
-flush" does not either.
+flush" does not either. --elsewhere makes a step as long as one whose forward and backward pass run
+on an accelerator, which leaves the cores alone; without it, work in the background takes them away
+from the step.
 """
 
 from __future__ import annotations
@@ -41,6 +43,9 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=256, help="of weights and AdamW's state")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--elsewhere", type=float, default=0.0, help="seconds of a step on an accelerator (a sleep)"
+    )
     parser.add_argument("--dir", type=Path, help="where to save (default: a temporary folder)")
     options = parser.parse_args()
     with socket.socket() as probe:
@@ -76,7 +81,7 @@ def run(rank: int, port: int, options: argparse.Namespace, folder: Path) -> None
     for number in range(options.rounds + 1):
         for name in random.Random(number).sample(sorted(contenders), len(contenders)):
             path = folder / f"{number}"
-            seconds = turn(engine, *contenders[name], path, check=not number)
+            seconds = turn(engine, options.elsewhere, *contenders[name], path, not number)
             if number:
                 times[name].append(seconds)
     if rank == 0:
@@ -106,15 +111,16 @@ def trained(options: argparse.Namespace) -> Any:
     params = model.parameters()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=params, config=config)
     for _ in range(2):
-        step(engine)
+        step(engine, 0)
     return engine
 
 
-def step(engine: Any) -> float:
+def step(engine: Any, elsewhere: float) -> float:
     """Makes a step; returns its seconds."""
     import torch
 
     start = perf_counter()
+    time.sleep(elsewhere)
     side = next(iter(engine.module.children())).in_features
     engine.backward(engine(torch.ones(1, side)).square().mean())
     engine.step()
@@ -138,18 +144,20 @@ def make_contenders(engine: Any) -> dict[str, Any]:
     }
 
 
-def turn(engine: Any, save: Any, wait: Any, load: Any, path: Path, check: bool) -> list[float]:
+def turn(
+    engine: Any, elsewhere: float, save: Any, wait: Any, load: Any, path: Path, check: bool
+) -> list[float]:
     """The times of one contender, in the order of the columns, of the slowest rank."""
     import torch
     import torch.distributed as dist
 
-    plain = step(engine)
+    plain = step(engine, elsewhere)
     os.sync()
     dist.barrier()
     start = perf_counter()
     save(str(path))
     waits = perf_counter() - start
-    held = max(0.0, step(engine) - plain)
+    held = max(0.0, step(engine, elsewhere) - plain)
     wait()
     everything = perf_counter() - start
     if check:  # what was saved is of before the step
@@ -171,8 +179,9 @@ def report(options: argparse.Namespace, times: dict[str, list[list[float]]]) -> 
 
     print(
         f"ZeRO {options.stage}, {options.ranks} ranks, {options.mib} MiB in {options.layers} "
-        f"layers, {options.rounds} rounds, DeepSpeed {deepspeed.__version__}, torch "
-        f"{torch.__version__}, {os.cpu_count()} cores; seconds, medians",
+        f"layers, {options.elsewhere} s of a step elsewhere, {options.rounds} rounds, DeepSpeed "
+        f"{deepspeed.__version__}, torch {torch.__version__}, {os.cpu_count()} cores; "
+        "seconds, medians",
         flush=True,
     )
     print(f"{'':26}" + "".join(f"{column:>10}" for column in COLUMNS))

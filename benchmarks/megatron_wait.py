@@ -10,6 +10,8 @@ loads. Medians of seconds of the slowest rank.
 
 waits: the call, and handing it to Megatron's queue. step: the step after it, less one without a
 save; it waits for copies where these are lazy, and copies the pages that a forked process shares.
+--elsewhere makes a step as long as one whose forward and backward pass run on an accelerator, which
+leaves the cores alone; without it, work in the background takes them away from the step.
 stall: both. all: until the checkpoint is complete. Megatron caches its plans after the first save;
 it does not flush its files, so "no flush" does not either.
 """
@@ -44,6 +46,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--samples", type=int, default=64, help="of a step")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--elsewhere", type=float, default=0.0, help="seconds of a step on an accelerator (a sleep)"
+    )
     parser.add_argument("--dir", type=Path, help="where to save (default: a temporary folder)")
     options = parser.parse_args()
     with socket.socket() as probe:
@@ -97,7 +102,7 @@ class Job:
         import torch
         from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
-        self.queue, self.ranks = AsyncCallsQueue(), options.ranks
+        self.queue, self.ranks, self.elsewhere = AsyncCallsQueue(), options.ranks, 0.0
         side = int((options.mib * (1 << 20) / 12 / options.layers) ** 0.5)
         self.side = side - side % options.ranks
         self.layers = [
@@ -108,12 +113,14 @@ class Job:
         self.optimizer = torch.optim.AdamW(self.layers, lr=1e-4)
         for _ in range(2):
             self.step()
+        self.elsewhere = options.elsewhere
 
     def step(self) -> float:
         """Makes a step; returns its seconds."""
         import torch
 
         start = perf_counter()
+        time.sleep(self.elsewhere)
         losses = [(self.data @ layer).square().mean() for layer in self.layers]
         torch.stack(losses).sum().backward()
         self.optimizer.step()
@@ -222,8 +229,8 @@ def report(options: argparse.Namespace, times: dict[str, list[list[float]]]) -> 
     import torch
 
     print(
-        f"{options.ranks} ranks, {options.mib} MiB in {options.layers} layers, {options.rounds} "
-        f"rounds, megatron-core {version('megatron-core')}, torch {torch.__version__}, "
+        f"{options.ranks} ranks, {options.mib} MiB in {options.layers} layers, "
+        f"{options.elsewhere} s of a step elsewhere, {options.rounds} rounds, megatron-core {version('megatron-core')}, torch {torch.__version__}, "
         f"{os.cpu_count()} cores; seconds, medians",
         flush=True,
     )
