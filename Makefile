@@ -35,16 +35,16 @@ dist: .venv/installed
 	$(BIN)/python tests/dist.py dist
 
 test: lint
-	$(BIN)/python -m pytest -n 2 -m 'not slow and not trainers and not environment'
+	$(BIN)/python -m pytest -n 3 -m 'not slow and not trainers and not environment'
 
 # Jobs of whole trainers that are killed, change over and go back, and tests whose packages .venv
 # does not have: tests/environments.toml lists them, and which of them run here. Minutes.
 test-trainers: .venv/installed
-	$(BIN)/python -m pytest -n 2 -m 'trainers and not slow and not environment'
+	$(BIN)/python -m pytest -n 3 -m 'trainers and not slow and not environment'
 	$(BIN)/python tests/environments.py --ci
 
 test-trainers-all: .venv/installed
-	$(BIN)/python -m pytest -n 2 -m 'trainers and not slow and not environment'
+	$(BIN)/python -m pytest -n 3 -m 'trainers and not slow and not environment'
 	$(BIN)/python tests/environments.py --all
 
 # What needs no processes, no servers and no large libraries: seconds for a wing.

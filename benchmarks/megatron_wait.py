@@ -230,7 +230,8 @@ def report(options: argparse.Namespace, times: dict[str, list[list[float]]]) -> 
 
     print(
         f"{options.ranks} ranks, {options.mib} MiB in {options.layers} layers, "
-        f"{options.elsewhere} s of a step elsewhere, {options.rounds} rounds, megatron-core {version('megatron-core')}, torch {torch.__version__}, "
+        f"{options.elsewhere} s of a step elsewhere, {options.rounds} rounds, "
+        f"megatron-core {version('megatron-core')}, torch {torch.__version__}, "
         f"{os.cpu_count()} cores; seconds, medians",
         flush=True,
     )
