@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import deepspeed_job, foreign
+from support import TESTS, foreign
 from support.processes import Processes
 from support.saving import files
 
@@ -82,6 +82,11 @@ def test_files_are_those_of_the_template_with_other_tensors(tmp_path: Path, temp
             assert found.numpy().tobytes() == array.tobytes()
 
 
+RESUME = """
+import runpy, sys
+sys.path.insert(0, sys.argv.pop(1))
+runpy.run_module("support.deepspeed_job", run_name="__main__")
+"""
 MOMENTS = """
 {s=fp32|exp_avg|exp_avg_sq}/{p...} <-> {s}/{p...}
 default {leaf...} <-> drop
@@ -114,8 +119,7 @@ def test_deepspeed_resumes_from_it(tmp_path: Path, processes: Processes) -> None
         rules=Rules.parse(MOMENTS),
         options=FAST,
     )
-    source = Path(deepspeed_job.__file__).read_text()
-    ranks = processes.torch(2, source, "resume", tmp_path / "out")
+    ranks = processes.torch(2, RESUME, TESTS, "resume", tmp_path / "out")
     output, _ = processes.finish(ranks)
     losses = json.loads(output.split("losses")[1].splitlines()[0])
     uninterrupted = json.loads((foreign.FOLDER / "ds-losses" / "losses.json").read_text())
