@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -76,6 +77,7 @@ def main(way: str, folder: str, steps: str, die: str, sharded: str) -> None:
         levanter.install()
     config = TrainerConfig(
         id="run",
+        log_dir=Path(folder, "logs"),  # else in the working directory
         tracker=NoopConfig(),
         mp=jmp.get_policy("f32"),
         num_train_steps=int(steps),
