@@ -11,7 +11,6 @@ docs/integrations/accelerate.md says what differs.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -27,10 +26,8 @@ from unickpt.frameworks.leaves import PerProcess, PerProcessValues
 from unickpt.integrations import rng
 from unickpt.integrations.accelerate import engines, own_folders
 from unickpt.integrations.accelerate.naming import Excess, broadcast, found, next_path
-from unickpt.integrations.deepspeed import checkpoints_of
-from unickpt.integrations.deepspeed.in_trainers import EngineTree, check_same_kind
-from unickpt.integrations.deepspeed.loading import Wanted
 from unickpt.integrations.destination import Destination
+from unickpt.integrations.engines import EngineTree, check_same_kind, load_into, metadata_of
 from unickpt.integrations.packing import packed, unpacked
 from unickpt.loading import loader
 from unickpt.reading import checkpoint
@@ -167,14 +164,14 @@ def load_state(
         _check_given(accelerator, given, engines.STRICT)
         if accelerator._load_model_state_pre_hook:
             raise ValueError(_HOOKS.format("register_load_state_pre_hook"))
-        _load(accelerator, path, Wanted(given.get(engines.STRICT, True)))
+        _load(accelerator, path, given.get(engines.STRICT, True))
     else:
         accelerator.load_state(theirs, load_kwargs, **load_model_func_kwargs)
     if iteration is not None:
         accelerator.project_configuration.iteration = iteration + 1
 
 
-def _load(accelerator: Accelerator, path: paths.PathLike, wanted: Wanted) -> None:
+def _load(accelerator: Accelerator, path: paths.PathLike, strict: bool) -> None:
     """Loads what `save_state` saved."""
     engine = engines.engine_of(accelerator)
 
@@ -189,10 +186,13 @@ def _load(accelerator: Accelerator, path: paths.PathLike, wanted: Wanted) -> Non
         return rest, mine
 
     # Opened once: what is there may be replaced meanwhile.
-    rest, mine = checkpoint.reading(path, read)
-    if engine is not None:
-        checkpoints_of(engine).load(os.fspath(path), wanted)
-        loader.load(path, _state(accelerator), unexpected="skip")
+    if engine is None:
+        rest, mine = checkpoint.reading(path, read)
+    else:  # whose ranks load together, so none of them may start again by itself
+        stored = checkpoint.open(path)
+        rest, mine = read(stored)
+        load_into(engine, stored, strict=strict)
+        loader.load(stored, _state(accelerator), unexpected="skip")
     for number, registered in enumerate(accelerator._custom_objects):
         if not _is_own_kind(registered):
             what = f"{path}: registered object {number}"
@@ -230,7 +230,7 @@ def _saved(accelerator: Accelerator, given: Mapping[str, Any]) -> tuple[Any, dic
     engine = engines.engine_of(accelerator)
     if engine is None:
         return tree, metadata
-    metadata |= checkpoints_of(engine).metadata(excludes)
+    metadata |= metadata_of(engine, excludes)
     return EngineTree(engine, lambda: tree, exclude_frozen_parameters=excludes), metadata
 
 

@@ -318,8 +318,14 @@ class EngineCheckpoints:
         )
         return path, self.load(path, wanted)
 
-    def load(self, path: str, wanted: Wanted) -> dict[str, Any]:
-        """Loads the checkpoint at a path, and returns the caller's state; see `load_checkpoint`."""
+    def load(self, path: str, wanted: Wanted, opened: Checkpoint | None = None) -> dict[str, Any]:
+        """Loads the checkpoint at a path, and returns the caller's state; see `load_checkpoint`.
+
+        Arguments:
+            path: of the checkpoint.
+            wanted: what of it.
+            opened: the checkpoint, if the caller has opened it to read more of it.
+        """
         optimizer = self.engine.optimizer
         if hasattr(optimizer, "checkpoint_event_prologue"):
             optimizer.checkpoint_event_prologue()
@@ -339,7 +345,8 @@ class EngineCheckpoints:
 
         error: BaseException | None = None
         try:
-            opened = checkpoint.open(path, hints=self._hints) if self._hints else None
+            if opened is None and self._hints:
+                opened = checkpoint.open(path, hints=self._hints)
             done, plain = read(opened) if opened is not None else checkpoint.reading(path, read)
         except BaseException as raised:
             error = raised

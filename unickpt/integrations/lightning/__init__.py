@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import state_dict as torch_state
 
 from unickpt.errors import CheckpointNotFound, InvalidPath
 from unickpt.frameworks.process_group import Group, alone
-from unickpt.integrations.deepspeed.in_trainers import check_same_kind
+from unickpt.integrations.engines import check_same_kind
 from unickpt.integrations.lightning import engines
 from unickpt.integrations.lightning.saves import SaveDestination, Saves, must_wait
 from unickpt.integrations.lightning.values import ToSave, read

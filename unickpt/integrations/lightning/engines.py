@@ -6,12 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unickpt.integrations.deepspeed import checkpoints_of
-from unickpt.integrations.deepspeed.in_trainers import EngineTree, check_same_kind
-from unickpt.integrations.deepspeed.loading import Wanted
+from unickpt.integrations.engines import EngineTree, check_same_kind, load_into, metadata_of
 from unickpt.integrations.lightning.values import read, stored_form
 from unickpt.reading import checkpoint
-from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.options import LoadOptions
 
 LATEST = "latest"
@@ -40,7 +37,7 @@ def with_engine(strategy: Any, checkpoint: Mapping[str, Any]) -> tuple[EngineTre
 
     engine = engine_of(strategy)
     tree = EngineTree(engine, form, exclude_frozen_parameters=excludes)
-    return tree, checkpoints_of(engine).metadata(excludes)
+    return tree, metadata_of(engine, excludes)
 
 
 def load(strategy: Any, path: str, fits: bool, options: LoadOptions | None) -> dict[str, Any]:
@@ -53,14 +50,11 @@ def load(strategy: Any, path: str, fits: bool, options: LoadOptions | None) -> d
         options: how to load.
     """
 
-    def rest(stored: Checkpoint) -> dict[str, Any]:
-        check_same_kind(path, stored.metadata, has_engine=True)
-        found: dict[str, Any] = read(stored, only={_REST}, options=options)
-        return dict(found.get(_REST, {}))
-
-    found = checkpoint.reading(path, rest)
+    stored = checkpoint.open(path)  # once: what is there may be replaced meanwhile
+    check_same_kind(path, stored.metadata, has_engine=True)
+    rest: dict[str, Any] = read(stored, only={_REST}, options=options)
     strict = strategy.lightning_module.strict_loading
+    engine = engine_of(strategy)
     # Lightning has the schedule itself.
-    wanted = Wanted(strict, optimizer=fits, scheduler=False, values=fits)
-    checkpoints_of(engine_of(strategy)).load(path, wanted)
-    return found
+    load_into(engine, stored, strict=strict, optimizer=fits, scheduler=False, values=fits)
+    return dict(rest.get(_REST, {}))

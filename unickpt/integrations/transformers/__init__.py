@@ -29,7 +29,7 @@ from unickpt.adapters.torch_optimizer import NamedOptimizer
 from unickpt.errors import CheckpointExists, CheckpointNotFound, LaterStepsExist, LoadMismatch
 from unickpt.frameworks.leaves import PerProcess
 from unickpt.integrations import rng
-from unickpt.integrations.deepspeed.in_trainers import check_same_kind
+from unickpt.integrations.engines import check_same_kind
 from unickpt.integrations.transformers import engines
 from unickpt.integrations.transformers.files import agreed, export, foreign, remove_exports, step_of
 from unickpt.loading import loader

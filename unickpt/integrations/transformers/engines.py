@@ -9,9 +9,8 @@ from typing import Any
 
 from transformers.trainer import _is_peft_model
 
-from unickpt.integrations.deepspeed import checkpoints_of
-from unickpt.integrations.deepspeed.in_trainers import EngineTree
-from unickpt.integrations.deepspeed.loading import Wanted
+from unickpt.integrations.engines import EngineTree, load_into, metadata_of
+from unickpt.reading import checkpoint
 
 
 def without_engine(trainer: Any) -> dict[str, Any]:
@@ -30,7 +29,7 @@ def with_engine(
     # As the Trainer itself: the parameters that adapters leave alone are those of the base model.
     excludes = bool(_is_peft_model(trainer.model))
     tree = EngineTree(engine, lambda: rest, exclude_frozen_parameters=excludes)
-    return tree, {**metadata, **checkpoints_of(engine).metadata(excludes)}
+    return tree, {**metadata, **metadata_of(engine, excludes)}
 
 
 def imitate(folder: str, step: int) -> None:
@@ -53,7 +52,7 @@ def load_instead(engine: Any, folder: str, path: str) -> None:
             return theirs(load_dir, *args, **kwargs)
         engine.load_checkpoint = theirs
         strict = kwargs.get("load_module_strict", True)
-        return path, checkpoints_of(engine).load(path, Wanted(strict))
+        return path, load_into(engine, checkpoint.open(path), strict=strict)
 
     engine.load_checkpoint = load_checkpoint
 
@@ -61,7 +60,8 @@ def load_instead(engine: Any, folder: str, path: str) -> None:
 def load_weights(trainer: Any, path: str) -> None:
     """Loads the weights, and the masters, which are the same in full precision."""
     strict = not _is_peft_model(trainer.model)
-    checkpoints_of(trainer.deepspeed).load(path, Wanted(strict, False, False, False))
+    weights: dict[str, bool] = {"optimizer": False, "scheduler": False, "values": False}
+    load_into(trainer.deepspeed, checkpoint.open(path), strict=strict, **weights)
 
 
 def keeps_weights(trainer: Any) -> bool:

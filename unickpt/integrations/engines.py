@@ -1,5 +1,5 @@
 """A DeepSpeed engine that a trainer makes and drives: one checkpoint has the engine's state and the
-trainer's own."""
+trainer's own. Nothing of DeepSpeed's integration is imported before there is an engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unickpt.errors import LoadMismatch
-from unickpt.integrations.deepspeed import checkpoints_of
+from unickpt.reading.checkpoint import Checkpoint
 
 ENGINE = "deepspeed"
 """What the metadata of a checkpoint has if an engine's state is in it."""
@@ -34,11 +34,44 @@ class EngineTree:
         self._excludes = exclude_frozen_parameters
 
     def state_dict(self) -> dict[str, Any]:
+        from unickpt.integrations.deepspeed import checkpoints_of
+
         found = checkpoints_of(self._engine).tree(exclude_frozen_parameters=self._excludes)
         return {**found, **self._rest()}
 
     def load_state_dict(self, state: object) -> None:
         raise NotImplementedError("it is only saved")
+
+
+def metadata_of(engine: Any, excludes_frozen: bool) -> dict[str, Any]:
+    """What is said of a checkpoint with an engine's state, in its metadata."""
+    from unickpt.integrations.deepspeed import checkpoints_of
+
+    return checkpoints_of(engine).metadata(excludes_frozen)
+
+
+def load_into(
+    engine: Any,
+    stored: Checkpoint,
+    *,
+    strict: bool = True,
+    optimizer: bool = True,
+    scheduler: bool = True,
+    values: bool = True,
+) -> dict[str, Any]:
+    """Loads into an engine, in place; all ranks call this. The rest of the arguments are those of
+    `Wanted`.
+
+    Arguments:
+        engine: the engine.
+        stored: opened by the caller, who reads the trainer's own state from it: what is at its path
+            may be replaced meanwhile.
+    """
+    from unickpt.integrations.deepspeed import checkpoints_of
+    from unickpt.integrations.deepspeed.loading import Wanted
+
+    wanted = Wanted(strict, optimizer, scheduler, values)
+    return checkpoints_of(engine).load(stored.url, wanted, stored)
 
 
 def check_same_kind(path: object, metadata: Mapping[str, Any], has_engine: bool) -> None:
