@@ -17,77 +17,39 @@ from the step.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
-import random
-import shutil
-import socket
-import statistics
-import tempfile
 import time
-import warnings
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+
+import waits
 
 COLUMNS = ("waits", "step", "all")
 
 
 def main() -> None:
     """Starts the ranks."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, default=2)
+    parser = waits.parser(__doc__)
     parser.add_argument("--stage", type=int, default=1)
-    parser.add_argument("--mib", type=int, default=256, help="of weights and AdamW's state")
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--elsewhere", type=float, default=0.0, help="seconds of a step on an accelerator (a sleep)"
-    )
-    parser.add_argument("--dir", type=Path, help="where to save (default: a temporary folder)")
-    options = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory(dir=options.dir) as folder:
-        context = multiprocessing.get_context("spawn")
-        ranks = [
-            context.Process(target=run, args=(rank, port, options, Path(folder)))
-            for rank in range(options.ranks)
-        ]
-        for each in ranks:
-            each.start()
-        for each in ranks:
-            each.join()
+    waits.start(run, parser.parse_args())
 
 
-def run(rank: int, port: int, options: argparse.Namespace, folder: Path) -> None:
+def run(rank: int, options: argparse.Namespace, folder: Path) -> None:
     """One rank."""
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(options.ranks), LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(options.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-        DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1",
-    )  # fmt: skip
-    warnings.simplefilter("ignore")
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
+    os.environ["DS_ACCELERATOR"] = "cpu"
     engine = trained(options)
     contenders = make_contenders(engine)
-    times: dict[str, list[list[float]]] = {name: [] for name in contenders}
-    for number in range(options.rounds + 1):
-        for name in random.Random(number).sample(sorted(contenders), len(contenders)):
-            path = folder / f"{number}"
-            seconds = turn(engine, options.elsewhere, *contenders[name], path, not number)
-            if number:
-                times[name].append(seconds)
+
+    def one(save: Any, wait: Any, load: Any, path: Path, check: bool) -> list[float]:
+        return turn(engine, options.elsewhere, save, wait, load, path, check)
+
+    times = waits.in_turns(options.rounds, folder, contenders, one)
     if rank == 0:
-        report(options, times)
-    dist.barrier()
-    dist.destroy_process_group()
+        import deepspeed
+
+        facts = f"ZeRO {options.stage}, DeepSpeed {deepspeed.__version__}"
+        waits.report(facts, options, COLUMNS, times)
 
 
 def trained(options: argparse.Namespace) -> Any:
@@ -148,7 +110,6 @@ def turn(
     engine: Any, elsewhere: float, save: Any, wait: Any, load: Any, path: Path, check: bool
 ) -> list[float]:
     """The times of one contender, in the order of the columns, of the slowest rank."""
-    import torch
     import torch.distributed as dist
 
     plain = step(engine, elsewhere)
@@ -156,38 +117,14 @@ def turn(
     dist.barrier()
     start = perf_counter()
     save(str(path))
-    waits = perf_counter() - start
+    called = perf_counter() - start
     held = max(0.0, step(engine, elsewhere) - plain)
     wait()
     everything = perf_counter() - start
     if check:  # what was saved is of before the step
         load(str(path))
         assert engine.global_steps >= 2
-    slowest = torch.tensor([waits, held, everything])
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    if dist.get_rank() == 0:
-        shutil.rmtree(path)
-    dist.barrier()
-    time.sleep(0.2)
-    return [float(n) for n in slowest]
-
-
-def report(options: argparse.Namespace, times: dict[str, list[list[float]]]) -> None:
-    """Prints the table."""
-    import deepspeed
-    import torch
-
-    print(
-        f"ZeRO {options.stage}, {options.ranks} ranks, {options.mib} MiB in {options.layers} "
-        f"layers, {options.elsewhere} s of a step elsewhere, {options.rounds} rounds, DeepSpeed "
-        f"{deepspeed.__version__}, torch {torch.__version__}, {os.cpu_count()} cores; "
-        "seconds, medians",
-        flush=True,
-    )
-    print(f"{'':26}" + "".join(f"{column:>10}" for column in COLUMNS))
-    for name, rows in times.items():
-        cells = "".join(f"{statistics.median(c):10.3f}" for c in zip(*rows, strict=True))
-        print(f"{name:26}{cells}", flush=True)
+    return waits.of_slowest([called, held, everything], path)
 
 
 if __name__ == "__main__":

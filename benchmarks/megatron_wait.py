@@ -19,80 +19,43 @@ it does not flush its files, so "no flush" does not either.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
-import random
-import shutil
-import socket
-import statistics
-import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+
+import waits
 
 COLUMNS = ("waits", "step", "stall", "all")
 
 
 def main() -> None:
     """Starts the ranks."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--mib", type=int, default=256, help="of weights and AdamW's state")
-    parser.add_argument("--layers", type=int, default=24)
+    parser = waits.parser(__doc__)
     parser.add_argument("--samples", type=int, default=64, help="of a step")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--elsewhere", type=float, default=0.0, help="seconds of a step on an accelerator (a sleep)"
-    )
-    parser.add_argument("--dir", type=Path, help="where to save (default: a temporary folder)")
-    options = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory(dir=options.dir) as folder:
-        context = multiprocessing.get_context("spawn")
-        ranks = [
-            context.Process(target=run, args=(rank, port, options, Path(folder)))
-            for rank in range(options.ranks)
-        ]
-        for each in ranks:
-            each.start()
-        for each in ranks:
-            each.join()
+    waits.start(run, parser.parse_args())
 
 
-def run(rank: int, port: int, options: argparse.Namespace, folder: Path) -> None:
+def run(rank: int, options: argparse.Namespace, folder: Path) -> None:
     """One rank."""
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(options.ranks), LOCAL_RANK=str(rank),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
-    )  # fmt: skip
-    warnings.simplefilter("ignore")
+    from importlib.metadata import version
+
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
     torch.cuda.current_device = lambda: "cpu"  # Megatron asks for no other
     torch.cuda.synchronize = lambda *_: None
     dist.init_process_group("gloo")
     job = Job(options)
-    contenders = make_contenders(job)
-    times: dict[str, list[list[float]]] = {name: [] for name in contenders}
-    for number in range(options.rounds + 1):
-        for name in random.Random(number).sample(sorted(contenders), len(contenders)):
-            path = folder / f"{number}"
-            seconds = turn(job, *contenders[name], path, check=not number)
-            if number:
-                times[name].append(seconds)
+
+    def one(save: Any, load: Any, path: Path, check: bool) -> list[float]:
+        return turn(job, save, load, path, check)
+
+    times = waits.in_turns(options.rounds, folder, make_contenders(job), one)
     if rank == 0:
-        report(options, times)
-    dist.barrier()
-    dist.destroy_process_group()
+        waits.report(f"megatron-core {version('megatron-core')}", options, COLUMNS, times)
 
 
 class Job:
@@ -186,7 +149,6 @@ def make_contenders(job: Job) -> dict[str, tuple[Callable[[str], None], Any]]:
 
 def turn(job: Job, save: Any, load: Any, path: Path, check: bool) -> list[float]:
     """The times of one contender, in the order of the columns, of the slowest rank."""
-    import torch
     import torch.distributed as dist
 
     plain = job.step()
@@ -197,19 +159,13 @@ def turn(job: Job, save: Any, load: Any, path: Path, check: bool) -> list[float]
     dist.barrier()
     start = perf_counter()
     save(str(path))
-    waits = perf_counter() - start
+    called = perf_counter() - start
     held = max(0.0, job.step() - plain)
     job.queue.maybe_finalize_async_calls(blocking=True)
     everything = perf_counter() - start
     if check:
         check_loads(job, load, path, before)
-    slowest = torch.tensor([waits, held, waits + held, everything])
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    if dist.get_rank() == 0:
-        shutil.rmtree(path)
-    dist.barrier()
-    time.sleep(0.2)
-    return [float(n) for n in slowest]
+    return waits.of_slowest([called, held, called + held, everything], path)
 
 
 def check_loads(job: Job, load: Any, path: Path, before: list[Any]) -> None:
@@ -220,25 +176,6 @@ def check_loads(job: Job, load: Any, path: Path, before: list[Any]) -> None:
     found = dist_checkpointing.load(job.state(), str(path), load)
     for number, expected in enumerate(before):
         assert torch.equal(found[f"layers.{number}.weight"], expected), (path, number)
-
-
-def report(options: argparse.Namespace, times: dict[str, list[list[float]]]) -> None:
-    """Prints the table."""
-    from importlib.metadata import version
-
-    import torch
-
-    print(
-        f"{options.ranks} ranks, {options.mib} MiB in {options.layers} layers, "
-        f"{options.elsewhere} s of a step elsewhere, {options.rounds} rounds, "
-        f"megatron-core {version('megatron-core')}, torch {torch.__version__}, "
-        f"{os.cpu_count()} cores; seconds, medians",
-        flush=True,
-    )
-    print(f"{'':32}" + "".join(f"{column:>10}" for column in COLUMNS))
-    for name, rows in times.items():
-        cells = "".join(f"{statistics.median(c):10.3f}" for c in zip(*rows, strict=True))
-        print(f"{name:32}{cells}", flush=True)
 
 
 if __name__ == "__main__":
