@@ -8,8 +8,9 @@ contender takes a turn, in an order shuffled anew: `dist_checkpointing.save` aft
 nothing in flight, then a step. Round 0 warms up, is not counted, and checks what each contender
 loads. Medians of seconds of the slowest rank.
 
-waits: the call, and handing it to Megatron's queue. step: the step after it, less one without a
-save; it waits for copies where these are lazy, and copies the pages that a forked process shares.
+waits: the call, and handing it to the queue; Megatron's for its own strategy and where it is said,
+else unickpt's. step: the step after it, less one without a save; it waits for copies where these
+are lazy, and copies the pages that a process shares that Megatron's queue forks.
 --elsewhere makes a step as long as one whose forward and backward pass run on an accelerator, which
 leaves the cores alone; without it, work in the background takes them away from the step.
 stall: both. all: until the checkpoint is complete. Megatron caches its plans after the first save;
@@ -63,9 +64,12 @@ class Job:
 
     def __init__(self, options: argparse.Namespace) -> None:
         import torch
-        from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+        from megatron.core.dist_checkpointing.strategies import async_utils
 
-        self.queue, self.ranks, self.elsewhere = AsyncCallsQueue(), options.ranks, 0.0
+        from unickpt.integrations.megatron import AsyncCallsQueue
+
+        self.theirs, self.queue = async_utils.AsyncCallsQueue(), AsyncCallsQueue()
+        self.ranks, self.elsewhere = options.ranks, 0.0
         side = int((options.mib * (1 << 20) / 12 / options.layers) ** 0.5)
         self.side = side - side % options.ranks
         self.layers = [
@@ -118,14 +122,14 @@ def make_contenders(job: Job) -> dict[str, tuple[Callable[[str], None], Any]]:
     asks = hasattr(theirs, "get_async_strategy")
     more = {"async_strategy": "mcore"} if asks else {}
 
-    def saves(strategy: Any, background: bool) -> Callable[[str], None]:
+    def saves(strategy: Any, background: bool, queue: Any = job.theirs) -> Callable[[str], None]:
         def save(path: str) -> None:
             request = dist_checkpointing.save(
                 job.state(), path, strategy, async_sharded_save=background,
                 validate_access_integrity=False, **more,
             )  # fmt: skip
             if background:
-                job.queue.schedule_async_request(request)
+                queue.schedule_async_request(request)
 
         return save
 
@@ -133,9 +137,9 @@ def make_contenders(job: Job) -> dict[str, tuple[Callable[[str], None], Any]]:
         strategy = theirs.TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
         return saves(strategy, background), theirs.TorchDistLoadShardedStrategy()
 
-    def ours(background: bool = True, **options: Any) -> Any:
+    def ours(background: bool = True, queue: Any = job.queue, **options: Any) -> Any:
         strategy = SaveStrategy(job.optimizer, options=unickpt.SaveOptions(**options))
-        return saves(strategy, background), LoadStrategy(job.optimizer)
+        return saves(strategy, background, queue), LoadStrategy(job.optimizer)
 
     return {
         "Megatron": megatron(False),
@@ -144,6 +148,7 @@ def make_contenders(job: Job) -> dict[str, tuple[Callable[[str], None], Any]]:
         "unickpt, async": ours(),
         "unickpt, async, no flush": ours(fsync=False),
         "unickpt, async, no flush, lazy": ours(fsync=False, staging="lazy"),
+        "the same, Megatron's queue": ours(queue=job.theirs, fsync=False, staging="lazy"),
     }
 
 
@@ -161,7 +166,8 @@ def turn(job: Job, save: Any, load: Any, path: Path, check: bool) -> list[float]
     save(str(path))
     called = perf_counter() - start
     held = max(0.0, job.step() - plain)
-    job.queue.maybe_finalize_async_calls(blocking=True)
+    for queue in (job.theirs, job.queue):
+        queue.maybe_finalize_async_calls(blocking=True)
     everything = perf_counter() - start
     if check:
         check_loads(job, load, path, before)

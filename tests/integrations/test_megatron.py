@@ -217,8 +217,9 @@ NORMS = {  # of a layer, as Megatron calls them in checkpoints
 WAYS = [  # to save and load
     {},
     {"wrapped": True},
-    {"background": True},
-    {"background": True, "wrapped": True, "options": {"staging": "lazy"}},
+    {"queue": "theirs"},
+    {"queue": "ours"},
+    {"queue": "ours", "wrapped": True, "options": {"staging": "lazy"}},
 ]
 
 
@@ -305,14 +306,14 @@ def commands() -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("queue", [None, "ours", "theirs"])
 def test_a_job_killed_while_it_saves_goes_on_from_the_step_before(
-    ranks: Ranks, tmp_path: Path, background: bool
+    ranks: Ranks, tmp_path: Path, queue: str | None
 ) -> None:
     what = shape(2, 2, bf16=True, hidden=256)
     expected = ranks(4, "train", tmp_path / "none", what, 6, 0)[2]["losses"]
     run = tmp_path / "run"
-    pids = ranks.start(4, "train", run, what, 6, 2, background=background)
+    pids = ranks.start(4, "train", run, what, 6, 2, queue=queue)
     parts = run / "iter_0000004"
     while not (parts.is_dir() and any(path.is_file() for path in parts.rglob("*"))):
         assert all(map(ranks.forks.runs, pids)), ranks.ended(pids)
@@ -326,9 +327,7 @@ def test_a_job_killed_while_it_saves_goes_on_from_the_step_before(
         time.sleep(0.1)
     latest = int((run / "latest_checkpointed_iteration.txt").read_text())
     assert latest == 2
-    found = ranks(
-        4, "train", run, what, 6, 2, background=background, load=None if FINDS else "ours"
-    )[2]
+    found = ranks(4, "train", run, what, 6, 2, queue=queue, load=None if FINDS else "ours")[2]
     assert found["first"] == latest + 1
     assert found["losses"] == {n: x for n, x in expected.items() if int(n) > latest}
     assert unickpt.verify(run / "iter_0000006").ok

@@ -19,8 +19,8 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
     ShardedTensor,
 )
+from megatron.core.dist_checkpointing.strategies import async_utils
 from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 import unickpt
 from support import megatron_values
 from support.megatron_gpt import Shape, Trainer, start
-from unickpt.integrations.megatron import LoadStrategy, SaveStrategy
+from unickpt.integrations.megatron import AsyncCallsQueue, LoadStrategy, SaveStrategy
 
 LATEST = "latest_checkpointed_iteration.txt"
 ASKS = hasattr(megatron_torch, "get_async_strategy")
@@ -62,6 +62,7 @@ class Job:
         shape: see `Shape`.
         strategy: "ours" or "theirs"; None as load strategy leaves it to `metadata.json`.
         wrapped: whether Megatron's fully parallel strategies are around it.
+        queue: "ours" or "theirs", of asynchronous saves; None for others.
         options: of `SaveOptions`.
     """
 
@@ -73,14 +74,15 @@ class Job:
         save: str = "ours",
         load: str | None = "ours",
         wrapped: bool = False,
-        background: bool = False,
+        queue: str | None = None,
         options: dict[str, Any] | None = None,
         strict: str = "assume_ok_unexpected",
     ) -> None:
         self.folder, self.trainer = Path(folder), Trainer(Shape(**shape))
-        self.shape, self.queue = self.trainer.shape, AsyncCallsQueue()
+        self.shape = self.trainer.shape
+        self.queue = async_utils.AsyncCallsQueue() if queue == "theirs" else AsyncCallsQueue()
         self._save, self._load, self._wrapped = save, load, wrapped
-        self._background, self._strict = background, strict
+        self._background, self._strict = queue is not None, strict
         self._options = {"timeout_s": 60, "fsync": False, **(options or {})}
         self._strategy: Any = None
 

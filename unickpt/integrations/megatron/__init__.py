@@ -15,8 +15,9 @@ from importlib.util import find_spec
 
 from unickpt.integrations.megatron.loading import LoadStrategy
 from unickpt.integrations.megatron.saving import BACKEND, VERSION, SaveStrategy
+from unickpt.integrations.megatron.waiting import AsyncCallsQueue
 
-__all__ = ["LoadStrategy", "SaveStrategy"]
+__all__ = ["AsyncCallsQueue", "LoadStrategy", "SaveStrategy"]
 
 _BASE = "megatron.core.dist_checkpointing.strategies.base"
 

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
 from unickpt.errors import UnsupportedLeaf
 from unickpt.frameworks.leaves import LocalFragments
 from unickpt.integrations.destination import Destination
-from unickpt.integrations.megatron import common, waiting
+from unickpt.integrations.megatron import common
 from unickpt.integrations.megatron.objects import stored_form
 from unickpt.integrations.megatron.optimizers import (
     Buckets,
@@ -27,6 +27,7 @@ from unickpt.integrations.megatron.optimizers import (
     model_parameters,
 )
 from unickpt.integrations.megatron.pieces import Piece, is_main, pieces_of
+from unickpt.integrations.megatron.waiting import Wait
 from unickpt.runs.arguments import fences_of
 from unickpt.saving import saver
 from unickpt.saving.background import PendingSave, SaveCallbacks, SaveQueue, SaveRequest
@@ -93,8 +94,8 @@ class SaveStrategy(megatron_torch.TorchDistSaveShardedStrategy):  # as Megatron 
     def async_save(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: str, async_strategy: str = "mcore"
     ) -> Any:
-        """Begins to save, and returns a request for Megatron's `AsyncCallsQueue`: the save runs
-        already. Its finalisation raises what made the save fail.
+        """Begins to save, and returns a request for an `AsyncCallsQueue`, ours or Megatron's: the
+        save runs already. Its finalisation raises what made the save fail.
 
         Raises:
             UnickptError: as `unickpt.save_async`.
@@ -111,7 +112,7 @@ class SaveStrategy(megatron_torch.TorchDistSaveShardedStrategy):  # as Megatron 
         pending = self._queue.save(request)
         pending.add_done_callback(partial(_keep, self))
         make = _request_class(async_strategy)
-        return make(waiting.wait, waiting.watched(pending), [partial(self._finish, pending)])
+        return make(Wait(pending), (), [partial(self._finish, pending)])
 
     def _finish(self, pending: PendingSave) -> None:
         self.report = pending.result()
