@@ -94,12 +94,15 @@ def make_contenders(engine: Any) -> dict[str, Any]:
     import unickpt
     from unickpt.integrations.deepspeed import EngineCheckpoints
 
-    def ours(**options: Any) -> Any:
-        made = EngineCheckpoints(engine, options=unickpt.SaveOptions(**options))
+    def ours(background: bool = True, **options: Any) -> Any:
+        made = EngineCheckpoints(
+            engine, options=unickpt.SaveOptions(**options), background=background
+        )
         return made.save_checkpoint, made.wait, made.load_checkpoint
 
     return {
         "DeepSpeed": (engine.save_checkpoint, lambda: None, engine.load_checkpoint),
+        "unickpt, blocking, no flush": ours(background=False, fsync=False),
         "unickpt": ours(),
         "unickpt, no flush": ours(fsync=False),
         "unickpt, no flush, lazy": ours(fsync=False, staging="lazy"),

@@ -2,7 +2,7 @@
 
 Source: megatron/core/dist_checkpointing/ (serialization.py, strategies/torch.py). Arrays have
 Megatron's keys as names; a `/` in a key, as that of a sharded object, is a level of the tree. What
-is in `common.pt` lies beside them.
+is in `common.pt` (from Megatron 0.17 on in a sharded object) lies beside them.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from unickpt.quoting import quoted
 from unickpt.storage.errors import Failed, reading_failed
 
 _MARKER, _COMMON = "metadata.json", "common.pt"
+_COMMON_OBJECT = "common_state/shard_0_1"
+"""The sharded object that has it instead, from Megatron 0.17 on."""
 _MOST_MARKER = 1 << 20
 _DAMAGED = object()
 _LATEST = "latest_checkpointed_iteration.txt"
@@ -190,7 +192,7 @@ def _without_extra_state(metadata: Metadata) -> Metadata:
 
 
 def _with_common(files: Files, state: Mapping[str, Any]) -> Any:
-    """The whole tree: Megatron's keys, and `common.pt` beside them."""
+    """The whole tree: Megatron's keys, and what all ranks have alike beside them."""
     paths = {name: tuple(name.split("/")) for name in state if all(name.split("/"))}
     # Each sharded object is a list of one.
     values = {
@@ -199,14 +201,14 @@ def _with_common(files: Files, state: Mapping[str, Any]) -> Any:
         else value
         for name, value in state.items()
     }
-    common = read_file(files, _COMMON)
+    place = _COMMON_OBJECT if _COMMON_OBJECT in values else _COMMON
+    common = values.pop(_COMMON_OBJECT) if place == _COMMON_OBJECT else read_file(files, _COMMON)
     if not isinstance(common, dict):
-        raise CheckpointCorrupt(f"{files.location}: {_COMMON} holds no dict")
+        raise CheckpointCorrupt(f"{files.location}: {place} holds no dict")
     found = nested(files, values, paths)
     twice = [key for key in common if key in found]
     if twice:
         raise UnsupportedFormat(
-            f"{files.location}: {quoted(twice[0])} is both in {_COMMON} and among the sharded "
-            "values"
+            f"{files.location}: {quoted(twice[0])} is both in {place} and among the sharded values"
         )
     return {**found, **common}

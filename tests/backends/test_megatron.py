@@ -62,6 +62,18 @@ def test_sharded_objects_and_common_values(tmp_path: Path) -> None:
     assert state["schedule"]["tensor"].tolist() == [0, 1, 2]
 
 
+def test_what_later_versions_keep_in_an_object(tmp_path: Path) -> None:
+    state = unickpt.load(unpacked("mc19-common", tmp_path))
+    assert state.pop("schedule")["tensor"].tolist() == [0, 1, 2]
+    weight = state.pop("decoder.weight")
+    assert weight.astype("f4").tobytes() == np.arange(35, dtype="f4").tobytes()
+    assert state == {
+        "rng_state": {"shard_0.0_1.1": [{"rank": 0}]},
+        "iteration": 7,
+        "args": {"hidden": 3, "names": ["a", "b"]},
+    }
+
+
 def test_extra_state_is_shown_on_request(tmp_path: Path) -> None:
     path = unpacked("mc-optim-tp2-pp2", tmp_path)
     assert not any("_extra_state" in name for name in unickpt.open(path).index.names)

@@ -663,6 +663,35 @@ def test_the_training_has_the_processors_first(
     assert set(seen) == {before}
 
 
+def test_who_waits_at_the_fence_is_not_kept_by_a_thread_that_has_stepped_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first chunk is copied only when all others were: threads of the caller help."""
+    real, first, others, priorities = snapshot.stage, threading.Lock(), threading.Semaphore(0), []
+
+    def stage(*arguments: Any, **named: Any) -> Any:
+        if first.acquire(blocking=False):
+            for _ in range(15):
+                assert others.acquire(timeout=30)
+        else:
+            tid = threading.get_native_id()
+            priorities.append(os.getpriority(os.PRIO_PROCESS, tid))
+            others.release()
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(snapshot, "stage", stage)
+    tensor = torch.arange(4.0 * MIB).reshape(16, MIB // 4)
+    options = SaveOptions(staging="lazy", fsync=False, chunk_bytes=MIB)
+    pending = unickpt.save_async(tmp_path / "c", {"w": tensor}, options=options)
+    pending.wait_staged(timeout=60)
+    if sys.platform == "linux":
+        assert os.getpriority(os.PRIO_PROCESS, 0) in priorities
+    kept = tensor.clone()
+    tensor.zero_()
+    pending.result()
+    assert np.array_equal(unickpt.load(tmp_path / "c")["w"], kept.numpy())
+
+
 def test_metrics_are_told_and_may_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     told: list[unickpt.SaveReport] = []
 

@@ -17,9 +17,9 @@ from unickpt.saving.plan_cache import CachedPlan, SameTree
 from unickpt.saving.snapshot_policy import (
     BACKGROUND,
     Changes,
+    OrderedCopy,
     SnapshotMethod,
     SnapshotPolicy,
-    copy_in_order,
 )
 from unickpt.saving.staging_memory import CopyPlace, HostMemoryPool, NoSlot, Places, SpilledChunk
 from unickpt.saving.task import SaveEvent, SaveState, SaveTask
@@ -166,6 +166,7 @@ class Snapshot:
         self._direct = DirectSource(self.working_bytes)
         self._plan: StagedPlan | None = None
         self._changes = Changes(self._direct)
+        self._copying: dict[SnapshotMethod, OrderedCopy[CopyPlace]] = {}
         self._staged: dict[ChunkKey, StagedChunk | SpilledChunk] = {}
         self._references: dict[ChunkKey, WriteItem] = {}
         self._error: BaseException | None = None
@@ -237,7 +238,7 @@ class Snapshot:
         """Copies what must be copied while the caller waits."""
         if self.has_now:
             with self.failing():
-                self._copy(SnapshotMethod.COPY_NOW)
+                self._copies(SnapshotMethod.COPY_NOW).run()
         self._places.returns(waits_for_commit=self._wait_for_commit and not self.has_later)
         if not self.has_later:
             self._end()
@@ -249,10 +250,10 @@ class Snapshot:
         with suppress(BaseException), self.failing():
             if self._error is not None:
                 raise self._error
-            self._copy(SnapshotMethod.COPY_LATER, 1)
+            self._copies(SnapshotMethod.COPY_LATER).run(alone=True)
             if not self._wait_for_commit:
                 self._events.happened(SaveEvent.SAFE)
-            self._copy(SnapshotMethod.CLONE, 1)
+            self._copies(SnapshotMethod.CLONE).run(alone=True)
         self._end()
 
     def _end(self) -> None:
@@ -292,18 +293,23 @@ class Snapshot:
             self._fail(error)  # staging may still be copying; it ends itself
             raise
 
-    def _copy(self, method: SnapshotMethod, *threads: int) -> None:
-        plan = self._planned()
-        deferred = frozenset(plan.deferred)
+    def _copies(self, method: SnapshotMethod) -> OrderedCopy[CopyPlace]:
+        """What makes the copies of a kind."""
+        with self._changed:
+            if method not in self._copying:
+                plan = self._planned()
+                deferred = frozenset(plan.deferred)
 
-        def find_place(item: WriteItem) -> CopyPlace:
-            in_memory = key(item) not in plan.never_in_memory
-            return self._places.find(item, in_memory=in_memory, counted=item in deferred)
+                def find_place(item: WriteItem) -> CopyPlace:
+                    in_memory = key(item) not in plan.never_in_memory
+                    return self._places.find(item, in_memory=in_memory, counted=item in deferred)
 
-        def failed() -> bool:
-            return self._error is not None
+                def failed() -> bool:
+                    return self._error is not None
 
-        copy_in_order(plan.items[method], find_place, self._keep, failed, *threads)
+                made = OrderedCopy(plan.items[method], find_place, self._keep, failed)
+                self._copying[method] = made
+            return self._copying[method]
 
     def _keep(self, item: WriteItem, place: CopyPlace) -> None:
         if isinstance(place, Slot):
@@ -375,6 +381,8 @@ class Snapshot:
         Raises:
             StateChanged: it has already changed.
         """
+        if self.is_fenced and SaveEvent.SAFE not in self._events:
+            self._copies(SnapshotMethod.COPY_LATER).hurry()
         if not self._events.wait(SaveEvent.SAFE, timeout):
             return False
         self.settle()
@@ -490,6 +498,7 @@ class Snapshot:
         self._plan = self.cached = None
         self.sources, self.methods = {}, {}
         self._references = {}
+        self._copying = {}
         self._changes.forget()
         del self._task, self._capture
         self._events.happened(SaveEvent.SAFE)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -260,13 +260,7 @@ _ALONE_BYTES = 16 << 20  # below this, starting threads costs more than it gains
 PlaceT = TypeVar("PlaceT")
 
 
-def copy_in_order(
-    items: Sequence[WriteItem],
-    reserve: Callable[[WriteItem], PlaceT],
-    keep: Callable[[WriteItem, PlaceT], None],
-    stopped: Callable[[], bool],
-    threads: int | None = None,
-) -> None:
+class OrderedCopy(Generic[PlaceT]):
     """Copies chunks.
 
     Arguments:
@@ -275,35 +269,63 @@ def copy_in_order(
         reserve: finds a place for a chunk, perhaps after a while; called for one at a time.
         keep: copies a chunk to its place.
         stopped: whether the rest is not needed.
-        threads: how many, at most; this one is among them.
-
-    Raises: the first error of `reserve` or `keep`; the rest is not copied then.
     """
-    if sum(item.nbytes for item in items) < _ALONE_BYTES:
-        threads = 1
-    helping = min(threads or _THREADS, os.cpu_count() or 1) - 1
-    rest, order, errors = iter(items), threading.Lock(), list[BaseException]()
 
-    def copy_some() -> None:
+    def __init__(
+        self,
+        items: Sequence[WriteItem],
+        reserve: Callable[[WriteItem], PlaceT],
+        keep: Callable[[WriteItem, PlaceT], None],
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._reserve, self._keep, self._stopped = reserve, keep, stopped
+        self._rest, self._order = iter(items), threading.Lock()
+        small = sum(item.nbytes for item in items) < _ALONE_BYTES
+        self._most = 1 if small else min(_THREADS, os.cpu_count() or 1)
+        self._helpers, self._errors = list[threading.Thread](), list[BaseException]()
+        self._starting, self._over = threading.Lock(), False
+
+    def run(self, *, alone: bool = False) -> None:
+        """Copies all.
+
+        Arguments:
+            alone: on this thread; with others only once `hurry` is called.
+
+        Raises: the first error of `reserve` or `keep`; the rest is not copied then.
+        """
+        if not alone:
+            self._start(self._most - 1, "unickpt copy")
+        self._copy_some()
+        with self._starting:
+            self._over = True
+        for helper in self._helpers:
+            helper.join()
+        if self._errors:
+            raise self._errors[0]
+
+    def hurry(self) -> None:
+        """Somebody waits: threads of the caller's priority help the one that `run` is alone on,
+        which has stepped back and might get no core."""
+        self._start(self._most, "unickpt stage")
+
+    def _start(self, count: int, name: str) -> None:
+        with self._starting:
+            while not self._over and len(self._helpers) < count:
+                helper = threading.Thread(target=self._copy_some, name=name)
+                helper.start()
+                self._helpers.append(helper)
+
+    def _copy_some(self) -> None:
         try:
-            while not errors and not stopped():
-                with order:
-                    item = next(rest, None)
+            while not self._errors and not self._stopped():
+                with self._order:
+                    item = next(self._rest, None)
                     if item is None:
                         return
-                    place = reserve(item)
-                keep(item, place)
+                    place = self._reserve(item)
+                self._keep(item, place)
         except BaseException as error:
-            errors.append(error)
-
-    helpers = [threading.Thread(target=copy_some) for _ in range(helping)]
-    for helper in helpers:
-        helper.start()
-    copy_some()
-    for helper in helpers:
-        helper.join()
-    if errors:
-        raise errors[0]
+            self._errors.append(error)
 
 
 class Changes:
@@ -333,7 +355,7 @@ class Changes:
             self._digests[item] = codec.digest(staged.data)
             staged.release()
 
-        copy_in_order(items, lambda item: None, hash_one, lambda: False)
+        OrderedCopy(items, lambda item: None, hash_one).run()
 
     @contextmanager
     def noticed(self, item: WriteItem) -> Iterator[Callable[[Array], None]]:

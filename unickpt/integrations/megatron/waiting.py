@@ -59,7 +59,7 @@ class Wait:
                 return
 
 
-class AsyncCallsQueue(async_utils.AsyncCallsQueue):  # type: ignore[misc]  # Megatron has no types
+class AsyncCallsQueue(async_utils.AsyncCallsQueue):
     """Megatron's queue of asynchronous saves, without a process for those of `SaveStrategy`.
 
     Megatron's own forks the trainer for each save, whoever saves; the steps after it then copy each
@@ -92,7 +92,7 @@ class AsyncCallsQueue(async_utils.AsyncCallsQueue):  # type: ignore[misc]  # Meg
         return _Caller() if isinstance(function, Wait) else super()._get_async_caller()
 
 
-class _Caller(async_utils.TemporalAsyncCaller):  # type: ignore[misc]  # as above
+class _Caller(async_utils.TemporalAsyncCaller):
     """Watches a save of this process where Megatron's watches a process."""
 
     def schedule_async_call(self, async_req: Any) -> None:
