@@ -29,6 +29,7 @@ from unickpt.frameworks.protocol import (
     Memory,
     Read,
     Sample,
+    Token,
     whole_source,
 )
 from unickpt.trees.tree import Expansion
@@ -79,6 +80,10 @@ def source(leaf: Any, group: Group) -> ArraySource:
 def facts(leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Hashable]]:
     said = list(map(attrgetter("shape", "dtype", "sharding"), leaves))
     return (said, [leaf.is_deleted() for leaf in leaves]), list(map(id, leaves))
+
+
+def token(leaf: Any) -> Token:
+    return Token(leaf)
 
 
 def copier(out: Sequence[Array]) -> Callable[[Sequence[Any]], None]:

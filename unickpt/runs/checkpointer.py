@@ -192,6 +192,7 @@ class Checkpointer:
         wait: bool = False,
         metrics: Mapping[str, float] | None = None,
         tokens: TokensSeen | None = None,
+        changed: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
     ) -> PendingSave:
@@ -207,6 +208,9 @@ class Checkpointer:
                 by layer, counts by the expert's number, or those of all experts in order. The layer
                 is what stands in the names of arrays before the expert's number, or the name of a
                 stacked array, or a key of `Experts`. Process 0's are used.
+            changed: with `reuse`, what changed since the last call of this function, or since the
+                step that was loaded if there was none: see `SaveOptions.changed`, which says it of
+                what this does not name. Process by process, of the arrays that each has.
             metadata: as for `unickpt.save`.
             overwrite: replace the step if it exists.
 
@@ -217,7 +221,8 @@ class Checkpointer:
         Raises:
             UnsupportedLeaf: something cannot be stored; the save did not start.
             CheckpointExists: the step exists. On remote storage, raised in the background.
-            ValueError: `keep_best` is given, and the first save of the run lacks its metric.
+            ValueError: `keep_best` is given, and the first save of the run lacks its metric; or
+                `changed` is without `reuse`, or names no array.
             LaterStepsExist: later steps exist, even with `overwrite`; says how to go back. On
                 remote storage, raised in the background.
             CheckpointNotFound: the step `after` does not exist.
@@ -254,7 +259,7 @@ class Checkpointer:
         request = SaveRequest(
             self._tiers.first.path(step),
             tree,
-            self._options,
+            self._options if changed is None else self._knowing(changed),
             overwrite,
             metadata=partial(step_metadata, step, shown, metadata, self._branch.recorded),
             owners=owners,
@@ -273,6 +278,17 @@ class Checkpointer:
         if wait:
             pending.result()
         return pending
+
+    def _knowing(self, changed: Mapping[str, Any]) -> SaveOptions:
+        """The options of a save of which it is known what changed."""
+        if not self._reuses:
+            raise ValueError(
+                "changed= says what changed since the step before, of which chunks are taken; "
+                "create the Checkpointer with reuse=True"
+            )
+        of_all = self._options.changed
+        rest = {"**": of_all} if isinstance(of_all, str) else of_all or {}
+        return replace(self._options, changed={**changed, **rest})
 
     def wait(self) -> None:
         """Waits until all saves are committed and copied to `root`, and old steps are removed.

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -27,6 +27,9 @@ from unickpt.reuse.partial_save import ExpertSelection, PartialSave
 from unickpt.saving.options import SaveOptions
 from unickpt.trees import hints, tree, tree_json
 
+if TYPE_CHECKING:
+    from unickpt.reuse.unchanged import Unchanged
+
 
 @dataclass(frozen=True)
 class Description:
@@ -38,6 +41,7 @@ class Description:
         blobs: its per-process values by name, encoded.
         experts: the arrays with experts that may be left out of a save.
         selection: which experts are written, if some may be left out.
+        unchanged: what is known not to have changed since the base.
     """
 
     index: Index
@@ -45,6 +49,7 @@ class Description:
     blobs: Mapping[str, bytes]
     experts: Mapping[str, ArrayExperts] = field(default_factory=dict)
     selection: ExpertSelection | None = None
+    unchanged: Unchanged | None = None
 
     @cached_property
     def encoded(self) -> bytes:
@@ -58,6 +63,12 @@ class Description:
 
     def borrows(self, name: str, box: Box) -> bool:
         """Whether a box of an array is not saved, but taken from the step before."""
+        if self.unchanged is not None and self.unchanged.spares(name, box):
+            return True
+        return self.leaves_out(name, box)
+
+    def leaves_out(self, name: str, box: Box) -> bool:
+        """Whether this save leaves a box of an array out, whatever this process knows of it."""
         return self.selection is not None and self.selection.borrows(name, box)
 
     def selected(self, partial: PartialSave) -> Description:

@@ -107,6 +107,17 @@ class SaveOptions(CommonOptions):
             scattered elements changed, at most about a tenth of them, these elements are written,
             as a patch of the chunk that the base has, which reads that. Only unickpt from format
             2.0 on reads such a checkpoint, and TensorStore alone cannot read its patched arrays.
+        changed: what changed since `base`, or since the step before of a `Checkpointer(reuse=...)`:
+            what did not is neither staged nor read nor hashed. A dict of patterns of names (as of
+            `quantize`; the first that matches counts), with False for arrays that did not change,
+            True for those to look at, an array of bools with one for each row (along the first
+            axis) that says which changed, or "tracked". "tracked", also in place of the dict for
+            all arrays: JAX's are unchanged if they are the same objects as in the save before in
+            this process; torch's plain tensors if their version counters are the same and, on the
+            host, about 64 sampled elements (changes through `.data` are not counted); all others
+            are looked at. A few chunks are looked at in each save anyway: if one of these did
+            change, the save fails with `StateChanged`. If the save before has failed, everything
+            is looked at.
         quantize: which arrays are stored with fewer bits, and so not exactly (docs/quantize.md):
             patterns of their names, in which `*` is any text within a component and `**` any
             number of components, with "uint8", "int4", "int3" or "int2" (codes of 8, 4, 3 or 2
@@ -158,6 +169,7 @@ class SaveOptions(CommonOptions):
     compression: str | None = None
     base: paths.PathLike | None = None
     reuse: Literal["digest", "compare", "patch"] = "digest"
+    changed: Literal["tracked"] | Mapping[str, Any] | None = None
     quantize: Mapping[str, str | None] = field(default_factory=dict)
     timeout_s: float = 600.0
     check_replicas: bool = False
@@ -182,6 +194,10 @@ class SaveOptions(CommonOptions):
             raise ValueError(f"reuse {self.reuse!r} is not one of {', '.join(REUSES)}")
         if self.base is not None:
             paths.resolve(self.base)
+        if self.changed is not None:
+            from unickpt.reuse import unchanged  # only where it is asked for
+
+            unchanged.check(self.changed)
         choice.check(self.quantize)
         if self.metrics is not None and not callable(self.metrics):
             raise TypeError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unickpt.saving.background import PendingSave, SaveQueue, SaveRequest
 from unickpt.saving.options import SaveOptions, SaveReport
@@ -15,6 +15,9 @@ from unickpt.saving.write_plan import DirectSource
 from unickpt.storage import paths
 from unickpt.threads import collection_paused
 from unickpt.trees.tree import Node
+
+if TYPE_CHECKING:
+    from unickpt.reuse.unchanged import SeenState
 
 
 def save_async(
@@ -127,6 +130,8 @@ def run(task: SaveTask, tree: Any, metadata: Mapping[str, Any] | None = None) ->
 
 def _save(job: SaveTask, root: Any, metadata: Mapping[str, Any] | None) -> SaveReport:
     """Saves; what it needs is freed when it returns, before Python looks for cycles again."""
+    if job.options.changed is not None:
+        return _save_changed(job, root, metadata)
     plans = _plans(os.getpid())
     found, known = plans.describe(job, root, metadata), None
     with job.failing():
@@ -141,6 +146,38 @@ def _save(job: SaveTask, root: Any, metadata: Mapping[str, Any] | None) -> SaveR
         known.plan = plan
         known.give_back()
     return report
+
+
+def _save_changed(job: SaveTask, root: Any, metadata: Mapping[str, Any] | None) -> SaveReport:
+    """Saves a tree of which it is known what changed since the base."""
+    from unickpt.reuse.unchanged import SeenState  # only where it is asked for
+    from unickpt.saving import seen
+
+    last = _seen(os.getpid())
+    with job.failing():
+        given = job.options.base
+        known = None if given is None else last.get(paths.resolve(given).url)
+        base = seen.base_of(given, None, known, in_flight=False, failed=False)
+    try:
+        tokens = seen.describe(job, root, metadata, None, base)
+        report = job.run(job.plan(), DirectSource(job.working_bytes))
+    except BaseException:
+        if base is not None:  # it may be another one by now
+            last.pop(base.url, None)
+        raise
+    last[job.location.url] = SeenState(job.location.url, job.attempt, tokens)
+    while len(last) > _MOST_SEEN:
+        last.pop(next(iter(last)))
+    return report
+
+
+_MOST_SEEN = 4  # checkpoints of whose arrays `save` knows whether they have changed since
+
+
+@cache
+def _seen(process: int) -> dict[str, SeenState]:
+    """What `save` knows of checkpoints, by their URLs; the newest comes last."""
+    return {}
 
 
 @cache

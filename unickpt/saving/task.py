@@ -15,6 +15,7 @@ from unickpt.commit import progress_reports, replicas
 from unickpt.commit.attempt import Attempt
 from unickpt.commit.messages import Record, Totals, WriteMore
 from unickpt.commit.progress_reports import Report
+from unickpt.commit.version import version_at
 from unickpt.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
@@ -170,6 +171,8 @@ class SaveTask:
         self.working_bytes = share(options.budget_bytes, self.on_node)
         """Memory of this process to write with, in bytes."""
         self._has_begun = False  # to make folders
+        self.tokens: Mapping[str, object] = {}
+        """By which the next save knows arrays that did not change; only with `changed`."""
         self._samples: dict[int, Callable[[], int]] = {}
 
     def _become(self, state: SaveState) -> None:
@@ -205,7 +208,7 @@ class SaveTask:
                     for number, (name, source) in enumerate(self.description.sources.items())
                     if source.assumed
                     and source.fragments
-                    and not self.description.borrows(name, source.fragments[0].box)
+                    and not self.description.leaves_out(name, source.fragments[0].box)
                 }
             self._become(SaveState.DESCRIBED)
         self.timings.lap("describe")
@@ -359,9 +362,16 @@ class SaveTask:
         asked = self._find_base() if options.base is None else options.base
         base = None if selection is None else selection.base
         path = asked if base is None else base.path
-        found = None if path is None else self._try_base(path, needed=base is not None)
+        needed = base is not None or self.description.unchanged is not None
+        found = None if path is None else self._try_base(path, needed=needed)
         if selection is not None:
             selection.check(None if found is None else found.index, self.location)
+        if self.description.unchanged is not None:
+            version = None if path is None else version_at(paths.resolve(path))
+            attempt = None
+            if version and found is not None and version.digest == found.manifest_digest:
+                attempt = version.attempt
+            self.description.unchanged.check_base(attempt, self.location)
         return found, asked is not None
 
     def _try_base(self, path: paths.PathLike, *, needed: bool) -> Base | None:

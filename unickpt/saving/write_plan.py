@@ -85,6 +85,7 @@ def plan_writes(description: Description, process: int) -> WritePlan:
 
 def _held_items(description: Description) -> Iterator[WriteItem]:
     """All chunks that this process could write, in the order of the description."""
+    unchanged = description.unchanged
     for array, (name, entry) in enumerate(description.index.arrays.items()):
         source = description.sources[name]
         selection = description.selection if name in description.experts else None
@@ -107,6 +108,8 @@ def _held_items(description: Description) -> Iterator[WriteItem]:
                     if selection is not None:
                         expert, borrowed = selection.of(name, box)
                         item = replace(item, expert=expert, borrowed=borrowed)
+                    if unchanged is not None and unchanged.spares(name, box):
+                        item = replace(item, borrowed=True)
                     yield item
             first += part.count
 
