@@ -138,6 +138,7 @@ class Checkpointer:
         self._triggers, self._saved_at = SaveTriggers(when), time.monotonic()
         self._options = SaveOptions.or_default(options)
         self._reuses = reuse is not False
+        self._check_changed(self._options.changed)
         if not isinstance(reuse, bool):
             self._options = replace(self._options, reuse=reuse)
         refused = {"after": after, "local": local, "save_every_s": when.seconds}
@@ -279,13 +280,16 @@ class Checkpointer:
             pending.result()
         return pending
 
+    def _check_changed(self, changed: object) -> None:
+        if changed is not None and not self._reuses:
+            raise ValueError(
+                "changed= says what changed since the step before, of which the other chunks are "
+                "taken; create the Checkpointer with reuse=True"
+            )
+
     def _knowing(self, changed: Mapping[str, Any]) -> SaveOptions:
         """The options of a save of which it is known what changed."""
-        if not self._reuses:
-            raise ValueError(
-                "changed= says what changed since the step before, of which chunks are taken; "
-                "create the Checkpointer with reuse=True"
-            )
+        self._check_changed(changed)
         of_all = self._options.changed
         rest = {"**": of_all} if isinstance(of_all, str) else of_all or {}
         return replace(self._options, changed={**changed, **rest})

@@ -1,0 +1,429 @@
+"""Saves that neither stage nor hash what is known not to have changed (`SaveOptions.changed`)."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.processes import Processes
+from support.saving import same
+
+import unickpt
+from unickpt import Checkpointer, SaveOptions, StateChanged, StorageError
+from unickpt.adapters import jax as jax_adapter
+from unickpt.adapters import torch as torch_adapter
+from unickpt.arrays.box import Box
+from unickpt.reuse import unchanged
+from unickpt.reuse.unchanged import Unchanged
+from unickpt.storage.data_files import DataFile
+
+CHUNK = 4096
+ROW = 512
+"""Bytes of a row of `w`; 8 are a chunk."""
+
+
+def tree() -> dict[str, Any]:
+    rng = np.random.default_rng(5)
+    return {"w": rng.random((400, 64)), "frozen": rng.random((40, 64)), "b": np.zeros(9)}
+
+
+def options(**more: Any) -> SaveOptions:
+    return SaveOptions(chunk_bytes=CHUNK, fsync=False, **more)
+
+
+@pytest.fixture
+def nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No chunk is, of which it is said that it did not change."""
+    monkeypatch.setattr(unchanged, "_probes", lambda arrays: {})
+
+
+@pytest.fixture
+def everything_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unchanged, "_LOOKED_AT", 1)
+    monkeypatch.setattr(unchanged, "_CHUNK_BYTES", 16)
+
+
+def is_stored(path: Path | str, state: Any) -> None:
+    assert same(unickpt.load(path), state)
+    report = unickpt.verify(path)
+    assert report.ok, report.damage
+
+
+# --- what is said --------------------------------------------------------------------------------
+
+
+@given(
+    changed=st.lists(st.booleans(), min_size=1, max_size=40),
+    bounds=st.tuples(st.integers(0, 40), st.integers(1, 40)),
+    probes=st.lists(st.tuples(st.integers(0, 39), st.integers(0, 2)), max_size=3),
+)
+def test_a_box_is_spared_if_no_row_changed_and_nobody_looks(
+    changed: list[bool], bounds: tuple[int, int], probes: list[tuple[int, int]]
+) -> None:
+    start = min(bounds[0], len(changed) - 1)
+    box = Box((start, 0), (min(start + bounds[1], len(changed)), 3))
+    found = Unchanged({"w": np.array(changed)}, probes={"w": np.array(probes, int).reshape(-1, 2)})
+    claimed = not any(changed[box.start[0] : box.stop[0]])
+    looked_at = any(box.start[0] <= row < box.stop[0] for row, _ in probes)
+    assert found.claims("w", box) == claimed
+    assert found.spares("w", box) == (claimed and not looked_at)
+    assert not found.claims("other", box)
+
+
+def test_what_is_looked_at_is_another_part_each_time() -> None:
+    entry = unickpt.open(save_once()).index.arrays["w"]
+    found = {tuple(map(tuple, unchanged._probes({"w": entry})["w"])) for _ in range(20)}
+    assert len(found) > 10, "of 25600 elements"
+
+
+def save_once() -> str:
+    unickpt.save("memory://unchanged/once", tree(), overwrite=True, options=options())
+    return "memory://unchanged/once"
+
+
+@pytest.mark.parametrize("storage", ["file", "memory"])
+def test_rows_that_did_not_change_are_taken(
+    storage: str, nothing_is_looked_at: None, tmp_path: Path
+) -> None:
+    root = str(tmp_path) if storage == "file" else "memory://unchanged/rows"
+    state, rng = tree(), np.random.default_rng(0)
+    with Checkpointer(root, reuse=True, options=options()) as run:
+        run.save(0, state)
+        for step in range(1, 6):
+            rows = np.zeros(400, bool)
+            rows[rng.integers(0, 400, 2)] = True
+            state["w"][rows] += 1
+            state["b"] += 1
+            report = run.save(step, state, changed={"w": rows, "frozen": False}).result()
+            most = 2 * CHUNK + state["b"].nbytes
+            assert report.staged_bytes <= most, "the rest was not even copied"
+            # In memory nothing is linked: what the step before wrote is read there, and written.
+            assert report.written_bytes <= most * (1 if storage == "file" else step)
+            is_stored(f"{root}/step_{step}", state)
+
+
+def test_what_is_not_looked_at_is_taken_whatever_it_is(
+    nothing_is_looked_at: None, tmp_path: Path
+) -> None:
+    """Nothing reads it: this is what the other tests rely on."""
+    state = tree()
+    unickpt.save(tmp_path / "a", state, options=options())
+    before = state["frozen"].copy()
+    state["frozen"] += 1
+    base = options(base=tmp_path / "a", changed={"frozen": False})
+    unickpt.save(tmp_path / "b", state, options=base)
+    assert np.array_equal(unickpt.load(tmp_path / "b")["frozen"], before)
+
+
+def test_a_claim_that_is_wrong_is_found(everything_is_looked_at: None, tmp_path: Path) -> None:
+    state = tree()
+    with Checkpointer(tmp_path, reuse=True, options=options()) as run:
+        run.save(0, state, wait=True)
+        state["frozen"][17] += 1
+        with pytest.raises(StateChanged, match=r"'frozen' \[.*said not to have changed"):
+            run.save(1, state, changed={"frozen": False}).result()
+        run.save(2, state, changed={"frozen": False}, wait=True)  # since the failed one it did not
+        assert run.steps() == [0, 2]
+        is_stored(tmp_path / "step_2", state)
+
+
+def test_a_claim_that_is_right_passes(everything_is_looked_at: None, tmp_path: Path) -> None:
+    state = tree()
+    with Checkpointer(tmp_path, reuse=True, options=options()) as run:
+        for step in range(3):
+            report = run.save(step, state, changed={"frozen": False, "w": False}).result()
+        assert report.reused_bytes == state["frozen"].nbytes + state["w"].nbytes
+
+
+# --- of which checkpoint it is said --------------------------------------------------------------
+
+
+def failing_once(monkeypatch: pytest.MonkeyPatch, go: threading.Event | None = None) -> None:
+    real, calls = DataFile.add, list[int]()
+
+    def add(self: DataFile, *arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            assert go is None or go.wait(30)
+            raise StorageError("the disk is gone")
+        real(self, *arguments)
+
+    monkeypatch.setattr(DataFile, "add", add)
+
+
+def test_after_a_save_that_failed_everything_is_looked_at(
+    nothing_is_looked_at: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = tree()
+    with Checkpointer(tmp_path, reuse=True, options=options()) as run:
+        run.save(0, state, wait=True)
+        state["w"][5] += 1
+        with monkeypatch.context() as patch:
+            failing_once(patch)
+            with pytest.raises(StorageError, match="gone"):
+                run.save(1, state, changed={"frozen": False}).result()
+        run.save(2, state, changed={"w": False, "frozen": False}, wait=True)  # since step 1
+        is_stored(tmp_path / "step_2", state)
+
+
+def test_nor_is_anything_lost_if_it_fails_later(
+    nothing_is_looked_at: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, go = tree(), threading.Event()
+    with Checkpointer(tmp_path, reuse=True, options=options()) as run:
+        run.save(0, state, wait=True)
+        state["w"][5] += 1
+        with monkeypatch.context() as patch:
+            failing_once(patch, go)
+            first = run.save(1, state, changed={"frozen": False})
+            second = run.save(2, state, changed={"w": False, "frozen": False})
+            go.set()
+            with pytest.raises(StorageError, match="gone"):
+                first.result()
+            with pytest.raises(StorageError, match=r"did not change.* is another one"):
+                second.result()
+        run.save(3, state, changed={"w": False, "frozen": False}, wait=True)
+        assert run.steps() == [0, 3]
+        is_stored(tmp_path / "step_3", state)
+
+
+def test_saves_in_flight_refer_to_each_other(nothing_is_looked_at: None, tmp_path: Path) -> None:
+    state = tree()
+    with Checkpointer(tmp_path, reuse=True, options=options()) as run:
+        pending = []
+        for step in range(6):
+            state["b"] += 1
+            pending.append(run.save(step, state, changed={"w": False, "frozen": False}))
+        reports = [each.result() for each in pending]
+    assert all(report.written_bytes == state["b"].nbytes for report in reports[1:])
+    is_stored(tmp_path / "step_5", state)
+
+
+def test_a_job_goes_on_from_what_it_has_loaded(nothing_is_looked_at: None, tmp_path: Path) -> None:
+    state = tree()
+    with Checkpointer(tmp_path, reuse=True, options=options()) as run:
+        run.save(0, state)
+    with Checkpointer(tmp_path, reuse=True, options=options()) as run:
+        found = run.load()
+        found["b"] += 1
+        report = run.save(1, found, changed={"w": False, "frozen": False}).result()
+        assert report.written_bytes == found["b"].nbytes
+    is_stored(tmp_path / "step_1", found)
+
+
+def test_after_going_back_everything_is_looked_at(
+    nothing_is_looked_at: None, tmp_path: Path
+) -> None:
+    with Checkpointer(tmp_path, reuse=True, options=options()) as run:
+        for step in range(3):
+            run.save(step, tree() | {"b": np.full(9, step)}, wait=True)
+        state = run.load(step=1)
+        run.drop_later_steps()
+        state["w"] += 1
+        run.save(3, state, changed={"w": False}, wait=True)
+    is_stored(tmp_path / "step_3", state)
+
+
+def test_a_base_that_was_replaced_is_noticed(nothing_is_looked_at: None, tmp_path: Path) -> None:
+    state, base = tree() | {"j": jnp.arange(5000.0)}, tmp_path / "base"
+    unickpt.save(base, state, options=options(changed="tracked"))
+    shutil.rmtree(base)
+    unickpt.save_async(base, {"j": jnp.zeros(5000)}, options=options()).result()
+    again = options(base=base, changed="tracked")
+    with pytest.raises(StorageError, match="is another one"):
+        unickpt.save(tmp_path / "b", state, options=again)
+    unickpt.save(tmp_path / "b", state, options=again)
+    is_stored(tmp_path / "b", state)
+
+
+def test_a_base_that_is_gone_is_noticed(nothing_is_looked_at: None, tmp_path: Path) -> None:
+    state = tree()
+    with Checkpointer(tmp_path, reuse=True, options=options()) as run:
+        run.save(0, state, wait=True)
+        (tmp_path / "step_0" / "manifest.ocdbt").write_bytes(b"no")
+        with pytest.raises(StorageError, match="not there or is damaged"):
+            run.save(1, state, changed={"frozen": False}).result()
+        run.save(2, state, changed={"frozen": False}, wait=True)
+    is_stored(tmp_path / "step_2", state)
+
+
+# --- what frameworks know ------------------------------------------------------------------------
+
+
+def test_tokens_of_torch() -> None:
+    tensor = torch.randn(300, 7)
+    token = torch_adapter.token(tensor)
+    assert torch_adapter.token(tensor) == token
+    assert torch_adapter.token(tensor.detach()) == token, "another view of the same"
+    assert torch_adapter.token(tensor.clone()) != token
+    assert torch_adapter.token(tensor[1:]) != token
+    tensor[8, 3] += 1
+    counted = torch_adapter.token(tensor)
+    assert counted != token
+    tensor.data.mul_(2)
+    assert torch_adapter.token(tensor) != counted, "dense changes through .data are seen"
+    with torch.inference_mode():
+        assert torch_adapter.token(torch.ones(3)) is None
+    for dtype in (torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int64):
+        other = torch.ones(70, dtype=dtype)
+        assert torch_adapter.token(other) == torch_adapter.token(other)
+    assert torch_adapter.token(torch.tensor(3.0)) is not None
+    assert torch_adapter.token(torch.zeros(0, 4)) is not None
+
+
+def test_a_token_keeps_nothing_and_is_not_that_of_what_comes_after() -> None:
+    tensor = torch.ones(1 << 20)
+    token, address = torch_adapter.token(tensor), tensor.data_ptr()
+    del tensor
+    gc.collect()
+    again = torch.ones(1 << 20)  # often in the same memory, with the same version
+    assert torch_adapter.token(again) != token, again.data_ptr() == address
+
+
+def test_tokens_of_jax() -> None:
+    array = jnp.ones(1000)
+    token = jax_adapter.token(array)
+    assert jax_adapter.token(array) == token
+    assert jax_adapter.token(array + 0) != token
+    del array
+    gc.collect()
+    assert jax_adapter.token(jnp.ones(1000)) != token
+
+
+def test_tracked_arrays_are_taken_until_they_change(
+    nothing_is_looked_at: None, tmp_path: Path
+) -> None:
+    state: dict[str, Any] = {
+        "torch": torch.randn(64, 64),
+        "jax": jnp.ones((64, 64)),
+        "numpy": np.ones((64, 64)),
+    }
+    sizes = {name: 64 * 64 * (8 if name == "numpy" else 4) for name in state}
+    changes: list[tuple[str, Callable[[], object]]] = [
+        ("", lambda: None),
+        ("torch", lambda: state["torch"][3].add_(1)),
+        ("jax", lambda: state.update(jax=state["jax"].at[3].add(1))),
+        ("numpy", lambda: state["numpy"].__setitem__(3, 5)),
+        ("", lambda: None),
+    ]
+    made = SaveOptions(chunk_bytes=1 << 20, fsync=False, changed="tracked")
+    with Checkpointer(tmp_path, reuse=True, options=made) as run:
+        run.save(0, state, wait=True)
+        for step, (name, change) in enumerate(changes, 1):
+            change()
+            report = run.save(step, state).result()
+            assert report.written_bytes == sizes.get(name, 0), (step, name)
+            # NumPy counts nothing, so that its arrays are staged and compared.
+            assert report.staged_bytes <= sizes["numpy"] + sizes["torch"] * (name == "torch")
+            found = unickpt.load(tmp_path / f"step_{step}")
+            for key, array in state.items():
+                assert np.array_equal(found[key], np.asarray(array)), (step, key)
+
+
+@pytest.mark.parametrize(
+    "more", [{"quantize": {"w": "uint8"}}, {"compression": "zstd"}, {"reuse": "patch"}], ids=str
+)
+def test_with_other_features(
+    more: dict[str, Any], everything_is_looked_at: None, tmp_path: Path
+) -> None:
+    state = tree()
+    state["w"] = state["w"].astype(np.float32)
+    unickpt.save(tmp_path / "0", state, options=options(**more))
+    for step in range(1, 4):
+        rows = np.zeros(400, bool)
+        rows[step * 7] = True
+        state["w"][rows] += 1
+        made = options(base=tmp_path / str(step - 1), changed={"w": rows}, **more)
+        unickpt.save(tmp_path / str(step), state, options=made)
+        plain = options(**{name: value for name, value in more.items() if name != "reuse"})
+        unickpt.save(tmp_path / f"whole {step}", state, options=plain)
+        assert same(unickpt.load(tmp_path / str(step)), unickpt.load(tmp_path / f"whole {step}"))
+        assert unickpt.verify(tmp_path / str(step)).ok
+
+
+# --- in a job ------------------------------------------------------------------------------------
+
+JOB = """
+import json, sys
+import numpy as np, torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+import unickpt
+from unickpt.reuse import unchanged
+
+unchanged._probes = lambda arrays: {}
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2,))
+torch.manual_seed(3)
+whole = torch.randn(90, 64)
+w, plain = distribute_tensor(whole.clone(), mesh, [Shard(0)]), torch.randn(500, 16)
+first = 45 * dist.get_rank()
+options = unickpt.SaveOptions(chunk_bytes=4096, fsync=False, changed="tracked", timeout_s=60)
+said = []
+with unickpt.Checkpointer(sys.argv[1], reuse=True, options=options) as run:
+    for step in range(4):
+        rows = np.zeros(90, bool)
+        rows[[step, 50 + 9 * step]] = True
+        mine = [row - first for row in np.flatnonzero(rows) if 0 <= row - first < 45]
+        w.to_local()[mine] += 1
+        if step == 2 and dist.get_rank() == 1:
+            plain = plain.clone()  # this rank alone looks at it
+        report = run.save(step, {"w": w, "plain": plain}, changed={"w": rows}).result()
+        said.append([report.written_bytes, report.staged_bytes])
+full = w.full_tensor()
+if dist.get_rank() == 0:
+    np.savez(sys.argv[2], w=full.numpy(), plain=plain.numpy())
+print(json.dumps(said))
+dist.destroy_process_group()
+"""
+
+
+def test_each_process_knows_for_itself(processes: Processes, tmp_path: Path) -> None:
+    ranks = processes.torch(2, JOB, tmp_path / "run", tmp_path / "state.npz")
+    for out in processes.finish(ranks):
+        (line,) = re.findall(r"^\[\[.*$", out, re.M)
+        said = json.loads(line)
+        assert all(written <= 2 * 4096 for written, _ in said[1:]), said
+    with np.load(tmp_path / "state.npz") as state:
+        is_stored(tmp_path / "run" / "step_3", dict(state))
+
+
+# --- mistakes ------------------------------------------------------------------------------------
+
+MISTAKES: list[tuple[Any, type[Exception], str]] = [
+    ({"frozn": False}, ValueError, "'frozn'.* match no array.*'frozen'"),
+    ({"w": np.zeros(95, bool)}, ValueError, r"95 rows, and 'w' has the shape \[400, 64\]"),
+    ({"w": np.zeros((400, 2), bool)}, TypeError, "neither a bool nor an array of bools"),
+    ({"w": [0, 1]}, TypeError, "neither a bool nor an array of bools"),
+    ({"w": "all"}, ValueError, "the only word is"),
+    ({3: False}, TypeError, "dict of patterns"),
+    ("all", TypeError, "dict of patterns"),
+]
+
+
+@pytest.mark.parametrize(("changed", "error", "message"), MISTAKES, ids=str)
+def test_mistakes_are_said(
+    changed: Any, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        unickpt.save(tmp_path / "a", tree(), options=options(changed=changed))
+    assert not (tmp_path / "a").exists()
+
+
+def test_without_reuse_it_means_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="reuse=True"):
+        Checkpointer(tmp_path, options=options(changed="tracked"))
+    with Checkpointer(tmp_path) as run, pytest.raises(ValueError, match="reuse=True"):
+        run.save(0, tree(), changed={"w": False})
