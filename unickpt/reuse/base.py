@@ -162,6 +162,7 @@ class _Candidate:
         part, entry: of the base.
         row: of the chunk, in the base's digest table.
         where: as of `Share`.
+        nbytes: of its elements.
         is_patched: whether the base has it as a patch.
     """
 
@@ -169,6 +170,7 @@ class _Candidate:
     entry: ArrayEntry
     row: Any
     where: Any
+    nbytes: int
     is_patched: bool = False
 
     @property
@@ -243,7 +245,9 @@ class Base:
         for entry, part, number in chunks:
             found = self._find(entry, part, number)
             if found is not None and found.where is not None:
-                nbytes = codec.nbytes_as_stored(entry, part.chunk_box(number).shape)
+                nbytes = found.nbytes
+                if entry.quantized is not None:
+                    nbytes = codec.nbytes_as_stored(entry, part.chunk_box(number).shape)
                 self._candidates[part.key, number] = found
                 unit = share.unit(found.where)
                 used[unit] = used.get(unit, 0) + nbytes
@@ -294,7 +298,8 @@ class Base:
         is_patched = self._reader.is_patched(theirs, part, number)
         if is_patched and not self.patches(theirs):
             where = None  # it is written whole again
-        return _Candidate(part, theirs, row, where, is_patched)
+        nbytes = part.chunk_box(number).size * theirs.itemsize
+        return _Candidate(part, theirs, row, where, nbytes, is_patched)
 
     def stored_digest(self, entry: ArrayEntry, part: Part, number: int) -> int | None:
         """The digest of a chunk, if the base has one at the same place and of the same kind."""
@@ -328,8 +333,7 @@ class Base:
             if taken is None:
                 self._warn("a file of it can no longer be linked")
                 return None
-            nbytes = found.part.chunk_box(number).size * found.entry.itemsize
-            self.nbytes += nbytes - len(patch or b"")
+            self.nbytes += found.nbytes - len(patch or b"")
             return taken
 
     # --- patches ----------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Protocol
@@ -104,13 +104,13 @@ def _held_items(description: Description) -> Iterator[WriteItem]:
                     inside = box is fragment.box or fragment.box.contains(box)
                     assert inside, f"chunk {box} crosses {fragment.box}"
                     at, nbytes = first + number, box.size * source.dtype.itemsize
-                    item = WriteItem(array, entry, part, number, at, box, nbytes, fragment, assumed)
+                    expert, borrowed = None, False
                     if selection is not None:
                         expert, borrowed = selection.of(name, box)
-                        item = replace(item, expert=expert, borrowed=borrowed)
                     if unchanged is not None and unchanged.spares(name, box):
-                        item = replace(item, borrowed=True)
-                    yield item
+                        borrowed = True
+                    of = array, entry, part, number, at, box, nbytes, fragment, assumed
+                    yield WriteItem(*of, expert, borrowed)
             first += part.count
 
 
