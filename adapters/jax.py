@@ -82,8 +82,7 @@ def facts(leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Hashable]]:
     return (said, [leaf.is_deleted() for leaf in leaves]), list(map(id, leaves))
 
 
-def token(leaf: Any) -> Token:
-    return Token(leaf)
+token = Token
 
 
 def copier(out: Sequence[Array]) -> Callable[[Sequence[Any]], None]:

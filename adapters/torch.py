@@ -35,6 +35,7 @@ from unickpt.adapters.torch_optimizer import (
     expand_optimizer,
     is_optimizer,
 )
+from unickpt.adapters.torch_tokens import token as token
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.strided_copy import may_overlap
@@ -48,7 +49,6 @@ from unickpt.frameworks.protocol import (
     Memory,
     Read,
     StoredTree,
-    Token,
     whole_source,
 )
 from unickpt.threads import Pool
@@ -112,27 +112,6 @@ def facts(leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Hashable]]:
     return said, list(map(attrgetter("_cdata"), storages))
 
 
-def token(leaf: Any) -> Token | None:
-    if type(leaf) not in _PLAIN or leaf.is_inference():
-        return None  # steps on DTensors are not counted
-    storage = leaf.untyped_storage()
-    memory = storage.data_ptr(), storage.nbytes()
-    view = leaf.dtype, leaf.shape, leaf.stride(), leaf.storage_offset()
-    return Token(storage, leaf._version, memory, view, _few_elements(leaf))
-
-
-def _few_elements(tensor: torch.Tensor) -> bytes:
-    """A sample, because changes through `.data` and NumPy are not counted; none of a device, which
-    would have to be waited for."""
-    if not tensor.is_cpu:
-        return b""
-    each = max(1, round(_SAMPLED ** (1 / max(1, tensor.ndim))))
-    grid = tuple(slice(None, None, max(1, n // each)) for n in tensor.shape)
-    few = tensor.detach().resolve_conj().resolve_neg()[grid].contiguous().reshape(-1)
-    return bytes(few.view(torch.uint8).numpy().tobytes())
-
-
-_SAMPLED = 64
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _PLAIN_TYPES = frozenset(_PLAIN)
 _SPARSE = frozenset(

@@ -6,12 +6,14 @@ import json
 import math
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support import s3_server
 from support.processes import Processes
 from support.saving import files
@@ -20,8 +22,10 @@ import unickpt
 from unickpt import Checkpoint, MergeError, SaveOptions
 from unickpt.reading.listing import checkpoints_below
 from unickpt.tools.merge_methods import Search, Weighted
+from unickpt.tools.merge_trials import Trial, balanced, pareto_front
 
 pytest.importorskip("scipy")
+pytest.importorskip("optuna")
 FAST = SaveOptions(fsync=False)
 BEST = np.array([0.7, -0.2, 0.4])
 
@@ -81,7 +85,7 @@ def test_higher_scores_are_better_by_default_and_infinite_ones_are_none(
     assert report.score is not None
     assert report.score > -0.6
     how = Search(lambda trial: -math.inf, trials=5)
-    with pytest.raises(MergeError, match=r"the best score of .* is inf"):
+    with pytest.raises(MergeError, match=r"of \d+ trials none has finite scores; .* -inf"):
         unickpt.merge(paths, tmp_path / "n", how=how, options=FAST)
 
 
@@ -113,6 +117,134 @@ def test_mistakes_are_told_before_and_leave_nothing(
     unickpt.save(tmp_path / "m", {"x": 1}, options=FAST)
     with pytest.raises(unickpt.CheckpointExists, match="already holds"):
         unickpt.merge(paths, tmp_path / "m", how=Search(fails), options=FAST)  # no trial was made
+
+
+# --- several tasks -------------------------------------------------------------------------------
+
+
+def two_tasks(paths: list[Path]) -> Callable[[Checkpoint], dict[str, float]]:
+    """Errors from two different goals: what serves one harms the other."""
+    goals = {"math": unickpt.load(paths[0])["w"], "code": unickpt.load(paths[1])["w"]}
+
+    def scores(trial: Checkpoint) -> dict[str, float]:
+        found = trial["w"][:]
+        return {task: float(((found - goal) ** 2).mean()) for task, goal in goals.items()}
+
+    return scores
+
+
+def test_several_tasks_give_the_pareto_front(paths: list[Path], tmp_path: Path) -> None:
+    how = Search(two_tasks(paths), better="lower", trials=30)
+    report = unickpt.merge(paths, tmp_path / "m", how=how, options=FAST)
+    found = report.trials
+    assert found is not None
+    assert report.score is None
+    assert len(found) == 30
+    front = [found.trials[number] for number in found.front]
+    alone = {(1.0, 0.0, 0.0), (0.0, 1.0, 0.0)}  # each is perfect in one
+    assert alone <= {trial.weights for trial in front}
+    assert len(front) > 4
+    ordered = sorted(front, key=lambda trial: trial.scores["math"])
+    assert [t.scores["code"] for t in ordered] == sorted(
+        (t.scores["code"] for t in ordered), reverse=True
+    )
+    chosen = found.trials[found.chosen]
+    assert report.weights == chosen.weights
+    assert max(chosen.scores.values()) < 0.9, "neither of the goals themselves: 2"
+    recorded = unickpt.open(tmp_path / "m").metadata["unickpt"]["merge"]["front"]
+    assert [tuple(each["weights"]) for each in recorded] == [trial.weights for trial in front]
+    lines = str(found).splitlines()
+    assert lines[0].split() == ["trial", "c0", "c1", "c2", "math", "code"]
+    assert len(lines) == 1 + len(front)
+    assert sum("*" in line for line in lines) == 1
+    drawn = found._repr_html_()
+    assert drawn.count("<circle") == 30
+    assert drawn.count("<tr") == 1 + len(front)
+
+
+def test_the_program_chooses_of_the_front(paths: list[Path], tmp_path: Path) -> None:
+    def best_at_math(front: Sequence[Any]) -> Any:
+        return min(front, key=lambda trial: trial.scores["math"])
+
+    how = Search(two_tasks(paths), better={"math": "lower", "code": "lower"}, trials=6,
+                 choose=best_at_math)  # fmt: skip
+    report = unickpt.merge(paths, tmp_path / "m", how=how, options=FAST)
+    assert report.weights == (1.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_search_that_was_stopped_goes_on(
+    several: bool, paths: list[Path], tmp_path: Path
+) -> None:
+    both, calls = two_tasks(paths), list[object]()
+
+    def score(trial: Checkpoint) -> Any:
+        calls.append(trial)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        found = both(trial)
+        return found if several else found["math"]
+
+    log = tmp_path / "trials.jsonl"
+    how = Search(score, better="lower", trials=12, log=log)
+    with pytest.raises(KeyboardInterrupt):
+        unickpt.merge(paths, tmp_path / "m", how=how, options=FAST)
+    assert len(log.read_text().splitlines()) == 1 + 5
+    with log.open("a") as file:
+        file.write('{"weights": [0.1')  # of a process that was killed while it wrote
+    report = unickpt.merge(paths, tmp_path / "m", how=how, options=FAST)
+    assert len(calls) <= 6 + 12 - 5
+    whole = Search(lambda trial: both(trial) if several else both(trial)["math"], better="lower",
+                   trials=12)  # fmt: skip
+    expected = unickpt.merge(paths, tmp_path / "n", how=whole, options=FAST)
+    assert report.weights == expected.weights
+    assert report.trials == expected.trials
+    unickpt.save(paths[0], {"w": np.zeros((20, 30)), "n": np.int64(3)}, overwrite=True)
+    with pytest.raises(MergeError, match="trials of another search"):
+        unickpt.merge(paths, tmp_path / "o", how=how, options=FAST)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 3), st.sampled_from([0, 1, math.inf])),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_no_trial_beats_one_of_the_front(scores: list[tuple[float, ...]]) -> None:
+    better = {"a": "higher", "b": "lower", "c": "lower"}
+    trials = [Trial((n,), dict(zip("abc", each, strict=True))) for n, each in enumerate(scores)]
+    costs = [(-a, b, c) for a, b, c in scores]
+
+    def beats(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+        return one != other and all(x <= y for x, y in zip(one, other, strict=True))
+
+    front = pareto_front(trials, better)
+    assert list(front) == sorted(front)
+    finite = [n for n, cost in enumerate(costs) if math.isfinite(cost[2])]
+    for number in finite:
+        beaten = any(beats(other, costs[number]) for other in costs)
+        first = costs.index(costs[number]) == number
+        assert (number in front) == (first and not beaten)
+    assert set(front) <= set(finite)
+    if front:
+        assert balanced(trials, better, front) in front
+
+
+def test_mistakes_with_tasks_are_told(paths: list[Path], tmp_path: Path) -> None:
+    tasks = iter([{"a": 1.0}, {"b": 1.0}])
+    with pytest.raises(MergeError, match=r"are of the tasks \['b'\], .* of \['a'\]"):
+        unickpt.merge(paths, tmp_path / "m", how=Search(lambda _: next(tasks)), options=FAST)
+    how = Search(lambda _: {"a": 1.0}, better={"b": "lower"})
+    with pytest.raises(MergeError, match=r"other tasks than \['a'\]"):
+        unickpt.merge(paths, tmp_path / "m", how=how, options=FAST)
+    with pytest.raises(MergeError, match="no scores"):
+        unickpt.merge(paths, tmp_path / "m", how=Search(lambda _: {}), options=FAST)
+    with pytest.raises(ValueError, match="better"):
+        Search(lambda _: {}, better={"a": "more"})  # type: ignore[dict-item]
+    how = Search(lambda _: 1.0, log=tmp_path)
+    with pytest.raises(MergeError, match=r"trials in .* cannot be used"):
+        unickpt.merge(paths, tmp_path / "m", how=how, options=FAST)
 
 
 def test_on_object_storage(paths: list[Path], moto: str, monkeypatch: pytest.MonkeyPatch) -> None:

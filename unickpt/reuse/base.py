@@ -216,11 +216,6 @@ class Base:
         """Of the base."""
         return self._reader.index
 
-    @property
-    def manifest_digest(self) -> str:
-        """Of the base."""
-        return self._reader.manifest_digest
-
     def offer(self, chunks: Iterable[tuple[ArrayEntry, Part, int]]) -> None:
         """Finds what the base has of the chunks that this process is going to write.
 

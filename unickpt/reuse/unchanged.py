@@ -127,14 +127,24 @@ class Unchanged:
                 f"since (`changed`), {why}. Nothing was saved; the next save looks at all"
             )
 
-    def differs(self, name: str, box: Box) -> StateChanged:
-        """The error for a chunk that did change."""
-        return StateChanged(
-            f"array {name!r} {box} is said not to have changed since the step before "
-            "(`SaveOptions.changed`), but it did. A few chunks are looked at in each save; other "
-            "changes may have been missed since: save all once without `changed`, and find out who "
-            "changes it"
-        )
+    def check(self, name: str, box: Box, before: int | None, digest: int) -> None:
+        """Checks a chunk that was looked at.
+
+        Arguments:
+            name, box: which one.
+            before: its digest in the base, if that has it.
+            digest: of what is saved.
+
+        Raises:
+            StateChanged: it changed, and is said not to have.
+        """
+        if before not in (None, digest) and self.claims(name, box):
+            raise StateChanged(
+                f"array {name!r} {box} is said not to have changed since the step before "
+                "(`SaveOptions.changed`), but it did. A few chunks are looked at in each save; "
+                "other changes may have been missed since: save all once without `changed`, and "
+                "find out who changes it"
+            )
 
 
 def unchanged(

@@ -24,6 +24,7 @@ from unickpt.runs.save_triggers import SaveEvery
 from unickpt.runs.step_folder import StepFolder
 from unickpt.runs.tiers import Tier
 from unickpt.saving.describe import check_mapping
+from unickpt.saving.options import SaveOptions
 from unickpt.storage import paths
 
 
@@ -247,3 +248,30 @@ def _metric(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UnsupportedLeaf(f"metrics must be numbers: {name!r}: {error}") from error
+
+
+def check_changed(changed: object, reuses: bool) -> None:
+    """Checks `SaveOptions.changed`, or the argument of a save.
+
+    Raises:
+        ValueError: it is given to a Checkpointer without `reuse`.
+    """
+    if changed is not None and not reuses:
+        raise ValueError(
+            "changed= says what changed since the step before, of which the other chunks are "
+            "taken; create the Checkpointer with reuse=True"
+        )
+
+
+def knowing(options: SaveOptions, changed: Mapping[str, Any] | None, reuses: bool) -> SaveOptions:
+    """The options of a save of which it is known what changed, before what they say of all saves.
+
+    Raises:
+        ValueError: see `check_changed`.
+    """
+    if changed is None:
+        return options
+    check_changed(changed, reuses)
+    of_all = options.changed
+    rest = {"**": of_all} if isinstance(of_all, str) else of_all or {}
+    return replace(options, changed={**changed, **rest})

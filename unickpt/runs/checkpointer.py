@@ -19,7 +19,9 @@ from unickpt.reuse.partial_save import PartialSave
 from unickpt.runs.arguments import (
     PolicyFields,
     StepArguments,
+    check_changed,
     fences_of,
+    knowing,
     roles_of,
     run_text,
     step_metadata,
@@ -138,7 +140,7 @@ class Checkpointer:
         self._triggers, self._saved_at = SaveTriggers(when), time.monotonic()
         self._options = SaveOptions.or_default(options)
         self._reuses = reuse is not False
-        self._check_changed(self._options.changed)
+        check_changed(self._options.changed, self._reuses)
         if not isinstance(reuse, bool):
             self._options = replace(self._options, reuse=reuse)
         refused = {"after": after, "local": local, "save_every_s": when.seconds}
@@ -260,7 +262,7 @@ class Checkpointer:
         request = SaveRequest(
             self._tiers.first.path(step),
             tree,
-            self._options if changed is None else self._knowing(changed),
+            knowing(self._options, changed, self._reuses),
             overwrite,
             metadata=partial(step_metadata, step, shown, metadata, self._branch.recorded),
             owners=owners,
@@ -279,20 +281,6 @@ class Checkpointer:
         if wait:
             pending.result()
         return pending
-
-    def _check_changed(self, changed: object) -> None:
-        if changed is not None and not self._reuses:
-            raise ValueError(
-                "changed= says what changed since the step before, of which the other chunks are "
-                "taken; create the Checkpointer with reuse=True"
-            )
-
-    def _knowing(self, changed: Mapping[str, Any]) -> SaveOptions:
-        """The options of a save of which it is known what changed."""
-        self._check_changed(changed)
-        of_all = self._options.changed
-        rest = {"**": of_all} if isinstance(of_all, str) else of_all or {}
-        return replace(self._options, changed={**changed, **rest})
 
     def wait(self) -> None:
         """Waits until all saves are committed and copied to `root`, and old steps are removed.

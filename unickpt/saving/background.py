@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from unickpt.errors import ForkedProcess, ProcessFailed, SaveTimeout, out_of_memory
 from unickpt.reuse.partial_save import PartialSave
@@ -85,9 +85,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=unfinished.clear)
     os.register_at_fork(after_in_child=unraised.clear)
 
-if TYPE_CHECKING:
-    from unickpt.reuse.unchanged import SeenState
-
 _log = logging.getLogger("unickpt")
 
 
@@ -140,9 +137,6 @@ class BackgroundErrors:
                 failures.remove(failure)
 
 
-_log = logging.getLogger("unickpt")
-
-
 def _nothing(*_: object) -> None:
     pass
 
@@ -192,7 +186,7 @@ class PendingSave:
         """Where the checkpoint will be."""
         self._task, self._snapshot, self._previous = task, snapshot, previous
         self._callbacks, self._errors, self._events = callbacks, errors, task.events
-        self._seen = task.attempt, task.tokens
+        self.attempt, self.tokens = task.attempt, task.tokens
         self._finished: Future[None] = Future()
         """Done when the save is over, and its `SaveOptions.metrics` was called."""
         self._report: SaveReport | None = None
@@ -281,13 +275,6 @@ class PendingSave:
             raise ForkedProcess(
                 f"{self.url}: this save belongs to the parent process; wait for it there"
             )
-
-    @property
-    def seen(self) -> SeenState:
-        """What the next save may know of this one."""
-        from unickpt.reuse.unchanged import SeenState  # only where it is asked for
-
-        return SeenState(self.url, *self._seen)
 
     # --- on the thread of the caller -----------------------------------------------------------
 
@@ -444,11 +431,8 @@ class SaveQueue:
         task = SaveTask(request.path, request.overwrite, request.options, request.find_base)
         with task.failing(refused=True):  # so that the other processes are notified
             self.errors.raise_unless_refused()
-        with task.failing():
-            request.callbacks.begin()
-            metadata, partial = request.metadata(), request.partial()
         with collection_paused():
-            found = self._describe(task, request, metadata, partial)
+            found = self._describe(task, request)
         # Early, if that costs the caller no time; and again when it is this save's turn.
         if not task.location.is_remote and task.location.exists():
             with task.failing():
@@ -467,41 +451,23 @@ class SaveQueue:
         return pending
 
     def _describe(
-        self,
-        task: SaveTask,
-        request: SaveRequest,
-        metadata: Mapping[str, Any] | None,
-        partial: PartialSave | None,
+        self, task: SaveTask, request: SaveRequest
     ) -> SameTree | tree.Node | tree.Leaf | None:
         """Describes a tree; returns what is known of it, else its structure."""
+        with task.failing():
+            request.callbacks.begin()
+            metadata, partial = request.metadata(), request.partial()
         if task.options.changed is not None:
-            self._describe_changed(task, request, metadata, partial)
+            from unickpt.saving import seen  # only where it is asked for
+
+            last = self._pending[-1] if self._pending else None
+            failed = last is not None and last._failure is not None
+            seen.describe_after(task, request, metadata, partial, last, failed)
             return None
         if partial is not None:  # what is saved of it differs each time
             task.describe(request.tree, metadata, partial)
             return None
         return self._plans.describe(task, request.tree, metadata)
-
-    def _describe_changed(
-        self,
-        task: SaveTask,
-        request: SaveRequest,
-        metadata: Mapping[str, Any] | None,
-        partial: PartialSave | None,
-    ) -> None:
-        """Describes a tree of which it is known what changed."""
-        from unickpt.saving import seen  # only where it is asked for
-
-        last = self._pending[-1] if self._pending else None
-        with task.failing():
-            base = seen.base_of(
-                task.options.base,
-                request.find_base(),
-                None if last is None else last.seen,
-                in_flight=last is not None and not last.done(),
-                failed=last is not None and last._failure is not None,
-            )
-        task.tokens = seen.describe(task, request.tree, metadata, partial, base)
 
     def fence(self) -> None:
         """Waits until the state of all saves may change; their errors are reported elsewhere."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unickpt.frameworks.leaves import adapter_of, adapters, expand, leaf_test
 from unickpt.reuse.partial_save import PartialSave
@@ -12,6 +12,9 @@ from unickpt.reuse.unchanged import SeenState, unchanged
 from unickpt.saving.task import SaveTask
 from unickpt.storage import paths
 from unickpt.trees import tree
+
+if TYPE_CHECKING:
+    from unickpt.saving.background import PendingSave, SaveRequest
 
 
 def describe(
@@ -79,3 +82,30 @@ def base_of(
     if last is None:  # the program goes on from it
         return SeenState(url, "")
     return last if last.url == url else None
+
+
+def describe_after(
+    task: SaveTask,
+    request: SaveRequest,
+    metadata: Mapping[str, Any] | None,
+    partial: PartialSave | None,
+    last: PendingSave | None,
+    failed: bool,
+) -> None:
+    """Describes what a save in the background has to save, see `describe`.
+
+    Arguments:
+        task, request: the save.
+        metadata, partial: as for `SaveTask.describe`.
+        last: the save before; None if there was none.
+        failed: whether it has failed.
+    """
+    with task.failing():
+        base = base_of(
+            task.options.base,
+            request.find_base(),
+            None if last is None else SeenState(last.url, last.attempt, last.tokens),
+            in_flight=last is not None and not last.done(),
+            failed=failed,
+        )
+    task.tokens = describe(task, request.tree, metadata, partial, base)

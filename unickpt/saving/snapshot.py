@@ -304,11 +304,9 @@ class Snapshot:
                     in_memory = key(item) not in plan.never_in_memory
                     return self._places.find(item, in_memory=in_memory, counted=item in deferred)
 
-                def failed() -> bool:
-                    return self._error is not None
-
-                made = OrderedCopy(plan.items[method], find_place, self._keep, failed)
-                self._copying[method] = made
+                stopped = lambda: self._error is not None  # noqa: E731
+                items = plan.items[method]
+                self._copying[method] = OrderedCopy(items, find_place, self._keep, stopped)
             return self._copying[method]
 
     def _keep(self, item: WriteItem, place: CopyPlace) -> None:

@@ -15,7 +15,6 @@ from unickpt.commit import progress_reports, replicas
 from unickpt.commit.attempt import Attempt
 from unickpt.commit.messages import Record, Totals, WriteMore
 from unickpt.commit.progress_reports import Report
-from unickpt.commit.version import version_at
 from unickpt.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
@@ -367,10 +366,7 @@ class SaveTask:
         if selection is not None:
             selection.check(None if found is None else found.index, self.location)
         if self.description.unchanged is not None:
-            version = None if path is None else version_at(paths.resolve(path))
-            attempt = None
-            if version and found is not None and version.digest == found.manifest_digest:
-                attempt = version.attempt
+            attempt = None if found is None else found.index.attempt
             self.description.unchanged.check_base(attempt, self.location)
         return found, asked is not None
 

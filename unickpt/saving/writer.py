@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -29,9 +29,6 @@ from unickpt.storage import data_files, paths
 from unickpt.storage.btree.builder import INLINE, PLACE_DTYPE
 from unickpt.storage.data_files import DataFile
 from unickpt.threads import Pool, Window, in_batches
-
-if TYPE_CHECKING:
-    from unickpt.reuse.unchanged import Unchanged
 
 _MOST_CHUNKS = 16384  # of a batch
 _MOST_THREADS = 16  # which also quantise, or compare with the base
@@ -380,7 +377,8 @@ class _Batch:
             compared = self._base.compare(item.entry, item.part, item.number, data)
             digest = compared.digest
             if self._writer.unchanged is not None:
-                self._check(self._writer.unchanged, item, digest)
+                before = self._base.stored_digest(item.entry, item.part, item.number)
+                self._writer.unchanged.check(item.entry.name, item.box, before, digest)
             if compared.taken is not None:
                 self._done.take(row, compared.taken, digest)
                 if compared.patch is not None:
@@ -401,18 +399,6 @@ class _Batch:
         self.nbytes += item.nbytes
         self.stored_bytes += data.nbytes
         self.count += 1
-
-    def _check(self, unchanged: Unchanged, item: WriteItem, digest: int) -> None:
-        """Checks a chunk that is looked at although it is said not to have changed.
-
-        Raises:
-            StateChanged: it did.
-        """
-        assert self._base is not None, "it has been compared"
-        if not item.borrowed and unchanged.claims(item.entry.name, item.box):
-            before = self._base.stored_digest(item.entry, item.part, item.number)
-            if before not in (None, digest):
-                raise unchanged.differs(item.entry.name, item.box)
 
     def _add_patch(self, file: DataFile, row: int, patch: bytes) -> None:
         file.add((memoryview(patch),))

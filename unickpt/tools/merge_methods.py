@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from numbers import Real
@@ -46,7 +47,8 @@ class Method:
         for name, low, high in self.limits:
             _check_range(name, getattr(self, name), low, high)
         better = getattr(self, "better", "lower")
-        if better not in ("lower", "higher"):
+        ways = list(better.values()) if isinstance(better, Mapping) else [better]
+        if not ways or any(way not in ("lower", "higher") for way in ways):
             raise ValueError(f"better={better!r} must be 'lower' or 'higher'")
 
     @property
@@ -205,26 +207,37 @@ class Search(Method):
     """The weighted sum whose weights a search finds, as the recycling paper (arXiv 2412.04144)
     does: each trial is merged and scored. Starts at the mean; the best trial is the result.
 
-    The optimiser is COBYQA of scipy, which needs no gradients: `pip install 'unickpt[search]'`.
+    For one score the optimiser is COBYQA of scipy, which needs no gradients. For several tasks it
+    is TPE of optuna, which searches for the Pareto front: the merges than which no other is at
+    least as good in all tasks and better in one. `MergeReport.trials` has them. Both come with
+    `pip install 'unickpt[search]'`.
 
     Arguments:
-        score: called with each trial, an opened checkpoint; returns a number. In a job of several
-            processes all of them call it, and the score of the first counts.
-        better: whether higher scores are better, or lower ones.
+        score: called with each trial, an opened checkpoint; returns a number, or a dict with one
+            for each task. In a job of several processes all of them call it, and the scores of the
+            first count.
+        better: whether higher scores are better, or lower ones; or a dict that says it by task.
         trials: how many at most.
         low, high: bounds of each weight.
+        choose: which trial becomes the result, of those on the front, with their `weights` and
+            `scores`; by default the one that is nearest to the best of each task, where each task's
+            range on the front counts as 1, and the task counts in which it is farthest.
+        log: a local file in which each trial is kept: a search that was stopped, and is called
+            again with the same arguments, goes on where it was.
         scratch: a path or URL below which trials are written, and removed at the end; by default
             beside the destination.
     """
 
     name = "search"
     is_linear = True
-    score: Callable[[Any], float]
-    better: Literal["lower", "higher"] = "higher"
+    score: Callable[[Any], float | Mapping[str, float]]
+    better: Literal["lower", "higher"] | Mapping[str, Literal["lower", "higher"]] = "higher"
     trials: int = 50
     low: float = 0.0
     high: float = 1.0
     scratch: str | None = None
+    choose: Callable[[Sequence[Any]], Any] | None = None
+    log: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.score):
@@ -238,7 +251,23 @@ class Search(Method):
     @property
     def parameters(self) -> dict[str, Any]:
         names = ("better", "trials", "low", "high")
-        return {name: getattr(self, name) for name in names}
+        found = {name: getattr(self, name) for name in names}
+        return found if isinstance(self.better, str) else {**found, "better": dict(self.better)}
+
+    def better_of(self, tasks: Sequence[str]) -> dict[str, str]:
+        """By task whether "higher" or "lower" scores are better.
+
+        Raises:
+            MergeError: `better` does not say it of all.
+        """
+        if isinstance(self.better, str):
+            return dict.fromkeys(tasks, self.better)
+        if set(tasks) != set(self.better):
+            raise MergeError(
+                f"better={dict(self.better)!r} says which scores are better of other tasks than "
+                f"{sorted(tasks)}, of which the score function returns some"
+            )
+        return {task: self.better[task] for task in tasks}
 
 
 METHODS: tuple[type[Method], ...] = (

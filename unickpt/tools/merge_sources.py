@@ -26,6 +26,7 @@ from unickpt.storage import paths
 from unickpt.tools.conversion import convertible
 from unickpt.tools.difference import ComparedViews
 from unickpt.tools.merge_methods import Method, SourceFacts, weights_of
+from unickpt.tools.merge_trials import Trials
 from unickpt.tools.slabs import read_boxes
 
 Sources = Sequence[checkpoint.Source] | paths.PathLike
@@ -74,7 +75,7 @@ class MergePlan:
         values_differ: names of plain and per-process values that differ, or that some sources lack;
             those of the last source are taken.
         dtypes_differ: arrays that have another dtype in some source.
-        score: that a search found for these weights.
+        score, trials: of a search that found these weights.
     """
 
     method: Method
@@ -85,6 +86,7 @@ class MergePlan:
     values_differ: tuple[str, ...] = ()
     dtypes_differ: tuple[str, ...] = ()
     score: float | None = None
+    trials: Trials | None = None
 
     @property
     def inputs(self) -> tuple[MergeSource, ...]:
@@ -114,6 +116,7 @@ class MergePlan:
             "sources": sources,
             **({} if self.base is None else {"base": _told(self.base)}),
             **({} if self.score is None else {"score": self.score}),
+            **({} if self.trials is None else {"front": self.trials.recorded}),
         }
 
 

@@ -46,6 +46,7 @@ from unickpt.tools.merge_sources import (
     Sources,
     plan_merge,
 )
+from unickpt.tools.merge_trials import Trials
 from unickpt.tools.slabs import Buffered, check_rest, read_boxes
 from unickpt.trees import tree
 
@@ -68,7 +69,9 @@ class MergeReport:
         dtypes_differ: arrays with another dtype in some source; the last one's was taken.
         nonfinite: with `allow_nonfinite=True`, the sources and arrays in which this process found
             NaN or infinite elements.
-        score: of the weights that a search found.
+        score: of the weights that a search found, for one score.
+        trials: of a search on several tasks: prints the Pareto front as a table, and is drawn in a
+            notebook.
     """
 
     saved: SaveReport
@@ -80,6 +83,7 @@ class MergeReport:
     dtypes_differ: tuple[str, ...] = ()
     nonfinite: tuple[tuple[str, str], ...] = ()
     score: float | None = None
+    trials: Trials | None = None
 
     @property
     def url(self) -> str:
@@ -220,6 +224,7 @@ def _write(
         plan.dtypes_differ,
         tuple(sorted(merger.nonfinite)),
         plan.score,
+        plan.trials,
     )
 
 
@@ -249,11 +254,14 @@ def _searched(
         return checkpoint.open(trials)
 
     try:
-        weights, score = search(method, group, plan.weights, merged)
+        about = [
+            {k: v for k, v in each.items() if k != "weight"} for each in plan.record["sources"]
+        ]
+        found = search(method, group, plan.weights, merged, about)
     finally:
         if group.index == 0:
             paths.resolve(trials).remove(paths.context())
-    return replace(plan, weights=weights, score=score)
+    return replace(plan, weights=found.weights, score=found.score, trials=found.trials)
 
 
 def _check_rest(plan: MergePlan, group: Group) -> None:
