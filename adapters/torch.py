@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -477,6 +477,12 @@ def _reach(tensor: torch.Tensor) -> int:
         strides = zip(tensor.shape, tensor.stride(), strict=True)
         count = sum((n - 1) * stride for n, stride in strides) + 1
     return (int(tensor.storage_offset()) + count) * tensor.dtype.itemsize if count else 0
+
+
+def from_numpy(array: Array) -> torch.Tensor:
+    """A tensor of an array's memory; an array of a dtype that torch lacks stays what it is."""
+    dtype = _FROM_NUMPY.get(array.dtype)
+    return cast(torch.Tensor, array) if dtype is None else _as_torch(array, dtype)
 
 
 def _as_torch(array: Array, dtype: torch.dtype) -> torch.Tensor:

@@ -104,8 +104,9 @@ class ChunkWriter:
         self._tell()
         description, process = self._description, self._attempt.group.index
         blobs, sources = description.blobs, description.sources
-        # The coordinator has its own.
-        values = [*blobs.values(), *([description.encoded] if process > 0 else [])]
+        values = [b.data for b in blobs.values()]
+        if process > 0:  # the coordinator has its own
+            values.append(description.encoded)
         done = self._take_or_write(items, values)
         places = dict(zip(blobs, done.others, strict=False))
         return done.record(
@@ -116,8 +117,7 @@ class ChunkWriter:
                 if entry.boxes == ()
             },
             blobs={
-                name: (len(b), xxhash.xxh3_64_intdigest(b), places[name])
-                for name, b in blobs.items()
+                name: (len(b.data), b.digest, b.head, places[name]) for name, b in blobs.items()
             },
             described=done.others[-1] if process > 0 else None,
             statistics={"bytes": self.nbytes, "seconds": time.perf_counter() - started},
