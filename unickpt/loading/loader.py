@@ -15,7 +15,7 @@ from unickpt.frameworks import per_process
 from unickpt.frameworks.leaves import PerProcess, PerProcessValues, Sections, adapters
 from unickpt.frameworks.process_group import current_group, launched_together, within
 from unickpt.frameworks.protocol import Adapter, ArrayTarget, StoredTree
-from unickpt.frameworks.sections import StoredValue
+from unickpt.frameworks.sections import Encoded, StoredValue
 from unickpt.loading.report import LoadReport, untyped
 from unickpt.loading.request import LoadRequest, Patterns, Policy, Selection, compare, is_number
 from unickpt.loading.views import CheckpointView, StoredView, jobs_of
@@ -370,6 +370,10 @@ class _SavedValues(Sequence[Any]):
         self._stored = view.per_process(name)
         self._decode = cache(lambda at: _decode(view, name, self._stored[at], None, among))
 
+    def is_empty(self, at: int) -> bool:
+        """Whether a process saved nothing of its own; reads nothing."""
+        return self._stored[at].is_empty
+
     def __len__(self) -> int:
         return len(self._stored)
 
@@ -388,7 +392,9 @@ def _own_value(
     view: CheckpointView, name: str, like: PerProcess, group: Any, among: Sequence[Adapter]
 ) -> PerProcess:
     count = len(view.index.per_process[name].blobs)
-    if like.redistribute is not None and (count != group.count or isinstance(like.value, Sections)):
+    if like.redistribute is not None and (
+        count != group.count or isinstance(like.value, Sections | Encoded)
+    ):
         saved = _SavedValues(view, name, among)
         try:
             own = like.redistribute(saved, group.index, group.count)
