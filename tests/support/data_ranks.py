@@ -7,6 +7,7 @@ What it drew at each step it appends to a file of its own, a line for each step.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -116,12 +117,14 @@ def torch_turns(config: Config, ranks: Ranks) -> Any:
 
 
 def grain_dataset(config: Config, ranks: Ranks) -> Any:
+    import absl.flags
     import grain
 
     def make(shard: int, count: int) -> Any:
         own = grain.MapDataset.range(SAMPLES).shuffle(seed=3)[shard::count].batch(BATCH)
         made = own.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
         if config.workers:
+            absl.flags.FLAGS.mark_as_parsed()  # as absl.app.run does
             made = made.mp_prefetch(grain.MultiprocessingOptions(num_workers=config.workers))
         return made
 
@@ -129,7 +132,10 @@ def grain_dataset(config: Config, ranks: Ranks) -> Any:
 
 
 def grain_loader(config: Config, ranks: Ranks) -> Any:
+    import absl.flags
     import grain
+
+    absl.flags.FLAGS.mark_as_parsed()  # as absl.app.run does
 
     def make(shard: int, count: int) -> Any:
         sampler = grain.samplers.IndexSampler(
@@ -182,7 +188,17 @@ def torchtitan(config: Config, ranks: Ranks) -> Any:
 
     from datasets import Dataset
     from torchtitan.hf_datasets import DatasetConfig
-    from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
+    from torchtitan.hf_datasets.text_datasets import (
+        DATASETS,
+        HuggingFaceTextDataLoader,
+        HuggingFaceTextDataset,
+    )
+
+    if config.workers:
+        # Its state is the lists that it goes on changing, which torchdata's workers compare with
+        # what they sent before: they find no change, and torchtitan's own restart loses tokens.
+        given = HuggingFaceTextDataset.state_dict
+        HuggingFaceTextDataset.state_dict = lambda self: copy.deepcopy(given(self))
 
     class Tokenizer:
         def encode(self, text: str, add_bos: bool, add_eos: bool) -> list[int]:

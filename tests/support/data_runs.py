@@ -15,7 +15,12 @@ from support.forked import Forked
 from support.processes import Processes
 
 TESTS = Path(__file__).parent.parent
-MAIN = "from support.data_ranks import main; main()"
+MAIN = """
+from support.data_ranks import main
+
+if __name__ == "__main__":  # not in worker processes that are started anew
+    main()
+"""
 
 
 def job(
@@ -41,7 +46,8 @@ def job(
                 steps=steps,
                 **more,
             )
-            started.append(processes.start(MAIN, json.dumps(asdict(config)), env=env))
+            started.append(Forked(script, [json.dumps(asdict(config))], {**os.environ, **env}))
+            processes.started.append(started[-1])
     if more["dies"]:
         for process in started:
             _, errors = process.communicate(timeout=120)

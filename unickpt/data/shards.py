@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -104,6 +105,7 @@ class _Shard:
         self._loader: Any = None
         self._batches: Iterator[Any] | None = None
         self._state: Any = None
+        self._fresh: Mapping[str, Any] = {}
 
     def draw(self) -> Sequence[Any]:
         """The next batch; none at the end of the epoch."""
@@ -113,7 +115,7 @@ class _Shard:
             self.taken += 1
             return (batch,)
         self.epoch, self.taken = self.epoch + 1, 0
-        self._batches = self._state = None
+        self._batches, self._state, self._fresh = None, None, {}
         return ()
 
     def _open(self) -> Iterator[Any]:
@@ -126,10 +128,13 @@ class _Shard:
             return iter(loader)
         if hasattr(loader, "load_state_dict"):
             loader.load_state_dict(self._state)
-            return iter(loader)
-        batches: Any = iter(loader)
-        batches.set_state(self._state)
-        return iter(batches)
+            batches = iter(loader)
+            if _workers(self._state):
+                self._fresh = copy.deepcopy(_workers(loader.state_dict()))
+            return batches
+        stateful: Any = iter(loader)
+        stateful.set_state(self._state)
+        return iter(stateful)
 
     def state(self) -> dict[str, Any]:
         """Where it is."""
@@ -137,7 +142,7 @@ class _Shard:
         if self._batches is None:
             state = self._state  # as loaded, or None at the start of an epoch
         elif hasattr(loader, "state_dict"):
-            state = loader.state_dict()
+            state = self._repaired(loader.state_dict())
         elif hasattr(self._batches, "get_state"):
             state = self._batches.get_state()
         else:
@@ -148,8 +153,29 @@ class _Shard:
             )
         return {"epoch": self.epoch, "taken": self.taken, "state": state}
 
+    def _repaired(self, state: Any) -> Any:
+        """torchdata's state, in which workers that gave no batch since are where they were loaded.
+
+        A worker may say that it is at its beginning until then, as with a dataset of Hugging Face
+        (datasets 3.6): its samples would be drawn twice.
+        """
+        workers = _workers(state)
+        loaded = _workers(self._state)
+        still = {k for k, fresh in self._fresh.items() if workers.get(k) == fresh and k in loaded}
+        if not still:
+            return state
+        workers = {k: loaded[k] if k in still else each for k, each in workers.items()}
+        return {**state, "_snapshot": {**state["_snapshot"], "_worker_snapshots": workers}}
+
     def go_on(self, saved: Mapping[str, Any]) -> None:
         """Goes on from what `state` returned."""
         self.epoch, self.taken = saved.get("epoch", 0), saved.get("taken", 0)
         self._loader = self._batches = None
-        self._state = saved["state"]
+        self._state, self._fresh = saved["state"], {}
+
+
+def _workers(state: Any) -> Mapping[str, Any]:
+    """The states of the worker processes in one of torchdata's StatefulDataLoader."""
+    snapshot = state.get("_snapshot") if isinstance(state, Mapping) else None
+    workers = snapshot.get("_worker_snapshots") if isinstance(snapshot, Mapping) else None
+    return workers if isinstance(workers, Mapping) else {}
