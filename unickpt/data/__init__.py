@@ -8,7 +8,8 @@ the tree. Every sample comes exactly once, whatever the numbers of ranks were:
 - `Samples`: the samples of a map-style dataset, of which ranks take turns;
 - `Buffer`: what was read and not used yet, such as the token buffer of a packing loader.
 
-`Ranks` says which data-parallel rank a process is, and which of equal ones saves.
+`Ranks` says which data-parallel rank a process is, and which of equal ones saves. `Sections` is for
+loaders of your own: a value of `PerProcess` of which a process that loads reads only parts.
 """
 
 from unickpt.data.buffer import Buffer
@@ -16,5 +17,6 @@ from unickpt.data.positions import Positions
 from unickpt.data.ranks import Ranks
 from unickpt.data.samples import Samples
 from unickpt.data.shards import Shards
+from unickpt.frameworks.leaves import Sections
 
-__all__ = ["Buffer", "Positions", "Ranks", "Samples", "Shards"]
+__all__ = ["Buffer", "Positions", "Ranks", "Samples", "Sections", "Shards"]

@@ -128,7 +128,7 @@ class _Shard:
             return iter(loader)
         if hasattr(loader, "load_state_dict"):
             loader.load_state_dict(self._state)
-            batches = iter(loader)
+            batches: Iterator[Any] = iter(loader)
             if _workers(self._state):
                 self._fresh = copy.deepcopy(_workers(loader.state_dict()))
             return batches

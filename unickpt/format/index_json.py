@@ -53,6 +53,7 @@ _Error = Annotated[float, Meta(ge=0)]
 _Extents = tuple[_Extent, ...]
 _Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$", max_length=16)]
 _Blobs = list[list[Any]]
+_Blob = tuple[_Extent, _Digest, Annotated[int, Meta(ge=1)] | None]
 
 
 class _MeshBody(msgspec.Struct):
@@ -470,12 +471,12 @@ def _blob_to_json(size: int, digest: int, head: int) -> list[Any]:
 
 
 def _per_process(blobs: Any, at: str) -> PerProcessEntry:
-    found: list[tuple[int, str, int]] = [
-        tree_json.typed([*blob, *[0] * (len(blob) == 2)], tuple[_Extent, _Digest, _Extent], at)
+    found: list[tuple[int, str, int | None]] = [
+        tree_json.typed([*blob, *[None] * (len(blob) == 2)], _Blob, at)
         for blob in tree_json.typed(blobs, _Blobs, at)
     ]
-    heads = tuple(head for _, _, head in found)
-    for size, _, head in found:
+    heads = tuple(head or 0 for _, _, head in found)
+    for (size, *_), head in zip(found, heads, strict=True):
         if head > size:
             raise BadJSON(f"{at}: its head has {head} bytes, all of it {size}")
     table = tuple((size, int(digest, 16)) for size, digest, _ in found)
