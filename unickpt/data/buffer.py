@@ -11,6 +11,7 @@ import numpy as np
 
 from unickpt.data.ranks import Ranks
 from unickpt.data.resuming import Resumable, Saved
+from unickpt.frameworks.sections import Joined
 
 _MOST_BLOCKS = 64
 """Per rank: so that ranks of another number have as much as each other, within a hundredth."""
@@ -103,7 +104,7 @@ def _pack(samples: Sequence[Any]) -> dict[str, Any]:
     return {
         "kind": kind,
         "lengths": np.array([len(each) for each in tokens], np.int64),
-        "tokens": np.concatenate(tokens),
+        "tokens": Joined(tokens),
     }
 
 

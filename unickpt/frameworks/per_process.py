@@ -29,9 +29,9 @@ from unickpt.frameworks.leaves import (
     adapter_of,
     varying,
 )
-from unickpt.frameworks.process_group import alone
+from unickpt.frameworks.process_group import Group, alone
 from unickpt.frameworks.protocol import Adapter, StoredTree
-from unickpt.frameworks.sections import Encoded, LazyMapping, Malformed, StoredValue
+from unickpt.frameworks.sections import Encoded, Joined, LazyMapping, Malformed, StoredValue
 from unickpt.quoting import quoted
 from unickpt.trees import tree, tree_json
 
@@ -92,43 +92,48 @@ class _Part:
     tree: Any
     plain: Mapping[str, Any]
     arrays: Mapping[str, dict[str, Any]]
-    data: Mapping[str, memoryview]
+    data: Mapping[str, Sequence[memoryview]]
 
     @classmethod
     def of(cls, value: Any, adapters: Sequence[Adapter]) -> _Part:
         root = tree.flatten(
             value,
-            lambda x: _is_leaf(x, adapters) or _is_long_list(x),
+            lambda x: _is_leaf(x, adapters) or _is_long_list(x) or isinstance(x, Joined),
             lambda obj, name: _expand(obj, name, adapters),
             "the value cannot be stored",
         )
-        plain, arrays, data = {}, {}, {}
+        plain, arrays, data, group = {}, {}, {}, alone()
         for leaf in tree.leaves(root):
-            adapter = adapter_of(leaf.value, adapters)
+            adapter, extra = adapter_of(leaf.value, adapters), dict[str, Any]()
             if adapter is not None:
-                array, extra = _on_host(leaf, adapter)
+                array, extra = _on_host(leaf, adapter, group)
+                pieces, shape = [array], array.shape
+            elif isinstance(leaf.value, Joined):
+                pieces = [np.ascontiguousarray(each) for each in leaf.value.arrays]
+                shape = (sum(map(len, pieces)),)
             elif isinstance(leaf.value, list):
-                array, extra = _numbers(leaf.value), {"as": "list"}
+                pieces, shape, extra = [_numbers(leaf.value)], (len(leaf.value),), {"as": "list"}
             elif type(leaf.value) is bytes and len(leaf.value) >= _LONG:
-                array, extra = np.frombuffer(leaf.value, np.uint8), {"as": "bytes"}
+                pieces, shape = [np.frombuffer(leaf.value, np.uint8)], (len(leaf.value),)
+                extra = {"as": "bytes"}
             else:
                 plain[leaf.name] = tree_json.value_to_json(leaf.value)
                 continue
-            name = extra.pop("dtype", None) or dtypes.name_of(array.dtype)
-            arrays[leaf.name] = {"dtype": name, "shape": array.shape, **extra}
-            data[leaf.name] = memoryview(array.reshape(-1).view(np.uint8).data)
+            name = extra.pop("dtype", None) or dtypes.name_of(pieces[0].dtype)
+            arrays[leaf.name] = {"dtype": name, "shape": shape, **extra}
+            data[leaf.name] = [memoryview(p.reshape(-1).view(np.uint8).data) for p in pieces]
         return cls(tree_json.to_json(root), plain, arrays, data)
 
     @property
     def nbytes(self) -> int:
         """Of what is not plain."""
-        return sum(map(len, self.data.values()))
+        return sum(len(piece) for pieces in self.data.values() for piece in pieces)
 
     def json(self) -> bytes:
         """All of it as JSON."""
         plain, arrays = dict(self.plain), dict[str, Any]()
         for name, about in self.arrays.items():
-            text = base64.b64encode(self.data[name]).decode()
+            text = base64.b64encode(b"".join(self.data[name])).decode()
             if about.get("as") == "bytes":
                 plain[name] = {"bytes": text}
             else:
@@ -137,12 +142,13 @@ class _Part:
                 arrays[name] = {**known, "data": text, **prng}
         return self._text(plain, arrays)
 
-    def binary(self) -> tuple[bytes, Sequence[memoryview]]:
+    def binary(self) -> tuple[bytes, Sequence[Sequence[memoryview]]]:
         """Its JSON without the elements of arrays, and these."""
         arrays, at = {}, 0
         for name, about in self.arrays.items():
             arrays[name] = {**about, "at": at}
-            at += len(self.data[name]) + sections.padding(len(self.data[name]))
+            size = sum(map(len, self.data[name]))
+            at += size + sections.padding(size)
         return self._text(self.plain, arrays), list(self.data.values())
 
     def _text(self, plain: Mapping[str, Any], arrays: Mapping[str, Any]) -> bytes:
@@ -150,9 +156,9 @@ class _Part:
         return json.dumps(body, separators=(",", ":")).encode()
 
 
-def _on_host(leaf: tree.Leaf, adapter: Adapter) -> tuple[Array, dict[str, Any]]:
+def _on_host(leaf: tree.Leaf, adapter: Adapter, group: Group) -> tuple[Array, dict[str, Any]]:
     """The elements of an array, and what else is said of it."""
-    source = adapter.source(leaf.value, alone())
+    source = adapter.source(leaf.value, group)
     whole, dtype = Box.whole(source.shape), source.dtype.newbyteorder("=")
     if source.fragments and source.fragments[0].box != whole:
         raise TypeError(f"{leaf.name!r}: a sharded array cannot be a per-process value")

@@ -140,7 +140,9 @@ class ChunkWriter:
             errors=self._errors,
         )
 
-    def _take_or_write(self, items: Sequence[WriteItem], values: Sequence[bytes]) -> _References:
+    def _take_or_write(
+        self, items: Sequence[WriteItem], values: Sequence[bytes | memoryview]
+    ) -> _References:
         """Takes from the base what it has, and writes the rest, and some other values."""
         if self._base is None:
             return self._write(items, _References(items), values)
@@ -176,7 +178,7 @@ class ChunkWriter:
         self,
         items: Sequence[WriteItem],
         done: _References,
-        values: Sequence[bytes],
+        values: Sequence[bytes | memoryview],
         base: Base | None = None,
     ) -> _References:
         """Writes chunks, which are the first rows of `done`, and values."""
@@ -311,7 +313,7 @@ class _Batch:
         first: int,
         items: Sequence[WriteItem],
         chunks: Sequence[StagedChunk],
-        values: Sequence[bytes],
+        values: Sequence[bytes | memoryview],
         base: Base | None,
     ) -> None:
         self._writer, self._done, self._first = writer, done, first
