@@ -29,9 +29,10 @@ class Buffer(Resumable):
         ranks: which data-parallel rank this process is; by default each process is one.
 
     Example:
+        >>> import unickpt
         >>> buffer = Buffer()
         >>> buffer.append(np.arange(700, dtype=np.int32))
-        >>> unickpt.save("runs/step_10", {"data": {"source": loader, "buffer": buffer}})
+        >>> _ = unickpt.save("memory://docs/buffer", {"buffer": buffer}, overwrite=True)
     """
 
     kind = "Buffer"

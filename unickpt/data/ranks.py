@@ -63,7 +63,10 @@ class Ranks:
                 processes share some samples, but not all.
 
         Example:
-            >>> Ranks.of_mesh(init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp")), "dp")
+            >>> import jax
+            >>> mesh = jax.make_mesh((1,), ("data",))
+            >>> Ranks.of_mesh(mesh, "data")
+            Ranks(rank=0, count=1, writes=True)
         """
         names = tuple(getattr(mesh, "mesh_dim_names", None) or mesh.axis_names)
         missing = [axis for axis in axes if axis not in names]

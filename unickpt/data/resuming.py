@@ -145,8 +145,10 @@ class Resumable(ABC):
             step: the step that saves. Only the first call for a step does something.
 
         Example:
+            >>> from unickpt.data import Samples
+            >>> loader = Samples(lambda indexes: [[i] for i in indexes], 3, 1)
             >>> for step, batch in enumerate(loader):
-            ...     if checkpointer.should_save(step):
+            ...     if step % 2 == 1:  # such as `checkpointer.should_save(step)`
             ...         loader.prefetch(step)
         """
         ahead = self._ahead

@@ -33,10 +33,17 @@ class Samples(Resumable):
         seed: shuffles each epoch in another way; None for the order of the dataset.
 
     Example:
-        >>> def make(indexes):
-        ...     return DataLoader(images, batch_size=32, sampler=indexes, num_workers=4)
-        >>> loader = Samples(make, len(images), 32, seed=1)
-        >>> unickpt.save("runs/step_10", {"model": model, "data": loader})
+        >>> def make(indexes):  # such as DataLoader(images, 2, sampler=indexes, num_workers=4)
+        ...     return [indexes[i : i + 2] for i in range(0, len(indexes), 2)]
+        >>> import unickpt
+        >>> loader = Samples(make, 7, 2)
+        >>> next(iter(loader))
+        [0, 1]
+        >>> _ = unickpt.save("memory://docs/samples", {"data": loader}, overwrite=True)
+        >>> again = Samples(make, 7, 2)
+        >>> _ = unickpt.load("memory://docs/samples", {"data": again})
+        >>> list(again)
+        [[2, 3], [4, 5], [6]]
     """
 
     kind = "Samples"

@@ -34,10 +34,26 @@ class Shards(Resumable):
         ValueError: there are fewer shards than ranks.
 
     Example:
-        >>> def make(shard, count):
-        ...     return StatefulDataLoader(numbers[shard::count], batch_size=8, num_workers=2)
-        >>> loader = Shards(make, 24)
-        >>> unickpt.save("runs/step_10", {"model": model, "data": loader})
+        >>> class Loader:  # such as StatefulDataLoader(numbers[shard::count], batch_size=8)
+        ...     def __init__(self, numbers):
+        ...         self.left = list(numbers)
+        ...     def __iter__(self):
+        ...         while self.left:
+        ...             yield self.left.pop(0)
+        ...     def state_dict(self):
+        ...         return {"left": self.left}
+        ...     def load_state_dict(self, state):
+        ...         self.left = state["left"]
+        >>> import unickpt
+        >>> loader = Shards(lambda shard, count: Loader(range(shard, 8, count)), 4)
+        >>> batches = iter(loader)
+        >>> [next(batches) for _ in range(3)]
+        [0, 1, 2]
+        >>> _ = unickpt.save("memory://docs/shards", {"data": loader}, overwrite=True)
+        >>> again = Shards(lambda shard, count: Loader(range(shard, 8, count)), 4)
+        >>> _ = unickpt.load("memory://docs/shards", {"data": again})
+        >>> list(again)
+        [3, 4, 5, 6, 7]
     """
 
     kind = "Shards"

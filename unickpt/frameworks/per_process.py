@@ -63,10 +63,13 @@ def encode(value: Any, adapters: Sequence[Adapter]) -> Encoded:
         return value
     if value is NOTHING:
         return Encoded(b"")
+    group = alone()
     if isinstance(value, Sections):
-        parts = {key: _Part.of(each, adapters).binary() for key, each in value.values.items()}
+        parts = {
+            key: _Part.of(each, adapters, group).binary() for key, each in value.values.items()
+        }
         return sections.join(parts, _facts(value.facts))
-    part = _Part.of(value, adapters)
+    part = _Part.of(value, adapters, group)
     if part.nbytes < _BINARY_LEAST:
         return Encoded(part.json())
     return sections.join({"": part.binary()}, None)
@@ -95,14 +98,14 @@ class _Part:
     data: Mapping[str, Sequence[memoryview]]
 
     @classmethod
-    def of(cls, value: Any, adapters: Sequence[Adapter]) -> _Part:
+    def of(cls, value: Any, adapters: Sequence[Adapter], group: Group) -> _Part:
         root = tree.flatten(
             value,
             lambda x: _is_leaf(x, adapters) or _is_long_list(x) or isinstance(x, Joined),
             lambda obj, name: _expand(obj, name, adapters),
             "the value cannot be stored",
         )
-        plain, arrays, data, group = {}, {}, {}, alone()
+        plain, arrays, data = {}, {}, {}
         for leaf in tree.leaves(root):
             adapter, extra = adapter_of(leaf.value, adapters), dict[str, Any]()
             if adapter is not None:
