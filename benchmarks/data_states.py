@@ -1,7 +1,7 @@
 """States of data loaders with token buffers: how long the save's call takes, what a load reads.
 
-    .venv/bin/python benchmarks/data_states.py                     # 64 MiB each rank, 9 rounds
-    .venv/bin/python benchmarks/data_states.py --mib 16 --rounds 5 --ranks 8 6
+    .venv/bin/python benchmarks/data_states.py                     # 16 MiB each rank, 9 rounds
+    .venv/bin/python benchmarks/data_states.py --mib 64 --rounds 5 --ranks 8 12
 
 call: for how long `save_async` keeps its caller, of one rank's state of tokens: as one NumPy array,
 as one for each sample, and as lists of ints. In turns, in an order shuffled anew in each round: as
@@ -100,9 +100,9 @@ def calls(console: Console, folder: Path, mib: int, rounds: int) -> None:
     kinds: dict[str, tuple[Any, int]] = {
         f"one NumPy array, {mib} MiB": ([np.concatenate(arrays)], mib << 20),
         f"NumPy arrays of {4 * TOKENS >> 10} KiB, {mib} MiB": (arrays, mib << 20),
-        f"lists of ints, {mib // 32} MiB as int32": (
-            [each.tolist() for each in arrays[: len(arrays) // 32]],
-            mib << 15,
+        f"lists of ints, {mib // 8} MiB as int32": (
+            [each.tolist() for each in arrays[: len(arrays) // 8]],
+            mib << 17,
         ),
     }
     for title, (state, nbytes) in kinds.items():
@@ -138,7 +138,7 @@ def loads(path: Path, count: int, like: Callable[[Ranks], Any]) -> tuple[int, fl
 
 def reads(console: Console, folder: Path, mib: int, ranks: Sequence[int], rounds: int) -> None:
     saved, loaded = ranks
-    each = max(mib // 4, 1)
+    each = mib
     buffers = [Buffer(samples(each << 20, r), Ranks(r, saved)) for r in range(saved)]
     save_all(folder / "now", buffers)
     with Before():
@@ -187,7 +187,7 @@ def save_all(path: Path, states: Sequence[Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--mib", type=int, default=64, help="of one rank's tokens (default: 64)")
+    parser.add_argument("--mib", type=int, default=16, help="of one rank's tokens (default: 64)")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ranks", type=int, nargs=2, default=(8, 6), metavar=("SAVED", "LOADED"))
     add_run_arguments(parser)
