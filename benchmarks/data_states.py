@@ -187,7 +187,7 @@ def save_all(path: Path, states: Sequence[Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--mib", type=int, default=16, help="of one rank's tokens (default: 64)")
+    parser.add_argument("--mib", type=int, default=16, help="of one rank's tokens (default: 16)")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ranks", type=int, nargs=2, default=(8, 6), metavar=("SAVED", "LOADED"))
     add_run_arguments(parser)

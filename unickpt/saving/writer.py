@@ -104,9 +104,8 @@ class ChunkWriter:
         self._tell()
         description, process = self._description, self._attempt.group.index
         blobs, sources = description.blobs, description.sources
-        values = [b.data for b in blobs.values()]
-        if process > 0:  # the coordinator has its own
-            values.append(description.encoded)
+        own = [description.encoded] if process > 0 else []  # the coordinator has its own
+        values = [*(each.data for each in blobs.values()), *own]
         done = self._take_or_write(items, values)
         places = dict(zip(blobs, done.others, strict=False))
         return done.record(
