@@ -400,6 +400,25 @@ def test_states_of_plain_per_process_leaves_are_shards(tmp_path: Path) -> None:
     assert "each is a shard: give Shards(make, 4) instead of 12" in text
 
 
+def test_what_was_converted_or_copied_goes_on(tmp_path: Path) -> None:
+    ranks = [Ranks(i // 2, 2, writes=i % 2 == 0) for i in range(4)]
+    before = [shards(each) for each in ranks]
+    drawn = [x for each in before[::2] for x in islice(each, 4)]
+    save(tmp_path / "c", before)
+    unickpt.copy(tmp_path / "c", tmp_path / "copied")
+
+    def convert(group: Any) -> None:
+        unickpt.convert(
+            tmp_path / "c", tmp_path / "converted", options=unickpt.SaveOptions(group=group)
+        )
+
+    raised(in_job(4, convert))
+    for path in ("copied", "converted"):
+        after = everyone(3, shards)
+        raised(load(tmp_path / path, after))
+        assert sorted(drawn + [x for each in after for x in each]) == EVERY
+
+
 def test_sections_of_a_loader_of_ones_own(tmp_path: Path) -> None:
     states = [PerProcess(Sections({"rank": i}, {"a": [i], "b": np.arange(i)})) for i in range(3)]
     save(tmp_path, states)
