@@ -28,6 +28,8 @@ from unickpt.adapters.torch_distributed import (
 )
 from unickpt.adapters.torch_distributed import group as group
 from unickpt.adapters.torch_distributed import group_of as group_of
+from unickpt.adapters.torch_from_numpy import FROM_NUMPY, as_torch
+from unickpt.adapters.torch_from_numpy import from_numpy as from_numpy
 from unickpt.adapters.torch_modules import expand_module
 from unickpt.adapters.torch_optimizer import (
     NamedOptimizer,
@@ -133,7 +135,7 @@ def _plain_local(leaf: Any) -> tuple[torch.Tensor, Hashable]:
 
 
 def copier(out: Sequence[Array]) -> Callable[[Sequence[Any]], None]:
-    to = [_as_torch(array, _FROM_NUMPY[array.dtype]) for array in out]
+    to = [as_torch(array, FROM_NUMPY[array.dtype]) for array in out]
     nbytes = sum(array.nbytes for array in out)
     count = max(1, min(_COPYING_THREADS, nbytes // _EACH_COPIES))
     each = max(1, -(-len(to) // count))
@@ -158,9 +160,6 @@ _EACH_COPIES = 4 << 20
 def _copy(to: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
     with torch.no_grad():
         torch._foreach_copy_(to, tensors)
-
-
-_FROM_NUMPY = {dtype: own for own, dtype in TO_NUMPY.items()}
 
 
 def kept(leaves: Sequence[Any]) -> list[Read]:
@@ -350,7 +349,7 @@ class TorchTarget:
         if not self._in_place:
             with torch.inference_mode() if self._is_inference else torch.no_grad():
                 for buffer in buffers if self._local.numel() else ():
-                    self._local.copy_(_as_torch(buffer, self.leaf.dtype))
+                    self._local.copy_(as_torch(buffer, self.leaf.dtype))
         elif self._has_version:  # autograd does not see writes of NumPy
             torch.autograd.graph.increment_version(new)
         if not self.abstract:
@@ -435,7 +434,7 @@ def _copied(
     """A copy of a tensor in host memory."""
     out = make_buffer()
     with then():
-        _as_torch(out, tensor.dtype).copy_(tensor)
+        as_torch(out, tensor.dtype).copy_(tensor)
     return out
 
 
@@ -478,13 +477,6 @@ def _reach(tensor: torch.Tensor) -> int:
         strides = zip(tensor.shape, tensor.stride(), strict=True)
         count = sum((n - 1) * stride for n, stride in strides) + 1
     return (int(tensor.storage_offset()) + count) * tensor.dtype.itemsize if count else 0
-
-
-def _as_torch(array: Array, dtype: torch.dtype) -> torch.Tensor:
-    if dtype in (torch.bfloat16,) or dtype.itemsize == 1:
-        bits = np.dtype(f"i{dtype.itemsize}" if dtype.itemsize > 1 else "u1")
-        return torch.from_numpy(array.view(bits)).view(dtype)
-    return torch.from_numpy(array)
 
 
 def _tie(held: _TensorMemory) -> Hashable:

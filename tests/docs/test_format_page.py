@@ -223,6 +223,7 @@ TREES: dict[str, Any] = {
     "dates": [np.zeros(2, "M8[ns]"), np.zeros(2, "m8[10D]"), np.zeros(2, "M8")],
     "boxes": LocalFragments.flat((4, 3), [(0, np.arange(7.0)), (7, np.arange(5.0))]),
     "processes": {"rng": PerProcess({"seed": 1})},
+    "binary": {"rng": PerProcess(np.arange(5000))},
 }
 
 
@@ -245,6 +246,7 @@ def test_schema_accepts_real_indexes(name: str, tmp_path: Path) -> None:
         "patched_2_0",
         "timing_1_3",
         "blocks_1_3",
+        "binary_3_0",
     ],
 )
 def test_schema_accepts_the_fixtures(name: str) -> None:
@@ -264,7 +266,7 @@ def replaced(path: str, value: Any) -> Callable[[Any], None]:
 BAD: dict[str, Callable[[Any], None]] = {
     "a member missing": lambda body: body.pop("chunks"),
     "a version that is none": replaced("format", "1"),
-    "a newer major version": replaced("format", "3.0"),
+    "a newer major version": replaced("format", "4.0"),
     "a process too few": replaced("processes", 0),
     "a negative extent": replaced("arrays.w.shape", [-6, 4]),
     "an extent that is no integer": replaced("arrays.w.shape", [6.5, 4]),
@@ -288,6 +290,8 @@ BAD: dict[str, Callable[[Any], None]] = {
     "bytes that are no base64": replaced("values.step", {"bytes": "?"}),
     "a digest that is a number": replaced("digests", 7),
     "a per-process value without digest": replaced("per_process.rng", [[3]]),
+    "a per-process value with a head of 0": replaced("per_process.rng", [[3, "0" * 16, 0]]),
+    "a per-process value of four": replaced("per_process.rng", [[3, "0" * 16, 1, 1]]),
     "an unknown codec": replaced("codecs", [{"name": "crc32c", "configuration": {}}]),
     "a codec without its settings": replaced("codecs", [{"name": "zstd"}]),
     "a codec with an unknown setting": replaced(

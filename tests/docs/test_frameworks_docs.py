@@ -1,4 +1,4 @@
-"""The examples of docs/integrations/{keras,equinox,flax,data}.md run as they stand there."""
+"""The examples of docs/integrations/{keras,equinox,flax}.md run as they stand there."""
 
 from __future__ import annotations
 
@@ -96,32 +96,3 @@ def test_flax(tmp_path: Path) -> None:
     assert names["model"] is not model
     assert bool((names["model"].kernel[...] == model.kernel[...]).all())
     assert "0/kernel" in unickpt.open(tmp_path / "c")
-
-
-def test_data(tmp_path: Path) -> None:
-    class Loader:
-        def __init__(self, at: int) -> None:
-            self.at = at
-
-        def state_dict(self) -> dict[str, int]:
-            return {"at": self.at}
-
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            self.at = state["at"]
-
-    import numpy as np
-
-    position, deal, go_on = blocks("data")
-    names: dict[str, Any] = {"unickpt": unickpt, "path": tmp_path / "c", "loader": Loader(7)}
-    save, load = position.split("found = ")
-    exec(save, names | {"model": {"w": np.ones(2)}})
-    names["loader"].at = 0
-    exec("found = " + load, names | {"model": {"w": np.zeros(2)}})
-    assert names["loader"].at == 7
-    exec(deal, names)
-    saved = [[[0, "a"], [2, "c"]], [[1, "b"], [3, "d"]]]
-    assert names["deal"](saved, 1, 2) == [[1, "b"], [3, "d"]]
-    assert names["deal"](saved, 0, 1) == [[0, "a"], [1, "b"], [2, "c"], [3, "d"]]
-    exec(go_on, names)
-    saved_turns = [{"start": 10, "seen": 8, "loader": {}}] * 2
-    assert names["go_on"](saved_turns, 0, 1) == {"start": 26, "seen": 0, "loader": {}}

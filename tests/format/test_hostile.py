@@ -20,6 +20,7 @@ from support.forks import Forks
 
 import unickpt
 from unickpt import Box, CheckpointCorrupt, Layout, LoadOptions, Mesh, UnickptError
+from unickpt.data import Sections
 from unickpt.format import chunk_grid, codec, digest_table, index_json
 from unickpt.format import index as index_module
 from unickpt.format.index import ArrayEntry
@@ -488,6 +489,74 @@ def test_a_bad_per_process_value_is_refused(blob: bytes, tmp_path: Path) -> None
             unickpt.load(tmp_path / "here/c", like)
     with pytest.raises(CheckpointCorrupt, match="here/c: per-process leaf 'r': "):
         unickpt.convert(tmp_path / "here/c", tmp_path / "converted")
+
+
+ARRAY = b'{"tree":"*","values":{},"arrays":{"":{"dtype":"int8","shape":[4],"at":%d,"as":"list"}}}'
+
+
+def section(text: bytes, data: bytes = b"1234") -> bytes:
+    return text + b" " * (-len(text) % 64) + data
+
+
+def binary(*sections: tuple[str, bytes, int], facts: bool = False) -> tuple[bytes, int]:
+    """A value of these sections (key, bytes, size of its JSON), and the size of its head."""
+    rows = [[k, len(b), n, f"{xxhash.xxh3_64_intdigest(b):016x}"] for k, b, n in sections]
+    head = json.dumps({"sections": rows} | ({"facts": {}} if facts else {})).encode()
+    return head + b"".join(b for _, b, _ in sections), len(head)
+
+
+GOOD = section(ARRAY % 0)
+BINARY: list[tuple[bytes, int]] = [
+    (b"{}", 2),
+    (b"[]", 2),
+    (b'{"sections":[]}', 15),
+    (b'{"sections":[["",1,1,"0"]]}', 27),
+    (b'{"sections":[["",4,4,"0000000000000000"]]}1234', 42),  # another digest
+    (b'{"sections":[["",4,5,"0000000000000000"]]}1234', 42),
+    (b'{"sections":[["",4,4,"0000000000000000"]]}12345', 42),
+    (b'{"sections":[["",5,4,"0000000000000000"]]}1234', 42),
+    (b'{"sections":[["",-1,-1,"0000000000000000"]],"facts":{}}', 55),
+    (b"[" * 50_000, 50_000),
+    binary(("x", GOOD, len(ARRAY % 0))),
+    binary(("", GOOD, len(ARRAY % 0)), ("", GOOD, len(ARRAY % 0)), facts=True),
+    binary(("", section(ARRAY % 1), len(ARRAY % 1))),
+    binary(("", section(ARRAY % -1), len(ARRAY % -1))),
+    binary(("", section(ARRAY % (1 << 62)), len(ARRAY % (1 << 62)))),
+    binary(("", section((ARRAY % 0).replace(b"[4]", b"[2,2]")), len(ARRAY % 0) + 2)),
+    binary(("", section((ARRAY % 0).replace(b"[4]", b"[1e9]")), len(ARRAY % 0) + 2)),
+    binary(("", section((ARRAY % 0).replace(b"0,", b"null,")), len(ARRAY % 0) + 3)),
+    binary(("", b"{}", 2)),
+]
+
+
+@pytest.mark.parametrize(("blob", "head"), BINARY)
+def test_a_bad_binary_per_process_value_is_refused(blob: bytes, head: int, tmp_path: Path) -> None:
+    write_binary(tmp_path / "here/c", blob, head)
+    for like in (None, {"r": unickpt.PerProcess(1)}):
+        with pytest.raises(CheckpointCorrupt, match=r"here/c: .*'r'"):
+            unickpt.load(tmp_path / "here/c", like)
+
+
+def test_a_good_binary_per_process_value_is_read(tmp_path: Path) -> None:
+    write_binary(tmp_path / "c", *binary(("", GOOD, len(ARRAY % 0))))
+    assert unickpt.load(tmp_path / "c")["r"].values == (list(b"1234"),)
+
+
+def write_binary(path: Path, blob: bytes, head: int) -> None:
+    digest = xxhash.xxh3_64_intdigest(blob[:head])
+    entry = index_module.PerProcessEntry(((len(blob), digest),), (head,))
+    index, table = index_of(per_process={"r": entry}, tree={"dict": [["r", "*"]]})
+    forge_index(path, index, table, **{"r/process_00000": blob})
+
+
+def test_a_section_that_was_changed_is_named(tmp_path: Path) -> None:
+    blob, head = binary(("a", GOOD, len(ARRAY % 0)), ("b", GOOD, len(ARRAY % 0)), facts=True)
+    write_binary(tmp_path / "c", blob[:-1] + b"?", head)
+    with pytest.raises(CheckpointCorrupt, match="value of process 0 for 'r' does not match its"):
+        unickpt.load(tmp_path / "c")
+    assert not unickpt.verify(tmp_path / "c").ok
+    like = {"r": unickpt.PerProcess(Sections({}, {}), lambda saved, i, n: saved[0].values["a"])}
+    assert unickpt.load(tmp_path / "c", like)["r"].value == list(b"1234")  # the other is not read
 
 
 def test_an_error_of_our_own_is_not_told_as_a_fault_of_the_data(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,7 @@ import pytest
 from support import TESTS
 
 import unickpt
+import unickpt.data
 from unickpt import PerProcess, PerProcessValues
 
 FIXTURES = Path(TESTS) / "fixtures"
@@ -146,6 +148,31 @@ def test_a_key_in_a_per_process_value_stays_readable() -> None:
 def writers(stored: unickpt.Checkpoint, name: str) -> list[int]:
     found: list[int] = stored.reader.digests_of(name)["process"].tolist()
     return found
+
+
+def test_binary_per_process_values_stay_readable() -> None:
+    path = FIXTURES / "binary_3_0"
+    for process, found in enumerate(unickpt.load(path)["large"].values):
+        assert found["array"].tolist() == (np.arange(100.0) + process).tolist()
+        assert found["tokens"] == list(range(process, 2100))
+        assert found["floats"] == [0.5 * i for i in range(2100)]
+        assert found["bytes"] == bytes([process]) * 4100
+        assert found["small"] == (1, None, "x", b"y")
+    make = runpy.run_path(str(FIXTURES / "make_format_3_0.py"))["loaders"]
+    for count in (2, 3):  # as many ranks, and others
+        shards, samples, buffer = list[int](), list[int](), list[int]()
+        for rank in range(count):
+            like = make(unickpt.data.Ranks(rank, count))
+            unickpt.load(path, like, unexpected="skip")
+            shards += like["shards"]
+            samples += [i for batch in like["samples"] for i in batch]
+            buffer += [int(each[0]) for each in like["buffer"]]
+        # Two ranks drew four each.
+        drawn = [0, 2, 4, 6, 1, 3, 5, 7]
+        assert sorted(shards) == [i for i in range(30) if i not in drawn]
+        assert len(set(samples)) == len(samples) == 22
+        assert sorted(buffer) == [0, 1, 2, 200, 201, 202]
+    assert unickpt.verify(path).ok
 
 
 def test_patched_chunks_stay_readable() -> None:

@@ -318,7 +318,7 @@ def per_process(index: Index, records: Records) -> dict[str, PerProcessEntry]:
     """Size and digest of every process's value of each per-process leaf.
 
     Raises:
-        CoverageError: a process has none.
+        CoverageError: a process has none, or all leave it to others.
     """
     for process, record in records:
         missing = sorted(index.per_process.keys() - record.blobs.keys())
@@ -327,7 +327,14 @@ def per_process(index: Index, records: Records) -> dict[str, PerProcessEntry]:
                 f"process {process} has no value for the PerProcess leaf {missing[0]!r}; every "
                 "process must save one"
             )
-    return {
-        name: PerProcessEntry(tuple(record.blobs[name][:2] for _, record in records))
-        for name in index.per_process
-    }
+    found = {}
+    for name in index.per_process:
+        heads = tuple(record.blobs[name][2] for _, record in records)
+        blobs = tuple(record.blobs[name][:2] for _, record in records)
+        if not any(size for size, _ in blobs):
+            raise CoverageError(
+                f"no process has a value for the PerProcess leaf {name!r}: of the processes with "
+                "equal values, one must save it (`Ranks.writes` of unickpt.data)"
+            )
+        found[name] = PerProcessEntry(blobs, heads if any(heads) else ())
+    return found

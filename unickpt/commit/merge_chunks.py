@@ -191,7 +191,7 @@ class _ListedChunks:
             self.patches.append(numbered(record.patches))
             self._patch_count += len(rows)
         if record.blobs:
-            places = np.array([place for _, _, place in record.blobs.values()], PLACE_DTYPE)
+            places = np.array([place for _, _, _, place in record.blobs.values()], PLACE_DTYPE)
             for name, place in zip(record.blobs, numbered(places).tolist(), strict=True):
                 self.blobs[blob_key(name, process)] = place
         self.files += [(process, path) for path in record.files]

@@ -58,7 +58,8 @@ class Record:
         files: the paths of the files with values, below the process's folder.
         inline: the values that are so small that they are in no file, joined.
         boxes: for arrays that no layout describes, this process's boxes by array number.
-        blobs: per-process values by name: size in bytes and xxh3-64, and where each is.
+        blobs: per-process values by name: size in bytes, xxh3-64, bytes of the head, and where each
+            is.
         described: where the description is; None if the coordinator need not read it.
         statistics: bytes and seconds, for the report.
         replaces: xxh3-64 of the root manifest that the process found, empty if it found none.
@@ -76,7 +77,7 @@ class Record:
     files: tuple[str, ...] = ()
     inline: bytes = b""
     boxes: Mapping[int, tuple[Box, ...]] = field(default_factory=dict)
-    blobs: Mapping[str, tuple[int, int, ValuePlace]] = field(default_factory=dict)
+    blobs: Mapping[str, tuple[int, int, int, ValuePlace]] = field(default_factory=dict)
     described: ValuePlace | None = None
     statistics: Mapping[str, int | float] = field(default_factory=dict)
     replaces: str = ""
@@ -115,7 +116,7 @@ class Record:
         Raises:
             ValueError: it does not.
         """
-        more = [place for _, _, place in self.blobs.values()]
+        more = [place for _, _, _, place in self.blobs.values()]
         others = np.array([*more, *([self.described] if self.described else [])], PLACE_DTYPE)
         tables = self.chunks, self.patches, self.replicas
         if tuple(table.dtype for table in tables) != _TABLES:

@@ -19,6 +19,8 @@ from unickpt.trees import tree_json
 FORMAT = (1, 3)
 PATCHED_FORMAT = (2, 1)
 """Of a checkpoint with patches (`patches`), which readers of format 1 must not try to read."""
+BINARY_FORMAT = (3, 0)
+"""Of one with binary per-process values, which readers of formats 1 and 2 take for damage."""
 RESERVED = "unickpt"
 """The metadata key under which `Checkpointer` stores `step`, and process 0's `metrics`."""
 OF_THE_WHOLE = ("orbax",)
@@ -86,9 +88,25 @@ def nbytes_of(shape: tuple[int, ...], dtype: str) -> int:
 
 @dataclass(frozen=True)
 class PerProcessEntry:
-    """One leaf that differs by process: size in bytes and digest of each process's blob."""
+    """One leaf that differs by process.
+
+    Arguments:
+        blobs: size in bytes and digest of each process's value.
+        heads: the bytes of each value's head, if some have one (`frameworks.sections`).
+    """
 
     blobs: tuple[tuple[int, int], ...]
+    heads: tuple[int, ...] = ()
+
+    @property
+    def is_binary(self) -> bool:
+        """Whether only readers of format 3 know it."""
+        return any(self.heads)
+
+    def of(self, process: int) -> tuple[int, int, int]:
+        """Size, digest and head of a process's value."""
+        size, digest = self.blobs[process]
+        return size, digest, self.heads[process] if self.heads else 0
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from unickpt.arrays.box import Box, fill_exactly, overlap
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.format.index import (
+    BINARY_FORMAT,
     FORMAT,
     PATCHED_FORMAT,
     ArrayEntry,
@@ -50,7 +51,9 @@ _Extent = Annotated[int, Meta(ge=0, lt=_MAX_EXTENT)]
 _Positive = Annotated[int, Meta(ge=1, lt=_MAX_EXTENT)]
 _Error = Annotated[float, Meta(ge=0)]
 _Extents = tuple[_Extent, ...]
-_Blobs = list[tuple[_Extent, Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$", max_length=16)]]]
+_Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$", max_length=16)]
+_Blobs = list[list[Any]]
+_Blob = tuple[_Extent, _Digest, Annotated[int, Meta(ge=1)] | None]
 
 
 class _MeshBody(msgspec.Struct):
@@ -115,7 +118,8 @@ def encode(index: Index) -> bytes:
     layouts: dict[Layout, int] = {}
     arrays = _arrays_to_json(index.arrays.values(), meshes, layouts)
     is_patched = any(entry.patched for entry in index.arrays.values())
-    version = PATCHED_FORMAT if is_patched else FORMAT
+    is_binary = any(entry.is_binary for entry in index.per_process.values())
+    version = BINARY_FORMAT if is_binary else PATCHED_FORMAT if is_patched else FORMAT
     head = {
         "format": f"{version[0]}.{version[1]}",
         "library": index.library,
@@ -131,7 +135,7 @@ def encode(index: Index) -> bytes:
         "aliases": dict(index.aliases),
         "values": {name: tree_json.value_to_json(v) for name, v in index.values.items()},
         "per_process": {
-            name: [[size, f"{digest:016x}"] for size, digest in entry.blobs]
+            name: [_blob_to_json(*entry.of(p)) for p in range(len(entry.blobs))]
             for name, entry in index.per_process.items()
         },
         "codecs": list(index.codecs),
@@ -232,10 +236,10 @@ def _check_version(version: Any, where: str) -> None:
         raise BadJSON(f"its format version is {quoted(version)}")
     if int(match[1]) < 1:
         raise BadJSON(f"its format version is {version}, but the lowest version is 1.0")
-    if int(match[1]) > PATCHED_FORMAT[0]:
+    if int(match[1]) > BINARY_FORMAT[0]:
         raise UnsupportedFormat(
             f"{where}: written in format {version}; this unickpt reads up to major version "
-            f"{PATCHED_FORMAT[0]}. Install a newer unickpt."
+            f"{BINARY_FORMAT[0]}. Install a newer unickpt."
         )
 
 
@@ -462,6 +466,18 @@ def _boxes(
     return tuple(boxes)
 
 
+def _blob_to_json(size: int, digest: int, head: int) -> list[Any]:
+    return [size, f"{digest:016x}", *([head] if head else [])]
+
+
 def _per_process(blobs: Any, at: str) -> PerProcessEntry:
-    found = tree_json.typed(blobs, _Blobs, at)
-    return PerProcessEntry(tuple((size, int(digest, 16)) for size, digest in found))
+    found: list[tuple[int, str, int | None]] = [
+        tree_json.typed([*blob, *[None] * (len(blob) == 2)], _Blob, at)
+        for blob in tree_json.typed(blobs, _Blobs, at)
+    ]
+    heads = tuple(head or 0 for _, _, head in found)
+    for (size, *_), head in zip(found, heads, strict=True):
+        if head > size:
+            raise BadJSON(f"{at}: its head has {head} bytes, all of it {size}")
+    table = tuple((size, int(digest, 16)) for size, digest, _ in found)
+    return PerProcessEntry(table, heads if any(heads) else ())

@@ -11,7 +11,6 @@ from urllib.parse import quote
 
 import numpy as np
 import tensorstore as ts
-import xxhash
 
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import (
@@ -30,11 +29,20 @@ from unickpt.format import (
 )
 from unickpt.format.chunk_grid import Part
 from unickpt.format.chunk_store import ChunkStore
-from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, ArrayEntry, BaseEntry, Index
+from unickpt.format.index import (
+    BORROWED_KEY,
+    DIGESTS_KEY,
+    INDEX_KEY,
+    ArrayEntry,
+    BaseEntry,
+    Index,
+    PerProcessEntry,
+)
 from unickpt.format.patches import FullChunk
 from unickpt.format.reader import ParallelMap, Reader, Request
 from unickpt.format.timing import TIMING_KEY, Timing
 from unickpt.frameworks.per_process import blob_key
+from unickpt.frameworks.sections import StoredValue
 from unickpt.storage import errors, ocdbt, paths
 from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.database import Database
@@ -416,18 +424,27 @@ class OcdbtReader(Reader):
 
     # --- keys -----------------------------------------------------------------------------------
 
-    def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
-        blobs = self.index.per_process[name].blobs
-        out = []
-        for process in range(len(blobs)) if of is None else of:
-            size, digest = blobs[process]
-            data = self.read_key(blob_key(name, process), size)
-            if xxhash.xxh3_64_intdigest(data) != digest:
-                raise self.damaged(
-                    f"the value of process {process} for {name!r} does not match its digest"
-                )
-            out.append(data)
-        return tuple(out)
+    def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[StoredValue, ...]:
+        entry = self.index.per_process[name]
+        processes = range(len(entry.blobs)) if of is None else of
+        return tuple(self._stored_value(name, entry, process) for process in processes)
+
+    def _stored_value(self, name: str, entry: PerProcessEntry, process: int) -> StoredValue:
+        size, digest, head = entry.of(process)
+        key = blob_key(name, process)
+
+        def read(start: int, length: int) -> bytes:
+            if length == size:
+                return self.read_key(key, size)
+            try:
+                return self._chunks.values.read_range(key, start, length)
+            except Failed as error:
+                raise self._chunks.explained(error, f"{self.location}: key {key!r}") from error
+
+        def damaged(reason: str) -> Exception:
+            return self.damaged(f"the value of process {process} for {name!r} {reason}")
+
+        return StoredValue(size, digest, head, read, damaged, entry.is_binary)
 
     def read_key(self, key: str, length: int | None = None) -> bytes:
         """The bytes of one key of the database.

@@ -20,6 +20,7 @@ from unickpt.format.chunk_grid import Part
 from unickpt.format.digest_table import Table
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.timing import Timing
+from unickpt.frameworks.sections import StoredValue
 from unickpt.quoting import shortened
 from unickpt.storage.locations import Location
 
@@ -183,15 +184,13 @@ class Reader(Protocol):
             "should be, load less at once with `only`, or into memory of your own with `like`"
         )
 
-    def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
-        """The encoded values of a per-process leaf, verified.
+    def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[StoredValue, ...]:
+        """The encoded values of a per-process leaf, each read and verified when it is used.
 
         Arguments:
             name: of the leaf.
             of: the processes whose values to read; all by default.
 
-        Raises:
-            CheckpointCorrupt: one is missing or damaged.
         """
         raise KeyError(name)
 

@@ -61,7 +61,8 @@ class KeyChecks:
                 yield "", f"{key!r} differs from what the index describes"
         for name in index.per_process:
             try:
-                self._reader.per_process(name)
+                for stored in self._reader.per_process(name):
+                    stored.check()
             except CheckpointCorrupt as error:
                 yield name, str(error)
         blobs = sum(len(entry.blobs) for entry in index.per_process.values())

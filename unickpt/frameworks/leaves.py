@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, TypeVar, cast
@@ -133,6 +133,31 @@ class PerProcess:
 
     value: Any = None
     redistribute: Callable[[Sequence[Any], int, int], Any] | None = None
+
+
+@dataclass(frozen=True)
+class Sections:
+    """A value for `PerProcess` in sections, of which a process that loads reads those it needs.
+
+    With one in `like`, `redistribute` is called for the same number of processes too, and gets for
+    each process that saved a `Sections`, or None for one that saved none of its own. Facts are read
+    at once, a section when it is asked for.
+
+    Arguments:
+        facts: what is known of a value without reading its sections: a dict that JSON holds.
+        values: the sections, by their keys: each any nesting of containers, plain values and host
+            arrays.
+
+    Example:
+        >>> rank_3 = PerProcess(Sections({"rank": 3}, {"shard 3": {"offset": 120}}))
+    """
+
+    facts: Mapping[str, Any]
+    values: Mapping[str, Any]
+
+
+NOTHING = Sections({}, {})
+"""Of a process that saves nothing of its own, as another one has the same."""
 
 
 @dataclass(frozen=True)

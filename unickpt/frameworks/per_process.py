@@ -1,28 +1,46 @@
-"""`PerProcess` values as self-describing bytes: a tree, its plain values and its small arrays."""
+"""`PerProcess` values as self-describing bytes: a tree, its plain values and its arrays.
+
+Small ones are JSON, which every reader of format 1 knows. With much data, and for `Sections`, what
+is large is kept in binary (`frameworks.sections`).
+"""
 
 from __future__ import annotations
 
 import base64
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
+from unickpt.arrays.dtypes import Array
 from unickpt.errors import CheckpointCorrupt, LoadMismatch
+from unickpt.frameworks import sections
 from unickpt.frameworks.host_memory import HostBuffers, stage
-from unickpt.frameworks.leaves import LocalFragments, PerProcess, adapter_of, varying
-from unickpt.frameworks.process_group import alone
+from unickpt.frameworks.leaves import (
+    NOTHING,
+    LocalFragments,
+    PerProcess,
+    Sections,
+    adapter_of,
+    varying,
+)
+from unickpt.frameworks.process_group import Group, alone
 from unickpt.frameworks.protocol import Adapter, StoredTree
+from unickpt.frameworks.sections import Encoded, Joined, LazyMapping, Malformed, StoredValue
 from unickpt.quoting import quoted
 from unickpt.trees import tree, tree_json
 
-
-class _Malformed(ValueError):
-    """The bytes are not a per-process value."""
+_BINARY_LEAST = 16 << 10
+"""Bytes from which on arrays are kept in binary. Below, as the states of random generators are, all
+is JSON, and readers that know no binary values can open the checkpoint."""
+_LONG = 1 << 12
+_INTS = (np.uint8, np.int16, np.uint16, np.int32, np.int64)
+_INT64 = 1 << 63
 
 
 class _Misfit(ValueError):
@@ -34,73 +52,224 @@ def blob_key(name: str, process: int) -> str:
     return f"{name}/process_{process:05d}" if name else f"process_{process:05d}"
 
 
-def encode(value: Any, adapters: Sequence[Adapter]) -> bytes:
-    """A value of one process as JSON.
+def encode(value: Any, adapters: Sequence[Adapter]) -> Encoded:
+    """A value of one process as bytes.
 
     Raises:
         UnsupportedLeaf: names what cannot be stored.
         TypeError: an array is not on the host of this process alone.
     """
-    root = tree.flatten(
-        value,
-        lambda x: _is_leaf(x, adapters),
-        lambda obj, name: _expand(obj, name, adapters),
-        "the value cannot be stored",
-    )
-    arrays, plain = {}, {}
-    for leaf in tree.leaves(root):
-        adapter = adapter_of(leaf.value, adapters)
-        if adapter is None:
-            plain[leaf.name] = tree_json.value_to_json(leaf.value)
-            continue
-        source = adapter.source(leaf.value, alone())
-        whole = Box.whole(source.shape)
-        if source.fragments and source.fragments[0].box != whole:
-            raise TypeError(f"{leaf.name!r}: a sharded array cannot be a per-process value")
-        dtype = source.dtype.newbyteorder("=")
-        data = b""
-        if source.fragments:
-            data = stage(source.fragments[0], whole, dtype, HostBuffers(0).take).tobytes()
-        arrays[leaf.name] = {
-            "dtype": dtypes.name_of(source.dtype),
-            "shape": source.shape,
-            "data": base64.b64encode(data).decode(),
-            **({} if source.prng is None else {"prng": source.prng}),
+    if isinstance(value, Encoded):
+        return value
+    if value is NOTHING:
+        return Encoded(b"")
+    group = alone()
+    if isinstance(value, Sections):
+        parts = {
+            key: _Part.of(each, adapters, group).binary() for key, each in value.values.items()
         }
-    body = {"tree": tree_json.to_json(root), "values": plain, "arrays": arrays}
-    return json.dumps(body, separators=(",", ":")).encode()
+        return sections.join(parts, _facts(value.facts))
+    part = _Part.of(value, adapters, group)
+    if part.nbytes < _BINARY_LEAST:
+        return Encoded(part.json())
+    return sections.join({"": part.binary()}, None)
 
 
-def decode(data: bytes, where: str, like: Any, adapters: Sequence[Adapter]) -> Any:
+def _facts(facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    if json.loads(json.dumps(dict(facts), allow_nan=False)) != facts:
+        raise TypeError(f"the facts of Sections must be JSON, not {quoted(facts)}")
+    return facts
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The tree of a value or a section, taken apart.
+
+    Arguments:
+        tree: its JSON.
+        plain: its plain values, as JSON.
+        arrays: what is known of its arrays, long lists of numbers and long bytes, as JSON.
+        data: the elements of these.
+    """
+
+    tree: Any
+    plain: Mapping[str, Any]
+    arrays: Mapping[str, dict[str, Any]]
+    data: Mapping[str, Sequence[memoryview]]
+
+    @classmethod
+    def of(cls, value: Any, adapters: Sequence[Adapter], group: Group) -> _Part:
+        root = tree.flatten(
+            value,
+            lambda x: _is_leaf(x, adapters) or _is_long_list(x) or isinstance(x, Joined),
+            lambda obj, name: _expand(obj, name, adapters),
+            "the value cannot be stored",
+        )
+        plain, arrays, data = {}, {}, {}
+        for leaf in tree.leaves(root):
+            adapter, extra = adapter_of(leaf.value, adapters), dict[str, Any]()
+            if adapter is not None:
+                array, extra = _on_host(leaf, adapter, group)
+                pieces, shape = [array], array.shape
+            elif isinstance(leaf.value, Joined):
+                pieces = [np.ascontiguousarray(each) for each in leaf.value.arrays]
+                shape = (sum(map(len, pieces)),)
+            elif isinstance(leaf.value, list):
+                pieces, shape, extra = [_numbers(leaf.value)], (len(leaf.value),), {"as": "list"}
+            elif type(leaf.value) is bytes and len(leaf.value) >= _LONG:
+                pieces, shape = [np.frombuffer(leaf.value, np.uint8)], (len(leaf.value),)
+                extra = {"as": "bytes"}
+            else:
+                plain[leaf.name] = tree_json.value_to_json(leaf.value)
+                continue
+            name = extra.pop("dtype", None) or dtypes.name_of(pieces[0].dtype)
+            arrays[leaf.name] = {"dtype": name, "shape": shape, **extra}
+            data[leaf.name] = [memoryview(p.reshape(-1).view(np.uint8).data) for p in pieces]
+        return cls(tree_json.to_json(root), plain, arrays, data)
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is not plain."""
+        return sum(len(piece) for pieces in self.data.values() for piece in pieces)
+
+    def json(self) -> bytes:
+        """All of it as JSON."""
+        plain, arrays = dict(self.plain), dict[str, Any]()
+        for name, about in self.arrays.items():
+            text = base64.b64encode(b"".join(self.data[name])).decode()
+            if about.get("as") == "bytes":
+                plain[name] = {"bytes": text}
+            else:
+                known = {key: each for key, each in about.items() if key in ("dtype", "shape")}
+                prng = {"prng": about["prng"]} if "prng" in about else {}
+                arrays[name] = {**known, "data": text, **prng}
+        return self._text(plain, arrays)
+
+    def binary(self) -> tuple[bytes, Sequence[Sequence[memoryview]]]:
+        """Its JSON without the elements of arrays, and these."""
+        arrays, at = {}, 0
+        for name, about in self.arrays.items():
+            arrays[name] = {**about, "at": at}
+            size = sum(map(len, self.data[name]))
+            at += size + sections.padding(size)
+        return self._text(self.plain, arrays), list(self.data.values())
+
+    def _text(self, plain: Mapping[str, Any], arrays: Mapping[str, Any]) -> bytes:
+        body = {"tree": self.tree, "values": plain, "arrays": arrays}
+        return json.dumps(body, separators=(",", ":")).encode()
+
+
+def _on_host(leaf: tree.Leaf, adapter: Adapter, group: Group) -> tuple[Array, dict[str, Any]]:
+    """The elements of an array, and what else is said of it."""
+    source = adapter.source(leaf.value, group)
+    whole, dtype = Box.whole(source.shape), source.dtype.newbyteorder("=")
+    if source.fragments and source.fragments[0].box != whole:
+        raise TypeError(f"{leaf.name!r}: a sharded array cannot be a per-process value")
+    extra: dict[str, Any] = {"dtype": dtypes.name_of(source.dtype)}
+    if source.prng is not None:
+        extra["prng"] = source.prng
+    if hasattr(adapter, "from_numpy"):
+        extra["as"] = "torch"
+    if not source.fragments:
+        return np.zeros(source.shape, dtype), extra
+    array = stage(source.fragments[0], whole, dtype, HostBuffers(0).take)
+    return np.ascontiguousarray(array).reshape(source.shape), extra
+
+
+def _is_long_list(value: Any) -> bool:
+    """Whether a value is a list of many ints or floats, such as tokens, which is one array."""
+    if type(value) is not list or len(value) * 8 < _BINARY_LEAST:
+        return False
+    kinds = set(map(type, value))
+    return kinds == {float} or (kinds == {int} and min(value) >= -_INT64 and max(value) < _INT64)
+
+
+def _numbers(value: list[Any]) -> Array:
+    """A long list of numbers as an array, of ints as small as they allow."""
+    if type(value[0]) is float:
+        return np.array(value, np.float64)
+    array = np.array(value, np.int64)
+    low, high = int(array.min()), int(array.max())
+    fits = (d for d in _INTS if np.iinfo(d).min <= low and high <= np.iinfo(d).max)
+    return array.astype(next(fits))
+
+
+def decode(stored: StoredValue, where: str, like: Any, adapters: Sequence[Adapter]) -> Any:
     """The inverse of `encode`; arrays are returned as those of `like`, or as NumPy arrays.
 
     Arguments:
-        data: what `encode` returned; untrusted.
+        stored: what `encode` returned; untrusted.
         where: the checkpoint and the leaf, for messages.
         like: what to load; None for what is stored.
         adapters: the adapters.
+
+    Returns:
+        The value; `Sections`, which read lazily, for those; None where the process saved none.
 
     Raises:
         CheckpointCorrupt: the bytes are not a per-process value.
         LoadMismatch: `like` has another structure.
     """
+    if stored.is_empty and like is None:
+        return None
     try:
-        root, found, prngs = _decode(data)
-        if like is not None:
-            root = tree.flatten(
-                like,
-                lambda x: _is_leaf(x, adapters),
-                lambda obj, name: _expand(obj, name, adapters, StoredTree(found, lambda: None)),
-                "`like` cannot be loaded into",
-            )
-            found = _fitted(root, found, prngs, adapters)
-            for node, check in tree.checks(root):
-                check(node, found.__getitem__)
-    except _Malformed as error:
+        if stored.is_empty:
+            raise _Misfit("this process saved no value of its own, `like` asks for one")
+        if stored.is_json:
+            return _one(stored.json(), None, like, adapters)
+        facts = stored.head().facts
+        if facts is None:
+            return _one(*stored.section(""), like, adapters)
+        if like is not None and not isinstance(like, Sections):
+            raise _Misfit("the stored per-process value is in Sections, `like` is not")
+    except Malformed as error:
         raise CheckpointCorrupt(f"{where}: {error}") from None
     except _Misfit as error:
         raise LoadMismatch(f"{where}: {error}") from None
+
+    def section(key: str) -> Any:
+        try:
+            return _one(*stored.section(key), None, adapters)
+        except Malformed as error:
+            raise CheckpointCorrupt(f"{where}: section {quoted(key)}: {error}") from None
+
+    return Sections(facts, LazyMapping(stored, section))
+
+
+def _one(text: bytes, data: memoryview | None, like: Any, adapters: Sequence[Adapter]) -> Any:
+    """A value, or a section, of its JSON and its elements."""
+    root, found, about = _decode(text, data)
+    prngs = {name: each.get("prng") for name, each in about.items()}
+    if like is None:
+        found |= {n: _as_said(found[n], each, adapters) for n, each in about.items()}
+    else:
+        root = tree.flatten(
+            like,
+            lambda x: _is_leaf(x, adapters) or _is_long_list(x),
+            lambda obj, name: _expand(obj, name, adapters, StoredTree(found, lambda: None)),
+            "`like` cannot be loaded into",
+        )
+        lists = {n for n, each in about.items() if each.get("as") in ("list", "bytes")}
+        plain = {n: _as_said(found[n], about[n], adapters) for n in lists}
+        found = plain | _fitted(root, found, prngs, adapters, lists)
+        for node, check in tree.checks(root):
+            check(node, found.__getitem__)
     return tree.rebuild(root, found.__getitem__)
+
+
+def _as_said(value: Any, about: Mapping[str, Any], adapters: Sequence[Adapter]) -> Any:
+    """An array as what it was: a list, bytes, or (if torch is imported) a tensor."""
+    match about.get("as"):
+        case "list":
+            return value.tolist()
+        case "bytes":
+            return value.tobytes()
+        case "torch":
+            for adapter in adapters:
+                make = getattr(adapter, "from_numpy", None)
+                if make is not None:
+                    return make(value)
+    return value
 
 
 def _fitted(
@@ -108,8 +277,9 @@ def _fitted(
     found: dict[str, Any],
     prngs: dict[str, str | None],
     adapters: Sequence[Adapter],
+    lists: Set[str],
 ) -> dict[str, Any]:
-    """The stored leaves as the leaves of `like` request them."""
+    """The stored leaves, but for `lists`, as the leaves of `like` request them."""
     templates = {leaf.name: leaf.value for leaf in tree.leaves(root)}
     if set(templates) != set(found):
         differ = ", ".join(sorted(set(templates) ^ set(found))[:5])
@@ -117,33 +287,36 @@ def _fitted(
     return {
         name: _into(templates[name], value, prngs.get(name), name, adapters)
         for name, value in found.items()
+        if name not in lists
     }
 
 
-def _decode(data: bytes) -> tuple[tree.Node | tree.Leaf, dict[str, Any], dict[str, str | None]]:
-    """The tree, its leaves by name, and the PRNG implementations of those that are keys."""
+def _decode(
+    text: bytes, data: memoryview | None
+) -> tuple[tree.Node | tree.Leaf, dict[str, Any], dict[str, dict[str, Any]]]:
+    """The tree, its leaves by name, and what is said of those that are arrays."""
     try:
-        body = json.loads(data)
+        body = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _Malformed(f"a per-process value is not JSON: {error}") from None
+        raise Malformed(f"a per-process value is not JSON: {error}") from None
     plain, arrays = (_table(body, kind) for kind in ("values", "arrays"))
     try:
         root = tree_json.from_json(body.get("tree"))
-        found = {name: tree_json.value_from_json(stored) for name, stored in plain.items()}
-        if tree_json.has_opaque(data):
+        found: dict[str, Any] = {n: tree_json.value_from_json(each) for n, each in plain.items()}
+        if tree_json.has_opaque(text):
             found = tree_json.with_opaque(body.get("tree"), found)
     except (tree_json.BadTree, tree_json.BadValue) as error:
-        raise _Malformed(f"a per-process value is malformed: {error}") from None
-    found |= {name: _array(name, stored) for name, stored in arrays.items()}
+        raise Malformed(f"a per-process value is malformed: {error}") from None
+    found |= {name: _array(name, stored, data) for name, stored in arrays.items()}
     if {leaf.name for leaf in tree.leaves(root)} != set(found):
-        raise _Malformed("a per-process value is malformed: its tree and its leaves do not match")
-    return root, found, {name: stored.get("prng") for name, stored in arrays.items()}
+        raise Malformed("a per-process value is malformed: its tree and its leaves do not match")
+    return root, found, arrays
 
 
 def _table(body: Any, kind: str) -> dict[str, Any]:
     table = body.get(kind) if isinstance(body, dict) else None
     if not isinstance(table, dict):
-        raise _Malformed(f"a per-process value is malformed: its {kind} are {quoted(table)}")
+        raise Malformed(f"a per-process value is malformed: its {kind} are {quoted(table)}")
     return table
 
 
@@ -165,33 +338,46 @@ def _shown(shape: tuple[int, ...], dtype: dtypes.DType, prng: str | None) -> str
     return dtypes.with_shape(str(dtype), shape) + (f" of a {prng} key" if prng else "")
 
 
-def _array(name: str, stored: Any) -> Any:
+def _array(name: str, stored: Any, data: memoryview | None) -> Array:
     if not isinstance(stored, dict):
-        raise _Malformed(f"array {quoted(name)} of a per-process value is {quoted(stored)}")
-    shape, text, data = stored.get("shape"), stored.get("dtype"), stored.get("data")
-    prng = stored.get("prng")
-    if not (isinstance(text, str) and isinstance(data, str) and isinstance(prng, str | None)):
-        raise _bad_array(name, "its dtype, data or PRNG implementation is not a text")
+        raise Malformed(f"array {quoted(name)} of a per-process value is {quoted(stored)}")
+    shape, text, prng = stored.get("shape"), stored.get("dtype"), stored.get("prng")
+    if not (isinstance(text, str) and isinstance(prng, str | None)):
+        raise _bad_array(name, "its dtype or PRNG implementation is not a text")
     if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
         raise _bad_array(name, f"its shape is {quoted(shape)}")
     try:
         dtype = dtypes.from_name(text)
     except TypeError as error:
         raise _bad_array(name, str(error)) from None
-    try:
-        raw = base64.b64decode(data, validate=True)
-    except ValueError as error:
-        raise _bad_array(name, str(error)) from None
-    if len(raw) != math.prod(shape) * dtype.itemsize:
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = _base64(name, stored) if data is None else _binary(name, stored, data, nbytes)
+    if len(raw) != nbytes:
         raise _bad_array(name, f"its data has {len(raw)} bytes, but its shape is {quoted(shape)}")
+    if stored.get("as") in ("list", "bytes") and len(shape) != 1:
+        raise _bad_array(name, f"it is no list, as its shape is {quoted(shape)}")
     try:
         return np.frombuffer(bytearray(raw), np.uint8).view(dtype).reshape(shape)
     except ValueError as error:  # more dimensions, or larger ones, than NumPy supports
         raise _bad_array(name, str(error)) from None
 
 
-def _bad_array(name: str, why: str) -> _Malformed:
-    return _Malformed(f"array {quoted(name)} of a per-process value is malformed: {why}")
+def _base64(name: str, stored: dict[str, Any]) -> bytes:
+    try:
+        return base64.b64decode(stored.get("data", 0), validate=True)
+    except (TypeError, ValueError) as error:
+        raise _bad_array(name, str(error)) from None
+
+
+def _binary(name: str, stored: dict[str, Any], data: memoryview, nbytes: int) -> memoryview:
+    at = stored.get("at")
+    if type(at) is not int or not 0 <= at <= len(data) - nbytes:
+        raise _bad_array(name, f"it is at byte {quoted(at)} of {len(data)}")
+    return data[at : at + nbytes]
+
+
+def _bad_array(name: str, why: str) -> Malformed:
+    return Malformed(f"array {quoted(name)} of a per-process value is malformed: {why}")
 
 
 def _plain_as_asked(template: Any, value: Any, name: str) -> Any:

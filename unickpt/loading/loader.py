@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from unickpt.errors import LoadMismatch
 from unickpt.format.index import RESERVED, Index
 from unickpt.format.reader import Reader
 from unickpt.frameworks import per_process
-from unickpt.frameworks.leaves import PerProcess, PerProcessValues, adapters
+from unickpt.frameworks.leaves import PerProcess, PerProcessValues, Sections, adapters
 from unickpt.frameworks.process_group import current_group, launched_together, within
 from unickpt.frameworks.protocol import Adapter, ArrayTarget, StoredTree
+from unickpt.frameworks.sections import Encoded, StoredValue
 from unickpt.loading.report import LoadReport, untyped
 from unickpt.loading.request import LoadRequest, Patterns, Policy, Selection, compare, is_number
 from unickpt.loading.views import CheckpointView, StoredView, jobs_of
@@ -249,7 +251,7 @@ class _Loading:
         done: dict[str, Any] = {}
         for name in (n for n in index.per_process if n not in left_out):
             values = (_decode(view, name, b, None, self.among) for b in view.per_process(name))
-            done[name] = PerProcessValues(tuple(values))
+            done[name] = PerProcessValues(tuple(map(_read, values)))
         aliases = {name: of for name, of in index.aliases.items() if name not in left_out}
         arrays = {n: e for n, e in index.arrays.items() if n not in left_out - {*aliases.values()}}
         stored.check_total(arrays.values())
@@ -349,30 +351,66 @@ def _by_array(
 
 
 def _decode(
-    view: CheckpointView, name: str, data: bytes, like: Any, among: Sequence[Adapter]
+    view: CheckpointView, name: str, stored: StoredValue, like: Any, among: Sequence[Adapter]
 ) -> Any:
     return per_process.decode(
-        data, f"{view.checkpoint.location}: per-process leaf {name!r}", like, among
+        stored, f"{view.checkpoint.location}: per-process leaf {name!r}", like, among
     )
+
+
+def _read(value: Any) -> Any:
+    """A value of which all is read."""
+    return Sections(value.facts, dict(value.values)) if isinstance(value, Sections) else value
+
+
+class _SavedValues(Sequence[Any]):
+    """The values of all processes that saved, each read when it is asked for."""
+
+    def __init__(self, view: CheckpointView, name: str, among: Sequence[Adapter]) -> None:
+        self._stored = view.per_process(name)
+        self._decode = cache(lambda at: _decode(view, name, self._stored[at], None, among))
+
+    def is_empty(self, at: int) -> bool:
+        """Whether a process saved nothing of its own; reads nothing."""
+        return self._stored[at].is_empty
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    @overload
+    def __getitem__(self, at: int) -> Any: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Any]: ...
+
+    def __getitem__(self, at: int | slice) -> Any:
+        numbers = range(len(self))[at]
+        return self._decode(numbers) if isinstance(numbers, int) else [*map(self._decode, numbers)]
 
 
 def _own_value(
     view: CheckpointView, name: str, like: PerProcess, group: Any, among: Sequence[Adapter]
 ) -> PerProcess:
     count = len(view.index.per_process[name].blobs)
-    if count == group.count:
-        (data,) = view.per_process(name, [group.index])
-        own = _decode(view, name, data, like.value, among)
-    elif like.redistribute is not None:
-        saved = [_decode(view, name, data, None, among) for data in view.per_process(name)]
-        own = like.redistribute(saved, group.index, group.count)
+    if like.redistribute is not None and (
+        count != group.count or isinstance(like.value, Sections | Encoded)
+    ):
+        saved = _SavedValues(view, name, among)
+        try:
+            own = like.redistribute(saved, group.index, group.count)
+        except LoadMismatch as error:
+            where = f"{view.checkpoint.location}: per-process leaf {name!r}"
+            raise LoadMismatch(f"{where}: {error}") from error
+    elif count == group.count:
+        (stored,) = view.per_process(name, [group.index])
+        own = _decode(view, name, stored, like.value, among)
     else:
         raise LoadMismatch(
             f"{view.checkpoint.location}: per-process leaf {name!r} was saved by {count} "
             f"processes and is loaded by {group.count}. If only some processes of the job load it, "
             "give LoadOptions(group=); else give PerProcess(redistribute=function), which decides "
-            "who gets which value, or load it alone without `like` (a PerProcessValues of all "
-            "values)."
+            "who gets which value, or a class of `unickpt.data`, which divides a data loader's "
+            "state anew; or load it alone without `like` (a PerProcessValues of all values)."
         )
     return PerProcess(own, like.redistribute)
 

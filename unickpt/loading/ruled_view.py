@@ -17,6 +17,7 @@ from unickpt.errors import LoadMismatch, RuleError
 from unickpt.format.index import RESERVED, ArrayEntry, Index, PerProcessEntry
 from unickpt.format.reader import Reader
 from unickpt.frameworks.protocol import Adapter, StoredTree
+from unickpt.frameworks.sections import StoredValue
 from unickpt.loading.provenance import Provenance
 from unickpt.loading.request import ALL, LoadRequest, Selection
 from unickpt.loading.views import (
@@ -111,7 +112,7 @@ class RuledView:
     def recipe(self, name: str) -> Recipe:
         return self._recipes[name]
 
-    def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
+    def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[StoredValue, ...]:
         return self.checkpoint.per_process(self._sources[name], of)
 
     def unchanged_entry(self, name: str) -> ArrayEntry | None:

@@ -15,6 +15,7 @@ from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.frameworks.leaves import PerProcess
 from unickpt.frameworks.protocol import ArrayTarget
+from unickpt.frameworks.sections import StoredValue
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.read_plan import Job, StoredJob
 from unickpt.reading.recipes import Fill, Recipe, Unchanged, whole_dims
@@ -65,7 +66,7 @@ class CheckpointView(Protocol):
     def recipe(self, name: str) -> Recipe:
         """The sources of an array of the index."""
 
-    def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
+    def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[StoredValue, ...]:
         """As `Checkpoint.per_process`."""
 
     def unchanged_entry(self, name: str) -> ArrayEntry | None:
@@ -156,7 +157,7 @@ class StoredView:
                 jobs.append(Job(targets, dict.fromkeys(targets, self.recipe(name))))
         return jobs
 
-    def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
+    def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[StoredValue, ...]:
         return self.checkpoint.per_process(self.renamed.get(name, name), of)
 
     def unchanged_entry(self, name: str) -> ArrayEntry | None:

@@ -17,6 +17,7 @@ from unickpt.format.digest_table import Table
 from unickpt.format.index import CONVERSION, OF_THE_WHOLE, RESERVED, ArrayEntry, Index
 from unickpt.format.reader import ParallelMap, Reader, Request
 from unickpt.format.timing import Timing
+from unickpt.frameworks.sections import StoredValue
 from unickpt.quoting import counted, quoted, some
 from unickpt.trees import tree, tree_json
 
@@ -132,7 +133,7 @@ class Subtree(Reader):
     def stored_bytes(self) -> int | None:
         return self.whole.stored_bytes()
 
-    def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
+    def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[StoredValue, ...]:
         stored = self.whole.index.per_process
         return self.whole.per_process(self._inner({n: n for n in stored})[name], of)
 

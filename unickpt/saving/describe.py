@@ -20,6 +20,7 @@ from unickpt.frameworks import per_process
 from unickpt.frameworks.leaves import Described, PerProcess, adapter_of, expand, leaf_test
 from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import Adapter, ArraySource
+from unickpt.frameworks.sections import Encoded
 from unickpt.quantized import choice
 from unickpt.quoting import quoted
 from unickpt.reuse.expert_keys import ArrayExperts, ExpertKeys, check_counts
@@ -46,7 +47,7 @@ class Description:
 
     index: Index
     sources: Mapping[str, ArraySource]
-    blobs: Mapping[str, bytes]
+    blobs: Mapping[str, Encoded]
     experts: Mapping[str, ArrayExperts] = field(default_factory=dict)
     selection: ExpertSelection | None = None
     unchanged: Unchanged | None = None
@@ -101,7 +102,7 @@ class _Leaves:
         self.sources: dict[str, ArraySource] = {}
         self.aliases: dict[str, str] = {}
         self.plain: dict[str, tree_json.Plain] = {}
-        self.blobs: dict[str, bytes] = {}
+        self.blobs: dict[str, Encoded] = {}
         self.experts: dict[str, ArrayExperts] = {}
         self.bad: list[str] = []
         """Why some cannot be stored."""

@@ -24,6 +24,7 @@ from unickpt.frameworks.leaves import PerProcess, adapter_of, adapters, expand, 
 from unickpt.frameworks.members import Members
 from unickpt.frameworks.process_group import Group, members_of
 from unickpt.frameworks.protocol import Adapter, ArraySource, Fragment, Memory, Read
+from unickpt.frameworks.sections import Encoded
 from unickpt.saving.describe import Description, checked_metadata, unstorable
 from unickpt.saving.options import SaveOptions
 from unickpt.saving.snapshot_policy import SnapshotMethod, SnapshotPolicy
@@ -257,7 +258,7 @@ class SameTree:
             UnsupportedLeaf: a value per process, or the metadata, cannot be stored.
         """
         plain: dict[str, tree_json.Plain] = {}
-        blobs: dict[str, bytes] = {}
+        blobs: dict[str, Encoded] = {}
         bad: list[str] = []
         for number, name in self.plan.names.items():
             value = self._values[number]

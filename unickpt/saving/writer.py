@@ -105,8 +105,8 @@ class ChunkWriter:
         self._tell()
         description, process = self._description, self._attempt.group.index
         blobs, sources = description.blobs, description.sources
-        # The coordinator has its own.
-        values = [*blobs.values(), *([description.encoded] if process > 0 else [])]
+        own = [description.encoded] if process > 0 else []  # the coordinator has its own
+        values = [*(each.data for each in blobs.values()), *own]
         done = self._take_or_write(items, values)
         places = dict(zip(blobs, done.others, strict=False))
         return done.record(
@@ -117,8 +117,7 @@ class ChunkWriter:
                 if entry.boxes == ()
             },
             blobs={
-                name: (len(b), xxhash.xxh3_64_intdigest(b), places[name])
-                for name, b in blobs.items()
+                name: (len(b.data), b.digest, b.head, places[name]) for name, b in blobs.items()
             },
             described=done.others[-1] if process > 0 else None,
             statistics={"bytes": self.nbytes, "seconds": time.perf_counter() - started},
@@ -141,7 +140,9 @@ class ChunkWriter:
             errors=self._errors,
         )
 
-    def _take_or_write(self, items: Sequence[WriteItem], values: Sequence[bytes]) -> _References:
+    def _take_or_write(
+        self, items: Sequence[WriteItem], values: Sequence[bytes | memoryview]
+    ) -> _References:
         """Takes from the base what it has, and writes the rest, and some other values."""
         if self._base is None:
             return self._write(items, _References(items), values)
@@ -177,7 +178,7 @@ class ChunkWriter:
         self,
         items: Sequence[WriteItem],
         done: _References,
-        values: Sequence[bytes],
+        values: Sequence[bytes | memoryview],
         base: Base | None = None,
     ) -> _References:
         """Writes chunks, which are the first rows of `done`, and values."""
@@ -312,7 +313,7 @@ class _Batch:
         first: int,
         items: Sequence[WriteItem],
         chunks: Sequence[StagedChunk],
-        values: Sequence[bytes],
+        values: Sequence[bytes | memoryview],
         base: Base | None,
     ) -> None:
         self._writer, self._done, self._first = writer, done, first

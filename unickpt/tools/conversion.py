@@ -19,7 +19,7 @@ from unickpt.format.reader import Reader
 from unickpt.format.writer import Writer
 from unickpt.frameworks import per_process
 from unickpt.frameworks.host_memory import HostBuffers, MemoryBudget
-from unickpt.frameworks.leaves import Described, PerProcess, adapters
+from unickpt.frameworks.leaves import NOTHING, Described, PerProcess, adapters
 from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import ArraySource, Memory, whole_source
 from unickpt.loading.ruled_view import RuledView, request_through, stored_facts, through
@@ -261,8 +261,9 @@ def leaves_of(view: CheckpointView, group: Group, work: str) -> dict[str, Any]:
                 f"{len(entry.blobs)} processes, and {group.count} {work} it; {work} with as many, "
                 f"or drop it by a rule: {name} <-> drop"
             )
-        (data,) = view.per_process(name, [group.index])
-        leaves[name] = PerProcess(per_process.decode(data, where, None, adapters()))
+        (stored,) = view.per_process(name, [group.index])
+        value = NOTHING if stored.is_empty else per_process.decode(stored, where, None, adapters())
+        leaves[name] = PerProcess(value)
     return leaves
 
 

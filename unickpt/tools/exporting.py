@@ -14,7 +14,7 @@ from unickpt.format.reader import Reader
 from unickpt.format.writer import LeavesOut, OfEachProcess, Plan, PlannedFile, Writer
 from unickpt.frameworks import per_process
 from unickpt.frameworks.host_memory import MemoryBudget
-from unickpt.frameworks.leaves import adapters
+from unickpt.frameworks.leaves import Sections, adapters
 from unickpt.frameworks.process_group import Group, current_group, within
 from unickpt.loading.ruled_view import RuledView
 from unickpt.loading.views import CheckpointView
@@ -107,9 +107,16 @@ def _with_per_process(view: CheckpointView, index: Index) -> Index:
     for name in index.per_process:
         where = f"{view.checkpoint.location}: per-process leaf {name!r}"
         every = view.per_process(name)
-        decoded = [per_process.decode(data, where, None, adapters()) for data in every]
-        values[name] = OfEachProcess(tuple(decoded))
+        decoded = [per_process.decode(stored, where, None, adapters()) for stored in every]
+        values[name] = OfEachProcess(tuple(map(_without_sections, decoded)))
     return replace(index, values=values, per_process={})
+
+
+def _without_sections(value: Any) -> Any:
+    """A value of one process, as other formats know it."""
+    if not isinstance(value, Sections):
+        return value
+    return {"facts": dict(value.facts), "sections": dict(value.values)}
 
 
 def _check_leaves(index: Index, left_out: Set[str], per_process: bool) -> None:

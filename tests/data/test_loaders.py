@@ -1,0 +1,67 @@
+"""Loaders that .venv lacks, of Hugging Face and torchtitan: as test_resharding.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data.test_resharding import eight_six_eight
+from support import pages
+from support.processes import Processes
+
+import unickpt
+import unickpt.data
+
+pytestmark = [pytest.mark.integration, pytest.mark.environment]
+
+pytest.importorskip("datasets")
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata 0.11
+def test_the_snippets_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of these two loaders in docs/integrations/data.md."""
+    text_datasets = pytest.importorskip("torchtitan.hf_datasets.text_datasets")
+    from datasets import Dataset
+    from torchtitan.hf_datasets import DatasetConfig
+
+    class Tokenizer:
+        def encode(self, text: str, add_bos: bool, add_eos: bool) -> list[int]:
+            return [int(text)] * 5
+
+    numbers = list(range(240))
+    monkeypatch.setitem(
+        text_datasets.DATASETS,
+        "numbers",
+        DatasetConfig(
+            "", lambda _: Dataset.from_dict({"text": [*map(str, numbers)]}), lambda x: x["text"]
+        ),
+    )
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"unickpt": unickpt, "numbers": numbers, "tokenizer": Tokenizer()}
+    names["Shards"] = unickpt.data.Shards
+    found = [
+        s
+        for s in pages.snippets("docs/integrations/data.md")
+        if "test_loaders" in (s.not_run or "")
+    ]
+    for snippet, folder, count in zip(found, ("datasets", "titan"), (240, 120), strict=True):
+        exec(snippet.text, names)
+        make = names["loader"]._shards[0]._make
+        again = unickpt.data.Shards(make, 24)
+        unickpt.load(f"runs/{folder}", {"data": again})
+        assert len(list(again)) == count - 1
+
+
+def test_hugging_face_datasets(tmp_path: Path, processes: Processes) -> None:
+    eight_six_eight(processes, tmp_path, "hugging_face", 60)
+
+
+def test_hugging_face_datasets_with_worker_processes(tmp_path: Path, processes: Processes) -> None:
+    eight_six_eight(processes, tmp_path, "hugging_face_workers", 32, workers=2)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_torchtitan(workers: int, tmp_path: Path, processes: Processes) -> None:
+    pytest.importorskip("torchtitan")
+    eight_six_eight(processes, tmp_path, "torchtitan", 50, times=6, workers=workers)

@@ -1,0 +1,22 @@
+"""Data loaders that go on after a restart, on more and on fewer data-parallel ranks.
+
+Each is an object that a training loop iterates or fills, and that is saved and loaded as it is, in
+the tree. Every sample comes exactly once, whatever the numbers of ranks were:
+
+- `Shards`: a fixed number of shards, each with a loader of its own (torchdata's StatefulDataLoader,
+  Grain, torchtitan's, Hugging Face `datasets`), which are dealt to the ranks;
+- `Samples`: the samples of a map-style dataset, of which ranks take turns;
+- `Buffer`: what was read and not used yet, such as the token buffer of a packing loader.
+
+`Ranks` says which data-parallel rank a process is, and which of equal ones saves. `Sections` is for
+loaders of your own: a value of `PerProcess` of which a process that loads reads only parts.
+"""
+
+from unickpt.data.buffer import Buffer
+from unickpt.data.positions import Positions
+from unickpt.data.ranks import Ranks
+from unickpt.data.samples import Samples
+from unickpt.data.shards import Shards
+from unickpt.frameworks.leaves import Sections
+
+__all__ = ["Buffer", "Positions", "Ranks", "Samples", "Sections", "Shards"]

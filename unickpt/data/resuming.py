@@ -1,0 +1,215 @@
+"""What all loaders here have in common: how they collect their state, and take what was saved."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from unickpt.data.ranks import Ranks
+from unickpt.errors import LoadMismatch
+from unickpt.frameworks import per_process
+from unickpt.frameworks.leaves import NOTHING, PerProcess, Sections, adapters
+from unickpt.frameworks.sections import Encoded
+from unickpt.quoting import some
+
+
+class Saved:
+    """What the ranks of a job saved; each is read when it is asked for.
+
+    Arguments:
+        values: of each process: `Sections`, or None where another one has the same rank.
+        kind: of the loader.
+
+    Raises:
+        LoadMismatch: it is another loader's, or ranks are missing.
+    """
+
+    def __init__(self, values: Sequence[Any], kind: str) -> None:
+        self._values, self._kind = values, kind
+        there = [p for p in range(len(values)) if not is_empty(values, p)]
+        if not there:
+            raise LoadMismatch("no process saved a state of the loader")
+        first = self._at(there[0])
+        self.count: int = _fact(first, "ranks", int)
+        self._processes = (
+            dict(enumerate(there)) if len(there) == self.count else self._by_rank(there)
+        )
+        self.facts = first.facts
+        missing = [rank for rank in range(self.count) if rank not in self._processes]
+        if missing:
+            raise LoadMismatch(
+                f"of {self.count} data-parallel ranks, these saved no state of the loader: "
+                f"{some(missing)}. Of the processes of each rank, one must have Ranks.writes"
+            )
+
+    def rank(self, rank: int) -> Sections:
+        """What a rank saved."""
+        found = self._at(self._processes[rank])
+        if _fact(found, "rank", int) != rank:  # the ranks do not ascend with the processes
+            there = list(self._processes.values())
+            self._processes = self._by_rank(there)
+            if rank not in self._processes:
+                raise LoadMismatch(
+                    f"data-parallel rank {rank} of {self.count} saved no state of the loader, and "
+                    "another rank did twice: give each process its own Ranks"
+                )
+            found = self._at(self._processes[rank])
+        return found
+
+    def find(self, key: str, first: int) -> Any:
+        """The section of a key, of whichever rank saved it.
+
+        Arguments:
+            key: of the section.
+            first: the rank to ask first.
+
+        Raises:
+            LoadMismatch: none did.
+        """
+        for rank in (first, *(r for r in range(self.count) if r != first)):
+            values = self.rank(rank).values
+            if key in values:
+                return values[key]
+        raise LoadMismatch(f"none of the {self.count} data-parallel ranks saved shard {key}")
+
+    def _by_rank(self, processes: Sequence[int]) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for process in processes:
+            found.setdefault(_fact(self._at(process), "rank", int), process)
+        return found
+
+    def _at(self, process: int) -> Sections:
+        value: Any = self._values[process]
+        kind = value.facts.get("loader") if isinstance(value, Sections) else None
+        if not isinstance(value, Sections) or kind != self._kind:
+            found = f"of unickpt.data.{kind}" if kind else "no state of unickpt.data"
+            raise LoadMismatch(
+                f"process {process} saved {found}, which unickpt.data.{self._kind} cannot take; "
+                "load it with the class that saved it"
+            )
+        return value
+
+
+def is_empty(values: Sequence[Any], process: int) -> bool:
+    """Whether a process saved nothing of its own; reads nothing of a stored value."""
+    test = getattr(values, "is_empty", None)
+    return bool(test(process)) if test is not None else values[process] is None
+
+
+def _fact(value: Sections, name: str, kind: type) -> Any:
+    found = value.facts.get(name)
+    if type(found) is not kind:
+        raise LoadMismatch(f"the loader's state is malformed: its {name!r} is {found!r}")
+    return found
+
+
+class Resumable(ABC):
+    """A loader whose state is saved and loaded as a leaf of a tree.
+
+    Arguments:
+        ranks: which data-parallel rank this process is; by default each process is one.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(self, ranks: Ranks | None) -> None:
+        self.ranks = Ranks.of_job() if ranks is None else ranks
+        self._ahead: _Collecting | None = None
+
+    @abstractmethod
+    def collect(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """The facts and the sections of the state as it is now."""
+
+    @abstractmethod
+    def choose(self, saved: Saved) -> Any:
+        """What `resume` needs of what was saved; changes nothing.
+
+        Raises:
+            LoadMismatch: it is of other data.
+        """
+
+    @abstractmethod
+    def resume(self, chosen: Any) -> None:
+        """Goes on as `choose` said."""
+
+    def prefetch(self, step: int) -> None:
+        """Collects the state of a step that will save, while the step computes.
+
+        Call it once the batch of the step is drawn, on all ranks; the save of the step then finds
+        the state's bytes. If more is drawn before the save, the state is collected anew.
+
+        Arguments:
+            step: the step that saves. Only the first call for a step does something.
+
+        Example:
+            >>> from unickpt.data import Samples
+            >>> loader = Samples(lambda indexes: [[i] for i in indexes], 3, 1)
+            >>> for step, batch in enumerate(loader):
+            ...     if step % 2 == 1:  # such as `checkpointer.should_save(step)`
+            ...         loader.prefetch(step)
+        """
+        ahead = self._ahead
+        if self.ranks.writes and (ahead is None or ahead.step != step):
+            self._ahead = _Collecting(self._encoded, step)
+
+    def state_dict(self) -> PerProcess:
+        """The state, as the leaf that is saved."""
+        ahead = self._ahead
+        if not self.ranks.writes:
+            value: Any = NOTHING
+        else:
+            value = self._sections() if ahead is None else ahead.result()
+        return PerProcess(value, self._redistribute)
+
+    def load_state_dict(self, loaded: PerProcess) -> None:
+        """Takes what was loaded into the leaf of `state_dict`."""
+        with self._changing():
+            self.resume(loaded.value)
+
+    def _redistribute(self, saved: Sequence[Any], index: int, count: int) -> Any:
+        return self.choose(Saved(saved, self.kind))
+
+    def _sections(self) -> Sections:
+        facts, sections = self.collect()
+        about = {"loader": self.kind, "rank": self.ranks.rank, "ranks": self.ranks.count}
+        return Sections({**about, **facts}, sections)
+
+    def _encoded(self) -> Encoded:
+        return per_process.encode(self._sections(), adapters())
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Around what changes the state: waits for who collects it, whose result is old then."""
+        if self._ahead is not None:
+            self._ahead.wait()
+            self._ahead = None
+        yield
+
+
+class _Collecting:
+    """A state that a thread collects."""
+
+    def __init__(self, collect: Any, step: int) -> None:
+        self.step, self._collect = step, collect
+        self._found: Encoded | BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="unickpt-data", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._found = self._collect()
+        except BaseException as error:  # raised where the state is asked for
+            self._found = error
+
+    def wait(self) -> None:
+        self._thread.join()
+
+    def result(self) -> Encoded:
+        self.wait()
+        if not isinstance(self._found, Encoded):
+            assert self._found is not None, "the thread has ended"
+            raise self._found
+        return self._found
