@@ -158,6 +158,7 @@ class SaveOptions(CommonOptions):
     compression: str | None = None
     base: paths.PathLike | None = None
     reuse: Literal["digest", "compare", "patch"] = "digest"
+    kept_cost: float = 0.1
     quantize: Mapping[str, str | None] = field(default_factory=dict)
     timeout_s: float = 600.0
     check_replicas: bool = False
