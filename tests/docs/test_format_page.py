@@ -127,10 +127,10 @@ def test_the_quantised_chunk_of_the_format() -> None:
 def test_the_patched_chunk_of_the_format() -> None:
     full = np.arange(10, 15, dtype=np.uint16)
     chunk = full.copy()
-    chunk[[1, 4]] += 10
+    chunk[[1, 4]] = 14, 12
     stored = bytes.fromhex("".join(code(row[0])[0] for row in table("patched")))
-    of = patches.FullChunk(codec.digest(full))
-    assert patches.encode(full, chunk, of, 38) == stored
+    of = patches.State(codec.digest(full))
+    assert patches.encode(full, chunk, of, 1, 100) == stored
     patches.apply(stored, full)
     assert np.array_equal(full, chunk)
 
@@ -264,7 +264,7 @@ def replaced(path: str, value: Any) -> Callable[[Any], None]:
 BAD: dict[str, Callable[[Any], None]] = {
     "a member missing": lambda body: body.pop("chunks"),
     "a version that is none": replaced("format", "1"),
-    "a newer major version": replaced("format", "3.0"),
+    "a newer major version": replaced("format", "4.0"),
     "a process too few": replaced("processes", 0),
     "a negative extent": replaced("arrays.w.shape", [-6, 4]),
     "an extent that is no integer": replaced("arrays.w.shape", [6.5, 4]),

@@ -180,8 +180,8 @@ def sealed(**changes: Any) -> bytes:
 
 
 def test_a_newer_major_version_is_refused_and_a_newer_minor_one_read() -> None:
-    with pytest.raises(UnsupportedFormat, match=r"format 3\.0; this unickpt reads up to major"):
-        index_json.decode(sealed(format="3.0"), "here")
+    with pytest.raises(UnsupportedFormat, match=r"format 4\.0; this unickpt reads up to major"):
+        index_json.decode(sealed(format="4.0"), "here")
     assert index_json.decode(sealed(format="1.9", novelty=1), "here").arrays.keys() == {"w"}
 
 

@@ -166,3 +166,22 @@ def test_patched_chunks_stay_readable() -> None:
         "far": 9,
         "frozen": 0,
     }
+
+
+@pytest.mark.parametrize("name", ["patched_3_0", "chained_3_0/step_3"])
+def test_chains_of_patches_stay_readable(name: str) -> None:
+    found = unickpt.load(FIXTURES / name)
+    near, rows = np.arange(3000, dtype=np.uint16), np.arange(4000.0).reshape(40, 100)
+    codes = np.resize(np.arange(256, dtype=np.float32), (40, 512))
+    for step in range(1, 4):
+        near[step::40] += step
+        rows[step] *= -1
+        codes[step] = codes[step, ::-1]
+    same(found, {"near": near, "rows": rows, "codes": codes, "frozen": np.arange(300), "step": 3})
+    assert unickpt.verify(FIXTURES / name).ok
+    index = unickpt.open(FIXTURES / name).index
+    patched = {name: (entry.patched, entry.patches) for name, entry in index.arrays.items()}
+    assert patched == {"near": (1, 2), "rows": (1, 2), "codes": (1, 1), "frozen": (0, 0)}
+    assert index.growth is not None
+    assert index.growth.saves == 3
+    assert len(index.bases) == 2 * name.startswith("chained")

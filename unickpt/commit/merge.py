@@ -109,9 +109,9 @@ def merge_all(
 
 
 def _growth(index: Index, records: Records) -> Growth | None:
-    """How checkpoints have grown with this one; None if it has no patches."""
+    """How checkpoints have grown with this one; None if it refers to nothing earlier."""
     before = records[0][1].growth
-    if before is None or not index.has_chains:
+    if before is None:
         return None
     sums = [
         int(sum(record.statistics.get(name, 0) for _, record in records))

@@ -48,7 +48,8 @@ class Chunks:
         kinds: how each is stored: `WHOLE`, `PATCHED`, `BORROWED` or `MISSING`.
         places: where each is (of a patched one, the full chunk); the number of its file is a
             position in `files`.
-        patches: likewise where the patches are that this checkpoint has; `row` is that of the chunk.
+        patches: likewise where the patches are that this checkpoint has, with the rows of their
+            chunks.
         blobs: likewise where each per-process value is, by its key.
         files: processes, and the paths of files below their folders.
         inline: the values that are in no file, joined.

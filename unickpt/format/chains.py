@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +30,6 @@ from unickpt.format.links import FULL_LINK
 from unickpt.format.patches import BadPatch, State
 from unickpt.format.reader import Request
 from unickpt.storage.errors import Damaged, Failed
-from unickpt.storage.ocdbt import ReadyResult
 
 _MOST = 64
 """Patches of a chain: generations have so many bits."""
@@ -89,6 +89,7 @@ class Chains:
 
     def __init__(self, own: ChunkStore, bases: Sequence[ChunkStore], borrowed: Borrowed) -> None:
         self._own, self._bases, self._borrowed = own, bases, borrowed
+        self._is_slow = not own.location.is_local  # so that several reads at once pay
 
     def of(self, entry: ArrayEntry, part: Part, number: int) -> Sequence[Value]:
         """The full chunk and the patches of a chunk, in order; nothing if it is stored whole.
@@ -220,14 +221,12 @@ class Chains:
                 raise Damaged(f"no bytes stored of a patch{_of(value)}")
             if length > most:
                 raise Damaged(f"a patch of {length} bytes for a chunk of {most}")
-            if value.store.location.is_local:
-                asked = ReadyResult(value.store.values.read(key, length))
-            else:
-                asked = value.store.values.request(key)
+            values = value.store.values
+            asked: Any = values.request(key) if self._is_slow else values.read(key, length)
             requested.append((value, length, asked))
         found = []
         for value, length, asked in requested:
-            data = asked.result().value
+            data = asked.result().value if self._is_slow else asked
             if data is None or len(data) != length:
                 stored = "no" if data is None else len(data)
                 raise Damaged(f"{stored} bytes stored of a patch, {length} expected{_of(value)}")
@@ -259,5 +258,5 @@ def lost(location: object, names: Sequence[str], error: Exception) -> Checkpoint
     """
     listed = ", ".join(repr(name) for name in names[:3])
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    of = f" (array {listed}{more})" if names else ""
-    return CheckpointCorrupt(f"{location}: {error}{of}")
+    of = f"array {listed}{more}: " if names else ""
+    return CheckpointCorrupt(f"{location}: {of}{error}")

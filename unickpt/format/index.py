@@ -18,8 +18,10 @@ from unickpt.format.growth import Growth
 from unickpt.trees import tree_json
 
 FORMAT = (1, 3)
+GROWN_FORMAT = (1, 4)
+"""Of a checkpoint that says how much was written since one that was written in full (`growth`)."""
 PATCHED_FORMAT = (3, 0)
-"""Of a checkpoint with patches (`patches`), which readers of formats 1 and 2 must not try to read."""
+"""Of a checkpoint with patches (`chains`), which older readers must not try to read."""
 RESERVED = "unickpt"
 """The metadata key under which `Checkpointer` stores `step`, and process 0's `metrics`."""
 OF_THE_WHOLE = ("orbax",)

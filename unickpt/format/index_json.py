@@ -21,6 +21,7 @@ from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.format.growth import Growth
 from unickpt.format.index import (
     FORMAT,
+    GROWN_FORMAT,
     PATCHED_FORMAT,
     ArrayEntry,
     BaseEntry,
@@ -119,7 +120,7 @@ def encode(index: Index) -> bytes:
     layouts: dict[Layout, int] = {}
     arrays = _arrays_to_json(index.arrays.values(), meshes, layouts)
     is_patched = any(entry.patched for entry in index.arrays.values())
-    version = PATCHED_FORMAT if is_patched else FORMAT
+    version = PATCHED_FORMAT if is_patched else GROWN_FORMAT if index.growth else FORMAT
     head = {
         "format": f"{version[0]}.{version[1]}",
         "library": index.library,

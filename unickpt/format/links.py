@@ -1,4 +1,4 @@
-"""The values of a patched chunk, and where they are: its full chunk, then its patches (`chains`)."""
+"""The values of a patched chunk, and where they are: its full chunk, its patches (`chains`)."""
 
 from __future__ import annotations
 

@@ -138,11 +138,12 @@ def words_of(array: Array) -> Array:
 
 def _differing(before: Array, after: Array) -> Array:
     """The positions of the words that differ."""
-    dtype = np.int32 if len(after) < 1 << 31 else np.int64
-    found = [np.empty(0, dtype)]
+    dtype = np.dtype(np.int32 if len(after) < 1 << 31 else np.int64)
+    found: list[Array] = [np.empty(0, dtype)]
     for first in range(0, len(after), _AT_ONCE):
         some = slice(first, first + _AT_ONCE)
-        found.append(np.flatnonzero(before[some] != after[some]).astype(dtype) + dtype(first))
+        differ: Array = np.flatnonzero(before[some] != after[some])
+        found.append((differ + first).astype(dtype))
     return np.concatenate(found)
 
 
