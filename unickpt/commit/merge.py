@@ -91,7 +91,7 @@ def merge_all(
         requests(index, chunks.table, [])
     arrays_now = with_errors(index, written, names, winners)
     index = replace(index, arrays=with_patches(arrays_now, chunks.patched(index.arrays)))
-    lent = borrowed.encode(chunks.borrowed, index)
+    lent = borrowed.encode(chunks.borrowed, index) if chunks.bases else b""
     index = replace(
         index,
         metadata=_metadata(index, records),

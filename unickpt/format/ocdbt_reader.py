@@ -106,8 +106,11 @@ class OcdbtReader(Reader):
         self.location, self.index = database.location, index
         self._chunks = ChunkStore(database, index.codecs, contents)
         self._bases: list[ChunkStore] = []
-        self._chains = Chains(self._chunks, self._bases, self.borrowed_links)
         self._parts: dict[str, dict[str, int]] = {}
+
+    @cached_property
+    def _chains(self) -> Chains:
+        return Chains(self._chunks, self._bases, self.borrowed_links)
 
     @property
     def version(self) -> str:  # type: ignore[override]  # read only when it is asked for
