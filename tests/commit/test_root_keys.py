@@ -21,8 +21,9 @@ from unickpt.arrays.layout import Layout, Mesh
 from unickpt.commit import root
 from unickpt.commit.merge_chunks import BORROWED, MISSING, PATCHED, WHOLE, Chunks
 from unickpt.commit.messages import CHUNK_DTYPE, PATCH_DTYPE, Record
-from unickpt.format import borrowed, chunk_grid, digest_table, index_json, patches
+from unickpt.format import borrowed, chunk_grid, digest_table, index_json, links
 from unickpt.format.index import ArrayEntry, BaseEntry, Index
+from unickpt.format.links import FULL_LINK
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.storage.btree.builder import PLACE_DTYPE
 from unickpt.storage.btree.nodes import DataReference
@@ -54,17 +55,28 @@ def test_keys_ascend_and_each_has_its_own_place(grids: dict[str, list[int]], see
     count, random = chunk_grid.total_chunks(arrays), np.random.default_rng(seed)
     kinds = random.choice([WHOLE, PATCHED, BORROWED], count).astype(np.uint8)
     spans = chunk_grid.chunk_spans(arrays)
+    patch_counts = np.where(kinds == PATCHED, random.integers(1, 4, count), 0)
+    rows = np.repeat(np.arange(count), patch_counts)
+    patches = np.zeros(len(rows), PATCH_DTYPE)
+    patches["row"], patches["offset"] = rows, 1000 + np.arange(len(rows))
+    firsts = np.cumsum(patch_counts) - patch_counts
+    patches["link"] = FULL_LINK + 1 + np.arange(len(rows)) - firsts[rows]
     patched = {name: int((kinds[span] == PATCHED).sum()) for name, span in spans.items()}
-    arrays = {name: replace(entry, patched=patched[name]) for name, entry in arrays.items()}
+    numbers = {name: int(patch_counts[span].sum()) for name, span in spans.items()}
+    arrays = {
+        name: replace(entry, patched=patched[name], patches=numbers[name])
+        for name, entry in arrays.items()
+    }
     index = Index("*", arrays, bases=(BaseEntry("other", "0" * 16),), chunks=count)
     chunks = Chunks(
         np.zeros(count, digest_table.DTYPE),
         kinds,
         places(0, count),
-        places(1000, int((kinds == PATCHED).sum())),
+        patches,
         {"p/process_00000": (0, 5000, 1)},
         [(0, "d/0")],
         b"",
+        patch_counts,
         np.zeros(0, borrowed.DTYPE),
         (),
         {},
@@ -84,9 +96,10 @@ def test_keys_ascend_and_each_has_its_own_place(grids: dict[str, list[int]], see
             if kinds[row] == WHOLE:
                 expected[chunk_grid.chunk_key(part, number).encode()] = row
             elif kinds[row] == PATCHED:
-                expected[chunk_grid.chunk_key(patches.full_of(part), number).encode()] = row
-                expected[chunk_grid.chunk_key(patches.patch_of(part), number).encode()] = patch
-                patch += 1
+                for link in range(1, 2 + int(patch_counts[row])):
+                    key = chunk_grid.chunk_key(links.part_of(part, link), number).encode()
+                    expected[key] = row if link == FULL_LINK else patch
+                    patch += link != FULL_LINK
             row += 1
     assert found == expected
 
@@ -127,21 +140,21 @@ def with_places(file: int = 0, offset: int = 0, length: int = 0, path: str = "d/
     return record(chunks=chunks, files=(path,))
 
 
-def with_patches(*rows: tuple[int, int, int, int]) -> Record:
+def with_patches(*rows: tuple[int, int, int, int, int]) -> Record:
     return record(patches=np.array(list(rows), PATCH_DTYPE))
 
 
 def test_a_record_says_where_each_value_is() -> None:
     written = replace(
         with_places(-1, 1, 3),
-        patches=np.array([(1, 0, 7, 8)], PATCH_DTYPE),
+        patches=np.array([(1, 2, 0, 7, 8), (1, 3, -1, 0, 2)], PATCH_DTYPE),
         blobs={"rng": (3, 4, (-1, 0, 3))},
         described=(0, 9, 10),
     )
     found = Record.decode(written.encode())
     assert (found.files, found.inline) == (("d/1",), b"abcd")
     assert found.chunks.tolist() == [(0,) * 6, (3, 4, 5, -1, 1, 3)]
-    assert found.patches.tolist() == [(1, 0, 7, 8)]
+    assert found.patches.tolist() == [(1, 2, 0, 7, 8), (1, 3, -1, 0, 2)]
     assert found.blobs == written.blobs
     assert found.described == (0, 9, 10)
 
@@ -156,9 +169,15 @@ def test_a_record_says_where_each_value_is() -> None:
         (with_places(-1, 2**64 - 1, 2), "ends after"),
         (with_places(path="../other/d/1"), "not a file of the process"),
         (with_places(path="/etc/passwd"), "not a file of the process"),
-        (with_patches((2, 0, 0, 0)), "not of one of its chunks"),
-        (with_patches((1, 0, 0, 0), (1, 0, 0, 0)), "not of one of its chunks"),
-        (with_patches((1, 1, 0, 0)), "not listed"),
+        (with_patches((2, 2, 0, 0, 0)), "not of one of its chunks"),
+        (with_patches((1, 2, 0, 0, 0), (1, 2, 0, 0, 0)), "not of one of its chunks"),
+        (with_patches((1, 2, 0, 0, 0), (0, 2, 0, 0, 0)), "not of one of its chunks"),
+        (with_patches((1, 1, 0, 0, 0)), "not of one of its chunks"),
+        (with_patches((1, 3, 0, 0, 0)), "not of one of its chunks"),
+        (with_patches((0, 2, 0, 0, 0), (1, 3, 0, 0, 0)), "not of one of its chunks"),
+        (with_patches((1, 2, 0, 0, 0), (1, 4, 0, 0, 0)), "not of one of its chunks"),
+        (with_patches((1, 2, 1, 0, 0)), "not listed"),
+        (with_patches((1, 2, -2, 0, 0)), "where each value is"),
         (record(blobs={"rng": (3, 4, (1, 0, 3))}), "not listed"),
         (record(blobs={"rng": (3, 4, (-1, 3, 3))}), "ends after"),
         (record(described=(7, 0, 3)), "not listed"),

@@ -127,10 +127,10 @@ def test_the_quantised_chunk_of_the_format() -> None:
 def test_the_patched_chunk_of_the_format() -> None:
     full = np.arange(10, 15, dtype=np.uint16)
     chunk = full.copy()
-    chunk[[1, 4]] += 10
+    chunk[[1, 4]] = 14, 12
     stored = bytes.fromhex("".join(code(row[0])[0] for row in table("patched")))
-    of = patches.FullChunk(codec.digest(full))
-    assert patches.encode(full, chunk, of, 38) == stored
+    of = patches.State(codec.digest(full))
+    assert patches.encode(full, chunk, of, 1, 100) == stored
     patches.apply(stored, full)
     assert np.array_equal(full, chunk)
 

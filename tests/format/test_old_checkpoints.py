@@ -158,7 +158,7 @@ def test_binary_per_process_values_stay_readable() -> None:
         assert found["floats"] == [0.5 * i for i in range(2100)]
         assert found["bytes"] == bytes([process]) * 4100
         assert found["small"] == (1, None, "x", b"y")
-    make = runpy.run_path(str(FIXTURES / "make_format_3_0.py"))["loaders"]
+    make = runpy.run_path(str(FIXTURES / "make_format_3_0_values.py"))["loaders"]
     for count in (2, 3):  # as many ranks, and others
         shards, samples, buffer = list[int](), list[int](), list[int]()
         for rank in range(count):
@@ -193,3 +193,22 @@ def test_patched_chunks_stay_readable() -> None:
         "far": 9,
         "frozen": 0,
     }
+
+
+@pytest.mark.parametrize("name", ["patched_3_0", "chained_3_0/step_3"])
+def test_chains_of_patches_stay_readable(name: str) -> None:
+    found = unickpt.load(FIXTURES / name)
+    near, rows = np.arange(3000, dtype=np.uint16), np.arange(4000.0).reshape(40, 100)
+    codes = np.resize(np.arange(256, dtype=np.float32), (40, 512))
+    for step in range(1, 4):
+        near[step::40] += step
+        rows[step] *= -1
+        codes[step] = codes[step, ::-1]
+    same(found, {"near": near, "rows": rows, "codes": codes, "frozen": np.arange(300), "step": 3})
+    assert unickpt.verify(FIXTURES / name).ok
+    index = unickpt.open(FIXTURES / name).index
+    patched = {name: (entry.patched, entry.patches) for name, entry in index.arrays.items()}
+    assert patched == {"near": (1, 2), "rows": (1, 2), "codes": (1, 1), "frozen": (0, 0)}
+    assert index.growth is not None
+    assert index.growth.saves == 3
+    assert len(index.bases) == 2 * name.startswith("chained")

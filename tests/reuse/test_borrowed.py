@@ -26,9 +26,10 @@ from unickpt import (
     SaveOptions,
     UnsupportedFormat,
 )
+from unickpt.arrays.layout import Layout, Mesh
 from unickpt.cli.app import app
 from unickpt.format import borrowed, index_json
-from unickpt.format.index import BaseEntry, Index
+from unickpt.format.index import ArrayEntry, BaseEntry, Index
 from unickpt.storage import paths
 
 CHUNK = 4096
@@ -240,16 +241,23 @@ def test_the_number_of_borrowed_chunks(count: Any) -> None:
 @pytest.mark.parametrize(
     ("rows", "why"),
     [
-        ([(0, 0), (0, 0)], "one twice"),
-        ([(3, 0), (1, 0)], "one twice"),
-        ([(4, 0)], "do not exist"),
-        ([(1, 1)], "names a base that the index does not"),
+        ([(0, 0, 0), (0, 0, 0)], "one twice"),
+        ([(3, 0, 0), (1, 0, 0)], "one twice"),
+        ([(4, 0, 0)], "do not exist"),
+        ([(1, 1, 0)], "names a base that the index does not"),
+        ([(1, 0, 1), (1, 0, 1)], "one twice"),
+        ([(1, 0, 2), (1, 0, 1)], "one twice"),
+        ([(1, 0, 0), (1, 0, 1)], "one twice"),
     ],
 )
-def test_a_hostile_table(rows: list[tuple[int, int]], why: str) -> None:
-    data = np.array(rows, borrowed.DTYPE).tobytes()
+def test_a_hostile_table(rows: list[tuple[int, int, int]], why: str) -> None:
+    alone = Layout(Mesh((), (), (0,)), ((),))
+    entry = ArrayEntry("w", (4,), "uint8", (1,), alone, patched=1, patches=1)
+    arrays = {"w": entry} if any(link for _, _, link in rows) else {}
+    found = Index(None, arrays)
+    data = borrowed.encode(np.array(rows, borrowed.DTYPE), found)
     index = Index(
-        None, {}, bases=(BaseEntry("a", ""),), chunks=4, borrowed=len(rows),
+        None, arrays, bases=(BaseEntry("a", ""),), chunks=4, borrowed=len(rows),
         borrowed_xxh3=f"{xxhash.xxh3_64_intdigest(data):016x}",
     )  # fmt: skip
     with pytest.raises(ValueError, match=why):

@@ -92,8 +92,10 @@ def test_later_saves_are_whole(
     with Checkpointer(tmp_path, reuse=reuse, options=OPTIONS) as run:
         run.save(0, state(0)).result()
         assert run.save(1, state(1)).result().reused_bytes >= FROZEN.nbytes
-        for step in tmp_path.glob("step_*"):  # without links, the later one borrows of the first
-            HARMS[what](step)
+        # Without links, the later one borrows of the first; short patches are in no data file.
+        for step in tmp_path.glob("step_*"):
+            if "data" not in what or any(step.glob("processes/*/00000/*/*")):
+                HARMS[what](step)
         run.save(2, state(2)).result()
         said = [record.getMessage() for record in caplog.records]
         assert run.save(3, state(3)).result().reused_bytes >= FROZEN.nbytes

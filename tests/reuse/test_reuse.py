@@ -84,13 +84,13 @@ def test_a_chunk_of_the_base_is_looked_for_once(
 ) -> None:
     state = tree()
     chunks = save(tmp_path / "a", state).chunks
-    asked, where = [], OcdbtReader.where
+    asked, values_of = [], OcdbtReader.values_of
 
     def counted(reader: OcdbtReader, entry: Any, part: Any, number: int) -> Any:
         asked.append((part.key, number))
-        return where(reader, entry, part, number)
+        return values_of(reader, entry, part, number)
 
-    monkeypatch.setattr(OcdbtReader, "where", counted)
+    monkeypatch.setattr(OcdbtReader, "values_of", counted)
     assert save(tmp_path / "b", state, base=tmp_path / "a").reused_bytes > 0
     assert len(asked) == len(set(asked)) == chunks
 

@@ -44,7 +44,7 @@ from unickpt.errors import (
     StorageError,
     out_of_memory,
 )
-from unickpt.format import codec, index_json, timing
+from unickpt.format import borrowed, codec, index_json, timing
 from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, Index
 from unickpt.format.timing import Arrivals
 from unickpt.frameworks.process_group import Group
@@ -442,7 +442,7 @@ class Attempt:
             INDEX_KEY: index_json.encode(index),
         }
         if index.bases:
-            extra[BORROWED_KEY] = chunks.borrowed.tobytes()
+            extra[BORROWED_KEY] = borrowed.encode(chunks.borrowed, index)
         manifest = self._root.build(f"processes/{self.name}/root/", index, chunks, extra)
         self._sync(self._folder.child("root"))
         return manifest

@@ -17,8 +17,9 @@ from unickpt.commit.merge_chunks import Chunks, Requests, merged_chunks, request
 from unickpt.commit.messages import Names, Records
 from unickpt.commit.replicas import ReplicaDifference, Replicas
 from unickpt.errors import CoverageError
-from unickpt.format import digest_table
+from unickpt.format import borrowed, digest_table
 from unickpt.format.coverage import check_boxes
+from unickpt.format.growth import Growth
 from unickpt.format.index import (
     RESERVED,
     ArrayEntry,
@@ -88,12 +89,11 @@ def merge_all(
         written = [*records, *request(missing)]
         chunks = merged_chunks(index, written, names, assumed, winners)
         requests(index, chunks.table, [])
-    lent = chunks.borrowed.tobytes()
+    arrays_now = with_errors(index, written, names, winners)
+    index = replace(index, arrays=with_patches(arrays_now, chunks.patched(index.arrays)))
+    lent = borrowed.encode(chunks.borrowed, index) if chunks.bases else b""
     index = replace(
         index,
-        arrays=with_patches(
-            with_errors(index, written, names, winners), chunks.patched(index.arrays)
-        ),
         metadata=_metadata(index, records),
         per_process=per_process(index, records),
         chunks=len(chunks.table),
@@ -101,10 +101,23 @@ def merge_all(
         digests_xxh3=f"{xxhash.xxh3_64_intdigest(chunks.table.tobytes()):016x}",
         digest_blocks=_digest_blocks(chunks.table),
         bases=chunks.bases,
+        growth=_growth(index, written),
         borrowed=len(chunks.borrowed),
         borrowed_xxh3=f"{xxhash.xxh3_64_intdigest(lent):016x}" if chunks.bases else "",
     )
     return Merged(index, chunks, differences)
+
+
+def _growth(index: Index, records: Records) -> Growth | None:
+    """How checkpoints have grown with this one; None if it refers to nothing earlier."""
+    before = records[0][1].growth
+    if before is None:
+        return None
+    sums = [
+        int(sum(record.statistics.get(name, 0) for _, record in records))
+        for name in ("stored_bytes", "kept_bytes")
+    ]
+    return before.then(*sums)
 
 
 def _digest_blocks(table: digest_table.Table) -> DigestBlocks | None:
@@ -304,11 +317,14 @@ def with_errors(
 
 
 def with_patches(
-    arrays: Mapping[str, ArrayEntry], counts: Mapping[str, int]
+    arrays: Mapping[str, ArrayEntry], counts: Mapping[str, tuple[int, int]]
 ) -> dict[str, ArrayEntry]:
-    """The arrays, each with the number of its chunks that are stored as patches."""
-    patched = {name: replace(arrays[name], patched=count) for name, count in counts.items()}
-    return {**arrays, **patched}
+    """The arrays, each with the numbers of its chunks that are stored as patches, and of these."""
+    found = {
+        name: replace(arrays[name], patched=patched, patches=patches)
+        for name, (patched, patches) in counts.items()
+    }
+    return {**arrays, **found}
 
 
 # --- per-process values ---------------------------------------------------------------------------

@@ -14,10 +14,18 @@ import numpy as np
 
 from unickpt.arrays.box import Box
 from unickpt.commit import chunk_owners
-from unickpt.commit.messages import ELSEWHERE, Names, Record, Records, ValuePlace
+from unickpt.commit.messages import (
+    ELSEWHERE,
+    PATCH_DTYPE,
+    Names,
+    Record,
+    Records,
+    ValuePlace,
+)
 from unickpt.errors import CoverageError
 from unickpt.format import borrowed, chunk_grid, digest_table
 from unickpt.format.index import ArrayEntry, BaseEntry, Index
+from unickpt.format.links import FULL_LINK, WHOLE_LINK
 from unickpt.frameworks.per_process import blob_key
 from unickpt.quoting import some
 from unickpt.storage.btree.builder import INLINE, PLACE_DTYPE
@@ -40,11 +48,13 @@ class Chunks:
         kinds: how each is stored: `WHOLE`, `PATCHED`, `BORROWED` or `MISSING`.
         places: where each is (of a patched one, the full chunk); the number of its file is a
             position in `files`.
-        patches: likewise where each patch is, in the order of the patched chunks.
+        patches: likewise where the patches are that this checkpoint has, with the rows of their
+            chunks.
         blobs: likewise where each per-process value is, by its key.
         files: processes, and the paths of files below their folders.
         inline: the values that are in no file, joined.
-        borrowed: the chunks that are in other checkpoints.
+        counts: how many patches each chunk has, wherever they are.
+        borrowed: the values that are in other checkpoints.
         bases: these checkpoints.
         contested: the assumed arrays for which two processes wrote different data for a chunk, with
             those two.
@@ -57,20 +67,22 @@ class Chunks:
     blobs: Mapping[str, ValuePlace]
     files: Sequence[tuple[int, str]]
     inline: bytes
+    counts: Column
     borrowed: borrowed.BorrowedTable
     bases: tuple[BaseEntry, ...]
     contested: Mapping[str, list[int]]
 
-    def patched(self, arrays: Mapping[str, ArrayEntry]) -> dict[str, int]:
-        """How many chunks of each array are stored as patches; only of those that have some."""
-        if not len(self.patches):
+    def patched(self, arrays: Mapping[str, ArrayEntry]) -> dict[str, tuple[int, int]]:
+        """How many chunks of each array are stored as patches, and how many patches these have;
+        only of those that have some."""
+        if not (self.kinds == PATCHED).any():
             return {}
-        at, spans = np.flatnonzero(self.kinds == PATCHED), chunk_grid.chunk_spans(arrays)
-        counts = {
-            name: int(np.diff(np.searchsorted(at, (span.start, span.stop)))[0])
-            for name, span in spans.items()
-        }
-        return {name: count for name, count in counts.items() if count}
+        found = {}
+        for name, span in chunk_grid.chunk_spans(arrays).items():
+            own = self.counts[span]
+            if own.any():
+                found[name] = int(np.count_nonzero(own)), int(own.sum())
+        return found
 
 
 def merged_chunks(
@@ -110,22 +122,39 @@ def merged_chunks(
         table["digest"], table["process"] = listed.digest[chosen], listed.process[chosen]
         kinds, places = listed.kind[chosen], listed.place[chosen]
     table["digest"][missing], table["process"][missing], kinds[missing] = 0, _NOBODY, MISSING
-    lent, patched = np.flatnonzero(kinds == BORROWED), chosen[kinds == PATCHED]
-    used, base = np.unique(listed.base[chosen[lent]], return_inverse=True)
-    lent_table = np.zeros(len(lent), borrowed.DTYPE)
-    lent_table["row"], lent_table["base"] = lent, base
+    patches = listed.patches_of(chosen)
+    counts = np.bincount(patches["row"].astype(np.int64), minlength=len(chosen))
+    lent_table = _borrowed_table(kinds, places, patches)
+    used, numbers = np.unique(lent_table["base"], return_inverse=True)
+    lent_table["base"] = numbers
     return Chunks(
         table,
         kinds,
         places,
-        np.concatenate(listed.patches)[listed.patch[patched]],
+        patches[patches["file"] != ELSEWHERE],
         listed.blobs,
         listed.files,
         b"".join(listed.inline),
+        counts,
         lent_table,
         tuple(list(listed.bases)[number] for number in used.tolist()),
         contested,
     )
+
+
+def _borrowed_table(kinds: Column, places: Column, patches: Column) -> borrowed.BorrowedTable:
+    """The values that are in other checkpoints, with the numbers that these have in the records."""
+    is_lent = places["file"] == ELSEWHERE
+    rows = np.flatnonzero(is_lent & (kinds != MISSING))
+    table = np.zeros(len(rows), borrowed.DTYPE)
+    table["row"], table["base"] = rows, places["offset"][rows]
+    table["link"] = np.where(kinds[rows] == PATCHED, FULL_LINK, WHOLE_LINK)
+    some = patches[patches["file"] == ELSEWHERE]
+    more = np.zeros(len(some), borrowed.DTYPE)
+    more["row"], more["base"], more["link"] = some["row"], some["offset"], some["link"]
+    both = np.concatenate([table, more])
+    found: Column = both[np.lexsort((both["link"], both["row"]))]
+    return found
 
 
 class _ListedChunks:
@@ -146,12 +175,13 @@ class _ListedChunks:
         """Each one's row in the digest table, and its digest."""
         self.process, self.kind = np.zeros(count, np.uint32), np.full(count, WHOLE, np.uint8)
         self.place = np.zeros(count, PLACE_DTYPE)
-        self.base, self.patch = np.zeros(count, np.int32), np.zeros(count, np.int64)
-        """If it is borrowed, or patched: of what in `bases`, and with what in `patches`."""
-        self.patches, self.blobs = [np.zeros(0, PLACE_DTYPE)], dict[str, ValuePlace]()
+        self.number, self._count = np.arange(count), count
+        """Which of all it is."""
+        self.patches, self.blobs = [np.zeros(0, PATCH_DTYPE)], dict[str, ValuePlace]()
+        """All patches; their rows are the numbers of their chunks."""
         self.files, self.inline = list[tuple[int, str]](), list[bytes]()
         self.bases: dict[BaseEntry, int] = {}
-        self._nbytes = self._patch_count = 0
+        self._nbytes = 0
         positions, at = _Positions(index), 0
         for process, record in records:
             own = slice(at, at + len(record.chunks))
@@ -165,8 +195,25 @@ class _ListedChunks:
             self._keep(self.where >= 0)
 
     def _keep(self, some: Column) -> None:
-        for name in ("where", "digest", "process", "kind", "place", "base", "patch"):
+        for name in ("where", "digest", "process", "kind", "place", "number"):
             setattr(self, name, getattr(self, name)[some])
+
+    def patches_of(self, chosen: Column) -> Column:
+        """The patches of the chunks that were chosen, with their rows in the digest table.
+
+        Arguments:
+            chosen: for each row of the table which of the listed chunks it is; -1 for none.
+        """
+        patches = np.concatenate(self.patches)
+        if not len(patches):
+            return patches
+        rows = np.flatnonzero(chosen >= 0)
+        row_of = np.full(self._count, -1)
+        row_of[self.number[chosen[rows]]] = rows
+        there = row_of[patches["row"].astype(np.int64)]
+        found = patches[there >= 0]
+        found["row"] = there[there >= 0]
+        return found[np.lexsort((found["link"], found["row"]))]
 
     def _place(self, own: slice, process: int, record: Record) -> None:
         """Fills in how and where a record's chunks are stored."""
@@ -176,20 +223,23 @@ class _ListedChunks:
             places = np.zeros(len(table), PLACE_DTYPE)
             for name in PLACE_DTYPE.names or ():
                 places[name] = table[name]
+            is_lent = places["file"] == ELSEWHERE
+            places["offset"][is_lent] = bases[places["offset"][is_lent].astype(np.int64)]
             places["offset"][places["file"] == INLINE] += np.uint64(self._nbytes)
             places["file"][places["file"] >= 0] += len(self.files)
             return places
 
+        found = [self.bases.setdefault(base, len(self.bases)) for base in record.bases]
+        bases = np.array(found, np.uint64)
         self.place[own] = numbered(record.chunks)
-        if record.base is not None:
-            self.kind[own][record.chunks["file"] == ELSEWHERE] = BORROWED
-            self.base[own] = self.bases.setdefault(record.base, len(self.bases))
+        self.kind[own][record.chunks["file"] == ELSEWHERE] = BORROWED
         if len(record.patches):
-            rows = record.patches["row"].astype(np.int64)
-            self.kind[own][rows] = PATCHED
-            self.patch[own][rows] = self._patch_count + np.arange(len(rows))
-            self.patches.append(numbered(record.patches))
-            self._patch_count += len(rows)
+            patches, places = record.patches.copy(), numbered(record.patches)
+            self.kind[own][patches["row"].astype(np.int64)] = PATCHED
+            patches["row"] += np.uint64(own.start)
+            for name in PLACE_DTYPE.names or ():
+                patches[name] = places[name]
+            self.patches.append(patches)
         if record.blobs:
             places = np.array([place for _, _, _, place in record.blobs.values()], PLACE_DTYPE)
             for name, place in zip(record.blobs, numbered(places).tolist(), strict=True):

@@ -23,7 +23,9 @@ from unickpt.errors import (
     ProcessFailed,
     StorageError,
 )
+from unickpt.format.growth import Growth
 from unickpt.format.index import BaseEntry, Index, nbytes_of
+from unickpt.format.links import FULL_LINK
 from unickpt.frameworks.process_group import Group
 from unickpt.reuse.experts import ExpertSteps
 from unickpt.storage.btree.builder import INLINE, PLACE_DTYPE, PLACE_FIELDS
@@ -35,10 +37,11 @@ T = TypeVar("T")
 # `array` is the number of the array in the process's own description, `chunk` that of the chunk in
 # the array's parts, in order (for arrays with boxes instead of a layout: in this process's boxes).
 CHUNK_DTYPE = np.dtype([("array", "<u4"), ("chunk", "<u8"), ("digest", "<u8"), *PLACE_FIELDS])
-# Where the patch of a chunk is; `row` is the position of the chunk among those of the record.
-PATCH_DTYPE = np.dtype([("row", "<u8"), *PLACE_FIELDS])
+# Where a patch of a chunk is: `row` is the position of the chunk among those of the record, `link`
+# says which value of the chunk it is (`format.chains`).
+PATCH_DTYPE = np.dtype([("row", "<u8"), ("link", "<u4"), *PLACE_FIELDS])
 ELSEWHERE = -2
-"""Instead of a file: the chunk is in a checkpoint beside this one."""
+"""Instead of a file: the value is in a checkpoint beside this one; the offset says in which."""
 # A fingerprint of an array that is assumed to be equal on all processes that have it.
 REPLICA_DTYPE = np.dtype([("array", "<u4"), ("fingerprint", "<u8")])
 _TABLES = CHUNK_DTYPE, PATCH_DTYPE, REPLICA_DTYPE
@@ -65,8 +68,9 @@ class Record:
         replaces: xxh3-64 of the root manifest that the process found, empty if it found none.
         replicas: one element of `REPLICA_DTYPE` for each array whose replication is assumed.
         checked: whether `replicas` cover every byte; else only a sample.
-        base: the checkpoint beside this one from which chunks are borrowed, if any are.
-        patches: one element of `PATCH_DTYPE` for each chunk that is stored as a patch, ascending.
+        bases: the checkpoints beside this one from which values are borrowed.
+        growth: how checkpoints grew up to the one whose patches this one goes on with, if any.
+        patches: one element of `PATCH_DTYPE` for each patch of a chunk, ascending.
         errors: of the arrays that are quantised, by array number: the largest absolute and relative
             error (`format.index.ArrayEntry`).
         experts: of which step its experts are, by key, if some may be left out of a save.
@@ -83,7 +87,8 @@ class Record:
     replaces: str = ""
     replicas: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, REPLICA_DTYPE))
     checked: bool = False
-    base: BaseEntry | None = None
+    bases: tuple[BaseEntry, ...] = ()
+    growth: Growth | None = None
     patches: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, PATCH_DTYPE))
     errors: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     experts: ExpertSteps = field(default_factory=dict)
@@ -121,7 +126,8 @@ class Record:
         tables = self.chunks, self.patches, self.replicas
         if tuple(table.dtype for table in tables) != _TABLES:
             raise ValueError("a table has other columns")
-        for table, least in (self.chunks, ELSEWHERE), (self.patches, INLINE), (others, INLINE):
+        tables_of = (self.chunks, ELSEWHERE), (self.patches, ELSEWHERE), (others, INLINE)
+        for table, least in tables_of:
             file = table["file"]
             if len(file) and (int(file.min()) < least or int(file.max()) >= len(self.files)):
                 raise ValueError("a value is in a file that is not listed")
@@ -129,10 +135,17 @@ class Record:
             offset, length = (table[each][file == INLINE] for each in ("offset", "length"))
             if (length > size).any() or (offset > size - np.minimum(length, size)).any():
                 raise ValueError("a value ends after all of them")
-        if self.base is None and (self.chunks["file"] == ELSEWHERE).any():
-            raise ValueError("it does not say where each value is")
-        rows = self.patches["row"]
-        if len(rows) and (int(rows.max()) >= len(self.chunks) or (rows[1:] <= rows[:-1]).any()):
+        for table in self.chunks, self.patches:
+            if (table["offset"][table["file"] == ELSEWHERE] >= len(self.bases)).any():
+                raise ValueError("it does not say where each value is")
+        rows, links = self.patches["row"], self.patches["link"].astype(np.int64)
+        is_next = (rows[1:] == rows[:-1]) & (links[1:] == links[:-1] + 1)
+        is_first = (rows[1:] > rows[:-1]) & (links[1:] == FULL_LINK + 1)
+        if len(rows) and (
+            int(rows.max()) >= len(self.chunks)
+            or int(links[0]) != FULL_LINK + 1
+            or not (is_next | is_first).all()
+        ):
             raise ValueError("a patch is not of one of its chunks")
         for path in self.files:
             if path.startswith("/") or "\0" in path or ".." in path.split("/"):

@@ -19,9 +19,9 @@ import tensorstore as ts
 
 from unickpt.commit import borrowers
 from unickpt.commit.merge_chunks import PATCHED, WHOLE, Chunks, Column
-from unickpt.commit.messages import ValuePlace
+from unickpt.commit.messages import ELSEWHERE, ValuePlace
 from unickpt.errors import CheckpointExists, StorageError
-from unickpt.format import chunk_grid, patches
+from unickpt.format import chunk_grid, links
 from unickpt.format.chunk_grid import Part, join_key
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.storage.btree import builder
@@ -99,7 +99,8 @@ class Root:
         )
         out.close()
         blobs = sum(len(entry.blobs) for entry in index.per_process.values())
-        count = index.chunks - index.borrowed + len(chunks.patches) + blobs + len(extra)
+        patches = sum(entry.patches for entry in index.arrays.values())
+        count = index.chunks + patches - index.borrowed + blobs + len(extra)
         if found != count:
             raise StorageError(
                 f"{self._location}: the processes reported {count} values, but {found} were found"
@@ -275,10 +276,6 @@ def runs(index: Index, chunks: Chunks, extra: Mapping[str, ValuePlace]) -> Itera
     """
     others = {**extra, **chunks.blobs}
     keys, rows, grids = [key.encode() for key in others], list[int](), list[_ChunkEntries]()
-    patch_places = np.zeros(0, PLACE_DTYPE)
-    if len(chunks.patches):  # a row for each chunk, as of the others
-        patch_places = np.zeros(len(chunks.kinds), PLACE_DTYPE)
-        patch_places[chunks.kinds == PATCHED] = chunks.patches
     first = 0
     for entry in index.arrays.values():
         is_whole = not entry.patched and not index.bases
@@ -289,7 +286,7 @@ def runs(index: Index, chunks: Chunks, extra: Mapping[str, ValuePlace]) -> Itera
                 rows.append(first)
             else:
                 own = slice(first, first + count)
-                grids += _grids(part, entry, chunks, patch_places, own)
+                grids += _grids(part, entry, chunks, own)
             first += count
     places = np.concatenate(
         [np.array(list(others.values()), PLACE_DTYPE), chunks.places[np.array(rows, np.int64)]]
@@ -298,16 +295,24 @@ def runs(index: Index, chunks: Chunks, extra: Mapping[str, ValuePlace]) -> Itera
     yield from _ordered([keys[at] for at in order], places[order], grids)
 
 
-def _grids(
-    part: Part, entry: ArrayEntry, chunks: Chunks, patch_places: Column, rows: slice
-) -> Iterator[_ChunkEntries]:
-    """The chunks of a part, and the patches and full chunks of those that are patched."""
+def _grids(part: Part, entry: ArrayEntry, chunks: Chunks, rows: slice) -> Iterator[_ChunkEntries]:
+    """The chunks of a part, and the full chunks and patches of those that are patched."""
     kinds, places = chunks.kinds[rows], chunks.places[rows]
     yield _ChunkEntries(part, places, kinds == WHOLE)
     if entry.patched:
-        is_patch = kinds == PATCHED
-        yield _ChunkEntries(patches.full_of(part), places, is_patch)
-        yield _ChunkEntries(patches.patch_of(part), patch_places[rows], is_patch)
+        is_own = places["file"] != ELSEWHERE
+        full = links.part_of(part, links.FULL_LINK)
+        yield _ChunkEntries(full, places, (kinds == PATCHED) & is_own)
+        low, high = np.searchsorted(chunks.patches["row"], (rows.start, rows.stop))
+        patches = chunks.patches[low:high]
+        for link in np.unique(patches["link"]).tolist():
+            some = patches[patches["link"] == link]
+            at = some["row"].astype(np.int64) - rows.start
+            there, has = np.zeros(len(kinds), PLACE_DTYPE), np.zeros(len(kinds), np.bool_)
+            for name in PLACE_DTYPE.names or ():
+                there[name][at] = some[name]
+            has[at] = True
+            yield _ChunkEntries(links.part_of(part, link), there, has)
 
 
 @dataclass(frozen=True, eq=False)

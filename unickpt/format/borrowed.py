@@ -13,13 +13,17 @@ import tensorstore as ts
 import xxhash
 
 from unickpt.format.index import BaseEntry, Index
+from unickpt.format.links import WHOLE_LINK
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Damaged
 from unickpt.storage.local_folders import LOCK_SUFFIX
 from unickpt.storage.locations import Location
 
-DTYPE = np.dtype([("row", "<u8"), ("base", "<u4")])
-"""A borrowed chunk: its row in the digest table, and the position of its base in the index."""
+DTYPE = np.dtype([("row", "<u8"), ("base", "<u4"), ("link", "<u4")])
+"""A borrowed value: the chunk's row in the digest table, the position of its base in the index, and
+which value of the chunk it is, as `links` numbers them."""
+_WITHOUT_LINKS = np.dtype([("row", "<u8"), ("base", "<u4")])
+"""The same, as it is stored if no chunk has patches."""
 BorrowedTable = np.ndarray[Any, Any]
 MARKS = "borrowers"
 """In the folder of an attempt: a file for each checkpoint that may borrow from it."""
@@ -35,11 +39,15 @@ def decode(data: bytes, index: Index) -> BorrowedTable:
     Raises:
         ValueError: says what is wrong.
     """
+    table = np.zeros(index.borrowed, DTYPE)
     if f"{xxhash.xxh3_64_intdigest(data):016x}" != index.borrowed_xxh3:
         raise ValueError("the table of borrowed chunks does not match its digest in the index")
-    table = np.frombuffer(data, DTYPE)
-    rows = table["row"]
-    in_order = bool((rows[1:] > rows[:-1]).all())
+    stored = np.frombuffer(data, stored_dtype(index))
+    for name in stored.dtype.names or ():
+        table[name] = stored[name]
+    rows, links = table["row"], table["link"]
+    is_later = (rows[1:] == rows[:-1]) & (links[1:] > links[:-1]) & (links[:-1] != WHOLE_LINK)
+    in_order = bool(((rows[1:] > rows[:-1]) | is_later).all())
     if not in_order or (len(rows) and rows[-1] >= index.chunks):
         raise ValueError(
             "the table of borrowed chunks names chunks that do not exist, or one twice"
@@ -47,6 +55,19 @@ def decode(data: bytes, index: Index) -> BorrowedTable:
     if len(rows) and table["base"].max() >= len(index.bases):
         raise ValueError("the table of borrowed chunks names a base that the index does not")
     return table
+
+
+def stored_dtype(index: Index) -> np.dtype[Any]:
+    """The columns of the table as it is stored."""
+    return DTYPE if index.has_chains else _WITHOUT_LINKS
+
+
+def encode(table: BorrowedTable, index: Index) -> bytes:
+    """The table as it is stored."""
+    stored = np.zeros(len(table), stored_dtype(index))
+    for name in stored.dtype.names or ():
+        stored[name] = table[name]
+    return stored.tobytes()
 
 
 def name_of(location: Location) -> str:

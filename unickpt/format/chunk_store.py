@@ -19,7 +19,7 @@ from unickpt.errors import (
     UnsupportedFormat,
     naming_memory,
 )
-from unickpt.format import codec, patches
+from unickpt.format import codec
 from unickpt.format.chunk_grid import Part, chunk_key
 from unickpt.format.codec import Codecs, NotDecodable, as_stored, bytes_of, digest, zarr_metadata
 from unickpt.format.index import ArrayEntry
@@ -115,7 +115,7 @@ class ChunkStore:
                 nbytes = math.prod(part.chunk) * out.itemsize
                 if part.chunk[1:] != out.shape[1:]:
                     continue
-            if entry.patched or entry.quantized is not None:
+            if entry.quantized is not None:
                 continue
             positions.append(at)
             keys.append(chunk_key(part, number))
@@ -143,7 +143,7 @@ class ChunkStore:
             [
                 chunk_key(part, number)
                 for entry, part, number, out, _, _ in requests
-                if entry.quantized is not None and not entry.patched and out.nbytes <= SMALL
+                if entry.quantized is not None and out.nbytes <= SMALL
             ]
         )
 
@@ -163,80 +163,19 @@ class ChunkStore:
         """
         entry, part, number, out, expected, _ = request
         hashed = expected is not None
+        value = values.get(chunk_key(part, number)) if values else None
         try:
-            patch = self._patch(entry, part, number)
-            if patch is None:
-                value = values.get(chunk_key(part, number)) if values else None
-                return self._read(entry, part, number, out, value, hashed=hashed)
-            self._read(entry, patches.full_of(part), number, out)
-            patches.apply(patch, out)
-        except (Failed, NotDecodable, patches.BadPatch) as error:
-            raise self._naming(error, entry, part, number) from error
-        return digest(out) if hashed else None
+            return self.read_whole(entry, part, number, out, value, hashed=hashed)
+        except (Failed, NotDecodable) as error:
+            raise self.naming(error, entry, part, number) from error
 
-    def read_full(
-        self, entry: ArrayEntry, part: Part, number: int, out: Array
-    ) -> tuple[int | None, patches.FullChunk | None]:
-        """Reads a chunk, or the full chunk that its patch refers to.
-
-        Arguments:
-            entry, part, number, out: as for `read`.
-
-        Returns:
-            The digest of what was read, and what the patch says of it; None if there is no patch.
-
-        Raises:
-            CheckpointCorrupt, StorageError: as `read`.
-        """
-        try:
-            patch = self._patch(entry, part, number)
-            of = None if patch is None else patches.of_patch(patch)
-            stored = part if patch is None else patches.full_of(part)
-            return self._read(entry, stored, number, out, hashed=True), of
-        except (Failed, NotDecodable, patches.BadPatch) as error:
-            raise self._naming(error, entry, part, number) from error
-
-    def _naming(self, error: Exception, entry: ArrayEntry, part: Part, number: int) -> Exception:
+    def naming(self, error: Exception, entry: ArrayEntry, part: Part, number: int) -> Exception:
         """The error for a chunk that cannot be read or decoded."""
         failed = error if isinstance(error, Failed) else Damaged(str(error))
         where = f"{self.location}: array {entry.name!r} {part.chunk_box(number)}"
         return self.explained(failed, where)
 
-    def _patch(self, entry: ArrayEntry, part: Part, number: int) -> bytes | None:
-        """The patch of a chunk; None if it is stored whole.
-
-        Raises:
-            Failed: the patch is longer than a chunk, or cannot be read.
-        """
-        if not entry.patched:
-            return None
-        key = chunk_key(patches.patch_of(part), number)
-        length, most = self.values.length(key), part.chunk_box(number).size * entry.itemsize
-        if length is None:
-            return None
-        if length > most:
-            raise Damaged(f"a patch of {length} bytes for a chunk of {most}")
-        return self.values.read(key, length)
-
-    def is_patched(self, entry: ArrayEntry, part: Part, number: int) -> bool:
-        """Whether a chunk is stored as a patch.
-
-        Raises:
-            Failed: the database is damaged.
-        """
-        if not entry.patched:
-            return False
-        return self.values.length(chunk_key(patches.patch_of(part), number)) is not None
-
-    def stored_part(self, entry: ArrayEntry, part: Part, number: int) -> Part:
-        """Where a whole chunk is: the chunk, or the full chunk that its patch refers to.
-
-        Raises:
-            Failed: the database is damaged.
-        """
-        return patches.full_of(part) if self.is_patched(entry, part, number) else part
-
-    def _read(
+    def read_whole(
         self,
         entry: ArrayEntry,
         part: Part,
@@ -252,7 +191,7 @@ class ChunkStore:
             Failed, NotDecodable: it is missing or cannot be decoded.
         """
         if entry.quantized is not None:
-            data = self._coded(entry, part, number, requested)
+            data = self.stored_bytes(entry, part, number, requested)
             codec.decode(entry, data, out)
             return digest(data) if hashed else None
         if not (self._is_as_stored(entry, part, out) and self._read_value(part, number, out)):
@@ -283,7 +222,9 @@ class ChunkStore:
         bytes_of(out).data[:] = value[: out.nbytes]
         return True
 
-    def _coded(self, entry: ArrayEntry, part: Part, number: int, requested: Any = None) -> Array:
+    def stored_bytes(
+        self, entry: ArrayEntry, part: Part, number: int, requested: Any = None
+    ) -> Array:
         """The stored bytes of a chunk of a quantised array.
 
         Raises:
@@ -304,9 +245,9 @@ class ChunkStore:
         """Whether a chunk of a quantised array is stored as these bytes.
 
         Raises:
-            Failed: as `_coded`.
+            Failed: as `stored_bytes`.
         """
-        return np.array_equal(self._coded(entry, part, number), stored)
+        return np.array_equal(self.stored_bytes(entry, part, number), stored)
 
     def explained(self, error: Failed, where: str) -> Exception:
         """What to raise for a failure to read: damage, the storage's fault, or another's save."""
@@ -324,7 +265,7 @@ class ChunkStore:
 
         Arguments:
             entry: the array.
-            part: the part, as `stored_part` says.
+            part: the part, or where full chunks of it are (`chains`).
             number: of a chunk that is stored there.
 
         Raises:

@@ -14,13 +14,15 @@ from typing import Any
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.layout import Layout
+from unickpt.format.growth import Growth
 from unickpt.trees import tree_json
 
 FORMAT = (1, 3)
-PATCHED_FORMAT = (2, 1)
-"""Of a checkpoint with patches (`patches`), which readers of format 1 must not try to read."""
-BINARY_FORMAT = (3, 0)
-"""Of one with binary per-process values, which readers of formats 1 and 2 take for damage."""
+GROWN_FORMAT = (1, 4)
+"""Of a checkpoint that says how much was written since one that was written in full (`growth`)."""
+NEWEST_FORMAT = (3, 0)
+"""Of a checkpoint with patches (`chains`) or binary per-process values, which older readers must
+not try to read."""
 RESERVED = "unickpt"
 """The metadata key under which `Checkpointer` stores `step`, and process 0's `metrics`."""
 OF_THE_WHOLE = ("orbax",)
@@ -50,6 +52,7 @@ class ArrayEntry:
         errors: the largest error of an element that this made, and the largest in relation to the
             largest magnitude in its block.
         patched: how many of its chunks are stored as patches.
+        patches: how many patches all these have; 0 if they are as in format 2, one each.
     """
 
     name: str
@@ -63,6 +66,12 @@ class ArrayEntry:
     quantized: str | None = None
     errors: tuple[float, float] = (0.0, 0.0)
     patched: int = 0
+    patches: int = 0
+
+    @property
+    def patch_values(self) -> int:
+        """How many values are patches."""
+        return self.patches or self.patched
 
     @property
     def dtype_and_shape(self) -> str:
@@ -157,6 +166,12 @@ class Index:
     bases: tuple[BaseEntry, ...] = ()
     borrowed: int = 0
     borrowed_xxh3: str = ""
+    growth: Growth | None = None
+
+    @property
+    def has_chains(self) -> bool:
+        """Whether an array has patches as they are since format 3."""
+        return any(entry.patches for entry in self.arrays.values())
 
     @property
     def names(self) -> dict[str, None]:

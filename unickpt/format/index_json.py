@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import lru_cache
 from typing import Annotated, Any, TypeVar
 
@@ -18,10 +18,11 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, fill_exactly, overlap
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.format.growth import Growth
 from unickpt.format.index import (
-    BINARY_FORMAT,
     FORMAT,
-    PATCHED_FORMAT,
+    GROWN_FORMAT,
+    NEWEST_FORMAT,
     ArrayEntry,
     BaseEntry,
     DigestBlocks,
@@ -51,6 +52,7 @@ _Extent = Annotated[int, Meta(ge=0, lt=_MAX_EXTENT)]
 _Positive = Annotated[int, Meta(ge=1, lt=_MAX_EXTENT)]
 _Error = Annotated[float, Meta(ge=0)]
 _Extents = tuple[_Extent, ...]
+_Growth = tuple[_Extent, _Extent, _Extent, _Extent, _Extent]
 _Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$", max_length=16)]
 _Blobs = list[list[Any]]
 _Blob = tuple[_Extent, _Digest, Annotated[int, Meta(ge=1)] | None]
@@ -84,6 +86,7 @@ class _ArrayBody(msgspec.Struct):
     boxes: list[tuple[_Extents, _Extents, _Extents]] | UnsetType = UNSET
     prng: str | UnsetType = UNSET
     patched: _Positive | UnsetType = UNSET
+    patches: _Positive | UnsetType = UNSET
 
 
 _ARRAY = msgspec.json.Decoder(_ArrayBody)
@@ -110,6 +113,7 @@ class _IndexBody(msgspec.Struct):
     reused: _Extent = 0
     bases: list[_BaseBody] = []
     borrowed: list[Any] = []
+    growth: _Growth | None = None
 
 
 def encode(index: Index) -> bytes:
@@ -117,9 +121,10 @@ def encode(index: Index) -> bytes:
     meshes: dict[Mesh, int] = {}
     layouts: dict[Layout, int] = {}
     arrays = _arrays_to_json(index.arrays.values(), meshes, layouts)
-    is_patched = any(entry.patched for entry in index.arrays.values())
-    is_binary = any(entry.is_binary for entry in index.per_process.values())
-    version = BINARY_FORMAT if is_binary else PATCHED_FORMAT if is_patched else FORMAT
+    is_newest = any(entry.patched for entry in index.arrays.values()) or any(
+        entry.is_binary for entry in index.per_process.values()
+    )
+    version = NEWEST_FORMAT if is_newest else GROWN_FORMAT if index.growth else FORMAT
     head = {
         "format": f"{version[0]}.{version[1]}",
         "library": index.library,
@@ -150,6 +155,8 @@ def encode(index: Index) -> bytes:
     if index.bases:
         body["bases"] = [{"name": base.name, "manifest": base.manifest} for base in index.bases]
         body["borrowed"] = [index.borrowed, index.borrowed_xxh3]
+    if index.growth is not None:
+        body["growth"] = astuple(index.growth)
     before, after = _text(head)[:-1].encode(), _text(body)[1:-1].encode()
     unsealed = b'%b,"arrays":%b,%b' % (before, arrays, after)
     return unsealed + b',"xxh3":"%016x"}' % xxhash.xxh3_64_intdigest(unsealed)
@@ -190,6 +197,7 @@ def _array_body(entry: ArrayEntry, layout: int | None) -> _ArrayBody:
         boxes,
         UNSET if entry.prng is None else entry.prng,
         entry.patched or UNSET,
+        entry.patches or UNSET,
     )
 
 
@@ -236,10 +244,10 @@ def _check_version(version: Any, where: str) -> None:
         raise BadJSON(f"its format version is {quoted(version)}")
     if int(match[1]) < 1:
         raise BadJSON(f"its format version is {version}, but the lowest version is 1.0")
-    if int(match[1]) > BINARY_FORMAT[0]:
+    if int(match[1]) > NEWEST_FORMAT[0]:
         raise UnsupportedFormat(
             f"{where}: written in format {version}; this unickpt reads up to major version "
-            f"{BINARY_FORMAT[0]}. Install a newer unickpt."
+            f"{NEWEST_FORMAT[0]}. Install a newer unickpt."
         )
 
 
@@ -276,6 +284,7 @@ def _decode(body: dict[str, Any], stored: msgspec.Raw, partial: bool) -> Index:
         digests_xxh3=members.digests,
         digest_blocks=_digest_blocks(members),
         reused=members.reused,
+        growth=None if members.growth is None else Growth(*members.growth),
         **_borrowed(members),
     )
 
@@ -385,6 +394,7 @@ def _arrays(
         arrays[name] = ArrayEntry(
             name, same.shape, same.dtype, same.chunk, same.layout, same.cut, same.boxes,
             same.prng, same.quantized, same.errors, same.patched,
+            same.patches,
         )  # fmt: skip
     return arrays
 
@@ -420,12 +430,15 @@ def _array(name: str, body: _ArrayBody, layouts: list[Layout], partial: bool) ->
         if body.errors is UNSET or not all(map(math.isfinite, body.errors)):
             raise BadJSON(f"array {quoted(name)}: its errors are {quoted(body.errors)}")
         errors = body.errors
-        if body.patched is not UNSET:
-            raise BadJSON(f"array {quoted(name)}: is quantised and has patches")
     prng = None if body.prng is UNSET else body.prng
     patched = 0 if body.patched is UNSET else body.patched
+    patches = 0 if body.patches is UNSET else body.patches
+    if (patches and patches < patched) or (patches and not patched):
+        raise BadJSON(f"array {quoted(name)}: has {patched} patched chunks, and {patches} patches")
+    if quantized is not None and patched and not patches:
+        raise BadJSON(f"array {quoted(name)}: is quantised and has patches of format 2")
     return ArrayEntry(
-        name, shape, dtype, chunk, layout, cut, boxes, prng, quantized, errors, patched
+        name, shape, dtype, chunk, layout, cut, boxes, prng, quantized, errors, patched, patches
     )
 
 

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
 from urllib.parse import quote
 
 import numpy as np
@@ -21,12 +20,15 @@ from unickpt.errors import (
 )
 from unickpt.format import (
     borrowed,
+    chains,
     chunk_grid,
     chunk_store,
     digest_table,
     index_json,
+    links,
     timing,
 )
+from unickpt.format.chains import Chains, Parent, Value
 from unickpt.format.chunk_grid import Part
 from unickpt.format.chunk_store import ChunkStore
 from unickpt.format.index import (
@@ -38,7 +40,6 @@ from unickpt.format.index import (
     Index,
     PerProcessEntry,
 )
-from unickpt.format.patches import FullChunk
 from unickpt.format.reader import ParallelMap, Reader, Request
 from unickpt.format.timing import TIMING_KEY, Timing
 from unickpt.frameworks.per_process import blob_key
@@ -46,7 +47,7 @@ from unickpt.frameworks.sections import StoredValue
 from unickpt.storage import errors, ocdbt, paths
 from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.database import Database
-from unickpt.storage.errors import Failed
+from unickpt.storage.errors import Damaged, Failed
 from unickpt.storage.locations import Location
 
 FORMAT = "unickpt"
@@ -115,6 +116,10 @@ class OcdbtReader(Reader):
         self._bases: list[ChunkStore] = []
         self._parts: dict[str, dict[str, int]] = {}
 
+    @cached_property
+    def _chains(self) -> Chains:
+        return Chains(self._chunks, self._bases, self.borrowed_links)
+
     @property
     def version(self) -> str:  # type: ignore[override]  # read only when it is asked for
         return str(json.loads(self.read_key(INDEX_KEY))["format"])
@@ -128,12 +133,26 @@ class OcdbtReader(Reader):
             CheckpointCorrupt: one is missing, or was replaced.
             StorageError: the storage failed.
         """
-        try:
-            for base in self.index.bases:
+        for number, base in enumerate(self.index.bases):
+            try:
                 database = borrowed.pinned(self.location, base, self._chunks.database.context)
-                self._bases.append(ChunkStore(database, self.index.codecs))
-        except Failed as error:
-            raise errors.reading_failed(error, str(self.location)) from error
+            except Damaged as error:
+                raise chains.lost(self.location, self._needing(number), error) from error
+            except Failed as error:
+                raise errors.reading_failed(error, str(self.location)) from error
+            self._bases.append(ChunkStore(database, self.index.codecs))
+
+    def _needing(self, base: int) -> list[str]:
+        """The names of the arrays of which a base has something, as far as that can be told."""
+        try:
+            rows = self._borrowed["row"][self._borrowed["base"] == base]
+        except UnickptError:
+            return []
+        return [
+            name
+            for name, span in self._spans.items()
+            if np.diff(np.searchsorted(rows, (span.start, span.stop)))[0]
+        ]
 
     def _store_of(self, entry: ArrayEntry, part: Part, number: int) -> ChunkStore:
         """Where a chunk is: here, or in a base."""
@@ -159,7 +178,7 @@ class OcdbtReader(Reader):
         return self._base_of(entry, part, number) is not None
 
     def borrowed_values(self) -> Iterator[tuple[str, bytes]]:
-        """The keys and the stored bytes of all chunks that are in checkpoints beside this one.
+        """The keys and the stored bytes of all values that are in checkpoints beside this one.
 
         Raises:
             CheckpointCorrupt: one is missing.
@@ -168,29 +187,39 @@ class OcdbtReader(Reader):
         for entry in self.index.arrays.values() if self.index.bases else ():
             for part in chunk_grid.parts(entry):
                 for number in range(part.count):
-                    base = self._base_of(entry, part, number)
-                    if base is not None:
-                        yield self._borrowed_value(base, chunk_grid.chunk_key(part, number))
+                    for link, base in self.borrowed_links(entry, part, number).items():
+                        yield self._borrowed_value(entry, part, number, link, base)
 
-    def _borrowed_value(self, base: int, key: str) -> tuple[str, bytes]:
-        store = self._bases[base]
+    def _borrowed_value(
+        self, entry: ArrayEntry, part: Part, number: int, link: int, base: int
+    ) -> tuple[str, bytes]:
+        there, at = Value(self._bases[base], part), part
+        if link != links.WHOLE_LINK:
+            there = self.chain(entry, part, number)[link - links.FULL_LINK]
+            at = links.part_of(part, link)
+        key = chunk_grid.chunk_key(there.part, number)
         try:
-            value = store.values.read(key)
+            value = there.store.values.read(key)
         except Failed as error:
-            raise store.explained(error, f"{store.location}: key {key!r}") from error
+            where = f"{there.store.location}: key {key!r}"
+            raise there.store.explained(error, where) from error
         if value is None:
-            raise self.damaged(f"key {key!r} is missing in {store.location}")
-        return key, value
+            raise self.damaged(f"key {key!r} is missing in {there.store.location}")
+        return chunk_grid.chunk_key(at, number), value
 
-    def _base_of(self, entry: ArrayEntry, part: Part, number: int) -> int | None:
-        """The position in the index of the base that has a chunk; None if it is here."""
+    def borrowed_links(self, entry: ArrayEntry, part: Part, number: int) -> dict[int, int]:
+        """The values of a chunk that bases have: by their links, the bases' positions."""
         if not self.index.bases:
-            return None
+            return {}
         first = self._first_rows(entry)[part.key]
         table, row = self._borrowed, self._spans[entry.name].start + first + number
-        at = int(np.searchsorted(table["row"], row))
-        is_borrowed = at < len(table) and table["row"][at] == row
-        return int(table["base"][at]) if is_borrowed else None
+        low, high = np.searchsorted(table["row"], (row, row + 1))
+        some = table[low:high]
+        return dict(zip(some["link"].tolist(), some["base"].tolist(), strict=True))
+
+    def _base_of(self, entry: ArrayEntry, part: Part, number: int) -> int | None:
+        """The position in the index of the base that has a whole chunk; None if it is here."""
+        return self.borrowed_links(entry, part, number).get(links.WHOLE_LINK)
 
     def _first_rows(self, entry: ArrayEntry) -> dict[str, int]:
         """By the key of each part of an array, the row of its first chunk among the array's."""
@@ -201,7 +230,7 @@ class OcdbtReader(Reader):
 
     @cached_property
     def _borrowed(self) -> borrowed.BorrowedTable:
-        nbytes = self.index.borrowed * borrowed.DTYPE.itemsize
+        nbytes = self.index.borrowed * borrowed.stored_dtype(self.index).itemsize
         self._check_digests()  # on its own, the index may claim any number of chunks
         if self.key_length(BORROWED_KEY) != nbytes:
             raise self.damaged(f"key {BORROWED_KEY!r} is missing, or has not {nbytes} bytes")
@@ -211,17 +240,46 @@ class OcdbtReader(Reader):
             raise self.damaged(str(error)) from None
 
     def read(self, requests: Sequence[Request]) -> Sequence[int]:
-        if not self._bases:
+        if not self._bases and not self._has_patches:
             return self._chunks.read(requests)
         of_store: dict[ChunkStore, list[int]] = {}
+        wrong = list[int]()
         for at, request in enumerate(requests):
-            store = self._store_of(request.entry, request.part, request.number)
-            of_store.setdefault(store, []).append(at)
-        return sorted(
-            positions[at]
-            for store, positions in of_store.items()
-            for at in store.read([requests[position] for position in positions])
-        )
+            chunk = request.entry, request.part, request.number
+            if chain := self.chain(*chunk):
+                digest = self._chains.read(request, chain)
+                wrong += [at] * (digest != request.digest)
+                continue
+            of_store.setdefault(self._store_of(*chunk), []).append(at)
+        for store, positions in of_store.items():
+            found = store.read([requests[position] for position in positions])
+            wrong += [positions[at] for at in found]
+        return sorted(wrong)
+
+    def chain(self, entry: ArrayEntry, part: Part, number: int) -> Sequence[Value]:
+        """The full chunk and the patches of a chunk, in order; nothing if it is stored whole.
+
+        Raises:
+            CheckpointCorrupt: a database is damaged.
+        """
+        if not entry.patched:
+            return ()
+        try:
+            return self._chains.of(entry, part, number)
+        except Failed as error:
+            raise self._explained(error, entry) from error
+
+    def values_of(self, entry: ArrayEntry, part: Part, number: int) -> Sequence[Value]:
+        """Where all values of a chunk are: that of a whole one, or its full chunk and patches.
+
+        Raises:
+            CheckpointCorrupt: a database is damaged.
+        """
+        if chain := self.chain(entry, part, number):
+            return chain
+        base = self._base_of(entry, part, number)
+        store = self._chunks if base is None else self._bases[base]
+        return (Value(store, part, base),)
 
     def reads_boxes(self, entry: ArrayEntry) -> bool:
         return False  # the digest is of a whole chunk
@@ -242,41 +300,38 @@ class OcdbtReader(Reader):
             raise self._explained(error, entry) from error
 
     def where(self, entry: ArrayEntry, part: Part, number: int) -> DataReference | None:
-        """The file and the bytes in which a chunk is stored, or the full chunk that its patch
-        refers to; None if it is not in a file of this checkpoint, but missing, borrowed, or so
-        small that it is stored in the B-tree.
+        """The file and the bytes in which a whole chunk is stored, or the full chunk of a patched
+        one; None if it is not in a file of this checkpoint, but missing, borrowed, or so small that
+        it is stored in the B-tree.
 
         Raises:
             CheckpointCorrupt: the database is damaged.
         """
-        is_own = self._base_of(entry, part, number) is None
-        found = self.stored(entry, part, number) if is_own else None
+        value = self.values_of(entry, part, number)[0]
+        found = None if value.base is not None else self.place(entry, value, number)
         return found if isinstance(found, DataReference) else None
 
-    def stored(self, entry: ArrayEntry, part: Part, number: int) -> bytes | DataReference | None:
-        """As `where`, also of a chunk in a base; of one in the B-tree, its bytes.
+    def place(self, entry: ArrayEntry, value: Value, number: int) -> bytes | DataReference | None:
+        """The file and the bytes of a value of a chunk; of one in the B-tree, its bytes.
 
         Raises:
             CheckpointCorrupt: the database is damaged.
         """
-        store = self._store_of(entry, part, number)
         try:
-            there = store.stored_part(entry, part, number)
-            return store.values.tree.find(chunk_grid.chunk_key(there, number))
+            return value.store.values.tree.find(chunk_grid.chunk_key(value.part, number))
         except Failed as error:
             raise self._explained(error, entry) from error
 
-    def check_end(self, entry: ArrayEntry, part: Part, number: int) -> None:
-        """Checks that the last byte of what `stored` says is there.
+    def check_end(self, entry: ArrayEntry, value: Value, number: int) -> None:
+        """Checks that the last byte of a value of a chunk is there.
 
         Raises:
             CheckpointCorrupt: it is not.
             StorageError: it cannot be read.
         """
-        store = self._store_of(entry, part, number)
+        values, key = value.store.values, chunk_grid.chunk_key(value.part, number)
         try:
-            key = chunk_grid.chunk_key(store.stored_part(entry, part, number), number)
-            store.values.has(key, store.values.length(key) or 0)
+            values.has(key, values.length(key) or 0)
         except Failed as error:
             raise self._explained(error, entry) from error
 
@@ -286,30 +341,24 @@ class OcdbtReader(Reader):
         Raises:
             CheckpointCorrupt: the database is damaged.
         """
-        try:
-            return self._store_of(entry, part, number).is_patched(entry, part, number)
-        except Failed as error:
-            raise self._explained(error, entry) from error
+        return bool(self.chain(entry, part, number))
 
-    def read_full(
-        self, entry: ArrayEntry, part: Part, number: int, row: Any, out: Array
-    ) -> FullChunk:
-        """Reads a chunk, or the full chunk that its patch refers to, into contiguous memory.
+    def read_parent(
+        self, entry: ArrayEntry, part: Part, number: int, digest: int, out: Array
+    ) -> Parent:
+        """Reads the state of a chunk to which its next patch refers, into contiguous memory.
 
         Arguments:
-            entry, part, number, row, out: as for `read_chunk`.
+            entry, part, number: which chunk.
+            digest: of the chunk as it is now.
+            out: receives the elements, or the stored bytes of a quantised chunk.
 
         Raises:
-            CheckpointCorrupt: it does not match its digest, or as `read_chunk`.
+            CheckpointCorrupt: it does not match its digest, or as `read`.
             StorageError: the storage failed.
         """
-        store = self._store_of(entry, part, number)
-        digest, full = store.read_full(entry, part, number, out)
-        full = full or FullChunk(int(row["digest"]))
-        if digest != full.digest:
-            box = part.chunk_box(number)
-            raise self.damaged(f"array {entry.name!r} {box} does not match its digest")
-        return full
+        values = self.values_of(entry, part, number)
+        return self._chains.read_parent(entry, part, number, values, digest, out)
 
     def _explained(self, error: Failed, entry: ArrayEntry) -> Exception:
         return self._chunks.explained(error, f"{self.location}: array {entry.name!r}")
@@ -322,6 +371,10 @@ class OcdbtReader(Reader):
             return self._digests(which)
         except digest_table.Mismatch as error:
             raise self.damaged(str(error)) from None
+
+    @cached_property
+    def _has_patches(self) -> bool:
+        return any(entry.patched for entry in self.index.arrays.values())
 
     @cached_property
     def _spans(self) -> dict[str, slice]:
@@ -393,8 +446,8 @@ class OcdbtReader(Reader):
             return
         try:
             for part in chunk_grid.parts(entry)[:1]:
-                store = self._store_of(entry, part, 0)
-                store.check_backed(entry, store.stored_part(entry, part, 0), 0)
+                value = self.values_of(entry, part, 0)[0]
+                value.store.check_backed(entry, value.part, 0)
         except Failed as error:
             raise self._explained(error, entry) from error
 

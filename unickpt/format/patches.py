@@ -1,28 +1,36 @@
-"""Patches: a chunk as a few elements that differ from another one, the *full chunk*.
+"""A patch: a chunk as the words in which it differs from an earlier state of the same chunk.
 
-Where elements change scattered over an array, every chunk of it changes, but little of each. Then a
-checkpoint stores an earlier checkpoint's chunk as the full chunk, by reference, and the elements
-that differ from it. Never against another patch: to read a chunk takes at most these two. Both have
-keys of their own, so that no reader takes the full chunk, which is old, for the chunk. Nothing here
-does I/O.
+Where elements change scattered over an array, every chunk of it changes, but little of each. What
+is stored of such a chunk takes little more than information theory asks for: how far the words that
+differ are apart, and how much each differs, byte by byte of these numbers, deflated where that
+pays. Nothing here does I/O. Patches as format 2 had them are in `patches_2`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import struct
+import zlib
+from dataclasses import dataclass
 
 import numpy as np
 
 from unickpt.arrays.dtypes import Array
-from unickpt.format.chunk_grid import Part
 
-FULL, PATCH = "full", "patch"
-"""Below a part's key: where full chunks are, and the patches."""
-_HEADER = np.dtype([("full", "<u8"), ("spent", "<u8"), ("count", "<u8"), ("width", "<u8")])
-_WIDTHS = (1, 2, 4)
-# Compared, and put in place, while they are in the processor's cache.
+_HEADER = struct.Struct("<QIIBBH")
+_PLAIN, _DIFFERENCES = 0, 1
+"""What is stored of the words that differ: the words, or by how much they differ."""
+_MOST_GAP_BYTES = 4
+_SIZE = struct.Struct("<I")
+# Compared while they are in the processor's cache.
 _AT_ONCE = 1 << 18
+# So many numbers say how well all of them can be deflated.
+_SAMPLE = 1 << 14
+# Deflating bytes that are nearly random takes long, and gains nothing.
+_MOST_BITS = 7.9
+# What is deflated takes a little less than the entropy of its bytes where these repeat.
+_LESS_THAN_ENTROPY = 0.7
+# Measured: of these numbers, only runs are ever repeated.
+_STRATEGY = zlib.Z_RLE
 
 
 class BadPatch(ValueError):
@@ -30,142 +38,237 @@ class BadPatch(ValueError):
 
 
 @dataclass(frozen=True)
-class FullChunk:
-    """The chunk that a patch refers to, or will.
+class State:
+    """A state of a chunk, to which a patch refers.
 
     Arguments:
-        digest: of its elements.
-        spent: the bytes of all patches that were written since it was; see `encode`.
+        digest: of its elements, or of what is stored of a quantised chunk.
+        generation: how many patches the chunk had got since it was written in full.
     """
 
     digest: int
-    spent: int = 0
+    generation: int = 0
 
 
-def full_of(part: Part) -> Part:
-    """Where the full chunks of a part are."""
-    return replace(part, key=f"{part.key}/{FULL}" if part.key else FULL)
-
-
-def patch_of(part: Part) -> Part:
-    """Where the patches of a part are."""
-    return replace(part, key=f"{part.key}/{PATCH}" if part.key else PATCH)
-
-
-def encode(full: Array, chunk: Array, of: FullChunk, most: int) -> bytes | None:
-    """What of a chunk differs from the full chunk, bit by bit.
+def encode(old: Array, new: Array, of: State, generation: int, most: int) -> bytes | None:
+    """What of a chunk differs from an earlier state of it, bit by bit.
 
     Arguments:
-        full: the elements of the full chunk.
-        chunk: those of the chunk, of the same shape and dtype.
-        of: of the full chunk.
+        old: the elements of the earlier state.
+        new: those of the chunk, of the same shape and dtype.
+        of: what is known of the earlier state.
+        generation: of the chunk.
         most: how many bytes the patch may have.
 
     Returns:
-        The patch; None if it would be longer.
+        The patch; None if it would be longer, or cannot be told soon not to be.
     """
-    old, new = _words(full), _words(chunk)
-    at_least = min(_WIDTHS) + new.itemsize
-    found, count = [np.empty(0, np.int64)], 0
-    for first in range(0, len(new), _AT_ONCE):
-        some = slice(first, first + _AT_ONCE)
-        differ = np.flatnonzero(old[some] != new[some])
-        count += len(differ)
-        if _HEADER.itemsize + count * at_least > most:
-            return None
-        found.append(differ + first)
-    positions = np.concatenate(found)
-    gaps = np.diff(positions, prepend=-1) - 1
-    width = _cheapest_width(gaps, new.itemsize)
-    narrow = _narrow(gaps, width)
-    length = _HEADER.itemsize + len(narrow) * (width + new.itemsize)
-    if length > most:
+    before, after = words_of(old), words_of(new)
+    positions = _differing(before, after)
+    was, now = before[positions], after[positions]
+    gaps = np.diff(positions, prepend=positions.dtype.type(-1)) - 1
+    if len(gaps) >> 32 or (len(gaps) and int(gaps.max()) >> 8 * _MOST_GAP_BYTES):
         return None
-    at = positions if narrow is gaps else np.cumsum(narrow + 1) - 1
-    header = np.array([(of.digest, of.spent + length, len(narrow), width)], _HEADER)
-    return b"".join([header.tobytes(), narrow.astype(f"<u{width}").tobytes(), new[at].tobytes()])
+    mode, values = _cheaper(was, now)
+    if _probable_bytes(gaps, values) * _LESS_THAN_ENTROPY > most:
+        return None
+    spread = [*_planes(gaps.astype("<u4"), _bytes_needed(gaps)), *_planes(values, values.itemsize)]
+    stored = [_packed(plane) for plane in spread]
+    count = len(stored) - values.itemsize
+    patch = b"".join(
+        [
+            _HEADER.pack(of.digest, generation, len(gaps), mode, count, 0),
+            *(_SIZE.pack(len(each)) for each in stored),
+            *stored,
+        ]
+    )
+    return patch if len(patch) <= most else None
 
 
-def _cheapest_width(gaps: Array, itemsize: int) -> int:
-    """With how many bytes for each gap a patch is the shortest."""
-    if not len(gaps) or not _fillers(gaps.max(), min(_WIDTHS)):
-        return min(_WIDTHS)
-    return min(_WIDTHS, key=lambda w: (len(gaps) + _fillers(gaps, w).sum()) * (w + itemsize))
-
-
-def _fillers(gaps: Array, width: int) -> Array:
-    """How many positions must be named within each gap, so that none is wider than its type."""
-    return gaps >> (8 * width)
-
-
-def _narrow(gaps: Array, width: int) -> Array:
-    """The gaps with some elements named though they do not differ, so that each fits its type."""
-    fillers = _fillers(gaps, width)
-    if not fillers.any():
-        return gaps
-    widest = (1 << 8 * width) - 1
-    narrow = np.full(len(gaps) + int(fillers.sum()), widest)
-    narrow[np.cumsum(fillers + 1) - 1] = gaps & widest
-    return narrow
-
-
-def of_patch(data: bytes) -> FullChunk:
-    """What a patch says of its full chunk.
+def state_of(patch: bytes) -> State:
+    """What a patch says of the state to which it refers; its generation is that of the patch.
 
     Arguments:
-        data: the patch; untrusted.
+        patch: the patch; untrusted.
 
     Raises:
         BadPatch: it is too short.
     """
-    full, spent, _, _ = _header(data)
-    return FullChunk(full, spent)
+    digest, generation, *_ = _header(patch)
+    return State(digest, generation)
 
 
-def apply(data: bytes, out: Array) -> None:
-    """Makes a full chunk the chunk that a patch describes.
+def apply(patch: bytes, out: Array) -> None:
+    """Makes an earlier state of a chunk the one that a patch describes.
 
     Arguments:
-        data: the patch; untrusted.
-        out: the elements of the full chunk, contiguous; changed in place.
+        patch: the patch; untrusted.
+        out: the elements of the earlier state, contiguous; changed in place, and undefined after
+            an error.
 
     Raises:
         BadPatch: its numbers contradict each other, or a position is outside the chunk.
     """
-    words = _words(out)
-    _, _, count, width = _header(data)
-    if width not in _WIDTHS or count > len(words):
-        raise BadPatch(f"a patch of {count} elements in {width} bytes each")
-    expected = _HEADER.itemsize + count * (width + words.itemsize)
-    if len(data) != expected:
-        raise BadPatch(f"a patch of {len(data)} bytes, {expected} expected")
-    gaps = np.frombuffer(data, f"<u{width}", count, _HEADER.itemsize)
-    values = np.frombuffer(data, words.dtype, count, _HEADER.itemsize + gaps.nbytes)
-    for some, positions in _positions(gaps):
-        if positions[-1] >= len(words):
-            raise BadPatch(f"a patch of element {positions[-1]} of {len(words)}")
-        words[positions] = values[some]
+    words = words_of(out)
+    _, _, count, mode, gap_bytes, rest = _header(patch)
+    if mode not in (_PLAIN, _DIFFERENCES) or gap_bytes > _MOST_GAP_BYTES or rest:
+        raise BadPatch(f"a patch of kind {mode}, {gap_bytes}, {rest}")
+    if count > len(words):
+        raise BadPatch(f"a patch of {count} words for a chunk of {len(words)}")
+    planes = _unpacked(patch, gap_bytes + words.itemsize, count)
+    gaps = _joined(planes[:gap_bytes], count, np.dtype("<u4"))
+    positions = np.cumsum(gaps.astype(np.int64) + 1) - 1
+    if count and positions[-1] >= len(words):
+        raise BadPatch(f"a patch of word {positions[-1]} of {len(words)}")
+    values = _joined(planes[gap_bytes:], count, words.dtype)
+    words[positions] = values if mode == _PLAIN else words[positions] + _from_zigzag(values)
 
 
-def _positions(gaps: Array) -> Iterator[tuple[slice, Array]]:
-    """The positions that gaps say, some at a time; they ascend whatever the gaps are."""
-    before = -1
-    for first in range(0, len(gaps), _AT_ONCE):
-        some = slice(first, first + _AT_ONCE)
-        steps = gaps[some].astype(np.int64) + 1
-        positions = np.cumsum(steps) + before
-        before = int(positions[-1])
-        yield some, positions
+def _header(patch: bytes) -> tuple[int, int, int, int, int, int]:
+    if len(patch) < _HEADER.size:
+        raise BadPatch(f"a patch of {len(patch)} bytes, at least {_HEADER.size} expected")
+    return _HEADER.unpack_from(patch)
 
 
-def _header(data: bytes) -> tuple[int, int, int, int]:
-    if len(data) < _HEADER.itemsize:
-        raise BadPatch(f"a patch of {len(data)} bytes, at least {_HEADER.itemsize} expected")
-    full, spent, count, width = np.frombuffer(data, _HEADER, 1)[0].tolist()
-    return full, spent, count, width
-
-
-def _words(array: Array) -> Array:
+def words_of(array: Array) -> Array:
     """The elements as integers: -0.0 differs from 0.0, and a NaN from others. Of 16 bytes, two."""
     size = min(array.itemsize, 8)
     return np.ascontiguousarray(array).reshape(-1).view(f"<u{size}")
+
+
+def _differing(before: Array, after: Array) -> Array:
+    """The positions of the words that differ."""
+    dtype = np.dtype(np.int32 if len(after) < 1 << 31 else np.int64)
+    found: list[Array] = [np.empty(0, dtype)]
+    for first in range(0, len(after), _AT_ONCE):
+        some = slice(first, first + _AT_ONCE)
+        differ: Array = np.flatnonzero(before[some] != after[some])
+        found.append((differ + first).astype(dtype))
+    return np.concatenate(found)
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def _cheaper(was: Array, now: Array) -> tuple[int, Array]:
+    """How words are stored in fewer bytes, and what is stored of them then."""
+    some = slice(None, None, max(1, len(now) // _SAMPLE))
+    apart = _to_zigzag(now[some] - was[some])
+    if _bits(apart, apart.itemsize) <= _bits(now[some], now.itemsize):
+        return _DIFFERENCES, _to_zigzag(now - was)
+    return _PLAIN, now
+
+
+def _to_zigzag(words: Array) -> Array:
+    """Small numbers of either sign as small numbers without: 0, -1, 1, -2, ..."""
+    signed = words.view(f"<i{words.itemsize}")
+    found: Array = ((signed << 1) ^ (signed >> (8 * words.itemsize - 1))).view(words.dtype)
+    return found
+
+
+def _from_zigzag(words: Array) -> Array:
+    one = words.dtype.type(1)
+    found: Array = (words >> one) ^ (words & one) * words.dtype.type(-1 % (1 << 8 * words.itemsize))
+    return found
+
+
+def _bytes_needed(gaps: Array) -> int:
+    return (int(gaps.max()).bit_length() + 7) // 8 if len(gaps) else 0
+
+
+def _planes(numbers: Array, count: int) -> list[Array]:
+    """The lowest bytes of all numbers, then the bytes above these, and so on."""
+    split = np.ascontiguousarray(numbers).view(np.uint8).reshape(-1, numbers.itemsize)
+    return [np.ascontiguousarray(split[:, at]) for at in range(count)]
+
+
+def _joined(planes: list[Array], count: int, dtype: np.dtype[np.unsignedinteger]) -> Array:
+    """The numbers whose bytes are in planes."""
+    split = np.zeros((count, dtype.itemsize), np.uint8)
+    for at, plane in enumerate(planes):
+        split[:, at] = plane
+    return split.view(dtype).reshape(-1)
+
+
+# --- their bytes ----------------------------------------------------------------------------------
+
+
+def _bits(numbers: Array, count: int) -> float:
+    """How many bits the bytes of a number have on average, if each is coded by how often it is."""
+    return sum(map(_entropy, _planes(numbers, count)))
+
+
+def _entropy(plane: Array) -> float:
+    if not len(plane):
+        return 0.0
+    often = np.bincount(plane, minlength=1)
+    shares = often[often > 0] / len(plane)
+    return float(-(shares * np.log2(shares)).sum())
+
+
+def _probable_bytes(gaps: Array, values: Array) -> float:
+    """About how many bytes the numbers of a patch take."""
+    some = slice(None, None, max(1, len(gaps) // _SAMPLE))
+    bits = _bits(gaps[some].astype("<u4"), _bytes_needed(gaps))
+    return (bits + _bits(values[some], values.itemsize)) * len(gaps) / 8
+
+
+def _packed(plane: Array) -> bytes:
+    """The bytes of a plane: none if all are 0; as they are, or deflated if that is shorter."""
+    if not plane.any():
+        return b""
+    raw = plane.tobytes()
+    some = plane[:: max(1, len(plane) // _SAMPLE)]
+    if _entropy(some) > _MOST_BITS and not _has_runs(plane):
+        return raw
+    deflate = zlib.compressobj(6, zlib.DEFLATED, -zlib.MAX_WBITS, 9, _STRATEGY)
+    short = deflate.compress(raw) + deflate.flush()
+    return short if len(short) < len(raw) else raw
+
+
+def _has_runs(plane: Array) -> bool:
+    some = plane[:_SAMPLE]
+    return bool(np.count_nonzero(some[1:] == some[:-1]) * 8 > len(some))
+
+
+def _unpacked(patch: bytes, count: int, length: int) -> list[Array]:
+    """The planes of a patch, each of a length.
+
+    Raises:
+        BadPatch: it has not as many, or of another length.
+    """
+    at = _HEADER.size + count * _SIZE.size
+    if len(patch) < at:
+        raise BadPatch(f"a patch of {len(patch)} bytes, at least {at} expected")
+    sizes = [size for (size,) in _SIZE.iter_unpack(patch[_HEADER.size : at])]
+    if len(patch) != at + sum(sizes):
+        raise BadPatch(f"a patch of {len(patch)} bytes, {at + sum(sizes)} expected")
+    planes = []
+    for size in sizes:
+        planes.append(_plane(patch[at : at + size], length))
+        at += size
+    return planes
+
+
+def _plane(stored: bytes, length: int) -> Array:
+    if not stored:
+        return np.zeros(length, np.uint8)
+    if len(stored) > length:
+        raise BadPatch(f"{len(stored)} bytes for {length} words")
+    if len(stored) < length:
+        inflate = zlib.decompressobj(-zlib.MAX_WBITS)
+        try:
+            raw = inflate.decompress(stored, length)
+        except zlib.error as error:
+            raise BadPatch(f"bytes that cannot be inflated: {error}") from None
+        # What ends the stream may be left after the last byte.
+        if (
+            len(raw) == length
+            and not inflate.eof
+            and inflate.decompress(inflate.unconsumed_tail, 1)
+        ):
+            raise BadPatch(f"more than {length} bytes in a deflated stream")
+        if len(raw) != length or not inflate.eof or inflate.unused_data:
+            raise BadPatch(f"{len(raw)} bytes in a deflated stream, {length} expected")
+        stored = raw
+    return np.frombuffer(stored, np.uint8)

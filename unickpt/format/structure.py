@@ -44,7 +44,7 @@ class KeyChecks:
         """As `Reader.check_structure`, of a checkpoint whose digest table was read.
 
         Arguments:
-            borrowed: how many chunks are in other checkpoints.
+            borrowed: how many values of chunks are in other checkpoints.
             run: does work on several threads.
         """
         index = self._reader.index
@@ -73,7 +73,7 @@ class KeyChecks:
             keys.append(TIMING_KEY)
             yield "", str(error)
         own = index.chunks - borrowed
-        own += sum(entry.patched for entry in index.arrays.values())  # each is two values
+        own += sum(entry.patch_values for entry in index.arrays.values())
         implied = len(expected) + own + blobs + len(keys)
         found = self._count_keys()
         if found != implied:

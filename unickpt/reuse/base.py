@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -23,63 +23,30 @@ from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, StorageError, 
 from unickpt.format import chunk_grid, codec, ocdbt_reader, patches
 from unickpt.format.chunk_grid import Part
 from unickpt.format.codec import Codecs
-from unickpt.format.index import ArrayEntry, BaseEntry, Index
+from unickpt.format.growth import Growth
+from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.ocdbt_reader import OcdbtReader
-from unickpt.format.reader import ChunkId, Request
+from unickpt.format.reader import Request
 from unickpt.frameworks.host_memory import Scratch
 from unickpt.reuse.linked_files import LinkedFiles
+from unickpt.reuse.shares import Place, Places, Share, Taken
 from unickpt.reuse.siblings import Siblings
-from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.locations import Location
 
 _log = logging.getLogger("unickpt")
-# The share of a chunk that a patch may take.
-# Twice that gains up to a third where 10 % to 20 % of the elements change (benchmarks/patches.py).
-_MOST_OF_CHUNK = 0.25
-# To compare a chunk takes memory for so many of its size: the full chunk, positions, a patch.
-_COPIES = 8
+# The share of a chunk that a patch may take; all patches of a chain take at most as much as it.
+_MOST_OF_CHUNK = 0.5
+# To compare a chunk takes memory for so many of its size: the earlier state, positions, gaps,
+# values, a patch.
+_COPIES = 16
+# Of a data file's bytes, the share that a process must use of it to link it, if what it keeps is
+# not predicted.
+_LEAST_USED = 0.5
 FAULTY = (
     "the base of this save, %s, is damaged or cannot be read; what cannot be taken from it is "
     "written again: %s"
 )
 _NEXT = "Nothing was saved; the next save writes all experts"
-
-
-Taken = DataReference | BaseEntry
-"""Where a chunk is that was taken: in a file, below the folder of the process, or in a checkpoint
-beside the new one."""
-
-
-class Share(Protocol):
-    """How a checkpoint refers to chunks of its base. What stays alive for them, a *unit*, stays as
-    a whole."""
-
-    takes_full_chunks: bool
-    """Whether patches can refer to its chunks."""
-
-    def find(self, entry: ArrayEntry, part: Part, number: int) -> Any:
-        """Where a chunk of the base is; None if it cannot be referred to."""
-
-    def unit(self, where: Any) -> Any:
-        """What stays alive for a chunk, by where it is."""
-
-    def least_bytes(self, unit: Any) -> float:
-        """How many bytes of a unit must be used for it to be kept alive.
-
-        Raises:
-            Failed: it is gone.
-        """
-
-    def is_older(self, where: Any) -> bool:
-        """Whether the base itself took a chunk from an earlier checkpoint."""
-
-    def take(self, where: Any, *, as_full: bool = False) -> Taken | None:
-        """Refers to a chunk; None if it has to be written after all.
-
-        Arguments:
-            where: of the chunk.
-            as_full: whether a patch will refer to it, or to what its own patch refers to.
-        """
 
 
 @dataclass(frozen=True)
@@ -90,11 +57,13 @@ class How:
         compare: whether the bytes of chunks are compared, not only their digests.
         patch: whether the elements that changed are written of a chunk, where they are few.
         budget_bytes: host memory for that.
+        kept_cost: what it costs to keep a byte, see `Growth`.
     """
 
     compare: bool = False
     patch: bool = False
     budget_bytes: int = 0
+    kept_cost: float = 0.0
 
 
 def open_base(
@@ -136,10 +105,8 @@ def open_base(
     else:
         why = "it is not beside the new checkpoint"
     if reader.index.codecs == codecs and _is_beside(location, new):
-        beside = Siblings(reader)
+        beside = Siblings(reader, chained=how.patch and not needed)
         if beside.is_worthwhile():
-            if how.patch:
-                _log.info("%s: chunks that changed are written whole: patches need links", new)
             return Base(reader, beside, how)
         why = f"less than half of what is in {beside.base.name} is still in use"
     if needed:
@@ -159,19 +126,16 @@ class _Candidate:
     """A chunk of the base that a chunk of the save may be equal to, or differ little from.
 
     Arguments:
-        part, entry: of the base.
+        part, entry, number: of the base.
         row: of the chunk, in the base's digest table.
-        where: as of `Share`.
-        nbytes: of its elements.
-        is_patched: whether the base has it as a patch.
+        places: of its values; None if they cannot be referred to.
     """
 
     part: Part
     entry: ArrayEntry
+    number: int
     row: Any
-    where: Any
-    nbytes: int
-    is_patched: bool = False
+    places: Places | None
 
     @property
     def digest(self) -> int:
@@ -184,12 +148,12 @@ class Compared:
 
     Arguments:
         digest: of the chunk.
-        taken: where it is; None if it has to be written.
-        patch: what is to be written, as what was taken is a full chunk that differs by so little.
+        taken: where its values are; empty if it has to be written.
+        patch: what is to be written, as what was taken is a state that differs by so little.
     """
 
     digest: int
-    taken: Taken | None = None
+    taken: Sequence[Taken] = ()
     patch: bytes | None = None
 
 
@@ -208,6 +172,12 @@ class Base:
         self._parts: dict[str, dict[str, tuple[int, Part]]] = {}
         self._candidates: dict[tuple[str, int], _Candidate] = {}
         self._is_faulty = False
+        growth = reader.index.growth or Growth(0, _full_bytes(reader.index))
+        # All processes find the same.
+        self._starts_anew = how.patch and growth.predicts_full(how.kept_cost)
+        self.growth = growth if how.patch and not self._starts_anew else None
+        """How checkpoints grew up to the base, if this one goes on from it."""
+        self._units = dict[Any, int]()
         self.nbytes = 0
         """Logical bytes of the chunks that were taken, less those of patches."""
 
@@ -236,33 +206,45 @@ class Base:
 
     def _offer(self, share: Share, chunks: Iterable[tuple[ArrayEntry, Part, int]]) -> None:
         used: dict[Any, int] = {}
-        ends: dict[Any, tuple[int, ChunkId]] = {}
+        ends: dict[Any, tuple[Place, ArrayEntry, int]] = {}
         for entry, part, number in chunks:
             found = self._find(entry, part, number)
-            if found is not None and found.where is not None:
-                nbytes = found.nbytes
-                if entry.quantized is not None:
-                    nbytes = codec.nbytes_as_stored(entry, part.chunk_box(number).shape)
-                self._candidates[part.key, number] = found
-                unit = share.unit(found.where)
-                used[unit] = used.get(unit, 0) + nbytes
-                end, _ = ends.get(unit, (-1, None))
-                if (own := _end(found.where)) > end:
-                    ends[unit] = own, (found.entry, found.part, number)
-        left = {u for u, nbytes in used.items() if not self._serves(share, u, nbytes, ends[u][1])}
-        for key in [key for key, c in self._candidates.items() if share.unit(c.where) in left]:
-            del self._candidates[key]
+            if found is None or found.places is None:
+                continue
+            if self._starts_anew and len(found.places) > 1:
+                continue
+            self._candidates[part.key, number] = found
+            # Neither what compression saves nor padding counts.
+            nbytes = codec.nbytes_as_stored(entry, part.chunk_box(number).shape)
+            for at, place in enumerate(found.places):
+                used[place.unit] = used.get(place.unit, 0) + (place.nbytes if at else nbytes)
+                last = ends.get(place.unit)
+                if last is None or place.end > last[0].end:
+                    ends[place.unit] = place, found.entry, number
+        left = {
+            unit for unit, nbytes in used.items() if not self._serves(share, nbytes, *ends[unit])
+        }
+        for key, found in list(self._candidates.items()):
+            if not left.isdisjoint(place.unit for place in found.places or ()):
+                del self._candidates[key]
 
-    def _serves(self, share: Share, unit: Any, nbytes: int, last: ChunkId) -> bool:
-        """Whether enough of a unit is used, and it is there up to the last chunk."""
+    def _serves(
+        self, share: Share, nbytes: int, place: Place, entry: ArrayEntry, number: int
+    ) -> bool:
+        """Whether enough of a unit is used, and it is there up to the last of its values."""
         try:
-            if nbytes < share.least_bytes(unit):
+            # Where growth is predicted, that says when too much is kept.
+            if self.growth is None and not self._is_used(share, nbytes, place):
                 return False
-            self._reader.check_end(*last)
+            self._reader.check_end(entry, place.value, number)
             return True
         except UnickptError as error:
             self._warn(error)
             return False
+
+    @staticmethod
+    def _is_used(share: Share, nbytes: int, place: Place) -> bool:
+        return place.of is not None or nbytes >= _LEAST_USED * share.unit_bytes(place)
 
     def _warn(self, why: object) -> None:
         """Says once what is wrong with the base."""
@@ -274,7 +256,9 @@ class Base:
         """Whether a chunk was equal in the base and in the checkpoint before it, as frozen ones
         are; after `offer`."""
         found = self._candidates.get((part.key, number))
-        return found is not None and self.share is not None and self.share.is_older(found.where)
+        if found is None or found.places is None or self.share is None:
+            return False
+        return self.share.is_older(found.places[-1])
 
     def _find(self, entry: ArrayEntry, part: Part, number: int) -> _Candidate | None:
         theirs = self._reader.index.arrays.get(entry.name)
@@ -288,13 +272,11 @@ class Base:
         first, same = self._parts[entry.name].get(part.key, (0, None))
         if same != part:
             return None
-        where = None if self.share is None else self.share.find(theirs, part, number)
+        places = None if self.share is None else self.share.find(theirs, part, number)
+        if places is not None and len(places) > 1 and not (self.patches(theirs) and theirs.patches):
+            places = None  # it is written whole again
         row = self._reader.digests_of(entry.name)[first + number]
-        is_patched = self._reader.is_patched(theirs, part, number)
-        if is_patched and not self.patches(theirs):
-            where = None  # it is written whole again
-        nbytes = part.chunk_box(number).size * theirs.itemsize
-        return _Candidate(part, theirs, row, where, nbytes, is_patched)
+        return _Candidate(part, theirs, number, row, places)
 
     def stored_digest(self, entry: ArrayEntry, part: Part, number: int) -> int | None:
         """The digest of a chunk, if the base has one at the same place and of the same kind."""
@@ -313,58 +295,76 @@ class Base:
         found = self._candidates.get((part.key, number))
         if found is None:
             return Compared(digest)
-        if not found.is_patched and digest == found.digest:
+        if digest == found.digest:
             is_equal = not self._how.compare or self._is_equal(found, number, chunk)
-            return Compared(digest, self._take(found, number) if is_equal else None)
-        patch = self._patch(found, number, chunk) if self.patches(entry) else None
-        taken = None if patch is None else self._take(found, number, patch)
-        return Compared(digest, taken, None if taken is None else patch)
+            return Compared(digest, self._take(found, found.places or ()) if is_equal else ())
+        if not self.patches(entry) or self._starts_anew:
+            return Compared(digest)
+        patch, places = self._patch(found, number, chunk)
+        taken = () if patch is None else self._take(found, places, patch)
+        return Compared(digest, taken, patch if taken else None)
 
-    def _take(self, found: _Candidate, number: int, patch: bytes | None = None) -> Taken | None:
+    def _take(
+        self, found: _Candidate, places: Sequence[Place], patch: bytes | None = None
+    ) -> Sequence[Taken]:
+        """Takes values of a chunk; nothing if one of them can no longer be referred to."""
         if self.share is None:
-            return None
+            return ()
         with self._lock:
-            taken = self.share.take(found.where, as_full=patch is not None)
-            if taken is None:
+            taken = [each for place in places if (each := self.share.take(place)) is not None]
+            if len(taken) < len(places):
                 self._warn("a file of it can no longer be linked")
-                return None
-            self.nbytes += found.nbytes - len(patch or b"")
+                return ()
+            for place in places:
+                unit = self._units.get(place.unit, 0)
+                if not unit or place.of is not None:
+                    self._units[place.unit] = max(unit, self.share.unit_bytes(place))
+            nbytes = found.part.chunk_box(found.number).size * found.entry.itemsize
+            self.nbytes += nbytes - len(patch or b"")
             return taken
+
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes of all files that stay alive for what was taken."""
+        return sum(self._units.values())
 
     # --- patches ----------------------------------------------------------------------------------
 
     def patches(self, entry: ArrayEntry) -> bool:
         """Whether chunks of an array may be saved as patches."""
-        can = self._how.patch and self.share is not None and self.share.takes_full_chunks
-        return can and entry.quantized is None
+        return self._how.patch and self.share is not None
 
     def comparable_at_once(self, nbytes: int) -> int:
         """How many chunks of a size the memory allows to compare at the same time."""
         return self._how.budget_bytes // (_COPIES * max(1, nbytes))
 
-    def _patch(self, found: _Candidate, number: int, chunk: Array) -> bytes | None:
-        """What differs from the full chunk; None if that is too much, or cannot be told."""
-        if self.comparable_at_once(chunk.nbytes) < 1:
-            return None
-        full = self._scratch.array(chunk.shape, chunk.dtype)
+    def _patch(
+        self, found: _Candidate, number: int, chunk: Array
+    ) -> tuple[bytes | None, Sequence[Place]]:
+        """What differs from an earlier state, and the values of that; None if it is too much, or
+        cannot be told."""
+        places = found.places or ()
+        if self.comparable_at_once(chunk.nbytes) < 1 or not places:
+            return None, ()
+        before = self._scratch.array(chunk.shape, chunk.dtype)
         try:
-            of = self._reader.read_full(found.entry, found.part, number, found.row, full)
+            parent = self._reader.read_parent(found.entry, found.part, number, found.digest, before)
         except UnickptError as error:  # it is damaged, and must not be referred to
             self._warn(error)
-            return None
-        # Neither what compression saves nor padding counts. Patches grow from step to step. Once
-        # all since the chunk was written whole take as much as it, it is time to write it whole:
-        # for steady growth, the best time.
-        whole = min(chunk.nbytes, found.where.length)
-        most = min(int(_MOST_OF_CHUNK * whole), whole - of.spent)
-        return patches.encode(full, chunk, of, most)
+            return None, ()
+        used = places[: parent.values]
+        # Neither what compression saves nor padding counts.
+        whole = min(chunk.nbytes, places[0].nbytes)
+        left = whole - sum(place.nbytes for place in used[1:])
+        most = min(int(_MOST_OF_CHUNK * whole), left)
+        return patches.encode(before, chunk, parent.state, parent.generation, most), used
 
     # --- chunks that the save does not have -------------------------------------------------------
 
-    def borrow(self, part: Part, number: int) -> Taken | None:
-        """Takes a chunk, whatever it holds; None if it must be copied."""
+    def borrow(self, part: Part, number: int) -> Sequence[Taken]:
+        """Takes a chunk, whatever it holds; nothing if it must be copied."""
         found = self._candidates.get((part.key, number))
-        return None if found is None or found.is_patched else self._take(found, number)
+        return () if found is None else self._take(found, found.places or ())
 
     def digest(self, entry: ArrayEntry, part: Part, number: int) -> int:
         """The digest of a chunk as the base has it. Raises as `read`."""
@@ -434,8 +434,13 @@ class Base:
         return np.array_equal(_bits(out), _bits(chunk))
 
 
-def _end(where: Any) -> int:
-    return where.offset + where.length if isinstance(where, DataReference) else 0
+def _full_bytes(index: Index) -> int:
+    """About what all arrays take if none has patches, before compression."""
+    return sum(
+        codec.nbytes_as_stored(entry, part.box.shape)
+        for entry in index.arrays.values()
+        for part in chunk_grid.parts(entry)
+    )
 
 
 def _bits(array: Array) -> Array:

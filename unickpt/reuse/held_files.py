@@ -90,7 +90,7 @@ class HeldFiles:
     def table(self) -> borrowed.BorrowedTable:
         """The chunks, as borrowed from the base, the only one."""
         rows = sorted(chunk.row for some in self.chunks.values() for chunk in some)
-        table = np.zeros(len(rows), borrowed.DTYPE)
+        table = np.zeros(len(rows), borrowed.DTYPE)  # whole chunks
         table["row"] = rows
         return table
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
+from unickpt.reuse.shares import Place, Places
 from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.local_files import RegularFiles
 from unickpt.storage.locations import Location
@@ -15,13 +16,11 @@ from unickpt.storage.ocdbt import MANIFEST
 
 FOLDER = "reused"
 """In the folder of a process: the linked files."""
-# Of a data file's bytes, the share that a process must use of it to link it.
-_LEAST_USED = 0.5
 _PROBE = "probe"
 
 
 class LinkedFiles:
-    """Data files of a base, linked into the folder of a process; a `base.Share`.
+    """Data files of a base, linked into the folder of a process; a `Share`.
 
     Arguments:
         reader: of the base.
@@ -34,7 +33,6 @@ class LinkedFiles:
         self, reader: OcdbtReader, files: RegularFiles, folder: Location, *, fsync: bool
     ) -> None:
         self._reader, self._files = reader, files
-        self.takes_full_chunks = True
         self._folder, self._fsync = folder.child(FOLDER), fsync
         self._names: dict[str, str | None] = {}
 
@@ -48,26 +46,30 @@ class LinkedFiles:
         os.rmdir(str(self._folder.spec["path"]))
         return is_linked
 
-    def find(self, entry: ArrayEntry, part: Part, number: int) -> DataReference | None:
-        """Where a chunk is in a data file, or the full chunk that its patch refers to."""
-        return self._reader.where(entry, part, number)
+    def find(self, entry: ArrayEntry, part: Part, number: int) -> Places | None:
+        """Where a chunk is, if it is in data files, except for short patches."""
+        found = list[Place]()
+        for value in self._reader.values_of(entry, part, number):
+            at = None if value.base is not None else self._reader.place(entry, value, number)
+            if at is None or (not found and isinstance(at, bytes)):
+                return None
+            found.append(Place(value, at))
+        return tuple(found)
 
-    def unit(self, where: DataReference) -> str:
-        """The data file."""
-        return where.path
+    def unit_bytes(self, place: Place) -> int:
+        """The size of the data file. Raises Failed."""
+        return self._files.size(place.at.path) if isinstance(place.at, DataReference) else 0
 
-    def least_bytes(self, unit: str) -> float:
-        """Half of the size of a data file. Raises Failed."""
-        return _LEAST_USED * self._files.size(unit)
-
-    def is_older(self, where: DataReference) -> bool:
+    def is_older(self, place: Place) -> bool:
         """Whether the data file was linked already."""
-        return f"/{FOLDER}/" in where.path
+        return isinstance(place.at, DataReference) and f"/{FOLDER}/" in place.at.path
 
-    def take(self, where: DataReference, *, as_full: bool = False) -> DataReference | None:
-        """Refers to a chunk; None if its file cannot be linked."""
-        name = self._linked(where.path)
-        return None if name is None else replace(where, path=f"{FOLDER}/{name}")
+    def take(self, place: Place) -> DataReference | bytes | None:
+        """Refers to a value; None if its file cannot be linked."""
+        if not isinstance(place.at, DataReference):
+            return place.at
+        name = self._linked(place.at.path)
+        return None if name is None else replace(place.at, path=f"{FOLDER}/{name}")
 
     def _linked(self, path: str) -> str | None:
         """The name of a file of the base in this process's folder; None if it cannot be linked."""

@@ -1,8 +1,9 @@
-"""Chunks that stay in an earlier checkpoint beside the new one, which names it as its base.
+"""Chunks that stay in earlier checkpoints beside the new one, which names them as its bases.
 
-Only a checkpoint without a base of its own is borrowed from, so that a checkpoint needs at most one
-other, and retention can remove all between them. Check-N-Run (arXiv 2010.08679) calls this a
-one-shot differential; when too much has changed since, the next checkpoint is whole again.
+Without patches, only a checkpoint without a base of its own is borrowed from, so that a checkpoint
+needs at most one other, and retention can remove all between them. Check-N-Run (arXiv 2010.08679)
+calls this a one-shot differential; when too much has changed since, the next checkpoint is whole
+again. With patches, it needs those that have the values of its chains.
 """
 
 from __future__ import annotations
@@ -11,51 +12,60 @@ from unickpt.format import borrowed
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, BaseEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
-from unickpt.storage.btree.nodes import DataReference
+from unickpt.reuse.shares import Place, Places
 
 # Of the base's bytes, the share that a checkpoint must have borrowed for the next one to borrow.
 LEAST_USED = 0.5
+# So many bases take a reader about as long to open as a large index.
+_MOST_BASES = 16
 
 
 class Siblings:
-    """A base beside the new checkpoint, or the base that this one has itself; a `base.Share`.
+    """A base beside the new checkpoint, and the bases that this one has itself; a `Share`.
 
     Arguments:
         reader: of the checkpoint before.
+        chained: whether patches are taken, and so values of several checkpoints.
     """
 
-    takes_full_chunks = False
-
-    def __init__(self, reader: OcdbtReader) -> None:
-        self._reader = reader
-        own = BaseEntry(borrowed.name_of(reader.location), reader.manifest_digest)
-        self.base = reader.index.bases[0] if reader.index.bases else own
+    def __init__(self, reader: OcdbtReader, *, chained: bool = False) -> None:
+        self._reader, self._chained = reader, chained
+        self._own = BaseEntry(borrowed.name_of(reader.location), reader.manifest_digest)
+        self.base = reader.index.bases[0] if reader.index.bases else self._own
 
     def is_worthwhile(self) -> bool:
         """Whether enough of the base is still in use. All processes find the same."""
         index = self._reader.index
+        if self._chained:
+            return len(index.bases) < _MOST_BASES
         if not index.bases:
             return True
+        if len(index.bases) > 1:
+            return False
         arrays = self._reader.base_index(self.base).arrays.values()
         return index.reused >= LEAST_USED * sum(entry.nbytes for entry in arrays)
 
-    def find(self, entry: ArrayEntry, part: Part, number: int) -> bytes | DataReference | None:
-        """Where the base has a chunk: in a data file, or itself, from the B-tree."""
-        is_there = not self._reader.index.bases or self._reader.is_borrowed(entry, part, number)
-        return self._reader.stored(entry, part, number) if is_there else None
+    def find(self, entry: ArrayEntry, part: Part, number: int) -> Places | None:
+        """Where a chunk is: in data files, or itself, in the B-tree."""
+        found = list[Place]()
+        for value in self._reader.values_of(entry, part, number):
+            at = self._reader.place(entry, value, number)
+            if at is None:
+                return None
+            of = self._own if value.base is None else self._reader.index.bases[value.base]
+            found.append(Place(value, at, of))
+        if not self._chained and (len(found) > 1 or found[0].of != self.base):
+            return None
+        return tuple(found)
 
-    def unit(self, where: bytes | DataReference) -> str:
-        """The data file; empty for the B-tree."""
-        return where.path if isinstance(where, DataReference) else ""
+    def unit_bytes(self, place: Place) -> int:
+        """At least those before the end of the value."""
+        return place.end
 
-    def least_bytes(self, unit: str) -> float:
-        """None: `is_worthwhile` decides for all chunks."""
-        return 0
-
-    def is_older(self, where: bytes | DataReference) -> bool:
+    def is_older(self, place: Place) -> bool:
         """Whether the base borrowed it, too."""
-        return bool(self._reader.index.bases)
+        return place.of != self._own
 
-    def take(self, where: bytes | DataReference, *, as_full: bool = False) -> BaseEntry | None:
-        """Borrows a chunk; no full chunk."""
-        return None if as_full else self.base
+    def take(self, place: Place) -> BaseEntry | None:
+        """Borrows a value."""
+        return place.of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -103,10 +104,15 @@ class SaveOptions(CommonOptions):
             fails.
         reuse: how chunks of `base` are recognised. "digest": by the 64 bits of their xxh3 digests
             (docs/reuse.md says what risk that is). "compare": then their bytes are compared, too,
-            which reads them from the base. "patch": by their digests; and of a chunk of which only
-            scattered elements changed, at most about a tenth of them, these elements are written,
-            as a patch of the chunk that the base has, which reads that. Only unickpt from format
-            2.0 on reads such a checkpoint, and TensorStore alone cannot read its patched arrays.
+            which reads them from the base. "patch": by their digests; and of a chunk of which
+            elements changed, these are written, as a patch of an earlier state of the chunk, which
+            reads that, if it takes at most half as much as the chunk. Where the base can only be
+            borrowed from, the new checkpoint may need several checkpoints beside it. Only unickpt
+            from format 3.0 on reads such a checkpoint, and TensorStore alone cannot read its
+            patched arrays.
+        kept_cost: with `reuse="patch"`: what it costs to keep a byte on the storage until the next
+            save, if it costs 1 to write it. A save writes everything anew where going on with
+            patches is predicted to cost more, from how they grew: the sooner, the higher this is.
         changed: what changed since `base`, or since the step before of a `Checkpointer(reuse=...)`:
             what did not is neither staged nor read nor hashed. A dict of patterns of names (as of
             `quantize`; the first that matches counts), with False for arrays that did not change,
@@ -170,6 +176,7 @@ class SaveOptions(CommonOptions):
     base: paths.PathLike | None = None
     reuse: Literal["digest", "compare", "patch"] = "digest"
     changed: Literal["tracked"] | Mapping[str, Any] | None = None
+    kept_cost: float = 0.1
     quantize: Mapping[str, str | None] = field(default_factory=dict)
     timeout_s: float = 600.0
     check_replicas: bool = False
@@ -192,6 +199,8 @@ class SaveOptions(CommonOptions):
             )
         if self.reuse not in REUSES:
             raise ValueError(f"reuse {self.reuse!r} is not one of {', '.join(REUSES)}")
+        if not 0 <= self.kept_cost < math.inf:
+            raise ValueError(f"kept_cost={self.kept_cost!r} must be a number of at least 0")
         if self.base is not None:
             paths.resolve(self.base)
         if self.changed is not None:

@@ -338,6 +338,8 @@ class SaveTask:
         total = sum(item.nbytes for item in plan.own)
         ticker.start(partial(self._report_progress, writer, total))
         record = writer.write_all(plan.own)
+        if base is not None and base.growth is not None:
+            record = replace(record, growth=base.growth)
         if self.description.selection is not None:
             record = replace(record, experts=self.description.selection.steps)
         return writer, self._with_replicas(record, plan, source)
@@ -378,7 +380,12 @@ class SaveTask:
                 self.location,
                 self._attempt.folder_of(self.group.index),
                 self.description.index.codecs,
-                how=How(options.reuse == "compare", options.reuse == "patch", self.working_bytes),
+                how=How(
+                    options.reuse == "compare",
+                    options.reuse == "patch",
+                    self.working_bytes,
+                    options.kept_cost,
+                ),
                 fsync=options.fsync,
                 needed=needed,
             )
@@ -395,6 +402,7 @@ class SaveTask:
             "chunks": writer.count,
             "reused_bytes": writer.reused_bytes,
             "stored_bytes": writer.stored_bytes,
+            "kept_bytes": writer.kept_bytes,
             **asdict(staged),
             **self.timings.statistics,
         }

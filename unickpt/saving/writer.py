@@ -21,8 +21,10 @@ from unickpt.commit.messages import CHUNK_DTYPE, ELSEWHERE, PATCH_DTYPE, Record,
 from unickpt.errors import StorageError
 from unickpt.format import codec
 from unickpt.format.index import BaseEntry
+from unickpt.format.links import FULL_LINK
 from unickpt.progress import ProgressFunction
-from unickpt.reuse.base import Base, Taken
+from unickpt.reuse.base import Base
+from unickpt.reuse.shares import Taken
 from unickpt.saving.describe import Description
 from unickpt.saving.write_plan import ChunkSource, StagedChunk, WriteItem
 from unickpt.storage import data_files, paths
@@ -94,6 +96,11 @@ class ChunkWriter:
         return 0 if self._base is None else self._base.nbytes
 
     @property
+    def kept_bytes(self) -> int:
+        """Bytes that the checkpoint needs of this process, written or not."""
+        return self.stored_bytes + (0 if self._base is None else self._base.kept_bytes)
+
+    @property
     def done_bytes(self) -> int:
         """Logical bytes that are written, or need not be; more may be requested than planned."""
         return min(self._done, self._total)
@@ -150,10 +157,10 @@ class ChunkWriter:
         self._base.offer((item.entry, item.part, item.number) for item in offered)
         if not self._source.background:  # staged copies come in the order of the plan
             items = self._likely_changed_first(items, self._base)
-        others, taken = list[WriteItem](), list[tuple[WriteItem, Taken]]()
+        others, taken = list[WriteItem](), list[tuple[WriteItem, Sequence[Taken]]]()
         for item in items:
-            at = self._base.borrow(item.part, item.number) if item.borrowed else None
-            if at is None:
+            at = self._base.borrow(item.part, item.number) if item.borrowed else ()
+            if not at:
                 others.append(item)
             else:
                 taken.append((item, at))
@@ -322,6 +329,7 @@ class _Batch:
         self.errors: list[tuple[int, tuple[float, float]]] = []
         self._done_bytes = 0  # counted by the writer
         self._rows: list[int] = []  # of each value in the file, and -1 - row for patches
+        self._links: list[int] = []  # of each patch
 
     def write(self) -> None:
         """Writes the file.
@@ -349,7 +357,7 @@ class _Batch:
             file.abandon()
             raise
         self._count(sum(item.nbytes for item in self._items) - self._done_bytes)
-        self._done.add(file, self._rows, len(self._values))
+        self._done.add(file, self._rows, len(self._values), self._links)
 
     def _count(self, nbytes: int) -> None:
         self._done_bytes += nbytes
@@ -380,10 +388,10 @@ class _Batch:
             if self._writer.unchanged is not None:
                 before = self._base.stored_digest(item.entry, item.part, item.number)
                 self._writer.unchanged.check(item.entry.name, item.box, before, digest)
-            if compared.taken is not None:
+            if compared.taken:
                 self._done.take(row, compared.taken, digest)
                 if compared.patch is not None:
-                    self._add_patch(file, row, compared.patch)
+                    self._add_patch(file, row, compared.patch, len(compared.taken))
                 return
         value, known, _ = encoded or self._writer.encode(item, data)
         digest = known if digest is None else digest
@@ -401,9 +409,11 @@ class _Batch:
         self.stored_bytes += data.nbytes
         self.count += 1
 
-    def _add_patch(self, file: DataFile, row: int, patch: bytes) -> None:
+    def _add_patch(self, file: DataFile, row: int, patch: bytes, before: int) -> None:
+        """Adds a patch, after other values of its chunk."""
         file.add((memoryview(patch),))
         self._rows.append(-1 - row)
+        self._links.append(FULL_LINK + before)
         self.nbytes += len(patch)
         self.stored_bytes += len(patch)
         self.patched += 1
@@ -425,28 +435,44 @@ class _References:
         self._files = dict[str, int]()
         self._inline, self._nbytes = list[bytes](), 0
         self._patches = [np.zeros(0, PATCH_DTYPE)]
-        self._base: BaseEntry | None = None
+        self._bases = dict[BaseEntry, int]()
         self._lock = threading.Lock()
 
-    def take(self, row: int, taken: Taken, digest: int) -> None:
-        """Notes where a chunk is that was not written, or its full chunk."""
+    def take(self, row: int, taken: Sequence[Taken], digest: int) -> None:
+        """Notes where the values of a chunk are that were not written: that of a whole one, or its
+        full chunk and its patches."""
         self.chunks["digest"][row] = digest
-        if isinstance(taken, BaseEntry):
-            self._base = taken
-            self.chunks["file"][row] = ELSEWHERE
-            return
-        with self._lock:
-            number = self._files.setdefault(taken.path, len(self._files))
-        for name, value in ("file", number), ("offset", taken.offset), ("length", taken.length):
+        first, *others = (self._place(each) for each in taken)
+        for name, value in zip(PLACE_DTYPE.names or (), first, strict=True):
             self.chunks[name][row] = value
+        if others:
+            numbered = enumerate(others, FULL_LINK + 1)
+            rows = [(row, link, *place) for link, place in numbered]
+            with self._lock:
+                self._patches.append(np.array(rows, PATCH_DTYPE))
 
-    def add(self, file: DataFile, rows: Sequence[int], others: int) -> None:
+    def _place(self, taken: Taken) -> ValuePlace:
+        """Where a value is that was taken, as the record says it."""
+        with self._lock:
+            if isinstance(taken, BaseEntry):
+                return ELSEWHERE, self._bases.setdefault(taken, len(self._bases)), 0
+            if isinstance(taken, bytes):
+                self._inline.append(taken)
+                self._nbytes += len(taken)
+                return INLINE, self._nbytes - len(taken), len(taken)
+            number = self._files.setdefault(taken.path, len(self._files))
+            return number, taken.offset, taken.length
+
+    def add(
+        self, file: DataFile, rows: Sequence[int], others: int, links: Sequence[int] = ()
+    ) -> None:
         """Notes where the values of a file are.
 
         Arguments:
             file: with these values.
             rows: of those that are chunks; -1 - row for the patches of chunks.
             others: how many values follow.
+            links: which values of their chunks the patches are.
 
         Raises:
             StorageError: it has more or fewer.
@@ -477,7 +503,7 @@ class _References:
             self.chunks[name][at[at >= 0]] = own[name][at >= 0]
         if (at < 0).any():
             patches = np.zeros(int((at < 0).sum()), PATCH_DTYPE)
-            patches["row"] = -1 - at[at < 0]
+            patches["row"], patches["link"] = -1 - at[at < 0], links
             for name in PLACE_DTYPE.names or ():
                 patches[name] = own[name][at < 0]
             with self._lock:
@@ -498,7 +524,7 @@ class _References:
             chunks=self.chunks,
             files=tuple(self._files),
             inline=b"".join(self._inline),
-            base=self._base,
-            patches=patches[np.argsort(patches["row"], kind="stable")],
+            bases=tuple(self._bases),
+            patches=patches[np.lexsort((patches["link"], patches["row"]))],
             **more,
         )

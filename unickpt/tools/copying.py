@@ -24,7 +24,7 @@ from unickpt.errors import (
     StorageError,
     UnsupportedFormat,
 )
-from unickpt.format import chunk_grid, index_json, ocdbt_reader
+from unickpt.format import borrowed, chunk_grid, index_json, ocdbt_reader
 from unickpt.format.index import BORROWED_KEY, INDEX_KEY, BaseEntry, Index
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.format.reader import ChunkId
@@ -318,7 +318,7 @@ def _none(chunk: ChunkId) -> bool:
 
 def _borrowing(index: Index, lent: HeldFiles) -> tuple[Index, dict[str, bytes | None]]:
     """The index of a copy that borrows chunks, and what else changes in its database, by key."""
-    table = lent.table.tobytes()
+    table = borrowed.encode(lent.table, index)
     changed: dict[str, bytes | None] = {
         chunk_grid.chunk_key(chunk.part, chunk.number): None
         for some in lent.chunks.values()

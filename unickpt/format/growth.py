@@ -1,0 +1,56 @@
+"""How the checkpoints grow that refer to one that was written in full; when to start anew.
+
+Each save by patches keeps the full checkpoint, and what has been written since and is still needed.
+Check-N-Run (arXiv 2010.08679) takes a full checkpoint where the increments to come, as large as the
+last, are expected to cost more than beginning again. So does `Growth.predicts_full`, of which the
+costs are what is written, and what is kept for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Growth:
+    """All saves since one wrote everything; in bytes as they are stored, of all processes.
+
+    Arguments:
+        saves: how many there were, without that one.
+        full: what that one wrote.
+        written: what these wrote together.
+        kept: what each of these kept beside a full checkpoint, summed up.
+        last: what the last of them kept beside a full checkpoint.
+    """
+
+    saves: int
+    full: int
+    written: int = 0
+    kept: int = 0
+    last: int = 0
+
+    def then(self, written: int, kept: int) -> Growth:
+        """After one more save.
+
+        Arguments:
+            written: what it wrote.
+            kept: what it needs in all, new or not.
+        """
+        beside = max(0, kept - self.full)
+        return Growth(self.saves + 1, self.full, self.written + written, self.kept + beside, beside)
+
+    def predicts_full(self, kept_cost: float) -> bool:
+        """Whether to write everything again is expected to cost less than to go on.
+
+        The mean cost of all saves since the last full one, that one included, falls as long as the
+        next save costs less than it; then beginning again gives the lowest mean. Patches refer to
+        states of different age, so that what is written goes up and down: the mean of all so far
+        predicts it best, and the last what will be kept.
+
+        Arguments:
+            kept_cost: what it costs to keep a byte until the next save, if it costs 1 to write it.
+        """
+        if not self.saves:
+            return False
+        mean = (self.full + self.written + kept_cost * self.kept) / (self.saves + 1)
+        return mean <= self.written / self.saves + kept_cost * self.last

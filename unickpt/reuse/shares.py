@@ -1,0 +1,71 @@
+"""How a checkpoint refers to values of its base: what is found there, and what was taken."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Protocol
+
+from unickpt.format.chains import Value
+from unickpt.format.chunk_grid import Part
+from unickpt.format.index import ArrayEntry, BaseEntry
+from unickpt.storage.btree.nodes import DataReference
+
+Taken = DataReference | BaseEntry | bytes
+"""Where a value is that was taken: in a file, below the folder of the process; in a checkpoint
+beside the new one; or among what the nodes hold themselves."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value of a chunk is.
+
+    Arguments:
+        value: which, in the base or in one of its own bases.
+        at: the file and the bytes; or the bytes of a value in the B-tree.
+        of: the checkpoint beside the new one that has it, as the new one will name it.
+    """
+
+    value: Value
+    at: DataReference | bytes
+    of: BaseEntry | None = None
+
+    @property
+    def unit(self) -> Hashable:
+        """What stays alive for it: a file, or what the nodes of a B-tree hold."""
+        return self.of, self.at.path if isinstance(self.at, DataReference) else ""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the value."""
+        return self.at.length if isinstance(self.at, DataReference) else len(self.at)
+
+    @property
+    def end(self) -> int:
+        """After its last byte in the file."""
+        return self.at.offset + self.at.length if isinstance(self.at, DataReference) else 0
+
+
+Places = tuple[Place, ...]
+"""Of a whole chunk, or of the full chunk and the patches of a patched one."""
+
+
+class Share(Protocol):
+    """How a checkpoint refers to chunks of its base. What stays alive for them, a *unit*, stays as
+    a whole."""
+
+    def find(self, entry: ArrayEntry, part: Part, number: int) -> Places | None:
+        """Where a chunk of the base is; None if it cannot be referred to."""
+
+    def unit_bytes(self, place: Place) -> int:
+        """How many bytes stay alive for a value, with all others of its unit.
+
+        Raises:
+            Failed: it is gone.
+        """
+
+    def is_older(self, place: Place) -> bool:
+        """Whether the base itself took a value from an earlier checkpoint."""
+
+    def take(self, place: Place) -> Taken | None:
+        """Refers to a value; None if the chunk has to be written after all."""
