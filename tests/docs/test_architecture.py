@@ -14,7 +14,7 @@ from support import TESTS
 
 ROOT = Path(TESTS).parent
 MAP = (ROOT / "docs" / "architecture.md").read_text()
-MOST_LINES, MOST_LINES_OF_A_FUNCTION = 500, 58
+MOST_LINES, MOST_LINES_OF_A_FUNCTION = 520, 58
 
 WINGS = sorted(
     str(Path(folder).relative_to(ROOT))

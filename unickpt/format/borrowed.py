@@ -6,6 +6,7 @@ checkpoint names its *bases*, and readers find the borrowed chunks in them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -139,3 +140,19 @@ def marked(base: Location, attempt: str, context: ts.Context) -> list[str]:
 
 def _marks(base: Location, attempt: str) -> Location:
     return base.child(f"processes/{attempt}/{MARKS}")
+
+
+def names(table: BorrowedTable, spans: Mapping[str, slice], base: int) -> list[str]:
+    """The names of the arrays of which a base has something.
+
+    Arguments:
+        table: of borrowed values.
+        spans: by the array's name its rows.
+        base: the number of the base.
+    """
+    rows = table["row"][table["base"] == base]
+    return [
+        name
+        for name, span in spans.items()
+        if np.diff(np.searchsorted(rows, (span.start, span.stop)))[0]
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from urllib.parse import quote
 
@@ -38,11 +39,9 @@ from unickpt.format.index import (
     ArrayEntry,
     BaseEntry,
     Index,
-    PerProcessEntry,
 )
 from unickpt.format.reader import ParallelMap, Reader, Request
 from unickpt.format.timing import TIMING_KEY, Timing
-from unickpt.frameworks.per_process import blob_key
 from unickpt.frameworks.sections import StoredValue
 from unickpt.storage import errors, ocdbt, paths
 from unickpt.storage.btree.nodes import DataReference
@@ -137,22 +136,13 @@ class OcdbtReader(Reader):
             try:
                 database = borrowed.pinned(self.location, base, self._chunks.database.context)
             except Damaged as error:
-                raise chains.lost(self.location, self._needing(number), error) from error
+                names = list[str]()
+                with suppress(UnickptError):
+                    names = borrowed.names(self._borrowed, self._spans, number)
+                raise chains.lost(self.location, names, error) from error
             except Failed as error:
                 raise errors.reading_failed(error, str(self.location)) from error
             self._bases.append(ChunkStore(database, self.index.codecs))
-
-    def _needing(self, base: int) -> list[str]:
-        """The names of the arrays of which a base has something, as far as that can be told."""
-        try:
-            rows = self._borrowed["row"][self._borrowed["base"] == base]
-        except UnickptError:
-            return []
-        return [
-            name
-            for name, span in self._spans.items()
-            if np.diff(np.searchsorted(rows, (span.start, span.stop)))[0]
-        ]
 
     def _store_of(self, entry: ArrayEntry, part: Part, number: int) -> ChunkStore:
         """Where a chunk is: here, or in a base."""
@@ -184,28 +174,9 @@ class OcdbtReader(Reader):
             CheckpointCorrupt: one is missing.
             StorageError: the storage failed.
         """
-        for entry in self.index.arrays.values() if self.index.bases else ():
-            for part in chunk_grid.parts(entry):
-                for number in range(part.count):
-                    for link, base in self.borrowed_links(entry, part, number).items():
-                        yield self._borrowed_value(entry, part, number, link, base)
+        from unickpt.format.borrowed_values import BorrowedValues  # only for copies
 
-    def _borrowed_value(
-        self, entry: ArrayEntry, part: Part, number: int, link: int, base: int
-    ) -> tuple[str, bytes]:
-        there, at = Value(self._bases[base], part), part
-        if link != links.WHOLE_LINK:
-            there = self.chain(entry, part, number)[link - links.FULL_LINK]
-            at = links.part_of(part, link)
-        key = chunk_grid.chunk_key(there.part, number)
-        try:
-            value = there.store.values.read(key)
-        except Failed as error:
-            where = f"{there.store.location}: key {key!r}"
-            raise there.store.explained(error, where) from error
-        if value is None:
-            raise self.damaged(f"key {key!r} is missing in {there.store.location}")
-        return chunk_grid.chunk_key(at, number), value
+        return iter(BorrowedValues(self, self._bases))
 
     def borrowed_links(self, entry: ArrayEntry, part: Part, number: int) -> dict[int, int]:
         """The values of a chunk that bases have: by their links, the bases' positions."""
@@ -478,26 +449,17 @@ class OcdbtReader(Reader):
     # --- keys -----------------------------------------------------------------------------------
 
     def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[StoredValue, ...]:
-        entry = self.index.per_process[name]
-        processes = range(len(entry.blobs)) if of is None else of
-        return tuple(self._stored_value(name, entry, process) for process in processes)
+        from unickpt.format.process_values import stored_value  # only where there are some
 
-    def _stored_value(self, name: str, entry: PerProcessEntry, process: int) -> StoredValue:
-        size, digest, head = entry.of(process)
-        key = blob_key(name, process)
+        every = range(len(self.index.per_process[name].blobs))
+        return tuple(stored_value(self, name, process) for process in (every if of is None else of))
 
-        def read(start: int, length: int) -> bytes:
-            if length == size:
-                return self.read_key(key, size)
-            try:
-                return self._chunks.values.read_range(key, start, length)
-            except Failed as error:
-                raise self._chunks.explained(error, f"{self.location}: key {key!r}") from error
-
-        def damaged(reason: str) -> Exception:
-            return self.damaged(f"the value of process {process} for {name!r} {reason}")
-
-        return StoredValue(size, digest, head, read, damaged, entry.is_binary)
+    def read_range(self, key: str, start: int, length: int) -> bytes:
+        """Some bytes of one key. Raises as `read_key`."""
+        try:
+            return self._chunks.values.read_range(key, start, length)
+        except Failed as error:
+            raise self._chunks.explained(error, f"{self.location}: key {key!r}") from error
 
     def read_key(self, key: str, length: int | None = None) -> bytes:
         """The bytes of one key of the database.

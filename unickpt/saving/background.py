@@ -460,9 +460,18 @@ class SaveQueue:
         if task.options.changed is not None:
             from unickpt.saving import seen  # only where it is asked for
 
-            last = self._pending[-1] if self._pending else None
-            failed = last is not None and last._failure is not None
-            seen.describe_after(task, request, metadata, partial, last, failed)
+            last, given = self._pending[-1] if self._pending else None, task.options.base
+            with task.failing():
+                base = seen.base_of(
+                    *(
+                        given,
+                        request.find_base(),
+                        None if last is None else (last.url, last.attempt, last.tokens),
+                    ),
+                    in_flight=last is not None and not last.done(),
+                    failed=last is not None and last._failure is not None,
+                )
+            task.tokens = seen.describe(task, request.tree, metadata, partial, base)
             return None
         if partial is not None:  # what is saved of it differs each time
             task.describe(request.tree, metadata, partial)

@@ -62,6 +62,11 @@ class Description:
         """xxh3-64 of `encoded`: equal where processes describe the same."""
         return xxhash.xxh3_64_intdigest(self.encoded)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is left to the base."""
+        return self.selection is None and self.unchanged is None
+
     def borrows(self, name: str, box: Box) -> bool:
         """Whether a box of an array is not saved, but taken from the step before."""
         if self.unchanged is not None and self.unchanged.spares(name, box):

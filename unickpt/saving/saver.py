@@ -157,7 +157,8 @@ def _save_changed(job: SaveTask, root: Any, metadata: Mapping[str, Any] | None) 
     with job.failing():
         given = job.options.base
         known = None if given is None else last.get(paths.resolve(given).url)
-        base = seen.base_of(given, None, known, in_flight=False, failed=False)
+        before = None if known is None else (known.url, known.attempt, known.tokens)
+        base = seen.base_of(given, None, before, in_flight=False, failed=False)
     try:
         tokens = seen.describe(job, root, metadata, None, base)
         report = job.run(job.plan(), DirectSource(job.working_bytes))

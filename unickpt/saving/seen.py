@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from unickpt.frameworks.leaves import adapter_of, adapters, expand, leaf_test
 from unickpt.reuse.partial_save import PartialSave
@@ -12,9 +12,6 @@ from unickpt.reuse.unchanged import SeenState, unchanged
 from unickpt.saving.task import SaveTask
 from unickpt.storage import paths
 from unickpt.trees import tree
-
-if TYPE_CHECKING:
-    from unickpt.saving.background import PendingSave, SaveRequest
 
 
 def describe(
@@ -56,7 +53,7 @@ def describe(
 def base_of(
     given: paths.PathLike | None,
     found: paths.PathLike | None,
-    last: SeenState | None,
+    before: tuple[str, str, Mapping[str, object]] | None,
     *,
     in_flight: bool,
     failed: bool,
@@ -67,9 +64,10 @@ def base_of(
     Arguments:
         given: `SaveOptions.base`.
         found: the newest checkpoint, as far as the saves have ended.
-        last: the save before.
+        before: the save before, as of `SeenState`.
         in_flight, failed: whether that has not ended, and whether it has failed.
     """
+    last = None if before is None else SeenState(*before)
     if given is not None:
         url = paths.resolve(given).url
         known = last is not None and last.url == url and not failed
@@ -82,30 +80,3 @@ def base_of(
     if last is None:  # the program goes on from it
         return SeenState(url, "")
     return last if last.url == url else None
-
-
-def describe_after(
-    task: SaveTask,
-    request: SaveRequest,
-    metadata: Mapping[str, Any] | None,
-    partial: PartialSave | None,
-    last: PendingSave | None,
-    failed: bool,
-) -> None:
-    """Describes what a save in the background has to save, see `describe`.
-
-    Arguments:
-        task, request: the save.
-        metadata, partial: as for `SaveTask.describe`.
-        last: the save before; None if there was none.
-        failed: whether it has failed.
-    """
-    with task.failing():
-        base = base_of(
-            task.options.base,
-            request.find_base(),
-            None if last is None else SeenState(last.url, last.attempt, last.tokens),
-            in_flight=last is not None and not last.done(),
-            failed=failed,
-        )
-    task.tokens = describe(task, request.tree, metadata, partial, base)

@@ -16,11 +16,7 @@ from unickpt.commit.attempt import Attempt
 from unickpt.commit.messages import Record, Totals, WriteMore
 from unickpt.commit.progress_reports import Report
 from unickpt.errors import (
-    CheckpointCorrupt,
-    CheckpointNotFound,
     SaveTimeout,
-    StorageError,
-    UnsupportedFormat,
 )
 from unickpt.format.index import Index
 from unickpt.frameworks.host_memory import share
@@ -29,7 +25,7 @@ from unickpt.frameworks.members import explained
 from unickpt.frameworks.process_group import members_of, processes_on_node, saving_group, within
 from unickpt.frameworks.protocol import ArraySource
 from unickpt.progress import ProgressFunction, reporting
-from unickpt.reuse.base import FAULTY, Base, How, open_base
+from unickpt.reuse.base import Base
 from unickpt.reuse.partial_save import PartialSave
 from unickpt.saving import fingerprints
 from unickpt.saving.describe import Description, check_quantized, describe
@@ -352,50 +348,22 @@ class SaveTask:
         self._attempt.report(Report(phase, seconds, writer.done_bytes, total, processes, number))
 
     def _open_base(self) -> tuple[Base | None, bool]:
-        """The earlier checkpoint whose chunks are not written again; whether that goes for all
-        chunks that are equal, or only for those of experts that this save leaves out.
+        """The base, and whether all chunks that are equal there are taken, or only those of experts
+        that this save leaves out. Raises as `bases.open_for`."""
+        asked = self._find_base() if self.options.base is None else self.options.base
+        if asked is None and self.description.is_whole:
+            return None, False
+        from unickpt.saving import bases  # only where there is one
 
-        Raises:
-            CheckpointNotFound, InvalidPath: there is none where `SaveOptions.base` says.
-            StorageError: it is not there, but has experts that this save does not write.
-        """
-        options, selection = self.options, self.description.selection
-        asked = self._find_base() if options.base is None else options.base
-        base = None if selection is None else selection.base
-        path = asked if base is None else base.path
-        needed = base is not None or self.description.unchanged is not None
-        found = None if path is None else self._try_base(path, needed=needed)
-        if selection is not None:
-            selection.check(None if found is None else found.index, self.location)
-        if self.description.unchanged is not None:
-            attempt = None if found is None else found.index.attempt
-            self.description.unchanged.check_base(attempt, self.location)
+        found = bases.open_for(
+            self.description,
+            self.options,
+            self.location,
+            self._attempt.folder_of(self.group.index),
+            self.working_bytes,
+            asked,
+        )
         return found, asked is not None
-
-    def _try_base(self, path: paths.PathLike, *, needed: bool) -> Base | None:
-        options = self.options
-        try:
-            return open_base(
-                paths.resolve(path),
-                self.location,
-                self._attempt.folder_of(self.group.index),
-                self.description.index.codecs,
-                how=How(
-                    options.reuse == "compare",
-                    options.reuse == "patch",
-                    self.working_bytes,
-                    options.kept_cost,
-                ),
-                fsync=options.fsync,
-                needed=needed,
-            )
-        except (CheckpointCorrupt, CheckpointNotFound, UnsupportedFormat, StorageError) as error:
-            is_missing = type(error) is CheckpointNotFound
-            if is_missing and options.base is not None:
-                raise
-            # A training job must not stop because an older checkpoint is damaged, or gone.
-            _log.warning(FAULTY, path, error)
-            return None
 
     def _publish(self, record: Record, writer: ChunkWriter, staged: Staged) -> None:
         statistics = {

@@ -153,33 +153,17 @@ class ChunkWriter:
         """Takes from the base what it has, and writes the rest, and some other values."""
         if self._base is None:
             return self._write(items, _References(items), values)
-        offered = items if self._looked_in else [item for item in items if item.borrowed]
-        self._base.offer((item.entry, item.part, item.number) for item in offered)
-        if not self._source.background:  # staged copies come in the order of the plan
-            items = self._likely_changed_first(items, self._base)
-        others, taken = list[WriteItem](), list[tuple[WriteItem, Sequence[Taken]]]()
-        for item in items:
-            at = self._base.borrow(item.part, item.number) if item.borrowed else ()
-            if not at:
-                others.append(item)
-            else:
-                taken.append((item, at))
+        from unickpt.saving import taking  # only where there is one
+
+        in_order = self._source.background  # staged copies come in the order of the plan
+        all_equal = self._looked_in is not None
+        others, taken = taking.take(self._base, items, all_equal=all_equal, in_order=in_order)
         self.count_done(sum(item.nbytes for item, _ in taken))
         self._tell()
         done = _References([*others, *(item for item, _ in taken)])
         for row, (item, at) in enumerate(taken, len(others)):
             done.take(row, at, self._source.digest(item))
         return self._write(others, done, values, self._looked_in)
-
-    @staticmethod
-    def _likely_changed_first(items: Sequence[WriteItem], base: Base) -> Sequence[WriteItem]:
-        """What is probably written comes first: the disk has time for it while the rest, which is
-        only hashed, keeps the CPUs busy. Experts stay together."""
-
-        def rank(item: WriteItem) -> tuple[Any, bool]:
-            return item.expert or ("", -1), base.is_settled(item.part, item.number)
-
-        return sorted(items, key=rank)
 
     def _write(
         self,
