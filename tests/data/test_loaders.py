@@ -39,18 +39,30 @@ def test_the_snippets_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     )
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"unickpt": unickpt, "numbers": numbers, "tokenizer": Tokenizer()}
-    names["Shards"] = unickpt.data.Shards
+    names |= {"Shards": unickpt.data.Shards, "Ranks": unickpt.data.Ranks}
     found = [
         s
         for s in pages.snippets("docs/integrations/data.md")
         if "test_loaders" in (s.not_run or "")
     ]
+    *found, trainer = found
     for snippet, folder, count in zip(found, ("datasets", "titan"), (240, 120), strict=True):
         exec(snippet.text, names)
         make = names["loader"]._shards[0]._make
         again = unickpt.data.Shards(make, 24)
         unickpt.load(f"runs/{folder}", {"data": again})
         assert len(list(again)) == count - 1
+    exec(trainer.text, names)
+    config = names["ShardedLoader"].Config(dataset="numbers", infinite=False)
+    more = {"tokenizer": Tokenizer(), "seq_len": 4, "local_batch_size": 2}
+    one = config.build(dp_rank=0, dp_world_size=1, **more)
+    first = next(iter(one))
+    unickpt.save("runs/trainer", {"dataloader": one})
+    two = config.build(dp_rank=0, dp_world_size=1, **more)
+    unickpt.load("runs/trainer", {"dataloader": two})
+    assert [first[1].tolist(), *(y.tolist() for _, y in two)] == [
+        y.tolist() for _, y in config.build(dp_rank=0, dp_world_size=1, **more)
+    ]
 
 
 def test_hugging_face_datasets(tmp_path: Path, processes: Processes) -> None:
