@@ -52,6 +52,8 @@ from unickpt.storage.locations import Location
 FORMAT = "unickpt"
 """The name of this format."""
 
+_MOST_SPARSE = 1 << 28  # bytes of a section with holes, in which some file systems store zeros
+
 
 def open(location: Location) -> OcdbtReader | None:
     """Opens the checkpoint at a location; None if there is no manifest.
@@ -437,7 +439,8 @@ class OcdbtReader(Reader):
             if length == size:
                 return self.read_key(key, size)
             try:
-                return self._chunks.values.read_range(key, start, length)
+                sparse = start >= head and length <= _MOST_SPARSE
+                return self._chunks.values.read_range(key, start, length, may_be_sparse=sparse)
             except Failed as error:
                 raise self._chunks.explained(error, f"{self.location}: key {key!r}") from error
 
