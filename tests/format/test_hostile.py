@@ -549,6 +549,21 @@ def write_binary(path: Path, blob: bytes, head: int) -> None:
     forge_index(path, index, table, **{"r/process_00000": blob})
 
 
+def test_zeros_that_a_file_system_does_not_store_are_read(tmp_path: Path) -> None:
+    """As ZFS with compression does; nodes with holes are refused."""
+    zeros = np.zeros(4 << 20, np.uint8)
+    unickpt.save(tmp_path, {"r": unickpt.PerProcess(zeros)})
+    (file,) = (tmp_path / "processes").glob("*/00000/d/*")
+    data = file.read_bytes()
+    with open(file, "wb") as sparse:
+        sparse.write(data[: 1 << 20])
+        sparse.seek(3 << 20)
+        sparse.write(data[3 << 20 :])
+    assert file.stat().st_blocks * 512 < len(data)
+    assert unickpt.load(tmp_path)["r"].values[0].tolist() == zeros.tolist()
+    assert unickpt.verify(tmp_path).ok
+
+
 def test_a_section_that_was_changed_is_named(tmp_path: Path) -> None:
     blob, head = binary(("a", GOOD, len(ARRAY % 0)), ("b", GOOD, len(ARRAY % 0)), facts=True)
     write_binary(tmp_path / "c", blob[:-1] + b"?", head)
@@ -636,9 +651,9 @@ def test_metadata_of_any_size_is_not_read(tmp_path: Path, monkeypatch: pytest.Mo
     database(tmp_path).write("w/zarr.json", b" " * (8 << 20)).result()
     read, real = [], local_files.RegularFiles.read
 
-    def counted(self: Any, place: Any) -> bytes:
+    def counted(self: Any, place: Any, may_be_sparse: bool = False) -> bytes:
         read.append(place.length)
-        return real(self, place)
+        return real(self, place, may_be_sparse)
 
     monkeypatch.setattr(local_files.RegularFiles, "read", counted)
     report = unickpt.verify(tmp_path)

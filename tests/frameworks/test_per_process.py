@@ -31,6 +31,7 @@ from unickpt import (
     ProcessGroup,
     UnsupportedLeaf,
 )
+from unickpt.frameworks.sections import StoredValue
 
 SAMPLES, BATCH = 240, 5
 EVERY = list(range(SAMPLES))
@@ -185,6 +186,96 @@ def test_an_error_of_redistribute_is_the_error_of_that_process(tmp_path: Path) -
     assert isinstance(third, ValueError)
     assert str(third) == "no shard for process 2"
     assert values_of([first, second, fourth]) == [{"at": 0}, {"at": 1}, {"at": 3}]
+
+
+def large(i: int) -> dict[str, Any]:
+    """A value whose arrays, lists and bytes are stored in binary."""
+    return {
+        "array": np.arange(6000.0).reshape(3, 2000) + i,
+        "bits": np.arange(9000).astype(ml_dtypes.bfloat16)[::2],
+        "empty": np.zeros((0, 3)),
+        "scalar": np.array(i, np.float32),
+        "ints": [*range(-i, 3000)],
+        "far": [(1 << 62) + i] * 2048,
+        "too far": [1 << 63, i] * 1100,
+        "floats": [0.5 + i] * 2500,
+        "mixed": [1, 2.0] * 1100,
+        "bools": [True, False] * 1100,
+        "bytes": bytes([i]) * 9000,
+        "nested": [[1, 2], (3, "x")],
+    }
+
+
+def test_large_values_are_kept_to_the_bit_in_binary(tmp_path: Path) -> None:
+    saved = [large(i) for i in range(3)]
+    save(tmp_path / "c", saved)
+    entry = unickpt.open(tmp_path / "c").index.per_process["data/state"]
+    assert entry.is_binary
+    assert same(values_of(load(tmp_path / "c", 3, PerProcess())), saved)
+    like = large(0)
+    (found,) = values_of(load_one(tmp_path / "c", like))
+    assert same(found, saved[0])
+    assert found["array"] is like["array"]  # filled in place
+    everything = unickpt.load(tmp_path / "c")["data"]["state"]
+    assert same(list(everything.values), saved)
+
+
+def test_large_values_take_the_bytes_that_they_need(tmp_path: Path) -> None:
+    value = {"array": np.arange(6000.0), "ints": [*range(3000)], "bytes": b"x" * 9000}
+    save(tmp_path / "c", [value])
+    ((size, _),) = unickpt.open(tmp_path / "c").index.per_process["data/state"].blobs
+    assert size < 6000 * 8 + 3000 * 2 + 9000 + 1000
+
+
+def load_one(path: Path, like: Any) -> list[Any]:
+    """What process 0 of 3 loads."""
+    options = LoadOptions(group=ProcessGroup(0, 3, session="one"))
+    tree = {"data": {"state": PerProcess(like)}}
+    return [unickpt.load(path, tree, options=options)["data"]["state"]]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"array": np.zeros((3, 1999))}, r"'array': stored float64\[3, 2000\], asked for"),
+        ({"bytes": "text"}, "'bytes': stored bytes, asked for str"),
+        ({"ints": [0] * 2999}, "'ints': stored a list of 3000 ints, asked for a list of 2999 ints"),
+        ({"ints": 3}, "'ints': stored a list of 3000 ints, asked for int"),
+        ({"ints": [0.5] * 3000}, "'ints': stored a list of 3000 ints, asked for a list of 3000 f"),
+        ({"ints": [1, 2]}, "differ in: ints, ints/0, ints/1"),
+        ({"scalar": [1] * 3000}, "'scalar': stored ndarray, asked for a list of 3000 ints"),
+        ({"more": 1}, "differ in: more"),
+    ],
+)
+def test_a_large_value_that_does_not_fit_is_named(
+    change: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    save(tmp_path / "c", [large(i) for i in range(3)])
+    with pytest.raises(LoadMismatch, match=reason):
+        load_one(tmp_path / "c", large(0) | change)
+
+
+def test_small_values_stay_as_older_versions_read_them(tmp_path: Path) -> None:
+    save(tmp_path / "c", [{"key": np.arange(1900), "ints": [1] * 1000, "bytes": b"x" * 1000}] * 2)
+    index = unickpt.open(tmp_path / "c").index
+    assert not index.per_process["data/state"].is_binary
+
+
+def test_redistribute_reads_what_it_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "c", [large(i) for i in range(6)])
+    read = list[int]()
+    verified = StoredValue._verified
+
+    def counted(self: Any, start: int, length: int, digest: int) -> bytes:
+        read.append(length)
+        return verified(self, start, length, digest)
+
+    monkeypatch.setattr(StoredValue, "_verified", counted)
+    like = PerProcess(redistribute=lambda saved, index, count: saved[2 * index + 1]["scalar"])
+    assert values_of(load(tmp_path / "c", 3, like)) == [1, 3, 5]
+    assert len(read) == 6  # three heads, three values
 
 
 def test_torch_generators_go_on(tmp_path: Path) -> None:

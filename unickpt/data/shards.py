@@ -138,8 +138,12 @@ class _Shard:
         if self._loader is None:
             self._loader = self._make(self.number, self._count)
         loader = self._loader
-        if hasattr(loader, "set_epoch"):
-            loader.set_epoch(self.epoch)
+        # So torch's samplers shuffle each epoch in another way, and datasets of Hugging Face begin
+        # at their beginning, not where they were loaded.
+        inner = (getattr(loader, name, None) for name in ("dataset", "sampler"))
+        for each in (loader, *inner):
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(self.epoch)
         if self._state is None:
             return iter(loader)
         if hasattr(loader, "load_state_dict"):

@@ -454,10 +454,13 @@ class OcdbtReader(Reader):
         every = range(len(self.index.per_process[name].blobs))
         return tuple(stored_value(self, name, process) for process in (every if of is None else of))
 
-    def read_range(self, key: str, start: int, length: int) -> bytes:
-        """Some bytes of one key. Raises as `read_key`."""
+    def read_range(
+        self, key: str, start: int, length: int, *, may_be_sparse: bool = False
+    ) -> bytes:
+        """Some bytes of one key, of which zeros may be holes of a file. Raises as `read_key`."""
         try:
-            return self._chunks.values.read_range(key, start, length)
+            values = self._chunks.values
+            return values.read_range(key, start, length, may_be_sparse=may_be_sparse)
         except Failed as error:
             raise self._chunks.explained(error, f"{self.location}: key {key!r}") from error
 

@@ -8,6 +8,8 @@ from unickpt.format.index import Index
 from unickpt.frameworks.per_process import blob_key
 from unickpt.frameworks.sections import StoredValue
 
+_MOST_SPARSE = 1 << 28  # bytes of a section with holes, in which some file systems store zeros
+
 
 class Keys(Protocol):
     """What is needed of a reader."""
@@ -16,7 +18,9 @@ class Keys(Protocol):
 
     def read_key(self, key: str, length: int | None = None) -> bytes: ...
 
-    def read_range(self, key: str, start: int, length: int) -> bytes: ...
+    def read_range(
+        self, key: str, start: int, length: int, *, may_be_sparse: bool = False
+    ) -> bytes: ...
 
     def damaged(self, reason: str) -> Exception: ...
 
@@ -33,8 +37,10 @@ def stored_value(reader: Keys, name: str, process: int) -> StoredValue:
     size, digest, head = entry.of(process)
 
     def read(start: int, length: int) -> bytes:
-        whole = length == size
-        return reader.read_key(key, size) if whole else reader.read_range(key, start, length)
+        if length == size:
+            return reader.read_key(key, size)
+        sparse = start >= head and length <= _MOST_SPARSE
+        return reader.read_range(key, start, length, may_be_sparse=sparse)
 
     def damaged(reason: str) -> Exception:
         return reader.damaged(f"the value of process {process} for {name!r} {reason}")

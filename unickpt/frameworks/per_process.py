@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -249,9 +249,9 @@ def _one(text: bytes, data: memoryview | None, like: Any, adapters: Sequence[Ada
             lambda obj, name: _expand(obj, name, adapters, StoredTree(found, lambda: None)),
             "`like` cannot be loaded into",
         )
-        lists = {n for n, each in about.items() if each.get("as") in ("list", "bytes")}
-        plain = {n: _as_said(found[n], about[n], adapters) for n in lists}
-        found = plain | _fitted(root, found, prngs, adapters, lists)
+        others = [n for n, each in about.items() if each.get("as") in ("list", "bytes")]
+        found |= {n: _as_said(found[n], about[n], adapters) for n in others}
+        found = _fitted(root, found, prngs, adapters)
         for node, check in tree.checks(root):
             check(node, found.__getitem__)
     return tree.rebuild(root, found.__getitem__)
@@ -277,9 +277,8 @@ def _fitted(
     found: dict[str, Any],
     prngs: dict[str, str | None],
     adapters: Sequence[Adapter],
-    lists: Set[str],
 ) -> dict[str, Any]:
-    """The stored leaves, but for `lists`, as the leaves of `like` request them."""
+    """The stored leaves as the leaves of `like` request them."""
     templates = {leaf.name: leaf.value for leaf in tree.leaves(root)}
     if set(templates) != set(found):
         differ = ", ".join(sorted(set(templates) ^ set(found))[:5])
@@ -287,7 +286,6 @@ def _fitted(
     return {
         name: _into(templates[name], value, prngs.get(name), name, adapters)
         for name, value in found.items()
-        if name not in lists
     }
 
 
@@ -391,9 +389,22 @@ def _plain_as_asked(template: Any, value: Any, name: str) -> Any:
         raise _Misfit(f"{name!r}: {error}") from None
 
 
+def _list_as_asked(template: Any, value: Any, name: str) -> Any:
+    """A long list of numbers of one type, where another one is asked for."""
+    stored, asked = (
+        f"a list of {len(x)} {type(x[0]).__name__}s" if isinstance(x, list) else type(x).__name__
+        for x in (value, template)
+    )
+    if stored != asked:
+        raise _Misfit(f"{name!r}: stored {stored}, asked for {asked}")
+    return value
+
+
 def _into(
     template: Any, value: Any, prng: str | None, name: str, adapters: Sequence[Adapter]
 ) -> Any:
+    if isinstance(value, list) or isinstance(template, list):
+        return _list_as_asked(template, value, name)
     adapter = adapter_of(template, adapters)
     target = None if adapter is None else adapter.target(template)
     if target is not None and target.shape == () and tree_json.is_plain(value):

@@ -51,8 +51,8 @@ class LocalDatabaseReader(ocdbt.DatabaseReader):
         super().__init__(store, tree)
         self._files = files
 
-    def _bytes(self, reference: DataReference) -> bytes:
-        return self._files.read(reference)
+    def _bytes(self, reference: DataReference, may_be_sparse: bool = False) -> bytes:
+        return self._files.read(reference, may_be_sparse)
 
     def _check_file(self, path: str) -> None:
         self._files.check(path)

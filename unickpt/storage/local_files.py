@@ -183,8 +183,12 @@ class RegularFiles:
                 raise Damaged(f"{at} changed while it was being opened")
         return opened
 
-    def read(self, reference: DataReference) -> bytes:
+    def read(self, reference: DataReference, may_be_sparse: bool = False) -> bytes:
         """The bytes that a reference refers to; for what is read at once, as nodes and the index.
+
+        Arguments:
+            reference: to the bytes.
+            may_be_sparse: whether they may have a hole, as zeros have on some file systems.
 
         Raises:
             Damaged: some are missing.
@@ -192,9 +196,10 @@ class RegularFiles:
         """
         with self.opened(reference.path) as handle:
             size, end = os.fstat(handle).st_size, reference.offset + reference.length
-            # A hole takes no space and reads as zeros, and valid bytes never have thousands of
+            # A hole takes no space and reads as zeros, and valid nodes never have thousands of
             # zeros in a row. So gigabytes of zeros are refused before they take memory.
-            if size < end or _has_hole(handle, reference.offset, end):
+            no_hole = may_be_sparse or not _has_hole(handle, reference.offset, end)
+            if size < end or not no_hole:
                 raise Damaged(
                     f"{self.folder + reference.path} has no bytes {reference.offset} to {end}: "
                     f"its size is {size}, or it has a hole"

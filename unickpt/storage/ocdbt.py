@@ -306,8 +306,17 @@ class DatabaseReader:
             raise Damaged(f"{length_of(found)} bytes stored, {length} expected")
         return self._bytes(found) if isinstance(found, DataReference) else found
 
-    def read_range(self, key: str, offset: int, length: int) -> bytes:
+    def read_range(
+        self, key: str, offset: int, length: int, *, may_be_sparse: bool = False
+    ) -> bytes:
         """Some bytes of a value.
+
+        Arguments:
+            key: of the value.
+            offset: of the first of them.
+            length: how many.
+            may_be_sparse: whether a local file may have a hole there, in which some file systems
+                store zeros.
 
         Raises:
             Damaged: it is missing or has fewer, or the tree is damaged.
@@ -317,7 +326,8 @@ class DatabaseReader:
             raise Damaged(f"bytes {offset} to {offset + length} are missing")
         if not isinstance(found, DataReference):
             return found[offset : offset + length]
-        return self._bytes(DataReference(found.path, found.offset + offset, length))
+        reference = DataReference(found.path, found.offset + offset, length)
+        return self._bytes(reference, may_be_sparse)
 
     def length(self, key: str) -> int | None:
         """The length of a value in bytes according to the tree; None if it is missing."""
@@ -345,7 +355,7 @@ class DatabaseReader:
                 self._checked_files.add(path)
             self._checked.add(prefix)
 
-    def _bytes(self, reference: DataReference) -> bytes:
+    def _bytes(self, reference: DataReference, may_be_sparse: bool = False) -> bytes:
         return fetch(self._store, reference)
 
     def _check_file(self, path: str) -> None:
