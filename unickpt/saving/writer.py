@@ -441,7 +441,9 @@ class _References:
         """Notes where the values of a chunk are that were not written: that of a whole one, or its
         full chunk and its patches."""
         self.chunks["digest"][row] = digest
-        for name, value in zip(PLACE_DTYPE.names or (), self._place(taken[0]), strict=True):
+        first = taken[0]
+        assert not isinstance(first, bytes), "only patches are written again"
+        for name, value in zip(PLACE_DTYPE.names or (), self._place(first), strict=True):
             self.chunks[name][row] = value
         rows = [
             (row, link, *self._place(each))
