@@ -41,6 +41,8 @@ from unickpt import Checkpointer, Experts, SaveOptions
 ROWS, ROW_BYTES = 4096, 1024
 """Of the state of `policies`: 4 MiB in 64 chunks."""
 CHUNK = 64 << 10
+KEPT_COST = 1.5
+"""Of quantised patches: `keep_last=1` keeps little beside the checkpoint, so that counts, too."""
 EXPERTS, DENSE = 16, ROWS // 8
 """Of a mixture of experts: their number, and the rows of what is no expert."""
 
@@ -268,6 +270,12 @@ REAL = {
     "reuse, patches": Real(run={"reuse": "patch"}),
     "reuse, `uint8`": Real({"quantize": {"**": "uint8"}}),
     "reuse, `int4`": Real({"quantize": {"**": "int4"}}),
+    "reuse, patches, `uint8`": Real(
+        {"quantize": {"**": "uint8"}, "kept_cost": KEPT_COST}, {"reuse": "patch"}
+    ),
+    "reuse, patches, `int4`": Real(
+        {"quantize": {"**": "int4"}, "kept_cost": KEPT_COST}, {"reuse": "patch"}
+    ),
     "4 experts in turn": Real(run={"experts": Experts({"experts": (0, 4)})}, for_experts=True),
     "1 expert in turn": Real(run={"experts": Experts({"experts": (0, 1)})}, for_experts=True),
     "1 expert in turn, reuse": Real(

@@ -175,7 +175,7 @@ def test_elements_that_change_back_need_no_patch_of_their_own(tmp_path: Path) ->
     save(tmp_path / "b", changed(before), base=tmp_path / "a")
     again = before | {"step": 2}
     report = save(tmp_path / "c", again, base=tmp_path / "b")
-    assert report.written_bytes == COUNT * (20 + 2 * 4)  # nothing differs from the full chunk
+    assert report.written_bytes == 0  # nothing differs from the full chunk
     is_whole(tmp_path / "c", again)
 
 
@@ -194,21 +194,18 @@ def test_without_the_option_no_patch_is_written(
     assert report.reused_bytes == report.bytes
 
 
-def test_files_of_which_little_is_used_are_kept_as_long_as_that_is_predicted_to_pay(
-    tmp_path: Path,
-) -> None:
+def test_a_file_of_which_little_is_used_is_left(tmp_path: Path) -> None:
     state = tree()
     save(tmp_path / "a", state)
     half = state["w"].copy()
     half[: COUNT * 4 * 9 // 16] = np.random.default_rng(8).random(half[: COUNT * 4 * 9 // 16].shape)
     state = state | {"w": half}
     assert save(tmp_path / "b", state, base=tmp_path / "a").chunks == 9
-    # Of the first file, 7 of 16 chunks are used, and the 2 of the other array.
-    for name, cost, chunks in (("c", 0.0, 0), ("d", 50.0, 18)):
-        later = changed(state)
-        report = save(tmp_path / name, later, base=tmp_path / "b", kept_cost=cost)
-        assert (report.chunks, report.patched_chunks) == (chunks, 16 if not chunks else 0)
-        is_whole(tmp_path / name, later)
+    state = changed(state)
+    report = save(tmp_path / "c", state, base=tmp_path / "b")
+    # Less than half of the first file is used: 7 of its 16 chunks, and the 2 of the other array.
+    assert (report.chunks, report.patched_chunks) == (9, 9)
+    is_whole(tmp_path / "c", state)
 
 
 # --- never the full chunk instead -----------------------------------------------------------------
@@ -318,10 +315,10 @@ def test_without_links_values_stay_in_checkpoints_beside(
     path, state = pair
     monkeypatch.setattr(os, "link", refuse)
     report = save(path.with_name("c"), state, base=path)
-    assert (report.chunks, report.patched_chunks, report.bases) == (0, 0, ("b",))
+    assert (report.chunks, report.patched_chunks, report.bases) == (0, COUNT, ("b",))
     later = changed(state)
     report = save(path.with_name("d"), later, base=path.with_name("c"))
-    assert (report.chunks, report.patched_chunks, report.bases) == (0, COUNT, ("b",))
+    assert (report.chunks, report.patched_chunks, report.bases) == (0, COUNT, ("b", "c"))
     for name, expected in (("c", state), ("d", later)):
         is_whole(path.with_name(name), expected)
 

@@ -1,11 +1,11 @@
 """Patched chunks: the *full chunk*, an earlier state of a chunk, and the patches that lead to it.
 
 The patches of a chunk form a *chain*: each refers to the state that the one before it makes, the
-first to the full chunk. A state's *generation* is how many patches the chunk had got until then; a
-patch refers to the newest state of which the generation is that of the patch with its lowest bits
-cleared. So a chain has as many patches as the generation has bits set: of `n` states, each opens
-with at most log2(n) patches, and what a chain refers to is what the chain before it referred to, or
-that one's own state.
+first to the full chunk. Saves are counted since one wrote everything; the number of the save that
+made a patch is its *generation*. A save refers to the state after the save whose number is its own
+with the lowest bit that is set cleared. So a chain has at most as many patches as the number has
+bits set: of `n` states, each opens with at most log2(n) patches. What a save refers to is what the
+save before it referred to, or that one itself; and what it needs of earlier saves, it needs whole.
 
 Each is a value of its own, which this checkpoint has, or one beside it, its *base*. Full chunks and
 patches have keys of their own, so that no reader takes the full chunk, which is old, for the chunk.
@@ -13,6 +13,7 @@ patches have keys of their own, so that no reader takes the full chunk, which is
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,8 +41,13 @@ _WAY_OUT = (
 
 
 def parent_generation(generation: int) -> int:
-    """Of the state to which the patch of a generation refers."""
+    """Of the state to which the patches of a generation refer."""
     return generation & (generation - 1)
+
+
+def is_on_the_way(generation: int, to: int) -> bool:
+    """Whether a generation is one of those that lead to another, or that one itself."""
+    return to & -(generation & -generation) == generation
 
 
 @dataclass(frozen=True)
@@ -66,11 +72,26 @@ class Parent:
     Arguments:
         state: what is known of it.
         values: of how many values of the chunk it consists.
-        generation: of the next patch.
+        is_read: whether its elements were read.
     """
 
     state: State
     values: int
+    is_read: bool
+
+
+@dataclass(frozen=True)
+class KnownChunk:
+    """A chunk for which a patch may be written.
+
+    Arguments:
+        before: the digest that it had when it was saved last.
+        now: the digest that it has.
+        generation: of the patch.
+    """
+
+    before: int
+    now: int
     generation: int
 
 
@@ -159,7 +180,7 @@ class Chains:
         part: Part,
         number: int,
         chain: Sequence[Value],
-        digest: int,
+        known: KnownChunk,
         out: Array,
     ) -> Parent:
         """Reads the state of a chunk to which its next patch refers.
@@ -167,31 +188,33 @@ class Chains:
         Arguments:
             entry, part, number: which chunk.
             chain: from `of`.
-            digest: of the chunk as it is now.
+            known: what the writer knows of it.
             out: contiguous memory for its elements, or for the stored bytes of a quantised one.
 
         Raises:
             CheckpointCorrupt: that state does not match its digest; or as `read`.
             StorageError: the storage failed.
         """
+        to = parent_generation(known.generation)
         try:
             found = self._patches(entry, part, number, chain)
             states = [patches.state_of(patch) for patch in found]  # each: of the state before it
-            generation = 1 + (states[-1].generation if states else 0)
-            least = parent_generation(generation)
-            used = sum(state.generation <= least for state in states)
+            on_the_way = (is_on_the_way(state.generation, to) for state in states)
+            used = sum(1 for _ in itertools.takewhile(bool, on_the_way))
+            # A patch says what it refers to.
+            expected = states[used].digest if used < len(states) else known.before
+            if expected == known.now:
+                return Parent(State(expected), 1 + used, False)
             self._full(entry, number, chain, out)
             for patch in found[:used]:
                 _apply(entry, patch, out)
         except (Failed, NotDecodable, BadPatch) as error:
             raise self._naming(error, entry, part, number) from error
-        # A patch says what it refers to.
-        expected = states[used].digest if used < len(states) else digest
         if codec.digest(out) != expected:
             raise self._naming(
                 Damaged("an earlier state does not match its digest"), entry, part, number
             )
-        return Parent(State(expected), 1 + used, generation)
+        return Parent(State(expected), 1 + used, True)
 
     def _full(self, entry: ArrayEntry, number: int, chain: Sequence[Value], out: Array) -> Array:
         """Reads the full chunk; returns its elements in `out`, or the bytes of a quantised one."""

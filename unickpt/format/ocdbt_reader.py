@@ -29,7 +29,7 @@ from unickpt.format import (
     links,
     timing,
 )
-from unickpt.format.chains import Chains, Parent, Value
+from unickpt.format.chains import Chains, KnownChunk, Parent, Value
 from unickpt.format.chunk_grid import Part
 from unickpt.format.chunk_store import ChunkStore
 from unickpt.format.index import (
@@ -293,6 +293,22 @@ class OcdbtReader(Reader):
         except Failed as error:
             raise self._explained(error, entry) from error
 
+    def read_value(self, entry: ArrayEntry, value: Value, number: int) -> bytes:
+        """The stored bytes of a value of a chunk.
+
+        Raises:
+            CheckpointCorrupt: it is missing, or damaged.
+            StorageError: it cannot be read.
+        """
+        key = chunk_grid.chunk_key(value.part, number)
+        try:
+            found = value.store.values.read(key)
+        except Failed as error:
+            raise self._explained(error, entry) from error
+        if found is None:
+            raise self.damaged(f"key {key!r} is missing in {value.store.location}")
+        return bytes(found)
+
     def check_end(self, entry: ArrayEntry, value: Value, number: int) -> None:
         """Checks that the last byte of a value of a chunk is there.
 
@@ -315,13 +331,13 @@ class OcdbtReader(Reader):
         return bool(self.chain(entry, part, number))
 
     def read_parent(
-        self, entry: ArrayEntry, part: Part, number: int, digest: int, out: Array
+        self, entry: ArrayEntry, part: Part, number: int, known: KnownChunk, out: Array
     ) -> Parent:
         """Reads the state of a chunk to which its next patch refers, into contiguous memory.
 
         Arguments:
             entry, part, number: which chunk.
-            digest: of the chunk as it is now.
+            known: what the writer knows of it.
             out: receives the elements, or the stored bytes of a quantised chunk.
 
         Raises:
@@ -329,7 +345,7 @@ class OcdbtReader(Reader):
             StorageError: the storage failed.
         """
         values = self.values_of(entry, part, number)
-        return self._chains.read_parent(entry, part, number, values, digest, out)
+        return self._chains.read_parent(entry, part, number, values, known, out)
 
     def _explained(self, error: Failed, entry: ArrayEntry) -> Exception:
         return self._chunks.explained(error, f"{self.location}: array {entry.name!r}")

@@ -43,7 +43,7 @@ class State:
 
     Arguments:
         digest: of its elements, or of what is stored of a quantised chunk.
-        generation: how many patches the chunk had got since it was written in full.
+        generation: which save made it (`chains`).
     """
 
     digest: int

@@ -21,6 +21,7 @@ from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, StorageError, UnickptError
 from unickpt.format import chunk_grid, codec, ocdbt_reader, patches
+from unickpt.format.chains import KnownChunk
 from unickpt.format.chunk_grid import Part
 from unickpt.format.codec import Codecs
 from unickpt.format.growth import Growth
@@ -177,7 +178,7 @@ class Base:
         self._starts_anew = how.patch and growth.predicts_full(how.kept_cost)
         self.growth = growth if how.patch and not self._starts_anew else None
         """How checkpoints grew up to the base, if this one goes on from it."""
-        self._units = dict[Any, int]()
+        self._units, self._sparse = dict[Any, int](), set[Any]()
         self.nbytes = 0
         """Logical bytes of the chunks that were taken, less those of patches."""
 
@@ -190,8 +191,8 @@ class Base:
         """Finds what the base has of the chunks that this process is going to write.
 
         A unit of which they use too little is left alone: its other bytes would stay on the disk,
-        too. A damaged base has nothing: a training job must not stop because of an older
-        checkpoint.
+        too. Patches in it are written again, as they are. A damaged base has nothing: a training
+        job must not stop because of an older checkpoint.
 
         Arguments:
             chunks: array, part and number of each.
@@ -207,6 +208,7 @@ class Base:
     def _offer(self, share: Share, chunks: Iterable[tuple[ArrayEntry, Part, int]]) -> None:
         used: dict[Any, int] = {}
         ends: dict[Any, tuple[Place, ArrayEntry, int]] = {}
+        wholes = set[Any]()
         for entry, part, number in chunks:
             found = self._find(entry, part, number)
             if found is None or found.places is None:
@@ -218,33 +220,34 @@ class Base:
             nbytes = codec.nbytes_as_stored(entry, part.chunk_box(number).shape)
             for at, place in enumerate(found.places):
                 used[place.unit] = used.get(place.unit, 0) + (place.nbytes if at else nbytes)
+                wholes |= set() if at else {place.unit}
                 last = ends.get(place.unit)
                 if last is None or place.end > last[0].end:
                     ends[place.unit] = place, found.entry, number
-        left = {
-            unit for unit, nbytes in used.items() if not self._serves(share, nbytes, *ends[unit])
-        }
+        left, self._sparse = set[Any](), set[Any]()
+        for unit, nbytes in used.items():
+            is_used = self._serves(share, nbytes, *ends[unit])
+            if is_used is None:
+                left.add(unit)
+            elif not is_used:
+                self._sparse.add(unit)
+                left |= {unit} & wholes
         for key, found in list(self._candidates.items()):
             if not left.isdisjoint(place.unit for place in found.places or ()):
                 del self._candidates[key]
 
     def _serves(
         self, share: Share, nbytes: int, place: Place, entry: ArrayEntry, number: int
-    ) -> bool:
-        """Whether enough of a unit is used, and it is there up to the last of its values."""
+    ) -> bool | None:
+        """Whether enough of a unit is used; None if it is not there up to its last value."""
         try:
-            # Where growth is predicted, that says when too much is kept.
-            if self.growth is None and not self._is_used(share, nbytes, place):
-                return False
-            self._reader.check_end(entry, place.value, number)
-            return True
+            is_used = nbytes >= _LEAST_USED * share.unit_bytes(place)
+            if is_used:
+                self._reader.check_end(entry, place.value, number)
+            return is_used
         except UnickptError as error:
             self._warn(error)
-            return False
-
-    @staticmethod
-    def _is_used(share: Share, nbytes: int, place: Place) -> bool:
-        return place.of is not None or nbytes >= _LEAST_USED * share.unit_bytes(place)
+            return None
 
     def _warn(self, why: object) -> None:
         """Says once what is wrong with the base."""
@@ -295,32 +298,62 @@ class Base:
         found = self._candidates.get((part.key, number))
         if found is None:
             return Compared(digest)
-        if digest == found.digest:
+        if digest == found.digest and len(found.places or ()) == 1:
             is_equal = not self._how.compare or self._is_equal(found, number, chunk)
             return Compared(digest, self._take(found, found.places or ()) if is_equal else ())
         if not self.patches(entry) or self._starts_anew:
             return Compared(digest)
-        patch, places = self._patch(found, number, chunk)
-        taken = () if patch is None else self._take(found, places, patch)
+        patch, places = self._patch(found, number, chunk, digest)
+        taken = self._take(found, places, patch) if places else ()
         return Compared(digest, taken, patch if taken else None)
 
     def _take(
-        self, found: _Candidate, places: Sequence[Place], patch: bytes | None = None
+        self,
+        found: _Candidate,
+        places: Sequence[Place],
+        patch: bytes | None = None,
+        *,
+        rewrites: bool = True,
     ) -> Sequence[Taken]:
-        """Takes values of a chunk; nothing if one of them can no longer be referred to."""
+        """Takes values of a chunk; nothing if one of them can no longer be referred to.
+
+        Arguments:
+            found: the chunk.
+            places: of the values.
+            patch: what is written beside them.
+            rewrites: whether patches may be written again.
+        """
+        number = found.number
         if self.share is None:
             return ()
-        with self._lock:
-            taken = [each for place in places if (each := self.share.take(place)) is not None]
-            if len(taken) < len(places):
-                self._warn("a file of it can no longer be linked")
+        copied = {}
+        if rewrites:
+            try:
+                for at, place in enumerate(places):
+                    if at and place.unit in self._sparse:
+                        copied[at] = self._reader.read_value(found.entry, place.value, number)
+            except UnickptError as error:
+                self._warn(error)
                 return ()
-            for place in places:
+        with self._lock:
+            taken = []
+            for at, place in enumerate(places):
+                each = copied[at] if at in copied else self.share.take(place)
+                if each is None:
+                    self._warn("a file of it can no longer be linked")
+                    return ()
+                taken.append(each)
+                if at in copied:
+                    continue
                 unit = self._units.get(place.unit, 0)
                 if not unit or place.of is not None:
                     self._units[place.unit] = max(unit, self.share.unit_bytes(place))
-            nbytes = found.part.chunk_box(found.number).size * found.entry.itemsize
-            self.nbytes += nbytes - len(patch or b"")
+            nbytes = found.part.chunk_box(number).size * found.entry.itemsize
+            self.nbytes += (
+                nbytes
+                - len(patch or b"")
+                - sum(len(each) for each in taken if isinstance(each, bytes))
+            )
             return taken
 
     @property
@@ -339,32 +372,39 @@ class Base:
         return self._how.budget_bytes // (_COPIES * max(1, nbytes))
 
     def _patch(
-        self, found: _Candidate, number: int, chunk: Array
+        self, found: _Candidate, number: int, chunk: Array, digest: int
     ) -> tuple[bytes | None, Sequence[Place]]:
-        """What differs from an earlier state, and the values of that; None if it is too much, or
-        cannot be told."""
+        """What differs from an earlier state, if anything does, and the values of that; no values
+        if it is too much, or cannot be told."""
         places = found.places or ()
-        if self.comparable_at_once(chunk.nbytes) < 1 or not places:
+        if self.comparable_at_once(chunk.nbytes) < 1 or not places or self.growth is None:
             return None, ()
         before = self._scratch.array(chunk.shape, chunk.dtype)
+        generation = self.growth.saves + 1
+        known = KnownChunk(found.digest, digest, generation)
         try:
-            parent = self._reader.read_parent(found.entry, found.part, number, found.digest, before)
+            parent = self._reader.read_parent(found.entry, found.part, number, known, before)
         except UnickptError as error:  # it is damaged, and must not be referred to
             self._warn(error)
             return None, ()
         used = places[: parent.values]
+        if not parent.is_read:
+            return None, used
         # Neither what compression saves nor padding counts.
         whole = min(chunk.nbytes, places[0].nbytes)
         left = whole - sum(place.nbytes for place in used[1:])
         most = min(int(_MOST_OF_CHUNK * whole), left)
-        return patches.encode(before, chunk, parent.state, parent.generation, most), used
+        patch = patches.encode(before, chunk, parent.state, generation, most)
+        return patch, () if patch is None else used
 
     # --- chunks that the save does not have -------------------------------------------------------
 
     def borrow(self, part: Part, number: int) -> Sequence[Taken]:
         """Takes a chunk, whatever it holds; nothing if it must be copied."""
         found = self._candidates.get((part.key, number))
-        return () if found is None else self._take(found, found.places or ())
+        if found is None:
+            return ()
+        return self._take(found, found.places or (), rewrites=False)
 
     def digest(self, entry: ArrayEntry, part: Part, number: int) -> int:
         """The digest of a chunk as the base has it. Raises as `read`."""

@@ -13,7 +13,7 @@ from unickpt.storage.btree.nodes import DataReference
 
 Taken = DataReference | BaseEntry | bytes
 """Where a value is that was taken: in a file, below the folder of the process; in a checkpoint
-beside the new one; or among what the nodes hold themselves."""
+beside the new one. Or itself, if it is to be written again."""
 
 
 @dataclass(frozen=True)

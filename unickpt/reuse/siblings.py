@@ -13,6 +13,8 @@ from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, BaseEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.reuse.shares import Place, Places
+from unickpt.storage import data_files
+from unickpt.storage.btree.nodes import DataReference
 
 # Of the base's bytes, the share that a checkpoint must have borrowed for the next one to borrow.
 LEAST_USED = 0.5
@@ -59,8 +61,12 @@ class Siblings:
         return tuple(found)
 
     def unit_bytes(self, place: Place) -> int:
-        """At least those before the end of the value."""
-        return place.end
+        """The size of the data file, if its name says it; else at least the value's end. Without
+        patches none: `is_worthwhile` decides for all chunks."""
+        if not self._chained or not isinstance(place.at, DataReference):
+            return 0
+        written = data_files.written_in(place.at.path.rpartition("/")[2])
+        return place.end if written is None else written[1]
 
     def is_older(self, place: Place) -> bool:
         """Whether the base borrowed it, too."""

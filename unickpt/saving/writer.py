@@ -29,6 +29,7 @@ from unickpt.saving.describe import Description
 from unickpt.saving.write_plan import ChunkSource, StagedChunk, WriteItem
 from unickpt.storage import data_files, paths
 from unickpt.storage.btree.builder import INLINE, PLACE_DTYPE
+from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.data_files import DataFile
 from unickpt.threads import Pool, Window, in_batches
 
@@ -374,8 +375,12 @@ class _Batch:
                 self._writer.unchanged.check(item.entry.name, item.box, before, digest)
             if compared.taken:
                 self._done.take(row, compared.taken, digest)
+                for link, again in enumerate(compared.taken, FULL_LINK):
+                    if isinstance(again, bytes):
+                        self._add_patch(file, row, again, link)
                 if compared.patch is not None:
-                    self._add_patch(file, row, compared.patch, len(compared.taken))
+                    self._add_patch(file, row, compared.patch, FULL_LINK + len(compared.taken))
+                    self.patched += 1
                 return
         value, known, _ = encoded or self._writer.encode(item, data)
         digest = known if digest is None else digest
@@ -393,14 +398,13 @@ class _Batch:
         self.stored_bytes += data.nbytes
         self.count += 1
 
-    def _add_patch(self, file: DataFile, row: int, patch: bytes, before: int) -> None:
-        """Adds a patch, after other values of its chunk."""
+    def _add_patch(self, file: DataFile, row: int, patch: bytes, link: int) -> None:
+        """Adds a patch; `link` says which value of its chunk it is."""
         file.add((memoryview(patch),))
         self._rows.append(-1 - row)
-        self._links.append(FULL_LINK + before)
+        self._links.append(link)
         self.nbytes += len(patch)
         self.stored_bytes += len(patch)
-        self.patched += 1
 
 
 class _References:
@@ -426,24 +430,24 @@ class _References:
         """Notes where the values of a chunk are that were not written: that of a whole one, or its
         full chunk and its patches."""
         self.chunks["digest"][row] = digest
-        first, *others = (self._place(each) for each in taken)
-        for name, value in zip(PLACE_DTYPE.names or (), first, strict=True):
+        first = taken[0]
+        assert not isinstance(first, bytes), "only patches are written again"
+        for name, value in zip(PLACE_DTYPE.names or (), self._place(first), strict=True):
             self.chunks[name][row] = value
-        if others:
-            numbered = enumerate(others, FULL_LINK + 1)
-            rows = [(row, link, *place) for link, place in numbered]
+        rows = [
+            (row, link, *self._place(each))
+            for link, each in enumerate(taken[1:], FULL_LINK + 1)
+            if not isinstance(each, bytes)
+        ]
+        if rows:
             with self._lock:
                 self._patches.append(np.array(rows, PATCH_DTYPE))
 
-    def _place(self, taken: Taken) -> ValuePlace:
+    def _place(self, taken: DataReference | BaseEntry) -> ValuePlace:
         """Where a value is that was taken, as the record says it."""
         with self._lock:
             if isinstance(taken, BaseEntry):
                 return ELSEWHERE, self._bases.setdefault(taken, len(self._bases)), 0
-            if isinstance(taken, bytes):
-                self._inline.append(taken)
-                self._nbytes += len(taken)
-                return INLINE, self._nbytes - len(taken), len(taken)
             number = self._files.setdefault(taken.path, len(self._files))
             return number, taken.offset, taken.length
 
