@@ -168,6 +168,7 @@ def test_another_run_begins_with_a_step_of_orbax_or_of_ours(
 ) -> None:
     orbax, here = theirs[0] / "8" / "items", ours[0] / "step_8" / "items"
     wanted = job("theirs", tmp_path / "1", 12, -1, f"{setting}={orbax}")
+    assert not wanted.items() & theirs[1].items()  # it began elsewhere
     assert job("ours", tmp_path / "2", 12, -1, f"{setting}={orbax}") == wanted
     assert job("ours", tmp_path / "3", 12, -1, f"{setting}={here}") == wanted
 
