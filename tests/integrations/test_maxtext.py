@@ -57,6 +57,19 @@ def ours(job: Job, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int,
     return checkpoints(folder), last, again
 
 
+@pytest.fixture
+def older(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """How a job runs with a version of MaxText: with 0.2.4, which lies in a folder beside that of
+    the Python's programs, or with the one that is installed."""
+    if request.param == "installed":
+        return {}
+    folder = Path(python_with("maxtext", "MAXTEXT_PYTHON")).parents[1] / f"maxtext-{request.param}"
+    if not folder.exists():
+        pytest.skip(f"MaxText {request.param} is not in {folder}")
+    # Without the second, 0.2.4 needs more of Google's packages.
+    return {"variables": {"PYTHONPATH": str(folder), "DECOUPLE_GCLOUD": "TRUE"}}
+
+
 def checkpoints(folder: Path) -> Path:
     return folder / "run" / "checkpoints"
 
@@ -84,20 +97,23 @@ def test_a_run_that_is_killed_goes_on_on_another_mesh(
     assert {"params", "opt_state", "step"} <= found.keys()
 
 
-def test_a_run_of_orbax_goes_on_here_and_with_orbax_again(job: Job, tmp_path: Path) -> None:
+@pytest.mark.parametrize("older", ["installed", "0.2.4"], indirect=True)
+def test_a_run_of_orbax_goes_on_here_and_with_orbax_again(
+    job: Job, tmp_path: Path, older: dict[str, Any]
+) -> None:
     """With Grain, whose place in the data is a part of each step."""
-    whole = job("theirs", tmp_path / "whole", 9, -1, GRAIN)
-    job("theirs", tmp_path, 9, 3, GRAIN, killed=True)
+    whole = job("theirs", tmp_path / "whole", 9, -1, GRAIN, **older)
+    job("theirs", tmp_path, 9, 3, GRAIN, killed=True, **older)
     assert {path.name for path in checkpoints(tmp_path).iterdir()} >= {"0"}
-    job("ours", tmp_path, 9, 5, GRAIN, killed=True)
+    job("ours", tmp_path, 9, 5, GRAIN, killed=True, **older)
     last = steps(checkpoints(tmp_path))[-1]
     assert last in (2, 4)
     there = checkpoints(tmp_path / "back") / str(last)
     python = python_with("maxtext", "MAXTEXT_PYTHON")
     command = [python, "-m", "unickpt", "export", checkpoints(tmp_path) / f"step_{last}", there]
     subprocess.run([*command, "--to", "orbax"], check=True, cwd=Path(TESTS).parent)
-    assert job("theirs", tmp_path / "back", 9, -1, GRAIN) == after(last, whole)
-    assert job("ours", tmp_path, 9, -1, GRAIN) == after(last, whole)
+    assert job("theirs", tmp_path / "back", 9, -1, GRAIN, **older) == after(last, whole)
+    assert job("ours", tmp_path, 9, -1, GRAIN, **older) == after(last, whole)
 
 
 def test_two_processes_of_which_one_is_killed_and_then_a_single_one(
@@ -121,19 +137,21 @@ def test_two_processes_of_which_one_is_killed_and_then_a_single_one(
     assert unickpt.load(folder / "step_11")["iter"].keys() == names
 
 
+EMERGENCY = ("enable_emergency_checkpoint=True", "checkpoint_period=4"), [0, 4, 8]
+MULTI_TIER = (
+    ("enable_multi_tier_checkpointing=True", "multi_tier_checkpointing_backup_interval_steps=3"),
+    [0, 3, 6, 8],
+)
+
+
 @pytest.mark.parametrize(
-    ("kind", "kept"),
+    ("kind", "kept", "older"),
     [
-        (("enable_emergency_checkpoint=True", "checkpoint_period=4"), [0, 4, 8]),
-        (
-            (
-                "enable_multi_tier_checkpointing=True",
-                "multi_tier_checkpointing_backup_interval_steps=3",
-            ),
-            [0, 3, 6, 8],
-        ),
+        pytest.param(*EMERGENCY, "installed", id="emergency"),
+        pytest.param(*MULTI_TIER, "installed", id="multi-tier"),
+        pytest.param(*EMERGENCY, "0.2.4", id="emergency-0.2.4"),
     ],
-    ids=["emergency", "multi-tier"],
+    indirect=["older"],
 )
 def test_a_local_tier_goes_on_after_a_kill_and_after_its_loss(
     job: Job,
@@ -141,20 +159,21 @@ def test_a_local_tier_goes_on_after_a_kill_and_after_its_loss(
     tmp_path: Path,
     kind: tuple[str, ...],
     kept: list[int],
+    older: dict[str, Any],
 ) -> None:
     local, persistent = tmp_path / "local", checkpoints(tmp_path)
     given = (*kind, "local_checkpoint_period=1", f"local_checkpoint_directory={local}")
-    job("ours", tmp_path, 9, 5, *given, killed=True)
+    job("ours", tmp_path, 9, 5, *given, killed=True, **older)
     last = steps(local)[-1]
     assert last in (3, 4, 5)
     copy = tmp_path / "copy"
     shutil.copytree(persistent, checkpoints(copy))  # as if the node were lost, with its memory
-    assert job("ours", tmp_path, 9, -1, *given) == after(last, theirs[1])
+    assert job("ours", tmp_path, 9, -1, *given, **older) == after(last, theirs[1])
     assert steps(local)[-1] == 8
     assert steps(persistent) == kept
     lost = (*kind, "local_checkpoint_period=1", f"local_checkpoint_directory={copy / 'local'}")
     last = steps(checkpoints(copy))[-1]
-    assert job("ours", copy, 9, -1, *lost) == after(last, theirs[1])
+    assert job("ours", copy, 9, -1, *lost, **older) == after(last, theirs[1])
     assert steps(checkpoints(copy)) == kept
 
 

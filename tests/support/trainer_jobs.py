@@ -35,6 +35,7 @@ def losses(
     killed: bool = False,
     processes: int = 1,
     devices: int = 4,
+    variables: Mapping[str, str] | None = None,
 ) -> dict[int, str]:
     """The losses of a job, by step, as hexadecimal numbers.
 
@@ -46,23 +47,17 @@ def losses(
             are killed then.
         processes: how many it has.
         devices: how many each of them has.
+        variables: of the environment; a PYTHONPATH is searched first.
     """
     at = f"127.0.0.1:{free_port()}"
-    several = [
-        {"JAX_AT": at, "JAX_WORLD": str(processes), "JAX_ID": str(i)} for i in range(processes)
-    ]
     with tempfile.TemporaryDirectory() as folder:
-        started = [
-            _started(
-                python,
-                job,
-                arguments,
-                devices,
-                Path(folder, str(i)),
-                several[i] if processes > 1 else {},
-            )
-            for i in range(processes)
-        ]
+        started = []
+        for i in range(processes):
+            more = dict(variables or {})
+            if processes > 1:
+                more |= {"JAX_AT": at, "JAX_WORLD": str(processes), "JAX_ID": str(i)}
+            output = Path(folder, str(i))
+            started.append(_started(python, job, arguments, devices, output, more))
         try:
             code = started[-1].wait(JOB_TIMEOUT_S)
             codes = [code] if killed else [each.wait(JOB_TIMEOUT_S) for each in started]
@@ -85,14 +80,14 @@ def _started(
     more: Mapping[str, str],
 ) -> subprocess.Popen[bytes]:
     """One process of a job, whose output goes into a file; `more` are environment variables."""
-    where = os.pathsep.join(filter(None, (str(Path(TESTS).parent), os.environ.get("PYTHONPATH"))))
+    folders = more.get("PYTHONPATH"), str(Path(TESTS).parent), os.environ.get("PYTHONPATH")
     environment = {
         **os.environ,
-        "PYTHONPATH": where,
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "NPROC": "32",  # XLA's threads; gloo's collectives can block all of a few
         **more,
+        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
     }
     command = [python, "-W", "ignore", str(Path(TESTS, "support", f"{job}.py"))]
     with output.open("wb") as file:
