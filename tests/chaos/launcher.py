@@ -29,10 +29,16 @@ def main():
         ask(*sys.argv[1:])
     job = sys.argv[3]
     sys.path[0] = os.path.dirname(job)
+    told = os.dup(1)
+    os.dup2(2, 1)  # some print while they are imported
     for module in imported(job):
         with contextlib.suppress(ImportError):  # not a module, but a name in one
             importlib.import_module(module)
-    folder = warm_up(f"{sys.argv[2]}.warm") or serve(sys.argv[2])
+    folder = warm_up(f"{sys.argv[2]}.warm")
+    if folder is None:
+        os.dup2(told, 1)
+        os.close(told)
+        folder = serve(sys.argv[2])
     if folder is not None:  # in a job
         sys.argv = [job, folder]
         runpy.run_path(job, run_name="__main__")

@@ -73,6 +73,7 @@ JOBS = {
     "torch_fsdp2": Job("torch, FSDP2", "torch", (1, 2)),
     "dcp_fsdp2": Job("torch.distributed.checkpoint", "torch", (1, 2)),
     "titan": Job("torchtitan", "torchtitan", (2,), False, "torchtitan"),
+    "maxtext_loop": Job("MaxText", "maxtext", (1,), False, "maxtext"),
     "deepspeed_zero": Job("DeepSpeed, ZeRO 2", "deepspeed", (2,), True, "deepspeed"),
 }
 
@@ -139,7 +140,7 @@ def served(job: str, folder: Path, saves: str = "unickpt") -> Iterator[list[str]
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env=environment_of(saves),
+            env=environment_of(saves, folder),
         )
         try:
             if server.stdout.readline() != b"ready\n":  # type: ignore[union-attr]
@@ -152,11 +153,12 @@ def served(job: str, folder: Path, saves: str = "unickpt") -> Iterator[list[str]
             server.stdout.close()  # type: ignore[union-attr]
 
 
-def environment_of(saves: str) -> dict[str, str]:
-    """The environment variables of a job; `saves` as for `served`."""
+def environment_of(saves: str, folder: Path) -> dict[str, str]:
+    """The environment variables of a job; the arguments as for `served`."""
     return {
         **os.environ,
         "CHAOS_SAVES": saves,
+        "CHAOS_COMPILED": str(folder / "compiled"),  # programs, for all runs of the job
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(HERE.parent))),
         "KERAS_BACKEND": "jax",
         "JAX_PLATFORMS": "cpu",
@@ -186,7 +188,7 @@ def run(
         job: the same.
         ranks: how many processes it has.
         killed: which of them is killed.
-        work: a new folder.
+        work: a new folder, in that of `served`.
         modes: how, as ckpt-chaos names it.
         saves: as for `served`.
         most: points at most; fewer than there are are taken evenly.
@@ -207,7 +209,7 @@ def run(
             *("--", *command),
         ],
         # Without the variable, which 0.1.8 forgets, `--crash-rank 1` kills nobody.
-        env={**environment_of(saves), "CKPT_CHAOS_CRASH_RANK": str(killed)},
+        env={**environment_of(saves, work.parent), "CKPT_CHAOS_CRASH_RANK": str(killed)},
         capture_output=True,
         text=True,
     )
