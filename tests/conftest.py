@@ -58,6 +58,8 @@ ENVIRONMENTS = environments()
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "only the tests of an environment of tests/environments.toml; what skips has failed"
     parser.addoption("--environment", choices=sorted(ENVIRONMENTS), help=text)
+    text = "packages that are not there: tests that import them are skipped"
+    parser.addoption("--without", default="", metavar="A,B", help=text)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -92,20 +94,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around the one that turns exceptions into skips
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
-    return _without_skips(item.config, (yield))
+def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Generator[None, Any, Any]:
+    return _judged(item, (yield), call.excinfo)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
-    return _without_skips(collector.config, (yield))
+    report = yield
+    return _judged(collector, report, report.call.excinfo)
 
 
-def _without_skips(config: pytest.Config, report: Any) -> Any:
-    """In an environment, all that a test needs is there: if it skips, nothing tests it."""
-    if config.option.environment is not None and report.skipped and not hasattr(report, "wasxfail"):
+def _judged(node: pytest.Item | pytest.Collector, report: Any, excinfo: Any) -> Any:
+    """The report of what was collected or run, where an environment has a say in it."""
+    # In an environment, all that a test needs is there: if it skips, nothing tests it.
+    option = node.config.option
+    if option.environment is not None and report.skipped and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
         report.longrepr = f"skipped in the environment that is for it: {report.longrepr[-1]}"
+    if report.failed and excinfo is not None:
+        error = excinfo.value
+        error = error if isinstance(error, ModuleNotFoundError) else error.__cause__
+        name = (getattr(error, "name", None) or "").partition(".")[0]
+        if isinstance(error, ModuleNotFoundError) and name in option.without.split(","):
+            report.outcome = "skipped"
+            report.longrepr = (str(node.path), 0, f"this environment is without {name}")
     return report
 
 

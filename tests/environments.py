@@ -2,7 +2,7 @@
 
     python tests/environments.py --list
     python tests/environments.py ray services       # sets up what is missing, and runs their tests
-    python tests/environments.py --ci               # those of continuous integration
+    python tests/environments.py --ci               # those of continuous integration, not `slow`
     python tests/environments.py --all
     python tests/environments.py ray -- -x -k killed
 
@@ -55,6 +55,7 @@ class Environment:
     npm: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     fast: bool = False
+    without: tuple[str, ...] = ()
     oldest: bool = False
     workers: int = 2
 
@@ -220,9 +221,16 @@ def variables(environment: Environment) -> dict[str, str]:
 
 
 def run(environment: Environment, more: Sequence[str]) -> bool:
-    """Runs the tests of an environment; whether they pass."""
+    """Runs the tests of an environment; whether they pass.
+
+    Arguments:
+        environment: one that is set up.
+        more: arguments for pytest.
+    """
     command = [str(environment.executable), "-m", "pytest", "-n", str(environment.workers)]
-    chosen = ["-m", FAST, "-rs"] if environment.fast else ["--environment", environment.name]
+    chosen = ["--environment", environment.name]
+    if environment.fast:
+        chosen = ["-m", FAST, "-rs", "--without", ",".join(environment.without)]
     # Some only import for a minute, on a machine that does nothing else.
     command += [*chosen, "--timeout=900", *more, *environment.files]
     return subprocess.run(command, cwd=ROOT, env=variables(environment)).returncode == 0
@@ -256,7 +264,7 @@ def main() -> int:
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(known)}")
-    parser.add_argument("--ci", action="store_true", help="those of continuous integration")
+    parser.add_argument("--ci", action="store_true", help="those of CI, without what is slow")
     parser.add_argument("--all", action="store_true", help="all that are for tests of their own")
     parser.add_argument("--list", action="store_true", help="lists them, and sets up none")
     given = parser.parse_args(sys.argv[1:at])
@@ -273,7 +281,10 @@ def main() -> int:
             what = "the fast tests" if each.fast else " ".join(each.files)
             print(f"{each.name:14} {each.python or '':5} {where:3} {what}")
         return 0
-    found = {each.name: outcome_of(each, sys.argv[at + 1 :]) for each in chosen}
+    more = sys.argv[at + 1 :]
+    if given.ci:  # a tester that kills at every point is for other days: `make test-trainers-all`
+        more = ["-m", "not slow", *more]
+    found = {each.name: outcome_of(each, more) for each in chosen}
     print("\nenvironments:")
     for name, (_, line) in found.items():
         print(f"  {name}: {line}")

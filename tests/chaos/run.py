@@ -22,9 +22,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from support import ray_cluster
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -47,6 +51,7 @@ class Job:
         own: whether it also runs with the trainer's own saves.
         environment: of tests/environments.toml, in which it is tested.
         writers: how many of the ranks write, if not all.
+        cluster: whether the job starts its ranks itself, as workers of Ray.
     """
 
     title: str
@@ -55,6 +60,7 @@ class Job:
     own: bool = False
     environment: str = "chaos"
     writers: int | None = None
+    cluster: bool = False
 
     def cases(self, ranks: int | None = None) -> list[tuple[int, int]]:
         """Numbers of ranks, each with a rank to kill; `ranks` are those asked for."""
@@ -75,7 +81,16 @@ JOBS = {
     "titan": Job("torchtitan", "torchtitan", (2,), False, "torchtitan"),
     "maxtext_loop": Job("MaxText", "maxtext", (1,), False, "maxtext"),
     "deepspeed_zero": Job("DeepSpeed, ZeRO 2", "deepspeed", (2,), True, "deepspeed"),
+    "ray_train": Job("Ray Train", "ray", (1, 2), environment="ray", cluster=True),
 }
+CLUSTER = """
+import sys
+import ray
+
+where = ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+print(where.address_info["gcs_address"], flush=True)
+sys.stdin.read()
+"""
 
 
 @dataclass(frozen=True)
@@ -134,7 +149,10 @@ def served(job: str, folder: Path, saves: str = "unickpt") -> Iterator[list[str]
         SystemExit: the job fails by itself.
     """
     at = folder / "socket"
-    with (folder / "server.log").open("w+") as log:
+    with ExitStack() as stack:
+        log = stack.enter_context((folder / "server.log").open("w+"))
+        if JOBS[job].cluster:
+            stack.enter_context(cluster())
         server = subprocess.Popen(
             [sys.executable, "-W", "ignore", LAUNCHER, "serve", at, HERE / "jobs" / f"{job}.py"],
             stdin=subprocess.PIPE,
@@ -153,6 +171,25 @@ def served(job: str, folder: Path, saves: str = "unickpt") -> Iterator[list[str]
             server.stdout.close()  # type: ignore[union-attr]
 
 
+@contextmanager
+def cluster() -> Iterator[None]:
+    """A cluster of Ray, which `ray.init()` finds in what is started meanwhile; it outlives jobs."""
+    program = [sys.executable, "-W", "ignore", "-c", CLUSTER]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        subprocess.Popen(
+            program, env=environment_of("unickpt", Path(folder)), text=True, **pipes
+        ) as process,
+    ):
+        try:
+            os.environ["RAY_ADDRESS"] = process.stdout.readline().strip()  # type: ignore[union-attr]
+            yield
+        finally:
+            del os.environ["RAY_ADDRESS"]
+            process.stdin.close()  # type: ignore[union-attr]
+
+
 def environment_of(saves: str, folder: Path) -> dict[str, str]:
     """The environment variables of a job; the arguments as for `served`."""
     return {
@@ -166,6 +203,7 @@ def environment_of(saves: str, folder: Path) -> dict[str, str]:
         "NPROC": "32",  # threads of XLA, which collectives over gloo block
         "TOKENIZERS_PARALLELISM": "false",
         "DS_ACCELERATOR": "cpu",
+        **ray_cluster.ENVIRONMENT,
     }
 
 
@@ -199,17 +237,24 @@ def run(
     """
     started = time.monotonic()
     results = " ".join(f"{{out}}.result.{rank}" for rank in range(ranks))
+    env = {
+        **environment_of(saves, work.parent),
+        "CHAOS_RANKS": str(ranks),
+        "CHAOS_KILLED": str(killed),
+    }
+    seen = (1, 0) if JOBS[job].cluster else (ranks, killed)  # by ckpt-chaos
+    # Without the variable, which 0.1.8 forgets, `--crash-rank 1` kills nobody.
+    env["CKPT_CHAOS_CRASH_RANK"] = str(seen[1])
     done = subprocess.run(
         [
             *(sys.executable, "-m", "ckpt_chaos", "run"),
             *("--work", work, "--modes", ",".join(modes), "--max-points", str(most)),
-            *("--ranks", str(ranks), "--crash-rank", str(killed), "--jobs", str(parallel)),
+            *("--ranks", str(seen[0]), "--crash-rank", str(seen[1]), "--jobs", str(parallel)),
             *("--grace", "2", "--timeout", str(TIMEOUT_S), "--result-cmd", f"cat {results}"),
             *("--step-regex", r"resumed from step (\d+)", "--fail-on", ",".join(VERDICTS[1:])),
             *("--", *command),
         ],
-        # Without the variable, which 0.1.8 forgets, `--crash-rank 1` kills nobody.
-        env={**environment_of(saves, work.parent), "CKPT_CHAOS_CRASH_RANK": str(killed)},
+        env=env,
         capture_output=True,
         text=True,
     )

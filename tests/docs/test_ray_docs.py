@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support import TESTS
 from support.processes import Processes
+from support.ray_cluster import ENVIRONMENT, START_TIMEOUT_S
 
 import unickpt
 
@@ -48,9 +49,8 @@ for steps in (2, 5):
 
 
 def test_ray_train_by_reference(processes: Processes, tmp_path: Path) -> None:
-    env = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
-    job = processes.start(BEFORE + EXAMPLE + AFTER, tmp_path, env=env)
-    (output,) = processes.finish([job])
+    job = processes.start(BEFORE + EXAMPLE + AFTER, tmp_path, env=ENVIRONMENT)
+    (output,) = processes.finish([job], START_TIMEOUT_S)
     lines = [line for line in output.splitlines() if line.startswith(str(tmp_path))]
     assert lines == [f"{tmp_path}/docs/step_{n} {{'loss': {n}.0}}" for n in (2, 5)]
     assert unickpt.load(tmp_path / "docs" / "step_5")["w"].tolist() == [5, 5, 5]

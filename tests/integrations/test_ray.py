@@ -1,6 +1,6 @@
 """A job of Ray Train with unickpt.integrations.ray: workers and the driver are killed.
 
-Run with a Python that has ray: `make test` does not install it.
+`python tests/environments.py ray` runs it, in an environment that has ray.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from support import TESTS
 from support.processes import Processes
+from support.ray_cluster import ENVIRONMENT, START_TIMEOUT_S
 
 import unickpt
 
@@ -24,7 +25,6 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.integration
 
 EXAMPLE = Path(TESTS).parent.joinpath("examples", "ray_job.py").read_text()
-ENV = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
 
 
 def descendants(pid: int) -> dict[int, str]:
@@ -51,7 +51,7 @@ def title(pid: int) -> str:
 
 
 def wait_for_step(job: Any, run: Path, step: int) -> int:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + START_TIMEOUT_S
     while (last := newest(run)) < step:
         assert job.poll() is None, job.communicate()
         assert time.monotonic() < deadline, (last, step)
@@ -90,7 +90,7 @@ def test_a_job_whose_worker_and_driver_are_killed_goes_on(
 ) -> None:
     assert len(EXAMPLE.splitlines()) <= 40
     run = tmp_path / "example"
-    job = processes.start(EXAMPLE, tmp_path, 2, 10**6, env=ENV)
+    job = processes.start(EXAMPLE, tmp_path, 2, 10**6, env=ENVIRONMENT)
     wait_for_step(job, run, 4)
     workers = [pid for pid, name in descendants(job.pid).items() if "RayTrainWorker" in name]
     assert workers
@@ -102,8 +102,8 @@ def test_a_job_whose_worker_and_driver_are_killed_goes_on(
             os.kill(pid, signal.SIGKILL)
     job.communicate()
     last = newest(run)
-    job = processes.start(EXAMPLE, tmp_path, 1, last + 3, env=ENV)
-    processes.finish([job])
+    job = processes.start(EXAMPLE, tmp_path, 1, last + 3, env=ENVIRONMENT)
+    processes.finish([job], START_TIMEOUT_S)
     stored = unickpt.open(run / f"step_{last + 3}")
     assert stored.values["step"] == last + 3
     assert stored.index.processes == 1

@@ -115,11 +115,13 @@ class Processes:
             for process in range(world)
         ]
 
-    def finish(self, processes: list[subprocess.Popen[str]]) -> list[str]:
+    def finish(
+        self, processes: list[subprocess.Popen[str]], timeout_s: float = PROCESS_TIMEOUT_S
+    ) -> list[str]:
         """Waits for processes that must succeed, and returns what each printed."""
         outputs = []
         for number, process in enumerate(processes):
-            out, err = process.communicate(timeout=PROCESS_TIMEOUT_S)
+            out, err = process.communicate(timeout=timeout_s)
             assert process.returncode == 0, f"process {number} failed:\n{out}\n{err}"
             outputs.append(out)
         return outputs

@@ -45,20 +45,31 @@ def committed(report: Any, more: int = 0) -> None:
     os.close(handle)
 
 
-def resumed(step: int) -> None:
-    """Tells from which step the job goes on, 0 being the beginning; ends the job if a rank has
-    reported a later one as saved."""
-    print(f"resumed from step {step}", flush=True)
-    for rank in range(WORLD):
+def reported() -> int:
+    """The newest step that a rank has reported as saved; 0 if none has."""
+    newest = 0
+    for rank in range(max(WORLD, int(os.environ.get("CHAOS_RANKS", "1")))):
         try:
             with open(f"{FOLDER}.saved.{rank}") as file:
-                newest = max(map(int, file.read().split()), default=0)
+                newest = max((newest, *map(int, file.read().split())))
         except FileNotFoundError:
             continue
-        if newest > step:
-            print(f"rank {rank} reported step {newest} as saved, and step {step} is found")
-            sys.stdout.flush()
-            os._exit(LOST_WORK)
+    return newest
+
+
+def resumed(step: int, saved: int | None = None) -> None:
+    """Tells from which step the job goes on, 0 being the beginning; ends the job if a rank has
+    reported a later one as saved.
+
+    Arguments:
+        step: which it is.
+        saved: `reported()` of before the job went on, if that is not now.
+    """
+    print(f"resumed from step {step}", flush=True)
+    newest = reported() if saved is None else saved
+    if newest > step:
+        print(f"a rank reported step {newest} as saved, and step {step} is found", flush=True)
+        os._exit(LOST_WORK)
 
 
 def ended(state: Mapping[str, Any]) -> None:
@@ -72,7 +83,12 @@ def ended(state: Mapping[str, Any]) -> None:
         lines.append(f"{name} {array.dtype} {array.shape} {digest}\n")
     with open(f"{FOLDER}.result.{RANK}", "w") as file:
         file.writelines(lines)
-    if at := os.environ.get("CHAOS_MODULES"):  # of launcher.py
+    warm()
+
+
+def warm() -> None:
+    """Tells launcher.py which modules the job has imported, if it asks."""
+    if at := os.environ.get("CHAOS_MODULES"):
         with open(at, "w") as file:
             file.write("\n".join(sys.modules))
 
