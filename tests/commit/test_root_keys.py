@@ -148,7 +148,7 @@ def test_a_record_says_where_each_value_is() -> None:
     written = replace(
         with_places(-1, 1, 3),
         patches=np.array([(1, 2, 0, 7, 8), (1, 3, -1, 0, 2)], PATCH_DTYPE),
-        blobs={"rng": (3, 4, (-1, 0, 3))},
+        blobs={"rng": (3, 4, 0, (-1, 0, 3))},
         described=(0, 9, 10),
     )
     found = Record.decode(written.encode())
@@ -178,8 +178,8 @@ def test_a_record_says_where_each_value_is() -> None:
         (with_patches((1, 2, 0, 0, 0), (1, 4, 0, 0, 0)), "not of one of its chunks"),
         (with_patches((1, 2, 1, 0, 0)), "not listed"),
         (with_patches((1, 2, -2, 0, 0)), "where each value is"),
-        (record(blobs={"rng": (3, 4, (1, 0, 3))}), "not listed"),
-        (record(blobs={"rng": (3, 4, (-1, 3, 3))}), "ends after"),
+        (record(blobs={"rng": (3, 4, 0, (1, 0, 3))}), "not listed"),
+        (record(blobs={"rng": (3, 4, 0, (-1, 3, 3))}), "ends after"),
         (record(described=(7, 0, 3)), "not listed"),
     ],
 )

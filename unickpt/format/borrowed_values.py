@@ -10,7 +10,6 @@ from unickpt.format.chains import Value
 from unickpt.format.chunk_grid import Part
 from unickpt.format.chunk_store import ChunkStore
 from unickpt.format.index import ArrayEntry, Index
-from unickpt.storage.errors import Failed
 
 
 class Chunks(Protocol):
@@ -22,7 +21,7 @@ class Chunks(Protocol):
 
     def chain(self, entry: ArrayEntry, part: Part, number: int) -> Sequence[Value]: ...
 
-    def damaged(self, reason: str) -> Exception: ...
+    def read_value(self, entry: ArrayEntry, value: Value, number: int) -> bytes: ...
 
 
 class BorrowedValues:
@@ -58,12 +57,5 @@ class BorrowedValues:
         if link != links.WHOLE_LINK:
             there = self._reader.chain(entry, part, number)[link - links.FULL_LINK]
             at = links.part_of(part, link)
-        key = chunk_grid.chunk_key(there.part, number)
-        try:
-            value = there.store.values.read(key)
-        except Failed as error:
-            where = f"{there.store.location}: key {key!r}"
-            raise there.store.explained(error, where) from error
-        if value is None:
-            raise self._reader.damaged(f"key {key!r} is missing in {there.store.location}")
+        value = self._reader.read_value(entry, there, number)
         return chunk_grid.chunk_key(at, number), value

@@ -146,7 +146,7 @@ class OcdbtReader(Reader):
 
     def _store_of(self, entry: ArrayEntry, part: Part, number: int) -> ChunkStore:
         """Where a chunk is: here, or in a base."""
-        base = self._base_of(entry, part, number)
+        base = self.borrowed_links(entry, part, number).get(links.WHOLE_LINK)
         return self._chunks if base is None else self._bases[base]
 
     @property
@@ -162,10 +162,6 @@ class OcdbtReader(Reader):
         """
         store = self._bases[self.index.bases.index(base)]
         return _read_index(store.location, store.values)
-
-    def is_borrowed(self, entry: ArrayEntry, part: Part, number: int) -> bool:
-        """Whether a chunk is in a checkpoint beside this one."""
-        return self._base_of(entry, part, number) is not None
 
     def borrowed_values(self) -> Iterator[tuple[str, bytes]]:
         """The keys and the stored bytes of all values that are in checkpoints beside this one.
@@ -187,10 +183,6 @@ class OcdbtReader(Reader):
         low, high = np.searchsorted(table["row"], (row, row + 1))
         some = table[low:high]
         return dict(zip(some["link"].tolist(), some["base"].tolist(), strict=True))
-
-    def _base_of(self, entry: ArrayEntry, part: Part, number: int) -> int | None:
-        """The position in the index of the base that has a whole chunk; None if it is here."""
-        return self.borrowed_links(entry, part, number).get(links.WHOLE_LINK)
 
     def _first_rows(self, entry: ArrayEntry) -> dict[str, int]:
         """By the key of each part of an array, the row of its first chunk among the array's."""
@@ -248,7 +240,7 @@ class OcdbtReader(Reader):
         """
         if chain := self.chain(entry, part, number):
             return chain
-        base = self._base_of(entry, part, number)
+        base = self.borrowed_links(entry, part, number).get(links.WHOLE_LINK)
         store = self._chunks if base is None else self._bases[base]
         return (Value(store, part, base),)
 
