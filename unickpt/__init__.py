@@ -40,6 +40,7 @@ from unickpt.saving.saver import save, save_async
 from unickpt.trees.tree import Opaque
 
 if _CHECKING:
+    from unickpt.quantized.restores import Restores
     from unickpt.reporting.html_report import report
     from unickpt.rules.functions import Function
     from unickpt.rules.rule_set import Rules
@@ -68,6 +69,7 @@ __all__ = [
     "Opaque",
     "PerProcess",
     "ProcessGroup",
+    "Restores",
     "Retention",
     "Rules",
     "SaveConflict",
@@ -96,6 +98,7 @@ _LATER = {
     "Checkpointer": "runs.checkpointer",
     "Experts": "runs.partial_saves",
     "Function": "rules.functions",
+    "Restores": "quantized.restores",
     "Retention": "runs.retention",
     "Rules": "rules.rule_set",
     "SaveEvery": "runs.save_triggers",

@@ -8,12 +8,13 @@ from collections.abc import Iterable, Mapping
 
 from unickpt.arrays.names import matches
 from unickpt.quantized import codes as kinds
+from unickpt.quantized.restores import Restores
 from unickpt.quoting import quoted
 
 # The last word of the names of arrays that count steps, also where they are floats, as in torch.
 _COUNTS = frozenset({"step", "steps", "count"})
 
-QuantizePatterns = Mapping[str, str | None]
+QuantizePatterns = Mapping[str, str | Restores | None]
 """The codes of the arrays that each pattern matches; None leaves them as they are."""
 
 
@@ -29,6 +30,8 @@ def check(patterns: QuantizePatterns) -> None:
             f"{quoted(patterns)}"
         )
     for pattern, codes in patterns.items():
+        if isinstance(codes, Restores):
+            continue
         if codes is not None and codes not in kinds.NAMES:
             raise ValueError(
                 f"quantize[{pattern!r}] is {quoted(codes)}, not one of {', '.join(kinds.NAMES)} or "
@@ -46,6 +49,8 @@ def codes_for(
     """
     pattern = _first(patterns, name)
     codes = None if pattern is None else patterns[pattern]
+    if isinstance(codes, Restores):
+        codes = codes.codes()
     if codes is None:
         return None
     problem = "it holds PRNG keys" if prng is not None else _problem(codes, name, dtype, shape)

@@ -8,13 +8,14 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 from unickpt.errors import UnsupportedLeaf
 from unickpt.format.index import RESERVED
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.protocol import Fence
 from unickpt.loading.loader import LoadArguments
+from unickpt.quantized.restores import Restores
 from unickpt.quoting import quoted
 from unickpt.reuse.experts import Choose
 from unickpt.runs.partial_saves import Experts
@@ -26,6 +27,9 @@ from unickpt.runs.tiers import Tier
 from unickpt.saving.describe import check_mapping
 from unickpt.saving.options import SaveOptions
 from unickpt.storage import paths
+
+if TYPE_CHECKING:
+    from unickpt.runs.restore_count import RestoreCount
 
 
 class PolicyFields(TypedDict, total=False):
@@ -218,6 +222,15 @@ def fences_of(optimizers: Sequence[Any], wait: Callable[[], None]) -> list[Fence
             )
         found.append(fence)
     return found
+
+
+def restores_of(options: SaveOptions) -> RestoreCount | None:
+    """What counts the restores of a run; None if its saves do not ask for that."""
+    if not any(isinstance(each, Restores) for each in options.quantize.values()):
+        return None
+    from unickpt.runs.restore_count import RestoreCount
+
+    return RestoreCount(options)
 
 
 def step_metadata(

@@ -22,6 +22,7 @@ from unickpt.runs.arguments import (
     check_changed,
     fences_of,
     knowing,
+    restores_of,
     roles_of,
     run_text,
     step_metadata,
@@ -143,6 +144,7 @@ class Checkpointer:
         check_changed(self._options.changed, self._reuses)
         if not isinstance(reuse, bool):
             self._options = replace(self._options, reuse=reuse)
+        self._restores = restores_of(self._options)
         refused = {"after": after, "local": local, "save_every_s": when.seconds}
         tier, refused["preemption"] = Tier(root), when.preemption or None
         others = roles_of(tier, roles, refused)
@@ -239,9 +241,8 @@ class Checkpointer:
         if self._tiers.local is not None and group.count > 1 and not self._is_shared:
             check_shared(group, self._tiers.local)
             self._is_shared = True
-        owners = None
-        if self._fences:
-            owners = {owner for fence in self._fences for owner in fence.owners()}
+        guards = self._fences
+        owners = {owner for fence in guards for owner in fence.owners()} if guards else None
         self._removal.before_save(group)
         hooks = (
             self._housekeeping.hooks(step, metrics or {}, overwrite)
@@ -259,12 +260,14 @@ class Checkpointer:
             raise ValueError(
                 "tokens= counts what experts have seen; create the Checkpointer with experts="
             )
+        counts = self._restores
+        metadata_of = step_metadata if counts is None else counts.counting(step_metadata)
         request = SaveRequest(
             self._tiers.first.path(step),
             tree,
-            knowing(self._options, changed, self._reuses),
+            knowing(counts.options() if counts else self._options, changed, self._reuses),
             overwrite,
-            metadata=partial(step_metadata, step, shown, metadata, self._branch.recorded),
+            metadata=partial(metadata_of, step, shown, metadata, self._branch.recorded),
             owners=owners,
             callbacks=hooks,
             find_base=partial(self._housekeeping.find_base, self._reuses),
@@ -479,8 +482,9 @@ class Checkpointer:
         given = {**arguments, "like": like, "return_report": return_report}
         loader = StepLoader(self._tiers, self._branch, group, given)
         loaded, found = loader.load(step, fallback)
-        if self._partial is not None and loader.path is not None:
-            self._partial.loaded(loaded, loader.path)
+        for told in (self._partial, self._restores):
+            if told is not None and loader.path is not None:
+                told.loaded(loaded, loader.path)
         self._has_loaded(loaded, group)
         return found
 

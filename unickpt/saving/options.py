@@ -13,6 +13,7 @@ from unickpt.frameworks.host_memory import CommonOptions, MemoryBudget, check_nu
 from unickpt.frameworks.process_group import Group
 from unickpt.progress import Progress
 from unickpt.quantized import choice
+from unickpt.quantized.restores import Restores
 from unickpt.quoting import counted, given, size_text
 from unickpt.storage import paths
 from unickpt.trees import name_ranges
@@ -129,7 +130,8 @@ class SaveOptions(CommonOptions):
             number of components, with "uint8", "int4", "int3" or "int2" (codes of 8, 4, 3 or 2
             bits), "bfloat16", or None to store an array as it is. The first pattern that matches
             counts. Only arrays of floats of at least 16 bits, and no counts of steps. They are
-            loaded in their own dtype. `compression` does not apply to them.
+            loaded in their own dtype. `compression` does not apply to them. `Restores(expected)`
+            instead of codes chooses the bits by how often a run will go on from a checkpoint.
         timeout_s: seconds to wait for the other processes: to start the save, and again to finish
             their part after this process has written its own.
         check_replicas: whether to compare every byte of plain tensors and arrays, which are assumed
@@ -177,7 +179,7 @@ class SaveOptions(CommonOptions):
     reuse: Literal["digest", "compare", "patch"] = "digest"
     changed: Literal["tracked"] | Mapping[str, Any] | None = None
     kept_cost: float = 0.1
-    quantize: Mapping[str, str | None] = field(default_factory=dict)
+    quantize: Mapping[str, str | Restores | None] = field(default_factory=dict)
     timeout_s: float = 600.0
     check_replicas: bool = False
     group: Group | Any | None = None
