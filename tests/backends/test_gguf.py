@@ -155,6 +155,8 @@ def test_every_type_is_dequantized_as_the_package_does(kind: int, tmp_path: Path
     from gguf.quants import dequantize
 
     of = gguf._QUANTIZED[kind]
+    if of.name not in GGMLQuantizationType.__members__:
+        pytest.skip("this version of the package does not know it")
     assert GGML_QUANT_SIZES[GGMLQuantizationType[of.name]] == (of.elements, of.nbytes)
     blocks = blocks_of(kind, 6)
     path = written(tmp_path / "x", packed([("w", (2, 3 * of.elements), kind, blocks.tobytes())]))
@@ -221,8 +223,11 @@ def test_big_endian_files_hold_the_same(tmp_path: Path) -> None:
 
 def test_big_endian_blocks(tmp_path: Path) -> None:
     from gguf.quants import dequantize
-    from gguf.scripts.gguf_convert_endian import byteswap_tensors
 
+    endian = pytest.importorskip("gguf.scripts.gguf_convert_endian")
+    if not hasattr(endian, "byteswap_tensors"):
+        pytest.skip("this version of the package does not say it in a table")
+    byteswap_tensors = endian.byteswap_tensors
     for kind, swap in byteswap_tensors.items():
         of, blocks = gguf._QUANTIZED[int(kind)], blocks_of(int(kind), 2)
         tensor = types.SimpleNamespace(data=blocks.copy().reshape(-1))

@@ -75,8 +75,8 @@ def copy(out: Array, source: Array) -> None:
     """Copies `source` into `out`; same shape and dtype, any strides.
 
     Example:
-        >>> out = np.empty((2, 3)); copy(out, np.ones((3, 2)).T); out.sum()
-        np.float64(6.0)
+        >>> out = np.empty((2, 3)); copy(out, np.ones((3, 2)).T); float(out.sum())
+        6.0
     """
     if source.nbytes < _SMALL_BYTES or _common_run(out, source) >= _LONG_RUN:
         np.copyto(out, source)

@@ -128,11 +128,8 @@ def _mesh(saved: layout.Mesh, types: tuple[str, ...], ids: tuple[int, ...]) -> M
     if None in chosen:
         return None
     known = {str(each): each for each in jax.sharding.AxisType}
-    return Mesh(
-        np.array(chosen, object).reshape(saved.shape),
-        saved.axes,
-        tuple(known[each] for each in types) if {*types} <= known.keys() and types else None,
-    )
+    of_axes = tuple(known[each] for each in types) if {*types} <= known.keys() and types else None
+    return Mesh(np.array(chosen, object).reshape(saved.shape), saved.axes, axis_types=of_axes)
 
 
 def _of_processes(processes: Sequence[int]) -> list[Any]:
