@@ -6,10 +6,10 @@
     Rules                 names and axes of two sides, in both directions
     convert, copy, merge  whole checkpoints, also for other systems
     verify, diff, report  check, compare, see
-    PerProcess, ProcessGroup, SaveOptions, LoadOptions, Experts, Function, Opaque
+    PerProcess, ProcessGroup, SaveOptions, LoadOptions, Experts, Restores, Function, Opaque
 
 Errors are in `unickpt.errors`, results and layouts in `unickpt.types`, trainers in
-`unickpt.integrations`, and what other formats and storages implement in `unickpt.extend`.
+`unickpt.integrations`, data loaders in `unickpt.data`, and what other formats and storages implement in `unickpt.extend`.
 `unickpt --help` lists the commands; docs/README.md is the start of the documentation.
 """
 
