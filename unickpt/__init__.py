@@ -9,7 +9,8 @@
     PerProcess, ProcessGroup, SaveOptions, LoadOptions, Experts, Restores, Function, Opaque
 
 Errors are in `unickpt.errors`, results and layouts in `unickpt.types`, trainers in
-`unickpt.integrations`, data loaders in `unickpt.data`, and what other formats and storages implement in `unickpt.extend`.
+`unickpt.integrations`, data loaders in `unickpt.data`, and what other formats and storages
+implement in `unickpt.extend`.
 `unickpt --help` lists the commands; docs/README.md is the start of the documentation.
 """
 
