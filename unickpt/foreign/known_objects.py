@@ -208,7 +208,10 @@ _KNOWN: Mapping[str, Callable[[PickledObject], Any]] = {
     "collections.Counter": _counter,
     "torch._tensor._rebuild_from_type_v2": _dtensor,
     **dict.fromkeys(("builtins.complex", "__builtin__.complex"), _complex),
-    **dict.fromkeys(("pathlib.PosixPath", "pathlib.PurePosixPath"), _path(PurePosixPath)),
-    **dict.fromkeys(("pathlib._local.PosixPath",), _path(PurePosixPath)),
-    **dict.fromkeys(("pathlib.WindowsPath", "pathlib.PureWindowsPath"), _path(PureWindowsPath)),
+    **{
+        f"{module}.{pure}{kind.__name__.removeprefix('Pure')}": _path(kind)
+        for module in ("pathlib", "pathlib._local")  # the latter of Python 3.13
+        for pure in ("", "Pure")
+        for kind in (PurePosixPath, PureWindowsPath)
+    },
 }
