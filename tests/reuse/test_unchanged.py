@@ -199,6 +199,49 @@ def test_nor_is_anything_lost_if_it_fails_later(
         is_stored(tmp_path / "step_3", state)
 
 
+def test_after_a_call_that_raised_everything_is_looked_at(
+    nothing_is_looked_at: None, tmp_path: Path
+) -> None:
+    state = tree()
+    with Checkpointer(tmp_path, reuse=True, options=options()) as run:
+        run.save(0, state, wait=True)
+        state["w"][5] += 1
+        with pytest.raises(unickpt.UnsupportedLeaf):
+            run.save(1, {**state, "bad": lambda: 0}, changed={"frozen": False})
+        run.save(1, state, changed={"w": False, "frozen": False}, wait=True)
+        report = run.save(2, state, changed={"w": False, "frozen": False}).result()
+        assert report.staged_bytes == state["b"].nbytes, "after one that returned it holds again"
+    is_stored(tmp_path / "step_1", state)
+
+
+def test_exact_values_are_not_taken_of_quantised_ones(
+    nothing_is_looked_at: None, tmp_path: Path
+) -> None:
+    state = tree()
+    unickpt.save(tmp_path / "a", state, options=options(quantize={"w": "uint8"}))
+    for name in ("b", "c"):
+        told = options(base=tmp_path / "a", changed={"w": False})
+        with pytest.raises(StorageError, match=r"'w' did not change.* has it as uint8.* once with"):
+            unickpt.save(tmp_path / name, state, options=told)
+    unickpt.save(tmp_path / "d", state, options=options(base=tmp_path / "a"))
+    is_stored(tmp_path / "d", state)
+
+
+@pytest.mark.parametrize("storage", ["file", "memory"])
+def test_chunks_with_small_patches_are_taken_whole(
+    storage: str, nothing_is_looked_at: None, tmp_path: Path
+) -> None:
+    """Patches that lie in the nodes of the B-tree belong to what is taken."""
+    root = str(tmp_path) if storage == "file" else "memory://unchanged/patches"
+    state = {"w": np.arange(400 * 64, dtype=np.uint16).reshape(400, 64).copy()}
+    with Checkpointer(root, reuse="patch", options=options()) as run:
+        for step, row in enumerate((0, 3, 99, 3, 200, 99)):
+            rows = np.arange(400) == row
+            state["w"][row, ::7] += step
+            run.save(step, state, changed={"w": rows}, wait=True)
+            is_stored(f"{root}/step_{step}", state)
+
+
 def test_saves_in_flight_refer_to_each_other(nothing_is_looked_at: None, tmp_path: Path) -> None:
     state = tree()
     with Checkpointer(tmp_path, reuse=True, options=options()) as run:

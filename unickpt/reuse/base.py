@@ -47,7 +47,7 @@ FAULTY = (
     "the base of this save, %s, is damaged or cannot be read; what cannot be taken from it is "
     "written again: %s"
 )
-_NEXT = "Nothing was saved; the next save writes all experts"
+_NEXT = "Nothing was saved; the next save does not rely on it"
 
 
 @dataclass(frozen=True)
@@ -402,9 +402,11 @@ class Base:
     def borrow(self, part: Part, number: int) -> Sequence[Taken]:
         """Takes a chunk, whatever it holds; nothing if it must be copied."""
         found = self._candidates.get((part.key, number))
-        if found is None:
+        places = () if found is None or found.places is None else found.places
+        # Patches in the nodes of a B-tree have to be written again, with the chunk's own.
+        if found is None or any(isinstance(place.at, bytes) for place in places):
             return ()
-        return self._take(found, found.places or (), rewrites=False)
+        return self._take(found, places, rewrites=False)
 
     def digest(self, entry: ArrayEntry, part: Part, number: int) -> int:
         """The digest of a chunk as the base has it. Raises as `read`."""

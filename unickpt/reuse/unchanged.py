@@ -22,7 +22,7 @@ from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.names import matches
 from unickpt.errors import StateChanged, StorageError
-from unickpt.format.index import ArrayEntry
+from unickpt.format.index import ArrayEntry, Index
 from unickpt.quoting import quoted
 
 Changed = Literal["tracked"] | Mapping[str, Any]
@@ -110,22 +110,30 @@ class Unchanged:
         inside = (probes >= np.array(box.start)) & (probes < np.array(box.stop))
         return not inside.all(axis=1).any()
 
-    def check_base(self, attempt: str | None, where: object) -> None:
-        """Checks that the base is the one.
+    def check_base(self, base: Index | None, where: object) -> None:
+        """Checks that the base is the one, and has the arrays as they are.
 
         Arguments:
-            attempt: that made it; None if there is none, or it cannot be used.
+            base: its index; None if there is none, or it cannot be used.
             where: of this save, for the error.
 
         Raises:
             StorageError: what is said to be unchanged was neither staged, nor can it be taken.
         """
-        if attempt is None or self.attempt not in (None, attempt):
-            why = "is not there or is damaged" if attempt is None else "is another one"
+        if base is None or self.attempt not in (None, base.attempt):
+            why = "is not there or is damaged" if base is None else "is another one"
             raise StorageError(
                 f"{where}: the checkpoint of which chunks were to be taken, as they did not change "
                 f"since (`changed`), {why}. Nothing was saved; the next save looks at all"
             )
+        for name in self.rows:
+            theirs = base.arrays.get(name)
+            if theirs is not None and theirs.quantized is not None:
+                raise StorageError(
+                    f"{where}: array {name!r} did not change (`changed`), but the checkpoint of "
+                    f"which it was to be taken has it as {theirs.quantized}, and here it is stored "
+                    "as it is. Nothing was saved; save it once without `changed`"
+                )
 
     def check(self, name: str, box: Box, before: int | None, digest: int) -> None:
         """Checks a chunk that was looked at.
@@ -171,6 +179,8 @@ def unchanged(
         if pattern is None:
             continue
         unused.discard(pattern)
+        if entry.quantized is not None:
+            continue  # what a base has of it is not what it is
         what = patterns[pattern]
         if isinstance(what, str):
             token = tokens.get(name)

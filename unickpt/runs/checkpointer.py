@@ -213,9 +213,9 @@ class Checkpointer:
                 by layer, counts by the expert's number, or those of all experts in order. The layer
                 is what stands in the names of arrays before the expert's number, or the name of a
                 stacked array, or a key of `Experts`. Process 0's are used.
-            changed: with `reuse`, what changed since the last call of this function, or since the
-                step that was loaded if there was none: see `SaveOptions.changed`, which says it of
-                what this does not name. Process by process, of the arrays that each has.
+            changed: with `reuse`, what changed since the last call that returned, or since the step
+                that was loaded if there was none: see `SaveOptions.changed`, which says it of what
+                this does not name. Process by process, of the arrays that each has.
             metadata: as for `unickpt.save`.
             overwrite: replace the step if it exists.
 

@@ -409,6 +409,7 @@ class SaveQueue:
         self._beginning = threading.RLock()  # `SaveOptions.metrics` may save on another thread
         self._area, self._plans = HostMemoryPool(), PlanCache(_MOST)
         self._pending: list[PendingSave] = []
+        self._was_refused = False  # the last call raised, so that nothing is known of what it saved
         self.errors = BackgroundErrors()
 
     def save(self, request: SaveRequest) -> PendingSave:
@@ -420,8 +421,10 @@ class SaveQueue:
         self._check_process(f"{request.path}: ")
         with self._beginning, ExitStack() as undo:
             undo.callback(request.callbacks.ended)
+            undo.callback(setattr, self, "_was_refused", True)
             pending = self._begin(request)
             undo.pop_all()
+            self._was_refused = False
             pending.stage(request.waits)
         return pending
 
@@ -463,13 +466,11 @@ class SaveQueue:
             last, given = self._pending[-1] if self._pending else None, task.options.base
             with task.failing():
                 base = seen.base_of(
-                    *(
-                        given,
-                        request.find_base(),
-                        None if last is None else (last.url, last.attempt, last.tokens),
-                    ),
+                    given,
+                    request.find_base(),
+                    None if last is None else (last.url, last.attempt, last.tokens),
                     in_flight=last is not None and not last.done(),
-                    failed=last is not None and last._failure is not None,
+                    failed=self._was_refused or (last is not None and last._failure is not None),
                 )
             task.tokens = seen.describe(task, request.tree, metadata, partial, base)
             return None

@@ -63,5 +63,5 @@ def open_for(
     if selection is not None:
         selection.check(None if found is None else found.index, location)
     if unchanged is not None:
-        unchanged.check_base(None if found is None else found.index.attempt, location)
+        unchanged.check_base(None if found is None else found.index, location)
     return found

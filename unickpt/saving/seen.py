@@ -65,16 +65,19 @@ def base_of(
         given: `SaveOptions.base`.
         found: the newest checkpoint, as far as the saves have ended.
         before: the save before, as of `SeenState`.
-        in_flight, failed: whether that has not ended, and whether it has failed.
+        in_flight: whether that has not ended.
+        failed: whether it has failed, or a call after it.
     """
     last = None if before is None else SeenState(*before)
     if given is not None:
         url = paths.resolve(given).url
         known = last is not None and last.url == url and not failed
         return last if known else SeenState(url, "")
+    if failed:
+        return None
     if last is not None and in_flight:
         return last
-    if found is None or failed:
+    if found is None:
         return None
     url = paths.resolve(found).url
     if last is None:  # the program goes on from it
