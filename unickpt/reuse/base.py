@@ -47,7 +47,7 @@ FAULTY = (
     "the base of this save, %s, is damaged or cannot be read; what cannot be taken from it is "
     "written again: %s"
 )
-_NEXT = "Nothing was saved; the next save does not rely on it"
+_NEXT = "Nothing was saved; the next save writes all of it"
 
 
 @dataclass(frozen=True)
@@ -403,8 +403,8 @@ class Base:
         """Takes a chunk, whatever it holds; nothing if it must be copied."""
         found = self._candidates.get((part.key, number))
         places = () if found is None or found.places is None else found.places
-        # Patches in the nodes of a B-tree have to be written again, with the chunk's own.
-        if found is None or any(isinstance(place.at, bytes) for place in places):
+        # Patches in the nodes of a B-tree that is not beside have to be written again.
+        if found is None or any(isinstance(p.at, bytes) and p.of is None for p in places):
             return ()
         return self._take(found, places, rewrites=False)
 
