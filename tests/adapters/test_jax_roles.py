@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.experimental.multihost_utils import sync_global_devices
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import TESTS
@@ -162,6 +163,7 @@ def decide_and_fail(folder: str) -> None:
             run.preempt()
         assert run.should_save(2) == run.preempted == (role.name == "actor")
     with unickpt.Checkpointer(f"{folder}/{role.name}", roles=roots, options=role.options()) as run:
+        sync_global_devices("the Checkpointers of all roles are there before any of them saves")
         run.save(1, role.tree(1), wait=True)
     far = NamedSharding(Mesh(np.array(of_processes(0, 1)), ("x",)), P("x"))
     shared = put(np.zeros((8, 2), np.float32), far)

@@ -47,6 +47,7 @@ role = "actor" if rank in (0, 3) else "critic"
 options = unickpt.SaveOptions(group=groups[role], fsync=False, timeout_s=5)
 roots = [f"{run}/{each}" for each in groups]
 checkpointer = unickpt.Checkpointer(f"{run}/{role}", roles=roots, options=options, keep_last=1)
+dist.barrier()  # the Checkpointers of all roles are there before any of them saves
 tree = lambda step: {"w": torch.full((50, 40), float(step)), "role": role}
 checkpointer.save(1, tree(1), wait=True)
 dist.barrier()

@@ -324,6 +324,7 @@ def a_step_of_a_run_counts_once_all_roles_have_it(folder: Path) -> None:
         )
 
     with opened() as run:
+        dist.barrier()  # the Checkpointers of all roles are there before any of them saves
         for step in (10, 20) if role.name == "actor" else (10,):
             run.save(step, {"w": values(role, step)}, wait=True)
         run.wait()
