@@ -241,15 +241,15 @@ class _Parser(LineScanner):
     def _operand(self) -> Operand:
         self.skip()
         begin = self.at
-        found = self.match(_NUMBER)
+        number = self._number()
         value: float | str
-        value = float(found) if found else self.identifier("a number or an axis")
+        value = number if number is not None else self.identifier("a number or an axis")
         power = 1.0
         if self.take("**"):
-            number = self._number()
-            if number is None:
+            exponent = self._number()
+            if exponent is None:
                 raise self.fail("expected a number as the power")
-            power = number
+            power = exponent
         if value == 0 and power < 0:
             raise self.fail("this divides by zero", begin)
         return Operand(value, power)

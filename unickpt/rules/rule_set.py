@@ -29,6 +29,7 @@ from unickpt.rules.ast import (
 from unickpt.rules.compiling import compile_rule
 from unickpt.rules.functions import Function
 from unickpt.rules.lint import swapped_names
+from unickpt.rules.observed import ObservedReport
 from unickpt.rules.optimizer_slots import SharedState, lift
 from unickpt.rules.rule import Rule, exprs_of
 
@@ -61,6 +62,7 @@ class Rules:
     shared: tuple[SharedState, ...] = ()
     conventions: tuple[Convention, ...] = ()
     functions: Mapping[str, Function] = field(default_factory=dict)
+    report: ObservedReport | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.rules, str):
@@ -115,6 +117,52 @@ class Rules:
         _check_functions(functions)
         path = Path(file)
         return _compile(_read_text(path), str(path), path.parent, sizes or {}, functions or {})
+
+    @classmethod
+    def observe(
+        cls,
+        function: Callable[[Any], Any],
+        example: Any,
+        *,
+        strict: bool = True,
+        framework: str | None = None,
+        name: str | None = None,
+    ) -> Rules:
+        """Rules that do what somebody's converter does, found by running it.
+
+        The converter is called several times with arrays whose elements are all different numbers,
+        which tell where each element went; then with fresh random numbers, on which the rules must
+        do the same, in both directions. Its code is not looked at.
+
+        Arguments:
+            function: takes a tree of arrays, such as a state dict, and returns another; or fills
+                the one that it is given, and returns None.
+            example: of its argument: arrays, whose elements do not matter, anything with a shape
+                and a dtype, or shapes alone for float32. Small ones are faster, and tell as much.
+            strict: whether to refuse a converter that makes some array in a way that no rule can
+                say; if not, `Rules.report` lists these.
+            framework: "numpy", "torch" or "jax": whose arrays the converter gets; as those of the
+                example unless given.
+            name: of the rules, for messages.
+
+        Returns:
+            The rules; `report` says what they cover and what is lost, and has them as a text.
+
+        Raises:
+            RuleError: an array depends on values, or its elements are in an order that axes do not
+                give; names the array and the first element that shows it.
+
+        Example:
+            >>> def convert(state):
+            ...     return {f"{k}.weight": x.T for k, x in state.items()}
+            >>> print(Rules.observe(convert, {"up": (3, 5), "down": (5, 3)}))
+            {n=up|down} [i o] <-> {n=up|down}.weight [o i]
+        """
+        from unickpt.observing.observe import observe  # a feature, above all rules
+
+        return observe(
+            function, example, strict=strict, framework=framework, name=name
+        )
 
     @classmethod
     def preset(cls, name: str, *, sizes: Mapping[str, int] | None = None) -> Rules:

@@ -1,0 +1,269 @@
+"""Axes: the dimensions of arrays as products and sums, from blocks of elements.
+
+The places of a block along a dimension are an offset and digits with strides. Where all blocks of
+an array have a digit in common, outermost or innermost, it is an axis of all of them; where they
+lie one after the other, they are the pieces of a sum; where nothing lies, there is padding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from unickpt.observing.regular_blocks import Irregular
+
+
+class Axis:
+    """An axis; it may turn out to be the same as another one, or the product of several."""
+
+    def __init__(self, extent: int) -> None:
+        self.extent = extent
+        self._same: Axis | None = None
+        self._parts: tuple[Axis, Axis] | None = None
+
+    @property
+    def representative(self) -> Axis:
+        return self if self._same is None else self._same.representative
+
+    def leaves(self) -> Iterator[Axis]:
+        """The axes that it is the product of, outermost first."""
+        own = self.representative
+        if own._parts is None:
+            yield own
+            return
+        for part in own._parts:
+            yield from part.leaves()
+
+    def split(self, outer: int) -> None:
+        """Makes it the product of two; only of one that is not."""
+        own = self.representative
+        own._parts = Axis(outer), Axis(own.extent // outer)
+
+    def unify(self, other: Axis) -> None:
+        """Makes it the same as another of the same extent, both without parts."""
+        own, other = self.representative, other.representative
+        if own is not other:
+            own._same = other
+
+
+@dataclass(frozen=True)
+class Place:
+    """A digit along a dimension.
+
+    Arguments:
+        axis: whose index it is.
+        stride: how far apart two neighbours are.
+        reverse: whether the axis runs backwards.
+    """
+
+    axis: Axis
+    stride: int
+    reverse: bool = False
+
+    def leaves(self) -> Iterator[Place]:
+        stride = self.stride * self.axis.representative.extent
+        for leaf in self.axis.leaves():
+            stride //= leaf.extent
+            yield Place(leaf, stride, self.reverse)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a block occupies of a dimension.
+
+    Arguments:
+        block: its number.
+        offset: of its first element.
+        places: its digits, outermost first.
+    """
+
+    block: int
+    offset: int
+    places: tuple[Place, ...]
+
+    def opened(self) -> Part:
+        return replace(self, places=tuple(leaf for p in self.places for leaf in p.leaves()))
+
+    @property
+    def stop(self) -> int:
+        """One past its last element."""
+        return self.offset + 1 + sum((p.axis.extent - 1) * p.stride for p in self.places)
+
+
+@dataclass
+class Single:
+    """An axis of a dimension."""
+
+    axis: Axis
+    reverse: bool = False
+
+
+@dataclass
+class Padding:
+    """Elements without a counterpart."""
+
+    extent: int
+
+
+@dataclass
+class Segment:
+    """A piece of a sum.
+
+    Arguments:
+        blocks: that lie in it.
+        items: its factors, outermost first.
+    """
+
+    blocks: frozenset[int]
+    items: list[Item]
+
+
+@dataclass
+class Sum:
+    """Pieces, one after the other."""
+
+    segments: list[Segment | Padding] = field(default_factory=list)
+
+
+Item = Single | Sum
+"""A factor of a dimension."""
+
+
+@dataclass
+class Dimensions:
+    """Works out the dimensions of arrays.
+
+    Arguments:
+        units: axes of extent 1 that were made because a piece needs an axis, with its blocks.
+    """
+
+    units: list[tuple[Axis, frozenset[int]]] = field(default_factory=list)
+
+    def factors(self, extent: int, parts: Sequence[Part]) -> list[Item]:
+        """What a dimension is made of.
+
+        Arguments:
+            extent: of the dimension, or of what is left of it.
+            parts: what each block occupies.
+
+        Raises:
+            Irregular: no axes give this.
+        """
+        parts = [part.opened() for part in parts]
+        if any(part.stop > extent for part in parts):
+            raise Irregular("pieces of it overlap in a way that axes do not")
+        if extent == 1 and not any(part.places for part in parts):
+            return []
+        outer = self._outer(extent, parts)
+        if outer is not None:
+            return outer
+        groups = _groups(parts)
+        if len(groups) > 1 or groups[0][0] > 0 or groups[0][1] < extent:
+            return [self._sum(extent, groups)]
+        inner = self._inner(extent, parts)
+        if inner is None:
+            raise Irregular("pieces of it overlap in a way that axes do not")
+        return inner
+
+    def _outer(self, extent: int, parts: Sequence[Part]) -> list[Item] | None:
+        """With an outermost axis of all parts, if there is one."""
+        if any(
+            not part.places
+            or part.places[0].stride * part.places[0].axis.extent != extent
+            or part.offset >= part.places[0].stride
+            for part in parts
+        ):
+            return None
+        places = [part.places[0] for part in parts]
+        common = math.gcd(*(p.axis.extent for p in places))
+        if common == 1 or len({p.reverse for p in places}) > 1:
+            return None
+        return self._peeled(parts, 0, common, extent // common)
+
+    def _inner(self, extent: int, parts: Sequence[Part]) -> list[Item] | None:
+        """With an innermost axis of all parts, if there is one."""
+        places = [part.places[-1] for part in parts if part.places]
+        if len(places) < len(parts) or any(p.stride != 1 for p in places):
+            return None
+        common = math.gcd(*(p.axis.extent for p in places))
+        others = [p.stride for part in parts for p in part.places[:-1]]
+        common = math.gcd(common, extent, *others, *(part.offset for part in parts))
+        if common == 1 or len({p.reverse for p in places}) > 1:
+            return None
+        return self._peeled(parts, -1, common, extent // common)
+
+    def _peeled(self, parts: Sequence[Part], at: int, common: int, rest: int) -> list[Item]:
+        """What a dimension is made of: one axis of all parts, and the rest."""
+        for part in parts:
+            leaves = list(part.places[at].axis.leaves())
+            if len(leaves) == 1 and leaves[0].extent != common:
+                leaves[0].split(common if at == 0 else leaves[0].extent // common)
+        opened = [part.opened() for part in parts]
+        axis = opened[0].places[at].axis
+        for part in opened[1:]:
+            part.places[at].axis.unify(axis)
+        single = Single(axis, opened[0].places[at].reverse)
+        if at == 0:
+            inner = [replace(part, places=part.places[1:]) for part in opened]
+            return [single, *self.factors(rest, inner)]
+        outer = [
+            Part(
+                part.block,
+                part.offset // common,
+                tuple(replace(p, stride=p.stride // common) for p in part.places[:-1]),
+            )
+            for part in opened
+        ]
+        return [*self.factors(rest, outer), single]
+
+    def _sum(self, extent: int, groups: Sequence[tuple[int, int, list[Part]]]) -> Sum:
+        found, end = Sum(), 0
+        for start, stop, parts in groups:
+            if start > end:
+                found.segments.append(Padding(start - end))
+            inner = [replace(part, offset=part.offset - start) for part in parts]
+            items = self.factors(stop - start, inner)
+            blocks = frozenset(part.block for part in parts)
+            if not items:
+                axis = Axis(1)
+                self.units.append((axis, blocks))
+                items = [Single(axis)]
+            found.segments.append(Segment(blocks, items))
+            end = stop
+        if end < extent:
+            found.segments.append(Padding(extent - end))
+        return found
+
+
+def _groups(parts: Sequence[Part]) -> list[tuple[int, int, list[Part]]]:
+    """Parts by the intervals that they occupy: those that overlap are in one."""
+    found: list[tuple[int, int, list[Part]]] = []
+    for part in sorted(parts, key=lambda part: part.offset):
+        if found and part.offset < found[-1][1]:
+            start, stop, members = found[-1]
+            found[-1] = start, max(stop, part.stop), [*members, part]
+        else:
+            found.append((part.offset, part.stop, [part]))
+    return found
+
+
+def insert(items: list[Item], unit: Axis, blocks: frozenset[int]) -> None:
+    """Adds an axis of extent 1 to the part of a dimension that some blocks occupy."""
+    for item in items:
+        for segment in item.segments if isinstance(item, Sum) else ():
+            if isinstance(segment, Segment) and blocks <= segment.blocks:
+                insert(segment.items, unit, blocks)
+                return
+    items.append(Single(unit))
+
+
+def axes_in(items: Sequence[Item]) -> Iterator[Axis]:
+    """All axes of a dimension, in order."""
+    for item in items:
+        if isinstance(item, Single):
+            yield from item.axis.leaves()
+            continue
+        for segment in item.segments:
+            if isinstance(segment, Segment):
+                yield from axes_in(segment.items)

@@ -1,0 +1,208 @@
+"""Converters: somebody's function on trees of arrays, called with arrays of our own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.dtypes import Array, DType
+from unickpt.errors import RuleError
+from unickpt.frameworks import leaves
+from unickpt.trees import tree
+
+FRAMEWORKS = ("numpy", "torch", "jax")
+
+
+@dataclass(frozen=True)
+class Example:
+    """What a converter is called with.
+
+    Arguments:
+        node: the containers.
+        arrays: shape and dtype of each array, by name.
+        plain: the leaves that are no arrays, by name.
+        framework: whose arrays these are.
+    """
+
+    node: tree.Node | tree.Leaf
+    arrays: Mapping[str, tuple[tuple[int, ...], DType]]
+    plain: Mapping[str, Any]
+    framework: str
+
+    @classmethod
+    def of(cls, given: Any, framework: str | None) -> Example:
+        """The example that a user gives.
+
+        Arguments:
+            given: a tree of arrays, or of what has a shape and a dtype, or of shapes.
+            framework: of the arrays that the converter gets; None for that of `given`.
+
+        Raises:
+            RuleError: there is no array in it, or the framework is not known.
+        """
+        node = _flattened(given, is_example=True)
+        arrays, plain, found = {}, {}, set()
+        for leaf in tree.leaves(node):
+            shape = _shape_of(leaf.value)
+            if shape is None:
+                plain[leaf.name] = leaf.value
+                continue
+            arrays[leaf.name] = shape, _dtype_of(leaf.value, leaf.name)
+            found.add(_framework_of(leaf.value))
+        if not arrays:
+            raise RuleError(
+                "the example has no arrays: give a dict of arrays, or of shapes such as "
+                "{'layers.0.weight': (4, 6)}"
+            )
+        framework = framework or max(found, key=FRAMEWORKS.index)
+        if framework not in FRAMEWORKS:
+            raise RuleError(f"framework={framework!r} must be one of {', '.join(FRAMEWORKS)}")
+        return cls(node, arrays, plain, framework)
+
+
+class Converter:
+    """A function that is called with trees like an example, by name.
+
+    Arguments:
+        function: the converter.
+        example: of its argument.
+    """
+
+    def __init__(self, function: Callable[[Any], Any], example: Example) -> None:
+        self._function, self._example = function, example
+
+    def __call__(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """All arrays that it returns; of one that returns None, what it made of its argument."""
+        example = self._example
+        make = _MAKERS[example.framework]
+        values = {name: make(np.array(x)) for name, x in arrays.items()}
+        given = tree.rebuild(
+            example.node, lambda name: values[name] if name in values else example.plain[name]
+        )
+        found = self._function(given)
+        return arrays_in(given if found is None else found)
+
+
+def arrays_in(found: Any) -> dict[str, Array]:
+    """All arrays of what a converter returns, by name."""
+    if not hasattr(found, "shape") and _is_pairs(found):
+        found = dict(found)
+    return {
+        leaf.name: to_numpy(leaf.value)
+        for leaf in tree.leaves(_flattened(found))
+        if hasattr(leaf.value, "shape") and hasattr(leaf.value, "dtype")
+    }
+
+
+def _is_pairs(found: Any) -> bool:
+    """Whether it is a series of names with arrays, as the loaders of engines take and give."""
+    if isinstance(found, Iterator):
+        return True
+    return (
+        isinstance(found, list | tuple)
+        and bool(found)
+        and all(isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], str) for x in found)
+    )
+
+
+def _flattened(given: Any, *, is_example: bool = False) -> tree.Node | tree.Leaf:
+    among = leaves.adapters()
+
+    def is_leaf(obj: Any) -> bool:
+        if is_example and _is_shape(obj):
+            return True
+        if isinstance(obj, dict | list | tuple):
+            return False
+        if hasattr(obj, "shape") and hasattr(obj, "dtype"):
+            return True
+        return leaves.is_leaf(obj, among)
+
+    def expand(obj: Any, name: str) -> tree.Expansion | None:
+        level = leaves.expand(obj, name, among)
+        if level is None and isinstance(obj, Mapping):
+            keys = tuple(obj)
+            return tree.Expansion(
+                "dict", keys, tuple(obj.values()), lambda xs: dict(zip(keys, xs, strict=True))
+            )
+        return level
+
+    return tree.flatten(given, is_leaf, expand, "a converter's arrays cannot be named")
+
+
+def _is_shape(obj: Any) -> bool:
+    return isinstance(obj, tuple | list) and all(type(n) is int for n in obj)
+
+
+def _shape_of(leaf: Any) -> tuple[int, ...] | None:
+    if _is_shape(leaf):
+        return tuple(leaf)
+    return tuple(leaf.shape) if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else None
+
+
+def _dtype_of(leaf: Any, name: str) -> DType:
+    if _is_shape(leaf):
+        return np.dtype(np.float32)
+    text = str(leaf.dtype).removeprefix("torch.").removeprefix("<dtype: ").rstrip(">")
+    try:
+        return dtypes.from_name(text) if "<class" not in text else np.dtype(leaf.dtype)
+    except TypeError:
+        raise RuleError(f"{name!r} is of dtype {text}, which cannot be stored") from None
+
+
+def _framework_of(leaf: Any) -> str:
+    module = type(leaf).__module__
+    return "torch" if module.startswith("torch") else "jax" if module.startswith("jax") else "numpy"
+
+
+# --- arrays of frameworks -------------------------------------------------------------------------
+
+
+def to_numpy(array: Any) -> Array:
+    """A copy of an array of any framework."""
+    if isinstance(array, np.ndarray | np.generic):
+        return np.array(array)
+    if not hasattr(array, "detach"):
+        return np.array(array)
+    torch = sys.modules["torch"]
+    tensor = array.detach().cpu().contiguous()
+    dtype = dtypes.from_name(str(tensor.dtype).removeprefix("torch."))
+    if dtype.isbuiltin == 1:
+        return np.array(tensor.numpy())
+    bits = torch.uint8 if dtype.itemsize == 1 else torch.int16
+    found: Array = np.array(tensor.view(bits).numpy()).view(dtype)
+    return found
+
+
+def _to_torch(array: Array) -> Any:
+    import importlib
+
+    torch = importlib.import_module("torch")
+    if array.dtype.isbuiltin == 1:
+        return torch.from_numpy(array)
+    bits = np.uint8 if array.dtype.itemsize == 1 else np.int16
+    return torch.from_numpy(array.view(bits)).view(getattr(torch, dtypes.name_of(array.dtype)))
+
+
+def _to_jax(array: Array) -> Any:
+    import importlib
+
+    return importlib.import_module("jax.numpy").asarray(array)
+
+
+_MAKERS: Mapping[str, Callable[[Array], Any]] = {
+    "numpy": lambda array: array,
+    "torch": _to_torch,
+    "jax": _to_jax,
+}
+
+
+def named(arrays: Iterable[str]) -> str:
+    """Some names, for messages."""
+    names = list(arrays)
+    shown = ", ".join(map(repr, names[:3]))
+    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")

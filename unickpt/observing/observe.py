@@ -1,0 +1,356 @@
+"""Observe: a converter's function -> the rules that do the same, checked against it both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.dtypes import Array, DType
+from unickpt.errors import RuleError
+from unickpt.observing.components import Draft, Input, Misfit, Term, drafts
+from unickpt.observing.converters import Converter, Example
+from unickpt.observing.element_codes import Traced, Tracer, bits_of
+from unickpt.observing.notation import Written, WrittenTerm, merged, tokens, written
+from unickpt.observing.regular_blocks import Irregular
+from unickpt.rules import in_memory
+from unickpt.rules.observed import ObservedReport
+from unickpt.rules.plan import Fact
+from unickpt.rules.planner import make_plan
+from unickpt.rules.rule_set import Rules
+
+_SCALES = (1.0, 1e-3, 300.0)
+"""Of the fresh numbers: a converter that asks how large values are shall answer differently."""
+
+
+def observe(
+    function: Callable[[Any], Any],
+    example: Any,
+    *,
+    strict: bool = True,
+    framework: str | None = None,
+    name: str | None = None,
+) -> Rules:
+    """See `Rules.observe`."""
+    given = Example.of(example, framework)
+    observed = _Observation(Converter(function, given), given)
+    title = name or f"{function.__module__}:{getattr(function, '__qualname__', function)}"
+    rules = observed.rules(title)
+    refused = rules.report.refused if rules.report is not None else {}
+    if strict and refused:
+        first, why = next(iter(refused.items()))
+        more = f" (and {len(refused) - 1} more arrays)" if len(refused) > 1 else ""
+        raise RuleError(
+            f"{title}: {first!r} {why}{more}. strict=False writes rules for the other arrays, and "
+            "lists these in Rules.report"
+        )
+    return rules
+
+
+@dataclass
+class _Observation:
+    """The observation of one converter.
+
+    Arguments:
+        converter: calls it.
+        example: of its argument.
+    """
+
+    converter: Converter
+    example: Example
+    refused: dict[str, str] = field(default_factory=dict)
+    runs: int = 0
+    own: dict[str, Array] = field(default_factory=dict)
+    made: dict[str, Array] = field(default_factory=dict)
+
+    def rules(self, title: str) -> Rules:
+        """The rules, with their report.
+
+        Raises:
+            RuleError: which arrays there are depends on values; or the converter failed.
+        """
+        try:
+            traced = self._traced()
+        except ValueError as error:
+            raise RuleError(f"{title}: {error}") from None
+        inputs = [
+            Input(name, shape, dtypes.name_of(dtype))
+            for name, (shape, dtype) in self.example.arrays.items()
+        ]
+        self._test(traced, inputs)
+        return self._write(title, inputs, [one for one in traced if one.name not in self.refused])
+
+    # --- tracing ------------------------------------------------------------------------------
+
+    def _traced(self) -> list[Traced]:
+        """Where all elements come from; in float32 where the converter takes that."""
+        own = [np.zeros(shape, dtype) for shape, dtype in self.example.arrays.values()]
+        wide = [np.zeros(x.shape, _wider(x.dtype)) for x in own]
+        names = list(self.example.arrays)
+        for inputs in (wide, own) if any(a.dtype != b.dtype for a, b in zip(own, wide)) else (own,):
+            tracer = Tracer(self.converter, inputs, names)
+            try:
+                traced = tracer.trace()
+            except ValueError:
+                raise
+            except Exception:
+                if inputs is own:
+                    raise
+                continue
+            break
+        self.runs += tracer.runs
+        for one in traced:
+            if one.fault:
+                self.refused[one.name] = _of_several(one)
+        return traced
+
+    def _test(self, traced: Sequence[Traced], inputs: Sequence[Input]) -> None:
+        """Runs the converter on fresh numbers, and refuses what is not as it was traced."""
+        random = np.random.default_rng(1)
+        for scale in _SCALES:
+            given = {
+                name: _fresh(random, shape, dtype, scale)
+                for name, (shape, dtype) in self.example.arrays.items()
+            }
+            found = self.converter(given)
+            self.runs += 1
+            if not self.own:
+                self.own, self.made = given, found
+            for one in traced:
+                if one.name in self.refused:
+                    continue
+                why = _differs(one, given, inputs, found.get(one.name))
+                if why:
+                    self.refused[one.name] = why
+
+    # --- writing ------------------------------------------------------------------------------
+
+    def _write(self, title: str, inputs: Sequence[Input], traced: Sequence[Traced]) -> Rules:
+        of_inputs = [one for one in traced if (one.source >= 0).any()]
+        numbers = {one.name: at for at, one in enumerate(inputs)}
+        rules: list[Written] = []
+        used: set[str] = set()
+        for draft in drafts(inputs, of_inputs):
+            if isinstance(draft, Misfit):
+                self._refuse(draft.right, draft.why)
+                continue
+            order = min(numbers[name] for term in draft.left for name in term.names)
+            try:
+                rules.append(written(draft, order, self._dtype_of(draft)))
+            except Irregular as error:
+                self._refuse([n for names in draft.right for t in names for n in t.names], str(error))
+                continue
+            used |= {name for term in draft.left for name in term.names}
+        constant, not_made = [], []
+        for one in traced:
+            if (one.source >= 0).any() or one.name in self.refused:
+                continue
+            rules.append(self._constant(one, len(inputs) + len(rules)))
+            (constant if rules[-1].nothing != "drop" else not_made).append(one.name)
+        unused = [one.name for one in inputs if one.name not in used]
+        # Of what the refused arrays are made is not known, so then nothing counts as lost.
+        dropped = [] if self.refused else unused
+        rules += [
+            Written((WrittenTerm(tokens(name)),), (), order=numbers[name]) for name in dropped
+        ]
+        scaled = [one.name for one in of_inputs if _is_scaled(one) and one.name not in self.refused]
+        known = {*scaled, *constant, *not_made, *self.refused}
+        report = ObservedReport(
+            tuple(one.name for one in traced if one.name not in known),
+            tuple(scaled), tuple(constant), tuple(not_made), tuple(dropped),
+            self.refused, self.runs,
+        )  # fmt: skip
+        return self._checked(title, rules, report, used | {*dropped})
+
+    def _refuse(self, names: Sequence[str], why: str) -> None:
+        self.refused |= {name: f"cannot be made by a rule: {why}" for name in names}
+
+    def _dtype_of(self, draft: Draft) -> Callable[[Term, bool], str | None]:
+        """Which dtype terms have when they are made, where the converter changes it."""
+        left = {self.own[name].dtype for term in draft.left for name in term.names}
+        right = {self.made[n].dtype for names in draft.right for term in names for n in term.names}
+
+        def found(term: Term, is_left: bool) -> str | None:
+            if left == right and len(left) == 1:
+                return None
+            arrays = self.own if is_left else self.made
+            kinds = {arrays[name].dtype for name in term.names}
+            if len(kinds) > 1:
+                raise Irregular("arrays of several dtypes become one")
+            return dtypes.name_of(kinds.pop())
+
+        return found
+
+    def _constant(self, one: Traced, order: int) -> Written:
+        """A rule for an array that the converter makes of nothing."""
+        values = np.unique(one.offset)
+        if len(values) != 1 or not np.isfinite(values[0]):
+            return Written((), ((WrittenTerm(tokens(one.name)),),), order=order)
+        axes = [f"a{n}" for n in range(len(one.shape))]
+        tail = f" [{' '.join(axes)}]"
+        dtype = self.made[one.name].dtype
+        if dtype != np.float32:
+            tail += f" as {dtypes.name_of(dtype)}"
+        sizes = tuple(zip(axes, one.shape, strict=True))
+        number = f"{values[0]:.17g}"
+        return Written((), ((WrittenTerm(tokens(one.name), tail),),), sizes, number, order)
+
+    # --- checking -----------------------------------------------------------------------------
+
+    def _checked(
+        self, title: str, rules: Sequence[Written], report: ObservedReport, ruled: set[str]
+    ) -> Rules:
+        """The shortest rules that do as the converter does, in both directions."""
+        problem = ""
+        for merge in (
+            lambda: merged(rules), lambda: merged(rules, words=False), lambda: list(rules)
+        ):  # fmt: skip
+            lines = merge()
+            text = _text(title, lines, report)
+            try:
+                found = Rules.parse(text, name=title)
+                self._compare(found, report, ruled)
+            except RuleError as error:
+                problem = str(error)
+                continue
+            return replace(found, report=replace(report, lines=len(lines), text=text))
+        raise RuleError(f"{title}: no rules say what it does, though each array is clear: {problem}")
+
+    def _compare(self, rules: Rules, report: ObservedReport, ruled: set[str]) -> None:
+        """Compares what rules make with what the converter was given and made.
+
+        Raises:
+            RuleError: it is not the same, or the rules do not fit.
+        """
+        have = {name: x for name, x in self.own.items() if name in ruled}
+        want = {name: x for name, x in self.made.items() if name not in report.refused}
+        forward = _through(rules, have, want)
+        _same(forward, _without(want, report.not_made), {*report.scaled})
+        backward = _through(rules.inverse, want, have)
+        _same(backward, _without(have, report.dropped), {*have} if report.scaled else set())
+
+
+def _without(arrays: Mapping[str, Array], names: Sequence[str]) -> dict[str, Array]:
+    return {name: x for name, x in arrays.items() if name not in names}
+
+
+def _wider(dtype: DType) -> DType:
+    is_narrow = dtypes.kind(dtype) == "float" and dtype.itemsize < 4
+    return np.dtype(np.float32) if is_narrow else dtype
+
+
+def _fresh(
+    random: np.random.Generator, shape: tuple[int, ...], dtype: DType, scale: float
+) -> Array:
+    """Numbers that a converter has not seen."""
+    if dtypes.kind(dtype) in ("float", "complex"):
+        return (random.standard_normal(shape) * scale).astype(dtype)
+    if dtype == bool:
+        return random.integers(0, 2, shape).astype(bool)
+    return random.integers(0, 3 << bits_of(dtype) - 1, shape).astype(dtype)
+
+
+def _is_scaled(one: Traced) -> bool:
+    of = one.source >= 0
+    return bool((one.scale[of] != 1).any() or (one.offset[of] != 0).any())
+
+
+def _place(one: Traced, flat: int) -> str:
+    where = np.unravel_index(flat, one.shape or (1,))
+    return str([int(i) for i in where][: len(one.shape)])
+
+
+def _of_several(one: Traced) -> str:
+    return (
+        f"depends on values: element {_place(one, int(one.fault))} is not one element of an input, "
+        "multiplied by a number or with one added"
+    )
+
+
+def _differs(
+    one: Traced, given: Mapping[str, Array], inputs: Sequence[Input], found: Array | None
+) -> str:
+    """Why an output is not what was traced; "" if it is."""
+    if found is None or found.shape != one.shape:
+        shape = "missing" if found is None else f"of shape {list(found.shape)}"
+        return f"depends on values: it is {shape} for other ones"
+    expected = np.array(one.offset, np.float64)
+    for source in np.unique(one.source):
+        if source >= 0:
+            mine = one.source == source
+            x = given[inputs[source].name].reshape(-1)[one.index[mine]]
+            wide = x.real if x.dtype.kind == "c" else x
+            expected[mine] += one.scale[mine] * wide.astype(np.float64)
+    flat = np.asarray(found.real if found.dtype.kind == "c" else found).reshape(-1)
+    with np.errstate(all="ignore"):
+        cast = expected.astype(flat.dtype)
+        good = (cast == flat) | (np.isnan(cast.astype(np.float64)) & np.isnan(flat.astype(float)))
+        if _is_scaled(one) and dtypes.kind(flat.dtype) == "float":
+            size = np.maximum(np.abs(expected), np.abs(one.offset)) + np.abs(
+                expected - one.offset
+            )
+            step = max(_step(flat.dtype), 2e-6)
+            good |= np.abs(flat.astype(np.float64) - expected) <= 4 * step * size
+    bad = np.flatnonzero(~good)
+    if not len(bad):
+        return ""
+    at = int(bad[0])
+    return (
+        f"depends on values: element {_place(one, at)} would be {expected[at]:.9g} by what other "
+        f"numbers showed, and is {float(flat[at]):.9g}"
+    )
+
+
+def _step(dtype: DType) -> float:
+    import ml_dtypes
+
+    return float(ml_dtypes.finfo(dtype).eps)
+
+
+def _text(title: str, rules: Sequence[Written], report: ObservedReport) -> str:
+    head = [f"# Observed from {title}: {report.covered:,} arrays."]
+    if report.refused:
+        head.append(f"# {len(report.refused):,} more cannot be made by rules.")
+    width = max((len(str(r).partition(" <-> ")[0]) for r in rules), default=0)
+    width = min(width, 60)
+    lines = []
+    for rule in rules:
+        left, arrow, right = str(rule).partition(" <-> ")
+        lines.append(f"{left.ljust(width)}{arrow}{right}")
+    return "\n".join([*head, "", *lines, ""])
+
+
+def _through(rules: Rules, have: Mapping[str, Array], want: Mapping[str, Array]) -> dict[str, Array]:
+    stored = in_memory.stored_leaves(in_memory.facts_of(have))
+    asked: Mapping[str, Fact] = in_memory.facts_of(want)
+    plan = make_plan(rules, stored, asked, where="the example")
+    return in_memory.apply(plan, have)
+
+
+def _same(found: Mapping[str, Array], expected: Mapping[str, Array], scaled: set[str]) -> None:
+    """Raises RuleError if arrays are not the same.
+
+    Arguments:
+        found: what rules made.
+        expected: what it should be.
+        scaled: those that arithmetic may have changed in the last bits.
+    """
+    for name, one in expected.items():
+        other = found.get(name)
+        if other is None:
+            raise RuleError(f"no rule makes {name!r}")
+        if one.dtype == other.dtype and one.tobytes() == other.tobytes():
+            continue
+        if name not in scaled or not _is_near(one, other):
+            raise RuleError(f"rules make other elements of {name!r}")
+
+
+def _is_near(one: Array, other: Array) -> bool:
+    if one.shape != other.shape or dtypes.kind(one.dtype) != "float":
+        return False
+    a, b = one.astype(np.float64), other.astype(np.float64)
+    size = float(np.abs(a).max(initial=1.0))
+    return bool((np.abs(a - b) <= max(_step(one.dtype), 2e-6) * 8 * size).all())

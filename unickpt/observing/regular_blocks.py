@@ -1,0 +1,116 @@
+"""Blocks: sets of elements whose places on both sides are linear in the digits of one number.
+
+`[h d e]` and `[e (h d)]` have one block, with the digits `h`, `d`, `e`; `[(q + k) e]` has two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from unickpt.arrays.dtypes import Array
+
+_MOST_BLOCKS = 64
+_MOST_CUTS = 64
+
+
+class Irregular(ValueError):
+    """Why elements are not where rules can say."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Elements in the order of the left side.
+
+    Arguments:
+        first: the coordinates of the first one.
+        digits: of the number of an element, outermost first: radix, and step of each coordinate.
+    """
+
+    first: tuple[int, ...]
+    digits: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+def blocks_of(rows: Array, left: int) -> list[Block]:
+    """As few blocks as are found.
+
+    Arguments:
+        rows: for each element its coordinates, those of the left side first; in order of these.
+        left: how many of the coordinates are those of the left side.
+
+    Raises:
+        Irregular: they are too many, so this is no order that axes give.
+    """
+    found: list[Block] = []
+    open_rows = [rows]
+    while open_rows:
+        rest = open_rows.pop()
+        if len(found) >= _MOST_BLOCKS:
+            raise Irregular("its elements are in an order that no axes give")
+        block = _nested(rest)
+        if block is not None:
+            found.append(block)
+            continue
+        begin, end = _parted(rest, left)
+        open_rows += [end, begin]
+    return found
+
+
+def _nested(rows: Array) -> Block | None:
+    """The elements as one block, if they are one."""
+    first = tuple(map(int, rows[0]))
+    digits: list[tuple[int, tuple[int, ...]]] = []
+    while len(rows) > 1:
+        steps = np.diff(rows, axis=0)
+        step = steps[0]
+        others = np.flatnonzero((steps != step).any(axis=1))
+        radix = len(rows) if not len(others) else int(others[0]) + 1
+        if len(rows) % radix:
+            return None
+        starts = rows[::radix]
+        if (_inner_steps(steps, radix) != step).any():
+            return None
+        digits.append((radix, tuple(map(int, step))))
+        rows = starts
+    return Block(first, tuple(reversed(digits)))
+
+
+def _inner_steps(steps: Array, radix: int) -> Array:
+    """The steps within each run of `radix` elements."""
+    within = np.ones(len(steps), bool)
+    within[radix - 1 :: radix] = False
+    return steps[within]
+
+
+def _parted(rows: Array, left: int) -> tuple[Array, Array]:
+    """The elements in two parts, of which the first is a block, cut along one coordinate."""
+    for coordinate in range(left):
+        for at in _cuts(rows, coordinate):
+            is_before = rows[:, coordinate] < at
+            before = rows[is_before]
+            if _nested(before) is not None:
+                return before, rows[~is_before]
+    raise Irregular("its elements are in an order that no axes give")
+
+
+def _cuts(rows: Array, coordinate: int) -> list[int]:
+    """Where another block may begin along a coordinate, the largest first."""
+    values, counts = np.unique(rows[:, coordinate], return_counts=True)
+    if len(values) < 2:
+        return []
+    order = np.argsort(rows[:, coordinate], kind="stable")
+    runs = np.split(rows[order], np.cumsum(counts)[:-1])
+    cuts, before = [], None
+    for value, one, two in zip(values[1:], runs, runs[1:], strict=False):
+        step = None if one.shape != two.shape else two - one
+        if step is None or (step != step[0]).any():
+            cuts.append(int(value))
+            before = None
+            continue
+        if before is not None and (step[0] != before).any():
+            cuts.append(int(value))
+        before = step[0] if before is None or (step[0] == before).all() else None
+    if len(cuts) > _MOST_CUTS:
+        cuts = cuts[:_MOST_CUTS]
+    return cuts[::-1]

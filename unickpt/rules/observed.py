@@ -1,0 +1,63 @@
+"""What is said of rules that were observed: what they cover, and what is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from unickpt.quoting import counted
+
+
+@dataclass(frozen=True)
+class ObservedReport:
+    """What `Rules.observe` found.
+
+    Arguments:
+        moved: names of the arrays that are made only by moving elements.
+        scaled: those for which elements are multiplied by a number, or one is added.
+        constant: those that hold one number, whatever the inputs are.
+        not_made: those that the converter makes of nothing it was given; they keep the values that
+            they have where the rules are used.
+        dropped: names of inputs that no array is made of: they are lost.
+        refused: arrays that no rule can make, and why, with the first element that shows it.
+        runs: how often the converter was called.
+        lines: how many rules there are.
+        text: the rules as a file.
+    """
+
+    moved: tuple[str, ...] = ()
+    scaled: tuple[str, ...] = ()
+    constant: tuple[str, ...] = ()
+    not_made: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+    runs: int = 0
+    lines: int = 0
+    text: str = ""
+
+    @property
+    def covered(self) -> int:
+        """How many arrays the rules make."""
+        return len(self.moved) + len(self.scaled) + len(self.constant)
+
+    def __str__(self) -> str:
+        found = [
+            f"{counted(self.covered, 'array')} by {counted(self.lines, 'rule')}, seen in "
+            f"{counted(self.runs, 'run')} of the converter: {len(self.moved)} moved, "
+            f"{len(self.scaled)} with arithmetic, {len(self.constant)} constant"
+        ]
+        for what, names in (
+            ("made of nothing, so they keep their values:", self.not_made),
+            ("lost, as no array is made of them:", self.dropped),
+        ):
+            if names:
+                found.append(f"{counted(len(names), 'array')} {what}")
+                found += [f"  {name!r}" for name in names[:10]]
+                found += [f"  and {len(names) - 10} more"] if len(names) > 10 else []
+        if self.refused:
+            found.append(f"{counted(len(self.refused), 'array')} that no rule can make:")
+            shown = list(self.refused.items())[:10]
+            found += [f"  {name!r}: {why}" for name, why in shown]
+            more = len(self.refused) - len(shown)
+            found += [f"  and {more} more"] if more else []
+        return "\n".join(found)
