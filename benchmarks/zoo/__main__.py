@@ -1,0 +1,125 @@
+"""Observes other people's converters, and checks the rules on fresh numbers in both directions.
+
+python -m benchmarks.zoo SOURCE [--only TEXT] [--json FILE] [--rules FOLDER]
+
+A source is a module of this package with a function `conversions()`, which yields `Conversion`s.
+Each runs in an environment that has the source's package: see tests/environments.toml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.zoo.conversion import Conversion
+from unickpt import Rules
+from unickpt.errors import RuleError
+from unickpt.observing.converters import Converter, Example
+from unickpt.rules import in_memory
+from unickpt.rules.planner import make_plan
+
+
+def main() -> None:
+    """Runs a source."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("source")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rules", type=Path, help="folder for what was observed")
+    arguments = parser.parse_args()
+    rows = []
+    for conversion in importlib.import_module(f"benchmarks.zoo.{arguments.source}").conversions():
+        if arguments.only in conversion.name:
+            rows.append(observed(conversion, arguments.rules))
+            print(" ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
+    good = sum(row["result"] == "rules" for row in rows)
+    print(f"{arguments.source}: {good} of {len(rows)} are rules", file=sys.stderr)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+
+
+def observed(conversion: Conversion, folder: Path | None) -> dict[str, Any]:
+    """One conversion as a row of the table."""
+    row: dict[str, Any] = {"name": conversion.name, "result": "rules"}
+    begin = time.monotonic()
+    try:
+        rules = Rules.observe(conversion.function, conversion.example, strict=False)
+    except RuleError as error:
+        return {**row, "result": "refused", "why": str(error)[:300]}
+    except Exception:
+        return {**row, "result": "failed", "why": traceback.format_exc(limit=-3)[-500:]}
+    report = rules.report
+    assert report is not None
+    row |= {
+        "arrays": report.covered,
+        "lines": report.lines,
+        "dropped": len(report.dropped),
+        "not made": len(report.not_made),
+        "seconds": round(time.monotonic() - begin, 2),
+    }
+    if report.refused:
+        name, why = next(iter(report.refused.items()))
+        row |= {"result": "partly", "refused": len(report.refused), "why": f"{name!r} {why}"[:300]}
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{conversion.name.replace('/', '_')}.rules").write_text(report.text)
+    row["wrong"] = wrong_elements(conversion, rules)
+    return row
+
+
+def wrong_elements(conversion: Conversion, rules: Rules) -> int:
+    """How many elements rules make otherwise than the converter, and its inverse if it has one."""
+    assert rules.report is not None
+    report = rules.report
+    example = Example.of(conversion.example, None)
+    random = np.random.default_rng(7)
+    given = {
+        name: random.integers(-100, 100, shape).astype(dtype)
+        for name, (shape, dtype) in example.arrays.items()
+    }
+    made = Converter(conversion.function, example)(given)
+    if report.refused:
+        return -1 if conversion.inverse else 0
+    wrong = _compare(rules, given, made, (*report.not_made,), (*report.scaled,))
+    back = _compare(rules.inverse, made, given, report.dropped, tuple(given) if report.scaled else ())
+    if conversion.inverse is not None:
+        there = Example.of(made, "numpy")
+        returned = Converter(conversion.inverse, there)(made)
+        asked = {name: x for name, x in returned.items() if name in given}
+        back += _compare(rules.inverse, made, asked, report.dropped, tuple(given))
+    return wrong + back
+
+
+def _compare(
+    rules: Rules, have: dict[str, Any], want: dict[str, Any], without: Any, scaled: Any
+) -> int:
+    plan = make_plan(
+        rules,
+        in_memory.stored_leaves(in_memory.facts_of(have)),
+        in_memory.facts_of(want),
+        strict=False,
+    )
+    found = in_memory.apply(plan, have)
+    wrong = 0
+    for name, x in want.items():
+        if name in without or not x.size:
+            continue
+        if name not in found:
+            wrong += x.size
+        elif name in scaled:
+            wrong += int((~np.isclose(found[name], x, rtol=1e-5, atol=1e-4)).sum())
+        else:
+            wrong += int((found[name] != x).sum())
+    return wrong
+
+
+if __name__ == "__main__":
+    main()
