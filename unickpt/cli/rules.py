@@ -79,6 +79,29 @@ def observe(
     _write(found, output, as_json)
 
 
+@app.command("draft")
+def draft(
+    left: Where,
+    right: Where,
+    output: _Output = None,
+    hint: HintOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write rules from two checkpoints that belong together, by values, names and shapes.
+
+    Where both hold the same weights, values decide, also which axes of a square array are
+    exchanged. What names and sizes leave open is written as a comment that begins with `#?`: remove
+    that from the lines that are right.
+
+    \b
+    unickpt rules draft runs/jax/step_100 model.safetensors -o my.rules
+
+    --json prints {rules, report: {certain, guesses: {rule: others}, left_over, right_over}}. Fields
+    are only ever added.
+    """
+    _write(Rules.draft(source_of(left, hint), right, name=f"{left} and {right}"), output, as_json)
+
+
 @app.command("check")
 def check(
     rules: Annotated[str, typer.Argument(help="A file of rules, or the name of a preset.")],

@@ -41,7 +41,7 @@ def observe(
     observed = _Observation(Converter(function, given), given)
     title = name or f"{function.__module__}:{getattr(function, '__qualname__', function)}"
     rules = observed.rules(title)
-    refused = rules.report.refused if rules.report is not None else {}
+    refused = observed.refused
     if strict and refused:
         first, why = next(iter(refused.items()))
         more = f" (and {len(refused) - 1} more arrays)" if len(refused) > 1 else ""

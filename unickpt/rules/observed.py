@@ -92,3 +92,30 @@ class RulesCheck:
         found += [f"  {name!r}: {why}" for name, why in list(self.differences.items())[:20]]
         more = len(self.differences) - 20
         return "\n".join(found + ([f"  and {more} more"] if more > 0 else []))
+
+
+@dataclass(frozen=True)
+class DraftReport:
+    """What `Rules.draft` found.
+
+    Arguments:
+        certain: rules that values decide, or names and sizes where nothing else fits.
+        guesses: rules that may be meant, each with others that may be meant instead; none of them
+            is among the rules before it is written there.
+        left_over, right_over: names of each side that no rule is about.
+        text: all of it as a file, the guesses as comments that begin with `#?`.
+    """
+
+    certain: tuple[str, ...] = ()
+    guesses: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    left_over: tuple[str, ...] = ()
+    right_over: tuple[str, ...] = ()
+    text: str = ""
+
+    def __str__(self) -> str:
+        return (
+            f"{counted(len(self.certain), 'rule')} certain, "
+            f"{counted(len(self.guesses), 'guess', 'guesses')}, left over: "
+            f"{counted(len(self.left_over), 'array')} on the left, "
+            f"{counted(len(self.right_over), 'array')} on the right"
+        )

@@ -30,7 +30,7 @@ from unickpt.rules.ast import (
 from unickpt.rules.compiling import compile_rule
 from unickpt.rules.functions import Function
 from unickpt.rules.lint import swapped_names
-from unickpt.rules.observed import ObservedReport, RulesCheck
+from unickpt.rules.observed import DraftReport, ObservedReport, RulesCheck
 from unickpt.rules.optimizer_slots import SharedState, lift
 from unickpt.rules.rule import Rule, exprs_of
 
@@ -63,7 +63,7 @@ class Rules:
     shared: tuple[SharedState, ...] = ()
     conventions: tuple[Convention, ...] = ()
     functions: Mapping[str, Function] = field(default_factory=dict)
-    report: ObservedReport | None = field(default=None, compare=False)
+    report: ObservedReport | DraftReport | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.rules, str):
@@ -162,6 +162,34 @@ class Rules:
         from unickpt.observing.observe import observe  # a feature, above all rules
 
         return observe(function, example, strict=strict, framework=framework, name=name)
+
+    @classmethod
+    def draft(cls, left: Any, right: Any, *, name: str = "draft") -> Rules:
+        """Rules from two sides that belong together: by values, names and shapes.
+
+        Where both hold the same weights, values decide what belongs together and in which order
+        axes are, also of square arrays. Else, or where values are all the same, names that share
+        their words do, if nothing else comes near and the sizes allow one order only. The rest
+        are guesses, which are no rules before you write them down as such.
+
+        Arguments:
+            left, right: trees of arrays, or checkpoints: a path, a URL, or what `unickpt.open`
+                returned; or shapes, or a model without memory, whose values are not known.
+            name: of the rules, for messages.
+
+        Returns:
+            The certain rules; `report` has the guesses with their alternatives, and what is left
+            over, and all of it as a text.
+
+        Example:
+            >>> w = np.arange(12.0).reshape(4, 3)
+            >>> rules = Rules.draft({"up": {"kernel": w}}, {"up.weight": w.T.copy()})
+            >>> print(rules)
+            up/kernel [i o] <-> up.weight [o i]
+        """
+        from unickpt.observing.drafting import draft  # a feature, above all rules
+
+        return draft(left, right, name=name)
 
     def check(self, left: Any, right: Any, *, probes: int = 64, rtol: float = 1e-5) -> RulesCheck:
         """Whether the rules make of the left side what the right side holds.
