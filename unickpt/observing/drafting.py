@@ -481,14 +481,14 @@ def _tail(dims: Iterable[str]) -> str:
 
 def _sizes_in(
     groups: Iterable[Sequence[str]], sizes: Mapping[str, int]
-) -> tuple[tuple[str, int], ...]:
-    """The sizes of axes in parentheses, without the largest of each."""
-    found: dict[str, int] = {}
+) -> tuple[tuple[str, int | str], ...]:
+    """The usual sizes of axes in parentheses, without the largest of each."""
+    found: dict[str, int | str] = {}
     for dims in groups:
         for inside in re.findall(r"\(([^)]*)\)", " ".join(dims)):
             letters = [c for c in re.findall(r"[A-Za-z]\w*", inside) if c in sizes]
             for letter in sorted(letters, key=lambda c: sizes[c])[:-1]:
-                found[letter] = sizes[letter]
+                found[letter] = f"{sizes[letter]}?"
     return tuple(sorted(found.items()))
 
 

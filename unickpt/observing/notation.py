@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from unickpt.observing.axis_items import Item, Padding, Single, Sum, axes_in
+from unickpt.observing.axis_items import Axis, Item, Padding, Single, Sum, axes_in
 from unickpt.observing.components import Draft, NumberExpr, Term, all_axes
 from unickpt.observing.regular_blocks import Irregular
 
@@ -58,7 +58,7 @@ class Written:
     Arguments:
         left: terms; none where `nothing` says what is there instead.
         right: for each array its names.
-        sizes: of axes.
+        sizes: of axes; those that shapes of both sides tell end with `?`.
         nothing: `drop` or a constant, on the side that has no term.
         order: where the rule stands in the file.
         arrays: how many of both sides it is about.
@@ -66,7 +66,7 @@ class Written:
 
     left: tuple[WrittenTerm, ...]
     right: tuple[tuple[WrittenTerm, ...], ...]
-    sizes: tuple[tuple[str, int], ...] = ()
+    sizes: tuple[tuple[str, int | str], ...] = ()
     nothing: str = "drop"
     order: int = 0
     arrays: int = 1
@@ -129,8 +129,9 @@ class _AxisNames:
         self._names: dict[int, str] = {}
         self._taken: set[str] = set()
         terms = [*draft.left, *itertools.chain(*draft.right)]
-        for term in terms:
-            self._name_numbers(term)
+        for alone in (True, False):  # an axis that is a number by itself has the better name
+            for term in terms:
+                self._name_numbers(term, alone)
         leaves = [axis for term in terms for axis in all_axes(term)]
         rest = list({id(axis): axis for axis in leaves if id(axis) not in self._names}.values())
         letters: Iterable[str] = "io" if len(rest) == 2 and not self._names else _LETTERS
@@ -138,7 +139,7 @@ class _AxisNames:
         for axis, letter in zip(rest, free, strict=False):
             self._names[id(axis)] = letter
 
-    def _name_numbers(self, term: Term) -> None:
+    def _name_numbers(self, term: Term, alone: bool) -> None:
         """Axes in names are called after the word before them."""
         before = ""
         for item in term.name:
@@ -146,6 +147,8 @@ class _AxisNames:
                 before = item or before
                 continue
             word = re.findall("[A-Za-z]+", before)[-1:] or ["n"]
+            if alone and len(item.terms) > 1:
+                continue
             for axis, _ in item.terms:
                 for leaf in axis.leaves():
                     if id(leaf) not in self._names:
@@ -225,23 +228,30 @@ class _AxisNames:
                     return f"{sign} {extents.get(round(value), round(value))}**0.5"
         return f"* {_decimal(scale)}"
 
-    def sizes(self, sides: Sequence[Sequence[Term]]) -> dict[str, int]:
-        """The sizes that shapes of one side alone do not give."""
-        found: dict[str, int] = {}
+    def sizes(self, sides: Sequence[Sequence[Term]]) -> dict[str, int | str]:
+        """The sizes that shapes of one side alone do not tell; those that the shapes of both sides
+        tell are usual ones only."""
+        together = [term for terms in sides for term in terms]
+        firm: dict[str, int] = {}
+        for term in together:
+            self._sizes_in_name(term, firm)
+        alone = _alone(together)
+        grown = True
+        while grown:
+            told = _told(together, alone)
+            grown = bool(told - alone)
+            alone |= told
+        for term in together:
+            for items in term.dims:
+                self._sizes_of(items, alone, firm)
+        usual: dict[str, int] = {}
         for terms in sides:
-            alone = {
-                id(leaf)
-                for term in terms
-                for items in term.dims
-                if len(items) == 1 and isinstance(items[0], Single)
-                and len(list(items[0].axis.leaves())) == 1
-                for leaf in items[0].axis.leaves()
-            }  # fmt: skip
+            one_side = _alone(terms)
             for term in terms:
-                self._sizes_in_name(term, found)
                 for items in term.dims:
-                    self._sizes_of(items, alone, found)
-        return dict(sorted(found.items()))
+                    self._sizes_of(items, one_side, usual)
+        found: dict[str, int | str] = {axis: f"{size}?" for axis, size in usual.items()}
+        return dict(sorted((found | firm).items()))
 
     def _sizes_in_name(self, term: Term, found: dict[str, int]) -> None:
         for item in term.name:
@@ -253,17 +263,50 @@ class _AxisNames:
                     found[self._names[id(leaf)]] = leaf.extent
 
     def _sizes_of(self, items: Sequence[Item], alone: set[int], found: dict[str, int]) -> None:
-        leaves = [leaf for axis in axes_in(items) for leaf in axis.leaves()]
+        """Adds the sizes of a dimension that nothing else tells, but that of the largest axis."""
+        leaves = _leaves(items)
         pads = {piece.extent for item in items for piece in _paddings(item)}
         if len(pads) > 1:
             raise Irregular("it has paddings of several sizes")
+        unknown = {id(leaf): leaf for leaf in leaves if id(leaf) not in alone}
+        if len(leaves) + len(pads) < 2 or len(unknown) + len(pads) < 2:
+            return
         if pads:
             (found["_"],) = pads
-        unknown = {id(leaf): leaf for leaf in leaves if id(leaf) not in alone}
-        if len(leaves) + len(pads) < 2:
-            return
         for leaf in sorted(unknown.values(), key=lambda leaf: leaf.extent)[: None if pads else -1]:
             found[self._names[id(leaf)]] = leaf.extent
+
+
+def _leaves(items: Sequence[Item]) -> list[Axis]:
+    return [leaf for axis in axes_in(items) for leaf in axis.leaves()]
+
+
+def _alone(terms: Sequence[Term]) -> set[int]:
+    """The axes that are a dimension of some term."""
+    every = [_leaves(items) for term in terms for items in term.dims if not _has_sum(items)]
+    for term in terms:  # a number in names is, too: the arrays that there are tell its extent
+        numbers = [item for item in term.name if isinstance(item, NumberExpr)]
+        every += [
+            [leaf for axis, _ in item.terms for leaf in axis.leaves()]
+            for item in numbers
+            if not term.is_one_of_several
+        ]
+    return {id(leaves[0]) for leaves in every if len(leaves) == 1}
+
+
+def _told(terms: Sequence[Term], known: set[int]) -> set[int]:
+    """The axes whose sizes follow from a dimension in which they alone are not known."""
+    found = set()
+    for term in terms:
+        for items in term.dims:
+            unknown = {id(leaf) for leaf in _leaves(items)} - known
+            if len(unknown) == 1 and not any(True for item in items for _ in _paddings(item)):
+                found |= unknown
+    return found
+
+
+def _has_sum(items: Sequence[Item]) -> bool:
+    return any(isinstance(item, Sum) for item in items)
 
 
 def _paddings(item: Item) -> Iterator[Padding]:
@@ -434,7 +477,7 @@ def _as_axes(
     matrix = np.asarray([[*numbers, 1] for numbers in zip(*base, strict=True)], float)
     taken = _taken(members[0])
     axes: dict[tuple[int, ...], str] = {}
-    sizes: dict[str, int] = dict(members[0].sizes)
+    sizes: dict[str, int | str] = dict(members[0].sizes)
     for where, values in columns.items():
         if values in few and values not in axes:
             axes[values] = _letter(_side(members[0], where[0])[where[1]].name, where[2], taken)

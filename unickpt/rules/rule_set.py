@@ -182,6 +182,7 @@ class Rules:
             over, and all of it as a text.
 
         Example:
+            >>> import numpy as np
             >>> w = np.arange(12.0).reshape(4, 3)
             >>> rules = Rules.draft({"up": {"kernel": w}}, {"up.weight": w.T.copy()})
             >>> print(rules)
@@ -211,6 +212,7 @@ class Rules:
             RuleError: the rules do not fit the names and shapes.
 
         Example:
+            >>> import numpy as np
             >>> w = np.arange(9.0).reshape(3, 3)
             >>> rules = Rules.parse("kernel <-> weight")
             >>> print(rules.check({"kernel": w}, {"weight": w}))
