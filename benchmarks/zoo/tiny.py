@@ -68,3 +68,29 @@ def _values(kind: Any, change: dict[str, Any]) -> dict[str, Any]:
     if values.get("decoder_attention_heads") == 3 and "d_model" not in names:
         values.pop("decoder_attention_heads")
     return {**values, **OF_FAMILY.get(kind.model_type.replace("-", "_"), {}), **change}
+
+MORE_SIZES: dict[str, Any] = {
+    # mixtures of experts
+    "num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6, "moe_num_experts": 6,
+    "num_experts_per_tok": 2, "num_experts_per_token": 2, "moe_topk": 2, "moe_k": 2,
+    "n_group": 1, "topk_group": 1, "num_expert_group": 1, "n_shared_experts": 1,
+    "moe_intermediate_size": 10, "shared_expert_intermediate_size": 14, "ffn_hidden_size": 40,
+    "expert_ffn_hidden_size": 10, "shared_intermediate_size": 14, "zero_expert_num": 2,
+    "first_k_dense_replace": 1, "num_dense_layers": 1, "moe_shared_expert_intermediate_size": 14,
+    # attention
+    "q_lora_rank": 15, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+    "v_head_dim": 5, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6, "linear_value_head_dim": 5, "index_n_heads": 2, "index_head_dim": 8,
+    "index_topk": 4, "global_head_dim": 8, "num_global_key_value_heads": 2,
+    # state spaces
+    "mamba_d_state": 5, "mamba_num_heads": 4, "mamba_head_dim": 12, "ssm_state_size": 5,
+    "mamba_n_heads": 4, "mamba_d_head": 12, "mamba_n_groups": 1, "n_groups": 2,
+    "mamba_expand": 2, "mamba_dt_rank": 7, "conv_dim": 24,
+    # pictures and sounds
+    "depth": 2, "out_hidden_size": 24, "num_position_embeddings": 9, "max_window_layers": 3,
+    "num_channels": 3, "in_channels": 3, "in_chans": 3, "vision_feature_layer": -1,
+    "encoder_hidden_dim": 24, "decoder_hidden_dim": 24, "num_queries": 11, "layers": 2,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 101, "laurel_rank": 4,
+}  # fmt: skip
+
+OF_FAMILY_5: dict[str, dict[str, Any]] = {}
