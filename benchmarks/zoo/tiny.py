@@ -93,4 +93,9 @@ MORE_SIZES: dict[str, Any] = {
     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 101, "laurel_rank": 4,
 }  # fmt: skip
 
-OF_FAMILY_5: dict[str, dict[str, Any]] = {}
+OF_FAMILY_5: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "falcon_h1": {"mamba_d_ssm": 48, "mamba_d_head": 12, "mamba_n_heads": 4},
+    "mamba2": {"num_heads": 4, "head_dim": 12, "state_size": 5, "n_groups": 1},
+    "olmo": {},
+}

@@ -61,6 +61,7 @@ class Written:
         nothing: `drop` or a constant, on the side that has no term.
         order: where the rule stands in the file.
         arrays: how many of both sides it is about.
+        shape: of an array that stays as it is, so that the rule does not say it.
     """
 
     left: tuple[WrittenTerm, ...]
@@ -69,6 +70,7 @@ class Written:
     nothing: str = "drop"
     order: int = 0
     arrays: int = 1
+    shape: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         left = ", ".join(map(str, self.left)) or self.nothing
@@ -120,6 +122,7 @@ def written(
         tuple(sizes.items()),
         order=order,
         arrays=sum(len(one.names) for side in sides for one in side),
+        shape=draft.shape,
     )
 
 
@@ -331,14 +334,16 @@ def _merge_numbers(rules: Sequence[Written]) -> list[Written]:
 
 
 def _fewest(members: list[Written], overlaps: Overlaps, group: int) -> list[Written]:
-    """Rules that differ in numbers as one; constants in parts, if all of them are no grid."""
+    """Rules that differ in numbers as one; in parts, if not all of them have one form."""
     one = _as_one(members, overlaps, group) if len(members) > 1 else None
     if one is not None:
         return [one]
     parts: dict[object, list[Written]] = {}
-    if len(members) > 2 and not (members[0].left and members[0].right):
-        columns = _columns(members)
-        first = next(iter(columns.values()), ())
+    for member in members:
+        parts.setdefault(member.shape, []).append(member)
+    if len(parts) == 1 and len(members) > 2 and not (members[0].left and members[0].right):
+        first = next(iter(_columns(members).values()), (0,) * len(members))
+        parts = {}
         for value, member in zip(first, members, strict=True):
             parts.setdefault(value, []).append(member)
     if not 1 < len(parts) < len(members):
@@ -383,6 +388,8 @@ def _as_one(members: Sequence[Written], overlaps: Overlaps, group: int) -> Writt
     left = {values for (is_left, *_), values in columns.items() if is_left}
     right = {values for (is_left, *_), values in columns.items() if not is_left}
     if first.left and first.right and left != right:
+        if len({rule.shape for rule in members}) > 1:
+            return None
         return _as_axes(members, columns, left, right)
     if not (first.left and first.right) and first.nothing not in ("drop",):
         return _constants(members, columns)
