@@ -26,7 +26,7 @@ def conversions() -> Iterator[Conversion]:
     for name in _models():
         try:
             conversion = _conversion(name)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # one asks for a package so
             print(f"# {name}: not run: {type(error).__name__}: {str(error)[:200]}", flush=True)
             continue
         if conversion is not None:
@@ -51,22 +51,14 @@ def _conversion(name: str) -> Conversion | None:
     if isinstance(text, dict):
         text.setdefault("model_type", f"{name}_text")
     args = module.ModelArgs.from_dict(_filled(module.ModelArgs, _older(config)))
-    mlx_model = module.Model(args)
+    module.Model(args)
 
     def sanitize(weights: Any) -> Any:
-        found = mlx_model.sanitize({key: mx.array(x) for key, x in weights.items()})
+        # A new model for each call: some take a part away from their model.
+        found = module.Model(args).sanitize({key: mx.array(x) for key, x in weights.items()})
         return {key: np.array(x) for key, x in dict(found).items()}
 
-    from transformers.core_model_loading import revert_weight_conversion
-
-    own: dict[int, str] = {}
-    state = {
-        key: value.detach()
-        for key, value in model.state_dict(keep_vars=True).items()
-        if own.setdefault(id(value), key) == key
-    }
-    hub = revert_weight_conversion(model, state)
-    example = {key: np.zeros(tuple(x.shape), np.float32) for key, x in hub.items()}
+    example = hub_state(model)
     return Conversion(f"{name}/sanitize", sanitize, example)
 
 
@@ -115,3 +107,17 @@ def _filled(kind: Any, config: dict[str, Any]) -> dict[str, Any]:
         plain = True if "bool" in of_type else 1.0 if "float" in of_type else None
         config[field.name] = sizes.get(field.name, 2 if "int" in of_type else plain)
     return config
+
+
+def hub_state(model: Any) -> dict[str, Any]:
+    """What transformers saves of a model, with zeros."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    own: dict[int, str] = {}
+    state = {
+        key: value.detach()
+        for key, value in model.state_dict(keep_vars=True).items()
+        if own.setdefault(id(value), key) == key
+    }
+    hub = revert_weight_conversion(model, state)
+    return {key: np.zeros(tuple(x.shape), np.float32) for key, x in hub.items()}
