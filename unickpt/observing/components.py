@@ -70,11 +70,13 @@ class Draft:
         left: terms.
         right: for each array all of its names.
         is_whole: whether each is one array that stays as it is.
+        shape: of that array.
     """
 
     left: list[Term]
     right: list[list[Term]]
     is_whole: bool = False
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,7 @@ def _whole(one: Input, output: Traced) -> Draft:
         [Term((one.name,), [], frozenset({0}), frozenset({one.name}))],
         [[Term((output.name,), [], frozenset({0}), frozenset({output.name}))]],
         is_whole=True,
+        shape=one.shape,
     )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from unickpt.observing.axis_items import Axis, Item, Padding, Single, Sum, axes_in
 from unickpt.observing.components import Draft, NumberExpr, Term, all_axes
+from unickpt.observing.name_overlaps import NameForm, Overlaps
 from unickpt.observing.regular_blocks import Irregular
 
 _PLAIN = re.compile(r'[^\s\[\](){}<>,=#"?|:\\-]?[^\s\[\](){}<>,=#"?|:\\]*')
@@ -62,6 +63,7 @@ class Written:
         nothing: `drop` or a constant, on the side that has no term.
         order: where the rule stands in the file.
         arrays: how many of both sides it is about.
+        shape: of an array that stays as it is, so that the rule does not say it.
     """
 
     left: tuple[WrittenTerm, ...]
@@ -70,6 +72,7 @@ class Written:
     nothing: str = "drop"
     order: int = 0
     arrays: int = 1
+    shape: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         left = ", ".join(map(str, self.left)) or self.nothing
@@ -119,6 +122,7 @@ def written(draft: Draft, order: int, dtype_of: Callable[[Term, bool], str | Non
         tuple(sizes.items()),
         order=order,
         arrays=sum(len(one.names) for side in sides for one in side),
+        shape=draft.shape,
     )
 
 
@@ -364,33 +368,49 @@ def _merge_numbers(rules: Sequence[Written]) -> list[Written]:
     groups: dict[object, list[Written]] = {}
     for rule in rules:
         groups.setdefault(_form(rule), []).append(rule)
-    shared = _shared_names(groups.values())
+    overlaps = Overlaps([list(_forms_of(members)) for members in groups.values()])
     found = []
-    for members in groups.values():
-        one = _as_one(members, shared) if len(members) > 1 else None
-        found += [one] if one is not None else members
+    for number, members in enumerate(groups.values()):
+        found += _fewest(members, overlaps, number)
     return found
 
 
-def _shared_names(groups: Iterable[Sequence[Written]]) -> set[object]:
-    """Names without their numbers that rules of several forms have."""
-    seen: set[object] = set()
-    twice: set[object] = set()
-    for members in groups:
-        own = {
-            (is_left, _skeleton(term.name))
-            for rule in members[:1]
-            for is_left, terms in ((True, rule.left), (False, tuple(itertools.chain(*rule.right))))
-            for term in terms
-        }
-        twice |= own & seen
-        seen |= own
-    return twice
+def _fewest(members: list[Written], overlaps: Overlaps, group: int) -> list[Written]:
+    """Rules that differ in numbers as one; in parts, if not all of them have one form."""
+    one = _as_one(members, overlaps, group) if len(members) > 1 else None
+    if one is not None:
+        return [one]
+    parts: dict[object, list[Written]] = {}
+    for member in members:
+        parts.setdefault(member.shape, []).append(member)
+    if len(parts) == 1 and len(members) > 2 and not (members[0].left and members[0].right):
+        first = next(iter(_columns(members).values()), (0,) * len(members))
+        parts = {}
+        for value, member in zip(first, members, strict=True):
+            parts.setdefault(value, []).append(member)
+    if not 1 < len(parts) < len(members):
+        return members
+    return [one for part in parts.values() for one in _fewest(part, overlaps, group)]
 
 
-def _as_one(members: Sequence[Written], shared: set[object]) -> Written | None:
-    """Rules that differ in numbers as one rule, if captures can stand for these."""
-    first = members[0]
+def _forms_of(members: Sequence[Written]) -> Iterator[NameForm]:
+    """The names of rules of one form, term by term."""
+    for is_left in (True, False):
+        every = [_side(rule, is_left) for rule in members]
+        for at, term in enumerate(every[0]):
+            pieces = tuple(
+                None if isinstance(t, str) and _DIGITS.fullmatch(t) else str(t) for t in term.name
+            )
+            numbers = {
+                place: frozenset(int(str(terms[at].name[place])) for terms in every)
+                for place, piece in enumerate(pieces)
+                if piece is None
+            }
+            yield NameForm(is_left, pieces, numbers)
+
+
+def _columns(members: Sequence[Written]) -> dict[tuple[bool, int, int], tuple[int, ...]]:
+    """The numbers that differ, by side, term and place."""
     columns: dict[tuple[bool, int, int], tuple[int, ...]] = {}
     for is_left in (True, False):
         every = [_side(rule, is_left) for rule in members]
@@ -400,24 +420,37 @@ def _as_one(members: Sequence[Written], shared: set[object]) -> Written | None:
                     values = tuple(int(str(terms[at].name[place])) for terms in every)
                     if len(set(values)) > 1:
                         columns[is_left, at, place] = values
+    return columns
+
+
+def _as_one(members: Sequence[Written], overlaps: Overlaps, group: int) -> Written | None:
+    """Rules that differ in numbers as one rule, if captures can stand for these."""
+    first = members[0]
+    columns = _columns(members)
     left = {values for (is_left, *_), values in columns.items() if is_left}
     right = {values for (is_left, *_), values in columns.items() if not is_left}
     if first.left and first.right and left != right:
+        if len({rule.shape for rule in members}) > 1:
+            return None
         return _as_axes(members, columns, left, right)
-    is_restricted = any(
-        (is_left, _skeleton(term.name)) in shared
-        for is_left in (True, False)
-        for term in _side(first, is_left)
-    )
     if not (first.left and first.right) and first.nothing not in ("drop",):
         return _constants(members, columns)
+    before = len(first.left)
+    restricted = overlaps.restricted(
+        group,
+        lambda number: {
+            place: values
+            for (is_left, at, place), values in columns.items()
+            if (at if is_left else before + at) == number
+        },
+    )
     captures: dict[tuple[int, ...], Capture] = {}
     taken = _taken(first)
     for (is_left, at, place), values in columns.items():
         if values not in captures:
             key = _letter(_side(first, is_left)[at].name, place, taken)
-            options = "=" + "|".join(map(str, sorted(set(values)))) if is_restricted else ""
-            captures[values] = Capture(key + options)
+            options = "|".join(map(str, sorted(set(values)))) if values in restricted else ""
+            captures[values] = Capture(f"{key}={options}" if options else key)
     return _with(first, {where: captures[values] for where, values in columns.items()}, members)
 
 
