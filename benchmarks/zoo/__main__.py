@@ -85,13 +85,21 @@ def wrong_elements(conversion: Conversion, rules: Rules) -> int:
         name: random.integers(-100, 100, shape).astype(dtype)
         for name, (shape, dtype) in example.arrays.items()
     }
-    made = Converter(conversion.function, example)(given)
+    returned_tree: list[Any] = []
+
+    def recorded(tree: Any) -> Any:
+        found = conversion.function(tree)
+        returned_tree[:] = [tree if found is None else found]
+        return found
+
+    made = Converter(recorded, example)(given)
     if report.refused:
         return -1 if conversion.inverse else 0
     wrong = _compare(rules, given, made, (*report.not_made,), (*report.scaled,))
     back = _compare(rules.inverse, made, given, report.dropped, tuple(given) if report.scaled else ())
     if conversion.inverse is not None:
-        there = Example.of(made, "numpy")
+        # In the containers and of the framework that the inverse takes.
+        there = Example.of(returned_tree[0], None)
         returned = Converter(conversion.inverse, there)(made)
         asked = {name: x for name, x in returned.items() if name in given}
         back += _compare(rules.inverse, made, asked, report.dropped, tuple(given))
