@@ -323,11 +323,33 @@ def _merge_numbers(rules: Sequence[Written]) -> list[Written]:
     for rule in rules:
         groups.setdefault(_form(rule), []).append(rule)
     shared = _shared_names(groups.values())
-    found = []
-    for members in groups.values():
-        one = _as_one(members, shared) if len(members) > 1 else None
-        found += [one] if one is not None else members
-    return found
+    return [one for members in groups.values() for one in _as_few(members, shared)]
+
+
+def _as_few(members: Sequence[Written], shared: set[object]) -> Sequence[Written]:
+    """Rules that differ in numbers as one rule, or as one for each value of some of the numbers."""
+    one = _as_one(members, shared) if len(members) > 1 else None
+    if one is not None:
+        return [one]
+    parts: dict[object, list[Written]] = {}
+    for rule, key in zip(members, _kinds(members), strict=True):
+        parts.setdefault(key, []).append(rule)
+    if not 1 < len(parts) < len(members):
+        return members
+    shared = shared | {
+        (is_left, _skeleton(term.name))
+        for is_left in (True, False)
+        for term in _side(members[0], is_left)
+    }
+    return [one for part in parts.values() for one in _as_few(part, shared)]
+
+
+def _kinds(members: Sequence[Written]) -> Iterator[object]:
+    """Of each rule the numbers that only one side has: `w1` becomes `fc_1`, and `w3` `fc_2`."""
+    columns = _columns(members)
+    left, right = _values(columns)
+    odd = sorted(left ^ right)
+    yield from zip(*odd, strict=True) if odd else ((),) * len(members)
 
 
 def _shared_names(groups: Iterable[Sequence[Written]]) -> set[object]:
@@ -349,19 +371,12 @@ def _shared_names(groups: Iterable[Sequence[Written]]) -> set[object]:
 def _as_one(members: Sequence[Written], shared: set[object]) -> Written | None:
     """Rules that differ in numbers as one rule, if captures can stand for these."""
     first = members[0]
-    columns: dict[tuple[bool, int, int], tuple[int, ...]] = {}
-    for is_left in (True, False):
-        every = [_side(rule, is_left) for rule in members]
-        for at, term in enumerate(every[0]):
-            for place, token in enumerate(term.name):
-                if isinstance(token, str) and _DIGITS.fullmatch(token):
-                    values = tuple(int(str(terms[at].name[place])) for terms in every)
-                    if len(set(values)) > 1:
-                        columns[is_left, at, place] = values
-    left = {values for (is_left, *_), values in columns.items() if is_left}
-    right = {values for (is_left, *_), values in columns.items() if not is_left}
+    columns = _columns(members)
+    left, right = _values(columns)
     if first.left and first.right and left != right:
-        return _as_axes(members, columns, left, right)
+        sides = sorted((left, right), key=len, reverse=True)
+        found = (_as_axes(members, columns, *pair) for pair in (sides, sides[::-1]))
+        return next((one for one in found if one is not None), None)
     is_restricted = any(
         (is_left, _skeleton(term.name)) in shared
         for is_left in (True, False)
@@ -377,6 +392,32 @@ def _as_one(members: Sequence[Written], shared: set[object]) -> Written | None:
             options = "=" + "|".join(map(str, sorted(set(values)))) if is_restricted else ""
             captures[values] = Capture(key + options)
     return _with(first, {where: captures[values] for where, values in columns.items()}, members)
+
+
+_Columns = dict[tuple[bool, int, int], tuple[int, ...]]
+"""Side, number of the term and place in its name, with the number that each rule has there."""
+
+
+def _columns(members: Sequence[Written]) -> _Columns:
+    """The numbers in names that are not the same in all rules."""
+    columns: _Columns = {}
+    for is_left in (True, False):
+        every = [_side(rule, is_left) for rule in members]
+        for at, term in enumerate(every[0]):
+            for place, token in enumerate(term.name):
+                if isinstance(token, str) and _DIGITS.fullmatch(token):
+                    values = tuple(int(str(terms[at].name[place])) for terms in every)
+                    if len(set(values)) > 1:
+                        columns[is_left, at, place] = values
+    return columns
+
+
+def _values(columns: _Columns) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
+    """Those of the left side, and of the right."""
+    sides: tuple[set[tuple[int, ...]], set[tuple[int, ...]]] = set(), set()
+    for (is_left, *_), values in columns.items():
+        sides[not is_left].add(values)
+    return sides
 
 
 def _side(rule: Written, is_left: bool) -> tuple[WrittenTerm, ...]:
@@ -423,12 +464,11 @@ def _letter(name: Sequence[Token], place: int, taken: set[str]) -> str:
 
 def _as_axes(
     members: Sequence[Written],
-    columns: Mapping[tuple[bool, int, int], tuple[int, ...]],
-    left: set[tuple[int, ...]],
-    right: set[tuple[int, ...]],
+    columns: _Columns,
+    few: set[tuple[int, ...]],
+    many: set[tuple[int, ...]],
 ) -> Written | None:
-    """Numbers of one side that are sums of multiples of those of the other, from 0 or later."""
-    few, many = (left, right) if len(left) >= len(right) else (right, left)
+    """Numbers of one side (`many`) that are sums of multiples of those of the other (`few`)."""
     base = sorted(few)
     if not base or not _is_grid(base):
         return None
@@ -468,7 +508,7 @@ def _linear(axes: Sequence[str], factors: Sequence[int], constant: int) -> str:
 
 
 def _constants(
-    members: Sequence[Written], columns: Mapping[tuple[bool, int, int], tuple[int, ...]]
+    members: Sequence[Written], columns: _Columns
 ) -> Written | None:
     """Constants whose names differ in numbers: the numbers are axes, so that all names are known."""
     base = sorted(set(columns.values()))
