@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 import unickpt
-from unickpt.cli import clean, convert, diff, inspect, ls, merge, presets, report, verify
+from unickpt.cli import clean, convert, diff, inspect, ls, merge, presets, report, rules, verify
 from unickpt.cli.output import FAILED, fail, warn
 from unickpt.cli.saves import watch
 from unickpt.errors import RuleWarning, UnickptError
@@ -74,6 +74,7 @@ def unickpt_command(
     unickpt merge runs/llama average --last 5   make one of several: averages, TIES and others
     unickpt clean runs/llama                 remove what failed saves left
     unickpt presets                          the rules that come with unickpt
+    unickpt rules observe convert:to_hf --example runs/jax/100   rules from a converter
 
     Exit codes: 0 for success, 1 if verify finds damage, diff finds a difference, or clean is not
     confirmed, 2 for every other error.
@@ -97,3 +98,4 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 for name, command in COMMANDS.items():
     app.command(name)(command)
+app.add_typer(rules.app, name="rules")

@@ -194,7 +194,7 @@ def _check_shares(outputs: Sequence[Traced]) -> None:
 
 def _grouped(arrays: Sequence[tuple[int, str, tuple[int, ...]]]) -> list[Group]:
     """Arrays of equal shape whose names differ only in numbers, together."""
-    by_text: dict[tuple[object, ...], list[tuple[int, list[str]]]] = {}
+    by_text: dict[tuple[tuple[str, ...], tuple[int, ...]], list[tuple[int, list[str]]]] = {}
     for at, name, shape in arrays:
         pieces = _NUMBER.split(name)
         by_text.setdefault((tuple(pieces[::2]), shape), []).append((at, pieces))
@@ -215,7 +215,7 @@ def _grouped(arrays: Sequence[tuple[int, str, tuple[int, ...]]]) -> list[Group]:
             at: tuple(int(pieces[place]) for place in sorted(varying)) for at, pieces in members
         }
         names = ["".join(pieces) for _, pieces in members]
-        found.append(Group(tuple(texts), numbers, shape, names))  # type: ignore[arg-type]
+        found.append(Group(tuple(texts), numbers, shape, names))
     return found
 
 
@@ -338,9 +338,7 @@ class _Fit:
     def _width_of(group: Group) -> int:
         return group.numbers + len(group.shape)
 
-    def _term(
-        self, is_left: bool, group: Group, members: Sequence[int], dims: Dimensions
-    ) -> Term:
+    def _term(self, is_left: bool, group: Group, members: Sequence[int], dims: Dimensions) -> Term:
         numbers = []
         for k in range(group.numbers):
             parts = [self._part(is_left, member, k) for member in members]
@@ -352,9 +350,7 @@ class _Fit:
             )
             for k, extent in enumerate(group.shape)
         ]
-        return Term(
-            group.name(numbers), shape, frozenset(members), frozenset(group.names)
-        )
+        return Term(group.name(numbers), shape, frozenset(members), frozenset(group.names))
 
     def _part(self, is_left: bool, member: int, coordinate: int) -> Part:
         """What a block occupies along a coordinate of one side."""
@@ -437,7 +433,9 @@ def _number(parts: Sequence[Part]) -> NumberExpr:
     return NumberExpr(first.offset, tuple((place.axis, place.stride) for place in first.places))
 
 
-def _joined(lefts: Sequence[Term], rights: Sequence[Term]) -> Iterator[tuple[list[Term], list[Term]]]:
+def _joined(
+    lefts: Sequence[Term], rights: Sequence[Term]
+) -> Iterator[tuple[list[Term], list[Term]]]:
     """Terms that share blocks."""
     rest = [*((True, term) for term in lefts), *((False, term) for term in rights)]
     while rest:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,8 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.dtypes import Array, DType
 from unickpt.errors import RuleError
 from unickpt.frameworks import leaves
-from unickpt.trees import tree
+from unickpt.reading import checkpoint
+from unickpt.trees import tree, tree_json
 
 FRAMEWORKS = ("numpy", "torch", "jax")
 
@@ -39,12 +42,15 @@ class Example:
         """The example that a user gives.
 
         Arguments:
-            given: a tree of arrays, or of what has a shape and a dtype, or of shapes.
+            given: a tree of arrays, or of what has a shape and a dtype, or of shapes; or a
+                checkpoint.
             framework: of the arrays that the converter gets; None for that of `given`.
 
         Raises:
             RuleError: there is no array in it, or the framework is not known.
         """
+        if isinstance(given, str | PathLike | checkpoint.Checkpoint):
+            return cls._of_checkpoint(checkpoint.opened(given), framework or "numpy")
         node = _flattened(given, is_example=True)
         arrays, plain, found = {}, {}, set()
         for leaf in tree.leaves(node):
@@ -59,10 +65,21 @@ class Example:
                 "the example has no arrays: give a dict of arrays, or of shapes such as "
                 "{'layers.0.weight': (4, 6)}"
             )
-        framework = framework or max(found, key=FRAMEWORKS.index)
-        if framework not in FRAMEWORKS:
-            raise RuleError(f"framework={framework!r} must be one of {', '.join(FRAMEWORKS)}")
-        return cls(node, arrays, plain, framework)
+        return cls(node, arrays, plain, framework or max(found, key=FRAMEWORKS.index))
+
+    @classmethod
+    def _of_checkpoint(cls, opened: checkpoint.Checkpoint, framework: str) -> Example:
+        """The names, shapes and dtypes of a checkpoint; none of its elements is read."""
+        index = opened.reader.index
+        arrays = {
+            name: (entry.shape, dtypes.from_name(entry.dtype))
+            for name, entry in index.entries.items()
+        }
+        return cls(tree_json.from_json(index.tree), arrays, index.values, framework)
+
+    def __post_init__(self) -> None:
+        if self.framework not in FRAMEWORKS:
+            raise RuleError(f"framework={self.framework!r} must be one of {', '.join(FRAMEWORKS)}")
 
 
 class Converter:
@@ -179,8 +196,6 @@ def to_numpy(array: Any) -> Array:
 
 
 def _to_torch(array: Array) -> Any:
-    import importlib
-
     torch = importlib.import_module("torch")
     if array.dtype.isbuiltin == 1:
         return torch.from_numpy(array)
@@ -189,8 +204,6 @@ def _to_torch(array: Array) -> Any:
 
 
 def _to_jax(array: Array) -> Any:
-    import importlib
-
     return importlib.import_module("jax.numpy").asarray(array)
 
 
@@ -199,10 +212,3 @@ _MAKERS: Mapping[str, Callable[[Array], Any]] = {
     "torch": _to_torch,
     "jax": _to_jax,
 }
-
-
-def named(arrays: Iterable[str]) -> str:
-    """Some names, for messages."""
-    names = list(arrays)
-    shown = ", ".join(map(repr, names[:3]))
-    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -154,7 +154,8 @@ class Tracer:
             rounds = [plain, double, shifted, *further]
         else:
             rounds = [self._call(coded, fixed, place) for place in range(coded.digits)]
-        _check_names(rounds, [*found.values()])
+            rounds.append(self._call(coded, fixed, 0, factor=-1, shift=3))  # the other digit
+        check_names(rounds, [*found.values()])
         for name, out in rounds[0].items():
             outs = [_flat(each[name]) for each in rounds]
             one = (_decode if bits > 1 else _decode_bits)(coded, outs)
@@ -196,9 +197,9 @@ def bits_of(dtype: DType) -> int:
 
 def _still(x: Array, random: np.random.Generator) -> Array:
     """What an input holds while others are traced: small whole numbers that differ."""
-    if x.dtype == bool:
-        return random.integers(0, 2, x.shape).astype(x.dtype)
-    return random.integers(1, 1 << max(1, bits_of(x.dtype)), x.shape).astype(x.dtype)
+    least, most = (0, 2) if x.dtype.kind == "b" else (1, 1 << max(1, bits_of(x.dtype)))
+    found: Array = random.integers(least, most, x.shape).astype(x.dtype)
+    return found
 
 
 def _flat(x: Array) -> Array:
@@ -206,16 +207,23 @@ def _flat(x: Array) -> Array:
     return np.asarray(wide, np.float64).reshape(-1)
 
 
-def _check_names(rounds: Sequence[Mapping[str, Array]], known: Sequence[Traced]) -> None:
+def check_names(rounds: Sequence[Mapping[str, Array]], known: Sequence[Traced]) -> None:
+    """Checks that a converter returned the same arrays each time.
+
+    Arguments:
+        rounds: what it returned.
+        known: what it returned before.
+
+    Raises:
+        ValueError: says which array differs.
+    """
     before = {one.name: one.shape for one in known}
     for each in rounds:
         shapes = {name: out.shape for name, out in each.items()}
         before = before or shapes
         if shapes == before:
             continue
-        differ = sorted(
-            name for name in {*shapes, *before} if shapes.get(name) != before.get(name)
-        )
+        differ = sorted(name for name in {*shapes, *before} if shapes.get(name) != before.get(name))
         raise ValueError(
             f"{differ[0]!r} is {_shape(before.get(differ[0]))} for some values of the inputs, and "
             f"{_shape(shapes.get(differ[0]))} for others: which arrays there are depends on values"
@@ -255,19 +263,19 @@ def _decode(coded: _Class, outs: Sequence[Array]) -> _Decoded:
 
 
 def _decode_bits(coded: _Class, outs: Sequence[Array]) -> _Decoded:
-    """As `_decode`, of inputs that hold 0 and 1 only: no arithmetic is found."""
-    still = np.ones(len(outs[0]), bool)
-    for out in outs:
-        still &= out == outs[0]
-    good = np.all([(out == 0) | (out == 1) for out in outs], axis=0)
-    if coded.digits > 1:
-        good &= ~still
-    numbers = np.full(len(outs[0]), -1, np.int64)
-    numbers[good] = coded.numbers([out[good] for out in outs])
+    """As `_decode`, of inputs that hold 0 and 1 only: no arithmetic is found.
+
+    The last output is that of the first digit's opposite, which tells elements from constants.
+    """
+    *digits, opposite = outs
+    still = np.all([out == digits[0] for out in outs], axis=0)
+    good = np.all([(out == 0) | (out == 1) for out in digits], axis=0)
+    good &= opposite == 1 - digits[0]
+    numbers = np.full(len(opposite), -1, np.int64)
+    numbers[good] = coded.numbers([out[good] for out in digits])
     good &= numbers >= 0
-    is_fine = good | still if coded.digits > 1 else np.ones(len(good), bool)
-    offset = np.where(still & ~good, outs[0], 0.0)
-    return *_places(coded, numbers, good), good.astype(float), offset, _fault(is_fine)
+    offset = np.where(still, digits[0], 0.0)
+    return *_places(coded, numbers, good), good.astype(float), offset, _fault(good | still)
 
 
 def _places(coded: _Class, numbers: Array, good: Array) -> tuple[Array, Array]:

@@ -40,7 +40,9 @@ class WrittenTerm:
 
     def __str__(self) -> str:
         name = "".join(
-            "{" + t.text + "}" if isinstance(t, Capture) else t.replace("{", "{{").replace("}", "}}")
+            "{" + t.text + "}"
+            if isinstance(t, Capture)
+            else t.replace("{", "{{").replace("}", "}}")
             for t in self.name
         )
         plain = "".join(t for t in self.name if isinstance(t, str))
@@ -93,9 +95,7 @@ def tokens(name: str) -> tuple[Token, ...]:
 # --- one rule -------------------------------------------------------------------------------------
 
 
-def written(
-    draft: Draft, order: int, dtype_of: Callable[[Term, bool], str | None]
-) -> Written:
+def written(draft: Draft, order: int, dtype_of: Callable[[Term, bool], str | None]) -> Written:
     """A draft as it is written.
 
     Arguments:
@@ -284,16 +284,15 @@ def _is_near(a: float, b: float) -> bool:
 
 
 def _decimal(value: float) -> str:
-    """A number as short as float32 needs it, without an exponent."""
-    near = round(value)
-    if _is_near(value, near) and near:
-        return str(near)
-    text = np.format_float_positional(np.float32(value), trim="-")
-    short = np.format_float_positional(np.float32(round(value, 6)), trim="-")
-    return short if _is_near(float(short), value) else text
+    """The shortest number that float32 does not tell from this one, without an exponent."""
+    for digits in range(1, 10):
+        short = float(f"{value:.{digits}g}")
+        if math.isclose(short, value, rel_tol=2.5e-7):
+            break
+    return np.format_float_positional(short, trim="-")
 
 
-# --- several as one ---------------------------------------------------------------------------------
+# --- several as one -------------------------------------------------------------------------------
 
 
 def merged(rules: Sequence[Written], *, words: bool = True) -> list[Written]:
@@ -510,7 +509,7 @@ def _linear(axes: Sequence[str], factors: Sequence[int], constant: int) -> str:
 def _constants(
     members: Sequence[Written], columns: _Columns
 ) -> Written | None:
-    """Constants whose names differ in numbers: the numbers are axes, so that all names are known."""
+    """Constants whose names differ in numbers: these are axes, so that all names are known."""
     base = sorted(set(columns.values()))
     if not base or not _is_grid(base) or any(min(values) for values in base):
         return None
@@ -529,31 +528,24 @@ def _merge_words(rules: Sequence[Written]) -> list[Written]:
     while True:
         groups: dict[object, list[tuple[int, str]]] = {}
         for at, rule in enumerate(found):
-            if not (rule.left and rule.right):
-                continue
-            for word in sorted(_words(rule)):
-                shape = rule.renamed(
-                    lambda name, word=word: tuple(None if t == word else t for t in name)  # type: ignore[misc]
-                )
-                key = shape.left, shape.right, shape.sizes
-                groups.setdefault(key, []).append((at, word))
+            for word in sorted(_words(rule)) if rule.left and rule.right else ():
+                shape = _replaced(rule, word, Capture(""))
+                groups.setdefault((shape.left, shape.right, shape.sizes), []).append((at, word))
         best = max(groups.values(), key=len, default=[])
         if len(best) < 2:
             return found
-        first = found[best[0][0]]
-        taken = _taken(first)
+        (at, word), *others = best
+        taken = _taken(found[at])
         letter = next(n for n in itertools.chain("nmk", _more()) if n not in taken)
-        capture = Capture(f"{letter}=" + "|".join(word for _, word in best))
-        word = best[0][1]
-        one = first.renamed(
-            lambda name, word=word, capture=capture: tuple(  # type: ignore[misc]
-                capture if t == word else t for t in name
-            )
-        )
-        one = replace(one, arrays=sum(found[at].arrays for at, _ in best))
-        gone = {at for at, _ in best[1:]}
-        found[best[0][0]] = one
-        found = [rule for at, rule in enumerate(found) if at not in gone]
+        one = _replaced(found[at], word, Capture(f"{letter}=" + "|".join(w for _, w in best)))
+        found[at] = replace(one, arrays=sum(found[k].arrays for k, _ in best))
+        gone = {k for k, _ in others}
+        found = [rule for k, rule in enumerate(found) if k not in gone]
+
+
+def _replaced(rule: Written, word: str, capture: Capture) -> Written:
+    """A rule with a capture for a word in its names."""
+    return rule.renamed(lambda name: tuple(capture if token == word else token for token in name))
 
 
 def _words(rule: Written) -> set[str]:
@@ -561,7 +553,11 @@ def _words(rule: Written) -> set[str]:
     sides = []
     for is_left in (True, False):
         words = [
-            [t for t in term.name if isinstance(t, str) and re.fullmatch(r"[\w-]*[A-Za-z][\w-]*", t)]
+            [
+                t
+                for t in term.name
+                if isinstance(t, str) and re.fullmatch(r"[\w-]*[A-Za-z][\w-]*", t)
+            ]
             for term in _side(rule, is_left)
         ]
         sides.append({w for each in words for w in each if all(e.count(w) == 1 for e in words)})

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from unickpt.arrays import dtypes
@@ -13,7 +15,7 @@ from unickpt.arrays.dtypes import Array, DType
 from unickpt.errors import RuleError
 from unickpt.observing.components import Draft, Input, Misfit, Term, drafts
 from unickpt.observing.converters import Converter, Example
-from unickpt.observing.element_codes import Traced, Tracer, bits_of
+from unickpt.observing.element_codes import Traced, Tracer, bits_of, check_names
 from unickpt.observing.notation import Written, WrittenTerm, merged, tokens, written
 from unickpt.observing.regular_blocks import Irregular
 from unickpt.rules import in_memory
@@ -39,7 +41,7 @@ def observe(
     observed = _Observation(Converter(function, given), given)
     title = name or f"{function.__module__}:{getattr(function, '__qualname__', function)}"
     rules = observed.rules(title)
-    refused = rules.report.refused if rules.report is not None else {}
+    refused = observed.refused
     if strict and refused:
         first, why = next(iter(refused.items()))
         more = f" (and {len(refused) - 1} more arrays)" if len(refused) > 1 else ""
@@ -65,6 +67,8 @@ class _Observation:
     runs: int = 0
     own: dict[str, Array] = field(default_factory=dict)
     made: dict[str, Array] = field(default_factory=dict)
+    casts: dict[str, DType] = field(default_factory=dict)
+    used: dict[str, Array] = field(default_factory=dict)
 
     def rules(self, title: str) -> Rules:
         """The rules, with their report.
@@ -80,7 +84,10 @@ class _Observation:
             Input(name, shape, dtypes.name_of(dtype))
             for name, (shape, dtype) in self.example.arrays.items()
         ]
-        self._test(traced, inputs)
+        try:
+            self._test(traced, inputs)
+        except ValueError as error:
+            raise RuleError(f"{title}: {error}") from None
         return self._write(title, inputs, [one for one in traced if one.name not in self.refused])
 
     # --- tracing ------------------------------------------------------------------------------
@@ -88,9 +95,9 @@ class _Observation:
     def _traced(self) -> list[Traced]:
         """Where all elements come from; in float32 where the converter takes that."""
         own = [np.zeros(shape, dtype) for shape, dtype in self.example.arrays.values()]
-        wide = [np.zeros(x.shape, _wider(x.dtype)) for x in own]
+        wide = [np.zeros(x.shape, np.float32) if _is_narrow(x) else x for x in own]
         names = list(self.example.arrays)
-        for inputs in (wide, own) if any(a.dtype != b.dtype for a, b in zip(own, wide)) else (own,):
+        for inputs in (wide, own) if any(map(_is_narrow, own)) else (own,):
             tracer = Tracer(self.converter, inputs, names)
             try:
                 traced = tracer.trace()
@@ -117,12 +124,13 @@ class _Observation:
             }
             found = self.converter(given)
             self.runs += 1
+            check_names([found], traced)
             if not self.own:
                 self.own, self.made = given, found
             for one in traced:
                 if one.name in self.refused:
                     continue
-                why = _differs(one, given, inputs, found.get(one.name))
+                why = _differs(one, given, inputs, found[one.name])
                 if why:
                     self.refused[one.name] = why
 
@@ -141,10 +149,13 @@ class _Observation:
             try:
                 rules.append(written(draft, order, self._dtype_of(draft)))
             except Irregular as error:
-                self._refuse([n for names in draft.right for t in names for n in t.names], str(error))
+                self._refuse(
+                    [n for names in draft.right for t in names for n in t.names], str(error)
+                )
                 continue
             used |= {name for term in draft.left for name in term.names}
-        constant, not_made = [], []
+        constant: list[str] = []
+        not_made: list[str] = []
         for one in traced:
             if (one.source >= 0).any() or one.name in self.refused:
                 continue
@@ -156,22 +167,38 @@ class _Observation:
         rules += [
             Written((WrittenTerm(tokens(name)),), (), order=numbers[name]) for name in dropped
         ]
+        self.used = self._used_elements(inputs, of_inputs)
         scaled = [one.name for one in of_inputs if _is_scaled(one) and one.name not in self.refused]
         known = {*scaled, *constant, *not_made, *self.refused}
         report = ObservedReport(
             tuple(one.name for one in traced if one.name not in known),
             tuple(scaled), tuple(constant), tuple(not_made), tuple(dropped),
+            tuple(name for name, is_used in self.used.items() if not is_used.all()),
             self.refused, self.runs,
         )  # fmt: skip
         return self._checked(title, rules, report, used | {*dropped})
 
+    def _used_elements(self, inputs: Sequence[Input], traced: Sequence[Traced]) -> dict[str, Array]:
+        """For each input of which something is made, which of its elements are."""
+        found: dict[int, Array] = {}
+        for one in traced:
+            for source in np.unique(one.source):
+                if source >= 0 and one.name not in self.refused:
+                    size = math.prod(inputs[source].shape)
+                    is_used = found.setdefault(int(source), np.zeros(size, bool))
+                    is_used[one.index[one.source == source]] = True
+        return {inputs[at].name: found[at] for at in sorted(found)}
+
     def _refuse(self, names: Sequence[str], why: str) -> None:
-        self.refused |= {name: f"cannot be made by a rule: {why}" for name in names}
+        self.refused |= dict.fromkeys(names, f"cannot be made by a rule: {why}")
 
     def _dtype_of(self, draft: Draft) -> Callable[[Term, bool], str | None]:
         """Which dtype terms have when they are made, where the converter changes it."""
         left = {self.own[name].dtype for term in draft.left for name in term.names}
         right = {self.made[n].dtype for names in draft.right for term in names for n in term.names}
+
+        if left != right and len(right) == 1:
+            self.casts |= {n: next(iter(right)) for term in draft.left for n in term.names}
 
         def found(term: Term, is_left: bool) -> str | None:
             if left == right and len(left) == 1:
@@ -205,10 +232,8 @@ class _Observation:
     ) -> Rules:
         """The shortest rules that do as the converter does, in both directions."""
         problem = ""
-        for merge in (
-            lambda: merged(rules), lambda: merged(rules, words=False), lambda: list(rules)
-        ):  # fmt: skip
-            lines = merge()
+        for words, numbers in ((True, True), (False, True), (False, False)):
+            lines = merged(rules, words=words) if numbers else list(rules)
             text = _text(title, lines, report)
             try:
                 found = Rules.parse(text, name=title)
@@ -217,7 +242,9 @@ class _Observation:
                 problem = str(error)
                 continue
             return replace(found, report=replace(report, lines=len(lines), text=text))
-        raise RuleError(f"{title}: no rules say what it does, though each array is clear: {problem}")
+        raise RuleError(
+            f"{title}: no rules say what it does, though each array is clear: {problem}"
+        )
 
     def _compare(self, rules: Rules, report: ObservedReport, ruled: set[str]) -> None:
         """Compares what rules make with what the converter was given and made.
@@ -230,16 +257,22 @@ class _Observation:
         forward = _through(rules, have, want)
         _same(forward, _without(want, report.not_made), {*report.scaled})
         backward = _through(rules.inverse, want, have)
-        _same(backward, _without(have, report.dropped), {*have} if report.scaled else set())
+        expected = {name: self._left_of(name) for name in have if name not in report.dropped}
+        _same(backward, expected, {*have} if report.scaled else set())
+
+    def _left_of(self, name: str) -> Array:
+        """What the other direction can bring back of an input: not what was cut off, or rounded."""
+        x = self.own[name]
+        left = x.astype(self.casts.get(name, x.dtype)).astype(x.dtype)
+        return np.where(self.used[name].reshape(x.shape), left, 0).astype(x.dtype)
 
 
 def _without(arrays: Mapping[str, Array], names: Sequence[str]) -> dict[str, Array]:
     return {name: x for name, x in arrays.items() if name not in names}
 
 
-def _wider(dtype: DType) -> DType:
-    is_narrow = dtypes.kind(dtype) == "float" and dtype.itemsize < 4
-    return np.dtype(np.float32) if is_narrow else dtype
+def _is_narrow(x: Array) -> bool:
+    return dtypes.kind(x.dtype) == "float" and x.dtype.itemsize < 4
 
 
 def _fresh(
@@ -248,7 +281,7 @@ def _fresh(
     """Numbers that a converter has not seen."""
     if dtypes.kind(dtype) in ("float", "complex"):
         return (random.standard_normal(shape) * scale).astype(dtype)
-    if dtype == bool:
+    if dtype.kind == "b":
         return random.integers(0, 2, shape).astype(bool)
     return random.integers(0, 3 << bits_of(dtype) - 1, shape).astype(dtype)
 
@@ -270,13 +303,8 @@ def _of_several(one: Traced) -> str:
     )
 
 
-def _differs(
-    one: Traced, given: Mapping[str, Array], inputs: Sequence[Input], found: Array | None
-) -> str:
+def _differs(one: Traced, given: Mapping[str, Array], inputs: Sequence[Input], found: Array) -> str:
     """Why an output is not what was traced; "" if it is."""
-    if found is None or found.shape != one.shape:
-        shape = "missing" if found is None else f"of shape {list(found.shape)}"
-        return f"depends on values: it is {shape} for other ones"
     expected = np.array(one.offset, np.float64)
     for source in np.unique(one.source):
         if source >= 0:
@@ -289,9 +317,7 @@ def _differs(
         cast = expected.astype(flat.dtype)
         good = (cast == flat) | (np.isnan(cast.astype(np.float64)) & np.isnan(flat.astype(float)))
         if _is_scaled(one) and dtypes.kind(flat.dtype) == "float":
-            size = np.maximum(np.abs(expected), np.abs(one.offset)) + np.abs(
-                expected - one.offset
-            )
+            size = np.maximum(np.abs(expected), np.abs(one.offset)) + np.abs(expected - one.offset)
             step = max(_step(flat.dtype), 2e-6)
             good |= np.abs(flat.astype(np.float64) - expected) <= 4 * step * size
     bad = np.flatnonzero(~good)
@@ -305,9 +331,7 @@ def _differs(
 
 
 def _step(dtype: DType) -> float:
-    import ml_dtypes
-
-    return float(ml_dtypes.finfo(dtype).eps)
+    return float(ml_dtypes.finfo(dtype).eps)  # type: ignore[no-untyped-call]
 
 
 def _text(title: str, rules: Sequence[Written], report: ObservedReport) -> str:
@@ -323,7 +347,9 @@ def _text(title: str, rules: Sequence[Written], report: ObservedReport) -> str:
     return "\n".join([*head, "", *lines, ""])
 
 
-def _through(rules: Rules, have: Mapping[str, Array], want: Mapping[str, Array]) -> dict[str, Array]:
+def _through(
+    rules: Rules, have: Mapping[str, Array], want: Mapping[str, Array]
+) -> dict[str, Array]:
     stored = in_memory.stored_leaves(in_memory.facts_of(have))
     asked: Mapping[str, Fact] = in_memory.facts_of(want)
     plan = make_plan(rules, stored, asked, where="the example")

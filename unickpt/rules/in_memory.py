@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from unickpt.arrays import dtypes, strided_copy
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.format.index import ArrayEntry
-from unickpt.reading.recipes import Copy, MappedSource, place, put
+from unickpt.reading.recipes import Copy, place, put
 from unickpt.rules.plan import Fact, Made, RulePlan, StoredLeaves
 
 
@@ -35,32 +35,41 @@ def apply(plan: RulePlan, arrays: Mapping[str, Array]) -> dict[str, Array]:
         plan: without functions and plain values.
         arrays: what is stored, by name.
     """
-    made = {name: _made(one, arrays) for name, one in plan.made.items()}
+
+    def read(name: str, box: Box) -> Array:
+        return arrays[name][box.slices]
+
+    made = {name: elements(one, Box.whole(one.fact.shape), read) for name, one in plan.made.items()}
     return made | {alias: made[name] for alias, name in plan.aliases.items()}
 
 
-def _made(made: Made, arrays: Mapping[str, Array]) -> Array:
-    fact = made.fact
-    out = np.zeros(fact.shape, dtypes.from_name(fact.dtype))
-    whole = Box.whole(fact.shape)
+def elements(made: Made, box: Box, read: Callable[[str, Box], Array]) -> Array:
+    """The elements of a box of an array that rules make.
+
+    Arguments:
+        made: the array.
+        box: of it.
+        read: returns a box of a stored array.
+    """
+    out = np.zeros(box.shape, dtypes.from_name(made.fact.dtype))
     for source in made.sources:
-        _place(source, arrays[source.entry.name], out, whole)
+        needed = source.within(box)
+        for there in needed.boxes if needed is not None else ():
+            data = read(source.entry.name, there)
+            for copy in needed.copies(there) if needed is not None else ():
+                place(_view(data, copy.source, copy.source_steps, copy), _out(out, copy), source)
     for fill in made.fills:
-        for copy in fill.copies(whole):
-            there = _views(copy, out, out)[1]
-            put(np.broadcast_to(np.asarray(fill.value, out.dtype), copy.shape), there, made.name)
+        for copy in fill.copies(box):
+            value = np.broadcast_to(np.asarray(fill.value, out.dtype), copy.shape)
+            put(value, _out(out, copy), repr(made.name))
     return out
 
 
-def _place(source: MappedSource, stored: Array, out: Array, whole: Box) -> None:
-    needed = source.within(whole)
-    for copy in needed.copies(Box.whole(stored.shape)) if needed is not None else ():
-        data, there = _views(copy, stored, out)
-        place(data, there, source)
+def _out(out: Array, copy: Copy) -> Array:
+    return _view(out, copy.out, copy.out_steps, copy)
 
 
-def _views(copy: Copy, stored: Array, out: Array) -> tuple[Array, Array]:
-    there = strided_copy.view(out, copy.out, copy.out_steps, copy.shape)
-    if len(copy.source) != stored.ndim:
-        return there, there
-    return strided_copy.view(stored, copy.source, copy.source_steps, copy.shape), there
+def _view(
+    array: Array, start: tuple[int, ...], steps: tuple[tuple[int, ...], ...], copy: Copy
+) -> Array:
+    return strided_copy.view(array, start, steps, copy.shape)

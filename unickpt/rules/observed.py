@@ -19,6 +19,7 @@ class ObservedReport:
         not_made: those that the converter makes of nothing it was given; they keep the values that
             they have where the rules are used.
         dropped: names of inputs that no array is made of: they are lost.
+        cropped: names of inputs of which a part is in no array: that part is lost.
         refused: arrays that no rule can make, and why, with the first element that shows it.
         runs: how often the converter was called.
         lines: how many rules there are.
@@ -30,6 +31,7 @@ class ObservedReport:
     constant: tuple[str, ...] = ()
     not_made: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
+    cropped: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
     runs: int = 0
     lines: int = 0
@@ -49,6 +51,7 @@ class ObservedReport:
         for what, names in (
             ("made of nothing, so they keep their values:", self.not_made),
             ("lost, as no array is made of them:", self.dropped),
+            ("lost in part, as some of their elements are in no array:", self.cropped),
         ):
             if names:
                 found.append(f"{counted(len(names), 'array')} {what}")
@@ -61,3 +64,58 @@ class ObservedReport:
             more = len(self.refused) - len(shown)
             found += [f"  and {more} more"] if more else []
         return "\n".join(found)
+
+
+@dataclass(frozen=True)
+class RulesCheck:
+    """What `Rules.check` found; true if all elements that it looked at are the same.
+
+    Arguments:
+        arrays: how many were compared.
+        elements: of how many elements.
+        differences: what is not the same, by the name of the array on the right side: what was
+            found, and what probably is the reason.
+    """
+
+    arrays: int
+    elements: int
+    differences: Mapping[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return not self.differences
+
+    def __str__(self) -> str:
+        what = f"{counted(self.elements, 'element')} of {counted(self.arrays, 'array')}"
+        if not self.differences:
+            return f"{what} are what the rules make"
+        found = [f"{counted(len(self.differences), 'array')} not as the rules make it ({what}):"]
+        found += [f"  {name!r}: {why}" for name, why in list(self.differences.items())[:20]]
+        more = len(self.differences) - 20
+        return "\n".join(found + ([f"  and {more} more"] if more > 0 else []))
+
+
+@dataclass(frozen=True)
+class DraftReport:
+    """What `Rules.draft` found.
+
+    Arguments:
+        certain: rules that values decide, or names and sizes where nothing else fits.
+        guesses: rules that may be meant, each with others that may be meant instead; none of them
+            is among the rules before it is written there.
+        left_over, right_over: names of each side that no rule is about.
+        text: all of it as a file, the guesses as comments that begin with `#?`.
+    """
+
+    certain: tuple[str, ...] = ()
+    guesses: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    left_over: tuple[str, ...] = ()
+    right_over: tuple[str, ...] = ()
+    text: str = ""
+
+    def __str__(self) -> str:
+        return (
+            f"{counted(len(self.certain), 'rule')} certain, "
+            f"{counted(len(self.guesses), 'guess', 'guesses')}, left over: "
+            f"{counted(len(self.left_over), 'array')} on the left, "
+            f"{counted(len(self.right_over), 'array')} on the right"
+        )

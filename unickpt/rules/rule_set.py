@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
+from typing import Any
 
 from unickpt.errors import RuleError, RuleSyntaxError, RuleWarning
 from unickpt.quoting import counted, some
@@ -29,7 +30,7 @@ from unickpt.rules.ast import (
 from unickpt.rules.compiling import compile_rule
 from unickpt.rules.functions import Function
 from unickpt.rules.lint import swapped_names
-from unickpt.rules.observed import ObservedReport
+from unickpt.rules.observed import DraftReport, ObservedReport, RulesCheck
 from unickpt.rules.optimizer_slots import SharedState, lift
 from unickpt.rules.rule import Rule, exprs_of
 
@@ -62,7 +63,7 @@ class Rules:
     shared: tuple[SharedState, ...] = ()
     conventions: tuple[Convention, ...] = ()
     functions: Mapping[str, Function] = field(default_factory=dict)
-    report: ObservedReport | None = field(default=None, compare=False)
+    report: ObservedReport | DraftReport | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.rules, str):
@@ -160,9 +161,66 @@ class Rules:
         """
         from unickpt.observing.observe import observe  # a feature, above all rules
 
-        return observe(
-            function, example, strict=strict, framework=framework, name=name
-        )
+        return observe(function, example, strict=strict, framework=framework, name=name)
+
+    @classmethod
+    def draft(cls, left: Any, right: Any, *, name: str = "draft") -> Rules:
+        """Rules from two sides that belong together: by values, names and shapes.
+
+        Where both hold the same weights, values decide what belongs together and in which order
+        axes are, also of square arrays. Else, or where values are all the same, names that share
+        their words do, if nothing else comes near and the sizes allow one order only. The rest
+        are guesses, which are no rules before you write them down as such.
+
+        Arguments:
+            left, right: trees of arrays, or checkpoints: a path, a URL, or what `unickpt.open`
+                returned; or shapes, or a model without memory, whose values are not known.
+            name: of the rules, for messages.
+
+        Returns:
+            The certain rules; `report` has the guesses with their alternatives, and what is left
+            over, and all of it as a text.
+
+        Example:
+            >>> w = np.arange(12.0).reshape(4, 3)
+            >>> rules = Rules.draft({"up": {"kernel": w}}, {"up.weight": w.T.copy()})
+            >>> print(rules)
+            up/kernel [i o] <-> up.weight [o i]
+        """
+        from unickpt.observing.drafting import draft  # a feature, above all rules
+
+        return draft(left, right, name=name)
+
+    def check(self, left: Any, right: Any, *, probes: int = 64, rtol: float = 1e-5) -> RulesCheck:
+        """Whether the rules make of the left side what the right side holds.
+
+        Both must hold the same weights, such as a model before and after somebody's converter. A
+        few elements of each array are compared: names and shapes do not show a wrong transpose of
+        a square kernel, or in which order heads are; values do.
+
+        Arguments:
+            left, right: trees of arrays, or checkpoints: a path, a URL, or what `unickpt.open`
+                returned, of which only the chunks with these elements are read.
+            probes: about how many elements of each array to compare.
+            rtol: the relative difference that counts as none for rules with arithmetic.
+
+        Returns:
+            What differs, with the likely reason; it is true if nothing does.
+
+        Raises:
+            RuleError: the rules do not fit the names and shapes.
+
+        Example:
+            >>> w = np.arange(9.0).reshape(3, 3)
+            >>> rules = Rules.parse("kernel <-> weight")
+            >>> print(rules.check({"kernel": w}, {"weight": w}))
+            9 elements of 1 array are what the rules make
+            >>> bool(rules.check({"kernel": w}, {"weight": w.T}))
+            False
+        """
+        from unickpt.observing.checking import check  # a feature, above all rules
+
+        return check(self, left, right, probes=probes, rtol=rtol)
 
     @classmethod
     def preset(cls, name: str, *, sizes: Mapping[str, int] | None = None) -> Rules:

@@ -1,0 +1,204 @@
+"""rules: write rules by observing a converter or by comparing two checkpoints, and check them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+import typer
+
+import unickpt
+from unickpt import Rules
+from unickpt.cli.options import HintOption, Inverse, Sizes, read_rules, source_of
+from unickpt.cli.output import DIFFERENT, AsJson, Where, console, fail, print_json
+from unickpt.trees import tree, tree_json
+
+app = typer.Typer(
+    no_args_is_help=True, help="Write rules from what can be observed, and check them."
+)
+_Output = Annotated[
+    Path | None, typer.Option("-o", "--output", help="The file; without it, they are printed.")
+]
+
+
+@app.command("observe")
+def observe(
+    function: Annotated[
+        str, typer.Argument(metavar="MODULE:FUNCTION", help="The converter, or FILE.py:FUNCTION.")
+    ],
+    example: Annotated[
+        str,
+        typer.Option(
+            "--example",
+            metavar="CHECKPOINT|SHAPES",
+            help="What it is called with: a checkpoint, of which only names, shapes and dtypes "
+            "count; or a JSON file with {name: shape}, or {name: {shape, dtype}}.",
+        ),
+    ],
+    output: _Output = None,
+    framework: Annotated[
+        str, typer.Option("--framework", help="Whose arrays it gets: numpy, torch or jax.")
+    ] = "numpy",
+    partial: Annotated[
+        bool,
+        typer.Option("--partial", help="Write what rules can say, also if they cannot say all."),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write the rules that do what somebody's converter does, by running it.
+
+    The converter takes a dict of arrays and returns another. It is called a few times with numbered
+    elements, then with random ones, on which the rules must do the same in both directions. Its
+    code is run: only that of people you trust.
+
+    \b
+    unickpt rules observe convert_llama:to_hf --example runs/jax/step_100 -o llama.rules
+    unickpt rules observe ./convert.py:to_hf --example shapes.json --framework torch
+
+    What cannot be a rule, such as a quantiser, is refused with the element that shows it, and
+    nothing is written, unless --partial is given.
+
+    --json prints {rules, report: {moved, scaled, constant, not_made, dropped, refused, runs,
+    lines}}. Fields are only ever added.
+    """
+    found = Rules.observe(
+        _function(function),
+        _example(example),
+        strict=not partial,
+        framework=framework,
+        name=function,
+    )
+    _write(found, output, as_json)
+
+
+@app.command("draft")
+def draft(
+    left: Where,
+    right: Where,
+    output: _Output = None,
+    hint: HintOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write rules from two checkpoints that belong together, by values, names and shapes.
+
+    Where both hold the same weights, values decide, also which axes of a square array are
+    exchanged. What names and sizes leave open is written as a comment that begins with `#?`: remove
+    that from the lines that are right.
+
+    \b
+    unickpt rules draft runs/jax/step_100 model.safetensors -o my.rules
+
+    --json prints {rules, report: {certain, guesses: {rule: others}, left_over, right_over}}. Fields
+    are only ever added.
+    """
+    _write(Rules.draft(source_of(left, hint), right, name=f"{left} and {right}"), output, as_json)
+
+
+@app.command("check")
+def check(
+    rules: Annotated[str, typer.Argument(help="A file of rules, or the name of a preset.")],
+    left: Where,
+    right: Where,
+    inverse: Inverse = False,
+    size: Sizes = None,
+    probes: Annotated[
+        int, typer.Option("--probes", help="How many elements of each array to compare.", min=1)
+    ] = 64,
+    hint: HintOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check rules with two checkpoints that hold the same weights, by a few elements of each array.
+
+    Finds what names and shapes do not show: a wrong transpose of a square kernel, an exchange of q
+    and k, heads in another order. Exits with 1 where something differs. `unickpt diff --rules`
+    compares every element.
+
+    \b
+    unickpt rules check my.rules runs/jax/step_100 model.safetensors
+
+    --json prints {same, arrays, elements, differences: {name: why}}. Fields are only ever added.
+    """
+    wanted = read_rules(rules, inverse, size)
+    assert wanted is not None
+    found = wanted.check(source_of(left, hint), right, probes=probes)
+    if as_json:
+        print_json({"same": bool(found), **asdict(found)})
+    else:
+        console().print(str(found))
+    if not found:
+        raise typer.Exit(DIFFERENT)
+
+
+def _write(found: Rules, output: Path | None, as_json: bool) -> None:
+    """Writes rules that were found, and prints what they cover."""
+    report = found.report
+    assert report is not None
+    if output is not None:
+        output.write_text(report.text, encoding="utf-8")
+    if as_json:
+        body = asdict(report)
+        print_json({"rules": body.pop("text"), "report": body})
+        return
+    if output is None:
+        print(report.text)
+    console(stderr=True).print(str(report))
+
+
+def _function(given: str) -> Callable[[Any], Any]:
+    """The function of a module or of a file."""
+    module_name, colon, path = given.rpartition(":")
+    if not colon or not path:
+        fail(f"{given} is not MODULE:FUNCTION, such as convert_llama:to_hf")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = _module(module_name)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except ImportError as error:
+        fail(f"{module_name} cannot be imported: {error}")
+    except AttributeError:
+        fail(f"{module_name} has no {path}")
+    if not callable(found):
+        fail(f"{given} is of type {type(found).__name__}, not a function")
+    function: Callable[[Any], Any] = found
+    return function
+
+
+def _module(name: str) -> Any:
+    if not name.endswith(".py"):
+        return importlib.import_module(name)
+    if not Path(name).is_file():
+        fail(f"there is no file {name}")
+    spec = importlib.util.spec_from_file_location(Path(name).stem, name)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(module.__name__, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _example(given: str) -> Any:
+    """A checkpoint, or a tree of shapes."""
+    if not given.endswith(".json") or not Path(given).is_file():
+        return unickpt.open(given)
+    try:
+        shapes = json.loads(Path(given).read_text(encoding="utf-8"))
+        leaves = {name: _leaf(shape) for name, shape in shapes.items()}
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        fail(f"{given} must have {{name: shape}}, or {{name: {{shape, dtype}}}}: {error}")
+    return tree.rebuild(tree_json.from_names(list(leaves)), leaves.__getitem__)
+
+
+def _leaf(shape: Any) -> Any:
+    if isinstance(shape, dict):
+        return SimpleNamespace(shape=tuple(map(int, shape["shape"])), dtype=shape["dtype"])
+    return tuple(map(int, shape))

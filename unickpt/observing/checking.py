@@ -1,0 +1,149 @@
+"""Check: whether rules make of one side what the other side holds, by a few elements of each array.
+
+Where names and shapes fit, a transpose of a square kernel, or an exchange of q and k, shows in the
+values alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+import numpy as np
+
+from unickpt.arrays.box import Box
+from unickpt.arrays.dtypes import Array
+from unickpt.observing.converters import arrays_in
+from unickpt.reading import checkpoint
+from unickpt.rules import in_memory
+from unickpt.rules.observed import RulesCheck
+from unickpt.rules.plan import Fact, Made
+from unickpt.rules.planner import make_plan
+from unickpt.rules.rule_set import Rules
+
+_SMALL = 1 << 22
+_SHORT = 4
+
+
+@dataclass(frozen=True)
+class Side:
+    """Arrays that can be read in boxes.
+
+    Arguments:
+        facts: shapes and dtypes, by name.
+        read: returns a box of an array.
+        where: what it is, for messages.
+    """
+
+    facts: Mapping[str, Fact]
+    read: Callable[[str, Box], Array]
+    where: str
+
+    @classmethod
+    def of(cls, given: Any, where: str) -> Side:
+        """A tree of arrays, or a checkpoint: a path, a URL, or what `unickpt.open` returned."""
+        if isinstance(given, str | PathLike | checkpoint.Checkpoint):
+            opened = checkpoint.opened(given)
+            entries = opened.reader.index.entries
+            facts = {name: Fact(entry.shape, entry.dtype) for name, entry in entries.items()}
+            return cls(facts, lambda name, box: opened[name].read(box), str(given))
+        arrays = arrays_in(given)
+        return cls(in_memory.facts_of(arrays), lambda name, box: arrays[name][box.slices], where)
+
+    def whole(self, name: str) -> Array:
+        return self.read(name, Box.whole(self.facts[name].shape))
+
+
+def check(rules: Rules, left: Any, right: Any, *, probes: int, rtol: float) -> RulesCheck:
+    """See `Rules.check`."""
+    have, want = Side.of(left, "the left side"), Side.of(right, "the right side")
+    stored = in_memory.stored_leaves(have.facts)
+    plan = make_plan(rules, stored, want.facts, where=have.where)
+    random = np.random.default_rng(0)
+    names = {**{name: name for name in plan.made}, **plan.aliases}
+    found: dict[str, str] = {}
+    compared, arrays = 0, 0
+    for name, made_as in names.items():
+        made = plan.made[made_as]
+        if made.carried is not None or made.function is not None:
+            continue
+        arrays += 1
+        for box in _boxes(made.fact.shape, probes, random):
+            compared += math.prod(box.shape)
+            one, other = in_memory.elements(made, box, have.read), want.read(name, box)
+            bad = np.argwhere(~_equal(one, other, 0 if made.exact else max(rtol, 1e-5)))
+            if len(bad):
+                at = tuple(int(i + o) for i, o in zip(bad[0], box.start, strict=True))
+                found[name] = _difference(name, made, at, have, want)
+                break
+    return RulesCheck(arrays, compared, found)
+
+
+def _equal(one: Array, other: Array, rtol: float) -> Array:
+    if one.shape != other.shape:
+        return np.zeros(one.shape, bool)
+    if rtol:
+        wide = np.complex128 if one.dtype.kind == "c" else np.float64
+        return np.isclose(one.astype(wide), other.astype(wide), rtol, rtol, equal_nan=True)
+    same = one == other
+    if one.dtype.kind not in "biu":
+        same |= (one != one) & (other != other)
+    return np.asarray(same)
+
+
+def _boxes(shape: tuple[int, ...], probes: int, random: np.random.Generator) -> Iterator[Box]:
+    """Small boxes of an array that together have about so many elements: its ends, and others."""
+    if 0 in shape:
+        return
+    size = math.prod(shape)
+    if size <= probes:
+        yield Box.whole(shape)
+        return
+    extent = tuple(min(n, _SHORT) for n in shape[-2:])
+    extent = (1,) * (len(shape) - len(extent)) + extent
+    last = tuple(n - e for n, e in zip(shape, extent, strict=True))
+    count = max(3, probes // math.prod(extent))
+    starts = [tuple(0 for _ in shape), last]
+    starts += [tuple(int(random.integers(0, n + 1)) for n in last) for _ in range(count - 2)]
+    for start in dict.fromkeys(starts):
+        yield Box(start, tuple(a + e for a, e in zip(start, extent, strict=True)))
+
+
+def _difference(name: str, made: Made, at: tuple[int, ...], have: Side, want: Side) -> str:
+    """What is not the same, and why it may be."""
+    one = Box(at, tuple(i + 1 for i in at))
+    ours = in_memory.elements(made, one, have.read).reshape(())
+    theirs = want.read(name, one).reshape(())
+    text = f"element {list(at)} is {theirs}, and would be made as {ours} by `{made.rule}`"
+    if math.prod(made.fact.shape) > _SMALL or want.facts[name].shape != made.fact.shape:
+        return text
+    whole = in_memory.elements(made, Box.whole(made.fact.shape), have.read)
+    reason = _reason(name, whole, want)
+    return f"{text}; {reason}" if reason else text
+
+
+def _reason(name: str, made: Array, want: Side) -> str:
+    """The likely mistake in a rule."""
+    asked = want.whole(name)
+    for order in itertools.permutations(range(made.ndim)):
+        turned = made.transpose(order)
+        if turned.shape == asked.shape and _equal(turned, asked, 0).all():
+            letters = "abcdefgh"[: made.ndim]
+            return (
+                f"it is the same with its axes exchanged, [{' '.join(letters)}] as "
+                f"[{' '.join(letters[i] for i in order)}]: the rule lacks a transpose, or has one "
+                "too many"
+            )
+    for other, fact in want.facts.items():
+        if other != name and fact.shape == made.shape and _equal(made, want.whole(other), 0).all():
+            return f"it is what {other!r} holds: two names are exchanged"
+    if made.dtype == asked.dtype and np.array_equal(np.sort(made, None), np.sort(asked, None)):
+        return (
+            "both hold the same numbers in another order: look at how heads, or pairs of rotary "
+            "dimensions, are ordered"
+        )
+    return ""

@@ -1,0 +1,552 @@
+"""Draft: rules from two checkpoints, or from a checkpoint and a model, by values, names and shapes.
+
+Where both sides hold the same weights, values decide, which is certain. Names and sizes alone can
+decide where nothing else fits; all the rest is a guess, which no rule says before its user does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from os import PathLike
+from typing import Any
+
+import numpy as np
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.dtypes import Array
+from unickpt.errors import RuleError
+from unickpt.observing.checking import Side
+from unickpt.observing.converters import Example
+from unickpt.observing.name_likeness import Likeness
+from unickpt.observing.notation import Capture, Token, Written, WrittenTerm, merged, tokens
+from unickpt.observing.value_matching import (
+    Order,
+    Region,
+    Values,
+    equal_orders,
+    orders,
+    regions,
+)
+from unickpt.reading import checkpoint
+from unickpt.rules import in_memory
+from unickpt.rules.observed import DraftReport
+from unickpt.rules.plan import Fact
+from unickpt.rules.planner import make_plan
+from unickpt.rules.rule_set import Rules
+
+_LETTERS = "abcdefghijkmnopqrstuvwyz"
+_NEAR, _APART = 0.25, 0.12
+
+
+def draft(first: Any, second: Any, *, name: str = "draft") -> Rules:
+    """See `Rules.draft`."""
+    left, right = _side(first, "the left side"), _side(second, "the right side")
+    drafted = _Drafted(left[0], right[0], has_values=left[1] and right[1])
+    drafted.by_values()
+    drafted.by_siblings()
+    drafted.by_names()
+    return drafted.rules(name)
+
+
+def _side(given: Any, where: str) -> tuple[Side, bool]:
+    """A side, and whether it has values: shapes alone, or a model without memory, have none."""
+    if isinstance(given, str | PathLike | checkpoint.Checkpoint):
+        return Side.of(given, where), True
+    example = Example.of(given, None)
+    try:
+        side = Side.of(given, where)
+        if side.facts.keys() == example.arrays.keys():
+            return side, True
+    except (TypeError, NotImplementedError):  # what stands for an array without memory
+        pass
+    facts = {n: Fact(s, dtypes.name_of(dtype)) for n, (s, dtype) in example.arrays.items()}
+    return Side(facts, lambda name, box: np.zeros(box.shape), where), False
+
+
+@dataclass
+class _Guess:
+    """A rule that may be meant, and others that may be as well."""
+
+    rule: Written
+    others: list[str]
+
+
+@dataclass
+class _Drafted:
+    """The draft of two sides.
+
+    Arguments:
+        left, right: the sides.
+        has_values: whether both have values.
+    """
+
+    left: Side
+    right: Side
+    has_values: bool
+    certain: list[Written] = field(default_factory=list)
+    guesses: list[_Guess] = field(default_factory=list)
+    pairs: list[tuple[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._open = {True: dict(self.left.facts), False: dict(self.right.facts)}
+        self._order = {name: at for at, name in enumerate(self.left.facts)}
+        self._values = {True: Values(self.left), False: Values(self.right)}
+
+    # --- values -------------------------------------------------------------------------------
+
+    def by_values(self) -> None:
+        """Takes what values decide."""
+        if not self.has_values:
+            return
+        self._equal_arrays()
+        for is_left in (True, False):
+            sizes = {name: math.prod(fact.shape) for name, fact in self._open[not is_left].items()}
+            least = min(sizes.values(), default=0)
+            for name, fact in list(self._open[is_left].items()):
+                is_large = math.prod(fact.shape) > least and len(fact.shape) > 1
+                if is_large or (fact.shape and math.prod(fact.shape) > least):
+                    self._parts(is_left, name)
+
+    def _sums(self, is_left: bool) -> dict[str, int]:
+        """The sums of what is left of a side and whose values tell something."""
+        values = self._values[is_left]
+        return {n: values.sums[n] for n in self._open[is_left]
+                if n in values.sums and not values.is_constant[n]}  # fmt: skip
+
+    def _equal_arrays(self) -> None:
+        """Pairs of arrays that hold the same numbers; of the right side also ties."""
+        by_sum: dict[tuple[int, int], tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+        for is_left in (True, False):
+            for name, value in self._sums(is_left).items():
+                size = math.prod(self._open[is_left][name].shape)
+                by_sum[value, size][not is_left].append(name)
+        for lefts, rights in by_sum.values():
+            if len(lefts) == 1 and rights:
+                self._pair(lefts[0], rights)
+
+    def _pair(self, left: str, rights: Sequence[str]) -> None:
+        one, terms = self._values[True].array(left), []
+        for right in rights:
+            found = equal_orders(one, self._values[False].array(right))
+            if found:
+                terms.append((right, found))
+        if not terms:
+            return
+        shape = self.left.facts[left].shape
+        whole = all(
+            found[0].many
+            and found[0].order == tuple(range(len(shape)))
+            and self.right.facts[right].shape == shape
+            for right, found in terms
+        )
+        if whole and len(terms) == 1:
+            rule = Written((WrittenTerm(tokens(left)),), ((WrittenTerm(tokens(terms[0][0])),),))
+        elif len(terms) == 1 or all(found[0].many for _, found in terms):
+            rule = self._of_orders(left, [(right, found[0]) for right, found in terms])
+        else:
+            terms = terms[:1]
+            rule = self._of_orders(left, [(terms[0][0], terms[0][1][0])])
+        names = [right for right, _ in terms]
+        others = [str(self._of_orders(left, [(terms[0][0], order)])) for order in terms[0][1][1:]]
+        if others:
+            self._guess(rule, [left], names, others)
+        else:
+            self._take(rule, [left], names)
+
+    def _of_orders(self, left: str, rights: Sequence[tuple[str, Order]]) -> Written:
+        """A rule of one array and the names of the other side's."""
+        shape = self.left.facts[left].shape
+        right_shape = self.right.facts[rights[0][0]].shape
+        first = rights[0][1]
+        if first.many:
+            letters = _letters(shape)
+            left_dims = list(letters)
+            dims = [_grouped(letters, order) for _, order in rights]
+        else:
+            letters = _letters(right_shape)
+            left_dims = _grouped(letters, first)
+            dims = [list(letters)]
+        many, few = (shape, dims[0]) if first.many else (right_shape, left_dims)
+        sizes = _sizes_in([few], dict(zip(letters, many, strict=True)))
+        names = tuple(
+            WrittenTerm(tokens(right), _tail(one))
+            for (right, _), one in zip(rights, dims, strict=True)
+        )
+        return Written((WrittenTerm(tokens(left), _tail(left_dims)),), (names,), sizes)
+
+    def _parts(self, is_left: bool, name: str) -> None:
+        """An array whose parts are arrays of the other side."""
+        wanted = self._sums(not is_left)
+        if not wanted or name not in self._sums(is_left):
+            return
+        facts = self._open[not is_left]
+        found = list(regions(name, self._values[is_left], wanted, facts))
+        size = sum(math.prod(facts[other].shape) for other, _ in found)
+        if not found or size != math.prod(self._open[is_left][name].shape):
+            return
+        rule = self._of_regions(is_left, name, found)
+        if rule is not None:
+            others = [other for other, _ in found]
+            self._take(rule, *(([name], others) if is_left else (others, [name])))
+
+    def _of_regions(
+        self, is_left: bool, name: str, found: Sequence[tuple[str, Region]]
+    ) -> Written | None:
+        """The rule for an array and its parts; None if they are not of one pattern."""
+        if len({(region.stacked, region.along) for _, region in found}) > 1:
+            return None
+        region = found[0][1]
+        x, shape = self._values[is_left].array(name), self._open[is_left][name].shape
+        pieces: dict[int, list[tuple[str, Region]]] = defaultdict(list)
+        for other, one in found:
+            pieces[one.start].append((other, one))
+        letters = _letters(shape)
+        sizes = dict(zip(letters, shape, strict=True))
+        free = iter(c for c in _LETTERS if c not in letters)
+        dims: list[str] = list(letters)
+        terms, segments = [], []
+        for _, members in sorted(pieces.items()):
+            members.sort(key=lambda pair: pair[1].index)
+            captured = _captured(members, [letters[axis] for axis in region.stacked])
+            order = self._order_of(is_left, x, members)
+            if captured is None or order is None or not order.many:
+                return None
+            own = list(letters)
+            if region.along is not None:
+                own[region.along] = next(free)
+                sizes[own[region.along]] = members[0][1].stop - members[0][1].start
+                segments.append(own[region.along])
+            inner = [letter for axis, letter in enumerate(own) if axis not in region.stacked]
+            terms.append(WrittenTerm(captured, _tail(_grouped(inner, order))))
+        if region.along is not None:
+            dims[region.along] = f"({' + '.join(segments)})"
+        large = WrittenTerm(tokens(name), _tail(dims))
+        given = _sizes_in([dims, *([t.tail] for t in terms)], sizes)
+        if is_left:
+            return Written((large,), tuple((term,) for term in terms), given)
+        return Written(tuple(terms), ((large,),), given)
+
+    def _order_of(
+        self, is_left: bool, x: Array, members: Sequence[tuple[str, Region]]
+    ) -> Order | None:
+        """The order that parts have on the other side, if all have the same one, and no other."""
+        common: list[Order] | None = None
+        for other, region in members:
+            found = equal_orders(region.of(x), self._values[not is_left].array(other))
+            common = found if common is None else [order for order in common if order in found]
+        return common[0] if common is not None and len(common) == 1 else None
+
+    # --- names --------------------------------------------------------------------------------
+
+    def by_siblings(self) -> None:
+        """Takes arrays whose containers belong together, by what was taken, and that fit alone."""
+        for _ in range(2):
+            parents: dict[str, set[str]] = defaultdict(set)
+            back: dict[str, set[str]] = defaultdict(set)
+            for left, right in self.pairs:
+                parents[_parent(left)].add(_parent(right))
+                back[_parent(right)].add(_parent(left))
+            for left, fact in list(self._open[True].items()):
+                there = parents.get(_parent(left), set())
+                if len(there) != 1 or not _parent(left):
+                    continue
+                (parent,) = there
+                if back[parent] != {_parent(left)}:
+                    continue
+                found = [r for r, f in self._open[False].items()
+                         if _parent(r) == parent and orders(fact.shape, f.shape)]  # fmt: skip
+                rivals = [n for n, f in self._open[True].items()
+                          if n != left and _parent(n) == _parent(left) and found
+                          and orders(f.shape, self._open[False][found[0]].shape)]  # fmt: skip
+                if len(found) == 1 and not rivals:
+                    self._by_shape(left, found[0], is_sure=True, others=[])
+
+    def by_names(self) -> None:
+        """Takes what names and shapes decide, and guesses the rest."""
+        lefts, rights = _families(self._open[True]), _families(self._open[False])
+        if not lefts or not rights:
+            return
+        likeness = Likeness([f.example for f in (*lefts, *rights)])
+        table: list[tuple[float, int, int]] = []
+        for i, one in enumerate(lefts):
+            for j, other in enumerate(rights):
+                if _fits(one, other):
+                    table.append((likeness.of(one.example, other.example), i, j))
+        table.sort(reverse=True)
+        taken: tuple[set[int], set[int]] = set(), set()
+        for score, i, j in table:
+            if i in taken[0] or j in taken[1] or score <= 0:
+                continue
+            rivals = [
+                (s, a, b) for s, a, b in table
+                if (a == i) != (b == j) and a not in taken[0] and b not in taken[1]
+            ]  # fmt: skip
+            apart = score - max((s for s, _, _ in rivals), default=0.0)
+            is_sure = score >= _NEAR and apart >= _APART and not self.has_values
+            names = [rights[b].example for _, a, b in rivals[:3] if a == i]
+            if score >= _NEAR / 2 or not rivals:
+                taken[0].add(i)
+                taken[1].add(j)
+                self._family(lefts[i], rights[j], is_sure, names)
+
+    def _family(self, left: _Family, right: _Family, is_sure: bool, others: Sequence[str]) -> None:
+        if len(left.names) == len(right.names):
+            pairs = zip(sorted(left.names.items()), sorted(right.names.items()), strict=True)
+            for (_, one), (_, other) in pairs:
+                self._by_shape(one, other, is_sure, others)
+            return
+        large, small = (left, right) if len(left.names) == 1 else (right, left)
+        (name,) = large.names.values()
+        count = len(small.names)
+        axes = [axis for axis, n in enumerate(large.shape) if n == count]
+        found: list[Written] = []
+        for axis in axes:
+            rest = tuple(n for k, n in enumerate(large.shape) if k != axis)
+            found += [self._stacked(large is left, name, axis, small, order)
+                      for order in orders(rest, small.shape) if order.many]  # fmt: skip
+        if found:
+            lefts, rights = list(left.names.values()), list(right.names.values())
+            if is_sure and len(found) == 1:
+                self._take(found[0], lefts, rights)
+            else:
+                self._guess(found[0], lefts, rights, [*map(str, found[1:]), *others])
+
+    def _stacked(
+        self, is_left: bool, name: str, axis: int, small: _Family, order: Order
+    ) -> Written:
+        letters = _letters(self._open[is_left][name].shape)
+        inner = [letter for k, letter in enumerate(letters) if k != axis]
+        members = [(other, Region(name, (axis,), (at,)))
+                   for at, (_, other) in enumerate(sorted(small.names.items()))]  # fmt: skip
+        captured = _captured(members, [letters[axis]]) or tokens(small.example)
+        large = WrittenTerm(tokens(name), _tail(letters))
+        dims = _grouped(inner, order)
+        term = WrittenTerm(captured, _tail(dims))
+        sizes = _sizes_in([dims], dict(zip(letters, self._open[is_left][name].shape, strict=True)))
+        return (
+            Written((large,), ((term,),), sizes)
+            if is_left
+            else Written((term,), ((large,),), sizes)
+        )
+
+    def _by_shape(self, left: str, right: str, is_sure: bool, others: Sequence[str]) -> None:
+        """A pair by names: the rule for it, if only one order of axes fits the shapes."""
+        shapes = self._open[True][left].shape, self._open[False][right].shape
+        found = orders(*shapes)
+        rules = []
+        for order in found:
+            is_same = order.many and order.order == tuple(range(len(shapes[0])))
+            rules.append(
+                Written((WrittenTerm(tokens(left)),), ((WrittenTerm(tokens(right)),),))
+                if is_same and shapes[0] == shapes[1]
+                else self._of_orders(left, [(right, order)])
+            )
+        if not rules:
+            return
+        if is_sure and len(rules) == 1:
+            self._take(rules[0], [left], [right])
+        else:
+            also = [f"{left} <-> {other} ..." for other in others]
+            self._guess(rules[0], [left], [right], [*map(str, rules[1:]), *also])
+
+    # --- result -------------------------------------------------------------------------------
+
+    def _take(self, rule: Written, lefts: Sequence[str], rights: Sequence[str]) -> None:
+        self.certain.append(replace(rule, order=min(self._order[name] for name in lefts)))
+        self._close(lefts, rights)
+
+    def _guess(
+        self, rule: Written, lefts: Sequence[str], rights: Sequence[str], others: list[str]
+    ) -> None:
+        order = min(self._order[name] for name in lefts)
+        self.guesses.append(_Guess(replace(rule, order=order), others))
+        self._close(lefts, rights)
+
+    def _close(self, lefts: Sequence[str], rights: Sequence[str]) -> None:
+        self.pairs += (
+            itertools.product(lefts, rights) if len(lefts) == 1 or len(rights) == 1 else ()
+        )
+        for name in lefts:
+            del self._open[True][name]
+        for name in rights:
+            del self._open[False][name]
+
+    def rules(self, name: str) -> Rules:
+        """The certain rules, with the report that has all."""
+        lines = merged(self.certain)
+        for words in (True, False):
+            lines = merged(self.certain, words=words)
+            if self._do_fit(lines, name):
+                break
+        else:
+            lines = sorted(self.certain, key=lambda rule: rule.order)
+        guesses = _merged_guesses(self.guesses)
+        report = DraftReport(
+            tuple(map(str, lines)),
+            guesses,
+            tuple(self._open[True]),
+            tuple(self._open[False]),
+        )
+        report = replace(report, text=_text(name, report))
+        return replace(Rules.parse("\n".join(report.certain), name=name), report=report)
+
+    def _do_fit(self, lines: Sequence[Written], name: str) -> bool:
+        """Whether lines that stand for several still mean the same."""
+        lefts = self.left.facts.keys() - self._open[True].keys()
+        rights = self.right.facts.keys() - self._open[False].keys()
+        for guess in self.guesses:
+            lefts = lefts - {"".join(map(str, t.name)) for t in guess.rule.left}
+            rights = rights - {
+                "".join(map(str, t.name)) for t in itertools.chain(*guess.rule.right)
+            }
+        try:
+            rules = Rules.parse("\n".join(map(str, lines)), name=name)
+            make_plan(
+                rules,
+                in_memory.stored_leaves({n: self.left.facts[n] for n in lefts}),
+                {n: self.right.facts[n] for n in rights},
+            )
+        except RuleError:
+            return False
+        return True
+
+
+@dataclass(frozen=True)
+class _Family:
+    """Arrays of one shape whose names differ only in numbers, by these."""
+
+    names: Mapping[tuple[int, ...], str]
+    shape: tuple[int, ...]
+
+    @property
+    def example(self) -> str:
+        return next(iter(self.names.values()))
+
+
+def _families(facts: Mapping[str, Fact]) -> list[_Family]:
+    found: dict[object, dict[tuple[int, ...], str]] = defaultdict(dict)
+    for name, fact in facts.items():
+        pieces = tokens(name)
+        skeleton = tuple(None if str(t).isdecimal() else t for t in pieces)
+        numbers = tuple(int(str(t)) for t in pieces if str(t).isdecimal())
+        found[skeleton, fact.shape][numbers] = name
+    return [_Family(names, facts[next(iter(names.values()))].shape) for names in found.values()]
+
+
+def _fits(left: _Family, right: _Family) -> bool:
+    """Whether shapes allow that one becomes the other: as they are, or stacked."""
+    if len(left.names) == len(right.names):
+        return bool(orders(left.shape, right.shape))
+    large, small = (left, right) if len(left.names) == 1 else (right, left)
+    if len(large.names) != 1:
+        return False
+    count = len(small.names)
+    return any(
+        orders(tuple(n for k, n in enumerate(large.shape) if k != axis), small.shape)
+        for axis, extent in enumerate(large.shape)
+        if extent == count
+    )
+
+
+def _parent(name: str) -> str:
+    found = re.split(r"[/.](?=[^/.]*$)", name)
+    return found[0] if len(found) > 1 else ""
+
+
+def _letters(shape: Sequence[int]) -> list[str]:
+    """An axis for each dimension; `1` for those of one element."""
+    if len(shape) == 2 and 1 not in shape:
+        return ["i", "o"]
+    free = iter(_LETTERS)
+    return ["1" if n == 1 else next(free) for n in shape]
+
+
+def _grouped(letters: Sequence[str], order: Order) -> list[str]:
+    found, at = [], 0
+    for count in order.groups:
+        part = [letters[axis] for axis in order.order[at : at + count]]
+        at += count
+        found.append("1" if not part else part[0] if len(part) == 1 else f"({' '.join(part)})")
+    return found
+
+
+def _tail(dims: Iterable[str]) -> str:
+    return f" [{' '.join(dims)}]"
+
+
+def _sizes_in(
+    groups: Iterable[Sequence[str]], sizes: Mapping[str, int]
+) -> tuple[tuple[str, int], ...]:
+    """The sizes of axes in parentheses, without the largest of each."""
+    found: dict[str, int] = {}
+    for dims in groups:
+        for inside in re.findall(r"\(([^)]*)\)", " ".join(dims)):
+            letters = [c for c in re.findall(r"[A-Za-z]\w*", inside) if c in sizes]
+            for letter in sorted(letters, key=lambda c: sizes[c])[:-1]:
+                found[letter] = sizes[letter]
+    return tuple(sorted(found.items()))
+
+
+def _captured(
+    members: Sequence[tuple[str, Region]], letters: Sequence[str]
+) -> tuple[Token, ...] | None:
+    """The name of parts with their indices as axes; None if they are not in the names."""
+    pieces = [tokens(other) for other, _ in members]
+    if len({len(each) for each in pieces}) > 1:
+        return None
+    found: list[Token] = []
+    used: set[int] = set()
+    for column in zip(*pieces, strict=True):
+        if len(set(column)) == 1:
+            found.append(column[0])
+            continue
+        if not all(str(token).isdecimal() for token in column):
+            return None
+        numbers = [int(str(token)) for token in column]
+        for at, letter in enumerate(letters):
+            shift = {n - region.index[at] for n, (_, region) in zip(numbers, members, strict=True)}
+            if len(shift) == 1 and at not in used:
+                used.add(at)
+                (constant,) = shift
+                found.append(Capture(letter + (f"{constant:+d}" if constant else "")))
+                break
+        else:
+            return None
+    varying = {at for at in range(len(letters)) if len({r.index[at] for _, r in members}) > 1}
+    return tuple(found) if used >= varying else None
+
+
+def _merged_guesses(guesses: Sequence[_Guess]) -> dict[str, tuple[str, ...]]:
+    """Guesses as lines, those that differ only in numbers as one, with what else may be meant."""
+    by_form: dict[object, list[_Guess]] = defaultdict(list)
+    for guess in guesses:
+        others = tuple(re.sub(r"\d+", "#", other) for other in guess.others)
+        by_form[others].append(guess)
+    found: dict[str, tuple[str, ...]] = {}
+    for alike in by_form.values():
+        for rule in merged([guess.rule for guess in alike], words=False):
+            first = next((g for g in alike if g.rule.order == rule.order), alike[0])
+            found[str(rule)] = tuple(first.others)
+    return found
+
+
+def _text(name: str, report: DraftReport) -> str:
+    lines = [
+        f"# Drafted from {name}: {len(report.certain)} rules are certain.",
+        "",
+        *report.certain,
+    ]
+    if report.guesses:
+        lines += ["", "# Guesses: remove `#?` from those that are right."]
+        for line, others in report.guesses.items():
+            lines.append(f"#? {line}")
+            lines += [f"#     or: {other}" for other in others]
+    for side, names in (("left", report.left_over), ("right", report.right_over)):
+        if names:
+            lines += ["", f"# Left over on the {side}:", *(f"#   {n}" for n in names)]
+    return "\n".join([*lines, ""])
