@@ -22,8 +22,9 @@ from unickpt.arrays.dtypes import Array
 from unickpt.errors import RuleError
 from unickpt.observing.checking import Side
 from unickpt.observing.converters import Example
+from unickpt.observing.merging import merged
 from unickpt.observing.name_likeness import Likeness
-from unickpt.observing.notation import Capture, Token, Written, WrittenTerm, merged, tokens
+from unickpt.observing.notation import Capture, Token, Written, WrittenTerm, tokens
 from unickpt.observing.value_matching import (
     Order,
     Region,

@@ -16,7 +16,8 @@ from unickpt.errors import RuleError
 from unickpt.observing.components import Draft, Input, Misfit, Term, drafts
 from unickpt.observing.converters import Converter, Example
 from unickpt.observing.element_codes import NamesDiffer, Traced, Tracer, bits_of, check_names
-from unickpt.observing.notation import Written, WrittenTerm, merged, tokens, written
+from unickpt.observing.merging import merged
+from unickpt.observing.notation import Written, WrittenTerm, tokens, written
 from unickpt.observing.regular_blocks import Irregular
 from unickpt.rules import in_memory
 from unickpt.rules.observed import ObservedReport
