@@ -20,7 +20,7 @@ HEADER_BYTES = 16
 _FORMAT, _ZSTD_FORMAT = 2, 1
 _SHUFFLED, _STORED, _ZSTD = 1, 2, 4 << 5
 _LEAST_SPLIT = 128  # elements of a block; shorter ones are one stream
-_PASSED_OVER = 3  # blocks, of a plane that did not shrink
+_PROBES, _PROBE_SHARE = 4, 64  # what is looked at of a plane that did not shrink in the last block
 _MOST_OF_PLANE = 1 - 1 / 64
 _MOST_OF_CHUNK = 1 - 1 / 32  # else it is not worth decoding
 _HEADER = struct.Struct("<BBBBIII")
@@ -84,7 +84,7 @@ def compressed(data: Array, itemsize: int, zstd: Any) -> memoryview | None:
         return None
     out, starts = np.empty(room, np.uint8), np.zeros(count, "<i4")
     planes = np.empty((itemsize, block // itemsize), np.uint8)
-    passed = [0] * itemsize
+    shrank = [True] * itemsize
     for number in range(count):
         starts[number] = end
         some = data[number * block : (number + 1) * block]
@@ -94,10 +94,9 @@ def compressed(data: Array, itemsize: int, zstd: Any) -> memoryview | None:
         streams = list(own) if is_split else [np.ascontiguousarray(own).reshape(-1)]
         for plane, stream in enumerate(streams):
             coded = None
-            if not (is_split and passed[plane]):
+            if shrank[plane] or not is_split or _may_shrink(stream, zstd):
                 coded = _coded(stream, zstd)
-                passed[plane] = 0 if coded is not None else _PASSED_OVER + 1
-            passed[plane] = max(0, passed[plane] - 1)
+            shrank[plane] = coded is not None
             stored = stream if coded is None else np.frombuffer(coded, np.uint8)
             if end + _LENGTH.size + len(stored) >= room:
                 return None
@@ -109,6 +108,13 @@ def compressed(data: Array, itemsize: int, zstd: Any) -> memoryview | None:
     out[:HEADER_BYTES] = np.frombuffer(_header(flags, itemsize, len(data), end), np.uint8)
     out[HEADER_BYTES : HEADER_BYTES + starts.nbytes] = starts.view(np.uint8)
     return out[:end].data
+
+
+def _may_shrink(stream: Array, zstd: Any) -> bool:
+    """Whether a few places of a stream say that it shrinks."""
+    size, step = len(stream) // _PROBE_SHARE, len(stream) // _PROBES
+    probes = [stream[at : at + size] for at in range(step - size, len(stream), step)]
+    return _coded(np.concatenate(probes), zstd) is not None
 
 
 def _coded(stream: Array, zstd: Any) -> bytes | None:
