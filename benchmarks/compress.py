@@ -32,7 +32,7 @@ from rich.console import Console
 
 import unickpt
 from unickpt import SaveOptions
-from unickpt.format import blosc_frames, codec
+from unickpt.format import codec
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.saving import compressing
@@ -132,7 +132,7 @@ def arrays(trained: Path | None, rounds: int) -> None:
 def entry_of(array: Array, encoding: Any = ...) -> ArrayEntry:
     """An array, with the codec of `compression="auto"` if no other is said."""
     if encoding is ...:
-        encoding = codec.chosen_encoding(array.itemsize)
+        encoding = codec.chosen_encoding(ts.dtype(array.dtype).name)
     dtype = ts.dtype(array.dtype).name
     return ArrayEntry("w", array.shape, dtype, array.shape, encoding=encoding)
 
@@ -149,15 +149,14 @@ def least(work: Callable[[], Any], rounds: int) -> tuple[Any, float]:
 
 def auto(array: Array, rounds: int) -> Made:
     """As a save does it: a sample, then a frame or the bytes as they are, and the digest."""
-    entry = entry_of(array)
+    entry, part = entry_of(array), Part.whole("w", array.shape, array.shape)
 
     def write() -> Any:
         codec.digest(array)
-        data = codec.bytes_of(array)
+        raw = codec.bytes_of(array).data
         if not compressing.pays(entry, array):
-            return data.data
-        frame = blosc_frames.compressed(data, array.itemsize, blosc_frames.compressor())
-        return data.data if frame is None else frame
+            return raw
+        return compressing.shorter(entry, part, array, (raw,)) or raw
 
     found, seconds = least(write, rounds)
     if len(found) == array.nbytes:

@@ -37,8 +37,7 @@ def values(kind: str, count: int, itemsize: int, seed: int) -> np.ndarray[Any, A
 
 def read(data: bytes, dtype: str, count: int) -> np.ndarray[Any, Any]:
     """What TensorStore makes of a chunk with these stored bytes."""
-    kind = dtypes.from_name(dtype)
-    encoding = codec.chosen_encoding(kind.itemsize)
+    encoding = codec.chosen_encoding(dtype)
     entry = ArrayEntry("w", (count,), dtype, (count,), encoding=encoding)
     context = ts.Context({"memory_key_value_store": {}})
     memory = {"driver": "memory", "path": "w/"}

@@ -26,7 +26,7 @@ def indexes(draw: st.DrawFn) -> Index:
         shape, layout = draw(laid_out())
         chunk, cut = chunk_grid.chunk_grid(shape, 2, layout, draw(st.integers(1, 99)))
         name = f"layer/{number}"
-        encoding = draw(st.sampled_from([None, (), codec.chosen_encoding(2)]))
+        encoding = draw(st.sampled_from([None, (), codec.chosen_encoding("int16")]))
         arrays[name] = ArrayEntry(name, shape, "bfloat16", chunk, layout, cut, encoding=encoding)
     shape = draw(shapes(max_rank=2).filter(all))
     arrays["boxes"] = ArrayEntry(
@@ -75,8 +75,8 @@ def test_arrays_that_differ_in_one_thing_only_are_not_mixed_up() -> None:
         replace(like, dtype="float32", quantized="uint8", errors=(0.5, 0.125)),
         replace(like, patched=1),
         replace(like, encoding=()),
-        replace(like, encoding=codec.chosen_encoding(4)),
-        replace(like, encoding=codec.chosen_encoding(2)),
+        replace(like, encoding=codec.chosen_encoding("bool")),
+        replace(like, encoding=codec.chosen_encoding("int16")),
     ]
     twice = [*different, *(replace(entry) for entry in different)]
     arrays = {str(n): replace(entry, name=str(n)) for n, entry in enumerate(twice)}

@@ -52,6 +52,7 @@ def state() -> dict[str, Any]:
         "moment": weights(100, 400).astype(np.float32) ** 2,
         "noise": noise(3, 100_001),
         "zeros": np.zeros((300, 70), np.complex128),
+        "mask": np.random.default_rng(2).random((333, 334)) < 0.1,
         "codes": np.random.default_rng(1).integers(-8, 8, (350, 333)).astype(ml_dtypes.int4),
         "small": np.arange(1000),
         "scalar": np.float32(3),
@@ -92,7 +93,7 @@ def encoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def test_each_array_is_stored_as_it_pays(tmp_path: Path) -> None:
     report = save(tmp_path / "c", state())
     is_whole(tmp_path / "c", state())
-    shrunk = dict.fromkeys(("w", "moment", "zeros", "codes"), "blosc")
+    shrunk = dict.fromkeys(("w", "moment", "zeros", "mask", "codes"), "blosc")
     assert chosen(tmp_path / "c") == {**shrunk, "noise": "raw"}
     assert unickpt.open(tmp_path / "c").reader.version == "4.0"
     stored = sum((tmp_path / "c" / name).stat().st_size for name in files(tmp_path / "c"))
@@ -186,7 +187,7 @@ def plain(path: Path | str, name: str) -> np.ndarray[Any, Any]:
 
 def test_tensorstore_opens_each_array_by_its_url(tmp_path: Path) -> None:
     save(tmp_path / "c", state())
-    for name in ("w", "moment", "noise", "zeros", "codes", "small"):
+    for name in ("w", "moment", "noise", "zeros", "mask", "codes", "small"):
         found = plain(tmp_path / "c", name)
         assert found.dtype == state()[name].dtype
         assert found.tobytes() == state()[name].tobytes(), name
@@ -206,7 +207,7 @@ def test_parts_of_arrays_are_read(tmp_path: Path) -> None:
 
 def test_a_sample_is_of_several_places() -> None:
     entry = unickpt.format.index.ArrayEntry(
-        "w", (1 << 22,), "uint8", (1 << 22,), encoding=codec.chosen_encoding(1)
+        "w", (1 << 22,), "uint8", (1 << 22,), encoding=codec.chosen_encoding("uint8")
     )
     chunk = noise(1 << 22)
     assert not compressing.pays(entry, chunk)
@@ -539,7 +540,7 @@ def test_inspect_says_what_is_compressed(tmp_path: Path) -> None:
 
     save(tmp_path / "c", state())
     found = CliRunner().invoke(app, ["inspect", str(tmp_path / "c")])
-    assert "compression blosc of 4 arrays" in " ".join(found.output.split())
+    assert "compression blosc of 5 arrays" in " ".join(found.output.split())
     found = CliRunner().invoke(app, ["inspect", str(tmp_path / "c"), "--json"])
     arrays = {each["name"]: each for each in json.loads(found.output)["arrays"]}
     assert arrays["w"]["codecs"][0]["name"] == "blosc"

@@ -27,9 +27,14 @@ _HEADER = struct.Struct("<BBBBIII")
 _LENGTH = struct.Struct("<i")
 
 
-def configuration(itemsize: int) -> dict[str, int | str]:
-    """What `zarr.json` says of frames of elements of a size."""
-    shuffle = "noshuffle" if itemsize == 1 else "shuffle"
+def configuration(itemsize: int, *, bits: bool) -> dict[str, int | str]:
+    """What `zarr.json` says of frames.
+
+    Arguments:
+        itemsize: bytes of an element.
+        bits: whether they have planes of bits, not of bytes.
+    """
+    shuffle = "bitshuffle" if bits else "noshuffle" if itemsize == 1 else "shuffle"
     return {
         "cname": "zstd",
         "clevel": 1,

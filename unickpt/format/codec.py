@@ -54,11 +54,13 @@ def codecs_for(compression: str | None) -> tuple[dict[str, Any], ...]:
 
 
 @cache
-def chosen_encoding(itemsize: int) -> Encoding:
-    """The codec of `compression="auto"` for elements of a size."""
+def chosen_encoding(dtype: str) -> Encoding:
+    """The codec of `compression="auto"` for a dtype."""
     from unickpt.format import blosc_frames  # only where it is asked for
 
-    settings = blosc_frames.configuration(itemsize)
+    itemsize = dtypes.from_name(dtype).itemsize
+    # Measured: of bools, planes of bits take half as much, in half the time; of others more.
+    settings = blosc_frames.configuration(itemsize, bits=dtype == "bool")
     return encoding_of([{"name": "blosc", "configuration": settings}])
 
 

@@ -93,7 +93,7 @@ class Compressing:
         nbytes = sum(map(len, value))
         digest = codec.digest(chunk)
         if self._pays.get(item.array):
-            short = _short(entry, part, chunk, value)
+            short = shorter(entry, part, chunk, value)
             if short is not None:
                 with self._counting:
                     self.saved_bytes += max(0, chunk.nbytes - len(short))
@@ -141,11 +141,11 @@ def pays(entry: ArrayEntry, chunk: Array) -> bool:
         sample = np.concatenate([data[at : at + _PIECE_BYTES] for at in starts.tolist()])
     elements = sample.view(chunk.dtype)
     part = Part.whole(entry.name, elements.shape, elements.shape)
-    short = _short(entry, part, elements, (sample.data,))
+    short = shorter(entry, part, elements, (sample.data,))
     return short is not None and len(short) < _MOST_OF_SAMPLE * len(sample)
 
 
-def _short(
+def shorter(
     entry: ArrayEntry, part: Part, chunk: Array, value: Sequence[memoryview]
 ) -> memoryview | None:
     """A chunk, compressed; None if that does not make it smaller.
@@ -156,7 +156,7 @@ def _short(
         value: what is stored of it without compression.
     """
     nbytes = sum(map(len, value))
-    zstd: Any = blosc_frames.compressor()
+    zstd: Any = None if entry.dtype == "bool" else blosc_frames.compressor()
     if zstd is not None:
         data = np.frombuffer(value[0] if len(value) == 1 else b"".join(value), np.uint8)
         return blosc_frames.compressed(data, entry.itemsize, zstd)

@@ -226,7 +226,7 @@ def _entry(name: str, source: ArraySource, options: SaveOptions, single: int | N
     encoding = None
     if options.compression == "auto":
         if nbytes_of(source.shape, dtype) >= _LEAST_BYTES and nbytes <= _MOST_BYTES:
-            encoding = codec.chosen_encoding(source.dtype.itemsize)
+            encoding = codec.chosen_encoding(dtype)
     elif options.compression is not None and nbytes > chunk_store.COMPRESSED_MOST:
         raise ValueError(
             f"its chunks would have {nbytes} bytes, but compressed ones hold at most "
