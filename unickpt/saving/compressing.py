@@ -28,12 +28,16 @@ mapped into memory nor read in ranges."""
 
 
 class Compressing:
-    """The choice of one save in one process. Several threads may `encode`."""
+    """The choice of one save in one process. Several threads may `encode`.
 
-    def __init__(self) -> None:
+    Arguments:
+        alone: whether no other process saves with this one.
+    """
+
+    def __init__(self, *, alone: bool) -> None:
         self._pays: dict[int, bool] = {}
         self._before: Index | None = None
-        self._is_known = True
+        self._is_known, self._alone = True, alone
         self._counting = threading.Lock()
         self.saved_bytes = 0
         """By how much what was written became smaller."""
@@ -44,10 +48,10 @@ class Compressing:
         """Goes on with the choices of the base, whose chunks may become chunks of this save.
 
         Arguments:
-            before: its index; None if it cannot be read here, though perhaps elsewhere. Then
-                nothing is compressed, which is right whatever others take of it.
+            before: its index; None if it cannot be read here, though perhaps by other processes.
+                Then nothing is compressed, which is right whatever they take of it.
         """
-        self._before, self._is_known = before, before is not None
+        self._before, self._is_known = before, self._alone or before is not None
 
     def follows(self, entries: Sequence[ArrayEntry]) -> dict[int, bool]:
         """For those arrays that the base has, by their numbers, whether they are compressed there.

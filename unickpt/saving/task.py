@@ -364,7 +364,7 @@ class SaveTask:
             return None
         from unickpt.saving.compressing import Compressing
 
-        return Compressing()
+        return Compressing(alone=self.group.count == 1)
 
     def _open_base(self) -> tuple[Base | None, bool]:
         """The base, and whether all chunks that are equal there are taken, or only those of experts
