@@ -1,4 +1,4 @@
-"""Saves of some experts at a time into storage without links: steps borrow from a whole one."""
+"""Saves of some experts at a time into storage without links: from the steps that wrote them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def check(path: str, step: int) -> dict[str, dict[int, int]]:
     return of
 
 
-def test_experts_are_borrowed_from_a_whole_step(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_are_borrowed_from_the_steps_that_wrote_them(
+    run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read = list[str]()
     real = OcdbtReader.read
 
@@ -82,23 +84,36 @@ def test_experts_are_borrowed_from_a_whole_step(run: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(OcdbtReader, "read", listed)
     with Checkpointer(run, experts=Experts(PARTIAL), keep_last=1, options=OPTIONS) as steps:
         written = list[list[int]]()
-        for step in range(9):
+        for step in range(12):
             read.clear()
             report = steps.save(step, state(step)).result()
-            assert not read, "an expert that is not borrowed is written as it is now"
+            assert not read, "nothing is copied"
             steps.wait()
             of = check(f"{run}/step_{step}", step)
             assert of[STACKED] == of[KEY]
             written.append([x for x, n in of[KEY].items() if n == step])
-            whole = [base.name for base in unickpt.open(f"{run}/step_{step}").index.bases] == []
-            assert whole == (len(written[-1]) == EXPERTS)
+            bases = {base.name for base in unickpt.open(f"{run}/step_{step}").index.bases}
+            assert bases == {f"step_{n}" for n in of[KEY].values() if n != step}
             assert report.written_bytes + report.reused_bytes == report.bytes
             nbytes = 40 * 30 * 8 + len(written[-1]) * (30 * 40 + 3 + 30 * 20) * 8
             assert report.written_bytes == nbytes
-        # Once less than half of the whole step is in use, the next one is whole.
-        assert [len(each) for each in written] == [8, 1, 2, 3, 4, 8, 1, 2, 3]
-        assert written[8] == [0, 1, 2], "the turn goes round from a whole step on"
-        assert steps.steps() == [5, 8]
+        assert written == [[*range(8)], *[[(step - 1) % 8] for step in range(1, 12)]]
+        assert steps.steps() == [4, 5, 6, 7, 8, 9, 10, 11], "those that have experts of the newest"
+
+
+def test_experts_of_too_many_steps_are_written_anew() -> None:
+    """A reader opens all of them."""
+    run = f"memory://{secrets.token_hex(6)}"
+    with Checkpointer(run, experts=Experts({"{x}": 1}), keep_last=1, options=OPTIONS) as steps:
+        written = []
+        for step in range(36):
+            tree = {str(x): np.full(1000, step * 100.0 + x) for x in range(20)}
+            written.append(steps.save(step, tree).result().written_bytes // 8000)
+            of = unickpt.open(f"{run}/step_{step}").metadata["unickpt"]["experts"]["steps"]["{x}"]
+            found = unickpt.load(f"{run}/step_{step}")
+            assert all((found[x] == n * 100 + int(x)).all() for x, n in of.items())
+            assert len(unickpt.open(f"{run}/step_{step}").index.bases) < 16
+    assert written == [20, *[1] * 15, 20, *[1] * 15, 20, 1, 1, 1]
 
 
 def test_a_run_goes_on_and_back(run: str) -> None:
@@ -108,13 +123,13 @@ def test_a_run_goes_on_and_back(run: str) -> None:
                 steps.load()
             for step in range(first, first + 3):
                 steps.save(step, state(step), wait=True)
-    assert [check(f"{run}/step_{step}", step)[KEY][0] for step in range(6)] == [0, 1, 2, 3, 4, 5]
+    assert [check(f"{run}/step_{step}", step)[KEY][0] for step in range(6)] == [0, 1, 1, 1, 1, 1]
     with Checkpointer(run, experts=Experts(PARTIAL), options=OPTIONS) as steps:
         steps.load(step=2)
         steps.drop_later_steps()
         steps.save(3, state(30), wait=True)
     of = unickpt.open(f"{run}/step_3").metadata["unickpt"]["experts"]["steps"][KEY]
-    assert [int(x) for x, n in of.items() if n == 3] == [0, 1, 2]
+    assert [int(x) for x, n in of.items() if n == 3] == [2]
     found = unickpt.load(f"{run}/step_3")["experts"]
     for x, n in of.items():
         assert same(found[x], state(30 if n == 3 else n)["experts"][x])
@@ -151,7 +166,7 @@ def test_several_processes_borrow_alike(run: str) -> None:
     assert in_job(2, work) == [None, None]
     for step in range(4):
         of = check(f"{run}/step_{step}", step)
-        assert sum(n == step for n in of[KEY].values()) == (step or EXPERTS)
+        assert sum(n == step for n in of[KEY].values()) == (1 if step else EXPERTS)
 
 
 def test_copies_of_partial_steps_send_what_is_new(tmp_path: Any) -> None:

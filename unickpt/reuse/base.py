@@ -59,12 +59,15 @@ class How:
         patch: whether the elements that changed are written of a chunk, where they are few.
         budget_bytes: host memory for that.
         kept_cost: what it costs to keep a byte, see `Growth`.
+        chained: whether chunks may be borrowed from several checkpoints, those of experts that take
+            turns; with patches they are in any case.
     """
 
     compare: bool = False
     patch: bool = False
     budget_bytes: int = 0
     kept_cost: float = 0.0
+    chained: bool = False
 
 
 def open_base(
@@ -106,7 +109,8 @@ def open_base(
     else:
         why = "it is not beside the new checkpoint"
     if reader.index.codecs == codecs and _is_beside(location, new):
-        beside = Siblings(reader, chained=how.patch and not needed)
+        patched = how.patch and not needed
+        beside = Siblings(reader, chained=patched or how.chained, counted=patched)
         if beside.is_worthwhile():
             return Base(reader, beside, how)
         why = f"less than half of what is in {beside.base.name} is still in use"

@@ -87,6 +87,10 @@ class Description:
             selection = partial.select(self.index, self.experts)
         except ValueError as error:
             raise UnsupportedLeaf(str(error)) from None
+        return self.with_selection(selection)
+
+    def with_selection(self, selection: ExpertSelection) -> Description:
+        """The same, of a save that writes some experts, with what it records of them."""
         index = replace(self.index, metadata=selection.metadata)
         return replace(self, index=index, selection=selection)
 

@@ -355,7 +355,7 @@ class SaveTask:
             return None, False
         from unickpt.saving import bases  # only where there is one
 
-        found = bases.open_for(
+        found, selection = bases.open_for(
             self.description,
             self.options,
             self.location,
@@ -363,6 +363,8 @@ class SaveTask:
             self.working_bytes,
             asked,
         )
+        if selection is not self.description.selection and selection is not None:
+            self.description = self.description.with_selection(selection)
         return found, asked is not None
 
     def _publish(self, record: Record, writer: ChunkWriter, staged: Staged) -> None:
