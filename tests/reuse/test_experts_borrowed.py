@@ -18,6 +18,7 @@ from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.format.reader import Request
 from unickpt.runs.step_folder import StepFolder
 from unickpt.saving.task import SaveTask
+from unickpt.storage import paths
 
 OPTIONS = SaveOptions(chunk_bytes=4096, fsync=False, timeout_s=20)
 EXPERTS = 8
@@ -98,7 +99,25 @@ def test_experts_are_borrowed_from_the_steps_that_wrote_them(
             nbytes = 40 * 30 * 8 + len(written[-1]) * (30 * 40 + 3 + 30 * 20) * 8
             assert report.written_bytes == nbytes
         assert written == [[*range(8)], *[[(step - 1) % 8] for step in range(1, 12)]]
-        assert steps.steps() == [4, 5, 6, 7, 8, 9, 10, 11], "those that have experts of the newest"
+        assert steps.steps() == [11]
+    folders = [f"step_{step}" for step in range(4, 12)]
+    left = paths.resolve(run).folders(paths.context())
+    assert sorted(left) == sorted(folders), "those that have experts of the newest step"
+    with Checkpointer(run, keep_last=1, experts=Experts(PARTIAL), options=OPTIONS) as steps:
+        assert steps.load()["dense"][0, 0] == 11e6
+        steps.save(12, state(12), wait=True)
+        check(f"{run}/step_12", 12)
+        steps.wait()
+        check(f"{run}/step_12", 12)
+        steps.delete(12)
+        steps.save(5, state(5), wait=True)  # of another run, where there is still something
+        check(f"{run}/step_5", 5)
+    with Checkpointer(run, keep_last=1, experts=Experts(PARTIAL), options=OPTIONS) as steps:
+        steps.save(6, state(6), wait=True)
+        steps.wait()
+        check(f"{run}/step_6", 6)
+    left = paths.resolve(run).folders(paths.context())
+    assert sorted(left) == ["step_6"], "nobody needs the others any more"
 
 
 def test_experts_of_too_many_steps_are_written_anew() -> None:

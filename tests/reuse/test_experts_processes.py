@@ -264,7 +264,7 @@ try:
         for number in range(first, first + many):
             if number == first + 2:
                 die_at(step, when)
-            run.save(number, state_of(number, index, count), wait=True)
+            run.save(number, state_of(number, index, count), wait=when != "moment")
             print(json.dumps(number), flush=True)
         run.wait()
 except unickpt.UnickptError as error:
@@ -327,7 +327,7 @@ def test_killed_at_any_moment(forks: Forks, tmp_path: Path) -> None:
     rng = random.Random(7)
     last = 0
     for _ in range(3):
-        pids = start(forks, tmp_path, 2, last + 1, -1, "", "", 50)
+        pids = start(forks, tmp_path, 2, last + 1, -1, "", "moment", 50)
         while not list(tmp_path.glob(f"step_{last + 2}/manifest.ocdbt")):
             time.sleep(0.02)
         time.sleep(rng.uniform(0, 0.5))

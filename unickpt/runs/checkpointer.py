@@ -158,7 +158,8 @@ class Checkpointer:
         self._sigterm = SigtermHandler(self._triggers.request_stop) if when.preemption else None
         self._branch = Branch(after if after is None else step_number(after, "after="))
         self._housekeeping = Housekeeping(
-            self._tiers, retention, self._options, self._branch, self._queue.errors.add
+            *(self._tiers, retention, self._options, self._branch, self._queue.errors.add),
+            retires=self._partial is not None,
         )
         self._removal = Removal(self._tiers, self._branch, self._housekeeping)
         self._closed = self._is_shared = False
