@@ -165,8 +165,14 @@ dist.destroy_process_group()
 """
 
 
-def ranks(root: str, how: str, dense: str, k: str) -> None:
-    """What each of 8 ranks does, which have 2 of 16 experts of 4 layers each."""
+LAYERS = {4: 64, 1: 512}
+"""How many, and the rows of their experts."""
+
+
+def ranks(root: str, how: str, dense: str, k: str, layers: str) -> None:
+    """What each of 8 ranks does, which have 2 of 16 experts of each layer."""
+    count = int(layers)
+    rows = LAYERS[count]
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -176,21 +182,20 @@ def ranks(root: str, how: str, dense: str, k: str) -> None:
 
     def tree(step: int) -> dict[str, Any]:
         layers: dict[str, Any] = {}
-        for layer in range(4):
-            value = torch.full((2, 64, 256), step * 1000.0 + layer * 100 + rank)
+        for layer in range(count):
+            value = torch.full((2, rows, 256), step * 1000.0 + layer * 100 + rank)
             value[1] += 50
             if how == "stacked":
                 layers[str(layer)] = {"up": DTensor.from_local(value, mesh, [Shard(0)])}
             else:
-                box = unickpt.Box((0, 0), (64, 256))
+                box = unickpt.Box((0, 0), (rows, 256))
                 layers[str(layer)] = {
                     "experts": {
-                        str(2 * rank + x): unickpt.LocalFragments((64, 256), [(box, value[x])])
+                        str(2 * rank + x): unickpt.LocalFragments((rows, 256), [(box, value[x])])
                         for x in range(2)
                     }
                 }
-        # As in the seeds: 32 MiB that are no expert, beside 16 experts of 2 MiB; here a quarter
-        # of the bytes, in as many chunks.
+        # 8 MiB that are no expert; a single layer has 16 experts of 0.5 MiB.
         weights = {str(n): torch.full((512, 1024), step * 1.0) for n in range(4)}
         if dense == "DTensor":
             weights = {n: DTensor.from_local(w, mesh, [Replicate()]) for n, w in weights.items()}
@@ -211,27 +216,34 @@ def ranks(root: str, how: str, dense: str, k: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "dense", "k"),
-    [("stacked", "DTensor", 4), ("apart", "plain", 2), ("stacked", "plain", 2)],
+    ("how", "dense", "k", "layers"),
+    [
+        ("stacked", "DTensor", 4, 4),
+        ("apart", "plain", 2, 4),
+        # By their turns, 4 or 2 of 8 ranks write an expert: the others write more of what is none.
+        ("stacked", "DTensor", 4, 1),
+        ("apart", "DTensor", 2, 1),
+        ("stacked", "plain", 2, 1),
+    ],
 )
 def test_ranks_write_as_much_each(
-    how: str, dense: str, k: int, processes: Processes, tmp_path: Path
+    how: str, dense: str, k: int, layers: int, processes: Processes, tmp_path: Path
 ) -> None:
     pytest.importorskip("torch")
-    out = processes.finish(processes.torch(8, RANKS, tmp_path / "run", how, dense, k))
+    out = processes.finish(processes.torch(8, RANKS, tmp_path / "run", how, dense, k, layers))
     told = [json.loads(text.splitlines()[-1]) for text in out]
     for save in range(5):
         written = [of[save][0] for of in told]
-        print(save, written)
+        print(save, written, max(written) / sum(written) * 8)
         if save:
-            assert sum(written) == 4 * (512 * 1024 * 4 + k * 64 * 256 * 4)
+            assert sum(written) == 4 * 512 * 1024 * 4 + layers * k * LAYERS[layers] * 256 * 4
         assert max(written) <= 1.1 * sum(written) / 8
         assert told[0][save][1:] == [max(written), sum(written) / 8]
     for step in range(1, 6):
         path = tmp_path / "run" / f"step_{step}"
         steps = unickpt.open(path).metadata["unickpt"]["experts"]["steps"]
         found = unickpt.load(path)
-        for layer in range(4):
+        for layer in range(layers):
             text = f"layers/{layer}/" + ("up" if how == "stacked" else "experts/{x}")
             values = found["layers"][str(layer)]
             for x, of in steps[text].items():
