@@ -418,6 +418,30 @@ class Base:
             found = self._candidates.get((part.key, number)) or self._find(entry, part, number)
         return codec.digest(self.read(entry, part, number)) if found is None else found.digest
 
+    def read_stored(self, entry: ArrayEntry, part: Part, number: int) -> Array:
+        """Reads the bytes that are stored of a chunk of a quantised array: its elements would be
+        quantised again.
+
+        Raises:
+            StorageError: the base lacks it, or has it in another form, or it cannot be read, or is
+                damaged.
+        """
+        with self._naming(entry, part, number):
+            found = self._find(entry, part, number)
+            if found is None:
+                raise CheckpointCorrupt(
+                    "it is not there in the same chunks, and what is quantised is not quantised "
+                    "a second time"
+                )
+            values = self._reader.values_of(found.entry, found.part, number)
+            if len(values) > 1:
+                raise CheckpointCorrupt("it is there as a patch, which cannot be copied")
+            stored = self._reader.read_value(found.entry, values[0], number)
+            data = np.frombuffer(stored, np.uint8)
+            if codec.digest(data) != found.digest:
+                raise CheckpointCorrupt("it does not match its digest")
+            return data
+
     def read(self, entry: ArrayEntry, part: Part, number: int) -> Array:
         """Reads a chunk of the save from the base, in whatever chunks it has it.
 

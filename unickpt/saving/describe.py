@@ -139,11 +139,6 @@ class _Leaves:
         axis = None if held is None else held.axis
         entry = _entry(name, source, self._options, axis)
         self.entries[name], self.sources[name] = entry, source
-        if held is not None and entry.quantized is not None:
-            raise ValueError(
-                f"it belongs to the experts of {held.key!r} (`experts`), which cannot be "
-                "quantised; put a pattern that matches it before, with None"
-            )
 
 
 def describe(

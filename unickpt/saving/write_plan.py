@@ -257,7 +257,8 @@ def _nothing_to_release() -> None:
 
 
 class BorrowingSource:
-    """Takes some chunks from the base of a save, to write them again.
+    """Takes some chunks from the base of a save, to write them again; of quantised arrays as they
+    are stored.
 
     Arguments:
         source: provides the others.
@@ -278,7 +279,8 @@ class BorrowingSource:
     def fetch(self, item: WriteItem) -> StagedChunk:
         if not item.borrowed:
             return self._source.fetch(item)
-        data = self._base.read(item.entry, item.part, item.number)
+        read = self._base.read if item.entry.quantized is None else self._base.read_stored
+        data = read(item.entry, item.part, item.number)
         return StagedChunk(data, data.nbytes, _nothing_to_release)
 
     def digest(self, item: WriteItem) -> int:

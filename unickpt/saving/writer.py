@@ -161,6 +161,7 @@ class ChunkWriter:
         others, taken = taking.take(self._base, items, all_equal=all_equal, in_order=in_order)
         self.count_done(sum(item.nbytes for item, _ in taken))
         self._tell()
+        self._errors |= taking.errors(self._base, items, self._errors)
         done = _References([*others, *(item for item, _ in taken)])
         for row, (item, at) in enumerate(taken, len(others)):
             done.take(row, at, self._source.digest(item))
@@ -258,6 +259,8 @@ class ChunkWriter:
 
     def encode(self, item: WriteItem, chunk: Any) -> codec.Encoded:
         """A chunk as it is stored."""
+        if item.borrowed and item.entry.quantized is not None:  # as the base has it
+            return codec.Encoded((memoryview(chunk),))
         return codec.encode(item.entry, item.part, self._description.index.codecs, chunk)
 
     def _end_batch(self, written: Future[None], batch: _Batch) -> None:
