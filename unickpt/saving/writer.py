@@ -86,8 +86,7 @@ class ChunkWriter:
         self.nbytes, self.stored_bytes, self.count, self.patched = 0, 0, 0, 0
         """Of what was written: logical bytes, bytes before compression, chunks; of these, those
         that are patches."""
-        self.unchanged = description.unchanged
-        self._told, self._done, self._total = told, 0, 0
+        self._told, self._done, self._total, self.unchanged = told, 0, 0, description.unchanged
         self._counting = threading.Lock()  # threads count what they write
         self._errors: dict[int, tuple[float, float]] = {}
 
