@@ -45,7 +45,8 @@ class RouterTokens(SeenBefore):
 
         Arguments:
             intermediates: `variables["intermediates"]` of Flax Linen, returned by `apply(...,
-                mutable="intermediates")`; or what `nnx.pop(model, nnx.Intermediate)` returns.
+                mutable="intermediates")`; or what a function in `nnx.capture(nnx.Intermediate)`
+                returns beside its result.
 
         Raises:
             ValueError: nothing matches, or it is not what it should be.

@@ -247,6 +247,6 @@ def test_what_nnx_sows() -> None:
             return self.moe(self.moe(x))
 
     net, counter = Net(), Sown("**/chosen", 3)
-    net(jnp.ones(3))
-    counter.add(nnx.pop(net, nnx.Intermediate))
+    _, sown = nnx.capture(nnx.Intermediate)(Net.__call__)(net, jnp.ones(3))
+    counter.add(sown)
     assert counter.tokens() == {"moe/experts": [2, 4, 2]}
