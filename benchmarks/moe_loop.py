@@ -228,7 +228,7 @@ def overhead(arguments: argparse.Namespace) -> None:
 
 # --- losses ---------------------------------------------------------------------------------------
 
-SAVED_EVERY, STEPS, KILLED = 10, 360, 200
+SAVED_EVERY, STEPS, KILLED = 10, 240, 140
 
 
 def losses(arguments: argparse.Namespace) -> None:
@@ -242,7 +242,7 @@ def losses(arguments: argparse.Namespace) -> None:
     for seed in range(1, arguments.seeds + 1):
         with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
             ends.append(child(folder, seed, 0, "whole")["loss"])
-            for k in (8, 7, 4, 1):
+            for k in (8, 7, 1):
                 root = Path(folder) / str(k)
                 assert child(str(root), seed, k, "killed") == {}
                 rows.setdefault(k, []).append(child(str(root), seed, k, "resumed"))

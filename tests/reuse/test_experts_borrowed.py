@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support import s3_server
+from support import TESTS, s3_server
+from support.forks import Forks
 from support.saving import in_job, same
 
 import unickpt
@@ -199,3 +201,58 @@ def test_copies_of_partial_steps_send_what_is_new(tmp_path: Any) -> None:
             assert sum(n == step for n in of[KEY].values()) == (1 if step else EXPERTS)
             bases.append([base.name for base in unickpt.open(f"{root}/step_{step}").index.bases])
     assert bases == [[], *[["step_0"]] * 3, [], ["step_4"]]
+
+
+# --- processes that die ---------------------------------------------------------------------------
+
+DYING = f"""
+import os, sys
+sys.path[:0] = [{TESTS!r}, {str(Path(__file__).parent)!r}]
+import unickpt
+from support.dying import die_at
+from test_experts_borrowed import OPTIONS, PARTIAL, refuse, state
+
+root, first, many, step, when = ARGS
+os.link = refuse
+with unickpt.Checkpointer(
+    root, experts=unickpt.Experts(PARTIAL), keep_last=1, options=OPTIONS
+) as run:
+    if first:
+        run.load()
+    for number in range(first, first + many):
+        if number == 3:
+            die_at(step, when)
+        run.save(number, state(number), wait=True)
+        run.wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("step", "when"),
+    [
+        ("format.borrowed:retire", "before"),
+        ("format.borrowed:retire", "during"),
+        ("format.borrowed:retire", "after"),
+        ("runs.attempt_folders:remove_retired", "before"),
+        ("runs.attempt_folders:remove_retired", "during"),
+        ("runs.attempt_folders:remove_retired", "after"),
+    ],
+)
+def test_killed_while_a_step_is_retired(step: str, when: str, forks: Forks, tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    many = 12  # the experts of step 0 have all had their turn
+    (ended,) = forks.wait_all([forks.start(DYING, root, 0, many, step, when)])
+    assert ended.code == -9, ended.out
+    run = Checkpointer(root)
+    newest = run.latest()
+    assert newest is not None
+    for each in run.steps():
+        check(run.path(each), each)
+    run.close()
+    (ended,) = forks.wait_all([forks.start(DYING, root, newest + 1, 10, "", "")])
+    assert ended.code == 0, ended.out
+    check(f"{root}/step_{newest + 10}", newest + 10)
+    names = sorted(os.listdir(root))
+    assert [n for n in names if n.startswith("step_")] == sorted(
+        f"step_{n}" for n in range(newest + 3, newest + 11)
+    ), "nothing else is left"

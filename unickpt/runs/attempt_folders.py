@@ -44,7 +44,7 @@ def holds_checkpoint_parts(location: Location, context: ts.Context) -> bool:
 def is_unfinished(location: Location, context: ts.Context) -> bool:
     """Whether a folder without a checkpoint contains only what a save puts there, and nothing that
     others have borrowed."""
-    return location.holds_only(FOLDER, context) and not location.child(RETIRED).folders(context)
+    return location.holds_only(FOLDER, context) and not _retired_attempts(location, context)
 
 
 def attempts_of_checkpoint(location: Location, context: ts.Context) -> list[str]:
@@ -87,8 +87,7 @@ def remove_retired(location: Location, digest: str, context: ts.Context) -> None
     used = _retired_attempts(location, context)
     if location.has_file(MANIFEST, context):
         used += attempts_of_checkpoint(location, context)
-    if attempt and attempt not in used:
-        remove_attempts(location, [attempt], context)
+    remove_attempts(location, [attempt] if attempt and attempt not in used else [], context)
 
 
 def remove_attempts(location: Location, attempts: Iterable[str], context: ts.Context) -> None:
