@@ -59,12 +59,15 @@ class How:
         patch: whether the elements that changed are written of a chunk, where they are few.
         budget_bytes: host memory for that.
         kept_cost: what it costs to keep a byte, see `Growth`.
+        chained: whether chunks may be borrowed from several checkpoints, those of experts that take
+            turns; with patches they are in any case.
     """
 
     compare: bool = False
     patch: bool = False
     budget_bytes: int = 0
     kept_cost: float = 0.0
+    chained: bool = False
 
 
 def open_base(
@@ -110,7 +113,8 @@ def open_base(
     else:
         why = "it is not beside the new checkpoint"
     if reader.index.codecs == codecs and _is_beside(location, new):
-        beside = Siblings(reader, chained=how.patch and not needed)
+        patched = how.patch and not needed
+        beside = Siblings(reader, chained=patched or how.chained, counted=patched)
         if beside.is_worthwhile():
             return Base(reader, beside, how)
         why = f"less than half of what is in {beside.base.name} is still in use"
@@ -417,6 +421,30 @@ class Base:
         with self._naming(entry, part, number):
             found = self._candidates.get((part.key, number)) or self._find(entry, part, number)
         return codec.digest(self.read(entry, part, number)) if found is None else found.digest
+
+    def read_stored(self, entry: ArrayEntry, part: Part, number: int) -> Array:
+        """Reads the bytes that are stored of a chunk of a quantised array: its elements would be
+        quantised again.
+
+        Raises:
+            StorageError: the base lacks it, or has it in another form, or it cannot be read, or is
+                damaged.
+        """
+        with self._naming(entry, part, number):
+            found = self._find(entry, part, number)
+            if found is None:
+                raise CheckpointCorrupt(
+                    "it is not there in the same chunks, and what is quantised is not quantised "
+                    "a second time"
+                )
+            values = self._reader.values_of(found.entry, found.part, number)
+            if len(values) > 1:
+                raise CheckpointCorrupt("it is there as a patch, which cannot be copied")
+            stored = self._reader.read_value(found.entry, values[0], number)
+            data = np.frombuffer(stored, np.uint8)
+            if codec.digest(data) != found.digest:
+                raise CheckpointCorrupt("it does not match its digest")
+            return data
 
     def read(self, entry: ArrayEntry, part: Part, number: int) -> Array:
         """Reads a chunk of the save from the base, in whatever chunks it has it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unickpt.reuse.base import Base
@@ -36,6 +36,25 @@ def take(
         else:
             others.append(item)
     return others, taken
+
+
+def errors(
+    base: Base, items: Sequence[WriteItem], known: Mapping[int, tuple[float, float]]
+) -> dict[int, tuple[float, float]]:
+    """The errors of quantised arrays of which chunks are taken, whatever they hold.
+
+    Arguments:
+        base: has them, and records its errors.
+        items: of the save.
+        known: the errors so far, by the array's number.
+    """
+    found = {}
+    for array, entry in {i.array: i.entry for i in items if i.borrowed}.items():
+        theirs = base.index.arrays.get(entry.name)
+        if entry.quantized is not None and theirs is not None:
+            ours = known.get(array, (0.0, 0.0))
+            found[array] = max(ours[0], theirs.errors[0]), max(ours[1], theirs.errors[1])
+    return found
 
 
 def _likely_changed_first(items: Sequence[WriteItem], base: Base) -> Sequence[WriteItem]:

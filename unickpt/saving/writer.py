@@ -86,9 +86,9 @@ class ChunkWriter:
         self.is_stopped = False
         """Whether something has failed, so that no further chunk needs to be written."""
         self.nbytes, self.stored_bytes, self.count, self.patched = 0, 0, 0, 0
-        """Of what was written: bytes, bytes before compression, chunks; of these, patches."""
-        self.unchanged, self._told = description.unchanged, told
-        self._done, self._total = 0, 0
+        """Of what was written: logical bytes, bytes before compression, chunks; of these, those
+        that are patches."""
+        self._told, self._done, self._total, self.unchanged = told, 0, 0, description.unchanged
         self._counting = threading.Lock()  # threads count what they write
         self._errors: dict[int, tuple[float, float]] = {}
 
@@ -162,6 +162,7 @@ class ChunkWriter:
         others, taken = taking.take(self._base, items, all_equal=all_equal, in_order=in_order)
         self.count_done(sum(item.nbytes for item, _ in taken))
         self._tell()
+        self._errors |= taking.errors(self._base, items, self._errors)
         done = _References([*others, *(item for item, _ in taken)])
         for row, (item, at) in enumerate(taken, len(others)):
             done.take(row, at, self._source.digest(item))
@@ -259,6 +260,8 @@ class ChunkWriter:
 
     def encode(self, item: WriteItem, chunk: Any) -> codec.Encoded:
         """A chunk as it is stored."""
+        if item.borrowed and item.entry.quantized is not None:  # as the base has it
+            return codec.Encoded((memoryview(chunk),))
         if self._encodes is not None and item.entry.encoding:
             return self._encodes(item, chunk)
         return codec.encode(item.entry, item.part, self._description.index.codecs, chunk)
