@@ -285,6 +285,24 @@ class OcdbtReader(Reader):
         except Failed as error:
             raise self._explained(error, entry) from error
 
+    def whole_places(
+        self, chunks: Sequence[tuple[ArrayEntry, Part, int]]
+    ) -> Sequence[bytes | DataReference | None]:
+        """As `place`, for many chunks that are whole and in this checkpoint."""
+        keys = [chunk_grid.chunk_key(part, number) for _, part, number in chunks]
+        found: list[bytes | DataReference | None] = [None] * len(keys)
+        try:
+            for leaf, which, positions in self._chunks.values.tree.find_all(keys):
+                for at, position in zip(which, positions, strict=True):
+                    found[at] = leaf.find(position)
+        except Failed as error:
+            raise self._explained(error, chunks[0][0]) from error
+        return found
+
+    def whole_value(self, part: Part) -> Value:
+        """As `values_of`, of chunks that are whole and in this checkpoint."""
+        return Value(self._chunks, part)
+
     def read_value(self, entry: ArrayEntry, value: Value, number: int) -> bytes:
         """The stored bytes of a value of a chunk.
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from unickpt.reuse.base import Base
-from unickpt.reuse.shares import Taken
+from unickpt.reuse.base import Base, Compared
 from unickpt.saving.write_plan import WriteItem
 
 
 def take(
     base: Base, items: Sequence[WriteItem], *, all_equal: bool, in_order: bool
-) -> tuple[list[WriteItem], list[tuple[WriteItem, Sequence[Taken]]]]:
+) -> tuple[list[WriteItem], list[tuple[WriteItem, Compared]]]:
     """Takes the chunks that are not looked at.
 
     Arguments:
@@ -22,19 +21,19 @@ def take(
         in_order: whether the rest must stay in its order.
 
     Returns:
-        The rest, and what was taken, with its places.
+        The rest, and what was taken, with where it is.
     """
     offered = items if all_equal else [item for item in items if item.borrowed]
     base.offer((item.entry, item.part, item.number) for item in offered)
     if not in_order:
         items = _likely_changed_first(items, base)
-    others, taken = list[WriteItem](), list[tuple[WriteItem, Sequence[Taken]]]()
+    others, taken = list[WriteItem](), list[tuple[WriteItem, Compared]]()
     for item in items:
-        at = base.borrow(item.part, item.number) if item.borrowed else ()
-        if at:
-            taken.append((item, at))
-        else:
+        found = base.borrow(item.part, item.number) if item.borrowed else None
+        if found is None:
             others.append(item)
+        else:
+            taken.append((item, found))
     return others, taken
 
 

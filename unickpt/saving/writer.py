@@ -23,7 +23,7 @@ from unickpt.format import codec
 from unickpt.format.index import BaseEntry
 from unickpt.format.links import FULL_LINK
 from unickpt.progress import ProgressFunction
-from unickpt.reuse.base import Base
+from unickpt.reuse.base import Base, Compared
 from unickpt.reuse.shares import Taken
 from unickpt.saving.describe import Description
 from unickpt.saving.write_plan import ChunkSource, StagedChunk, WriteItem
@@ -162,8 +162,7 @@ class ChunkWriter:
         self.count_done(sum(item.nbytes for item, _ in taken))
         self._tell()
         done = _References([*others, *(item for item, _ in taken)])
-        for row, (item, at) in enumerate(taken, len(others)):
-            done.take(row, at, self._source.digest(item))
+        done.take_all(len(others), [found for _, found in taken])
         return self._write(others, done, values, self._looked_in)
 
     def _write(
@@ -442,6 +441,24 @@ class _References:
         if rows:
             with self._lock:
                 self._patches.append(np.array(rows, PATCH_DTYPE))
+
+    def take_all(self, first: int, found: Sequence[Compared]) -> None:
+        """As `take`, of many chunks, in rows one after the other.
+
+        Arguments:
+            first: the row of the first one.
+            found: where their values are.
+        """
+        places = list[ValuePlace]()
+        for row, each in enumerate(found, first):
+            if len(each.taken) > 1:
+                self.take(row, each.taken, each.digest)
+            assert not isinstance(each.taken[0], bytes), "only patches are written again"
+            places.append(self._place(each.taken[0]))
+        rows = self.chunks[first : first + len(found)]
+        rows["digest"] = np.array([each.digest for each in found], np.uint64)
+        for name, column in zip(PLACE_DTYPE.names or (), zip(*places, strict=True), strict=False):
+            rows[name] = column
 
     def _place(self, taken: DataReference | BaseEntry) -> ValuePlace:
         """Where a value is that was taken, as the record says it."""
