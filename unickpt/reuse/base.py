@@ -312,14 +312,18 @@ class Base:
 
     # --- chunks that the save does not have -------------------------------------------------------
 
-    def borrow(self, part: Part, number: int) -> Compared | None:
-        """Takes a chunk, whatever it holds; None if it must be copied."""
+    def may_lend(self, part: Part, number: int) -> bool:
+        """Whether a chunk can be borrowed, as far as is known; after `offer`."""
         found = self._candidates.get(part, number)
-        places = () if found is None or found.places is None else found.places
+        places = () if found is None else found.places or ()
         # Patches in the nodes of a B-tree that is not beside have to be written again.
-        if found is None or any(isinstance(p.at, bytes) and p.of is None for p in places):
-            return None
-        taken = self._take(found, places, rewrites=False)
+        return bool(places) and not any(isinstance(p.at, bytes) and p.of is None for p in places)
+
+    def borrow(self, part: Part, number: int) -> Compared | None:
+        """Takes a chunk that may be lent, whatever it holds; None if it must be copied."""
+        found = self._candidates.get(part, number)
+        assert found is not None, "only what may be lent is taken"
+        taken = self._take(found, found.places or (), rewrites=False)
         return Compared(found.digest, taken) if taken else None
 
     def digest(self, entry: ArrayEntry, part: Part, number: int) -> int:

@@ -53,12 +53,12 @@ class LinkedFiles:
             return [self._find(*chunk) for chunk in chunks]
         found = list[Places | None]()
         value = None
-        for (_, part, _), at in zip(chunks, self._reader.whole_places(chunks), strict=True):
+        for chunk, at in zip(chunks, self._reader.whole_places(chunks), strict=True):
             if not isinstance(at, DataReference):
                 found.append(None)
                 continue
-            if value is None or value.part is not part:
-                value = self._reader.whole_value(part)
+            if value is None or value.part is not chunk[1]:
+                (value,) = self._reader.values_of(*chunk)  # the same for all of a part
             found.append((Place(value, at),))
         return found
 
