@@ -8,11 +8,13 @@ again. With patches, it needs those that have the values of its chains.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from unickpt.format import borrowed
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, BaseEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
-from unickpt.reuse.shares import Place, Places
+from unickpt.reuse.shares import Chunk, Place, Places
 from unickpt.storage import data_files
 from unickpt.storage.btree.nodes import DataReference
 
@@ -50,8 +52,11 @@ class Siblings:
         arrays = self._reader.base_index(self.base).arrays.values()
         return index.reused >= LEAST_USED * sum(entry.nbytes for entry in arrays)
 
-    def find(self, entry: ArrayEntry, part: Part, number: int) -> Places | None:
-        """Where a chunk is: in data files, or itself, in the B-tree."""
+    def find_all(self, chunks: Sequence[Chunk]) -> Sequence[Places | None]:
+        """Where each chunk is: in data files, or itself, in the B-tree."""
+        return [self._find(*chunk) for chunk in chunks]
+
+    def _find(self, entry: ArrayEntry, part: Part, number: int) -> Places | None:
         found = list[Place]()
         for value in self._reader.values_of(entry, part, number):
             at = self._reader.place(entry, value, number)
