@@ -122,6 +122,35 @@ def test_another_stage_and_number_of_ranks_hold_the_same_bits(
     assert found[0]["counters"][0] == 3
 
 
+@pytest.mark.parametrize(
+    ("of", "once"), [(SAVED[1], True), (SAVED[4], True), (SAVED[6], True), (SAVED[3], False)], ids=str
+)
+def test_weights_that_are_the_masters_are_stored_once(
+    saved: Callable[[Any], Any], of: Any, once: bool
+) -> None:
+    index = unickpt.open(saved(of)[0] / "global_step3").index
+    trained = {n.removeprefix("step/") for n in index.names if n.startswith("step/")}
+    assert trained
+    for name in trained:
+        one, other = (index.entry(f"{kind}/{name}").name for kind in ("module", "fp32"))
+        assert (one == other) == once, name
+
+
+def test_what_we_stored_twice_before_still_loads(
+    ranks: Run, saved: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    folder, _ = saved(SAVED[4])
+    tree = unickpt.load(folder / "global_step3")
+    del tree["client_state"]  # of each rank; no part of this
+    tree["fp32"] = {name: np.array(array) for name, array in tree["fp32"].items()}
+    older, again = tmp_path / "older", tmp_path / "again"
+    unickpt.save(older / "global_step3", tree)
+    (older / "latest").write_text("global_step3")
+    assert not any(n.startswith("fp32") for n in unickpt.open(older / "global_step3").index.aliases)
+    ranks(3, "load", older, again, "net", 1, "fp32")
+    assert_same(arrays(again / "global_step3"), arrays(folder / "global_step3"))
+
+
 @pytest.mark.parametrize("case", [SAVED[1], SAVED[3]], ids=str)
 def test_the_same_ranks_go_on_bit_for_bit(
     ranks: Run, saved: Callable[[Any], Any], tmp_path: Path, case: Any
