@@ -31,7 +31,7 @@ from unickpt.integrations.deepspeed import use_unickpt
 QUICK = SaveOptions(fsync=False, timeout_s=60)
 STEPS = 3
 FP16 = {"enabled": True, "initial_scale_power": 17, "loss_scale_window": 1000, "hysteresis": 1}
-"""Too large a scale for ZeRO, so that the first step is skipped. It does not grow again: ZeRO and the
+"""Too large a scale for ZeRO, so that the first step is skipped. It never grows: ZeRO and the
 optimizers without it would let it grow at different steps."""
 SCENARIOS: dict[str, Callable[..., Any]] = {}
 
