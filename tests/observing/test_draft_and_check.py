@@ -61,10 +61,10 @@ def test_values_decide(dtype: Any) -> None:
     assert [" ".join(line.split()) for line in report.certain] == [
         "params/embed <-> model.embed_tokens.weight",
         "params/layers/q/kernel [a b c d] <-> "
-        "model.layers.{a}.self_attn.q_proj.weight [(c d) b] c=3",
-        "params/layers/q/bias [a b c] <-> model.layers.{a}.self_attn.q_proj.bias [(b c)] b=3",
+        "model.layers.{a}.self_attn.q_proj.weight [(c d) b] c=3?",
+        "params/layers/q/bias [a b c] <-> model.layers.{a}.self_attn.q_proj.bias [(b c)] b=3?",
         "params/layers/gate_up [a b (d + e)] <-> model.layers.{a}.mlp.gate.weight [d b], "
-        "model.layers.{a}.mlp.up.weight [e b] d=20",
+        "model.layers.{a}.mlp.up.weight [e b] d=20?",
         "params/layers/square [a b c] <-> model.layers.{a}.square.weight [c b]",
     ]
     assert list(report.guesses) == ["params/norm <-> model.norm.weight"], "ones tell nothing"

@@ -6,7 +6,7 @@ Arrays whose names differ only in numbers are taken together: the numbers are co
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -70,11 +70,13 @@ class Draft:
         left: terms.
         right: for each array all of its names.
         is_whole: whether each is one array that stays as it is.
+        shape: of that array.
     """
 
     left: list[Term]
     right: list[list[Term]]
     is_whole: bool = False
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -113,14 +115,30 @@ class Group:
         return tuple(next(picked) if text is None else text for text in self.texts)
 
 
-def drafts(inputs: Sequence[Input], outputs: Sequence[Traced]) -> Iterator[Draft | Misfit]:
-    """The rules for all outputs that are made of inputs, in the order of the inputs."""
-    for lefts, rights in _components(len(inputs), outputs):
-        seen = [outputs[at] for at in rights]
+def drafts(
+    inputs: Sequence[Input],
+    outputs: Sequence[Traced],
+    together: Callable[[str], str] | None = None,
+) -> Iterator[Draft | Misfit]:
+    """The rules for all outputs that are made of inputs, in the order of the inputs.
+
+    Arguments:
+        inputs: all inputs.
+        outputs: those that are made of inputs.
+        together: what names of outputs have in common that shall be in one rule, if axes allow it,
+            also if they share no input.
+    """
+    for lefts, rights in _components(len(inputs), outputs, together):
         try:
-            yield from _draft([(at, inputs[at]) for at in lefts], seen)
+            yield from list(_draft(inputs, lefts, [outputs[at] for at in rights]))
+            continue
         except Irregular as error:
-            yield Misfit([inputs[at].name for at in lefts], [one.name for one in seen], str(error))
+            why = str(error)
+        if together is None:
+            names = [inputs[at].name for at in lefts]
+            yield Misfit(names, [outputs[at].name for at in rights], why)
+        else:
+            yield from drafts(inputs, [outputs[at] for at in rights])
 
 
 @dataclass(frozen=True)
@@ -132,8 +150,10 @@ class Misfit:
     why: str
 
 
-def _components(count: int, outputs: Sequence[Traced]) -> Iterator[tuple[list[int], list[int]]]:
-    """Inputs and outputs that share elements."""
+def _components(
+    count: int, outputs: Sequence[Traced], together: Callable[[str], str] | None
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Inputs and outputs that share elements, or belong together by their names."""
     parent = list(range(count + len(outputs)))
 
     def find(at: int) -> int:
@@ -142,10 +162,14 @@ def _components(count: int, outputs: Sequence[Traced]) -> Iterator[tuple[list[in
             at = parent[at]
         return at
 
+    first: dict[str, int] = {}
     for number, output in enumerate(outputs):
         for source in np.unique(output.source).tolist():
             if source >= 0:
                 parent[find(count + number)] = find(source)
+        if together is not None:
+            other = first.setdefault(together(output.name), count + number)
+            parent[find(count + number)] = find(other)
     found: dict[int, tuple[list[int], list[int]]] = {}
     for at in range(count):
         found.setdefault(find(at), ([], []))[0].append(at)
@@ -156,12 +180,19 @@ def _components(count: int, outputs: Sequence[Traced]) -> Iterator[tuple[list[in
     yield from (pair for pair in found.values() if pair[1])
 
 
-def _draft(inputs: Sequence[tuple[int, Input]], outputs: Sequence[Traced]) -> Iterator[Draft]:
+def _draft(
+    every: Sequence[Input], lefts: Sequence[int], outputs: Sequence[Traced]
+) -> Iterator[Draft]:
+    inputs = [(at, every[at]) for at in lefts]
     if len(inputs) == len(outputs) == 1 and _is_whole(inputs[0][1], outputs[0]):
         yield _whole(inputs[0][1], outputs[0])
         return
     left = _grouped([(at, one.name, one.shape) for at, one in inputs])
-    right = _grouped([(at, one.name, one.shape) for at, one in enumerate(outputs)])
+    right = [
+        group
+        for together in _copies(outputs)
+        for group in _grouped([(at, outputs[at].name, outputs[at].shape) for at in together])
+    ]
     _check_shares(outputs)
     pieces = list(_pieces(left, right, outputs))
     yield from _Fit(left, right, pieces).drafts()
@@ -180,6 +211,7 @@ def _whole(one: Input, output: Traced) -> Draft:
         [Term((one.name,), [], frozenset({0}), frozenset({one.name}))],
         [[Term((output.name,), [], frozenset({0}), frozenset({output.name}))]],
         is_whole=True,
+        shape=one.shape,
     )
 
 
@@ -190,6 +222,22 @@ def _check_shares(outputs: Sequence[Traced]) -> None:
         places = np.stack([one.source[taken], one.index[taken]])
         if places.shape[1] and np.unique(places, axis=1).shape[1] < places.shape[1]:
             raise Irregular("an element is copied to several places of one array")
+
+
+def _copies(outputs: Sequence[Traced]) -> list[list[int]]:
+    """Outputs in groups: the first ones of those with the same elements, the second ones, ..."""
+    seen: dict[int, int] = {}
+    found: list[list[int]] = []
+    for at, one in enumerate(outputs):
+        index, source = (one.index + 1).astype(np.uint64), (one.source + 1).astype(np.uint64)
+        mixed = index * np.uint64(0x9E3779B97F4A7C15) + source * np.uint64(0x632BE59BD9B4E019)
+        mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xD6E8FEB86659FD93)
+        key = int(mixed.sum(dtype=np.uint64))
+        count = seen[key] = seen.get(key, -1) + 1
+        if count == len(found):
+            found.append([])
+        found[count].append(at)
+    return found
 
 
 def _grouped(arrays: Sequence[tuple[int, str, tuple[int, ...]]]) -> list[Group]:
@@ -362,8 +410,13 @@ class _Fit:
         places = []
         for (radix, steps), axis in zip(piece.block.digits, self.axes[member], strict=True):
             own = steps[:width] if is_left else steps[width:]
-            if sum(step != 0 for step in own) != 1:
-                raise Irregular("an axis of it runs along two dimensions at once, or none")
+            moved = sum(step != 0 for step in own)
+            if moved != 1:
+                raise Irregular(
+                    "an axis of it runs along two dimensions at once"
+                    if moved
+                    else "an element is copied to several places"
+                )
             step = steps[column]
             if step < 0:
                 offset += step * (radix - 1)

@@ -81,6 +81,10 @@ class Example:
         if self.framework not in FRAMEWORKS:
             raise RuleError(f"framework={self.framework!r} must be one of {', '.join(FRAMEWORKS)}")
 
+    def array(self, x: Array) -> Any:
+        """A copy of an array, as one of the framework."""
+        return _MAKERS[self.framework](np.array(x))
+
 
 class Converter:
     """A function that is called with trees like an example, by name.
@@ -96,8 +100,7 @@ class Converter:
     def __call__(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """All arrays that it returns; of one that returns None, what it made of its argument."""
         example = self._example
-        make = _MAKERS[example.framework]
-        values = {name: make(np.array(x)) for name, x in arrays.items()}
+        values = {name: example.array(x) for name, x in arrays.items()}
         given = tree.rebuild(
             example.node, lambda name: values[name] if name in values else example.plain[name]
         )

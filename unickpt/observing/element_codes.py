@@ -30,6 +30,10 @@ _ODD = 0x9E3779B97F4A7C15  # the golden ratio: neighbours get codes far from eac
 _NEAR = 0.26
 
 
+class NamesDiffer(ValueError):
+    """A converter returned other arrays for other values."""
+
+
 @dataclass
 class Traced:
     """Where the elements of an output come from.
@@ -120,7 +124,7 @@ class Tracer:
         """All outputs.
 
         Raises:
-            ValueError: the outputs are not the same ones in each run; the message says which.
+            NamesDiffer: the outputs are not the same ones in each run; the message says which.
         """
         random = np.random.default_rng(self.seed)
         fixed = [_still(x, random) for x in self.inputs]
@@ -215,7 +219,7 @@ def check_names(rounds: Sequence[Mapping[str, Array]], known: Sequence[Traced]) 
         known: what it returned before.
 
     Raises:
-        ValueError: says which array differs.
+        NamesDiffer: says which array differs.
     """
     before = {one.name: one.shape for one in known}
     for each in rounds:
@@ -224,7 +228,7 @@ def check_names(rounds: Sequence[Mapping[str, Array]], known: Sequence[Traced]) 
         if shapes == before:
             continue
         differ = sorted(name for name in {*shapes, *before} if shapes.get(name) != before.get(name))
-        raise ValueError(
+        raise NamesDiffer(
             f"{differ[0]!r} is {_shape(before.get(differ[0]))} for some values of the inputs, and "
             f"{_shape(shapes.get(differ[0]))} for others: which arrays there are depends on values"
         )

@@ -5,19 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from unickpt.observing.axis_items import Item, Padding, Single, Sum, axes_in
+from unickpt.observing.axis_items import Axis, Item, Padding, Single, Sum, axes_in
 from unickpt.observing.components import Draft, NumberExpr, Term, all_axes
 from unickpt.observing.regular_blocks import Irregular
 
 _PLAIN = re.compile(r'[^\s\[\](){}<>,=#"?|:\\-]?[^\s\[\](){}<>,=#"?|:\\]*')
 _TOKENS = re.compile(r"([/.]|(?<![0-9])(?:0|[1-9][0-9]*)(?![0-9]))")
-_DIGITS = re.compile(r"0|[1-9][0-9]*")
-_LETTERS = "abcdefghijkmnopqrstuvwyz"
+DIGITS = re.compile(r"0|[1-9][0-9]*")
+LETTERS = "abcdefghijkmnopqrstuvwyz"
 _MOST_MERGED = 2000
 
 
@@ -58,18 +58,20 @@ class Written:
     Arguments:
         left: terms; none where `nothing` says what is there instead.
         right: for each array its names.
-        sizes: of axes.
+        sizes: of axes; those that shapes of both sides tell end with `?`.
         nothing: `drop` or a constant, on the side that has no term.
         order: where the rule stands in the file.
         arrays: how many of both sides it is about.
+        shape: of an array that stays as it is, so that the rule does not say it.
     """
 
     left: tuple[WrittenTerm, ...]
     right: tuple[tuple[WrittenTerm, ...], ...]
-    sizes: tuple[tuple[str, int], ...] = ()
+    sizes: tuple[tuple[str, int | str], ...] = ()
     nothing: str = "drop"
     order: int = 0
     arrays: int = 1
+    shape: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         left = ", ".join(map(str, self.left)) or self.nothing
@@ -119,6 +121,7 @@ def written(draft: Draft, order: int, dtype_of: Callable[[Term, bool], str | Non
         tuple(sizes.items()),
         order=order,
         arrays=sum(len(one.names) for side in sides for one in side),
+        shape=draft.shape,
     )
 
 
@@ -129,16 +132,17 @@ class _AxisNames:
         self._names: dict[int, str] = {}
         self._taken: set[str] = set()
         terms = [*draft.left, *itertools.chain(*draft.right)]
-        for term in terms:
-            self._name_numbers(term)
+        for alone in (True, False):  # an axis that is a number by itself has the better name
+            for term in terms:
+                self._name_numbers(term, alone)
         leaves = [axis for term in terms for axis in all_axes(term)]
         rest = list({id(axis): axis for axis in leaves if id(axis) not in self._names}.values())
-        letters: Iterable[str] = "io" if len(rest) == 2 and not self._names else _LETTERS
-        free = (x for x in itertools.chain(letters, _more()) if x not in self._taken)
+        letters: Iterable[str] = "io" if len(rest) == 2 and not self._names else LETTERS
+        free = (x for x in itertools.chain(letters, more_letters()) if x not in self._taken)
         for axis, letter in zip(rest, free, strict=False):
             self._names[id(axis)] = letter
 
-    def _name_numbers(self, term: Term) -> None:
+    def _name_numbers(self, term: Term, alone: bool) -> None:
         """Axes in names are called after the word before them."""
         before = ""
         for item in term.name:
@@ -146,6 +150,8 @@ class _AxisNames:
                 before = item or before
                 continue
             word = re.findall("[A-Za-z]+", before)[-1:] or ["n"]
+            if alone and len(item.terms) > 1:
+                continue
             for axis, _ in item.terms:
                 for leaf in axis.leaves():
                     if id(leaf) not in self._names:
@@ -154,7 +160,9 @@ class _AxisNames:
     def _fresh(self, word: str) -> str:
         first = "x" if word.startswith("expert") else word[0].lower()
         found = next(
-            n for n in itertools.chain(first, "lnx", _LETTERS, _more()) if n not in self._taken
+            n
+            for n in itertools.chain(first, "lnx", LETTERS, more_letters())
+            if n not in self._taken
         )
         self._taken.add(found)
         return found
@@ -225,23 +233,30 @@ class _AxisNames:
                     return f"{sign} {extents.get(round(value), round(value))}**0.5"
         return f"* {_decimal(scale)}"
 
-    def sizes(self, sides: Sequence[Sequence[Term]]) -> dict[str, int]:
-        """The sizes that shapes of one side alone do not give."""
-        found: dict[str, int] = {}
+    def sizes(self, sides: Sequence[Sequence[Term]]) -> dict[str, int | str]:
+        """The sizes that shapes of one side alone do not tell; those that the shapes of both sides
+        tell are usual ones only."""
+        together = [term for terms in sides for term in terms]
+        firm: dict[str, int] = {}
+        for term in together:
+            self._sizes_in_name(term, firm)
+        alone = _alone(together)
+        grown = True
+        while grown:
+            told = _told(together, alone)
+            grown = bool(told - alone)
+            alone |= told
+        for term in together:
+            for items in term.dims:
+                self._sizes_of(items, alone, firm)
+        usual: dict[str, int] = {}
         for terms in sides:
-            alone = {
-                id(leaf)
-                for term in terms
-                for items in term.dims
-                if len(items) == 1 and isinstance(items[0], Single)
-                and len(list(items[0].axis.leaves())) == 1
-                for leaf in items[0].axis.leaves()
-            }  # fmt: skip
+            one_side = _alone(terms)
             for term in terms:
-                self._sizes_in_name(term, found)
                 for items in term.dims:
-                    self._sizes_of(items, alone, found)
-        return dict(sorted(found.items()))
+                    self._sizes_of(items, one_side, usual)
+        found: dict[str, int | str] = {axis: f"{size}?" for axis, size in usual.items()}
+        return dict(sorted((found | firm).items()))
 
     def _sizes_in_name(self, term: Term, found: dict[str, int]) -> None:
         for item in term.name:
@@ -253,17 +268,50 @@ class _AxisNames:
                     found[self._names[id(leaf)]] = leaf.extent
 
     def _sizes_of(self, items: Sequence[Item], alone: set[int], found: dict[str, int]) -> None:
-        leaves = [leaf for axis in axes_in(items) for leaf in axis.leaves()]
+        """Adds the sizes of a dimension that nothing else tells, but that of the largest axis."""
+        leaves = _leaves(items)
         pads = {piece.extent for item in items for piece in _paddings(item)}
         if len(pads) > 1:
             raise Irregular("it has paddings of several sizes")
+        unknown = {id(leaf): leaf for leaf in leaves if id(leaf) not in alone}
+        if len(leaves) + len(pads) < 2 or len(unknown) + len(pads) < 2:
+            return
         if pads:
             (found["_"],) = pads
-        unknown = {id(leaf): leaf for leaf in leaves if id(leaf) not in alone}
-        if len(leaves) + len(pads) < 2:
-            return
         for leaf in sorted(unknown.values(), key=lambda leaf: leaf.extent)[: None if pads else -1]:
             found[self._names[id(leaf)]] = leaf.extent
+
+
+def _leaves(items: Sequence[Item]) -> list[Axis]:
+    return [leaf for axis in axes_in(items) for leaf in axis.leaves()]
+
+
+def _alone(terms: Sequence[Term]) -> set[int]:
+    """The axes that are a dimension of some term."""
+    every = [_leaves(items) for term in terms for items in term.dims if not _has_sum(items)]
+    for term in terms:  # a number in names is, too: the arrays that there are tell its extent
+        numbers = [item for item in term.name if isinstance(item, NumberExpr)]
+        every += [
+            [leaf for axis, _ in item.terms for leaf in axis.leaves()]
+            for item in numbers
+            if not term.is_one_of_several
+        ]
+    return {id(leaves[0]) for leaves in every if len(leaves) == 1}
+
+
+def _told(terms: Sequence[Term], known: set[int]) -> set[int]:
+    """The axes whose sizes follow from a dimension in which they alone are not known."""
+    found = set()
+    for term in terms:
+        for items in term.dims:
+            unknown = {id(leaf) for leaf in _leaves(items)} - known
+            if len(unknown) == 1 and not any(True for item in items for _ in _paddings(item)):
+                found |= unknown
+    return found
+
+
+def _has_sum(items: Sequence[Item]) -> bool:
+    return any(isinstance(item, Sum) for item in items)
 
 
 def _paddings(item: Item) -> Iterator[Padding]:
@@ -275,8 +323,8 @@ def _paddings(item: Item) -> Iterator[Padding]:
                 yield from _paddings(inner)
 
 
-def _more() -> Iterator[str]:
-    return (f"{letter}{n}" for n in itertools.count(1) for letter in _LETTERS)
+def more_letters() -> Iterator[str]:
+    return (f"{letter}{n}" for n in itertools.count(1) for letter in LETTERS)
 
 
 def _is_near(a: float, b: float) -> bool:
@@ -290,275 +338,3 @@ def _decimal(value: float) -> str:
         if math.isclose(short, value, rel_tol=2.5e-7):
             break
     return np.format_float_positional(short, trim="-")
-
-
-# --- several as one -------------------------------------------------------------------------------
-
-
-def merged(rules: Sequence[Written], *, words: bool = True) -> list[Written]:
-    """Rules, those that differ only in numbers as one, and those that differ in one word too."""
-    found = _merge_numbers(rules)
-    if words and len(found) <= _MOST_MERGED:
-        found = _merge_words(found)
-    return sorted(found, key=lambda rule: rule.order)
-
-
-def _skeleton(name: Sequence[Token]) -> tuple[object, ...]:
-    return tuple(None if isinstance(t, str) and _DIGITS.fullmatch(t) else t for t in name)
-
-
-def _form(rule: Written) -> tuple[object, ...]:
-    """Equal for rules that differ only in numbers."""
-    return (
-        tuple((_skeleton(t.name), t.tail) for t in rule.left),
-        tuple(tuple((_skeleton(t.name), t.tail) for t in names) for names in rule.right),
-        rule.sizes,
-        rule.nothing,
-    )
-
-
-def _merge_numbers(rules: Sequence[Written]) -> list[Written]:
-    groups: dict[object, list[Written]] = {}
-    for rule in rules:
-        groups.setdefault(_form(rule), []).append(rule)
-    shared = _shared_names(groups.values())
-    return [one for members in groups.values() for one in _as_few(members, shared)]
-
-
-def _as_few(members: Sequence[Written], shared: set[object]) -> Sequence[Written]:
-    """Rules that differ in numbers as one rule, or as one for each value of some of the numbers."""
-    one = _as_one(members, shared) if len(members) > 1 else None
-    if one is not None:
-        return [one]
-    parts: dict[object, list[Written]] = {}
-    for rule, key in zip(members, _kinds(members), strict=True):
-        parts.setdefault(key, []).append(rule)
-    if not 1 < len(parts) < len(members):
-        return members
-    shared = shared | {
-        (is_left, _skeleton(term.name))
-        for is_left in (True, False)
-        for term in _side(members[0], is_left)
-    }
-    return [one for part in parts.values() for one in _as_few(part, shared)]
-
-
-def _kinds(members: Sequence[Written]) -> Iterator[object]:
-    """Of each rule the numbers that only one side has: `w1` becomes `fc_1`, and `w3` `fc_2`."""
-    columns = _columns(members)
-    left, right = _values(columns)
-    odd = sorted(left ^ right)
-    yield from zip(*odd, strict=True) if odd else ((),) * len(members)
-
-
-def _shared_names(groups: Iterable[Sequence[Written]]) -> set[object]:
-    """Names without their numbers that rules of several forms have."""
-    seen: set[object] = set()
-    twice: set[object] = set()
-    for members in groups:
-        own = {
-            (is_left, _skeleton(term.name))
-            for rule in members[:1]
-            for is_left, terms in ((True, rule.left), (False, tuple(itertools.chain(*rule.right))))
-            for term in terms
-        }
-        twice |= own & seen
-        seen |= own
-    return twice
-
-
-def _as_one(members: Sequence[Written], shared: set[object]) -> Written | None:
-    """Rules that differ in numbers as one rule, if captures can stand for these."""
-    first = members[0]
-    columns = _columns(members)
-    left, right = _values(columns)
-    if first.left and first.right and left != right:
-        sides = sorted((left, right), key=len, reverse=True)
-        found = (_as_axes(members, columns, *pair) for pair in (sides, sides[::-1]))
-        return next((one for one in found if one is not None), None)
-    is_restricted = any(
-        (is_left, _skeleton(term.name)) in shared
-        for is_left in (True, False)
-        for term in _side(first, is_left)
-    )
-    if not (first.left and first.right) and first.nothing not in ("drop",):
-        return _constants(members, columns)
-    captures: dict[tuple[int, ...], Capture] = {}
-    taken = _taken(first)
-    for (is_left, at, place), values in columns.items():
-        if values not in captures:
-            key = _letter(_side(first, is_left)[at].name, place, taken)
-            options = "=" + "|".join(map(str, sorted(set(values)))) if is_restricted else ""
-            captures[values] = Capture(key + options)
-    return _with(first, {where: captures[values] for where, values in columns.items()}, members)
-
-
-_Columns = dict[tuple[bool, int, int], tuple[int, ...]]
-"""Side, number of the term and place in its name, with the number that each rule has there."""
-
-
-def _columns(members: Sequence[Written]) -> _Columns:
-    """The numbers in names that are not the same in all rules."""
-    columns: _Columns = {}
-    for is_left in (True, False):
-        every = [_side(rule, is_left) for rule in members]
-        for at, term in enumerate(every[0]):
-            for place, token in enumerate(term.name):
-                if isinstance(token, str) and _DIGITS.fullmatch(token):
-                    values = tuple(int(str(terms[at].name[place])) for terms in every)
-                    if len(set(values)) > 1:
-                        columns[is_left, at, place] = values
-    return columns
-
-
-def _values(columns: _Columns) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
-    """Those of the left side, and of the right."""
-    sides: tuple[set[tuple[int, ...]], set[tuple[int, ...]]] = set(), set()
-    for (is_left, *_), values in columns.items():
-        sides[not is_left].add(values)
-    return sides
-
-
-def _side(rule: Written, is_left: bool) -> tuple[WrittenTerm, ...]:
-    return rule.left if is_left else tuple(itertools.chain(*rule.right))
-
-
-def _with(
-    rule: Written, captures: Mapping[tuple[bool, int, int], Capture], members: Sequence[Written]
-) -> Written:
-    """A rule with captures at some places of its names."""
-
-    def changed(is_left: bool, at: int, term: WrittenTerm) -> WrittenTerm:
-        name = tuple(
-            captures.get((is_left, at, place), token) for place, token in enumerate(term.name)
-        )
-        return replace(term, name=name)
-
-    left = tuple(changed(True, at, term) for at, term in enumerate(rule.left))
-    count, right = 0, []
-    for names in rule.right:
-        right.append(tuple(changed(False, count + k, term) for k, term in enumerate(names)))
-        count += len(names)
-    return replace(
-        rule, left=left, right=tuple(right), arrays=sum(member.arrays for member in members)
-    )
-
-
-def _taken(rule: Written) -> set[str]:
-    """The letters that a rule has."""
-    texts = [term.tail for term in rule.terms]
-    texts += [t.text for term in rule.terms for t in term.name if isinstance(t, Capture)]
-    return set(re.findall(r"[A-Za-z_][A-Za-z0-9_]*", " ".join(texts)))
-
-
-def _letter(name: Sequence[Token], place: int, taken: set[str]) -> str:
-    """A name for a capture, after the word before it."""
-    before = [re.sub("[^A-Za-z]", "", t) for t in name[:place] if isinstance(t, str)]
-    word = next((text for text in reversed(before) if text), "n")
-    first = "x" if word.startswith("expert") else word[0].lower()
-    found = next(n for n in itertools.chain(first, "lnx", _LETTERS, _more()) if n not in taken)
-    taken.add(found)
-    return found
-
-
-def _as_axes(
-    members: Sequence[Written],
-    columns: _Columns,
-    few: set[tuple[int, ...]],
-    many: set[tuple[int, ...]],
-) -> Written | None:
-    """Numbers of one side (`many`) that are sums of multiples of those of the other (`few`)."""
-    base = sorted(few)
-    if not base or not _is_grid(base):
-        return None
-    matrix = np.asarray([[*numbers, 1] for numbers in zip(*base, strict=True)], float)
-    taken = _taken(members[0])
-    axes: dict[tuple[int, ...], str] = {}
-    sizes: dict[str, int] = dict(members[0].sizes)
-    for where, values in columns.items():
-        if values in few and values not in axes:
-            axes[values] = _letter(_side(members[0], where[0])[where[1]].name, where[2], taken)
-            sizes[axes[values]] = max(values) - min(values) + 1
-    texts = {values: _linear([axes[values]], [1], min(values)) for values in base}
-    for values in many:
-        found = np.rint(np.linalg.lstsq(matrix, np.asarray(values, float), rcond=None)[0])
-        if (matrix @ found != values).any() or (found[:-1] < 0).any():
-            return None
-        factors = [int(x) for x in found[:-1]]
-        low = int(found[-1]) + sum(f * min(b) for f, b in zip(factors, base, strict=True))
-        texts[values] = _linear([axes[b] for b in base], factors, low)
-    captures = {where: Capture(texts[values]) for where, values in columns.items()}
-    return replace(_with(members[0], captures, members), sizes=tuple(sorted(sizes.items())))
-
-
-def _is_grid(base: Sequence[tuple[int, ...]]) -> bool:
-    """Whether numbers take all combinations of values, each without gaps."""
-    ranges = [max(values) - min(values) + 1 for values in base]
-    return len(set(zip(*base, strict=True))) == math.prod(ranges) == len(base[0])
-
-
-def _linear(axes: Sequence[str], factors: Sequence[int], constant: int) -> str:
-    parts = [
-        axis if factor == 1 else f"{factor}*{axis}"
-        for axis, factor in zip(axes, factors, strict=True)
-        if factor
-    ]
-    return "+".join(parts) + (f"{constant:+d}" if constant else "")
-
-
-def _constants(
-    members: Sequence[Written], columns: _Columns
-) -> Written | None:
-    """Constants whose names differ in numbers: these are axes, so that all names are known."""
-    base = sorted(set(columns.values()))
-    if not base or not _is_grid(base) or any(min(values) for values in base):
-        return None
-    taken, axes = _taken(members[0]), {}
-    for (is_left, at, place), values in columns.items():
-        if values not in axes:
-            axes[values] = _letter(_side(members[0], is_left)[at].name, place, taken)
-    sizes = {**dict(members[0].sizes), **{axes[v]: max(v) + 1 for v in base}}
-    captures = {where: Capture(axes[values]) for where, values in columns.items()}
-    return replace(_with(members[0], captures, members), sizes=tuple(sorted(sizes.items())))
-
-
-def _merge_words(rules: Sequence[Written]) -> list[Written]:
-    """Rules that differ in one word, which is the same on both sides, as one."""
-    found = list(rules)
-    while True:
-        groups: dict[object, list[tuple[int, str]]] = {}
-        for at, rule in enumerate(found):
-            for word in sorted(_words(rule)) if rule.left and rule.right else ():
-                shape = _replaced(rule, word, Capture(""))
-                groups.setdefault((shape.left, shape.right, shape.sizes), []).append((at, word))
-        best = max(groups.values(), key=len, default=[])
-        if len(best) < 2:
-            return found
-        (at, word), *others = best
-        taken = _taken(found[at])
-        letter = next(n for n in itertools.chain("nmk", _more()) if n not in taken)
-        one = _replaced(found[at], word, Capture(f"{letter}=" + "|".join(w for _, w in best)))
-        found[at] = replace(one, arrays=sum(found[k].arrays for k, _ in best))
-        gone = {k for k, _ in others}
-        found = [rule for k, rule in enumerate(found) if k not in gone]
-
-
-def _replaced(rule: Written, word: str, capture: Capture) -> Written:
-    """A rule with a capture for a word in its names."""
-    return rule.renamed(lambda name: tuple(capture if token == word else token for token in name))
-
-
-def _words(rule: Written) -> set[str]:
-    """Words that names of both sides have, once in each that has it."""
-    sides = []
-    for is_left in (True, False):
-        words = [
-            [
-                t
-                for t in term.name
-                if isinstance(t, str) and re.fullmatch(r"[\w-]*[A-Za-z][\w-]*", t)
-            ]
-            for term in _side(rule, is_left)
-        ]
-        sides.append({w for each in words for w in each if all(e.count(w) == 1 for e in words)})
-    return sides[0] & sides[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -15,8 +15,9 @@ from unickpt.arrays.dtypes import Array, DType
 from unickpt.errors import RuleError
 from unickpt.observing.components import Draft, Input, Misfit, Term, drafts
 from unickpt.observing.converters import Converter, Example
-from unickpt.observing.element_codes import Traced, Tracer, bits_of, check_names
-from unickpt.observing.notation import Written, WrittenTerm, merged, tokens, written
+from unickpt.observing.element_codes import NamesDiffer, Traced, Tracer, bits_of, check_names
+from unickpt.observing.merging import merged
+from unickpt.observing.notation import Written, WrittenTerm, tokens, written
 from unickpt.observing.regular_blocks import Irregular
 from unickpt.rules import in_memory
 from unickpt.rules.observed import ObservedReport
@@ -38,13 +39,25 @@ def observe(
 ) -> Rules:
     """See `Rules.observe`."""
     given = Example.of(example, framework)
-    observed = _Observation(Converter(function, given), given)
     title = name or f"{function.__module__}:{getattr(function, '__qualname__', function)}"
-    rules = observed.rules(title)
-    refused = observed.refused
-    if strict and refused:
-        first, why = next(iter(refused.items()))
-        more = f" (and {len(refused) - 1} more arrays)" if len(refused) > 1 else ""
+    return rules_of(observed(Converter(function, given), given, title), title, strict=strict)
+
+
+def rules_of(seen: Seen, title: str, *, strict: bool) -> Rules:
+    """The rules of what was seen, with their report.
+
+    Arguments:
+        seen: of one converter, or of a loader on all ranks.
+        title: of the rules, for messages.
+        strict: whether to refuse what no rule can say.
+
+    Raises:
+        RuleError: names the first array that no rule makes.
+    """
+    rules = _Writer(seen, title).rules()
+    if strict and seen.refused:
+        first, why = next(iter(seen.refused.items()))
+        more = f" (and {len(seen.refused) - 1} more arrays)" if len(seen.refused) > 1 else ""
         raise RuleError(
             f"{title}: {first!r} {why}{more}. strict=False writes rules for the other arrays, and "
             "lists these in Rules.report"
@@ -53,95 +66,126 @@ def observe(
 
 
 @dataclass
-class _Observation:
-    """The observation of one converter.
+class Seen:
+    """What a converter does.
 
     Arguments:
-        converter: calls it.
-        example: of its argument.
+        inputs: what it takes.
+        traced: where the elements of all arrays come from that it returns.
+        own: fresh numbers that it was given.
+        made: what it made of them.
+        refused: arrays that no rule can make, and why.
+        runs: how often it was called.
+        together: see `components.drafts`.
     """
 
-    converter: Converter
-    example: Example
-    refused: dict[str, str] = field(default_factory=dict)
-    runs: int = 0
-    own: dict[str, Array] = field(default_factory=dict)
-    made: dict[str, Array] = field(default_factory=dict)
-    casts: dict[str, DType] = field(default_factory=dict)
-    used: dict[str, Array] = field(default_factory=dict)
+    inputs: list[Input]
+    traced: list[Traced]
+    own: dict[str, Array]
+    made: dict[str, Array]
+    refused: dict[str, str]
+    runs: int
+    together: Callable[[str], str] | None = None
 
-    def rules(self, title: str) -> Rules:
+
+def observed(converter: Callable[..., dict[str, Array]], example: Example, title: str) -> Seen:
+    """Runs a converter until it is clear what it does.
+
+    Arguments:
+        converter: takes and returns arrays by name.
+        example: of what it takes.
+        title: for messages.
+
+    Raises:
+        RuleError: which arrays there are depends on values.
+    """
+    inputs = [
+        Input(name, shape, dtypes.name_of(dtype)) for name, (shape, dtype) in example.arrays.items()
+    ]
+    try:
+        seen = _traced(converter, example, inputs)
+        _test(converter, example, seen)
+    except ValueError as error:
+        if isinstance(error, NamesDiffer):
+            raise RuleError(f"{title}: {error}") from None
+        raise
+    return seen
+
+
+def _traced(
+    converter: Callable[..., dict[str, Array]], example: Example, inputs: list[Input]
+) -> Seen:
+    """Where all elements come from; in float32 where the converter takes that."""
+    own = [np.zeros(shape, dtype) for shape, dtype in example.arrays.values()]
+    wide = [np.zeros(x.shape, np.float32) if _is_narrow(x) else x for x in own]
+    names = list(example.arrays)
+    for given in (wide, own) if any(map(_is_narrow, own)) else (own,):
+        tracer = Tracer(converter, given, names)
+        try:
+            traced = tracer.trace()
+        except NamesDiffer:
+            raise
+        except Exception:
+            if given is own:
+                raise
+            continue
+        break
+    refused = {one.name: _of_several(one) for one in traced if one.fault}
+    return Seen(inputs, traced, {}, {}, refused, tracer.runs)
+
+
+def _test(converter: Callable[..., dict[str, Array]], example: Example, seen: Seen) -> None:
+    """Runs the converter on fresh numbers, and refuses what is not as it was traced."""
+    random = np.random.default_rng(1)
+    for scale in _SCALES:
+        given = {
+            name: _fresh(random, shape, dtype, scale)
+            for name, (shape, dtype) in example.arrays.items()
+        }
+        found = converter(given)
+        seen.runs += 1
+        check_names([found], seen.traced)
+        if not seen.own:
+            seen.own, seen.made = given, found
+        for one in seen.traced:
+            why = "" if one.name in seen.refused else _differs(one, given, seen.inputs, found)
+            if why:
+                seen.refused[one.name] = why
+
+
+class _Writer:
+    """Writes the rules of what was seen.
+
+    Arguments:
+        seen: what.
+        title: of the rules.
+    """
+
+    def __init__(self, seen: Seen, title: str) -> None:
+        self._seen, self._title = seen, title
+        self._casts: dict[str, DType] = {}
+        self._used: dict[str, Array] = {}
+
+    def rules(self) -> Rules:
         """The rules, with their report.
 
         Raises:
-            RuleError: which arrays there are depends on values; or the converter failed.
+            RuleError: there are none, though each array is clear.
         """
-        try:
-            traced = self._traced()
-        except ValueError as error:
-            raise RuleError(f"{title}: {error}") from None
-        inputs = [
-            Input(name, shape, dtypes.name_of(dtype))
-            for name, (shape, dtype) in self.example.arrays.items()
-        ]
-        try:
-            self._test(traced, inputs)
-        except ValueError as error:
-            raise RuleError(f"{title}: {error}") from None
-        return self._write(title, inputs, [one for one in traced if one.name not in self.refused])
-
-    # --- tracing ------------------------------------------------------------------------------
-
-    def _traced(self) -> list[Traced]:
-        """Where all elements come from; in float32 where the converter takes that."""
-        own = [np.zeros(shape, dtype) for shape, dtype in self.example.arrays.values()]
-        wide = [np.zeros(x.shape, np.float32) if _is_narrow(x) else x for x in own]
-        names = list(self.example.arrays)
-        for inputs in (wide, own) if any(map(_is_narrow, own)) else (own,):
-            tracer = Tracer(self.converter, inputs, names)
-            try:
-                traced = tracer.trace()
-            except ValueError:
-                raise
-            except Exception:
-                if inputs is own:
-                    raise
-                continue
-            break
-        self.runs += tracer.runs
-        for one in traced:
-            if one.fault:
-                self.refused[one.name] = _of_several(one)
-        return traced
-
-    def _test(self, traced: Sequence[Traced], inputs: Sequence[Input]) -> None:
-        """Runs the converter on fresh numbers, and refuses what is not as it was traced."""
-        random = np.random.default_rng(1)
-        for scale in _SCALES:
-            given = {
-                name: _fresh(random, shape, dtype, scale)
-                for name, (shape, dtype) in self.example.arrays.items()
-            }
-            found = self.converter(given)
-            self.runs += 1
-            check_names([found], traced)
-            if not self.own:
-                self.own, self.made = given, found
-            for one in traced:
-                if one.name in self.refused:
-                    continue
-                why = _differs(one, given, inputs, found[one.name])
-                if why:
-                    self.refused[one.name] = why
+        seen = self._seen
+        return self._write([one for one in seen.traced if one.name not in seen.refused])
 
     # --- writing ------------------------------------------------------------------------------
 
-    def _write(self, title: str, inputs: Sequence[Input], traced: Sequence[Traced]) -> Rules:
+    def _write(self, traced: Sequence[Traced]) -> Rules:
+        inputs = self._seen.inputs
         of_inputs = [one for one in traced if (one.source >= 0).any()]
         numbers = {one.name: at for at, one in enumerate(inputs)}
         rules: list[Written] = []
         used: set[str] = set()
-        for draft in drafts(inputs, of_inputs):
+        found = list(drafts(inputs, of_inputs, self._seen.together))
+        _tell_apart([draft for draft in found if isinstance(draft, Draft)])
+        for draft in found:
             if isinstance(draft, Misfit):
                 self._refuse(draft.right, draft.why)
                 continue
@@ -157,53 +201,57 @@ class _Observation:
         constant: list[str] = []
         not_made: list[str] = []
         for one in traced:
-            if (one.source >= 0).any() or one.name in self.refused:
+            if (one.source >= 0).any() or one.name in self._seen.refused:
                 continue
             rules.append(self._constant(one, len(inputs) + len(rules)))
             (constant if rules[-1].nothing != "drop" else not_made).append(one.name)
         unused = [one.name for one in inputs if one.name not in used]
         # Of what the refused arrays are made is not known, so then nothing counts as lost.
-        dropped = [] if self.refused else unused
+        dropped = [] if self._seen.refused else unused
         rules += [
             Written((WrittenTerm(tokens(name)),), (), order=numbers[name]) for name in dropped
         ]
-        self.used = self._used_elements(inputs, of_inputs)
-        scaled = [one.name for one in of_inputs if _is_scaled(one) and one.name not in self.refused]
-        known = {*scaled, *constant, *not_made, *self.refused}
+        self._used = self._used_elements(inputs, of_inputs)
+        scaled = [
+            one.name for one in of_inputs if _is_scaled(one) and one.name not in self._seen.refused
+        ]
+        known = {*scaled, *constant, *not_made, *self._seen.refused}
         report = ObservedReport(
             tuple(one.name for one in traced if one.name not in known),
             tuple(scaled), tuple(constant), tuple(not_made), tuple(dropped),
-            tuple(name for name, is_used in self.used.items() if not is_used.all()),
-            self.refused, self.runs,
+            tuple(name for name, is_used in self._used.items() if not is_used.all()),
+            self._seen.refused, self._seen.runs,
         )  # fmt: skip
-        return self._checked(title, rules, report, used | {*dropped})
+        return self._checked(rules, report, used | {*dropped})
 
     def _used_elements(self, inputs: Sequence[Input], traced: Sequence[Traced]) -> dict[str, Array]:
         """For each input of which something is made, which of its elements are."""
         found: dict[int, Array] = {}
         for one in traced:
             for source in np.unique(one.source):
-                if source >= 0 and one.name not in self.refused:
+                if source >= 0 and one.name not in self._seen.refused:
                     size = math.prod(inputs[source].shape)
                     is_used = found.setdefault(int(source), np.zeros(size, bool))
                     is_used[one.index[one.source == source]] = True
         return {inputs[at].name: found[at] for at in sorted(found)}
 
     def _refuse(self, names: Sequence[str], why: str) -> None:
-        self.refused |= dict.fromkeys(names, f"cannot be made by a rule: {why}")
+        self._seen.refused |= dict.fromkeys(names, f"cannot be made by a rule: {why}")
 
     def _dtype_of(self, draft: Draft) -> Callable[[Term, bool], str | None]:
         """Which dtype terms have when they are made, where the converter changes it."""
-        left = {self.own[name].dtype for term in draft.left for name in term.names}
-        right = {self.made[n].dtype for names in draft.right for term in names for n in term.names}
+        left = {self._seen.own[name].dtype for term in draft.left for name in term.names}
+        right = {
+            self._seen.made[n].dtype for names in draft.right for term in names for n in term.names
+        }
 
         if left != right and len(right) == 1:
-            self.casts |= {n: next(iter(right)) for term in draft.left for n in term.names}
+            self._casts |= {n: next(iter(right)) for term in draft.left for n in term.names}
 
         def found(term: Term, is_left: bool) -> str | None:
             if left == right and len(left) == 1:
                 return None
-            arrays = self.own if is_left else self.made
+            arrays = self._seen.own if is_left else self._seen.made
             kinds = {arrays[name].dtype for name in term.names}
             if len(kinds) > 1:
                 raise Irregular("arrays of several dtypes become one")
@@ -218,7 +266,7 @@ class _Observation:
             return Written((), ((WrittenTerm(tokens(one.name)),),), order=order)
         axes = [f"a{n}" for n in range(len(one.shape))]
         tail = f" [{' '.join(axes)}]"
-        dtype = self.made[one.name].dtype
+        dtype = self._seen.made[one.name].dtype
         if dtype != np.float32:
             tail += f" as {dtypes.name_of(dtype)}"
         sizes = tuple(zip(axes, one.shape, strict=True))
@@ -227,23 +275,21 @@ class _Observation:
 
     # --- checking -----------------------------------------------------------------------------
 
-    def _checked(
-        self, title: str, rules: Sequence[Written], report: ObservedReport, ruled: set[str]
-    ) -> Rules:
+    def _checked(self, rules: Sequence[Written], report: ObservedReport, ruled: set[str]) -> Rules:
         """The shortest rules that do as the converter does, in both directions."""
         problem = ""
         for words, numbers in ((True, True), (False, True), (False, False)):
             lines = merged(rules, words=words) if numbers else list(rules)
-            text = _text(title, lines, report)
+            text = _text(self._title, lines, report)
             try:
-                found = Rules.parse(text, name=title)
+                found = Rules.parse(text, name=self._title)
                 self._compare(found, report, ruled)
             except RuleError as error:
                 problem = str(error)
                 continue
             return replace(found, report=replace(report, lines=len(lines), text=text))
         raise RuleError(
-            f"{title}: no rules say what it does, though each array is clear: {problem}"
+            f"{self._title}: no rules say what it does, though each array is clear: {problem}"
         )
 
     def _compare(self, rules: Rules, report: ObservedReport, ruled: set[str]) -> None:
@@ -252,8 +298,8 @@ class _Observation:
         Raises:
             RuleError: it is not the same, or the rules do not fit.
         """
-        have = {name: x for name, x in self.own.items() if name in ruled}
-        want = {name: x for name, x in self.made.items() if name not in report.refused}
+        have = {name: x for name, x in self._seen.own.items() if name in ruled}
+        want = {name: x for name, x in self._seen.made.items() if name not in report.refused}
         forward = _through(rules, have, want)
         _same(forward, _without(want, report.not_made), {*report.scaled})
         backward = _through(rules.inverse, want, have)
@@ -262,9 +308,26 @@ class _Observation:
 
     def _left_of(self, name: str) -> Array:
         """What the other direction can bring back of an input: not what was cut off, or rounded."""
-        x = self.own[name]
-        left = x.astype(self.casts.get(name, x.dtype)).astype(x.dtype)
-        return np.where(self.used[name].reshape(x.shape), left, 0).astype(x.dtype)
+        x = self._seen.own[name]
+        left = x.astype(self._casts.get(name, x.dtype)).astype(x.dtype)
+        return np.where(self._used[name].reshape(x.shape), left, 0).astype(x.dtype)
+
+
+def _tell_apart(found: Sequence[Draft]) -> None:
+    """Marks names with numbers that several rules have, so that sizes tell whose they are."""
+    seen: dict[object, list[Term]] = {}
+    for draft in found:
+        own: dict[object, Term] = {}
+        for is_left, terms in ((True, draft.left), (False, [t for ts in draft.right for t in ts])):
+            for term in terms:
+                if any(not isinstance(item, str) for item in term.name):
+                    texts = tuple(item if isinstance(item, str) else None for item in term.name)
+                    own[is_left, texts] = term
+        for key, term in own.items():
+            seen.setdefault(key, []).append(term)
+    for alike in seen.values():
+        for term in alike:
+            term.is_one_of_several |= len(alike) > 1
 
 
 def _without(arrays: Mapping[str, Array], names: Sequence[str]) -> dict[str, Array]:
@@ -303,8 +366,11 @@ def _of_several(one: Traced) -> str:
     )
 
 
-def _differs(one: Traced, given: Mapping[str, Array], inputs: Sequence[Input], found: Array) -> str:
+def _differs(
+    one: Traced, given: Mapping[str, Array], inputs: Sequence[Input], made: Mapping[str, Array]
+) -> str:
     """Why an output is not what was traced; "" if it is."""
+    found = made[one.name]
     expected = np.array(one.offset, np.float64)
     for source in np.unique(one.source):
         if source >= 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -76,6 +76,7 @@ def open_base(
     how: How,
     fsync: bool,
     needed: bool,
+    read: Callable[[Index], None] | None = None,
 ) -> Base | None:
     """Opens the base of a save; None if nothing of it can be referred to, which is logged.
 
@@ -87,6 +88,7 @@ def open_base(
         how: what becomes of chunks.
         fsync: whether linked files are flushed to disk.
         needed: whether the save needs it in any case: what cannot be shared is copied then.
+        read: called with its index, whether anything of it is used or not.
 
     Raises:
         CheckpointNotFound: there is no checkpoint.
@@ -95,6 +97,8 @@ def open_base(
     reader = ocdbt_reader.open(location)
     if reader is None:
         raise CheckpointNotFound(f"no checkpoint of unickpt's own format at {location}")
+    if read is not None:
+        read(reader.index)
     files = location.regular_files()
     if reader.index.codecs != codecs:
         why = "it has another compression"
@@ -267,7 +271,7 @@ class Base:
         theirs = self._reader.index.arrays.get(entry.name)
         if theirs is None or (theirs.shape, theirs.dtype) != (entry.shape, entry.dtype):
             return None
-        if theirs.quantized != entry.quantized:
+        if theirs.quantized != entry.quantized or not _has_bytes_of(theirs, entry):
             return None
         if entry.name not in self._parts:
             numbered = chunk_grid.numbered_parts(theirs)
@@ -474,6 +478,14 @@ class Base:
             self._warn(error)
             return False
         return np.array_equal(_bits(out), _bits(chunk))
+
+
+def _has_bytes_of(theirs: ArrayEntry, entry: ArrayEntry) -> bool:
+    """Whether the stored bytes of an array can be those of an array of a save: encoded alike, or
+    not at all if that was chosen; then the array of the save is not, either."""
+    if entry.encoding:
+        return theirs.encoding in ((), entry.encoding)
+    return not theirs.encoding
 
 
 def _full_bytes(index: Index) -> int:

@@ -216,7 +216,7 @@ def side_text(side: Side) -> str:
 
 @dataclass(frozen=True)
 class RuleLine:
-    """`left <-> right`, with the sizes that follow it."""
+    """`left <-> right`, with the sizes that follow it; `usual` are those that end with `?`."""
 
     position: SourcePosition = field(compare=False)
     left: Side
@@ -225,6 +225,7 @@ class RuleLine:
     default: bool = False
     function: str | None = None
     sizes: tuple[tuple[str, int], ...] = ()
+    usual: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)

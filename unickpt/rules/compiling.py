@@ -54,6 +54,7 @@ def compile_rule(
             bare[0].name.position,
         )
     known = {**sizes, **own, **given}
+    usual = {axis: size for axis, size in line.usual if axis not in known}
     numbers = _number_axes(written, own)
     renamed = _paired_choices(line.left, line.right, written)
     options = _options_of(written)
@@ -65,12 +66,13 @@ def compile_rule(
         left=left,
         right=right,
         sizes={k: v for k, v in known.items() if k in own or k in axes_of_sides([left, right])},
+        usual=usual,
         optional=line.optional or line.default,
         default=line.default,
         function=line.function,
         moves=moves,
     )
-    _check_sizes(rule, own)
+    _check_sizes(rule, {**own, **usual})
     if line.function is None:
         _check_sides(rule)
     else:

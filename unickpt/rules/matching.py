@@ -364,8 +364,9 @@ def _details(
 
 
 def _fuse(family: Family, matched: Sequence[_Matched]) -> None:
-    """Treats axes that always appear together as one, where nothing gives their single sizes."""
-    exprs = family.rule.exprs
+    """Treats axes that always appear together as one, where nothing gives their single sizes; of
+    others takes the usual ones."""
+    exprs, usual = family.rule.exprs, family.rule.usual
     all_items = [family.items(expr) for expr in exprs]
     apart = {axis for expr in exprs for axis in (*expr.pattern.axes, *expr.arithmetic_axes)}
     while unknown := _unknown_axes(family):
@@ -374,9 +375,13 @@ def _fuse(family: Family, matched: Sequence[_Matched]) -> None:
                 family.sizes[axis] = 1
                 break
         else:
-            names = ", ".join(a if not axes.is_pad(a) else axes.PAD for a in unknown)
-            one = next((a for a in unknown if not axes.is_pad(a)), axes.PAD)
-            raise Unfit(f"the size of {names} is unknown: give it, as in `{one}=8`")
+            known = [(a, axes.PAD if axes.is_pad(a) else a) for a in unknown]
+            found = next(((axis, usual[name]) for axis, name in known if name in usual), None)
+            if found is None:
+                names = ", ".join(name for _, name in known)
+                one = next((a for a in unknown if not axes.is_pad(a)), axes.PAD)
+                raise Unfit(f"the size of {names} is unknown: give it, as in `{one}=8`")
+            family.sizes[found[0]] = found[1]
         _solve(family, matched)
 
 

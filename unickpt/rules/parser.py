@@ -104,9 +104,11 @@ class _Parser(LineScanner):
         if isinstance(left, Nothing) and isinstance(right, Nothing):
             raise self.fail("neither side names an array", 0)
         function = self.identifier("the name of a function") if self.word("via") else None
-        sizes = self._sizes() if self.word("where") or self._sees_size() else ()
+        usual: dict[str, int] = {}
+        sizes = self._sizes(usual) if self.word("where") or self._sees_size() else ()
         optional, default = keyword == "optional", keyword == "default"
-        return RuleLine(position, left, right, optional, default, function, sizes)
+        more = tuple(usual.items())
+        return RuleLine(position, left, right, optional, default, function, sizes, more)
 
     def _lift(self, position: SourcePosition) -> LiftLine:
         left = self._expr()
@@ -163,18 +165,22 @@ class _Parser(LineScanner):
         self.skip()
         return re.compile(r"[A-Za-z_]\w*\s*=\s*\d").match(self.text, self.at) is not None
 
-    def _sizes(self) -> tuple[tuple[str, int], ...]:
+    def _sizes(self, usual: dict[str, int] | None = None) -> tuple[tuple[str, int], ...]:
+        """Sizes of axes; those that end with `?` go to `usual` instead, where it is given."""
         sizes: dict[str, int] = {}
-        while not sizes or self.take(",") or self._sees_size():
+        while not sizes | (usual or {}) or self.take(",") or self._sees_size():
             at = self.at
             name = "_" if self.take("_") else self.identifier("a size, such as `half=2`")
             self.expect("=", " and the size of the axis")
             number = self._integer()
             if number is None:
                 raise self.fail("a size must be an integer")
-            if name in sizes:
+            if name in sizes or name in (usual or {}):
                 raise self.fail(f"the size of {name!r} is given twice", at)
-            sizes[name] = number
+            if usual is not None and self.take("?"):
+                usual[name] = number
+            else:
+                sizes[name] = number
         return tuple(sizes.items())
 
     # --- sides ------------------------------------------------------------------------------

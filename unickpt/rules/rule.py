@@ -115,6 +115,7 @@ class Rule:
         text: as it is written, or as what it was lifted from.
         left, right: terms, each with the names that are one array; or nothing.
         sizes: of axes, as given.
+        usual: those of axes whose sizes shapes may not tell; used only where they do not.
         optional: whether it may match nothing.
         default: whether it applies only to arrays that no other rule matches.
         function: the name of the function that relates the sides.
@@ -128,6 +129,7 @@ class Rule:
     left: Terms | Nothing
     right: Terms | Nothing
     sizes: Mapping[str, int] = field(default_factory=dict)
+    usual: Mapping[str, int] = field(default_factory=dict)
     optional: bool = False
     default: bool = False
     function: str | None = None
@@ -162,6 +164,7 @@ class Rule:
             for side in (self.left, self.right)
         )
         sizes = "".join(f"  {axis}={size}" for axis, size in self.sizes.items())
+        sizes += "".join(f"  {axis}={size}?" for axis, size in self.usual.items())
         function = "" if self.function is None else f" via {self.function}"
         keyword = "default " if self.default else "optional " * self.optional
         return keyword + " <-> ".join(sides) + function + sizes

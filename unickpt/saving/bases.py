@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from unickpt.errors import (
     CheckpointCorrupt,
@@ -10,6 +11,7 @@ from unickpt.errors import (
     StorageError,
     UnsupportedFormat,
 )
+from unickpt.format.index import Index
 from unickpt.reuse.base import FAULTY, Base, How, open_base
 from unickpt.saving.describe import Description
 from unickpt.saving.options import SaveOptions
@@ -26,6 +28,7 @@ def open_for(
     folder: Location,
     budget_bytes: int,
     asked: paths.PathLike | None,
+    read: Callable[[Index | None], None] | None = None,
 ) -> Base | None:
     """Opens the base of a save; None if it has none, or that is damaged, which is logged.
 
@@ -35,6 +38,7 @@ def open_for(
         budget_bytes: memory to compare with.
         asked: where the base is whose equal chunks are taken; None if only what this save leaves
             out is taken.
+        read: called with the index of the base, or with None if it cannot be read.
 
     Raises:
         CheckpointNotFound, InvalidPath: there is none where `SaveOptions.base` says.
@@ -54,12 +58,15 @@ def open_for(
                 how=how,
                 fsync=options.fsync,
                 needed=needed,
+                read=read,
             )
         except (CheckpointCorrupt, CheckpointNotFound, UnsupportedFormat, StorageError) as error:
             if type(error) is CheckpointNotFound and options.base is not None:
                 raise
             # A training job must not stop because an older checkpoint is damaged, or gone.
             _log.warning(FAULTY, path, error)
+            if read is not None:
+                read(None)
     if selection is not None:
         selection.check(None if found is None else found.index, location)
     if unchanged is not None:

@@ -34,7 +34,7 @@ from unickpt.storage.data_files import DataFile
 from unickpt.threads import Pool, Window, in_batches
 
 _MOST_CHUNKS = 16384  # of a batch
-_MOST_THREADS = 16  # which also quantise, or compare with the base
+_MOST_THREADS = 16  # which also quantise, compress, or compare with the base
 _LOOK_EVERY_S = 0.5
 _TELL_EVERY_S = 0.25
 _HASHED_FIRST_BYTES = 64 << 10  # of so little, the cache has all when it is written
@@ -64,6 +64,7 @@ class ChunkWriter:
         base: the earlier checkpoint whose chunks are not written again.
         reuses: whether that goes for all chunks that are equal, or only for those of other experts.
         told: called with the bytes that are done and those in total; None for nobody.
+        encodes: what encodes the chunks of arrays that may be compressed.
     """
 
     def __init__(
@@ -75,19 +76,19 @@ class ChunkWriter:
         base: Base | None = None,
         reuses: bool = False,
         told: ProgressFunction | None = None,
+        encodes: Callable[[WriteItem, Any], codec.Encoded] | None = None,
     ) -> None:
         self._attempt, self._description, self._budget = attempt, description, budget_bytes
-        self._source = source
+        self._source, self._encodes = source, encodes
         self._base, self._looked_in = base, base if reuses else None
         self._folder = attempt.folder_of(attempt.group.index)
         self._is_local = self._folder.is_local
         self.is_stopped = False
         """Whether something has failed, so that no further chunk needs to be written."""
         self.nbytes, self.stored_bytes, self.count, self.patched = 0, 0, 0, 0
-        """Of what was written: logical bytes, bytes before compression, chunks; of these, those
-        that are patches."""
-        self.unchanged = description.unchanged
-        self._told, self._done, self._total = told, 0, 0
+        """Of what was written: bytes, bytes before compression, chunks; of these, patches."""
+        self.unchanged, self._told = description.unchanged, told
+        self._done, self._total = 0, 0
         self._counting = threading.Lock()  # threads count what they write
         self._errors: dict[int, tuple[float, float]] = {}
 
@@ -230,7 +231,7 @@ class ChunkWriter:
         """How many threads write, and so hash, quantise and compare."""
         threads = self._file_threads
         compared = [item.nbytes for item in items if self._patches(item)]
-        if not compared and not any(item.entry.quantized for item in items):
+        if not compared and not any(e.entry.quantized or e.entry.encoding for e in items):
             return threads
         cpus = os.cpu_count() or 1
         wanted = max(threads, cpus // 4 if self._source.background else min(cpus, _MOST_THREADS))
@@ -258,18 +259,19 @@ class ChunkWriter:
 
     def encode(self, item: WriteItem, chunk: Any) -> codec.Encoded:
         """A chunk as it is stored."""
+        if self._encodes is not None and item.entry.encoding:
+            return self._encodes(item, chunk)
         return codec.encode(item.entry, item.part, self._description.index.codecs, chunk)
 
     def _end_batch(self, written: Future[None], batch: _Batch) -> None:
         while self._told is not None and not wait([written], _TELL_EVERY_S).done:
             self._tell()  # a slow disk, or a large chunk, takes longer
         written.result()
-        for chunk in batch.chunks:  # from whose memory it was written
+        for chunk in batch.chunks:
             chunk.release()
         batch.chunks = ()
-        self.nbytes += batch.nbytes
+        self.nbytes, self.count = self.nbytes + batch.nbytes, self.count + batch.count
         self.stored_bytes += batch.stored_bytes
-        self.count += batch.count
         self.patched += batch.patched
         for array, (absolute, relative) in batch.errors:
             known = self._errors.get(array, (0.0, 0.0))

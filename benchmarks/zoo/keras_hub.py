@@ -1,0 +1,82 @@
+"""KerasHub: its converters from checkpoints of the Hub (`convert_weights`), and its exporters.
+
+A checkpoint of a tiny model of transformers lies in a folder, as the converters want it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.zoo.conversion import Conversion
+from benchmarks.zoo.mlx_lm import _older, hub_state
+from benchmarks.zoo.transformers_mapping import tiny_model
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+CLASSES = (
+    "AlbertModel BartModel BertModel Blip2ForConditionalGeneration DeiTModel Dinov2Model "
+    "Dinov2WithRegistersModel DINOv3ViTModel DistilBertModel EsmModel GemmaForCausalLM "
+    "Gemma2ForCausalLM Gemma3ForCausalLM Gemma3ForConditionalGeneration Gemma4ForCausalLM GPT2Model "
+    "GptOssForCausalLM LlamaForCausalLM MetaClip2Model MistralForCausalLM MixtralForCausalLM "
+    "PaliGemmaForConditionalGeneration ViTModel Qwen2ForCausalLM Qwen2MoeForCausalLM "
+    "Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3_5ForConditionalGeneration Qwen3_5ForCausalLM "
+    "Qwen3_5MoeForConditionalGeneration RobertaModel XLMRobertaModel SmolLM3ForCausalLM SwinModel "
+    "T5GemmaForConditionalGeneration T5Gemma2ForConditionalGeneration"
+).split()
+
+
+def conversions() -> Iterator[Conversion]:
+    """Each model that KerasHub takes from transformers; back where it has an exporter."""
+    import transformers
+
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    for name in CLASSES:
+        try:
+            yield from _pair(name, tiny_model(getattr(transformers, name)))
+        except Exception as error:
+            print(f"# {name}: not run: {type(error).__name__}: {str(error)[:300]}", flush=True)
+
+
+def _pair(name: str, model: Any) -> Iterator[Conversion]:
+    from keras_hub.src.utils.transformers.export import hf_exporter
+    from keras_hub.src.utils.transformers.preset_loader import TransformersPresetLoader
+    from keras_hub.src.utils.transformers.safetensor_utils import SafetensorLoader
+    from safetensors.numpy import save_file
+
+    state = hub_state(model)
+    config = _older(json.loads(model.config.to_json_string(use_diff=False)))
+    config["architectures"] = [name]
+    with tempfile.TemporaryDirectory() as folder:
+        loader = TransformersPresetLoader(folder, config)
+        backbone = loader.load_backbone(loader.check_backbone_class(), load_weights=False)
+
+    def to_keras(arrays: Any) -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(config))
+            save_file(dict(arrays), f"{folder}/model.safetensors")
+            with SafetensorLoader(folder) as files, redirect_stdout(None):
+                loader.converter.convert_weights(backbone, files, config)
+        return {weight.path: np.array(weight) for weight in backbone.weights}
+
+    def to_hub(arrays: Any) -> Any:
+        for weight in backbone.weights:
+            weight.assign(arrays[weight.path])
+        exporter = hf_exporter.MODEL_EXPORTERS[type(backbone).__name__]
+        return hf_exporter._to_numpy_dict(exporter(backbone, include_lm_head=False))
+
+    to_keras({key: np.zeros(x.shape, x.dtype) for key, x in state.items()})
+    has_exporter = type(backbone).__name__ in hf_exporter.MODEL_EXPORTERS
+    yield Conversion(f"{name}/to-keras", to_keras, state)
+    if has_exporter:
+        own = {weight.path: np.zeros(tuple(weight.shape), np.float32) for weight in backbone.weights}
+        yield Conversion(f"{name}/to-hub", to_hub, own)
