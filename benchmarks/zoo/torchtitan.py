@@ -95,10 +95,14 @@ def _small(config: Any, layers: Any, dim: int) -> Any:
         tok_embeddings=replace(
             config.tok_embeddings, num_embeddings=_VOCABULARY, embedding_dim=dim
         ),
-        norm=replace(config.norm, normalized_shape=dim),
+        norm=_resized(config.norm, dim),
         lm_head=replace(config.lm_head, in_features=dim, out_features=_VOCABULARY),
         layers=layers,
     )
+
+
+def _resized(norm: Any, dim: int) -> Any:
+    return replace(norm, **{"dim" if hasattr(norm, "dim") else "normalized_shape": dim})
 
 
 def _with_mtp(config: Any) -> Any:

@@ -14,10 +14,15 @@ import torch
 
 # Its packages of models import torchvision for the sake of images; of PyPI's there is no build
 # for CPUs, and no converter asks it for anything.
+class _Anything(type):
+    def __getattr__(cls, name: str) -> Any:
+        return _stand_in(name)
+
+
 def _stand_in(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
-    return type(name, (), {})
+    return _Anything(name, (), {})
 
 
 if importlib.util.find_spec("torchvision") is None:

@@ -139,21 +139,32 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def conversions() -> Iterator[Conversion]:
-    """Each rank of each size of tensor parallelism."""
+    """All ranks of each size of tensor parallelism together, as `ranks/<rank>/<parameter>`."""
+    only = os.environ.get("ZOO_MODELS", "").split(",")
     for name in MODELS:
-        only = os.environ.get("ZOO_MODELS", "").split(",")
         if only != [""] and name not in only:
             continue
         for size in (1, 2, 4):
-            for rank in range(size):
-                label = f"{name}/tp{size}-rank{rank}"
-                try:
-                    loader = Loader(name, rank, size)
+            label = f"{name}/tp{size}"
+            try:
+                loaders = [Loader(name, rank, size) for rank in range(size)]
+                for loader in loaders:
                     loader.check()
-                except Exception as error:
-                    yield Conversion(label, _raiser(error), {"none": torch.zeros(1)})
-                    continue
-                yield Conversion(label, loader, loader.checkpoint)
+            except Exception as error:
+                yield Conversion(label, _raiser(error), {"none": torch.zeros(1)})
+                continue
+            yield Conversion(label, _together(loaders), loaders[0].checkpoint)
+
+
+def _together(loaders: list[Loader]) -> Any:
+    def function(checkpoint: Tensors) -> Tensors:
+        return {
+            f"ranks/{loader.rank}/{name}": x
+            for loader in loaders
+            for name, x in loader(checkpoint).items()
+        }
+
+    return function
 
 
 class Loader:
@@ -240,12 +251,25 @@ def _set_groups(rank: int, size: int) -> None:
         setattr(parallel_state, name, alone)
 
 
+class _Alone:
+    """A group of processes that is only asked who is in it."""
+
+    def __init__(self, at: int, of: int) -> None:
+        self._at, self._of = at, of
+
+    def rank(self) -> int:
+        return self._at
+
+    def size(self) -> int:
+        return self._of
+
+
 def _group(rank: int, size: int) -> Any:
     group = object.__new__(parallel_state.GroupCoordinator)
     values = {
         "unique_name": f"zoo:{rank}:{size}", "rank": rank, "ranks": [*range(size)],
-        "world_size": size, "rank_in_group": rank, "local_rank": rank, "cpu_group": None,
-        "device_group": None, "device_communicator": None, "mq_broadcaster": None,
+        "world_size": size, "rank_in_group": rank, "local_rank": rank, "cpu_group": _Alone(rank, size),
+        "device_group": _Alone(rank, size), "device_communicator": None, "mq_broadcaster": None,
         "device": torch.device("cpu"), "use_device_communicator": False,
     }  # fmt: skip
     for name, value in values.items():

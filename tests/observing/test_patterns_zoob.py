@@ -35,3 +35,15 @@ def test_numbers_of_kinds_that_no_formula_gives_are_a_line_each() -> None:
     rules = Rules.observe(convert, example)
     assert rules.report is not None
     assert rules.report.lines == 3
+
+
+def test_scales_that_rounding_spreads_are_one() -> None:
+    """Gemma 3 in MaxText: `/ sqrt(20)`, whose scales as seen lie on both sides of a rounded one."""
+    divisor = np.float32(20**0.5)
+
+    def convert(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {"embedding": state["weight"] / divisor}
+
+    rules = Rules.observe(convert, {"weight": (53, 20)})
+    assert rules.report is not None
+    assert not rules.report.refused
