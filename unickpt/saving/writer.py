@@ -183,8 +183,7 @@ class ChunkWriter:
             rows: of the chunks in `done`; by default its first ones.
             meanwhile: called while they are written.
         """
-        rows = range(len(items)) if rows is None else rows
-        size_of = attrgetter("nbytes")
+        rows, size_of = range(len(items)) if rows is None else rows, attrgetter("nbytes")
         threads = self._threads(items)
         most_bytes = self._batch_bytes(sum(map(size_of, items)))
         # The rest of the budget is for what is needed besides the data.
