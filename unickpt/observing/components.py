@@ -164,9 +164,8 @@ def _components(
 
     first: dict[str, int] = {}
     for number, output in enumerate(outputs):
-        for source in np.unique(output.source).tolist():
-            if source >= 0:
-                parent[find(count + number)] = find(source)
+        for source in output.sources:
+            parent[find(count + number)] = find(source)
         if together is not None:
             other = first.setdefault(together(output.name), count + number)
             parent[find(count + number)] = find(other)
@@ -299,9 +298,7 @@ def _collect(
 ) -> None:
     """Adds the coordinates of an output's elements by where they come from."""
     scales, offsets = _rounded(output.scale), _rounded(output.offset)
-    for source in np.unique(output.source).tolist():
-        if source < 0:
-            continue
+    for source in output.sources:
         mine = output.source == source
         pairs = np.stack([scales[mine], offsets[mine]], 1)
         for scale, offset in np.unique(pairs, axis=0).tolist():
