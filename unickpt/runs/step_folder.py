@@ -315,7 +315,7 @@ class StepFolder:
         }
 
     def remove_retired(self, step: int, digest: str) -> bool:
-        """Removes what is left of a retired step, unless a step needs it; returns whether it is gone.
+        """Removes what is left of a retired step, unless a step needs it; says whether it is gone.
 
         Raises:
             StorageError: the storage failed.
