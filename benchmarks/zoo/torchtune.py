@@ -36,7 +36,7 @@ if importlib.util.find_spec("torchvision") is None:
 from torchtune.models import convert_weights
 from torchtune.models.clip import clip_text_encoder
 from torchtune.models.clip._convert_weights import clip_text_hf_to_tune
-from torchtune.models.flux import FluxAutoencoder
+from torchtune.models.flux import flux_1_autoencoder
 from torchtune.models.flux._convert_weights import flux_ae_hf_to_tune
 from torchtune.models.gemma import gemma
 from torchtune.models.gemma2 import gemma2
@@ -197,11 +197,7 @@ def _metas(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _flux_autoencoder() -> dict[str, torch.Tensor]:
     """The names of Flux's own checkpoint, with the shapes of torchtune's model."""
     with torch.device("meta"):
-        model = FluxAutoencoder(
-            img_shape=(3, 8, 8), ch_in=3, ch_out=3, ch_base=32, ch_mults=[1, 2, 3, 2], ch_z=6,
-            n_layers_per_resample_block=2, scale_factor=1.0, shift_factor=0.0,
-        )  # fmt: skip
-    state = model.state_dict()
+        state = flux_1_autoencoder().state_dict()
     found: dict[str, torch.Tensor] = {}
     resnet = {"main.0": "norm1", "main.2": "conv1", "main.3": "norm2", "main.5": "conv2",
               "shortcut": "nin_shortcut"}  # fmt: skip
@@ -209,7 +205,7 @@ def _flux_autoencoder() -> dict[str, torch.Tensor]:
                  "attn.output_proj": "proj_out", "norm": "norm"}  # fmt: skip
     for key, x in state.items():
         half, section, *rest, kind = key.split(".")
-        shape = tuple(x.shape)
+        shape = tuple(n // 32 if n >= 32 else n for n in x.shape)
         if section in ("down", "up"):
             at = rest[0] if section == "down" else str(3 - int(rest[0]))
             if rest[1] == "layers":
