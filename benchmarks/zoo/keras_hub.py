@@ -23,13 +23,13 @@ from benchmarks.zoo.transformers_mapping import tiny_model
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 CLASSES = (
-    "AlbertModel BartModel BertModel Blip2ForConditionalGeneration DeiTModel Dinov2Model "
-    "Dinov2WithRegistersModel DINOv3ViTModel DistilBertModel EsmModel GemmaForCausalLM "
+    "AlbertForMaskedLM BartModel BertForMaskedLM Blip2ForConditionalGeneration DeiTForImageClassification Dinov2Model "
+    "Dinov2WithRegistersModel DINOv3ViTModel DistilBertForMaskedLM EsmModel GemmaForCausalLM "
     "Gemma2ForCausalLM Gemma3ForCausalLM Gemma3ForConditionalGeneration Gemma4ForCausalLM GPT2Model "
     "GptOssForCausalLM LlamaForCausalLM MetaClip2Model MistralForCausalLM MixtralForCausalLM "
-    "PaliGemmaForConditionalGeneration ViTModel Qwen2ForCausalLM Qwen2MoeForCausalLM "
+    "PaliGemmaForConditionalGeneration ViTForImageClassification Qwen2ForCausalLM Qwen2MoeForCausalLM "
     "Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3_5ForConditionalGeneration Qwen3_5ForCausalLM "
-    "Qwen3_5MoeForConditionalGeneration RobertaModel XLMRobertaModel SmolLM3ForCausalLM SwinModel "
+    "Qwen3_5MoeForConditionalGeneration RobertaForMaskedLM XLMRobertaForMaskedLM SmolLM3ForCausalLM SwinModel "
     "T5GemmaForConditionalGeneration T5Gemma2ForConditionalGeneration"
 ).split()
 
@@ -42,7 +42,7 @@ def conversions() -> Iterator[Conversion]:
     transformers.logging.set_verbosity_error()
     for name in CLASSES:
         try:
-            yield from _pair(name, tiny_model(getattr(transformers, name)))
+            yield from _pair(name, tiny_model(getattr(transformers, name), {"type_vocab_size": 2}))
         except Exception as error:
             print(f"# {name}: not run: {type(error).__name__}: {str(error)[:300]}", flush=True)
 
@@ -56,6 +56,10 @@ def _pair(name: str, model: Any) -> Iterator[Conversion]:
     state = hub_state(model)
     config = _older(json.loads(model.config.to_json_string(use_diff=False)))
     config["architectures"] = [name]
+    if "hidden_size" in config and "num_attention_heads" in config and not config.get("head_dim"):
+        config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+    if "encoder_layers" in config:
+        config.setdefault("num_hidden_layers", config["encoder_layers"])
     with tempfile.TemporaryDirectory() as folder:
         loader = TransformersPresetLoader(folder, config)
         backbone = loader.load_backbone(loader.check_backbone_class(), load_weights=False)
@@ -66,11 +70,14 @@ def _pair(name: str, model: Any) -> Iterator[Conversion]:
             save_file(dict(arrays), f"{folder}/model.safetensors")
             with SafetensorLoader(folder) as files, redirect_stdout(None):
                 loader.converter.convert_weights(backbone, files, config)
-        return {weight.path: np.array(weight) for weight in backbone.weights}
+        return nested({weight.path: np.array(weight) for weight in backbone.weights})
 
     def to_hub(arrays: Any) -> Any:
         for weight in backbone.weights:
-            weight.assign(arrays[weight.path])
+            found = arrays
+            for key in weight.path.split("/"):
+                found = found[key]
+            weight.assign(found)
         exporter = hf_exporter.MODEL_EXPORTERS[type(backbone).__name__]
         return hf_exporter._to_numpy_dict(exporter(backbone, include_lm_head=False))
 
@@ -79,4 +86,16 @@ def _pair(name: str, model: Any) -> Iterator[Conversion]:
     yield Conversion(f"{name}/to-keras", to_keras, state)
     if has_exporter:
         own = {weight.path: np.zeros(tuple(weight.shape), np.float32) for weight in backbone.weights}
-        yield Conversion(f"{name}/to-hub", to_hub, own)
+        yield Conversion(f"{name}/to-hub", to_hub, nested(own))
+
+
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """The tree that paths describe."""
+    found: dict[str, Any] = {}
+    for path, value in flat.items():
+        *folders, last = path.split("/")
+        here = found
+        for folder in folders:
+            here = here.setdefault(folder, {})
+        here[last] = value
+    return found

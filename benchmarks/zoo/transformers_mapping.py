@@ -67,15 +67,20 @@ def _names(found: Any) -> str | None:
     return found[0] if isinstance(found, tuple | list) else found
 
 
-def tiny_model(model_class: Any) -> Any:
+def tiny_model(model_class: Any, change: dict[str, Any] | None = None) -> Any:
     """A tiny model of a class.
+
+    Arguments:
+        model_class: of transformers.
+        change: of its configuration, where that has such a name.
 
     Raises:
         ValueError: it stays large.
     """
     import torch
 
-    config = model_class.config_class(**tiny_values(model_class.config_class))
+    values = tiny_values(model_class.config_class)
+    config = model_class.config_class(**{**values, **{k: v for k, v in (change or {}).items() if k in values}})
     with torch.device("meta"):
         count = sum(p.numel() for p in model_class(config).parameters())
     if count > MOST_NUMBERS:

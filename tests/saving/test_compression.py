@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -545,3 +546,43 @@ def test_inspect_says_what_is_compressed(tmp_path: Path) -> None:
     arrays = {each["name"]: each for each in json.loads(found.output)["arrays"]}
     assert arrays["w"]["codecs"][0]["name"] == "blosc"
     assert (arrays["noise"]["codecs"], arrays["small"]["codecs"]) == ([], None)
+
+
+def test_a_chunk_is_read_though_a_file_of_others_is_gone(tmp_path: Path) -> None:
+    first, second = noise(HALF, 100) % 3, noise(HALF, 100) % 5
+    in_two(tmp_path / "c", halves(first, second))
+    (victim,) = (tmp_path / "c").glob("processes/*/00001/d/*")
+    victim.unlink()
+    stored = unickpt.open(tmp_path / "c")
+    assert np.array_equal(stored["w"][:HALF], first)
+    with pytest.raises(CheckpointCorrupt, match="array 'w'"):
+        stored["w"][HALF:]
+
+
+def test_a_process_alone_chooses_anew_where_its_base_is_lost(tmp_path: Path) -> None:
+    tree = {"w": np.zeros((200, 700), ml_dtypes.bfloat16), "noise": noise(200_000)}
+    save(tmp_path / "a", tree)
+    (tmp_path / "a" / "manifest.ocdbt").write_bytes(b"")
+    report = save(tmp_path / "b", tree, base=tmp_path / "a")
+    assert report.reused_bytes == 0
+    assert chosen(tmp_path / "b") == {"w": "blosc", "noise": "raw"}
+
+
+def test_nothing_is_looked_at_in_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set[int]()
+    real_look, real_encode = compressing.Compressing.look, compressing.Compressing.encode
+
+    def look(*arguments: Any) -> Any:
+        threads.add(threading.get_ident())
+        return real_look(*arguments)
+
+    def encode(*arguments: Any) -> Any:
+        threads.add(threading.get_ident())
+        return real_encode(*arguments)
+
+    monkeypatch.setattr(compressing.Compressing, "look", look)
+    monkeypatch.setattr(compressing.Compressing, "encode", encode)
+    options = SaveOptions(compression="auto", fsync=False)
+    unickpt.save_async(tmp_path / "c", state(), options=options).result()
+    assert threads
+    assert threading.get_ident() not in threads

@@ -90,6 +90,10 @@ class Description:
             selection = partial.select(self.index, self.experts)
         except ValueError as error:
             raise UnsupportedLeaf(str(error)) from None
+        return self.with_selection(selection)
+
+    def with_selection(self, selection: ExpertSelection) -> Description:
+        """The same, of a save that writes some experts, with what it records of them."""
         index = replace(self.index, metadata=selection.metadata)
         return replace(self, index=index, selection=selection)
 
@@ -138,11 +142,6 @@ class _Leaves:
         axis = None if held is None else held.axis
         entry = _entry(name, source, self._options, axis)
         self.entries[name], self.sources[name] = entry, source
-        if held is not None and entry.quantized is not None:
-            raise ValueError(
-                f"it belongs to the experts of {held.key!r} (`experts`), which cannot be "
-                "quantised; put a pattern that matches it before, with None"
-            )
 
 
 def describe(

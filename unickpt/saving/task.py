@@ -374,7 +374,7 @@ class SaveTask:
             return None, False
         from unickpt.saving import bases  # only where there is one
 
-        found = bases.open_for(
+        found, selection = bases.open_for(
             self.description,
             self.options,
             self.location,
@@ -383,6 +383,8 @@ class SaveTask:
             asked,
             None if self._compressing is None else self._compressing.follow,
         )
+        if selection is not self.description.selection and selection is not None:
+            self.description = self.description.with_selection(selection)
         return found, asked is not None
 
     def _publish(self, record: Record, writer: ChunkWriter, staged: Staged) -> None:
