@@ -40,10 +40,10 @@ def main() -> None:
     for row in rows_of(arguments.source, arguments.only, arguments.rules):
         rows.append(row)
         print(" ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+        if arguments.json:  # after each, as a run of a source may be cut off
+            arguments.json.write_text(json.dumps(rows, indent=1))
     good = sum(row["result"] == "rules" for row in rows)
     print(f"{arguments.source}: {good} of {len(rows)} are rules", file=sys.stderr)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1))
 
 
 def rows_of(source: str, only: str = "", folder: Path | None = None) -> Iterator[dict[str, Any]]:

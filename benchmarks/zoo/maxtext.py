@@ -234,7 +234,7 @@ def _shrink_values(hf: dict[str, Any], config: Any) -> None:
     """As `_shrink`, for what the configuration's class does not let be set."""
     hf = hf.get("thinker_config") or hf
     text = hf.get("text_config") or hf
-    if text is not hf and "layer_types" not in text or "thinker_config" in hf:
+    if (text is not hf and "layer_types" not in text) or "thinker_config" in hf:
         text |= {
             "hidden_size": config.emb_dim, "intermediate_size": config.mlp_dim,
             "num_hidden_layers": config.num_decoder_layers, "head_dim": config.head_dim,

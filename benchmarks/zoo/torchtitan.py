@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 from torchtitan.models import (
-    deepseek_v3, flux, gpt_oss, kimi_k2_7, llama3, muse_glimmer, qwen3, qwen3_5,
+    deepseek_v3,
+    flux,
+    gpt_oss,
+    kimi_k2_7,
+    llama3,
+    muse_glimmer,
+    qwen3,
+    qwen3_5,
 )  # fmt: skip
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+
 # Its packages of models import torchvision for the sake of images; of PyPI's there is no build
 # for CPUs, and no converter asks it for anything.
 class _Anything(type):
@@ -34,7 +35,6 @@ if importlib.util.find_spec("torchvision") is None:
         sys.modules[_name] = _module
 
 from torchtune.models import convert_weights
-from torchtune.models.clip import clip_text_encoder
 from torchtune.models.clip._convert_weights import clip_text_hf_to_tune
 from torchtune.models.flux import flux_1_autoencoder
 from torchtune.models.flux._convert_weights import flux_ae_hf_to_tune
@@ -47,7 +47,9 @@ from torchtune.models.llama3_1 import llama3_1
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.models.llama3_2_vision import llama3_2_vision_decoder, llama3_2_vision_encoder
 from torchtune.models.llama3_2_vision._convert_weights import (
-    llama3_vision_hf_to_tune, llama3_vision_meta_to_tune, llama3_vision_tune_to_hf,
+    llama3_vision_hf_to_tune,
+    llama3_vision_meta_to_tune,
+    llama3_vision_tune_to_hf,
     llama3_vision_tune_to_meta,
 )  # fmt: skip
 from torchtune.models.mistral import mistral
@@ -55,7 +57,6 @@ from torchtune.models.phi3 import phi3
 from torchtune.models.phi3._convert_weights import phi3_hf_to_tune, phi3_tune_to_hf
 from torchtune.models.qwen2 import qwen2
 from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune, qwen2_tune_to_hf
-from torchtune.models.t5 import t5_encoder
 from torchtune.models.t5._convert_weights import t5_encoder_hf_to_tune
 from torchtune.modules.model_fusion import DeepFusionModel
 from torchtune.modules.peft import get_adapter_state_dict

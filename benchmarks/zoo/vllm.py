@@ -24,13 +24,19 @@ import transformers
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from vllm.config import (
-    DeviceConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config,
+    DeviceConfig,
+    LoadConfig,
+    ModelConfig,
+    ParallelConfig,
+    VllmConfig,
+    set_current_vllm_config,
 )  # fmt: skip
 from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from unickpt import Rules
+from unickpt.observing.converters import to_numpy
 from unickpt.observing.loaders import RankLoad, expected_digests, observe_loader, rules_of_ranks
 from unickpt.rules import in_memory
 from unickpt.rules.planner import make_plan
@@ -107,7 +113,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "GraniteForCausalLM": ("GraniteConfig", _HEADS),
     "GraniteMoeForCausalLM": (
-        "GraniteMoeConfig", {**_HEADS, "num_local_experts": 5, **_EXPERTS, "intermediate_size": 128},
+        "GraniteMoeConfig",
+        {**_HEADS, "num_local_experts": 5, **_EXPERTS, "intermediate_size": 128},
     ),
     "HunYuanDenseV1ForCausalLM": ("HunYuanDenseV1Config", _COMMON),
     "LlamaForCausalLM": ("LlamaConfig", {**_COMMON, "attention_bias": True}),
@@ -123,7 +130,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "OlmoForCausalLM": ("OlmoConfig", _HEADS),
     "Olmo2ForCausalLM": ("Olmo2Config", _HEADS),
     "Olmo3ForCausalLM": ("Olmo3Config", {**_HEADS, "sliding_window": 8}),
-    "OlmoeForCausalLM": ("OlmoeConfig", {**_HEADS, **_EXPERTS, "num_experts": 5, "intermediate_size": 128}),
+    "OlmoeForCausalLM": (
+        "OlmoeConfig", {**_HEADS, **_EXPERTS, "num_experts": 5, "intermediate_size": 128},
+    ),
     "PhiForCausalLM": ("PhiConfig", _FULL),
     "Phi3ForCausalLM": ("Phi3Config", {**_HEADS, "original_max_position_embeddings": 64}),
     "PhiMoEForCausalLM": (
@@ -182,7 +191,10 @@ def _row(name: str, size: int, folder: Path | None) -> dict[str, Any]:
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{name}_tp{size}.rules").write_text(report.text)
-    row["wrong"] = _wrong(models, loads, rules, row)
+    try:
+        row["wrong"] = _wrong(models, loads, rules, row)
+    except Exception as error:
+        row |= {"result": "failed", "why": f"{type(error).__name__}: {error}"[:300]}
     return row
 
 
@@ -199,7 +211,7 @@ def _wrong(models: list[Loader], loads: list[RankLoad], rules: Rules, row: dict[
     for model in models:
         model.load(model.model, ((key, torch.from_numpy(x.copy())) for key, x in given.items()))
         for key, parameter in model.model.named_parameters():
-            value = parameter.detach().numpy()
+            value = to_numpy(parameter)
             if expected:
                 every += 1
                 digest = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
@@ -313,7 +325,8 @@ def _group(rank: int, size: int) -> Any:
     group = object.__new__(parallel_state.GroupCoordinator)
     values = {
         "unique_name": f"zoo:{rank}:{size}", "rank": rank, "ranks": [*range(size)],
-        "world_size": size, "rank_in_group": rank, "local_rank": rank, "cpu_group": _Alone(rank, size),
+        "world_size": size, "rank_in_group": rank, "local_rank": rank,
+        "cpu_group": _Alone(rank, size),
         "device_group": _Alone(rank, size), "device_communicator": None, "mq_broadcaster": None,
         "device": torch.device("cpu"), "use_device_communicator": False,
     }  # fmt: skip

@@ -8,9 +8,9 @@ array before it. Run where benchmarks/zoo/torchtune.py runs.
 """
 
 import torch
+from torchtune.rlhf.utils import reward_hf_to_tune
 
 import benchmarks.zoo.torchtune  # noqa: F401 - makes torchtune importable without torchvision
-from torchtune.rlhf.utils import reward_hf_to_tune
 
 layer = "model.layers.0.self_attn"
 state = {
