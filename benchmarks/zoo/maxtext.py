@@ -39,7 +39,7 @@ ALIASES = {
     "qwen3-coder-480b-a35b": "qwen3-480b-a35b", "weaver-mini": "qwen3-vl-2b",
     "weaver-max": "qwen3-vl-2b", "qwen3-omni-30b-a3b": "qwen3-30b-a3b",
 }  # fmt: skip
-"""Models for which the package has no shapes of the other side, and one whose shapes are the same."""
+"""Models for which the package has no shapes of the other side, and one with the same."""
 
 
 def conversions() -> Iterator[Conversion]:
@@ -100,7 +100,8 @@ class Model:
 
         def shape(hf: dict[str, Any]) -> dict[str, Any]:
             if name.startswith("weaver"):  # as Qwen 3 VL, without its first words
-                return {key.removeprefix("model.language_model."): x for key, x in known(hf).items()}
+                first = "model.language_model."
+                return {key.removeprefix(first): x for key, x in known(hf).items()}
             if "thinker_config" in hf:
                 text = known(hf["thinker_config"]["text_config"])
                 return {f"thinker.{key}": x for key, x in text.items()}
@@ -162,8 +163,8 @@ class Model:
 def _initialize(name: str, scanned: bool, extra: dict[str, Any]) -> Any:
     base = os.path.join(os.path.dirname(pyconfig.__file__), "base.yml")
     options = {
-        "run_name": "zoo", "model_name": name, "scan_layers": scanned, "skip_jax_distributed_system":
-        True, "override_model_config": True, "weight_dtype": "float32", "attention": "dot_product",
+        "run_name": "zoo", "model_name": name, "scan_layers": scanned,
+        "skip_jax_distributed_system": True, "override_model_config": True, "weight_dtype": "float32", "attention": "dot_product",
         "per_device_batch_size": 1, "max_target_length": 16, "enable_checkpointing": False,
         "log_config": False, "megablox": False, "sparse_matmul": False, **extra,
     }  # fmt: skip
@@ -177,7 +178,8 @@ def sizes(full: Any) -> dict[str, Any]:
               "gpt_oss": 4, "deepseek": 4}  # fmt: skip
     block = str(getattr(full.decoder_block, "value", full.decoder_block))
     found: dict[str, Any] = {
-        "base_emb_dim": 48 if block in ("qwen2", "qwen3", "olmo3", "mixtral") else 20, "base_num_query_heads": 6, "base_num_kv_heads": 6 if same else 2,
+        "base_emb_dim": 48 if block in ("qwen2", "qwen3", "olmo3", "mixtral") else 20,
+        "base_num_query_heads": 6, "base_num_kv_heads": 6 if same else 2,
         "base_mlp_dim": 44, "head_dim": 8, "vocab_size": 53,
         "base_num_decoder_layers": layers.get(block, 3),
     }  # fmt: skip
@@ -223,7 +225,8 @@ def _shrink(hf: Any, config: Any) -> None:
     for key, value in small.items():
         if getattr(text, key, None) is not None:
             setattr(text, key, value)
-    for key in ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_kv_shared_layers"):
+    layered = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
+    for key in (*layered, "num_kv_shared_layers"):
         if getattr(text, key, None):
             setattr(text, key, getattr(config, key))
     if getattr(text, "layer_types", None):
@@ -281,7 +284,7 @@ def _quiet() -> contextlib.AbstractContextManager[Any]:
     stack = contextlib.ExitStack()
     stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
     stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-    stack.enter_context(mock.patch.object(max_logging, "log", lambda *_: None))
+    stack.enter_context(mock.patch.object(max_logging, "log", return_value=None))
     # It collects after each array.
-    stack.enter_context(mock.patch.object(to_huggingface.gc, "collect", lambda *_: 0))
+    stack.enter_context(mock.patch.object(to_huggingface.gc, "collect", return_value=0))
     return stack

@@ -43,7 +43,8 @@ def conversions() -> Iterator[Conversion]:
         with torch.device("meta"):
             state = config.build().state_dict()
         example = {key: _meta(x) for key, x in state.items()}
-        there = adapter.to_hf({key: torch.zeros(x.shape, dtype=x.dtype) for key, x in state.items()})
+        zeros = {key: torch.zeros(x.shape, dtype=x.dtype) for key, x in state.items()}
+        there = adapter.to_hf(zeros)
         hf = {key: _meta(x) for key, x in there.items()}
         yield Conversion(f"{name}/to-hf", adapter.to_hf, example, adapter.from_hf)
         yield Conversion(f"{name}/from-hf", adapter.from_hf, hf, adapter.to_hf)

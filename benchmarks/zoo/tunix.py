@@ -1,4 +1,4 @@
-"""google-tunix 0.1.7: its loaders of safetensors files, both that it has, for each of its models."""
+"""google-tunix 0.1.7: its two loaders of safetensors files, for each of its models."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def conversions() -> Iterator[Conversion]:
         hf = getattr(transformers, kind)(**{**_HF, **extra})
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(hf)
-        tied = set(getattr(model, "_tied_weights_keys", None) or ()) if hf.tie_word_embeddings else ()
+        tied = set(model._tied_weights_keys or ()) if hf.tie_word_embeddings else set()
         example = {key: tuple(x.shape) for key, x in model.state_dict().items() if key not in tied}
         for mode in ("optimized", "original"):
             yield Conversion(f"{name}/{mode}", _loader(load, config, mode), example)

@@ -78,7 +78,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Ernie4_5ForCausalLM": ("Ernie4_5Config", _COMMON),
     "Ernie4_5_MoeForCausalLM": (
-        "Ernie4_5_MoeConfig", {**_HEADS, "hidden_size": 64, "moe_num_experts": 5, "moe_intermediate_size": 128,
+        "Ernie4_5_MoeConfig", {**_HEADS, "hidden_size": 64, "moe_num_experts": 5,
+                               "moe_intermediate_size": 128,
                                "moe_k": 2, "moe_num_shared_experts": 2,
                                "moe_layer_start_index": 1, "moe_layer_end_index": 1},
     ),

@@ -2,8 +2,8 @@
 
     python benchmarks/zoo/found/maxtext_hf_shapes.py
 
-- qwen3-next-80b-a3b: `QWEN3_NEXT_HF_WEIGHTS_TO_SHAPE` fills a dict, and returns nothing; and it asks
-  for `full_attention_interval`, which the configuration of transformers 5.24 has no more.
+- qwen3-next-80b-a3b: `QWEN3_NEXT_HF_WEIGHTS_TO_SHAPE` fills a dict and returns nothing; it asks for
+  `full_attention_interval`, which the configuration of transformers 5.24 has no more.
 - qwen3-vl-30b-a3b: `HF_SHAPE` has no shapes of the experts, which `PARAM_MAPPING` names.
 - deepseek3-671b, deepseek3.2-671b: the routers' biases are in the collection `MoEBiasVar`, and
   `PARAM_MAPPING` names them under `params`: `to_maxtext` fails as well.

@@ -8,9 +8,8 @@ array before it. Run where benchmarks/zoo/torchtune.py runs.
 """
 
 import torch
-from torchtune.rlhf.utils import reward_hf_to_tune
 
-import benchmarks.zoo.torchtune  # noqa: F401 - makes torchtune importable without torchvision
+from benchmarks.zoo.torchtune import reward_hf_to_tune  # which makes torchtune importable
 
 layer = "model.layers.0.self_attn"
 state = {
