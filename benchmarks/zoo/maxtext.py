@@ -164,7 +164,8 @@ def _initialize(name: str, scanned: bool, extra: dict[str, Any]) -> Any:
     base = os.path.join(os.path.dirname(pyconfig.__file__), "base.yml")
     options = {
         "run_name": "zoo", "model_name": name, "scan_layers": scanned,
-        "skip_jax_distributed_system": True, "override_model_config": True, "weight_dtype": "float32", "attention": "dot_product",
+        "skip_jax_distributed_system": True, "override_model_config": True,
+        "weight_dtype": "float32", "attention": "dot_product",
         "per_device_batch_size": 1, "max_target_length": 16, "enable_checkpointing": False,
         "log_config": False, "megablox": False, "sparse_matmul": False, **extra,
     }  # fmt: skip

@@ -71,7 +71,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "CohereForCausalLM": ("CohereConfig", {**_HEADS, "tie_word_embeddings": True}),
     "Cohere2ForCausalLM": ("Cohere2Config", {**_HEADS, "tie_word_embeddings": True}),
     "DeepseekV2ForCausalLM": ("DeepseekV2Config", {**_MLA, "topk_method": "greedy"}),
-    "DeepseekV3ForCausalLM": ("DeepseekV3Config", {**_MLA, "num_nextn_predict_layers": 0}),
+    "DeepseekV3ForCausalLM": (
+        "DeepseekV3Config", {**_MLA, "num_nextn_predict_layers": 0, "topk_method": "noaux_tc"},
+    ),
     "Dots1ForCausalLM": (
         "Dots1Config", {**_COMMON, **_EXPERTS, "n_routed_experts": 5, "n_shared_experts": 2,
                         "first_k_dense_replace": 1},
