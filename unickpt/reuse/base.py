@@ -57,12 +57,15 @@ class How:
         patch: whether the elements that changed are written of a chunk, where they are few.
         budget_bytes: host memory for that.
         kept_cost: what it costs to keep a byte, see `Growth`.
+        of_turns: whether the base has experts that the save leaves out, which is why a checkpoint
+            beside it must have all of them whole.
     """
 
     compare: bool = False
     patch: bool = False
     budget_bytes: int = 0
     kept_cost: float = 0.0
+    of_turns: bool = False
 
 
 def open_base(
@@ -104,7 +107,7 @@ def open_base(
     else:
         why = "it is not beside the new checkpoint"
     if reader.index.codecs == codecs and _is_beside(location, new):
-        beside = Siblings(reader, chained=how.patch and not needed)
+        beside = Siblings(reader, chained=how.patch and not how.of_turns)
         if beside.is_worthwhile():
             return Base(reader, beside, how)
         why = f"less than half of what is in {beside.base.name} is still in use"

@@ -47,7 +47,7 @@ def open_for(
     found = None
     if path is not None:
         compare, patch = options.reuse == "compare", options.reuse == "patch"
-        how = How(compare, patch, budget_bytes, options.kept_cost)
+        how = How(compare, patch, budget_bytes, options.kept_cost, base is not None)
         try:
             found = open_base(
                 *(paths.resolve(path), location, folder, description.index.codecs),
