@@ -280,6 +280,11 @@ class Base:
         return self._may_patch
 
     @property
+    def adds_patches(self) -> bool:
+        """Whether patches are added to those that the base has; not if all is written anew."""
+        return self._may_patch and self.growth is not None
+
+    @property
     def _may_patch(self) -> bool:
         return self._how.patch and self.share is not None
 
