@@ -434,3 +434,28 @@ def test_a_malformed_record_is_refused(record: Any, tmp_path: Path) -> None:
     unickpt.save(tmp_path / "a", {}, metadata={"unickpt": {"step": 1, "experts": record}})
     with pytest.raises(unickpt.CheckpointCorrupt, match="records of its experts is malformed"):
         unickpt.load(tmp_path / "a")
+
+
+def test_experts_have_patches(tmp_path: Path) -> None:
+    """Of an expert whose turn it is, what differs from its last turn is written; the others keep
+    their patches. Each is as in the step that the checkpoint names."""
+    rng, key, states = np.random.default_rng(3), "experts/{x}/up", list[dict[str, Any]]()
+    weights = {str(x): rng.integers(0, 1 << 16, (64, 64)).astype(np.uint16) for x in range(4)}
+    made, patched = SaveOptions(chunk_bytes=4096, fsync=False), 0
+    with Checkpointer(tmp_path, reuse="patch", experts=Experts({key: 1}), options=made) as run:
+        for step in range(16):
+            for each in weights.values():
+                each.reshape(-1)[rng.integers(0, each.size, 20)] ^= 1
+            states.append({x: each.copy() for x, each in weights.items()})
+            tree = {"experts": {x: {"up": each} for x, each in weights.items()}}
+            report = run.save(step, tree, wait=True).result()
+            patched += report.patched_chunks
+            if report.patched_chunks and step:
+                assert report.written_bytes < 2 * 64 * 64 / 4
+            at = tmp_path / f"step_{step}"
+            of = unickpt.open(at).metadata["unickpt"]["experts"]["steps"][key]
+            found = unickpt.load(at)["experts"]
+            for x, saved in of.items():
+                assert np.array_equal(found[x]["up"], states[int(saved)][x]), (step, x)
+            assert unickpt.verify(at).ok
+    assert patched >= 8

@@ -101,6 +101,9 @@ def test_in_object_storage(
             if step:
                 assert report.reused_bytes >= state["frozen"].nbytes
                 assert report.staged_bytes <= CHUNK + state["b"].nbytes
+                if reuse == "patch":
+                    assert report.patched_chunks == 1
+                    assert report.written_bytes < CHUNK
             is_stored(f"{run_url}/step_{step}", state)
 
 
@@ -124,6 +127,33 @@ def test_chunks_whose_files_can_no_longer_be_linked_are_copied(
         assert report.reused_bytes == 0
         assert report.written_bytes == report.bytes
     is_stored(tmp_path / "step_1", state)
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_long_chains_of_patches(
+    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also across a full save, and with old steps removed: what is taken keeps what it needs."""
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    state, rng, patched = tree(), np.random.default_rng(0), 0
+    with Checkpointer(tmp_path, reuse="patch", keep_last=2, options=options()) as run:
+        for step in range(30):
+            rows = np.zeros(512, bool)
+            rows[rng.integers(0, 512, 3)] = True
+            state["w"][rows, ::9] += 1
+            told = {"frozen": False, "w": rows, "b": False} if step else None
+            report = run.save(step, state, changed=told, wait=True).result()
+            patched += report.patched_chunks
+            run.wait()
+            for kept in run.steps():
+                assert unickpt.verify(tmp_path / f"step_{kept}").ok
+            is_stored(tmp_path / f"step_{step}", state)
+    assert patched > 30
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise PermissionError(1, "no links here")
 
 
 # --- which chunks ---------------------------------------------------------------------------------

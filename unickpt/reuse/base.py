@@ -111,7 +111,7 @@ def open_base(
     else:
         why = "it is not beside the new checkpoint"
     if reader.index.codecs == codecs and _is_beside(location, new):
-        patched = how.patch and not needed
+        patched = how.patch and not how.chained
         beside = Siblings(reader, chained=patched or how.chained, counted=patched)
         if beside.is_worthwhile():
             return Base(reader, beside, how)
@@ -283,6 +283,11 @@ class Base:
     def patches(self, entry: ArrayEntry) -> bool:
         """Whether chunks of an array may be saved as patches."""
         return self._may_patch
+
+    @property
+    def adds_patches(self) -> bool:
+        """Whether patches are added to those that the base has; not if all is written anew."""
+        return self._may_patch and self.growth is not None
 
     @property
     def _may_patch(self) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -14,6 +16,9 @@ from unickpt.reuse.base import Base, Compared
 from unickpt.saving.write_plan import WriteItem
 from unickpt.storage.btree.builder import PLACE_DTYPE
 from unickpt.storage.btree.nodes import DataReference
+from unickpt.storage.data_files import DataFile
+
+_MOST_THREADS = 16  # that write and also quantise, or compare with the base
 
 
 class Notes(Protocol):
@@ -98,6 +103,43 @@ def take_or_write(
         rest = [lent[row - len(others)] for row in left]
         writer.write(rest, done, (), rows=left)
     return done
+
+
+@dataclass(frozen=True)
+class Apart:
+    """A file for the whole chunks of a batch that has patches, too. The next saves link that of the
+    patches, in which a whole chunk, changed again, would stay, too.
+
+    Arguments:
+        file: the file.
+        rows: of its chunks.
+    """
+
+    file: DataFile
+    rows: list[int] = field(default_factory=list)
+
+
+def threads(
+    looked_in: Base | None, items: Sequence[WriteItem], least: int, *, background: bool
+) -> int:
+    """How many threads write if they also quantise, compress, or compare.
+
+    Arguments:
+        looked_in: with what they compare; None for nothing.
+        items: the chunks.
+        least: how many write in any case.
+        background: whether in the background of a training loop.
+    """
+    compared = [
+        item.nbytes for item in items if looked_in is not None and looked_in.patches(item.entry)
+    ]
+    if not compared and not any(item.entry.quantized or item.entry.encoding for item in items):
+        return least
+    cpus = os.cpu_count() or 1
+    wanted = max(least, cpus // 4 if background else min(cpus, _MOST_THREADS))
+    if compared and looked_in is not None:
+        wanted = min(wanted, max(1, looked_in.comparable_at_once(max(compared))))
+    return wanted
 
 
 def note(done: Notes, found: Mapping[int, Compared]) -> None:

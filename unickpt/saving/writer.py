@@ -33,7 +33,6 @@ from unickpt.storage.data_files import DataFile
 from unickpt.threads import Pool, Window, in_batches
 
 _MOST_CHUNKS = 16384  # of a batch
-_MOST_THREADS = 16  # which also quantise, compress, or compare with the base
 _LOOK_EVERY_S = 0.5
 _TELL_EVERY_S = 0.25
 _HASHED_FIRST_BYTES = 64 << 10  # of so little, the cache has all when it is written
@@ -81,7 +80,7 @@ class ChunkWriter:
         self._source, self._encodes = source, encodes
         self._base, self._looked_in = base, base if reuses else None
         self._folder = attempt.folder_of(attempt.group.index)
-        self._is_local = self._folder.is_local
+        self.is_local = self._folder.is_local
         self.is_stopped = False
         """Whether something has failed, so that no further chunk needs to be written."""
         self.nbytes, self.stored_bytes, self.count, self.patched = 0, 0, 0, 0
@@ -173,16 +172,8 @@ class ChunkWriter:
         rows: Sequence[int] | None = None,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> References:
-        """Writes chunks and values.
-
-        Arguments:
-            items: the chunks.
-            done: where it notes where they are.
-            values: the values, behind the first chunks.
-            base: where equal chunks may be.
-            rows: of the chunks in `done`; by default its first ones.
-            meanwhile: called while they are written.
-        """
+        """Writes chunks, which are the first rows of `done` or those of these numbers, and values;
+        calls `meanwhile` while they are written. Equal chunks may be in `base`."""
         rows, size_of = range(len(items)) if rows is None else rows, attrgetter("nbytes")
         threads = self._threads(items)
         most_bytes = self._batch_bytes(sum(map(size_of, items)))
@@ -219,11 +210,11 @@ class ChunkWriter:
     @property
     def _copies(self) -> int:
         """How often an object is in memory while it is written."""
-        return 0 if self._is_local else 2
+        return 0 if self.is_local else 2
 
     def _batch_bytes(self, total: int) -> int:
         """How large a batch may be."""
-        if self._is_local:
+        if self.is_local:
             each = max(total // (self._file_threads * _FILES_EACH), _LEAST_FILE_BYTES)
         else:
             each = max(total // self._file_threads, _LEAST_OBJECT_BYTES)
@@ -232,26 +223,20 @@ class ChunkWriter:
     @property
     def _file_threads(self) -> int:
         """How many files are written at once."""
-        if not self._is_local:
+        if not self.is_local:
             return _THREADS_REMOTE
         threads = _BACKGROUND_THREADS if self._source.background else _THREADS
         return 2 * threads if paths.is_durable(self._attempt.context) else threads
 
     def _threads(self, items: Sequence[WriteItem]) -> int:
         """How many threads write, and so hash, quantise and compare."""
-        threads = self._file_threads
-        compared = [item.nbytes for item in items if self._patches(item)]
-        if not compared and not any(e.entry.quantized or e.entry.encoding for e in items):
-            return threads
-        cpus = os.cpu_count() or 1
-        wanted = max(threads, cpus // 4 if self._source.background else min(cpus, _MOST_THREADS))
-        if compared and self._base is not None:
-            wanted = min(wanted, max(1, self._base.comparable_at_once(max(compared))))
-        return wanted
+        works = (item.entry.quantized or item.entry.encoding for item in items)
+        if self._looked_in is None and not any(works):
+            return self._file_threads
+        from unickpt.saving import taking  # only where a thread does more
 
-    def _patches(self, item: WriteItem) -> bool:
-        """Whether a chunk may be written as a patch."""
-        return self._looked_in is not None and self._looked_in.patches(item.entry)
+        background = self._source.background
+        return taking.threads(self._looked_in, items, self._file_threads, background=background)
 
     @contextmanager
     def _stopping(self) -> Iterator[None]:
@@ -330,6 +315,7 @@ class _Batch:
         self._done_bytes = 0  # counted by the writer
         self._rows: list[int] = []  # of each value in the file, and -1 - row for patches
         self._links: list[int] = []  # of each patch
+        self._apart: Any = None  # `taking.Apart`, for whole chunks where there are patches
 
     def write(self) -> None:
         """Writes the file.
@@ -342,7 +328,8 @@ class _Batch:
         try:
             for row, item, chunk in zip(self._at, self._items, self.chunks, strict=True):
                 if self._writer.is_stopped:
-                    file.abandon()
+                    for each in self._both(file):
+                        each.abandon()
                     return
                 before = self._done_bytes
                 self._add(file, row, item, chunk.data)
@@ -350,12 +337,19 @@ class _Batch:
                     self._count(before + item.nbytes - self._done_bytes)
             for value in self._values:
                 file.add((memoryview(value),))
-            file.close()
+            for each in self._both(file):
+                each.close()
         except BaseException:
-            file.abandon()
+            for each in self._both(file):
+                each.abandon()
             raise
         self._count(sum(item.nbytes for item in self._items) - self._done_bytes)
         self._done.add(file, self._rows, len(self._values), self._links)
+        if self._apart is not None:
+            self._done.add(self._apart.file, self._apart.rows, 0)
+
+    def _both(self, file: DataFile) -> list[DataFile]:
+        return [file] if self._apart is None else [file, self._apart.file]
 
     def _count(self, nbytes: int) -> None:
         self._done_bytes += nbytes
@@ -397,6 +391,12 @@ class _Batch:
                     self._add_patch(file, row, compared.patch, FULL_LINK + len(compared.taken))
                     self.patched += 1
                 return
+        rows = self._rows
+        if self._base is not None and self._base.adds_patches and self._writer.is_local:
+            from unickpt.saving import taking
+
+            self._apart = self._apart or taking.Apart(self._writer.new_file())
+            file, rows = self._apart.file, self._apart.rows
         value, known, _ = encoded or self._writer.encode(item, data)
         digest = known if digest is None else digest
         if digest is None and len(value[0]) <= _HASHED_FIRST_BYTES:
@@ -407,7 +407,7 @@ class _Batch:
             digest = hasher.intdigest()
         else:
             file.add(value)
-        self._rows.append(row)
+        rows.append(row)
         self._done.chunks["digest"][row] = digest
         self.nbytes += item.nbytes
         self.stored_bytes += data.nbytes
