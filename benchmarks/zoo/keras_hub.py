@@ -9,7 +9,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -49,11 +49,38 @@ def conversions() -> Iterator[Conversion]:
 
 def _pair(name: str, model: Any) -> Iterator[Conversion]:
     from keras_hub.src.utils.transformers.export import hf_exporter
+
+    to_keras, state = converter_of(name, model)
+    to_keras({key: np.zeros(x.shape, x.dtype) for key, x in state.items()})
+    yield Conversion(f"{name}/to-keras", to_keras, state)
+    backbone = to_keras.backbone  # type: ignore[attr-defined]
+    if type(backbone).__name__ not in hf_exporter.MODEL_EXPORTERS:
+        return
+
+    def to_hub(arrays: Any) -> Any:
+        for weight in backbone.weights:
+            found = arrays
+            for key in weight.path.split("/"):
+                found = found[key]
+            weight.assign(found)
+        exporter = hf_exporter.MODEL_EXPORTERS[type(backbone).__name__]
+        return hf_exporter._to_numpy_dict(exporter(backbone, include_lm_head=False))
+
+    own = {weight.path: np.zeros(tuple(weight.shape), np.float32) for weight in backbone.weights}
+    yield Conversion(f"{name}/to-hub", to_hub, nested(own))
+
+
+def converter_of(name: str, model: Any) -> tuple[Callable[[Any], Any], dict[str, Any]]:
+    """A function from a checkpoint of the Hub to the weights of KerasHub's model, and an example.
+
+    Arguments:
+        name: of the class, as configurations of the Hub have it.
+        model: a tiny one of transformers.
+    """
     from keras_hub.src.utils.transformers.preset_loader import TransformersPresetLoader
     from keras_hub.src.utils.transformers.safetensor_utils import SafetensorLoader
     from safetensors.numpy import save_file
 
-    state = hub_state(model)
     config = _older(json.loads(model.config.to_json_string(use_diff=False)))
     config["architectures"] = [name]
     if "hidden_size" in config and "num_attention_heads" in config and not config.get("head_dim"):
@@ -72,21 +99,8 @@ def _pair(name: str, model: Any) -> Iterator[Conversion]:
                 loader.converter.convert_weights(backbone, files, config)
         return nested({weight.path: np.array(weight) for weight in backbone.weights})
 
-    def to_hub(arrays: Any) -> Any:
-        for weight in backbone.weights:
-            found = arrays
-            for key in weight.path.split("/"):
-                found = found[key]
-            weight.assign(found)
-        exporter = hf_exporter.MODEL_EXPORTERS[type(backbone).__name__]
-        return hf_exporter._to_numpy_dict(exporter(backbone, include_lm_head=False))
-
-    to_keras({key: np.zeros(x.shape, x.dtype) for key, x in state.items()})
-    has_exporter = type(backbone).__name__ in hf_exporter.MODEL_EXPORTERS
-    yield Conversion(f"{name}/to-keras", to_keras, state)
-    if has_exporter:
-        own = {weight.path: np.zeros(tuple(weight.shape), np.float32) for weight in backbone.weights}
-        yield Conversion(f"{name}/to-hub", to_hub, nested(own))
+    to_keras.backbone = backbone  # type: ignore[attr-defined]
+    return to_keras, hub_state(model)
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:

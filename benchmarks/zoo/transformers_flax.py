@@ -36,23 +36,34 @@ VARIANTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
 """Other configurations, whose weights have other names or shapes."""
 
 
-def conversions() -> Iterator[Conversion]:
-    """Each class in both directions, then again for each variant of its family."""
+def conversions(only: str = "") -> Iterator[Conversion]:
+    """Each class in both directions, then again for each variant of its family.
+
+    Arguments:
+        only: a part of the names; others are not made.
+    """
     import transformers
 
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
+    for name, flax_class, torch_class, config in pairs():
+        if only in name:
+            yield from conversions_of(name, flax_class, torch_class, config)
+
+
+def pairs() -> Iterator[tuple[str, Any, Any, Any]]:
+    """Names, both classes and a configuration."""
     for family in FAMILIES:
         for title, change in [("", {}), *VARIANTS.get(family, [])]:
             for flax_class, torch_class in classes(family):
-                if title and not _is_main(flax_class, torch_class):
+                if title and not _is_main(torch_class):
                     continue
                 name = f"{family}{'-' + title if title else ''}/{torch_class.__name__}"
-                yield from _pair(name, flax_class, torch_class, tiny_config(torch_class, change))
+                yield name, flax_class, torch_class, tiny_config(torch_class, change)
     for family in PAIRS:
         for flax_class, torch_class in classes(family):
             for title, config in _composed(family):
-                yield from _pair(f"{family}-{title}/{torch_class.__name__}", flax_class, torch_class, config)
+                yield f"{family}-{title}/{torch_class.__name__}", flax_class, torch_class, config
 
 
 def classes(family: str) -> list[tuple[Any, Any]]:
@@ -81,7 +92,7 @@ def classes(family: str) -> list[tuple[Any, Any]]:
     return found
 
 
-def _is_main(flax_class: Any, torch_class: Any) -> bool:
+def _is_main(torch_class: Any) -> bool:
     """Whether variants are observed of it: of each family one class with a head."""
     name = torch_class.__name__
     return name.endswith(("ForConditionalGeneration", "ForPreTraining", "ForImageClassification")) or (
@@ -117,7 +128,7 @@ def _composed(family: str) -> list[tuple[str, Any]]:
     ]
 
 
-def _pair(name: str, flax_class: Any, torch_class: Any, config: Any) -> Iterator[Conversion]:
+def conversions_of(name: str, flax_class: Any, torch_class: Any, config: Any) -> Iterator[Conversion]:
     """Both directions of a class."""
     import jax
     import torch
