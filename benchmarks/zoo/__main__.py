@@ -97,7 +97,9 @@ def wrong_elements(conversion: Conversion, rules: Rules) -> int:
         return -1 if conversion.inverse else 0
     wrong = _compare(rules, given, made, (*report.not_made,), (*report.scaled,))
     whole = _without_lost(rules, given, made)
-    back = _compare(rules.inverse, made, whole, report.dropped, tuple(given) if report.scaled else ())
+    back = _compare(
+        rules.inverse, made, whole, report.dropped, tuple(given) if report.scaled else ()
+    )
     if conversion.inverse is not None:
         # In the containers and of the framework that the inverse takes.
         there = Example.of(returned_tree[0], None)
@@ -110,9 +112,7 @@ def wrong_elements(conversion: Conversion, rules: Rules) -> int:
     return wrong + back
 
 
-def _without_lost(
-    rules: Rules, given: dict[str, Any], made: dict[str, Any]
-) -> dict[str, Any]:
+def _without_lost(rules: Rules, given: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
     """What was given, with 0 for elements that the converter cuts off.
 
     An element is one of these if the other direction makes it 0, and what is made of that is the

@@ -1,11 +1,13 @@
-"""Flax checkpoints of the Hub, which transformers 5 does not read, into its classes by observed rules.
+"""Flax checkpoints of the Hub, which transformers 5 does not read, into its classes by observed
+rules.
 
     .venv/bin/python -m benchmarks.zoo.flax_hub make FOLDER     # with transformers 4.57
     PYTHON -m benchmarks.zoo.flax_hub load FOLDER --json FILE   # with transformers 5
 
-The first makes, for each Flax class, a checkpoint `flax_model.msgpack` of random numbers, its rules, and what
-4.57's own converter makes of it. The second converts the checkpoint by the rules to safetensors, has
-transformers 5 load that, and compares it with what it loads of the converter's.
+The first makes, for each Flax class, a checkpoint `flax_model.msgpack` of random numbers, its
+rules, and what 4.57's own converter makes of it. The second converts the checkpoint by the
+rules to safetensors, has transformers 5 load that, and compares it with what it loads of the
+converter's.
 """
 
 from __future__ import annotations
@@ -34,7 +36,11 @@ def main() -> None:
     if arguments.what == "make":
         make(arguments.folder, arguments.only)
         return
-    rows = [loaded(folder) for folder in sorted(arguments.folder.iterdir()) if arguments.only in folder.name]
+    rows = [
+        loaded(folder)
+        for folder in sorted(arguments.folder.iterdir())
+        if arguments.only in folder.name
+    ]
     for row in rows:
         print(" ".join(f"{key}={value}" for key, value in row.items()))
     print(f"{sum(row['result'] == 'equal' for row in rows)} of {len(rows)} are equal")
@@ -44,10 +50,10 @@ def main() -> None:
 
 def make(folder: Path, only: str) -> None:
     """Writes a folder for each Flax class."""
+    import transformers
     from flax.serialization import msgpack_serialize
     from safetensors.torch import save_file
 
-    import transformers
     from benchmarks.zoo import transformers_flax as source
 
     transformers.logging.set_verbosity_error()
@@ -59,7 +65,8 @@ def make(folder: Path, only: str) -> None:
         import jax
 
         params = jax.tree.map(
-            lambda x, random=random: random.standard_normal(x.shape).astype(np.float32), conversion.example
+            lambda x, random=random: random.standard_normal(x.shape).astype(np.float32),
+            conversion.example,
         )
         here = folder / name.replace("/", "+")
         here.mkdir(parents=True, exist_ok=True)
@@ -101,7 +108,10 @@ def loaded(folder: Path) -> dict[str, Any]:
     differ = [key for key, x in wanted.items() if not torch.equal(x, found[key])]
     row |= {"arrays": len(wanted), "missing": len(info["missing_keys"]), "differ": len(differ)}
     if differ or info["missing_keys"]:
-        row |= {"result": "differ", "why": f"{differ[:2]} missing {sorted(info['missing_keys'])[:3]}"}
+        row |= {
+            "result": "differ",
+            "why": f"{differ[:2]} missing {sorted(info['missing_keys'])[:3]}",
+        }
     return row
 
 

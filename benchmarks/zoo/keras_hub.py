@@ -22,16 +22,44 @@ from benchmarks.zoo.transformers_mapping import tiny_model
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
-CLASSES = (
-    "AlbertForMaskedLM BartModel BertForMaskedLM Blip2ForConditionalGeneration DeiTForImageClassification Dinov2Model "
-    "Dinov2WithRegistersModel DINOv3ViTModel DistilBertForMaskedLM EsmModel GemmaForCausalLM "
-    "Gemma2ForCausalLM Gemma3ForCausalLM Gemma3ForConditionalGeneration Gemma4ForCausalLM GPT2Model "
-    "GptOssForCausalLM LlamaForCausalLM MetaClip2Model MistralForCausalLM MixtralForCausalLM "
-    "PaliGemmaForConditionalGeneration ViTForImageClassification Qwen2ForCausalLM Qwen2MoeForCausalLM "
-    "Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3_5ForConditionalGeneration Qwen3_5ForCausalLM "
-    "Qwen3_5MoeForConditionalGeneration RobertaForMaskedLM XLMRobertaForMaskedLM SmolLM3ForCausalLM SwinModel "
-    "T5GemmaForConditionalGeneration T5Gemma2ForConditionalGeneration"
-).split()
+CLASSES = [
+    "AlbertForMaskedLM",
+    "BartModel",
+    "BertForMaskedLM",
+    "Blip2ForConditionalGeneration",
+    "DeiTForImageClassification",
+    "Dinov2Model",
+    "Dinov2WithRegistersModel",
+    "DINOv3ViTModel",
+    "DistilBertForMaskedLM",
+    "EsmModel",
+    "GemmaForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration",
+    "Gemma4ForCausalLM",
+    "GPT2Model",
+    "GptOssForCausalLM",
+    "LlamaForCausalLM",
+    "MetaClip2Model",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "PaliGemmaForConditionalGeneration",
+    "ViTForImageClassification",
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+    "RobertaForMaskedLM",
+    "XLMRobertaForMaskedLM",
+    "SmolLM3ForCausalLM",
+    "SwinModel",
+    "T5GemmaForConditionalGeneration",
+    "T5Gemma2ForConditionalGeneration",
+]
 
 
 def conversions() -> Iterator[Conversion]:
@@ -42,12 +70,15 @@ def conversions() -> Iterator[Conversion]:
     transformers.logging.set_verbosity_error()
     for name in CLASSES:
         try:
-            yield from _pair(name, tiny_model(getattr(transformers, name), {"type_vocab_size": 2}))
+            yield from conversions_of(
+                name, tiny_model(getattr(transformers, name), {"type_vocab_size": 2})
+            )
         except Exception as error:
             print(f"# {name}: not run: {type(error).__name__}: {str(error)[:300]}", flush=True)
 
 
-def _pair(name: str, model: Any) -> Iterator[Conversion]:
+def conversions_of(name: str, model: Any) -> Iterator[Conversion]:
+    """Both directions of a model."""
     from keras_hub.src.utils.transformers.export import hf_exporter
 
     to_keras, state = converter_of(name, model)

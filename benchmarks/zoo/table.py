@@ -29,14 +29,16 @@ SOURCES = {
 
 HEAD = """# The zoo
 
-Converters of other projects that `Rules.observe` has read by running them on tiny models, each result checked on
-fresh numbers in both directions, and against the source's own way back where it has one. `benchmarks/zoo` has a
-module for each source; `python -m benchmarks.zoo SOURCE` runs it, in the environment of that name of
-`tests/environments.toml`, and `python -m benchmarks.zoo.table` writes this page.
+Converters of other projects that `Rules.observe` has read by running them on tiny models, each
+result checked on fresh numbers in both directions, and against the source's own way back where it
+has one. `benchmarks/zoo` has a module for each source; `python -m benchmarks.zoo SOURCE` runs it,
+in the environment of that name of `tests/environments.toml`, and `python -m benchmarks.zoo.table`
+writes this page.
 
-*Rules* are conversions that became rules as a whole, *partly* those of which some arrays cannot be rules, *refused*
-those that no rules say, *failed* those whose own code failed. *Wrong* is the number of elements that rules made
-otherwise than the converter or its inverse did. *Lines* is how many rules the longest of a source has.
+*Rules* are conversions that became rules as a whole, *partly* those of which some arrays cannot
+be rules, *refused* those that no rules say, *failed* those whose own code failed. *Wrong* is the
+number of elements that rules made otherwise than the converter or its inverse did. *Lines* is how
+many rules the longest of a source has.
 """
 
 
@@ -57,7 +59,7 @@ def page(results: dict[str, list[dict[str, Any]]]) -> str:
         results: the rows of each source.
     """
     lines = [HEAD, *_totals(results), "", "## What is not rules", "", *_others(results)]
-    if notes := sorted(FOUND.glob("*.py")):
+    if notes := sorted(FOUND.glob("[!_]*.py")):
         lines += ["", "## What converters lose", "", *_found(notes)]
     for source, rows in results.items():
         lines += ["", f"## {SOURCES.get(source, source)}", "", *_conversions(rows)]

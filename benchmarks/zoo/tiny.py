@@ -58,7 +58,9 @@ def _values(kind: Any, change: dict[str, Any]) -> dict[str, Any]:
     default = kind()
     names = {*default.to_dict(), *getattr(kind, "attribute_map", {})}
     back = {own: alias for alias, own in getattr(kind, "attribute_map", {}).items()}
-    values = {k: v for k, v in SIZES.items() if k in names and k not in getattr(kind, "attribute_map", {})}
+    values = {
+        k: v for k, v in SIZES.items() if k in names and k not in getattr(kind, "attribute_map", {})
+    }
     if "n_inner" in values and "intermediate_size" in back.values():
         values.pop("intermediate_size", None)
     for name in ("text_config", "vision_config"):
@@ -68,6 +70,7 @@ def _values(kind: Any, change: dict[str, Any]) -> dict[str, Any]:
     if values.get("decoder_attention_heads") == 3 and "d_model" not in names:
         values.pop("decoder_attention_heads")
     return {**values, **OF_FAMILY.get(kind.model_type.replace("-", "_"), {}), **change}
+
 
 MORE_SIZES: dict[str, Any] = {
     # mixtures of experts

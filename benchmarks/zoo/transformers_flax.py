@@ -1,7 +1,7 @@
 """transformers 4.57: each of its Flax classes with its PyTorch class, in both directions.
 
-`load_flax_weights_in_pytorch_model` and `convert_pytorch_state_dict_to_flax` run on tiny models of
-each class; nothing of these functions is copied. transformers 5 has neither.
+`load_flax_weights_in_pytorch_model` and `convert_pytorch_state_dict_to_flax` run on tiny
+models of each class; nothing of these functions is copied. transformers 5 has neither.
 """
 
 from __future__ import annotations
@@ -16,12 +16,49 @@ import numpy as np
 from benchmarks.zoo.conversion import Conversion
 from benchmarks.zoo.tiny import tiny_config
 
-FAMILIES = (
-    "albert bart beit bert big_bird blenderbot blenderbot_small bloom clip dinov2 distilbert electra "
-    "gemma gpt2 gpt_neo gptj llama longt5 marian mbart mistral mt5 opt pegasus regnet resnet roberta "
-    "roberta_prelayernorm roformer t5 vit wav2vec2 whisper xglm xlm_roberta"
-).split()
-PAIRS = "encoder_decoder speech_encoder_decoder vision_encoder_decoder vision_text_dual_encoder".split()
+FAMILIES = [
+    "albert",
+    "bart",
+    "beit",
+    "bert",
+    "big_bird",
+    "blenderbot",
+    "blenderbot_small",
+    "bloom",
+    "clip",
+    "dinov2",
+    "distilbert",
+    "electra",
+    "gemma",
+    "gpt2",
+    "gpt_neo",
+    "gptj",
+    "llama",
+    "longt5",
+    "marian",
+    "mbart",
+    "mistral",
+    "mt5",
+    "opt",
+    "pegasus",
+    "regnet",
+    "resnet",
+    "roberta",
+    "roberta_prelayernorm",
+    "roformer",
+    "t5",
+    "vit",
+    "wav2vec2",
+    "whisper",
+    "xglm",
+    "xlm_roberta",
+]
+PAIRS = [
+    "encoder_decoder",
+    "speech_encoder_decoder",
+    "vision_encoder_decoder",
+    "vision_text_dual_encoder",
+]
 
 VARIANTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "albert": [("groups", {"num_hidden_groups": 2, "inner_group_num": 2})],
@@ -95,9 +132,9 @@ def classes(family: str) -> list[tuple[Any, Any]]:
 def _is_main(torch_class: Any) -> bool:
     """Whether variants are observed of it: of each family one class with a head."""
     name = torch_class.__name__
-    return name.endswith(("ForConditionalGeneration", "ForPreTraining", "ForImageClassification")) or (
-        name.endswith("ForCausalLM") and "OPT" in name
-    )
+    return name.endswith(
+        ("ForConditionalGeneration", "ForPreTraining", "ForImageClassification")
+    ) or (name.endswith("ForCausalLM") and "OPT" in name)
 
 
 def _composed(family: str) -> list[tuple[str, Any]]:
@@ -128,8 +165,16 @@ def _composed(family: str) -> list[tuple[str, Any]]:
     ]
 
 
-def conversions_of(name: str, flax_class: Any, torch_class: Any, config: Any) -> Iterator[Conversion]:
-    """Both directions of a class."""
+def conversions_of(
+    name: str, flax_class: Any, torch_class: Any, config: Any
+) -> Iterator[Conversion]:
+    """Both directions of a class.
+
+    Arguments:
+        name: of the conversions.
+        flax_class, torch_class: of transformers.
+        config: of both.
+    """
     import jax
     import torch
     from flax.traverse_util import flatten_dict, unflatten_dict
@@ -169,7 +214,9 @@ def _older_clip() -> Iterator[None]:
     import jax.numpy as jnp
 
     newer = jnp.clip
-    jnp.clip = lambda x, *limits, a_max=None: newer(x, *limits, **{} if a_max is None else {"max": a_max})
+    jnp.clip = lambda x, *limits, a_max=None: newer(
+        x, *limits, **{} if a_max is None else {"max": a_max}
+    )
     try:
         yield
     finally:

@@ -10,6 +10,10 @@ Values = tuple[int, ...]
 """What a number is in each of several names."""
 
 
+_Key = tuple[bool, tuple[str | None, ...]]
+"""The side and the pieces of a name."""
+
+
 @dataclass(frozen=True)
 class NameForm:
     """Names that differ only in numbers.
@@ -34,14 +38,16 @@ class Overlaps:
     """
 
     forms: Sequence[Sequence[NameForm]]
-    _by_pieces: dict[object, list[tuple[int, NameForm]]] = field(init=False, default_factory=dict)
+    _by_pieces: dict[_Key, list[tuple[int, NameForm]]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         for number, forms in enumerate(self.forms):
             for form in forms:
                 self._by_pieces.setdefault((form.is_left, form.pieces), []).append((number, form))
 
-    def restricted(self, group: int, captures: Callable[[int], Mapping[int, Values]]) -> set[Values]:
+    def restricted(
+        self, group: int, captures: Callable[[int], Mapping[int, Values]]
+    ) -> set[Values]:
         """The captures that would match names of other groups, by their values.
 
         Arguments:
@@ -71,7 +77,7 @@ class Overlaps:
             is_left == form.is_left
             and pieces != form.pieces
             and pattern.fullmatch("".join("0" if piece is None else piece for piece in pieces))
-            for is_left, pieces in self._by_pieces  # type: ignore[misc]
+            for is_left, pieces in self._by_pieces
         )
 
 

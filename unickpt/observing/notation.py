@@ -63,8 +63,8 @@ class Written:
         nothing: `drop` or a constant, on the side that has no term.
         order: where the rule stands in the file.
         arrays: how many of both sides it is about.
-        shape: sizes of all axes, or of an array that stays as it is: a number that is an axis is one only of
-            arrays of one shape.
+        shape: sizes of all axes, or of an array that stays as it is: numbers become axes only where
+            it is the same.
     """
 
     left: tuple[WrittenTerm, ...]
@@ -123,7 +123,10 @@ def written(draft: Draft, order: int, dtype_of: Callable[[Term, bool], str | Non
         tuple(sizes.items()),
         order=order,
         arrays=sum(len(one.names) for side in sides for one in side),
-        shape=draft.shape or tuple(leaf.extent for one in draft.left for axis in all_axes(one) for leaf in axis.leaves()),
+        shape=draft.shape
+        or tuple(
+            leaf.extent for one in draft.left for axis in all_axes(one) for leaf in axis.leaves()
+        ),
     )
 
 

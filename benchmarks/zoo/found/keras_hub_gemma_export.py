@@ -1,7 +1,9 @@
-"""KerasHub 0.32.0: the exporter of Gemma writes the first head of keys and of values only. A model with
-several of these (Gemma 7B has 16, Gemma 2 has 4 to 8) is exported without the others, and without a word.
+"""KerasHub 0.32.0: the exporter of Gemma writes the first head of keys and of values only. A
+model with several of these (Gemma 7B has 16, Gemma 2 has 4 to 8) is exported without the
+others, and without a word.
 
-Run it in the environment zoo-transformers5: python -m benchmarks.zoo.found.keras_hub_gemma_export
+Run it in the environment zoo-transformers5: python -m
+benchmarks.zoo.found.keras_hub_gemma_export
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ def main() -> None:
     )  # fmt: skip
     kernel = backbone.get_layer("decoder_block_0").attention.key_dense.weights[0]
     found = get_gemma_weights_map(backbone)["model.layers.0.self_attn.k_proj.weight"]
-    print(f"the keys' kernel is {tuple(kernel.shape)}: 2 heads of 6; exported is {tuple(found.shape)}")
+    print(
+        f"the keys' kernel is {tuple(kernel.shape)}: 2 heads of 6; exported is {tuple(found.shape)}"
+    )
     assert tuple(found.shape) == (6, 24)
 
 

@@ -1,6 +1,6 @@
-"""transformers 4.57.6: `load_flax_weights_in_pytorch_model` of a ResNet with basic layers loads none of the
-weights of these layers: the Flax names have `layer/layer_0`, the PyTorch ones `layer.0`. It logs that
-weights were not used, and returns a model whose layers are random.
+"""transformers 4.57.6: `load_flax_weights_in_pytorch_model` of a ResNet with basic layers loads
+none of the weights of these layers: the Flax names have `layer/layer_0`, the PyTorch ones
+`layer.0`. It logs that weights were not used, and returns a model whose layers are random.
 
 Run it in .venv: python -m benchmarks.zoo.found.transformers_resnet_basic
 """
@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import jax
 import torch
-from transformers import FlaxResNetForImageClassification, ResNetConfig, ResNetForImageClassification
+from transformers import (
+    FlaxResNetForImageClassification,
+    ResNetConfig,
+    ResNetForImageClassification,
+)
 from transformers.modeling_flax_pytorch_utils import load_flax_weights_in_pytorch_model
 
 
