@@ -94,8 +94,9 @@ def loaded(folder: Path) -> dict[str, Any]:
         model_class = getattr(transformers, config.architectures[0])
         by_rules = folder / "by-rules"
         unickpt.convert(
-            folder / "flax_model.msgpack", by_rules, rules=Rules.load(str(folder / "observed.rules")),
-            like=folder / "expected.safetensors", to="hf", overwrite=True,
+            folder / "flax_model.msgpack", by_rules, to="hf", overwrite=True,
+            rules=Rules.load(str(folder / "observed.rules")),
+            like=folder / "expected.safetensors",
         )  # fmt: skip
         config.save_pretrained(by_rules)
         ours, info = model_class.from_pretrained(by_rules, output_loading_info=True)

@@ -51,7 +51,7 @@ def conversions() -> Iterator[Conversion]:
 
 
 def models() -> list[tuple[str, Any]]:
-    """Model types of the mapping, each with its class; of those that are named by class, the class."""
+    """Model types and names of classes of the mapping, each with its class."""
     import transformers
     from transformers import conversion_mapping
     from transformers.models.auto import configuration_auto, modeling_auto
