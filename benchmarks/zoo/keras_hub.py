@@ -144,3 +144,12 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
             here = here.setdefault(folder, {})
         here[last] = value
     return found
+
+
+def flattened(tree: dict[str, Any], before: str = "") -> dict[str, Any]:
+    """The paths of a tree."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        is_folder = isinstance(value, dict)
+        found |= flattened(value, f"{before}{key}/") if is_folder else {f"{before}{key}": value}
+    return found
