@@ -12,7 +12,6 @@ import numpy as np
 from benchmarks.zoo.conversion import Conversion
 from benchmarks.zoo.keras_hub import flattened, nested
 
-
 OPERATORS = (
     "nms", "qnms", "roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d",
     "_roi_align_backward", "_roi_pool_backward", "_ps_roi_align_backward", "_ps_roi_pool_backward",

@@ -67,3 +67,19 @@ def test_a_number_that_is_shifted_is_no_axis_of_arrays_of_several_shapes():
 
     rules = Rules.observe(shift, example)
     assert len(lines(rules)) <= 3, rules.report.text
+
+
+def test_numbers_that_are_no_multiples_of_each_other_are_told_apart():
+    """`LayerNorm_0` and `LayerNorm_2` become `norm1` and `norm2`: a ViT of Google."""
+    example = {f"block_{b}.LayerNorm_{n}.scale": (5,) for b in range(4) for n in (0, 2)}
+    numbers = {0: 1, 2: 2}
+
+    def to_torch(arrays):
+        return {
+            f"blocks.{b}.norm{numbers[n]}.weight": arrays[f"block_{b}.LayerNorm_{n}.scale"]
+            for b in range(4)
+            for n in (0, 2)
+        }
+
+    rules = Rules.observe(to_torch, example)
+    assert len(lines(rules)) == 2, rules.report.text

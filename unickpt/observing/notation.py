@@ -387,14 +387,26 @@ def _fewest(members: list[Written], overlaps: Overlaps, group: int) -> list[Writ
     parts: dict[object, list[Written]] = {}
     for member in members:
         parts.setdefault(member.shape, []).append(member)
-    if len(parts) == 1 and len(members) > 2 and not (members[0].left and members[0].right):
-        first = next(iter(_columns(members).values()), (0,) * len(members))
+    if len(parts) == 1 and len(members) > 2:
         parts = {}
-        for value, member in zip(first, members, strict=True):
+        for value, member in zip(_telling(members), members, strict=True):
             parts.setdefault(value, []).append(member)
     if not 1 < len(parts) < len(members):
         return members
     return [one for part in parts.values() for one in _fewest(part, overlaps, group)]
+
+
+def _telling(members: Sequence[Written]) -> tuple[int, ...]:
+    """A number that differs, by which rules are taken apart: of one side only, of few values."""
+    columns = _columns(members)
+    sides = [
+        {v for (is_left, *_), v in columns.items() if is_left == side} for side in (True, False)
+    ]
+    lone = sides[0] ^ sides[1] if members[0].left and members[0].right else set(columns.values())
+    few = [values for values in columns.values() if values in lone]
+    if members[0].left and members[0].right:
+        few.sort(key=lambda values: len(set(values)))
+    return few[0] if few else (0,) * len(members)
 
 
 def _forms_of(members: Sequence[Written]) -> Iterator[NameForm]:
