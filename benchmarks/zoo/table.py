@@ -8,6 +8,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 FOUND = Path(__file__).parent / "found"
+FLAX_HUB = Path(__file__).parent / "flax_hub.json"
 PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
 
 SOURCES = {
@@ -61,6 +62,8 @@ def page(results: dict[str, list[dict[str, Any]]]) -> str:
     lines = [HEAD, *_totals(results), "", "## What is not rules", "", *_others(results)]
     if notes := sorted(FOUND.glob("[!_]*.py")):
         lines += ["", "## What converters lose", "", *_found(notes)]
+    if FLAX_HUB.exists():
+        lines += ["", "## Flax checkpoints in transformers 5", "", *_flax_hub()]
     for source, rows in results.items():
         lines += ["", f"## {SOURCES.get(source, source)}", "", *_conversions(rows)]
     return "\n".join(lines) + "\n"
@@ -110,6 +113,23 @@ def _found(files: list[Path]) -> list[str]:
     for file in files:
         first = file.read_text().split('"""')[1].strip().split("\n\n")[0]
         lines.append(f"- `benchmarks/zoo/found/{file.name}`: {' '.join(first.split())}")
+    return lines
+
+
+def _flax_hub() -> list[str]:
+    """What `benchmarks.zoo.flax_hub` found."""
+    rows = json.loads(FLAX_HUB.read_text())
+    equal = sum(row["result"] == "equal" for row in rows)
+    families = {row["name"].split("/")[0].split("-")[0] for row in rows if row["result"] == "equal"}
+    lines = [
+        f"A `flax_model.msgpack` of each class, converted by the observed rules and loaded by transformers 5: "
+        f"{equal} of {len(rows)} classes, of {len(families)} families, have bit for bit what transformers "
+        "4.57's own converter makes. The others:",
+        "",
+    ]
+    for row in rows:
+        if row["result"] != "equal":
+            lines.append(f"- {row['name']}: {' '.join(str(row.get('why', '')).split())}")
     return lines
 
 
