@@ -122,15 +122,15 @@ def _flax_hub() -> list[str]:
     equal = sum(row["result"] == "equal" for row in rows)
     families = {row["name"].split("/")[0].split("-")[0] for row in rows if row["result"] == "equal"}
     lines = [
-        f"A `flax_model.msgpack` of each class, converted by the observed rules and loaded by transformers 5: "
-        f"{equal} of {len(rows)} classes, of {len(families)} families, have bit for bit what transformers "
-        "4.57's own converter makes. The others:",
+        "A `flax_model.msgpack` of each class, converted by the observed rules and loaded by "
+        f"transformers 5: {equal} of {len(rows)} classes, of {len(families)} families, have bit for "
+        "bit what transformers 4.57's own converter makes. The others:",
         "",
     ]
-    for row in rows:
-        if row["result"] != "equal":
-            lines.append(f"- {row['name']}: {' '.join(str(row.get('why', '')).split())}")
-    return lines
+    others = [row for row in rows if row["result"] != "equal"]
+    return lines + [
+        f"- {row['name']}: {' '.join(str(row.get('why', '')).split())}" for row in others
+    ]
 
 
 def _conversions(rows: list[dict[str, Any]]) -> list[str]:
