@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceShar
 from unickpt.adapters.jax_group import JaxGroup, only_this_process
 from unickpt.adapters.jax_group import group as group
 from unickpt.adapters.jax_group import group_of as group_of
+from unickpt.adapters.jax_routers import RouterTokens as RouterTokens
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, overlap
 from unickpt.arrays.dtypes import Array

@@ -37,6 +37,7 @@ from unickpt.adapters.torch_optimizer import (
     expand_optimizer,
     is_optimizer,
 )
+from unickpt.adapters.torch_routers import RouterTokens as RouterTokens
 from unickpt.adapters.torch_tokens import token as token
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array

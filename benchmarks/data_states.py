@@ -2,7 +2,10 @@
 
     .venv/bin/python benchmarks/data_states.py                     # 16 MiB each rank, 9 rounds
     .venv/bin/python benchmarks/data_states.py --mib 64 --rounds 5 --ranks 8 12
+    .venv/bin/python benchmarks/data_states.py --only encode
 
+encode: to make the bytes of a dict of many small NumPy arrays, part of the call below; the CPU time
+of the thread, too, which says on a busy machine what an idle one takes.
 call: for how long `save_async` keeps its caller, of one rank's state of tokens: as one NumPy array,
 as one for each sample, and as lists of ints. In turns, in an order shuffled anew in each round: as
 arrays are stored now; as before (base64 in JSON); collected by `prefetch` while the step computed;
@@ -26,7 +29,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 import numpy as np
@@ -39,6 +42,7 @@ import unickpt
 from unickpt import LoadOptions, PerProcess, ProcessGroup, SaveOptions
 from unickpt.data import Buffer, Ranks
 from unickpt.frameworks import per_process
+from unickpt.frameworks.leaves import adapters
 
 TOKENS = 4096  # of a sample
 
@@ -93,6 +97,31 @@ WAYS: dict[str, Callable[[Path, Any], float]] = {
     "Buffer, prefetch": ahead_s,
     "torch.save to memory": pickled_s,
 }
+
+
+MANY = ((1_000, 64 << 10), (10_000, 4 << 10), (20_000, 512))
+"""How many arrays of how many bytes `encode` takes."""
+
+
+def encodes(console: Console, rounds: int) -> None:
+    table = Table(title="encode: a dict of many NumPy arrays", title_justify="left")
+    for column in ("", "ms", "ms of CPU", "GB/s", "GB/s of CPU", "us of CPU an array"):
+        table.add_column(column, justify="right" if column else "left")
+    for count, nbytes in MANY:
+        state = {str(n): np.full(nbytes // 4, n, np.int32) for n in range(count)}
+        walls, busy = list[float](), list[float]()
+        for number in range(rounds + 1):
+            start, cpu = perf_counter(), thread_time()
+            per_process.encode(state, adapters())
+            took = perf_counter() - start, thread_time() - cpu
+            walls += [took[0]] * bool(number)
+            busy += [took[1]] * bool(number)
+        wall, cpu = statistics.median(walls), statistics.median(busy)
+        speeds = (f"{count * nbytes / each / 1e9:.2f}" for each in (wall, cpu))
+        title = f"{count:,} of {nbytes} bytes"
+        shown = f"{wall * 1e3:.1f} ({min(walls) * 1e3:.1f} to {max(walls) * 1e3:.1f})"
+        table.add_row(title, shown, f"{cpu * 1e3:.1f}", *speeds, f"{cpu / count * 1e6:.1f}")
+    console.print(table)
 
 
 def calls(console: Console, folder: Path, mib: int, rounds: int) -> None:
@@ -190,6 +219,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=16, help="of one rank's tokens (default: 16)")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ranks", type=int, nargs=2, default=(8, 6), metavar=("SAVED", "LOADED"))
+    parser.add_argument("--only", choices=("encode", "call", "read"))
     add_run_arguments(parser)
     asked = parser.parse_args()
     console = Console()
@@ -197,8 +227,12 @@ def main() -> None:
     with fresh_directory(asked.dir) as folder:
         packages = {name: version(name) for name in ("unickpt", "numpy", "tensorstore", "torch")}
         print_facts(console, machine_facts(folder) | packages)
-        calls(console, folder, asked.mib, asked.rounds)
-        reads(console, folder, asked.mib, asked.ranks, asked.rounds)
+        if asked.only in (None, "encode"):
+            encodes(console, asked.rounds)
+        if asked.only in (None, "call"):
+            calls(console, folder, asked.mib, asked.rounds)
+        if asked.only in (None, "read"):
+            reads(console, folder, asked.mib, asked.ranks, asked.rounds)
 
 
 if __name__ == "__main__":

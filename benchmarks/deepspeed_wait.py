@@ -8,8 +8,10 @@ anew: a save of an engine that has made steps, when nothing is in flight, then a
 up, is not counted, and checks what each contender loads. Medians of seconds of the slowest rank.
 
 waits: the call. step: the step after it, less one without a save; with staging="lazy" it waits
-for copies. all: until the checkpoint is complete. DeepSpeed does not flush its files; so "no
-flush" does not either. --elsewhere makes a step as long as one whose forward and backward pass run
+for copies. cpu: seconds of the CPUs that the save takes, in the call and beside the step: what a
+loop that needs all cores cannot get back. all: until the checkpoint is complete. "no save" shows
+how much of this is chance. DeepSpeed does not flush its files; so "no flush" does not either.
+--elsewhere makes a step as long as one whose forward and backward pass run
 on an accelerator, which leaves the cores alone; without it, work in the background takes them away
 from the step.
 """
@@ -20,12 +22,12 @@ import argparse
 import os
 import time
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import waits
 
-COLUMNS = ("waits", "step", "all")
+COLUMNS = ("waits", "step", "cpu", "all")
 
 
 def main() -> None:
@@ -100,7 +102,11 @@ def make_contenders(engine: Any) -> dict[str, Any]:
         )
         return made.save_checkpoint, made.wait, made.load_checkpoint
 
+    def nothing(path: str) -> None:
+        Path(path).mkdir(parents=True, exist_ok=True)
+
     return {
+        "no save": (nothing, lambda: None, nothing),
         "DeepSpeed": (engine.save_checkpoint, lambda: None, engine.load_checkpoint),
         "unickpt, blocking, no flush": ours(background=False, fsync=False),
         "unickpt": ours(),
@@ -115,19 +121,20 @@ def turn(
     """The times of one contender, in the order of the columns, of the slowest rank."""
     import torch.distributed as dist
 
-    plain = step(engine, elsewhere)
+    before = process_time()
+    plain, plain_cpu = step(engine, elsewhere), process_time() - before
     os.sync()
     dist.barrier()
-    start = perf_counter()
+    start, before = perf_counter(), process_time()
     save(str(path))
     called = perf_counter() - start
     held = max(0.0, step(engine, elsewhere) - plain)
     wait()
-    everything = perf_counter() - start
+    everything, cpu = perf_counter() - start, process_time() - before - plain_cpu
     if check:  # what was saved is of before the step
         load(str(path))
         assert engine.global_steps >= 2
-    return waits.of_slowest([called, held, everything], path)
+    return waits.of_slowest([called, held, cpu, everything], path)
 
 
 if __name__ == "__main__":

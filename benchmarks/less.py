@@ -2,6 +2,7 @@
 
     python benchmarks/less.py lora               # 1 GiB of frozen weights, 1 % trained; 9 rounds
     python benchmarks/less.py policies           # 200 steps of six kinds of training
+    python benchmarks/less.py policies --only 'patches, `int4`' --kinds embedding  # a part of it
 
 `lora`: saves of everything, of the same with `base=`, and what `base=` costs if all changed, with
 fsync and without, in turns; ratios are taken within each round.
@@ -56,6 +57,11 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024, help="frozen weights of `lora`")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument(
+        "--only", nargs="*", help="of `policies`: rows that have one of these texts"
+    )
+    parser.add_argument("--kinds", nargs="*", help="of `policies`: columns, likewise")
+    parser.add_argument("--kept-cost", type=float, help="of quantised patches, instead of ours")
     parser.add_argument("--dir", default=".", help="a fresh directory is made in here, and removed")
     arguments = parser.parse_args()
     keep_memory()
@@ -65,7 +71,7 @@ def main() -> None:
         if arguments.what == "lora":
             lora(directory, arguments.mib, arguments.rounds)
         else:
-            policies(directory, arguments.steps)
+            policies(directory, arguments)
 
 
 # --- a LoRA job -----------------------------------------------------------------------------------
@@ -284,21 +290,32 @@ REAL = {
 }
 
 
-def policies(directory: Path, steps: int) -> None:
-    """Print a table of all policies and kinds of training."""
+def policies(directory: Path, arguments: argparse.Namespace) -> None:
+    """Print a table of the policies and kinds of training that are asked for."""
+
+    def asked(text: str, of: Sequence[str] | None) -> bool:
+        return of is None or any(part in text for part in of)
+
+    steps, cost = arguments.steps, arguments.kept_cost
+    kinds = [kind for kind in KINDS if asked(kind.title, arguments.kinds)]
     print(f"Written in {steps} steps / kept at most, in states:\n")
-    print_row("", *(kind.title for kind in KINDS))
-    print_row(*["---"] * (1 + len(KINDS)))
+    print_row("", *(kind.title for kind in kinds))
+    print_row(*["---"] * (1 + len(kinds)))
     for name, way in REAL.items():
+        if not asked(name, arguments.only):
+            continue
+        if cost is not None and "kept_cost" in way.options:
+            way = replace(way, options={**way.options, "kept_cost": cost})
         cells = [
             real(directory / "run", kind, way, steps)
             if kind.has_experts or not way.for_experts
             else None
-            for kind in KINDS
+            for kind in kinds
         ]
         print_row(name, *map(shown, cells))
     for name, (policy, bits) in COMPUTED.items():
-        print_row(name, *(shown(policy(kind, steps, bits)) for kind in KINDS))
+        if asked(name, arguments.only):
+            print_row(name, *(shown(policy(kind, steps, bits)) for kind in kinds))
 
 
 def print_row(*cells: str) -> None:

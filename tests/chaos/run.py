@@ -3,6 +3,7 @@
     python tests/chaos/run.py                      # all that this environment has the packages of
     python tests/chaos/run.py hf_trainer --ranks 2
     python tests/chaos/run.py --saves own          # the trainers' own saves, for comparison
+    python tests/chaos/run.py ray_train --ranks 2 --killed 0 --piece 2/4   # of four shorter runs
     python tests/chaos/run.py --list
 
 Prints a table; ends with status 1 if a point did not pass. Each job is killed, started again, and
@@ -83,6 +84,14 @@ JOBS = {
     "deepspeed_zero": Job("DeepSpeed, ZeRO 2", "deepspeed", (2,), True, "deepspeed"),
     "ray_train": Job("Ray Train", "ray", (1, 2), environment="ray", cluster=True),
 }
+# ckpt-chaos itself, of whose points it takes a part: every `of`-th, from `first`.
+CHAOS = """
+from ckpt_chaos import byo, cli
+
+every, (first, of) = byo._select, {piece}
+byo._select = lambda *given: every(*given)[first - 1 :: of]
+raise SystemExit(cli.main())
+"""
 CLUSTER = """
 import sys
 import ray
@@ -218,6 +227,7 @@ def run(
     saves: str = "unickpt",
     most: int = 100_000,
     parallel: int = 1,
+    piece: tuple[int, int] = (1, 1),
 ) -> Outcome:
     """Runs ckpt-chaos on a job.
 
@@ -231,6 +241,7 @@ def run(
         saves: as for `served`.
         most: points at most; fewer than there are are taken evenly.
         parallel: how many jobs run at once.
+        piece: which part of the points, from 1, of how many; each also runs the job undisturbed.
 
     Raises:
         SystemExit: the job fails with so many ranks, though nobody kills it.
@@ -247,7 +258,7 @@ def run(
     env["CKPT_CHAOS_CRASH_RANK"] = str(seen[1])
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "ckpt_chaos", "run"),
+            *(sys.executable, "-c", CHAOS.format(piece=piece), "run"),
             *("--work", work, "--modes", ",".join(modes), "--max-points", str(most)),
             *("--ranks", str(seen[0]), "--crash-rank", str(seen[1]), "--jobs", str(parallel)),
             *("--grace", "2", "--timeout", str(TIMEOUT_S), "--result-cmd", f"cat {results}"),
@@ -294,6 +305,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("jobs", nargs="*", choices=[[], *JOBS], metavar="JOB", help=", ".join(JOBS))
     parser.add_argument("--ranks", type=int, help="only with so many processes")
+    parser.add_argument("--killed", type=int, help="only jobs whose rank of this number is killed")
+    parser.add_argument("--piece", default="1/1", help="K/N: the K-th of N parts of the points")
     parser.add_argument("--saves", choices=("unickpt", "own"), default="unickpt")
     parser.add_argument("--modes", default=",".join(MODES[:2]), help="as for `ckpt-chaos run`")
     parser.add_argument("--most", type=int, default=100_000, help="points of a job at most")
@@ -309,12 +322,15 @@ def main() -> int:
     failed: list[str] = []
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
         how = {"modes": given.modes.split(","), "saves": given.saves}
-        counts = {"most": given.most, "parallel": given.parallel}
+        first, of = map(int, given.piece.split("/"))
+        counts = {"most": given.most, "parallel": given.parallel, "piece": (first, of)}
         for name, job in jobs.items():
             folder = (given.keep or Path(temporary)) / name
             folder.mkdir(parents=True)
             with suppress_failure(failed), served(name, folder, given.saves) as command:
                 for ranks, killed in job.cases(given.ranks):
+                    if given.killed not in (None, killed):
+                        continue
                     work = folder / f"{ranks}-{killed}"
                     outcome = run(command, name, ranks, killed, work, **how, **counts)
                     print(outcome.row(), flush=True)

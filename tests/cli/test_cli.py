@@ -226,6 +226,7 @@ def test_inspect_json_describes_every_array(saved: str) -> None:
         "prng": None,
         "quantized": None,
         "patched": 0,
+        "codecs": None,
         "mesh": 0,
         "fragments": 1,
         "parts": 1,

@@ -191,6 +191,58 @@ def test_all_processes_agree_whatever_the_order_of_their_arrays(
     assert Shuffled(arrays).written() == Job(arrays).written()
 
 
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("share", [chunk_owners.shares, chunk_owners.shares_of_assumed])
+@pytest.mark.parametrize(
+    "alone",
+    [
+        {0: 4, 2: 4, 4: 4, 6: 4},  # 4 of 16 experts of 4 MiB
+        {0: 4, 1: 4},  # 2 of 16
+        {0: 2, 1: 2, 2: 2, 3: 2},
+        {3: 5},
+        {},
+    ],
+)
+def test_processes_that_write_experts_write_less_of_the_rest(
+    alone: Mapping[int, int], share: Callable[..., list[range]]
+) -> None:
+    """32 MiB that all 8 processes hold, beside what some write by themselves."""
+    known = {process: nbytes * MIB for process, nbytes in alone.items()}
+    everyone = tuple(range(8))
+    rng = random.Random(3)
+    sizes = [MIB // 2] * 40 + [MIB // 4] * 48
+    held = [Shared(str(n), (0,), everyone, 1, size) for n, size in enumerate(sizes)]
+    written = {process: known.get(process, 0) for process in everyone}
+    taken = [0] * len(held)
+    for process in everyone:
+        mine = rng.sample(held, len(held))
+        for unit, run in zip(mine, share(mine, process, known), strict=True):
+            written[process] += unit.nbytes * len(run)
+            taken[int(unit.key)] += len(run)
+    assert taken == [1] * len(held)
+    assert balance(written) <= 1.1
+
+
+@settings(max_examples=60)
+@given(st.data(), st.integers(2, 9))
+def test_whatever_processes_write_alone(data: st.DataObject, count: int) -> None:
+    """As even as it can be, up to a chunk; the same on all."""
+    alone = {p: data.draw(st.integers(0, 40)) * 1000 for p in range(count)}
+    everyone = tuple(range(count))
+    sizes = data.draw(st.lists(st.integers(1, 5).map(lambda n: n * 1000), max_size=30))
+    held = [Shared(str(n), (0,), everyone, 1, size) for n, size in enumerate(sizes)]
+    runs = {p: chunk_owners.shares(held, p, alone) for p in everyone}
+    assert all(sum(len(runs[p][n]) for p in everyone) == 1 for n in range(len(held)))
+    written = {
+        p: alone[p] + sum(u.nbytes for u, run in zip(held, runs[p], strict=True) if run)
+        for p in everyone
+    }
+    mean = sum(written.values()) / count
+    assert max(written.values()) <= max(max(alone.values()), mean + max([*sizes, 0]))
+
+
 def test_many_arrays_on_thousands_of_replicas_are_shared_out() -> None:
     everyone = tuple(range(4096))
     held = [Shared(str(n), (0,), everyone, 2, 1 << 20) for n in range(4096)]

@@ -91,8 +91,9 @@ def entry_of(body: dict[str, Any]) -> ArrayEntry:
         body["layout"] = 0
     layouts = [Layout(mesh, dims)]
     name = body.pop("name")
+    shared = index_json._Shared(layouts, [])
     return index_json._array(
-        name, tree_json.typed(body, index_json._ArrayBody, name), layouts, False
+        name, tree_json.typed(body, index_json._ArrayBody, name), shared, False
     )
 
 
@@ -247,6 +248,8 @@ def test_schema_accepts_real_indexes(name: str, tmp_path: Path) -> None:
         "timing_1_3",
         "blocks_1_3",
         "binary_3_0",
+        "patched_3_0",
+        "compressed_4_0",
     ],
 )
 def test_schema_accepts_the_fixtures(name: str) -> None:
@@ -266,7 +269,7 @@ def replaced(path: str, value: Any) -> Callable[[Any], None]:
 BAD: dict[str, Callable[[Any], None]] = {
     "a member missing": lambda body: body.pop("chunks"),
     "a version that is none": replaced("format", "1"),
-    "a newer major version": replaced("format", "4.0"),
+    "a newer major version": replaced("format", "5.0"),
     "a process too few": replaced("processes", 0),
     "a negative extent": replaced("arrays.w.shape", [-6, 4]),
     "an extent that is no integer": replaced("arrays.w.shape", [6.5, 4]),

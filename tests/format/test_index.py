@@ -15,7 +15,7 @@ from support.strategies import laid_out, plain, shapes
 
 from unickpt import Box, CheckpointCorrupt, UnsupportedFormat
 from unickpt.arrays.layout import Layout, Mesh
-from unickpt.format import chunk_grid, index_json
+from unickpt.format import chunk_grid, codec, index_json
 from unickpt.format.index import ArrayEntry, Index, PerProcessEntry
 
 
@@ -26,7 +26,8 @@ def indexes(draw: st.DrawFn) -> Index:
         shape, layout = draw(laid_out())
         chunk, cut = chunk_grid.chunk_grid(shape, 2, layout, draw(st.integers(1, 99)))
         name = f"layer/{number}"
-        arrays[name] = ArrayEntry(name, shape, "bfloat16", chunk, layout, cut)
+        encoding = draw(st.sampled_from([None, (), codec.chosen_encoding("int16")]))
+        arrays[name] = ArrayEntry(name, shape, "bfloat16", chunk, layout, cut, encoding=encoding)
     shape = draw(shapes(max_rank=2).filter(all))
     arrays["boxes"] = ArrayEntry(
         "boxes", shape, "int4", shape, boxes=((Box.whole(shape), (0, 2)),), prng="threefry2x32"
@@ -73,6 +74,9 @@ def test_arrays_that_differ_in_one_thing_only_are_not_mixed_up() -> None:
         replace(like, dtype="float32", quantized="uint8", errors=(0.5, 0.25)),
         replace(like, dtype="float32", quantized="uint8", errors=(0.5, 0.125)),
         replace(like, patched=1),
+        replace(like, encoding=()),
+        replace(like, encoding=codec.chosen_encoding("bool")),
+        replace(like, encoding=codec.chosen_encoding("int16")),
     ]
     twice = [*different, *(replace(entry) for entry in different)]
     arrays = {str(n): replace(entry, name=str(n)) for n, entry in enumerate(twice)}
@@ -180,8 +184,8 @@ def sealed(**changes: Any) -> bytes:
 
 
 def test_a_newer_major_version_is_refused_and_a_newer_minor_one_read() -> None:
-    with pytest.raises(UnsupportedFormat, match=r"format 4\.0; this unickpt reads up to major"):
-        index_json.decode(sealed(format="4.0"), "here")
+    with pytest.raises(UnsupportedFormat, match=r"format 5\.0; this unickpt reads up to major"):
+        index_json.decode(sealed(format="5.0"), "here")
     assert index_json.decode(sealed(format="1.9", novelty=1), "here").arrays.keys() == {"w"}
 
 
@@ -198,6 +202,19 @@ W = {"shape": [2, 3], "dtype": "float32", "chunk": [2, 3], "boxes": [[[0, 0], [2
         ({"arrays": {"w": {**W, "shape": [True, 3]}}}, "'shape'"),
         ({"arrays": {"w": {**W, "chunk": [0, 3]}}}, "'chunk'"),
         ({"arrays": {"w": {**W, "chunk": [3]}}}, "do not fit"),
+        ({"arrays": {"w": {**W, "encoding": 0}}}, "cannot have encoding 0"),
+        ({"arrays": {"w": {**W, "encoding": -1}}, "encodings": [[]]}, "cannot have encoding -1"),
+        (
+            {
+                "arrays": {"w": {**W, "dtype": "float32+int4", "errors": [0, 0], "encoding": 0}},
+                "encodings": [[]],
+            },
+            "cannot have encoding 0",
+        ),
+        ({"encodings": [[{"name": "sharding_indexed", "configuration": {}}]]}, "its codecs hold"),
+        ({"encodings": [[{"name": "zstd", "configuration": {}}] * 2]}, "more than one codec"),
+        ({"encodings": [{}]}, "'encodings'"),
+        ({"encodings": 3}, "'encodings'"),
         ({"arrays": {"w": {**W, "dtype": "object"}}}, "unknown dtype"),
         ({"arrays": {"w": {**W, "layout": 0}}}, "layout 0 does not fit"),
         ({"arrays": {"w": {k: v for k, v in W.items() if k != "boxes"}}}, "either a layout"),

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from support import TESTS
@@ -212,3 +213,18 @@ def test_chains_of_patches_stay_readable(name: str) -> None:
     assert index.growth is not None
     assert index.growth.saves == 3
     assert len(index.bases) == 2 * name.startswith("chained")
+
+
+def test_arrays_with_codecs_of_their_own_stay_readable() -> None:
+    path = FIXTURES / "compressed_4_0"
+    w = np.resize(np.arange(-40, 40), (160, 250)).astype(ml_dtypes.bfloat16)
+    noise = np.random.default_rng(0).integers(0, 256, 70_000, np.uint8)
+    w[1, ::50] = -1
+    noise[100] ^= 1
+    same(
+        unickpt.load(path), {"w": w, "noise": noise, "mask": np.arange(66_000) % 7 == 0, "step": 1}
+    )
+    assert unickpt.verify(path).ok
+    index = unickpt.open(path).index
+    found = {n: (bool(e.encoding), e.patches) for n, e in index.arrays.items()}
+    assert found == {"w": (True, 1), "noise": (False, 1), "mask": (True, 0)}

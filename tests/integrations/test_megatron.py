@@ -260,6 +260,7 @@ REFUSED = [  # a mistake; what the first rank, and the second, is told; whether 
     ("object of one rank", "rng_state/shard_0.0_1.2", "LocalNonpersistentObject", True),
     ("object in the background", "rng_state/shard_0.0_1.2", "LocalNonpersistentObject", True),
     ("not all are covered", "linear_proj.weight", "linear_proj.weight", True),
+    ("sizes", "word_embeddings.weight", "word_embeddings.weight", True),
     ("one asks for more", "rank 1 could not load", "model.more", False),
     ("another shape", "word_embeddings.weight", "[14, 16]", False),
     ("common of another save", "later save into this folder", "rank 0 could not load", False),

@@ -403,18 +403,6 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
         run.save(0, {"a": np.zeros(3), "b": np.zeros(4)})
 
 
-def test_experts_are_not_quantised(tmp_path: Path) -> None:
-    """What is copied of an earlier step would be quantised again."""
-    state = {"experts": {"0": np.ones((300, 30))}, "dense": np.ones((300, 30))}
-    options = SaveOptions(quantize={"**": "uint8"})
-    with pytest.raises(UnsupportedLeaf, match="'experts/0': it belongs to the experts of"):
-        Checkpointer(tmp_path, experts=Experts({"experts/{x}": 1}), options=options).save(0, state)
-    options = SaveOptions(quantize={"dense": "uint8"})
-    with Checkpointer(tmp_path / "b", experts=Experts({"experts/{x}": 1}), options=options) as run:
-        run.save(0, state, wait=True)
-        run.save(1, state, wait=True)
-
-
 # --- loading --------------------------------------------------------------------------------------
 
 

@@ -84,13 +84,13 @@ def test_a_chunk_of_the_base_is_looked_for_once(
 ) -> None:
     state = tree()
     chunks = save(tmp_path / "a", state).chunks
-    asked, values_of = [], OcdbtReader.values_of
+    asked, whole_places = [], OcdbtReader.whole_places
 
-    def counted(reader: OcdbtReader, entry: Any, part: Any, number: int) -> Any:
-        asked.append((part.key, number))
-        return values_of(reader, entry, part, number)
+    def counted(reader: OcdbtReader, chunks: Any) -> Any:
+        asked.extend((part.key, number) for _, part, number in chunks)
+        return whole_places(reader, chunks)
 
-    monkeypatch.setattr(OcdbtReader, "values_of", counted)
+    monkeypatch.setattr(OcdbtReader, "whole_places", counted)
     assert save(tmp_path / "b", state, base=tmp_path / "a").reused_bytes > 0
     assert len(asked) == len(set(asked)) == chunks
 

@@ -15,7 +15,7 @@ import pytest
 
 import unickpt
 from unickpt import LoadMismatch, RuleError, Rules
-from unickpt.rules.rule_set import PRESETS
+from unickpt.rules.rule_files import PRESETS
 
 pytestmark = pytest.mark.integration
 

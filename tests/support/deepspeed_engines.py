@@ -18,6 +18,8 @@ os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", DS_SKIP_CUDA_CHECK=
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
@@ -28,6 +30,9 @@ from unickpt.integrations.deepspeed import use_unickpt
 
 QUICK = SaveOptions(fsync=False, timeout_s=60)
 STEPS = 3
+FP16 = {"enabled": True, "initial_scale_power": 17, "loss_scale_window": 1000, "hysteresis": 1}
+"""Too large a scale for ZeRO, so that the first step is skipped. It never grows: ZeRO and the
+optimizers without it would let it grow at different steps."""
 SCENARIOS: dict[str, Callable[..., Any]] = {}
 
 
@@ -61,7 +66,17 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
 
 
-def engine(stage: int, dtype: str, seed: int, **zero: Any) -> Any:
+def engine(stage: int, what: str, seed: int, **zero: Any) -> Any:
+    """An engine of `Net`.
+
+    Arguments:
+        stage: of ZeRO.
+        what: the precision, then "offload", for the optimizer on the CPU, and "cpuadam", for
+            DeepSpeed's own optimizer there.
+        seed: of the weights.
+        zero: further settings of ZeRO.
+    """
+    dtype, *how = what.split()
     torch.manual_seed(seed)
     model = Net()
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -69,14 +84,22 @@ def engine(stage: int, dtype: str, seed: int, **zero: Any) -> Any:
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    optimizer: Any = torch.optim.AdamW(groups, lr=1e-2)
+    if "cpuadam" in how:
+        optimizer = DeepSpeedCPUAdam(groups, lr=1e-2)
+    if "offload" in how:
+        zero = {**zero, "offload_optimizer": {"device": "cpu"}}
+    if dtype == "fp16":  # torch computes in it on all CPUs; DeepSpeed asks for instructions of some
+        get_accelerator().is_fp16_supported = lambda: True
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     config = {
         "train_batch_size": 12,
         "steps_per_print": 10**9,
         "zero_optimization": {"stage": stage, "overlap_comm": False, **zero},
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
         **({"bf16": {"enabled": True}} if dtype == "bf16" else {}),
+        **({"fp16": FP16} if dtype == "fp16" else {}),
     }
     made, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, lr_scheduler=schedule, config=config
@@ -323,14 +346,92 @@ def resumed(folder: str, stage: int, last: int) -> Any:
 
 
 @scenario
+def from_the_start(folder: str, stage: int) -> list[float]:
+    """Saves before the first step; returns the losses of three."""
+    made = engine(stage, "fp32", 0)
+    use_unickpt(made, options=QUICK)
+    made.save_checkpoint(folder)
+    return train(made, 0, 3)
+
+
+@scenario
 def uninterrupted(stage: int, last: int) -> list[float]:
     return train(engine(stage, "fp32", 0), 0, last)
+
+
+class Alone:
+    """An `mpu` by which each rank trains for itself."""
+
+    def __init__(self) -> None:
+        every = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+        own = every[dist.get_rank()]
+        self.get_model_parallel_group = self.get_data_parallel_group = lambda: own
+        self.get_model_parallel_rank = self.get_data_parallel_rank = lambda: 0
+        self.get_model_parallel_world_size = self.get_data_parallel_world_size = lambda: 1
+
+
+def _of_one_rank() -> Any:
+    model = Piece(5)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+        "zero_optimization": {"stage": 1},
+    }
+    made, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config, mpu=Alone()
+    )
+    return made
+
+
+def _lacks_a_parameter() -> Any:
+    made = engine(2, "fp32", 0)
+    if dist.get_rank() == 1:
+        del made.module.temp
+    return made
+
+
+def _lacks_a_part() -> Any:
+    made = wide_engine(1, 2, 0)
+    if dist.get_rank() == 1:
+        del made.module.lm_head.weight
+    return made
+
+
+def _of_another_version() -> Any:
+    made = engine(2, "fp32", 0)
+    if dist.get_rank() == 1:
+        deepspeed.__version__ = "0.18.0"
+    return made
+
+
+WRONG = {
+    "ranks of another job": _of_one_rank,
+    "a rank lacks a parameter": _lacks_a_parameter,
+    "a rank lacks its part": _lacks_a_part,
+    "versions": _of_another_version,
+}
+
+
+@scenario
+def lacking(folder: str, name: str) -> str:
+    """A stage of a pipeline has a parameter that is not stored; returns the error."""
+    made = pipeline(1, 2, 0)
+    saved = use_unickpt(made, options=QUICK, background=False)
+    saved.save_checkpoint(folder)
+    if made.grid.get_pipe_parallel_rank() == 1:
+        norm = next(each for each in made.module.modules() if isinstance(each, nn.LayerNorm))
+        norm.register_parameter(name, nn.Parameter(torch.ones(2), requires_grad=False))
+    try:
+        saved.load_checkpoint(folder)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 @scenario
 def refused(folder: str, what: str) -> str:
     """Mistakes; returns the error."""
-    made = engine(3 if what == "module" else 1, "fp32", 0)
+    made = WRONG[what]() if what in WRONG else engine(3 if what == "module" else 1, "fp32", 0)
     if what == "optimizer":  # of another kind
         saved = use_unickpt(made, options=QUICK, background=False)
         train(made, 0, 1)
@@ -341,8 +442,11 @@ def refused(folder: str, what: str) -> str:
             made.optimizer.optimizer.param_groups, lr=0.1, momentum=0.9
         )
         made.optimizer.optimizer.state.clear()
-    if what == "mics":  # DeepSpeed 0.19.8 has it no more
-        made.config["zero_optimization"]["mics_shard_size"] = 2
+    if what in ("mics", "ratio"):  # the first DeepSpeed 0.19.8 has no more, the second no CPU
+        made.config["zero_optimization"]["mics_shard_size"] = 2 if what == "mics" else -1
+        if what == "ratio":
+            made.optimizer.offload_optimizer = True
+            made.optimizer.subgroup_to_device = {0: "cpu", 1: "cuda"}
         try:
             use_unickpt(made)
         except unickpt.UnsupportedLeaf as error:
@@ -358,6 +462,8 @@ def refused(folder: str, what: str) -> str:
         elif what == "leaf of one":
             bad = {"a": object()} if dist.get_rank() == 1 else {}
             checkpoints.save_checkpoint(folder, client_state=bad)
+        elif what in WRONG:
+            checkpoints.save_checkpoint(folder)
         else:
             checkpoints.load_checkpoint(folder)
     except Exception as error:
@@ -368,15 +474,16 @@ def refused(folder: str, what: str) -> str:
 # --- ranks ----------------------------------------------------------------------------------------
 
 
-def _rank(rank: int, count: int, port: int, name: str, arguments: list[Any], out: int) -> None:
+def _rank(rank: int, request: dict[str, Any], out: int) -> None:
+    count, port, variables = request["ranks"], request["port"], request.get("variables", {})
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(count),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **variables,
     )  # fmt: skip
     os.dup2(2, 1)  # what DeepSpeed prints
     try:
         deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-        found = SCENARIOS[name](*arguments)
+        found = SCENARIOS[request["name"]](*request["arguments"])
         os.write(out, json.dumps([rank, found]).encode() + b"\n")
         dist.barrier()
         dist.destroy_process_group()
@@ -394,7 +501,7 @@ def _run(request: dict[str, Any]) -> list[Any]:
         pid = os.fork()
         if pid == 0:
             os.close(read)
-            _rank(rank, count, request["port"], request["name"], request["arguments"], write)
+            _rank(rank, request, write)
         pids.append(pid)
     os.close(write)
     deadline, statuses = time.monotonic() + request["timeout_s"], {}

@@ -34,7 +34,8 @@ from unickpt.cli.saves import timing_table
 from unickpt.display import tree_table
 from unickpt.format import ocdbt_reader
 from unickpt.format.chunk_grid import Part
-from unickpt.format.index import ArrayEntry
+from unickpt.format.codec_json import as_codecs
+from unickpt.format.index import ArrayEntry, Index
 from unickpt.quoting import counted, quoted, size_text, some
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.stored_array import StoredArray
@@ -146,10 +147,17 @@ def _format(checkpoint: Checkpoint) -> str:
     return reader.version if is_own else f"{reader.format} {reader.version}".rstrip()
 
 
+def _chosen(index: Index) -> str:
+    """How many arrays are compressed, if each has its own codecs."""
+    found = [entry.encoding for entry in index.arrays.values() if entry.encoding]
+    names = ", ".join(dict.fromkeys(name for encoding in found for name, _ in encoding))
+    return f"{names} of {counted(len(found), 'array')}" if found else ""
+
+
 def _print_checkpoint(checkpoint: Checkpoint, everything: bool) -> None:
     out, index = console(), checkpoint.index
     out.print(Text(clean(checkpoint.reader.label), "bold"))
-    compression = ", ".join(str(c["name"]) for c in index.codecs) or "none"
+    compression = ", ".join(str(c["name"]) for c in index.codecs) or _chosen(index) or "none"
     facts = [f"format {clean(_format(checkpoint))}"]
     if index.created:
         facts.append(f"created {clean(date_text(index.created))} by {clean(index.library)}")
@@ -326,6 +334,7 @@ def _array_json(array: StoredArray, entry: ArrayEntry) -> dict[str, Any]:
             "largest_relative_error": entry.errors[1],
         },
         "patched": entry.patched,
+        "codecs": None if entry.encoding is None else as_codecs(entry.encoding),
     }
 
 

@@ -57,7 +57,9 @@ BudgetOption = Annotated[
     int | None,
     typer.Option("--budget", help="Bytes of memory for it, in each process.", min=1 << 20),
 ]
-Compression = Annotated[str | None, typer.Option("--compression", help="zstd, gzip or blosc.")]
+Compression = Annotated[
+    str | None, typer.Option("--compression", help="auto, zstd, gzip or blosc.")
+]
 Quantize = Annotated[
     list[str] | None,
     typer.Option(

@@ -8,7 +8,7 @@ import typer
 
 from unickpt import Rules
 from unickpt.cli.output import AsJson, print_json
-from unickpt.rules.rule_set import preset_text
+from unickpt.rules.rule_files import preset_text
 
 
 def command(

@@ -25,10 +25,9 @@ def mark(location: Location, bases: Sequence[BaseEntry], context: ts.Context) ->
         Failed: a base is gone, or the storage failed.
     """
     for base in bases:
+        found = version.version_of(borrowed.pinned(location, base, context).manifest or b"")
         at = borrowed.sibling(location, base.name)
-        found = version.version_at(at)
-        if found is not None:
-            borrowed.mark(at, found.attempt, borrowed.name_of(location), context)
+        borrowed.mark(at, found.attempt, borrowed.name_of(location), context)
         borrowed.pinned(location, base, context)  # the base may have been removed until the mark
 
 
@@ -45,8 +44,27 @@ def of(location: Location, context: ts.Context) -> list[str]:
     return [name for name in sorted(names) if _borrows(location, name)]
 
 
-def _borrows(base: Location, name: str) -> bool:
-    """Whether a checkpoint that may borrow from another one still does."""
+def of_retired(location: Location, digest: str, context: ts.Context) -> list[str]:
+    """The names of the checkpoints that borrow from one that was retired.
+
+    Arguments:
+        location: where it was.
+        digest: of its manifest.
+        context: for the storage.
+
+    Raises:
+        Failed: the storage failed.
+    """
+    manifest = borrowed.retired_manifest(location, digest, context)
+    if manifest is None:
+        return []
+    names = borrowed.marked(location, version.version_of(manifest).attempt, context)
+    return [name for name in sorted(names) if _borrows(location, name, digest)]
+
+
+def _borrows(base: Location, name: str, digest: str | None = None) -> bool:
+    """Whether a checkpoint that may borrow from another one still does; from the one with this
+    manifest, if it is given."""
     try:
         reader = ocdbt_reader.open(borrowed.sibling(base, name))
     except CheckpointNotFound:
@@ -55,4 +73,5 @@ def _borrows(base: Location, name: str) -> bool:
         return True  # it cannot be read now, and may need the other one
     if reader is None:
         return False
-    return any(entry.name == borrowed.name_of(base) for entry in reader.index.bases)
+    bases = [each for each in reader.index.bases if each.name == borrowed.name_of(base)]
+    return any(digest in (None, each.manifest) for each in bases)

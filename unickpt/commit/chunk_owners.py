@@ -3,7 +3,8 @@
 Nothing is communicated. The processes that hold a chunk are its *replicas*. Each of them computes
 which one writes it, from what all of them know: the arrays that they hold alike. So only chunks of
 the same replicas are balanced with each other, and with those of larger groups that contain them.
-(What other groups write is not known to all of them.)
+(What other groups write is not known to all of them, unless the step before says it: of experts
+that take turns it does, so that what is no expert goes to those that write few.)
 """
 
 from __future__ import annotations
@@ -38,12 +39,23 @@ class Shared(NamedTuple):
     nbytes: int
 
 
-def shares(held: Sequence[Shared], process: int) -> list[range]:
+_NOTHING: Mapping[int, int] = {}
+
+
+def shares(
+    held: Sequence[Shared], process: int, alone: Mapping[int, int] = _NOTHING
+) -> list[range]:
     """For each fragment the run of its chunks, by position, that a process writes.
 
     Each chunk goes to the replica that has the fewest bytes so far, the largest chunks first, so
     that at the end the bytes of two processes of a group differ by a small chunk. What they write
     for larger groups counts from the beginning.
+
+    Arguments:
+        held: what the process holds.
+        process: whose runs are returned.
+        alone: by process, the bytes that it writes beside these in any case; all processes must
+            know the same.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     known: dict[int, list[int]] = {}  # by identity: to hash thousands of processes takes long
@@ -58,7 +70,7 @@ def shares(held: Sequence[Shared], process: int) -> list[range]:
         if len(replicas) == 1:
             continue
         larger = [group for group in done if group.keys() >= set(replicas)]
-        written = {p: sum(group[p] for group in larger) for p in replicas}
+        written = {p: alone.get(p, 0) + sum(group[p] for group in larger) for p in replicas}
         before = dict(written)
         units = groups[replicas]
         runs = _share_out([held[at] for at in units], written, process)
@@ -68,17 +80,21 @@ def shares(held: Sequence[Shared], process: int) -> list[range]:
     return found
 
 
-def shares_of_assumed(held: Sequence[Shared], process: int) -> list[range]:
+def shares_of_assumed(
+    held: Sequence[Shared], process: int, alone: Mapping[int, int] = _NOTHING
+) -> list[range]:
     """The same for whole arrays that all processes are assumed to hold, split over all of them.
 
     Process 0 writes arrays of a single chunk, so that arrays that belong together come from one
     process even if the processes differ: the smallest first, up to its equal share of all bytes,
-    and all small ones. The rest is shared out, so that all write the same amount.
+    and all small ones. The rest is shared out, so that all write the same amount. Arguments as of
+    `shares`.
     """
     if not held:
         return []
     processes = held[0].replicas
-    total, first = sum(unit.nbytes for unit in held), 0
+    first = alone.get(0, 0)
+    total = sum(unit.nbytes for unit in held) + sum(alone.get(p, 0) for p in processes)
     found = [range(unit.chunks) if process == 0 else range(0) for unit in held]
     single = sorted(
         (at for at, unit in enumerate(held) if unit.chunks == 1),
@@ -92,7 +108,7 @@ def shares_of_assumed(held: Sequence[Shared], process: int) -> list[range]:
         rest.remove(at)
         first += nbytes
     left = sorted(rest)
-    written = dict.fromkeys(processes, 0) | {0: first}
+    written = {p: alone.get(p, 0) for p in processes} | {0: first}
     runs = _share_out([held[at] for at in left], written, process)
     for at, run in zip(left, runs, strict=True):
         found[at] = run

@@ -89,6 +89,10 @@ def merge_all(
         written = [*records, *request(missing)]
         chunks = merged_chunks(index, written, names, assumed, winners)
         requests(index, chunks.table, [])
+    if any(entry.encoding for entry in index.arrays.values()):
+        from unickpt.commit import chosen_codecs  # only where arrays may be compressed
+
+        index, chunks = chosen_codecs.settled(index, chunks, records, names)
     arrays_now = with_errors(index, written, names, winners)
     index = replace(index, arrays=with_patches(arrays_now, chunks.patched(index.arrays)))
     lent = borrowed.encode(chunks.borrowed, index) if chunks.bases else b""

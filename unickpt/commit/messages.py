@@ -74,6 +74,9 @@ class Record:
         errors: of the arrays that are quantised, by array number: the largest absolute and relative
             error (`format.index.ArrayEntry`).
         experts: of which step its experts are, by key, if some may be left out of a save.
+        follows: of the arrays that may be compressed, by number, whether those are that the base
+            has; the others are as this process chose.
+        knows_base: whether it knew what the base says, if there is one.
     """
 
     description: int
@@ -92,6 +95,8 @@ class Record:
     patches: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, PATCH_DTYPE))
     errors: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     experts: ExpertSteps = field(default_factory=dict)
+    follows: Mapping[int, bool] = field(default_factory=dict)
+    knows_base: bool = True
 
     def with_statistics(self, more: Mapping[str, float]) -> Record:
         """The same with more statistics."""

@@ -50,7 +50,12 @@ def version_at(location: Location) -> Version | None:
         Failed: the storage failed.
     """
     read = location.store(context()).read(MANIFEST).result()
-    return Version(read.value, *_made_by(read.value)) if read.state == "value" else None
+    return version_of(read.value) if read.state == "value" else None
+
+
+def version_of(manifest: bytes) -> Version:
+    """The version that a manifest is of."""
+    return Version(manifest, *_made_by(manifest))
 
 
 def copied_folder(attempt: str, name: str) -> str:

@@ -6,6 +6,7 @@ checkpoint names its *bases*, and readers find the borrowed chunks in them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,10 +16,11 @@ import xxhash
 
 from unickpt.format.index import BaseEntry, Index
 from unickpt.format.links import WHOLE_LINK
-from unickpt.storage.database import Database
+from unickpt.storage.database import Database, digest_of
 from unickpt.storage.errors import Damaged
 from unickpt.storage.local_folders import LOCK_SUFFIX
 from unickpt.storage.locations import Location
+from unickpt.storage.ocdbt import MANIFEST, RETIRED
 
 DTYPE = np.dtype([("row", "<u8"), ("base", "<u4"), ("link", "<u4")])
 """A borrowed value: the chunk's row in the digest table, the position of its base in the index, and
@@ -28,6 +30,7 @@ _WITHOUT_LINKS = np.dtype([("row", "<u8"), ("base", "<u4")])
 BorrowedTable = np.ndarray[Any, Any]
 MARKS = "borrowers"
 """In the folder of an attempt: a file for each checkpoint that may borrow from it."""
+_DIGEST = re.compile("[0-9a-f]{16}")
 
 
 def decode(data: bytes, index: Index) -> BorrowedTable:
@@ -104,11 +107,50 @@ def pinned(location: Location, base: BaseEntry, context: ts.Context) -> Database
     found = Database(at, context).pinned()
     if found is not None and found.manifest_digest() == base.manifest:
         return found
+    manifest = retired_manifest(at, base.manifest, context)
+    if manifest is not None and digest_of(manifest) == base.manifest:
+        return Database(at, context, manifest)
     what = "is missing" if found is None else "was replaced by another checkpoint"
     raise Damaged(
         f"chunks that did not change are in {at}, which {what}; put it back, or open a checkpoint "
         "that has all of its chunks (`unickpt copy` makes one)"
     )
+
+
+# --- checkpoints that are only borrowed from ---
+
+
+def retire(location: Location, context: ts.Context) -> None:
+    """Makes a checkpoint one that only others see, which have borrowed from it: it is no longer
+    there, and its files stay. A process that is killed meanwhile leaves it as it was.
+
+    Raises:
+        Failed: the storage failed.
+    """
+    store = location.store(context)
+    read = store.read(MANIFEST).result()
+    if read.state != "value":
+        return
+    store.write(_retired_at(digest_of(read.value)), read.value).result()
+    location.sync(location)
+    store.write(MANIFEST, None).result()
+    location.sync(location)
+
+
+def retired_manifest(location: Location, digest: str, context: ts.Context) -> bytes | None:
+    """The manifest of a checkpoint that was retired; None if there is none.
+
+    Raises:
+        Failed: the storage failed.
+    """
+    if not _DIGEST.fullmatch(digest):  # which may be what a stranger wrote
+        return None
+    read = location.store(context).read(_retired_at(digest)).result()
+    return read.value if read.state == "value" else None
+
+
+def _retired_at(digest: str) -> str:
+    return f"{RETIRED}/{digest}/manifest"
 
 
 # --- who borrows ----------------------------------------------------------------------------------

@@ -21,7 +21,15 @@ from unickpt.errors import (
 )
 from unickpt.format import codec
 from unickpt.format.chunk_grid import Part, chunk_key
-from unickpt.format.codec import Codecs, NotDecodable, as_stored, bytes_of, digest, zarr_metadata
+from unickpt.format.codec import (
+    Codecs,
+    NotDecodable,
+    as_stored,
+    bytes_of,
+    codecs_of,
+    digest,
+    zarr_metadata,
+)
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Request
 from unickpt.storage import ocdbt
@@ -34,7 +42,7 @@ from unickpt.storage.kvstore import asking
 SMALL = 64 << 10
 # Memory for larger chunks is allocated only after a stored chunk of that size was found.
 BELIEVED = 16 << 20
-# No codec of `index.CODECS` compresses by more than this factor.
+# No codec of `codec_json.CODECS` compresses by more than this factor.
 _MOST_PER_BYTE = 1 << 16
 # Only the index says how much memory a compressed chunk takes, so that is bounded.
 COMPRESSED_MOST = 1 << 30
@@ -115,7 +123,9 @@ class ChunkStore:
                 nbytes = math.prod(part.chunk) * out.itemsize
                 if part.chunk[1:] != out.shape[1:]:
                     continue
-            if entry.quantized is not None:
+            if entry.quantized is not None or entry.encoding:
+                continue
+            if self.codecs and entry.encoding is None:
                 continue
             positions.append(at)
             keys.append(chunk_key(part, number))
@@ -123,7 +133,7 @@ class ChunkStore:
             # While the cache has it; what is small stays there until all are read.
             if expected is not None and nbytes > SMALL:
                 hashers[at] = xxhash.xxh3_64()
-        if not positions or self.codecs:
+        if not positions:
             return {}
         memory: list[Any] = [requests[at].out for at in positions]
         looks = [hashers[at].update if at in hashers else None for at in positions]
@@ -198,7 +208,10 @@ class ChunkStore:
             local = part.chunk_box(number).relative_to(part.box.start)
             target = ts.array(as_stored(out, entry.dtype), context=self.database.context)
             self.check_backed(entry, part, number)
-            self.values.check(part.key)
+            try:
+                self.values.check(part.key)
+            except Damaged:  # perhaps in a file that has none of this chunk
+                self.values.check(chunk_key(part, number))
             source = self.array(entry, part)[local.slices]
             with asking():
                 target.write(source).result()
@@ -277,10 +290,11 @@ class ChunkStore:
             return
         if entry.quantized is not None:
             least = codec.nbytes_as_stored(entry, part.chunk_box(number).shape)
-        elif self.codecs and nbytes > COMPRESSED_MOST:
+        elif codecs_of(entry, self.codecs) and nbytes > COMPRESSED_MOST:
             raise Damaged(f"a compressed chunk of {nbytes} bytes is not allowed")
         else:
-            least = -(-nbytes // _MOST_PER_BYTE) if self.codecs else nbytes
+            is_coded = bool(codecs_of(entry, self.codecs))
+            least = -(-nbytes // _MOST_PER_BYTE) if is_coded else nbytes
         if not self.values.has(chunk_key(part, number), least):
             raise Damaged(f"no bytes stored, {least} expected")
         with naming_memory(f"{self.location}: array {entry.name!r}, a chunk"):
@@ -289,7 +303,7 @@ class ChunkStore:
 
     def _is_as_stored(self, entry: ArrayEntry, part: Part, out: Array) -> bool:
         """Whether a chunk is stored just as it lies in memory, but for padding behind it."""
-        is_coded = bool(self.codecs) or entry.quantized is not None
+        is_coded = codecs_of(entry, self.codecs) or entry.quantized is not None
         return not is_coded and part.chunk[1:] == tuple(out.shape[1:])
 
 

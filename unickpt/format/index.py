@@ -20,9 +20,13 @@ from unickpt.trees import tree_json
 FORMAT = (1, 3)
 GROWN_FORMAT = (1, 4)
 """Of a checkpoint that says how much was written since one that was written in full (`growth`)."""
-NEWEST_FORMAT = (3, 0)
+CHOSEN_FORMAT = (1, 5)
+"""Of a checkpoint for whose arrays compression was looked at, and none pays (`encoding`)."""
+PATCHED_FORMAT, CHOSEN_PATCHED_FORMAT = (3, 0), (3, 1)
 """Of a checkpoint with patches (`chains`) or binary per-process values, which older readers must
-not try to read."""
+not try to read; and of one that is both."""
+NEWEST_FORMAT = (4, 0)
+"""Of a checkpoint whose arrays have codecs of their own."""
 RESERVED = "unickpt"
 """The metadata key under which `Checkpointer` stores `step`, and process 0's `metrics`."""
 OF_THE_WHOLE = ("orbax",)
@@ -32,6 +36,10 @@ CONVERSION = "conversion"
 INDEX_KEY = "unickpt.json"
 DIGESTS_KEY = "unickpt.digests"
 BORROWED_KEY = "unickpt.borrowed"
+
+
+Encoding = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
+"""At most one Zarr codec, of which names and values of settings are pairs, ascending."""
 
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen: there is one for each array, see `protocol`
@@ -53,6 +61,8 @@ class ArrayEntry:
             largest magnitude in its block.
         patched: how many of its chunks are stored as patches.
         patches: how many patches all these have; 0 if they are as in format 2, one each.
+        encoding: the codecs of its own; None if it has those of the checkpoint. Of a save that is
+            going on, those that it has if that makes it smaller (`saving.chosen`).
     """
 
     name: str
@@ -67,6 +77,7 @@ class ArrayEntry:
     errors: tuple[float, float] = (0.0, 0.0)
     patched: int = 0
     patches: int = 0
+    encoding: Encoding | None = None
 
     @property
     def patch_values(self) -> int:

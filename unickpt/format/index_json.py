@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import lru_cache
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import xxhash
@@ -18,14 +18,19 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, fill_exactly, overlap
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.format import codec_json
 from unickpt.format.growth import Growth
 from unickpt.format.index import (
+    CHOSEN_FORMAT,
+    CHOSEN_PATCHED_FORMAT,
     FORMAT,
     GROWN_FORMAT,
     NEWEST_FORMAT,
+    PATCHED_FORMAT,
     ArrayEntry,
     BaseEntry,
     DigestBlocks,
+    Encoding,
     Index,
     PerProcessEntry,
 )
@@ -35,18 +40,10 @@ from unickpt.trees import tree_json
 from unickpt.trees.tree_json import BadJSON
 
 T = TypeVar("T")
-# The codecs that may follow `bytes`, with their settings. Others are refused: some zarr codecs
-# refer to further storage, or unpack into any amount of memory.
-CODECS: Mapping[str, Mapping[str, type]] = {
-    "zstd": {"level": int},
-    "gzip": {"level": int},
-    "blosc": {"cname": str, "clevel": int, "shuffle": str, "typesize": int, "blocksize": int},
-}
 _MAX_EXTENT = 1 << 62
 _MAX_RANK = 32
 _FOLDER = re.compile(r"[^/\\\0]+")
 _SEAL = re.compile(rb',"xxh3":"([0-9a-f]{16})"}\Z')
-_CODEC_FIELDS = ("name", "configuration")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 _Extent = Annotated[int, Meta(ge=0, lt=_MAX_EXTENT)]
 _Positive = Annotated[int, Meta(ge=1, lt=_MAX_EXTENT)]
@@ -87,6 +84,7 @@ class _ArrayBody(msgspec.Struct):
     prng: str | UnsetType = UNSET
     patched: _Positive | UnsetType = UNSET
     patches: _Positive | UnsetType = UNSET
+    encoding: int | UnsetType = UNSET
 
 
 _ARRAY = msgspec.json.Decoder(_ArrayBody)
@@ -114,17 +112,25 @@ class _IndexBody(msgspec.Struct):
     bases: list[_BaseBody] = []
     borrowed: list[Any] = []
     growth: _Growth | None = None
+    encodings: list[list[Any]] = []
+
+
+class _Shared(NamedTuple):
+    """What arrays refer to by number."""
+
+    layouts: list[Layout]
+    encodings: list[Encoding]
 
 
 def encode(index: Index) -> bytes:
     """The index as JSON, sealed by the xxh3-64 of all bytes before the seal."""
     meshes: dict[Mesh, int] = {}
     layouts: dict[Layout, int] = {}
-    arrays = _arrays_to_json(index.arrays.values(), meshes, layouts)
-    is_newest = any(entry.patched for entry in index.arrays.values()) or any(
-        entry.is_binary for entry in index.per_process.values()
-    )
-    version = NEWEST_FORMAT if is_newest else GROWN_FORMAT if index.growth else FORMAT
+    found = dict.fromkeys(entry.encoding for entry in index.arrays.values())
+    encodings = [encoding for encoding in found if encoding is not None]
+    numbers = {encoding: number for number, encoding in enumerate(encodings)}
+    arrays = _arrays_to_json(index.arrays.values(), meshes, layouts, numbers)
+    version = _version(index, encodings)
     head = {
         "format": f"{version[0]}.{version[1]}",
         "library": index.library,
@@ -157,9 +163,22 @@ def encode(index: Index) -> bytes:
         body["borrowed"] = [index.borrowed, index.borrowed_xxh3]
     if index.growth is not None:
         body["growth"] = astuple(index.growth)
+    if encodings:
+        body["encodings"] = [codec_json.as_codecs(encoding) for encoding in encodings]
     before, after = _text(head)[:-1].encode(), _text(body)[1:-1].encode()
     unsealed = b'%b,"arrays":%b,%b' % (before, arrays, after)
     return unsealed + b',"xxh3":"%016x"}' % xxhash.xxh3_64_intdigest(unsealed)
+
+
+def _version(index: Index, encodings: Sequence[Encoding]) -> tuple[int, int]:
+    """The lowest version that has all that an index says."""
+    if any(encodings):
+        return NEWEST_FORMAT
+    if any(entry.patched for entry in index.arrays.values()) or any(
+        entry.is_binary for entry in index.per_process.values()
+    ):
+        return CHOSEN_PATCHED_FORMAT if encodings else PATCHED_FORMAT
+    return CHOSEN_FORMAT if encodings else GROWN_FORMAT if index.growth else FORMAT
 
 
 _TEXT = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=False)
@@ -167,9 +186,12 @@ _text = _TEXT.encode
 
 
 def _arrays_to_json(
-    entries: Iterable[ArrayEntry], meshes: dict[Mesh, int], layouts: dict[Layout, int]
+    entries: Iterable[ArrayEntry],
+    meshes: dict[Mesh, int],
+    layouts: dict[Layout, int],
+    encodings: Mapping[Encoding, int],
 ) -> bytes:
-    """The JSON of all arrays. Numbers the meshes and layouts."""
+    """The JSON of all arrays. Numbers the meshes and layouts; encodings have numbers."""
     known: dict[int, int] = {}  # by identity: comparing layouts takes longer
     bodies = {}
     for entry in entries:
@@ -180,6 +202,8 @@ def _arrays_to_json(
                 meshes.setdefault(layout.mesh, len(meshes))
                 at = known[id(layout)] = layouts.setdefault(layout, len(layouts))
         bodies[entry.name] = _array_body(entry, at)
+        if entry.encoding is not None:
+            bodies[entry.name].encoding = encodings[entry.encoding]
     return tree_json.ENCODER.encode(bodies)
 
 
@@ -258,7 +282,10 @@ def _decode(body: dict[str, Any], stored: msgspec.Raw, partial: bool) -> Index:
         raise BadJSON(f"it names {processes} processes")
     meshes = [_mesh(mesh) for mesh in members.meshes]
     layouts = [_layout(layout, meshes) for layout in members.layouts]
-    arrays = _arrays(tree_json.members(stored, "index: 'arrays'"), layouts, partial)
+    shared = _Shared(
+        layouts, [codec_json.encoding_of(codec_json.checked(each)) for each in members.encodings]
+    )
+    arrays = _arrays(tree_json.members(stored, "index: 'arrays'"), shared, partial)
     for alias, target in members.aliases.items():
         if not isinstance(target, str) or target not in arrays:
             raise BadJSON(f"alias {quoted(alias)} names {quoted(target)}, which is not an array")
@@ -275,7 +302,7 @@ def _decode(body: dict[str, Any], stored: msgspec.Raw, partial: bool) -> Index:
         values={k: tree_json.value_from_json(v) for k, v in members.values.items()},
         per_process=per_process,
         metadata=members.metadata,
-        codecs=_codecs(members.codecs),
+        codecs=codec_json.checked(members.codecs) if members.codecs else (),
         processes=processes,
         attempt=members.attempt,
         created=members.created,
@@ -351,20 +378,6 @@ def _check_processes(
             )
 
 
-def _codecs(items: list[Any]) -> tuple[Mapping[str, Any], ...]:
-    for item in items:
-        known = CODECS.get(str(item.get("name"))) if isinstance(item, dict) else None
-        settings = item.get("configuration") if isinstance(item, dict) else None
-        if known is None or not isinstance(settings, dict) or item.keys() - {*_CODEC_FIELDS}:
-            raise BadJSON(f"its codecs hold {quoted(item)}")
-        for key, value in settings.items():
-            if type(value) is not known.get(key):
-                raise BadJSON(f"its codecs hold {quoted(item)}")
-    if len(items) > 1:
-        raise BadJSON("it names more than one codec")
-    return tuple(items)
-
-
 def _mesh(body: _MeshBody) -> Mesh:
     if len(body.axes) > _MAX_RANK:
         raise BadJSON(f"a mesh has {len(body.axes)} axes, more than {_MAX_RANK}")
@@ -378,7 +391,7 @@ def _layout(body: _LayoutBody, meshes: list[Mesh]) -> Layout:
 
 
 def _arrays(
-    stored: Mapping[str, msgspec.Raw], layouts: list[Layout], partial: bool
+    stored: Mapping[str, msgspec.Raw], shared: _Shared, partial: bool
 ) -> dict[str, ArrayEntry]:
     """The entries of all arrays; what is stored alike for many, as for layers of a model, is
     checked once."""
@@ -389,17 +402,17 @@ def _arrays(
         same = known.get(data)
         if same is None:
             body = tree_json.decoded(_ARRAY, data, "array", name)
-            known[data] = arrays[name] = _array(name, body, layouts, partial)
+            known[data] = arrays[name] = _array(name, body, shared, partial)
             continue
         arrays[name] = ArrayEntry(
             name, same.shape, same.dtype, same.chunk, same.layout, same.cut, same.boxes,
             same.prng, same.quantized, same.errors, same.patched,
-            same.patches,
+            same.patches, same.encoding,
         )  # fmt: skip
     return arrays
 
 
-def _array(name: str, body: _ArrayBody, layouts: list[Layout], partial: bool) -> ArrayEntry:
+def _array(name: str, body: _ArrayBody, shared: _Shared, partial: bool) -> ArrayEntry:
     shape, chunk = body.shape, body.chunk
     try:
         dtype, quantized, itemsize = _dtype(body.dtype)
@@ -410,7 +423,7 @@ def _array(name: str, body: _ArrayBody, layouts: list[Layout], partial: bool) ->
         raise BadJSON(
             f"array {quoted(name)}: shape {quoted(shape)} and chunk {quoted(chunk)} do not fit"
         )
-    layout, boxes = None, None
+    layouts, layout, boxes = shared.layouts, None, None
     cut: tuple[int, ...] = ()
     if body.layout is not UNSET:
         at = body.layout
@@ -437,9 +450,15 @@ def _array(name: str, body: _ArrayBody, layouts: list[Layout], partial: bool) ->
         raise BadJSON(f"array {quoted(name)}: has {patched} patched chunks, and {patches} patches")
     if quantized is not None and patched and not patches:
         raise BadJSON(f"array {quoted(name)}: is quantised and has patches of format 2")
+    encoding = None
+    if body.encoding is not UNSET:
+        if not 0 <= body.encoding < len(shared.encodings) or quantized is not None:
+            raise BadJSON(f"array {quoted(name)}: it cannot have encoding {body.encoding}")
+        encoding = shared.encodings[body.encoding]
     return ArrayEntry(
-        name, shape, dtype, chunk, layout, cut, boxes, prng, quantized, errors, patched, patches
-    )
+        name, shape, dtype, chunk, layout, cut, boxes, prng, quantized, errors, patched, patches,
+        encoding,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=256)

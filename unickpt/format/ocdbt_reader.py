@@ -275,15 +275,26 @@ class OcdbtReader(Reader):
         return found if isinstance(found, DataReference) else None
 
     def place(self, entry: ArrayEntry, value: Value, number: int) -> bytes | DataReference | None:
-        """The file and the bytes of a value of a chunk; of one in the B-tree, its bytes.
-
-        Raises:
-            CheckpointCorrupt: the database is damaged.
-        """
+        """The file and the bytes of a value of a chunk; of one in the B-tree, its bytes. Raises as
+        `chain`."""
         try:
             return value.store.values.tree.find(chunk_grid.chunk_key(value.part, number))
         except Failed as error:
             raise self._explained(error, entry) from error
+
+    def whole_places(
+        self, chunks: Sequence[tuple[ArrayEntry, Part, int]]
+    ) -> Sequence[bytes | DataReference | None]:
+        """As `place`, for many chunks that are whole and in this checkpoint."""
+        keys = [chunk_grid.chunk_key(part, number) for _, part, number in chunks]
+        found: list[bytes | DataReference | None] = [None] * len(keys)
+        try:
+            for leaf, which, positions in self._chunks.values.tree.find_all(keys):
+                for at, position in zip(which, positions, strict=True):
+                    found[at] = leaf.find(position)
+        except Failed as error:
+            raise self._explained(error, chunks[0][0]) from error
+        return found
 
     def read_value(self, entry: ArrayEntry, value: Value, number: int) -> bytes:
         """The stored bytes of a value of a chunk.
@@ -302,25 +313,12 @@ class OcdbtReader(Reader):
         return bytes(found)
 
     def check_end(self, entry: ArrayEntry, value: Value, number: int) -> None:
-        """Checks that the last byte of a value of a chunk is there.
-
-        Raises:
-            CheckpointCorrupt: it is not.
-            StorageError: it cannot be read.
-        """
+        """Checks that the last byte of a value of a chunk is there. Raises as `read_value`."""
         values, key = value.store.values, chunk_grid.chunk_key(value.part, number)
         try:
             values.has(key, values.length(key) or 0)
         except Failed as error:
             raise self._explained(error, entry) from error
-
-    def is_patched(self, entry: ArrayEntry, part: Part, number: int) -> bool:
-        """Whether a chunk is stored as a patch.
-
-        Raises:
-            CheckpointCorrupt: the database is damaged.
-        """
-        return bool(self.chain(entry, part, number))
 
     def read_parent(
         self, entry: ArrayEntry, part: Part, number: int, known: KnownChunk, out: Array

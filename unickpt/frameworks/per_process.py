@@ -107,8 +107,10 @@ class _Part:
         )
         plain, arrays, data = {}, {}, {}
         for leaf in tree.leaves(root):
-            adapter, extra = adapter_of(leaf.value, adapters), dict[str, Any]()
-            if adapter is not None:
+            extra = dict[str, Any]()
+            if _is_as_stored(leaf.value):
+                pieces, shape = [leaf.value], leaf.value.shape
+            elif (adapter := adapter_of(leaf.value, adapters)) is not None:
                 array, extra = _on_host(leaf, adapter, group)
                 pieces, shape = [array], array.shape
             elif isinstance(leaf.value, Joined):
@@ -124,7 +126,7 @@ class _Part:
                 continue
             name = extra.pop("dtype", None) or dtypes.name_of(pieces[0].dtype)
             arrays[leaf.name] = {"dtype": name, "shape": shape, **extra}
-            data[leaf.name] = [memoryview(p.reshape(-1).view(np.uint8).data) for p in pieces]
+            data[leaf.name] = [p.reshape(-1).view(np.uint8).data for p in pieces]
         return cls(tree_json.to_json(root), plain, arrays, data)
 
     @property
@@ -157,6 +159,15 @@ class _Part:
     def _text(self, plain: Mapping[str, Any], arrays: Mapping[str, Any]) -> bytes:
         body = {"tree": self.tree, "values": plain, "arrays": arrays}
         return json.dumps(body, separators=(",", ":")).encode()
+
+
+def _is_as_stored(value: Any) -> bool:
+    """Whether a value is an array of NumPy whose memory is what is stored; a loader may have
+    thousands of them."""
+    if type(value) is not np.ndarray:
+        return False
+    flags, dtype = value.flags, value.dtype
+    return flags.c_contiguous and dtype.kind in "biufc" and bool(dtype.isnative)
 
 
 def _on_host(leaf: tree.Leaf, adapter: Adapter, group: Group) -> tuple[Array, dict[str, Any]]:
@@ -319,7 +330,8 @@ def _table(body: Any, kind: str) -> dict[str, Any]:
 
 
 def _is_leaf(x: Any, adapters: Sequence[Adapter]) -> bool:
-    return tree_json.is_plain(x) or adapter_of(x, adapters) is not None
+    is_array = type(x) is np.ndarray  # most are
+    return is_array or tree_json.is_plain(x) or adapter_of(x, adapters) is not None
 
 
 def _expand(

@@ -19,6 +19,8 @@ from unickpt.quoting import quoted
 ALIGN = 64
 """Sections, and what is in them, begin at multiples of this: an array is not copied to be read."""
 _MOST_HEAD = 1 << 30
+_SPACES = b" " * ALIGN
+_SHORT, _MOST_JOINED = 4 << 10, 256 << 10
 
 
 class Malformed(ValueError):
@@ -88,11 +90,8 @@ def join(
         sections: for each its JSON, and the elements of its arrays, in pieces.
         facts: what a reader shall know without reading a section; JSON.
     """
-    values = {key: [[memoryview(text)], *arrays] for key, (text, arrays) in sections.items()}
-    sizes = {
-        key: sum(n + padding(n) for n in (sum(map(len, value)) for value in each))
-        for key, each in values.items()
-    }
+    values = {key: _padded(text, arrays) for key, (text, arrays) in sections.items()}
+    sizes = {key: sum(map(len, pieces)) for key, pieces in values.items()}
     # The size of the head must be known before the digests, which have always as many digits.
     table = [[key, sizes[key], len(text), "0" * 16] for key, (text, _) in sections.items()]
     head = {"sections": table} if facts is None else {"facts": facts, "sections": table}
@@ -101,18 +100,39 @@ def join(
     # NumPy takes huge pages, which the system hands out several times as fast as those of `bytes`.
     data = memoryview(np.empty(size + sum(sizes.values()), np.uint8).data)
     at = size
-    for row, each in zip(table, values.values(), strict=True):
+    for row, pieces in zip(table, values.values(), strict=True):
         start = at
-        for value in each:
-            begin = at
-            for piece in value:
-                data[at : at + len(piece)] = piece
-                at += len(piece)
-            end, at = at, at + padding(at - begin)
-            data[end:at] = b" " * (at - end)
+        for some in _long(pieces):
+            data[at : at + len(some)] = some
+            at += len(some)
         row[3] = f"{xxhash.xxh3_64_intdigest(data[start:at]):016x}"
     data[:size] = _json(head).ljust(size)
     return Encoded(data, size)
+
+
+def _padded(text: bytes, arrays: Sequence[Sequence[memoryview]]) -> list[bytes | memoryview]:
+    """The pieces of a section, each value filled up with spaces."""
+    pieces: list[bytes | memoryview] = [text, _SPACES[: padding(len(text))]]
+    for value in arrays:
+        pieces += value
+        pieces.append(_SPACES[: padding(sum(map(len, value)))])
+    return pieces
+
+
+def _long(pieces: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """The same bytes in fewer pieces: short ones are joined, a statement for each takes longer."""
+    short, size = list[bytes | memoryview](), 0
+    for piece in pieces:
+        if len(piece) <= _SHORT:
+            short.append(piece)
+            size += len(piece)
+        if short and (len(piece) > _SHORT or size > _MOST_JOINED):
+            yield b"".join(short)
+            short, size = [], 0
+        if len(piece) > _SHORT:
+            yield piece
+    if short:
+        yield b"".join(short)
 
 
 def _json(head: Mapping[str, Any]) -> bytes:

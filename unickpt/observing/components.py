@@ -164,9 +164,8 @@ def _components(
 
     first: dict[str, int] = {}
     for number, output in enumerate(outputs):
-        for source in np.unique(output.source).tolist():
-            if source >= 0:
-                parent[find(count + number)] = find(source)
+        for source in output.sources:
+            parent[find(count + number)] = find(source)
         if together is not None:
             other = first.setdefault(together(output.name), count + number)
             parent[find(count + number)] = find(other)
@@ -299,9 +298,7 @@ def _collect(
 ) -> None:
     """Adds the coordinates of an output's elements by where they come from."""
     scales, offsets = _rounded(output.scale), _rounded(output.offset)
-    for source in np.unique(output.source).tolist():
-        if source < 0:
-            continue
+    for source in output.sources:
         mine = output.source == source
         pairs = np.stack([scales[mine], offsets[mine]], 1)
         for scale, offset in np.unique(pairs, axis=0).tolist():
@@ -323,15 +320,16 @@ def _constants(values: Sequence[int], count: int) -> Iterator[Array]:
 
 
 def _rounded(values: Array) -> Array:
-    """Scales that differ only by rounding, as one: to 5 digits, or the whole number close by."""
+    """Scales that differ only by rounding, as one: their median, or the whole number close by."""
     if not values.size:
         return values
+    distinct = np.unique(values)
     with np.errstate(all="ignore"):
-        size = 10.0 ** (np.floor(np.log10(np.abs(np.where(values == 0, 1, values)))) - 4)
-        coarse = np.rint(values / size) * size
+        is_next = np.diff(distinct) > 2e-5 * np.maximum(np.abs(distinct[1:]), 1e-30)
+    cluster = np.concatenate([[0], np.cumsum(is_next)])[np.searchsorted(distinct, values)]
     out = np.empty_like(values)
-    for value in np.unique(coarse):
-        mine = coarse == value
+    for number in range(int(cluster.max()) + 1):
+        mine = cluster == number
         middle = float(np.median(values[mine]))
         near = round(middle)
         out[mine] = near if abs(middle - near) < 1e-4 else middle

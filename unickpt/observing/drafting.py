@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
@@ -22,8 +22,17 @@ from unickpt.arrays.dtypes import Array
 from unickpt.errors import RuleError
 from unickpt.observing.checking import Side
 from unickpt.observing.converters import Example
+from unickpt.observing.draft_pieces import (
+    axis_letters,
+    captured_name,
+    grouped_axes,
+    parent_of,
+    tail_of,
+    usual_sizes,
+)
+from unickpt.observing.merging import merged
 from unickpt.observing.name_likeness import Likeness
-from unickpt.observing.notation import Capture, Token, Written, WrittenTerm, merged, tokens
+from unickpt.observing.notation import LETTERS, Written, WrittenTerm, tokens
 from unickpt.observing.value_matching import (
     Order,
     Region,
@@ -39,7 +48,6 @@ from unickpt.rules.plan import Fact
 from unickpt.rules.planner import make_plan
 from unickpt.rules.rule_set import Rules
 
-_LETTERS = "abcdefghijkmnopqrstuvwyz"
 _NEAR, _APART = 0.25, 0.12
 
 
@@ -164,20 +172,20 @@ class _Drafted:
         right_shape = self.right.facts[rights[0][0]].shape
         first = rights[0][1]
         if first.many:
-            letters = _letters(shape)
+            letters = axis_letters(shape)
             left_dims = list(letters)
-            dims = [_grouped(letters, order) for _, order in rights]
+            dims = [grouped_axes(letters, order) for _, order in rights]
         else:
-            letters = _letters(right_shape)
-            left_dims = _grouped(letters, first)
+            letters = axis_letters(right_shape)
+            left_dims = grouped_axes(letters, first)
             dims = [list(letters)]
         many, few = (shape, dims[0]) if first.many else (right_shape, left_dims)
-        sizes = _sizes_in([few], dict(zip(letters, many, strict=True)))
+        sizes = usual_sizes([few], dict(zip(letters, many, strict=True)))
         names = tuple(
-            WrittenTerm(tokens(right), _tail(one))
+            WrittenTerm(tokens(right), tail_of(one))
             for (right, _), one in zip(rights, dims, strict=True)
         )
-        return Written((WrittenTerm(tokens(left), _tail(left_dims)),), (names,), sizes)
+        return Written((WrittenTerm(tokens(left), tail_of(left_dims)),), (names,), sizes)
 
     def _parts(self, is_left: bool, name: str) -> None:
         """An array whose parts are arrays of the other side."""
@@ -205,14 +213,14 @@ class _Drafted:
         pieces: dict[int, list[tuple[str, Region]]] = defaultdict(list)
         for other, one in found:
             pieces[one.start].append((other, one))
-        letters = _letters(shape)
+        letters = axis_letters(shape)
         sizes = dict(zip(letters, shape, strict=True))
-        free = iter(c for c in _LETTERS if c not in letters)
+        free = iter(c for c in LETTERS if c not in letters)
         dims: list[str] = list(letters)
         terms, segments = [], []
         for _, members in sorted(pieces.items()):
             members.sort(key=lambda pair: pair[1].index)
-            captured = _captured(members, [letters[axis] for axis in region.stacked])
+            captured = captured_name(members, [letters[axis] for axis in region.stacked])
             order = self._order_of(is_left, x, members)
             if captured is None or order is None or not order.many:
                 return None
@@ -222,11 +230,11 @@ class _Drafted:
                 sizes[own[region.along]] = members[0][1].stop - members[0][1].start
                 segments.append(own[region.along])
             inner = [letter for axis, letter in enumerate(own) if axis not in region.stacked]
-            terms.append(WrittenTerm(captured, _tail(_grouped(inner, order))))
+            terms.append(WrittenTerm(captured, tail_of(grouped_axes(inner, order))))
         if region.along is not None:
             dims[region.along] = f"({' + '.join(segments)})"
-        large = WrittenTerm(tokens(name), _tail(dims))
-        given = _sizes_in([dims, *([t.tail] for t in terms)], sizes)
+        large = WrittenTerm(tokens(name), tail_of(dims))
+        given = usual_sizes([dims, *([t.tail] for t in terms)], sizes)
         if is_left:
             return Written((large,), tuple((term,) for term in terms), given)
         return Written(tuple(terms), ((large,),), given)
@@ -249,19 +257,19 @@ class _Drafted:
             parents: dict[str, set[str]] = defaultdict(set)
             back: dict[str, set[str]] = defaultdict(set)
             for left, right in self.pairs:
-                parents[_parent(left)].add(_parent(right))
-                back[_parent(right)].add(_parent(left))
+                parents[parent_of(left)].add(parent_of(right))
+                back[parent_of(right)].add(parent_of(left))
             for left, fact in list(self._open[True].items()):
-                there = parents.get(_parent(left), set())
-                if len(there) != 1 or not _parent(left):
+                there = parents.get(parent_of(left), set())
+                if len(there) != 1 or not parent_of(left):
                     continue
                 (parent,) = there
-                if back[parent] != {_parent(left)}:
+                if back[parent] != {parent_of(left)}:
                     continue
                 found = [r for r, f in self._open[False].items()
-                         if _parent(r) == parent and orders(fact.shape, f.shape)]  # fmt: skip
+                         if parent_of(r) == parent and orders(fact.shape, f.shape)]  # fmt: skip
                 rivals = [n for n, f in self._open[True].items()
-                          if n != left and _parent(n) == _parent(left) and found
+                          if n != left and parent_of(n) == parent_of(left) and found
                           and orders(f.shape, self._open[False][found[0]].shape)]  # fmt: skip
                 if len(found) == 1 and not rivals:
                     self._by_shape(left, found[0], is_sure=True, others=[])
@@ -319,15 +327,17 @@ class _Drafted:
     def _stacked(
         self, is_left: bool, name: str, axis: int, small: _Family, order: Order
     ) -> Written:
-        letters = _letters(self._open[is_left][name].shape)
+        letters = axis_letters(self._open[is_left][name].shape)
         inner = [letter for k, letter in enumerate(letters) if k != axis]
         members = [(other, Region(name, (axis,), (at,)))
                    for at, (_, other) in enumerate(sorted(small.names.items()))]  # fmt: skip
-        captured = _captured(members, [letters[axis]]) or tokens(small.example)
-        large = WrittenTerm(tokens(name), _tail(letters))
-        dims = _grouped(inner, order)
-        term = WrittenTerm(captured, _tail(dims))
-        sizes = _sizes_in([dims], dict(zip(letters, self._open[is_left][name].shape, strict=True)))
+        captured = captured_name(members, [letters[axis]]) or tokens(small.example)
+        large = WrittenTerm(tokens(name), tail_of(letters))
+        dims = grouped_axes(inner, order)
+        term = WrittenTerm(captured, tail_of(dims))
+        sizes = usual_sizes(
+            [dims], dict(zip(letters, self._open[is_left][name].shape, strict=True))
+        )
         return (
             Written((large,), ((term,),), sizes)
             if is_left
@@ -451,74 +461,6 @@ def _fits(left: _Family, right: _Family) -> bool:
         for axis, extent in enumerate(large.shape)
         if extent == count
     )
-
-
-def _parent(name: str) -> str:
-    found = re.split(r"[/.](?=[^/.]*$)", name)
-    return found[0] if len(found) > 1 else ""
-
-
-def _letters(shape: Sequence[int]) -> list[str]:
-    """An axis for each dimension; `1` for those of one element."""
-    if len(shape) == 2 and 1 not in shape:
-        return ["i", "o"]
-    free = iter(_LETTERS)
-    return ["1" if n == 1 else next(free) for n in shape]
-
-
-def _grouped(letters: Sequence[str], order: Order) -> list[str]:
-    found, at = [], 0
-    for count in order.groups:
-        part = [letters[axis] for axis in order.order[at : at + count]]
-        at += count
-        found.append("1" if not part else part[0] if len(part) == 1 else f"({' '.join(part)})")
-    return found
-
-
-def _tail(dims: Iterable[str]) -> str:
-    return f" [{' '.join(dims)}]"
-
-
-def _sizes_in(
-    groups: Iterable[Sequence[str]], sizes: Mapping[str, int]
-) -> tuple[tuple[str, int | str], ...]:
-    """The usual sizes of axes in parentheses, without the largest of each."""
-    found: dict[str, int | str] = {}
-    for dims in groups:
-        for inside in re.findall(r"\(([^)]*)\)", " ".join(dims)):
-            letters = [c for c in re.findall(r"[A-Za-z]\w*", inside) if c in sizes]
-            for letter in sorted(letters, key=lambda c: sizes[c])[:-1]:
-                found[letter] = f"{sizes[letter]}?"
-    return tuple(sorted(found.items()))
-
-
-def _captured(
-    members: Sequence[tuple[str, Region]], letters: Sequence[str]
-) -> tuple[Token, ...] | None:
-    """The name of parts with their indices as axes; None if they are not in the names."""
-    pieces = [tokens(other) for other, _ in members]
-    if len({len(each) for each in pieces}) > 1:
-        return None
-    found: list[Token] = []
-    used: set[int] = set()
-    for column in zip(*pieces, strict=True):
-        if len(set(column)) == 1:
-            found.append(column[0])
-            continue
-        if not all(str(token).isdecimal() for token in column):
-            return None
-        numbers = [int(str(token)) for token in column]
-        for at, letter in enumerate(letters):
-            shift = {n - region.index[at] for n, (_, region) in zip(numbers, members, strict=True)}
-            if len(shift) == 1 and at not in used:
-                used.add(at)
-                (constant,) = shift
-                found.append(Capture(letter + (f"{constant:+d}" if constant else "")))
-                break
-        else:
-            return None
-    varying = {at for at in range(len(letters)) if len({r.index[at] for _, r in members}) > 1}
-    return tuple(found) if used >= varying else None
 
 
 def _merged_guesses(guesses: Sequence[_Guess]) -> dict[str, tuple[str, ...]]:

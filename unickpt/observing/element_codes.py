@@ -57,6 +57,15 @@ class Traced:
     offset: Array
     fault: str = ""
 
+    @property
+    def sources(self) -> list[int]:
+        """The numbers of the inputs of which it has elements, ascending."""
+        if not self.source.size:
+            return []
+        if self.source.min() == self.source.max():  # as of most
+            return [int(self.source[0])] if self.source[0] >= 0 else []
+        return [int(source) for source in np.unique(self.source) if source >= 0]
+
 
 @dataclass(frozen=True)
 class _Class:

@@ -195,12 +195,11 @@ def _digests(load: RankLoad, side: Side) -> Iterator[tuple[str, str]]:
     for traced in seen.traced:
         dtype = seen.made[traced.name].dtype
         out = traced.offset.astype(dtype)
-        for source in np.unique(traced.source):
-            if source >= 0:
-                mine = traced.source == source
-                x = side.whole(seen.inputs[source].name).reshape(-1)[traced.index[mine]]
-                scale, offset = traced.scale[mine], traced.offset[mine]
-                if (scale != 1).any() or (offset != 0).any():
-                    x = x.astype(np.float32) * scale.astype(np.float32) + offset.astype(np.float32)
-                out[mine] = x.astype(dtype)
+        for source in traced.sources:
+            mine = traced.source == source
+            x = side.whole(seen.inputs[source].name).reshape(-1)[traced.index[mine]]
+            scale, offset = traced.scale[mine], traced.offset[mine]
+            if (scale != 1).any() or (offset != 0).any():
+                x = x.astype(np.float32) * scale.astype(np.float32) + offset.astype(np.float32)
+            out[mine] = x.astype(dtype)
         yield traced.name, hashlib.sha256(out.tobytes()).hexdigest()

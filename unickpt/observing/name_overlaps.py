@@ -8,10 +8,7 @@ from dataclasses import dataclass, field
 
 Values = tuple[int, ...]
 """What a number is in each of several names."""
-
-
 _Key = tuple[bool, tuple[str | None, ...]]
-"""The side and the pieces of a name."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from unickpt.errors import RuleError
 from unickpt.observing.components import Draft, Input, Misfit, Term, drafts
 from unickpt.observing.converters import Converter, Example
 from unickpt.observing.element_codes import NamesDiffer, Traced, Tracer, bits_of, check_names
-from unickpt.observing.notation import Written, WrittenTerm, merged, tokens, written
+from unickpt.observing.merging import merged
+from unickpt.observing.notation import Written, WrittenTerm, tokens, written
 from unickpt.observing.regular_blocks import Irregular
 from unickpt.rules import in_memory
 from unickpt.rules.observed import ObservedReport
@@ -227,10 +228,10 @@ class _Writer:
         """For each input of which something is made, which of its elements are."""
         found: dict[int, Array] = {}
         for one in traced:
-            for source in np.unique(one.source):
-                if source >= 0 and one.name not in self._seen.refused:
+            for source in one.sources:
+                if one.name not in self._seen.refused:
                     size = math.prod(inputs[source].shape)
-                    is_used = found.setdefault(int(source), np.zeros(size, bool))
+                    is_used = found.setdefault(source, np.zeros(size, bool))
                     is_used[one.index[one.source == source]] = True
         return {inputs[at].name: found[at] for at in sorted(found)}
 
@@ -371,12 +372,11 @@ def _differs(
     """Why an output is not what was traced; "" if it is."""
     found = made[one.name]
     expected = np.array(one.offset, np.float64)
-    for source in np.unique(one.source):
-        if source >= 0:
-            mine = one.source == source
-            x = given[inputs[source].name].reshape(-1)[one.index[mine]]
-            wide = x.real if x.dtype.kind == "c" else x
-            expected[mine] += one.scale[mine] * wide.astype(np.float64)
+    for source in one.sources:
+        mine = one.source == source
+        x = given[inputs[source].name].reshape(-1)[one.index[mine]]
+        wide = x.real if x.dtype.kind == "c" else x
+        expected[mine] += one.scale[mine] * wide.astype(np.float64)
     flat = np.asarray(found.real if found.dtype.kind == "c" else found).reshape(-1)
     with np.errstate(all="ignore"):
         cast = expected.astype(flat.dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +29,9 @@ from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.format.reader import Request
 from unickpt.frameworks.host_memory import Scratch
+from unickpt.reuse.candidates import Candidate, Candidates
 from unickpt.reuse.linked_files import LinkedFiles
-from unickpt.reuse.shares import Place, Places, Share, Taken
+from unickpt.reuse.shares import Chunk, Place, Share, Taken
 from unickpt.reuse.siblings import Siblings
 from unickpt.storage.locations import Location
 
@@ -40,9 +41,6 @@ _MOST_OF_CHUNK = 0.5
 # To compare a chunk takes memory for so many of its size: the earlier state, positions, gaps,
 # values, a patch.
 _COPIES = 16
-# Of a data file's bytes, the share that a process must use of it to link it, if what it keeps is
-# not predicted.
-_LEAST_USED = 0.5
 FAULTY = (
     "the base of this save, %s, is damaged or cannot be read; what cannot be taken from it is "
     "written again: %s"
@@ -59,12 +57,15 @@ class How:
         patch: whether the elements that changed are written of a chunk, where they are few.
         budget_bytes: host memory for that.
         kept_cost: what it costs to keep a byte, see `Growth`.
+        chained: whether chunks may be borrowed from several checkpoints, those of experts that take
+            turns; with patches they are in any case.
     """
 
     compare: bool = False
     patch: bool = False
     budget_bytes: int = 0
     kept_cost: float = 0.0
+    chained: bool = False
 
 
 def open_base(
@@ -76,6 +77,7 @@ def open_base(
     how: How,
     fsync: bool,
     needed: bool,
+    read: Callable[[Index], None] | None = None,
 ) -> Base | None:
     """Opens the base of a save; None if nothing of it can be referred to, which is logged.
 
@@ -87,6 +89,7 @@ def open_base(
         how: what becomes of chunks.
         fsync: whether linked files are flushed to disk.
         needed: whether the save needs it in any case: what cannot be shared is copied then.
+        read: called with its index, whether anything of it is used or not.
 
     Raises:
         CheckpointNotFound: there is no checkpoint.
@@ -95,6 +98,8 @@ def open_base(
     reader = ocdbt_reader.open(location)
     if reader is None:
         raise CheckpointNotFound(f"no checkpoint of unickpt's own format at {location}")
+    if read is not None:
+        read(reader.index)
     files = location.regular_files()
     if reader.index.codecs != codecs:
         why = "it has another compression"
@@ -106,7 +111,8 @@ def open_base(
     else:
         why = "it is not beside the new checkpoint"
     if reader.index.codecs == codecs and _is_beside(location, new):
-        beside = Siblings(reader, chained=how.patch and not needed)
+        patched = how.patch and not needed
+        beside = Siblings(reader, chained=patched or how.chained, counted=patched)
         if beside.is_worthwhile():
             return Base(reader, beside, how)
         why = f"less than half of what is in {beside.base.name} is still in use"
@@ -120,27 +126,6 @@ def open_base(
 def _is_beside(location: Location, other: Location) -> bool:
     a, b = location.parent, other.parent
     return a is not None and b is not None and a.url == b.url and location.url != other.url
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    """A chunk of the base that a chunk of the save may be equal to, or differ little from.
-
-    Arguments:
-        part, entry, number: of the base.
-        row: of the chunk, in the base's digest table.
-        places: of its values; None if they cannot be referred to.
-    """
-
-    part: Part
-    entry: ArrayEntry
-    number: int
-    row: Any
-    places: Places | None
-
-    @property
-    def digest(self) -> int:
-        return int(self.row["digest"])
 
 
 @dataclass(frozen=True)
@@ -170,15 +155,14 @@ class Base:
     def __init__(self, reader: OcdbtReader, share: Share | None, how: How) -> None:
         self._reader, self.share, self._how = reader, share, how
         self._scratch, self._lock = Scratch(), threading.Lock()
-        self._parts: dict[str, dict[str, tuple[int, Part]]] = {}
-        self._candidates: dict[tuple[str, int], _Candidate] = {}
         self._is_faulty = False
         growth = reader.index.growth or Growth(0, _full_bytes(reader.index))
         # All processes find the same.
         self._starts_anew = how.patch and growth.predicts_full(how.kept_cost)
         self.growth = growth if how.patch and not self._starts_anew else None
         """How checkpoints grew up to the base, if this one goes on from it."""
-        self._units, self._sparse = dict[Any, int](), set[Any]()
+        self._candidates = Candidates(reader, share, patches=self._may_patch, warn=self._warn)
+        self._units = dict[Any, int]()
         self.nbytes = 0
         """Logical bytes of the chunks that were taken, less those of patches."""
 
@@ -187,7 +171,7 @@ class Base:
         """Of the base."""
         return self._reader.index
 
-    def offer(self, chunks: Iterable[tuple[ArrayEntry, Part, int]]) -> None:
+    def offer(self, chunks: Iterable[Chunk]) -> None:
         """Finds what the base has of the chunks that this process is going to write.
 
         A unit of which they use too little is left alone: its other bytes would stay on the disk,
@@ -197,57 +181,8 @@ class Base:
         Arguments:
             chunks: array, part and number of each.
         """
-        if self.share is None:
-            return
-        try:
-            self._offer(self.share, chunks)
-        except UnickptError as error:
-            self._warn(error)
-            self._candidates.clear()
-
-    def _offer(self, share: Share, chunks: Iterable[tuple[ArrayEntry, Part, int]]) -> None:
-        used: dict[Any, int] = {}
-        ends: dict[Any, tuple[Place, ArrayEntry, int]] = {}
-        wholes = set[Any]()
-        for entry, part, number in chunks:
-            found = self._find(entry, part, number)
-            if found is None or found.places is None:
-                continue
-            if self._starts_anew and len(found.places) > 1:
-                continue
-            self._candidates[part.key, number] = found
-            # Neither what compression saves nor padding counts.
-            nbytes = codec.nbytes_as_stored(entry, part.chunk_box(number).shape)
-            for at, place in enumerate(found.places):
-                used[place.unit] = used.get(place.unit, 0) + (place.nbytes if at else nbytes)
-                wholes |= set() if at else {place.unit}
-                last = ends.get(place.unit)
-                if last is None or place.end > last[0].end:
-                    ends[place.unit] = place, found.entry, number
-        left, self._sparse = set[Any](), set[Any]()
-        for unit, nbytes in used.items():
-            is_used = self._serves(share, nbytes, *ends[unit])
-            if is_used is None:
-                left.add(unit)
-            elif not is_used:
-                self._sparse.add(unit)
-                left |= {unit} & wholes
-        for key, found in list(self._candidates.items()):
-            if not left.isdisjoint(place.unit for place in found.places or ()):
-                del self._candidates[key]
-
-    def _serves(
-        self, share: Share, nbytes: int, place: Place, entry: ArrayEntry, number: int
-    ) -> bool | None:
-        """Whether enough of a unit is used; None if it is not there up to its last value."""
-        try:
-            is_used = nbytes >= _LEAST_USED * share.unit_bytes(place)
-            if is_used:
-                self._reader.check_end(entry, place.value, number)
-            return is_used
-        except UnickptError as error:
-            self._warn(error)
-            return None
+        if self.share is not None:
+            self._candidates.offer(chunks, starts_anew=self._starts_anew)
 
     def _warn(self, why: object) -> None:
         """Says once what is wrong with the base."""
@@ -258,32 +193,14 @@ class Base:
     def is_settled(self, part: Part, number: int) -> bool:
         """Whether a chunk was equal in the base and in the checkpoint before it, as frozen ones
         are; after `offer`."""
-        found = self._candidates.get((part.key, number))
+        found = self._candidates.get(part, number)
         if found is None or found.places is None or self.share is None:
             return False
         return self.share.is_older(found.places[-1])
 
-    def _find(self, entry: ArrayEntry, part: Part, number: int) -> _Candidate | None:
-        theirs = self._reader.index.arrays.get(entry.name)
-        if theirs is None or (theirs.shape, theirs.dtype) != (entry.shape, entry.dtype):
-            return None
-        if theirs.quantized != entry.quantized:
-            return None
-        if entry.name not in self._parts:
-            numbered = chunk_grid.numbered_parts(theirs)
-            self._parts[entry.name] = {each.key: (first, each) for first, each in numbered}
-        first, same = self._parts[entry.name].get(part.key, (0, None))
-        if same != part:
-            return None
-        places = None if self.share is None else self.share.find(theirs, part, number)
-        if places is not None and len(places) > 1 and not (self.patches(theirs) and theirs.patches):
-            places = None  # it is written whole again
-        row = self._reader.digests_of(entry.name)[first + number]
-        return _Candidate(part, theirs, number, row, places)
-
     def stored_digest(self, entry: ArrayEntry, part: Part, number: int) -> int | None:
         """The digest of a chunk, if the base has one at the same place and of the same kind."""
-        found = self._find(entry, part, number)
+        found = next(self._candidates.find([(entry, part, number)]))
         return None if found is None else found.digest
 
     def compare(self, entry: ArrayEntry, part: Part, number: int, chunk: Array) -> Compared:
@@ -295,7 +212,7 @@ class Base:
             chunk: its elements, or the bytes that would be stored of a quantised one.
         """
         digest = codec.digest(chunk)
-        found = self._candidates.get((part.key, number))
+        found = self._candidates.get(part, number)
         if found is None:
             return Compared(digest)
         if digest == found.digest and len(found.places or ()) == 1:
@@ -309,7 +226,7 @@ class Base:
 
     def _take(
         self,
-        found: _Candidate,
+        found: Candidate,
         places: Sequence[Place],
         patch: bytes | None = None,
         *,
@@ -330,7 +247,7 @@ class Base:
         if rewrites:
             try:
                 for at, place in enumerate(places):
-                    if at and place.unit in self._sparse:
+                    if at and place.unit in self._candidates.sparse:
                         copied[at] = self._reader.read_value(found.entry, place.value, number)
             except UnickptError as error:
                 self._warn(error)
@@ -345,12 +262,12 @@ class Base:
                 taken.append(each)
                 if at in copied:
                     continue
-                unit = self._units.get(place.unit, 0)
-                if not unit or place.of is not None:
-                    self._units[place.unit] = max(unit, self.share.unit_bytes(place))
-            nbytes = found.part.chunk_box(number).size * found.entry.itemsize
+                unit = place.unit
+                known = self._units.get(unit, 0)
+                if not known or place.of is not None:
+                    self._units[unit] = max(known, self.share.unit_bytes(place))
             self.nbytes += (
-                nbytes
+                found.elements
                 - len(patch or b"")
                 - sum(len(each) for each in taken if isinstance(each, bytes))
             )
@@ -365,6 +282,10 @@ class Base:
 
     def patches(self, entry: ArrayEntry) -> bool:
         """Whether chunks of an array may be saved as patches."""
+        return self._may_patch
+
+    @property
+    def _may_patch(self) -> bool:
         return self._how.patch and self.share is not None
 
     def comparable_at_once(self, nbytes: int) -> int:
@@ -372,7 +293,7 @@ class Base:
         return self._how.budget_bytes // (_COPIES * max(1, nbytes))
 
     def _patch(
-        self, found: _Candidate, number: int, chunk: Array, digest: int
+        self, found: Candidate, number: int, chunk: Array, digest: int
     ) -> tuple[bytes | None, Sequence[Place]]:
         """What differs from an earlier state, if anything does, and the values of that; no values
         if it is too much, or cannot be told."""
@@ -399,20 +320,49 @@ class Base:
 
     # --- chunks that the save does not have -------------------------------------------------------
 
-    def borrow(self, part: Part, number: int) -> Sequence[Taken]:
-        """Takes a chunk, whatever it holds; nothing if it must be copied."""
-        found = self._candidates.get((part.key, number))
-        places = () if found is None or found.places is None else found.places
+    def may_lend(self, part: Part, number: int) -> bool:
+        """Whether a chunk can be borrowed, as far as is known; after `offer`."""
+        found = self._candidates.get(part, number)
+        places = () if found is None else found.places or ()
         # Patches in the nodes of a B-tree that is not beside have to be written again.
-        if found is None or any(isinstance(p.at, bytes) and p.of is None for p in places):
-            return ()
-        return self._take(found, places, rewrites=False)
+        return bool(places) and not any(isinstance(p.at, bytes) and p.of is None for p in places)
+
+    def borrow(self, part: Part, number: int) -> Compared | None:
+        """Takes a chunk that may be lent, whatever it holds; None if it must be copied."""
+        found = self._candidates.get(part, number)
+        assert found is not None, "only what may be lent is taken"
+        taken = self._take(found, found.places or (), rewrites=False)
+        return Compared(found.digest, taken) if taken else None
 
     def digest(self, entry: ArrayEntry, part: Part, number: int) -> int:
         """The digest of a chunk as the base has it. Raises as `read`."""
         with self._naming(entry, part, number):
-            found = self._candidates.get((part.key, number)) or self._find(entry, part, number)
-        return codec.digest(self.read(entry, part, number)) if found is None else found.digest
+            found = self.stored_digest(entry, part, number)
+        return codec.digest(self.read(entry, part, number)) if found is None else found
+
+    def read_stored(self, entry: ArrayEntry, part: Part, number: int) -> Array:
+        """Reads the bytes that are stored of a chunk of a quantised array: its elements would be
+        quantised again.
+
+        Raises:
+            StorageError: the base lacks it, or has it in another form, or it cannot be read, or is
+                damaged.
+        """
+        with self._naming(entry, part, number):
+            found = next(self._candidates.find([(entry, part, number)]))
+            if found is None:
+                raise CheckpointCorrupt(
+                    "it is not there in the same chunks, and what is quantised is not quantised "
+                    "a second time"
+                )
+            values = self._reader.values_of(found.entry, found.part, number)
+            if len(values) > 1:
+                raise CheckpointCorrupt("it is there as a patch, which cannot be copied")
+            stored = self._reader.read_value(found.entry, values[0], number)
+            data = np.frombuffer(stored, np.uint8)
+            if codec.digest(data) != found.digest:
+                raise CheckpointCorrupt("it does not match its digest")
+            return data
 
     def read(self, entry: ArrayEntry, part: Part, number: int) -> Array:
         """Reads a chunk of the save from the base, in whatever chunks it has it.
@@ -464,7 +414,7 @@ class Base:
             inside = common.relative_to(have.start).slices
             out[common.relative_to(box.start).slices] = data[inside]
 
-    def _is_equal(self, found: _Candidate, number: int, chunk: Array) -> bool:
+    def _is_equal(self, found: Candidate, number: int, chunk: Array) -> bool:
         try:
             if found.entry.quantized is not None:
                 return self._reader.has_bytes(found.entry, found.part, number, chunk)

@@ -11,8 +11,8 @@ from typing import Any
 from unickpt.arrays.box import Box
 from unickpt.arrays.layout import Layout
 
-_MARK = "{x}"
-_NUMBER = r"(0|[1-9][0-9]{0,8})"
+_MARK, _LAYER = "{x}", "{l}"
+_NUMBERS = {_MARK: "(?P<x>0|[1-9][0-9]{0,8})", _LAYER: "(?P<l>0|[1-9][0-9]{0,8})"}
 _SEPARATOR = "[/.]"  # torch's names have dots
 
 
@@ -21,7 +21,8 @@ class ArrayExperts:
     """The experts that one array holds a part of.
 
     Arguments:
-        key: the key of `Experts` that names the array.
+        key: the key of `Experts` that names the array; if it names layers, with the number of the
+            array's layer.
         experts: their numbers.
         axis: the dimension along which they are stacked; None if the array is of one expert.
     """
@@ -77,6 +78,11 @@ class ExpertKey:
             )
         if axis is not None and marks:
             raise ValueError(f"experts: {text!r} has {_MARK}, so that no axis can be given")
+        if text.count(_LAYER) > 1 or (marks and text.find(_LAYER) > text.find(_MARK)):
+            raise ValueError(
+                f"experts: the key {text!r} may have {_LAYER} once, in the place of a layer's "
+                f"number, before {_MARK}"
+            )
         if any("*" in part and part not in ("*", "**") for part in _parts(text)):
             raise ValueError(f"experts: in the key {text!r}, * and ** must be whole components")
         if isinstance(axis, Integral) and not isinstance(axis, bool) and int(axis) >= 0:
@@ -88,11 +94,9 @@ class ExpertKey:
             )
         return cls(text, int(k), axis)
 
-    def expert(self, number: int) -> str:
-        """The name of an expert, for messages."""
-        if self.axis is None:
-            return self.text.replace(_MARK, str(number))
-        return f"{self.text}[{number}]"
+    def of_layer(self, layer: str | None) -> str:
+        """The key with the number of a layer, if it names layers."""
+        return self.text if layer is None else self.text.replace(_LAYER, layer)
 
 
 class ExpertKeys:
@@ -111,6 +115,8 @@ class ExpertKeys:
         self._keys = [ExpertKey.of(text, value) for text, value in each_save.items()]
         self._names = [(key, _pattern(_parts(key.text))) for key in self._keys]
         self._layers = [(key, _pattern(_layer(key))) for key in self._keys]
+        self._texts = {key.text: key for key in self._keys if _LAYER not in key.text}
+        self._layered = [(key, _layered(key)) for key in self._keys if _LAYER in key.text]
 
     def __iter__(self) -> Iterator[ExpertKey]:
         return iter(self._keys)
@@ -130,16 +136,31 @@ class ExpertKeys:
             both = " and ".join(repr(key.text) for key, _ in matching)
             raise ValueError(f"several keys of `experts` match it: {both}")
         for key, found in matching:
+            text = key.of_layer(found.groupdict().get("l"))
             if key.axis is None:
-                number = int(found[1])
-                return ArrayExperts(key.text, range(number, number + 1))
+                number = int(found["x"])
+                return ArrayExperts(text, range(number, number + 1))
             axis = _dimension(key.axis, len(shape), layout)
             if axis is not None:
-                return ArrayExperts(key.text, range(shape[axis]), axis)
+                return ArrayExperts(text, range(shape[axis]), axis)
+        return None
+
+    def key_of(self, text: str) -> tuple[ExpertKey, int] | None:
+        """The key that a checkpoint records, and the number of its layer, or 0; None if it is of
+        another `Experts`.
+
+        Arguments:
+            text: as of `ArrayExperts.key`.
+        """
+        if text in self._texts:
+            return self._texts[text], 0
+        for key, pattern in self._layered:
+            if found := pattern.fullmatch(text):
+                return key, int(found["l"])
         return None
 
     def key_of_layer(self, layer: str) -> str | None:
-        """The key of the experts of a layer.
+        """The key of the experts of a layer, as of `ArrayExperts.key`.
 
         Arguments:
             layer: a key, or what stands before the number in the name of an array of one expert, or
@@ -148,10 +169,10 @@ class ExpertKeys:
         Raises:
             ValueError: several keys match it.
         """
-        for key in self._keys:
-            if layer == key.text:
-                return key.text
-        found = [key.text for key, at in self._layers if at.fullmatch(f"/{layer}")]
+        if self.key_of(layer) is not None:
+            return layer
+        matching = [(key, at.fullmatch(f"/{layer}")) for key, at in self._layers]
+        found = [key.of_layer(m.groupdict().get("l")) for key, m in matching if m is not None]
         if len(found) > 1:
             raise ValueError(f"several keys of `experts` match it: {', '.join(map(repr, found))}")
         return found[0] if found else None
@@ -193,6 +214,11 @@ def _layer(key: ExpertKey) -> list[str]:
     return parts[: next(at for at, part in enumerate(parts) if _MARK in part)]
 
 
+def _layered(key: ExpertKey) -> re.Pattern[str]:
+    """The pattern of a key with the numbers of layers."""
+    return re.compile(_NUMBERS[_LAYER].join(map(re.escape, key.text.split(_LAYER))))
+
+
 def _pattern(parts: Sequence[str]) -> re.Pattern[str]:
     """The pattern of names: `*` is one component, `**` any number of them.
 
@@ -205,5 +231,6 @@ def _pattern(parts: Sequence[str]) -> re.Pattern[str]:
         elif part == "*":
             made += f"{_SEPARATOR}[^/.]+"
         else:
-            made += _SEPARATOR + _NUMBER.join(map(re.escape, part.split(_MARK)))
+            pieces = re.split(r"(\{[xl]\})", part)
+            made += _SEPARATOR + "".join(_NUMBERS.get(p) or re.escape(p) for p in pieces)
     return re.compile(made)

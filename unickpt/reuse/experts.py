@@ -189,32 +189,46 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def choose(
-    key: ExpertKey, record: ExpertRecord, step: int, function: Choose | None
+    key: ExpertKey,
+    text: str,
+    record: ExpertRecord,
+    step: int,
+    function: Choose | None,
+    order: Sequence[int] | None = None,
 ) -> dict[int, int]:
     """The experts of a key that a save writes, with its step.
 
-    By default they take turns: those whose state is the oldest, in the order of their numbers.
+    By default they take turns: those whose state is the oldest.
 
     Arguments:
         key: with the number of experts to write.
+        text: the key, with the number of a layer if it names layers.
         record: of the step that the save follows.
         step: that is saved.
         function: chooses instead.
+        order: in which they take turns at first; None for that of their numbers.
 
     Raises:
         ValueError: it chose what is not an expert.
     """
-    steps = record.steps[key.text]
+    steps = record.steps[text]
     experts = tuple(sorted(steps))
     k = min(len(experts), key.k << min(record.doublings, 64))
     if function is None:
-        return dict.fromkeys(_in_turn(experts, steps)[:k], step)
-    facts = ExpertFacts(key.text, experts, k, dict(steps), record.lost_of(key.text))
+        return dict.fromkeys(_in_turn(order or experts, steps)[:k], step)
+    facts = ExpertFacts(text, experts, k, dict(steps), record.lost_of(text))
     chosen = list(function(facts))
     for number in chosen:
         if isinstance(number, bool) or not isinstance(number, Integral) or number not in steps:
-            raise ValueError(f"choose: {number!r} is not the number of an expert of {key.text!r}")
+            raise ValueError(f"choose: {number!r} is not the number of an expert of {text!r}")
     return {int(number): step for number in chosen}
+
+
+def most_lost(facts: ExpertFacts) -> list[int]:
+    """Chooses the experts whose stored state lacks most tokens; of those that lack as many, the
+    oldest."""
+    order = sorted(facts.experts, key=lambda x: (-facts.lost.get(x, 0.0), facts.steps[x], x))
+    return order[: facts.k]
 
 
 def _in_turn(experts: Sequence[int], steps: Mapping[int, int]) -> list[int]:

@@ -111,7 +111,7 @@ def linked_chunks(reader: OcdbtReader) -> Linked:
             for number in range(part.count):
                 at = reader.where(entry, part, number)
                 if at is not None and f"/{FOLDER}/" in at.path:
-                    if reader.is_patched(entry, part, number):
+                    if reader.chain(entry, part, number):
                         of_patches.add(at.path)
                     row = first + number
                     digest = int(rows["digest"][row])
@@ -152,7 +152,7 @@ def _path_in(has: Base, base: OcdbtReader, chunks: Sequence[LinkedChunk]) -> str
     for chunk in chunks:
         if has.stored_digest(chunk.entry, chunk.part, chunk.number) != chunk.digest:
             return None
-        if base.is_patched(chunk.entry, chunk.part, chunk.number):
+        if base.chain(chunk.entry, chunk.part, chunk.number):
             return None
         there = base.where(chunk.entry, chunk.part, chunk.number)
         if there is None or _identity(there) != _identity(chunk.at):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from collections.abc import Sequence
 
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
-from unickpt.reuse.shares import Place, Places
+from unickpt.reuse.shares import Chunk, Place, Places
 from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.local_files import RegularFiles
 from unickpt.storage.locations import Location
@@ -43,11 +43,26 @@ class LinkedFiles:
         is_linked = self._files.link(MANIFEST, probe, fsync=False)
         if is_linked:
             os.unlink(probe)
-        os.rmdir(str(self._folder.spec["path"]))
+        else:  # else it is about to be used
+            os.rmdir(str(self._folder.spec["path"]))
         return is_linked
 
-    def find(self, entry: ArrayEntry, part: Part, number: int) -> Places | None:
-        """Where a chunk is, if it is in data files, except for short patches."""
+    def find_all(self, chunks: Sequence[Chunk]) -> Sequence[Places | None]:
+        """Where each chunk is, if it is in data files, except for short patches."""
+        if self._reader.index.bases or any(entry.patched for entry, _, _ in chunks):
+            return [self._find(*chunk) for chunk in chunks]
+        found = list[Places | None]()
+        value = None
+        for chunk, at in zip(chunks, self._reader.whole_places(chunks), strict=True):
+            if not isinstance(at, DataReference):
+                found.append(None)
+                continue
+            if value is None or value.part is not chunk[1]:
+                (value,) = self._reader.values_of(*chunk)  # the same for all of a part
+            found.append((Place(value, at),))
+        return found
+
+    def _find(self, entry: ArrayEntry, part: Part, number: int) -> Places | None:
         found = list[Place]()
         for value in self._reader.values_of(entry, part, number):
             at = None if value.base is not None else self._reader.place(entry, value, number)
@@ -69,7 +84,9 @@ class LinkedFiles:
         if not isinstance(place.at, DataReference):
             return place.at
         name = self._linked(place.at.path)
-        return None if name is None else replace(place.at, path=f"{FOLDER}/{name}")
+        if name is None:
+            return None
+        return DataReference(f"{FOLDER}/{name}", place.at.offset, place.at.length)
 
     def _linked(self, path: str) -> str | None:
         """The name of a file of the base in this process's folder; None if it cannot be linked."""

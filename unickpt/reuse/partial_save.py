@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from unickpt.arrays.box import Box
 from unickpt.errors import StorageError
-from unickpt.format.index import Index
+from unickpt.format.codec import Codecs
+from unickpt.format.index import ArrayEntry, Index
+from unickpt.format.reader import Reader
 from unickpt.reuse.expert_keys import ArrayExperts, ExpertKeys
 from unickpt.reuse.experts import Choose, ExpertRecord, ExpertSteps, choose, recorded
 
 Expert = tuple[str, int]
 """A key, and the number of an expert."""
+
+
+def _stored_as(entry: ArrayEntry, codecs: Codecs) -> tuple[object, ...]:
+    """What must be alike in the base. Chunks may differ, which are then copied; but not those of
+    quantised arrays, whose copies would be quantised again."""
+    if entry.quantized is None:
+        return entry.shape, entry.dtype
+    return entry.shape, entry.dtype, entry.quantized, entry.chunk, entry.cut, codecs
 
 
 @dataclass(frozen=True)
@@ -23,47 +33,75 @@ class PartialBase:
     Arguments:
         path: of the checkpoint.
         attempt: that made it, by which another checkpoint at this path is noticed.
-        arrays: shape and dtype of its arrays with experts.
+        arrays: of its arrays with experts what must be alike.
         steps: of which step its experts are.
-        renewed: by key, the experts that it has itself, while it borrows others from a checkpoint
-            beside it. Nobody borrows from it, so they are written as they are now.
+        orders: by key, the experts in the order of their turns.
+        writers: by key and expert, the bytes of each process that saves now.
+        processes: how many made it.
+        before: what is referred to instead if the save of this one, which had not ended, fails.
     """
 
     path: str
     attempt: str
-    arrays: Mapping[str, tuple[tuple[int, ...], str]]
+    arrays: Mapping[str, tuple[object, ...]]
     steps: ExpertSteps
-    renewed: Mapping[str, Collection[int]] = field(default_factory=dict)
+    orders: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    writers: Mapping[str, Mapping[int, Mapping[int, int]]] = field(default_factory=dict)
+    processes: int = 1
+    before: PartialBase | None = None
 
     @classmethod
     def of(
-        cls,
-        path: str,
-        index: Index,
-        steps: ExpertSteps,
-        keys: ExpertKeys,
-        lender: ExpertSteps | None = None,
+        cls, path: str, attempt: str, index: Index, steps: ExpertSteps, keys: ExpertKeys
     ) -> PartialBase:
         """What has to be kept of a checkpoint's index until the next save.
 
         Arguments:
-            path: of the checkpoint.
-            index: its index.
+            path, attempt: of the checkpoint.
+            index: its index; of a job of one process, it may be what that process saves.
             steps: of which step its experts are.
             keys: name the experts.
-            lender: of which step the experts are in the checkpoint from which it borrows.
         """
-        arrays = {
-            name: (entry.shape, entry.dtype)
-            for name, entry in index.arrays.items()
-            if keys.find(name, entry.shape, entry.layout) is not None
-        }
-        renewed: dict[str, Collection[int]] = {}
-        if lender is not None:
-            for key, of in steps.items():
-                lent = lender.get(key, {})
-                renewed[key] = [number for number, step in of.items() if lent.get(number) != step]
-        return cls(path, index.attempt, arrays, steps, renewed)
+        from unickpt.reuse import expert_turns
+
+        stored = {n: _stored_as(index.arrays[n], index.codecs) for n in _held(index, keys)}
+        orders = expert_turns.orders(steps, keys, {})
+        return cls(path, attempt, stored, steps, orders, processes=index.processes)
+
+    @classmethod
+    def read(cls, path: str, reader: Reader, steps: ExpertSteps, keys: ExpertKeys) -> PartialBase:
+        """The same of a committed checkpoint.
+
+        Raises:
+            CheckpointCorrupt, StorageError: it cannot be read.
+        """
+        from unickpt.reuse import expert_turns
+
+        index = reader.index
+        found = cls.of(path, index.attempt, index, steps, keys)
+        if index.processes == 1:
+            return found
+        writers = expert_turns.writers(reader, _held(index, keys))
+        orders = expert_turns.orders(steps, keys, writers)
+        return replace(found, orders=orders, writers=writers)
+
+    def followed_by(self, path: str, attempt: str, chosen: ExpertSteps) -> PartialBase:
+        """What there will be once a save that refers to this one has ended."""
+        steps = {key: {**of, **chosen.get(key, {})} for key, of in self.steps.items()}
+        return replace(self, path=path, attempt=attempt, steps=steps, before=self.without_before())
+
+    def without_before(self) -> PartialBase:
+        """The same, whose save has ended."""
+        return replace(self, before=None)
+
+
+def _held(index: Index, keys: ExpertKeys) -> dict[str, ArrayExperts]:
+    found = {name: keys.find(name, e.shape, e.layout) for name, e in index.arrays.items()}
+    return {name: held for name, held in found.items() if held is not None}
+
+
+def _ignore(_: ExpertSelection) -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -78,6 +116,9 @@ class PartialSave:
         choose: chooses the experts to write, if they do not take turns.
         seen: token counts by layer; on process 0 only.
         layers: for each of these layers, the key of its experts.
+        earlier: what the step records that is before `base.before`.
+        most_bases: how many checkpoints it may refer to; None if it only makes links.
+        selected: called with what was chosen.
     """
 
     keys: ExpertKeys
@@ -87,6 +128,9 @@ class PartialSave:
     choose: Choose | None = None
     seen: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     layers: Mapping[str, str] = field(default_factory=dict)
+    earlier: ExpertRecord = field(default_factory=lambda: ExpertRecord({}))
+    most_bases: int | None = None
+    selected: Callable[[ExpertSelection], object] = _ignore
 
     def select(self, index: Index, experts: Mapping[str, ArrayExperts]) -> ExpertSelection:
         """Chooses the experts to write: all, if the base lacks some of those of this process.
@@ -99,21 +143,40 @@ class PartialSave:
             ValueError: `choose` did not choose experts, or a token count is less than before.
         """
         base = self.base if self._has_all(index, experts) else None
-        if base is None:
-            return ExpertSelection(self.step, experts, self._metadata(index, None))
-        chosen = {
-            key.text: {
-                **choose(key, self.before, self.step, self.choose),
-                **dict.fromkeys(base.renewed.get(key.text, ()), self.step),
-            }
-            for key in self.keys
-            if key.text in base.steps
-        }
-        return ExpertSelection(self.step, experts, self._metadata(index, chosen), chosen, base)
-
-    def _metadata(self, index: Index, chosen: ExpertSteps | None) -> dict[str, Any]:
+        chosen = None if base is None else self._chosen(base)
+        if base is None or chosen is None or self._needs_too_many(base, chosen):
+            base = chosen = None
         record = self.before.saving(chosen, self.seen, self.layers)
-        return recorded(index.metadata, record)
+        earlier = self.earlier.saving(chosen, self.seen, self.layers)
+        metadata = recorded(index.metadata, record)
+        found = ExpertSelection(
+            self.step, experts, metadata, index, record, chosen, base,
+            recorded(index.metadata, earlier),
+        )  # fmt: skip
+        self.selected(found)
+        return found
+
+    def _chosen(self, base: PartialBase) -> dict[str, dict[int, int]]:
+        chosen = {}
+        record = replace(self.before, steps=base.steps)
+        for text in base.steps:
+            found = self.keys.key_of(text)
+            if found is not None:
+                order = base.orders.get(text)
+                chosen[text] = choose(found[0], text, record, self.step, self.choose, order)
+        return chosen
+
+    def _needs_too_many(self, base: PartialBase, chosen: ExpertSteps) -> bool:
+        """Whether the experts that are not written would lie in too many checkpoints."""
+        if self.most_bases is None:
+            return False
+        needed = {
+            step
+            for key, of in base.steps.items()
+            for number, step in of.items()
+            if number not in chosen.get(key, {})
+        }
+        return len(needed) > self.most_bases
 
     def _has_all(self, index: Index, experts: Mapping[str, ArrayExperts]) -> bool:
         """Whether the base has all experts of this process.
@@ -123,8 +186,8 @@ class PartialSave:
         if self.base is None:
             return False
         for name, held in experts.items():
-            ours = index.arrays[name]
-            if self.base.arrays.get(name) != (ours.shape, ours.dtype):
+            ours = _stored_as(index.arrays[name], index.codecs)
+            if self.base.arrays.get(name) != ours:
                 return False
             if not self.base.steps.get(held.key, {}).keys() >= set(held.experts):
                 return False
@@ -139,15 +202,21 @@ class ExpertSelection:
         step: that is saved.
         experts: those that this process has in each array with experts.
         metadata: of the checkpoint, with the token counts.
+        index: what this process has to save.
+        record: what the checkpoint records of its experts; only process 0 knows the token counts.
         chosen: the experts that are written, by key; None if all are.
         base: has the others.
+        earlier_metadata: as `metadata`, if it refers to `base.before`.
     """
 
     step: int
     experts: Mapping[str, ArrayExperts]
     metadata: Mapping[str, Any]
+    index: Index
+    record: ExpertRecord
     chosen: ExpertSteps | None = None
     base: PartialBase | None = None
+    earlier_metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def of(self, name: str, box: Box) -> tuple[Expert, bool]:
         """The expert of a chunk of an array with experts, and whether it is taken from the base."""
@@ -173,6 +242,31 @@ class ExpertSelection:
                 written, before = self.chosen[held.key], self.base.steps[held.key]
                 of.update({n: written.get(n, before[n]) for n in held.experts})
         return found
+
+    @property
+    def writes_by_process(self) -> Mapping[int, int]:
+        """How many bytes of experts each process writes, as far as all processes know."""
+        found: dict[int, int] = {}
+        if self.base is None or self.base.processes != self.index.processes:
+            return found
+        for key, chosen in (self.chosen or {}).items():
+            for number in chosen:
+                for process, nbytes in self.base.writers.get(key, {}).get(number, {}).items():
+                    found[process] = found.get(process, 0) + nbytes
+        return found
+
+    def bases(self) -> Iterator[PartialBase]:
+        """The checkpoints that may have the others, the right one first."""
+        base = self.base
+        while base is not None:
+            yield base
+            base = base.before
+
+    def on(self, base: PartialBase) -> ExpertSelection:
+        """The same experts, with the others in one of `bases`."""
+        if base is self.base:
+            return self
+        return replace(self, base=base, metadata=self.earlier_metadata)
 
     def check(self, found: Index | None, where: object) -> None:
         """Checks that the base is as it was when the experts were chosen.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,6 +46,8 @@ class Place:
         return self.at.offset + self.at.length if isinstance(self.at, DataReference) else 0
 
 
+Chunk = tuple[ArrayEntry, Part, int]
+"""The array, the part, and the chunk's number in it."""
 Places = tuple[Place, ...]
 """Of a whole chunk, or of the full chunk and the patches of a patched one."""
 
@@ -54,8 +56,8 @@ class Share(Protocol):
     """How a checkpoint refers to chunks of its base. What stays alive for them, a *unit*, stays as
     a whole."""
 
-    def find(self, entry: ArrayEntry, part: Part, number: int) -> Places | None:
-        """Where a chunk of the base is; None if it cannot be referred to."""
+    def find_all(self, chunks: Sequence[Chunk]) -> Sequence[Places | None]:
+        """Where each of some chunks of the base is; None if it cannot be referred to."""
 
     def unit_bytes(self, place: Place) -> int:
         """How many bytes stay alive for a value, with all others of its unit.

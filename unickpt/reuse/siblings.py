@@ -8,18 +8,20 @@ again. With patches, it needs those that have the values of its chains.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from unickpt.format import borrowed
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, BaseEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
-from unickpt.reuse.shares import Place, Places
+from unickpt.reuse.shares import Chunk, Place, Places
 from unickpt.storage import data_files
 from unickpt.storage.btree.nodes import DataReference
 
 # Of the base's bytes, the share that a checkpoint must have borrowed for the next one to borrow.
 LEAST_USED = 0.5
 # So many bases take a reader about as long to open as a large index.
-_MOST_BASES = 16
+MOST_BASES = 16
 
 
 class Siblings:
@@ -27,11 +29,14 @@ class Siblings:
 
     Arguments:
         reader: of the checkpoint before.
-        chained: whether patches are taken, and so values of several checkpoints.
+        chained: whether values of several checkpoints are taken.
+        counted: whether what is kept of them is, by their files.
     """
 
-    def __init__(self, reader: OcdbtReader, *, chained: bool = False) -> None:
-        self._reader, self._chained = reader, chained
+    def __init__(
+        self, reader: OcdbtReader, *, chained: bool = False, counted: bool = False
+    ) -> None:
+        self._reader, self._chained, self._counted = reader, chained, counted
         self._own = BaseEntry(borrowed.name_of(reader.location), reader.manifest_digest)
         self.base = reader.index.bases[0] if reader.index.bases else self._own
 
@@ -39,7 +44,7 @@ class Siblings:
         """Whether enough of the base is still in use. All processes find the same."""
         index = self._reader.index
         if self._chained:
-            return len(index.bases) < _MOST_BASES
+            return len(index.bases) < MOST_BASES
         if not index.bases:
             return True
         if len(index.bases) > 1:
@@ -47,8 +52,11 @@ class Siblings:
         arrays = self._reader.base_index(self.base).arrays.values()
         return index.reused >= LEAST_USED * sum(entry.nbytes for entry in arrays)
 
-    def find(self, entry: ArrayEntry, part: Part, number: int) -> Places | None:
-        """Where a chunk is: in data files, or itself, in the B-tree."""
+    def find_all(self, chunks: Sequence[Chunk]) -> Sequence[Places | None]:
+        """Where each chunk is: in data files, or itself, in the B-tree."""
+        return [self._find(*chunk) for chunk in chunks]
+
+    def _find(self, entry: ArrayEntry, part: Part, number: int) -> Places | None:
         found = list[Place]()
         for value in self._reader.values_of(entry, part, number):
             at = self._reader.place(entry, value, number)
@@ -61,9 +69,9 @@ class Siblings:
         return tuple(found)
 
     def unit_bytes(self, place: Place) -> int:
-        """The size of the data file, if its name says it; else at least the value's end. Without
-        patches none: `is_worthwhile` decides for all chunks."""
-        if not self._chained or not isinstance(place.at, DataReference):
+        """The size of the data file, if its name says it; else at least the value's end. If it is
+        not counted, none: `is_worthwhile` decides for all chunks."""
+        if not self._counted or not isinstance(place.at, DataReference):
             return 0
         written = data_files.written_in(place.at.path.rpartition("/")[2])
         return place.end if written is None else written[1]

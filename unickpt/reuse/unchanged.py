@@ -12,7 +12,7 @@ error, which names the array.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -160,6 +160,7 @@ def unchanged(
     arrays: Mapping[str, ArrayEntry],
     tokens: Mapping[str, object],
     before: SeenState | None,
+    apart: Collection[str] = (),
 ) -> Unchanged | None:
     """Finds out what need not be looked at; None if that is nothing.
 
@@ -168,6 +169,7 @@ def unchanged(
         arrays: of the save.
         tokens: of its arrays, see `SeenState`.
         before: the base, as far as it is known; None if there is none.
+        apart: arrays that the base need not have as they were in the save before: all experts.
 
     Raises:
         ValueError: a pattern matches no array, or has another number of rows.
@@ -179,8 +181,8 @@ def unchanged(
         if pattern is None:
             continue
         unused.discard(pattern)
-        if entry.quantized is not None:
-            continue  # what a base has of it is not what it is
+        if entry.quantized is not None or name in apart:
+            continue  # what a base has of it is not what it is, or was
         what = patterns[pattern]
         if isinstance(what, str):
             token = tokens.get(name)

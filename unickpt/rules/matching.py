@@ -399,7 +399,8 @@ def _check_all_there(family: Family, have: LeafNames, want: LeafNames | None, pa
         if any(is_ambiguous(linear, family.sizes) for linear in expr.pattern.linears):
             raise Unfit(f"two sets of indices make one number in {expr.pattern.name}")
         count = math.prod(family.sizes.get(axis, 1) for axis in expr.pattern.axes)
-        if count > max(_MOST_ARRAYS, 2 * len({**have.facts, **(want.facts if want else {})})):
+        there = len(have.facts) + (len(want.facts) if want else 0)
+        if count > max(_MOST_ARRAYS, 2 * there):
             why = (
                 f"{expr.pattern.name} would be {count:,} arrays, far more than there are: is a "
                 "size wrong, or a number in a name no index?"

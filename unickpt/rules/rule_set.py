@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-import errno
 import os
-import stat
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,9 +30,16 @@ from unickpt.rules.lint import swapped_names
 from unickpt.rules.observed import DraftReport, ObservedReport, RulesCheck
 from unickpt.rules.optimizer_slots import SharedState, lift
 from unickpt.rules.rule import Rule, exprs_of
+from unickpt.rules.rule_files import (
+    MOST_CHARACTERS,
+    PRESETS,
+    open_included,
+    preset_text,
+    presets,
+    read_text,
+)
 
-PRESETS = Path(__file__).parent / "presets"
-_DEEPEST, _MOST_FILES, _MOST_CHARACTERS = 30, 1000, 16 << 20  # of what a file includes
+_DEEPEST, _MOST_FILES = 30, 1000  # of what a file includes
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ class Rules:
         """
         _check_functions(functions)
         path = Path(file)
-        return _compile(_read_text(path), str(path), path.parent, sizes or {}, functions or {})
+        return _compile(read_text(path), str(path), path.parent, sizes or {}, functions or {})
 
     @classmethod
     def observe(
@@ -236,7 +240,7 @@ class Rules:
     @staticmethod
     def presets() -> list[str]:
         """The names of all presets."""
-        return sorted(path.stem for path in PRESETS.glob("*.rules"))
+        return presets()
 
     @property
     def inverse(self) -> Rules:
@@ -305,22 +309,6 @@ class Rules:
         return "\n".join([rule.written for rule in self.rules if not rule.lifted])
 
 
-def preset_text(name: str) -> str:
-    """The rule file of a preset.
-
-    Raises:
-        RuleError: there is none of that name; the message lists them.
-    """
-    if not isinstance(name, str):
-        raise RuleError(f"the name of a preset is a str, not of type {type(name).__name__}")
-    if name not in Rules.presets():
-        near = difflib.get_close_matches(name, Rules.presets(), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        known = ", ".join(Rules.presets())
-        raise RuleError(f"there is no preset {name!r}{hint}; presets are {known}")
-    return (PRESETS / f"{name}.rules").read_text(encoding="utf-8")
-
-
 @dataclass
 class _Compiler:
     """What a file and all that it includes say; lifts wait for the rules of all of them."""
@@ -358,7 +346,7 @@ class _Compiler:
                 case RuleLine():
                     self._add_rule(statement, where)
                 case IncludeLine():
-                    name, text, inside = _open_included(statement, folder)
+                    name, text, inside = open_included(statement, folder)
                     if name in files:
                         raise syntax_error(
                             f"{statement.target!r} includes itself", statement.position
@@ -382,9 +370,9 @@ class _Compiler:
                 f"files include each other more than {_DEEPEST} deep; does one include itself?",
                 statement.position,
             )
-        if self.files > _MOST_FILES or self.characters > _MOST_CHARACTERS:
+        if self.files > _MOST_FILES or self.characters > MOST_CHARACTERS:
             raise syntax_error(
-                f"more than {_MOST_FILES} files, or {_MOST_CHARACTERS >> 20} Mi characters, would "
+                f"more than {_MOST_FILES} files, or {MOST_CHARACTERS >> 20} Mi characters, would "
                 "be included; does one include another again and again?",
                 statement.position,
             )
@@ -483,54 +471,11 @@ def _parse(line: IncludeLine, name: str, text: str) -> list[Statement]:
     try:
         return parser.parse(text, name)
     except RuleSyntaxError as error:
-        if line.target in Rules.presets() or line.target.endswith(".rules"):
+        if line.target in presets() or line.target.endswith(".rules"):
             raise
         number = str(error).removeprefix(f"{name}, line ").partition(":")[0]
         raise syntax_error(
             f"{line.target!r} is no file of rules: line {number} is wrong. Name it *.rules to be "
             "shown what is wrong",
-            line.position,
-        ) from None
-
-
-def _read_text(path: Path, opener: Callable[[str, int], int] | None = None) -> str:
-    try:
-        with open(path, encoding="utf-8", newline=None, opener=opener) as file:
-            text = file.read(_MOST_CHARACTERS + 1)
-        if len(text) > _MOST_CHARACTERS:
-            raise RuleError(f"{path} has more than {_MOST_CHARACTERS >> 20} Mi characters")
-        return text
-    except UnicodeDecodeError as error:
-        raise RuleError(f"{path} is not UTF-8 text: {error}") from None
-
-
-def _open_regular(path: str, flags: int) -> int:
-    """Opens a file that is neither a pipe nor a device, which may have no end."""
-    handle = os.open(path, flags | os.O_NONBLOCK)
-    if stat.S_ISREG(os.fstat(handle).st_mode):
-        return handle
-    os.close(handle)
-    raise OSError(errno.EINVAL, "not a regular file")
-
-
-def _open_included(line: IncludeLine, folder: Path) -> tuple[str, str, Path]:
-    """The name of an included file, its text, and the folder for those that it includes."""
-    if line.target in Rules.presets():
-        return f"preset {line.target}", preset_text(line.target), PRESETS
-    path = folder / line.target
-    if os.path.isabs(line.target):
-        raise syntax_error(
-            f"{line.target!r} is absolute: give the path relative to this file", line.position
-        )
-    if "\0" in line.target:
-        raise syntax_error("a path has no NUL character", line.position)
-    try:
-        return str(path), _read_text(path, _open_regular), path.parent
-    except OSError as error:
-        near = difflib.get_close_matches(line.target, Rules.presets(), n=1)
-        hint = f"Did you mean {near[0]!r}? " if near else ""
-        raise syntax_error(
-            f"{line.target!r} is neither a preset nor a file ({path}: {error.strerror}). "
-            f"{hint}Presets are {', '.join(Rules.presets())}",
             line.position,
         ) from None

@@ -44,7 +44,7 @@ class PolicyFields(TypedDict, total=False):
     save_every_s: float | None
     preemption: bool
     partial: Mapping[str, int | tuple[int | str, int]] | None
-    choose: Choose | None
+    choose: Choose | Literal["most_lost"] | None
     plt_budget: float | None
 
 

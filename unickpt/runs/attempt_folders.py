@@ -9,12 +9,14 @@ from collections.abc import Iterable, Sequence
 
 import tensorstore as ts
 
+from unickpt.commit import version
 from unickpt.errors import StorageError, UnickptError
+from unickpt.format import borrowed
 from unickpt.reading import checkpoint
 from unickpt.storage import errors
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
-from unickpt.storage.ocdbt import MANIFEST
+from unickpt.storage.ocdbt import MANIFEST, RETIRED
 
 FOLDER = "processes"
 
@@ -40,8 +42,9 @@ def holds_checkpoint_parts(location: Location, context: ts.Context) -> bool:
 
 
 def is_unfinished(location: Location, context: ts.Context) -> bool:
-    """Whether a folder without a checkpoint contains only what a save puts there."""
-    return location.holds_only(FOLDER, context)
+    """Whether a folder without a checkpoint contains only what a save puts there, and nothing that
+    others have borrowed."""
+    return location.holds_only(FOLDER, context) and not _retired_attempts(location, context)
 
 
 def attempts_of_checkpoint(location: Location, context: ts.Context) -> list[str]:
@@ -50,6 +53,41 @@ def attempts_of_checkpoint(location: Location, context: ts.Context) -> list[str]
         return [checkpoint.open(str(location)).index.attempt]
     except UnickptError:
         return location.child(FOLDER).folders(context)
+
+
+def attempts_in_use(location: Location, context: ts.Context) -> list[str]:
+    """The same, and those whose checkpoints were retired, but have chunks of others.
+
+    Raises:
+        Failed: the storage failed.
+    """
+    found = attempts_of_checkpoint(location, context)
+    return [*found, *_retired_attempts(location, context)]
+
+
+def _retired_attempts(location: Location, context: ts.Context) -> list[str]:
+    found = []
+    for digest in location.child(RETIRED).folders(context):
+        manifest = borrowed.retired_manifest(location, digest, context)
+        if manifest is not None:
+            found.append(version.version_of(manifest).attempt)
+    return found
+
+
+def remove_retired(location: Location, digest: str, context: ts.Context) -> None:
+    """Removes what a retired checkpoint has: first its manifest, atomically, then its files.
+
+    Raises:
+        Failed: it could not be removed.
+    """
+    manifest = borrowed.retired_manifest(location, digest, context)
+    location.child(f"{RETIRED}/{digest}").remove(context)
+    location.child(RETIRED).remove_empty()
+    attempt = "" if manifest is None else version.version_of(manifest).attempt
+    used = _retired_attempts(location, context)
+    if location.has_file(MANIFEST, context):
+        used += attempts_of_checkpoint(location, context)
+    remove_attempts(location, [attempt] if attempt and attempt not in used else [], context)
 
 
 def remove_attempts(location: Location, attempts: Iterable[str], context: ts.Context) -> None:

@@ -30,12 +30,13 @@ from unickpt.runs.arguments import (
     take_policies,
 )
 from unickpt.runs.housekeeping import Housekeeping, Removal, check_shared
-from unickpt.runs.partial_saves import Experts, PartialSaves, TokensSeen, tokens_among
+from unickpt.runs.partial_saves import Experts, PartialSaves
 from unickpt.runs.retention import Retention
 from unickpt.runs.save_triggers import SaveEvery, SaveTriggers, SigtermHandler
 from unickpt.runs.step_folder import Branch
 from unickpt.runs.step_loader import StepLoader
 from unickpt.runs.tiers import Tier, Tiers
+from unickpt.runs.token_counts import TokensSeen, tokens_among
 from unickpt.saving.background import PendingSave, SaveQueue, SaveRequest
 from unickpt.saving.options import SaveOptions
 from unickpt.storage import paths
@@ -149,13 +150,16 @@ class Checkpointer:
         tier, refused["preemption"] = Tier(root), when.preemption or None
         others = roles_of(tier, roles, refused)
         self._tiers = Tiers(tier, None if local is None else Tier(local), others)
-        self._partial = None if chosen is None else PartialSaves(chosen, self._tiers.first)
         self._queue = SaveQueue()
+        self._partial: PartialSaves | None = None
+        if chosen is not None:
+            self._partial = PartialSaves(chosen, self._tiers.first, self._queue.wait_ended)
         self._fences = fences_of(optimizers, self._queue.fence)
         self._sigterm = SigtermHandler(self._triggers.request_stop) if when.preemption else None
         self._branch = Branch(after if after is None else step_number(after, "after="))
         self._housekeeping = Housekeeping(
-            self._tiers, retention, self._options, self._branch, self._queue.errors.add
+            *(self._tiers, retention, self._options, self._branch, self._queue.errors.add),
+            retires=self._partial is not None,
         )
         self._removal = Removal(self._tiers, self._branch, self._housekeeping)
         self._closed = self._is_shared = False
@@ -250,12 +254,11 @@ class Checkpointer:
             else self._housekeeping.hooks_of_others(step, overwrite)
         )
         shown = metrics if group.index == 0 else None
-        begin: Callable[[], PartialSave | None] = lambda: None  # noqa: E731
+        begin: Callable[[str], PartialSave | None] = lambda _: None  # noqa: E731
         if self._partial is not None:
-            self._queue.wait_ended()
             shown, tokens = tokens_among(shown or {}, tokens)
-            begin = partial(self._partial.begin, step, tokens if group.index == 0 else None)
-            hooks = self._partial.callbacks(step, hooks)
+            counted = tokens if group.index == 0 else None
+            begin, hooks = self._partial.following(step, counted, hooks)
         elif tokens is not None:
             raise ValueError(
                 "tokens= counts what experts have seen; create the Checkpointer with experts="

@@ -169,10 +169,14 @@ class Cleaning:
         tiers: the folders.
         retention: which steps to keep.
         in_use: which steps are being saved or copied.
+        retires: whether a step that others borrow from is removed as well, all but its files.
     """
 
-    def __init__(self, tiers: Tiers, retention: Retention, in_use: StepsInUse) -> None:
+    def __init__(
+        self, tiers: Tiers, retention: Retention, in_use: StepsInUse, *, retires: bool = False
+    ) -> None:
         self._tiers, self._retention, self._in_use = tiers, retention, in_use
+        self._retires = retires
         self._work = SerialExecutor(
             "unickpt clean", lambda error: _log.warning("cleaning up: %s", error)
         )
@@ -213,8 +217,20 @@ class Cleaning:
         expendable = self.expendable(there, [])
         # The first of two steps may be needed only until the second is removed.
         left = [step for step in expendable if not self._remove(step)]
-        for step in left:
-            self._remove(step)
+        left = [step for step in left if not self._remove(step)]
+        if self._retires:
+            for step in left:
+                self._retire(step)
+            self._tiers.root.remove_retired()
+
+    def _retire(self, step: int) -> None:
+        """Retires a step of the root that others borrow from: each of these borrows again, so that
+        they would all stay."""
+        with self._in_use.removing(step) as is_free:
+            if is_free:
+                _log.info("removing %s, but for what others borrow", self._tiers.root.path(step))
+                self._tiers.root.retire(step)
+                self.forget(step)
 
     def _remove(self, step: int) -> bool:
         """Removes a step from the root, unless it is in use, or a later one has chunks in it."""

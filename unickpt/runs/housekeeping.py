@@ -47,6 +47,7 @@ class Housekeeping:
         options: of the saves.
         branch: which existing steps belong to this run.
         report: called with what could not be copied, and the error.
+        retires: see `Cleaning`.
     """
 
     def __init__(
@@ -56,11 +57,13 @@ class Housekeeping:
         options: SaveOptions,
         branch: Branch,
         report: Callable[[str, Exception], object],
+        *,
+        retires: bool = False,
     ) -> None:
         self._tiers, self._options, self._branch = tiers, options, branch
         self._order, self._in_use = StepOrder(tiers, branch), StepsInUse()
         self._retention, self._is_rated = retention, False
-        self._cleaning = Cleaning(tiers, retention, self._in_use)
+        self._cleaning = Cleaning(tiers, retention, self._in_use, retires=retires)
         self._copying: Copying | None = None
         if tiers.local is not None:
             self._copying = Copying(

@@ -19,7 +19,7 @@ from unickpt.commit.lease import Lease, holder
 from unickpt.format.borrowed import MARKS
 from unickpt.reading.listing import natural
 from unickpt.runs import attempt_folders
-from unickpt.runs.attempt_folders import FOLDER, attempts_of_checkpoint
+from unickpt.runs.attempt_folders import FOLDER, attempts_in_use
 from unickpt.storage import data_files, errors, local_folders, paths
 from unickpt.storage.errors import Failed
 from unickpt.storage.local_folders import LOCK_SUFFIX, StoredFile
@@ -142,7 +142,7 @@ def _unused_attempts(
     """The attempts to save a checkpoint that another attempt committed."""
     if len(attempts) < 2:
         return []  # a single one must be the one that made the checkpoint
-    used = set(attempts_of_checkpoint(location, context))
+    used = set(attempts_in_use(location, context))
     return [name for name, files in attempts.items() if name not in used and _all_ours(files)]
 
 
@@ -318,7 +318,7 @@ def _remove(location: Location, orphan: Orphan, context: ts.Context) -> bool:
     at = location.child(folder) if folder else location
     with at.manifest_locked(_LOCK_S):  # under which saves commit, after a look at their files
         if at.has_file(MANIFEST, context) and not set(names).isdisjoint(
-            attempt_folders.attempts_of_checkpoint(at, context)
+            attempt_folders.attempts_in_use(at, context)
         ):
             return False
         for name in names:

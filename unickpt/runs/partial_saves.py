@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from numbers import Integral
+import threading
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from unickpt.errors import UnickptError, UnsupportedLeaf
+from unickpt.errors import UnickptError
 from unickpt.format import ocdbt_reader
-from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.quoting import given
 from unickpt.reuse.expert_keys import ExpertKeys
-from unickpt.reuse.experts import Choose, ExpertRecord, ExpertSteps, stored
-from unickpt.reuse.partial_save import PartialBase, PartialSave
-from unickpt.reuse.siblings import Siblings
+from unickpt.reuse.experts import Choose, ExpertRecord, most_lost, stored
+from unickpt.reuse.partial_save import ExpertSelection, PartialBase, PartialSave
+from unickpt.reuse.siblings import MOST_BASES
+from unickpt.runs import token_counts
 from unickpt.runs.tiers import Tier
+from unickpt.runs.token_counts import TokensSeen
 from unickpt.saving.background import SaveCallbacks
-from unickpt.saving.describe import check_mapping
 from unickpt.storage import paths
 
 _log = logging.getLogger("unickpt")
-TokensSeen = Mapping[str, Mapping[int, float] | Sequence[float]]
-"""How many tokens the experts of each layer have seen: by their numbers, or of all in order."""
-_TOKENS = "tokens/"
 
 
 @dataclass(frozen=True)
@@ -33,16 +30,19 @@ class Experts:
     refers to the step before for the others, whose state is then older. See docs/experts.md.
 
     What matches no key is written every time. The first save, and the next after one that failed,
-    write all. A save first waits for the one before.
+    write all.
 
     Arguments:
         each_save: how many experts a save writes, by key. For experts that have arrays of their
             own, a key is a pattern of names (`*` is one component, `**` any number of them, `{x}`
             the number of the expert). For experts that are stacked in arrays, a key is a pattern of
             names, and its value a pair: the dimension, or the mesh axis that splits it, and how
-            many. Optimizer states whose names match belong to their expert.
+            many. With `{l}` in the place of a layer's number, the experts of each layer take turns
+            by themselves, so that a save has others of each. Optimizer states whose names match
+            belong to their expert.
         choose: chooses the experts to write: called for each key with a frozen dataclass (`key`,
             `experts`, `k`, `steps`, `lost`), returns numbers. All processes must choose the same.
+            "most_lost" chooses those whose stored state lacks most tokens.
         plt_budget: with token counts (see `Checkpointer.save`), the greatest proportion of tokens
             whose updates the restarts of a run may lose. If another restart like the last one
             exceeded it, twice as many experts are saved. None: never.
@@ -56,15 +56,17 @@ class Experts:
     """
 
     each_save: Mapping[str, int | tuple[int | str, int]]
-    choose: Choose | None = None
+    choose: Choose | Literal["most_lost"] | None = None
     plt_budget: float | None = 0.0375
 
     __repr__ = given
 
     def __post_init__(self) -> None:
         ExpertKeys(self.each_save)
-        if self.choose is not None and not callable(self.choose):
-            raise ValueError(f"choose={self.choose!r} must be a function of facts; see Experts")
+        if self.choose not in (None, "most_lost") and not callable(self.choose):
+            raise ValueError(
+                f'choose={self.choose!r} must be a function of facts, or "most_lost"; see Experts'
+            )
         if self.plt_budget is not None and not 0 <= self.plt_budget <= 1:
             raise ValueError(
                 f"plt_budget={self.plt_budget!r} must be a fraction from 0 to 1, or None"
@@ -74,45 +76,99 @@ class Experts:
 class PartialSaves:
     """What a run knows of the experts in its newest step, alike on all processes.
 
+    A save does not wait for the one before: what that will have is known, if it refers to a step
+    that all processes know. If it fails after all, the next one, which has begun, takes what it
+    does not write from the step before, and the next after that writes all.
+
     Arguments:
         experts: as given.
         tier: in which steps are saved.
+        wait_ended: waits until all saves have ended.
     """
 
-    def __init__(self, experts: Experts, tier: Tier) -> None:
-        self._experts, self._tier = experts, tier
+    def __init__(self, experts: Experts, tier: Tier, wait_ended: Callable[[], None]) -> None:
+        self._experts, self._tier, self._wait_ended = experts, tier, wait_ended
         self._keys = ExpertKeys(experts.each_save)
-        self._record = ExpertRecord({})
-        self._base: PartialBase | None = None
-        self._step: int | None = None
+        self._choose = most_lost if experts.choose == "most_lost" else experts.choose
+        self._lock = threading.Lock()
+        self._known = _Known()
+        self._forgotten = 0
+        """How often it was forgotten: what begun before that is no base."""
+        self._is_predicted = True
+        """Whether `_known` is what the last save will have; else it has to end first."""
+        self._most = None if tier.location.is_local else MOST_BASES - 1
 
-    def begin(self, step: int, tokens: TokensSeen | None) -> PartialSave:
-        """The save that follows, once all earlier ones have ended.
+    def following(
+        self, step: int, tokens: TokensSeen | None, given: SaveCallbacks
+    ) -> tuple[Callable[[str], PartialSave], SaveCallbacks]:
+        """The save that follows: what it does with experts, and its callbacks.
+
+        The former is called in the call of the save, with the name of its attempt. It raises
+        UnsupportedLeaf if a token count has no known layer, or is no number.
 
         Arguments:
             step: its number.
             tokens: as for `Checkpointer.save`; on process 0 only.
-
-        Raises:
-            UnsupportedLeaf: a token count has no known layer, or is no number.
+            given: its callbacks so far.
         """
-        layers = {layer: _key_of(layer, self._keys) for layer in tokens or ()}
-        seen = {layer: _counts(layer, counts) for layer, counts in (tokens or {}).items()}
-        choose = self._experts.choose
-        return PartialSave(self._keys, step, self._record, self._base, choose, seen, layers)
+        save = _Save(step, self._tier.path(step))
 
-    def callbacks(self, step: int, given: SaveCallbacks) -> SaveCallbacks:
-        """The callbacks of a save, with what this has to know of its outcome."""
+        def begin(attempt: str) -> PartialSave:
+            layers = {layer: token_counts.key_of(layer, self._keys) for layer in tokens or ()}
+            seen = {
+                layer: token_counts.counts_of(layer, counts)
+                for layer, counts in (tokens or {}).items()
+            }
+            if not self._is_predicted:
+                self._wait_ended()
+            with self._lock:
+                known, save.attempt, save.forgotten = self._known, attempt, self._forgotten
+            return PartialSave(
+                *(self._keys, step, known.record, known.base, self._choose, seen, layers),
+                earlier=known.earlier,
+                most_bases=self._most,
+                selected=lambda selection: self._selected(save, known, selection),
+            )
 
         def committed() -> None:
             given.committed()
-            self._remember(step, self._tier.path(step), restarted=False)
+            self._committed(save)
 
         def failed(error: BaseException) -> None:
             given.failed(error)
             self.forget()
 
-        return replace(given, committed=committed, failed=failed)
+        return begin, replace(given, committed=committed, failed=failed)
+
+    def _selected(self, save: _Save, known: _Known, selection: ExpertSelection) -> None:
+        """Records what a save will have once it has ended."""
+        index, base, chosen = selection.index, selection.base, selection.chosen
+        after = None
+        if base is not None and chosen is not None:
+            # Only process 0 knows the tokens; and who writes what, of a job of other processes.
+            if index.processes == 1 or (self._choose is None and base.processes == index.processes):
+                after = base.followed_by(save.path, save.attempt, chosen)
+        elif index.processes == 1:
+            steps = selection.steps
+            after = PartialBase.of(save.path, save.attempt, index, steps, self._keys)
+        with self._lock:
+            if save.forgotten != self._forgotten:
+                return
+            self._is_predicted = after is not None
+            if after is not None:
+                record = replace(selection.record, steps=after.steps)
+                save.known = self._known = _Known(save.step, record, after, known.record)
+
+    def _committed(self, save: _Save) -> None:
+        with self._lock:
+            if save.forgotten != self._forgotten:
+                return
+            if save.known is not None:
+                if self._known is save.known and save.known.base is not None:
+                    base = save.known.base.without_before()
+                    self._known = replace(save.known, base=base)
+                return
+        self._remember(save.step, save.path, restarted=False)
 
     def loaded(self, step: int, path: str) -> None:
         """Records that the run goes on from a step.
@@ -122,102 +178,70 @@ class PartialSaves:
             path: from which it was loaded; if it is that of the other tier, the next save writes
                 all experts.
         """
+        self.forget()
         self._remember(step, path, restarted=True)
 
     def removed(self, steps: Collection[int]) -> None:
         """Records that steps were removed."""
-        if self._step in steps:
+        if self._known.step in steps:
             self.forget()
 
     def forget(self) -> None:
         """The next save writes all experts: the newest step is not known, or differs by process."""
-        self._base = self._step = None
+        with self._lock:
+            self._forgotten += 1
+            self._is_predicted = True
+            self._known = replace(self._known, base=None, step=None)
 
     def _remember(self, step: int, path: str, *, restarted: bool) -> None:
-        self.forget()
+        base, is_known = None, False
+        record = ExpertRecord({})
         try:
             reader = ocdbt_reader.open(paths.resolve(path))
             found = None if reader is None else stored(reader.index.metadata, path)
-            if reader is None or found is None:
-                self._record = ExpertRecord({})
-                return
-            self._record = found.restarted(self._experts.plt_budget) if restarted else found
-            if path == self._tier.path(step) and Siblings(reader).is_worthwhile():
-                lender = _lender(reader, path)
-                self._base = PartialBase.of(path, reader.index, found.steps, self._keys, lender)
-                self._step = step
+            if reader is not None and found is not None:
+                record = found.restarted(self._experts.plt_budget) if restarted else found
+                is_known = True
+                if path == self._tier.path(step):
+                    base = PartialBase.read(path, reader, found.steps, self._keys)
         except (UnickptError, ValueError) as error:
             _log.warning("%s: the next save writes all experts: %s", path, error)
+            record = record if is_known else self._known.record
+        with self._lock:
+            self._known = _Known(None if base is None else step, record, base)
+            self._is_predicted = True
 
 
-def _lender(reader: OcdbtReader, path: str) -> ExpertSteps | None:
-    """Of which step each expert is in the checkpoint from which one borrows; None if it is whole.
-
-    Raises:
-        CheckpointCorrupt, StorageError: that checkpoint cannot be read.
-    """
-    for base in reader.index.bases:
-        found = stored(reader.base_index(base).metadata, path)
-        return {} if found is None else found.steps
-    return None
-
-
-def tokens_among(
-    metrics: Mapping[str, float], tokens: TokensSeen | None
-) -> tuple[dict[str, float], TokensSeen | None]:
-    """Parts token counts from metrics that are named "tokens/<layer>/<number of an expert>".
+@dataclass(frozen=True)
+class _Known:
+    """What the next save follows.
 
     Arguments:
-        metrics: as for `Checkpointer.save`.
-        tokens: likewise; wins over a metric.
-
-    Raises:
-        UnsupportedLeaf: such a name has no number, or `tokens` is no mapping.
-
-    Example:
-        >>> tokens_among({"loss": 1.5, "tokens/moe/0": 10}, None)
-        ({'loss': 1.5}, {'moe': {0: 10}})
+        step: its number; None if the next save writes all.
+        record: what it records of its experts.
+        base: it.
+        earlier: what the step before it records.
     """
-    check_mapping("tokens", tokens)
-    rest, found = {}, dict[str, dict[int, float]]()
-    for name, value in metrics.items():
-        if not str(name).startswith(_TOKENS):
-            rest[name] = value
-            continue
-        layer, _, number = name.removeprefix(_TOKENS).rpartition("/")
-        if not number.isdecimal() or not number.isascii() or len(number) > 9:
-            raise UnsupportedLeaf(f"metrics: {name!r} must be tokens/<layer>/<number of an expert>")
-        found.setdefault(layer, {})[int(number)] = value
-    return rest, {**found, **(tokens or {})} or tokens
+
+    step: int | None = None
+    record: ExpertRecord = field(default_factory=lambda: ExpertRecord({}))
+    base: PartialBase | None = None
+    earlier: ExpertRecord = field(default_factory=lambda: ExpertRecord({}))
 
 
-def _key_of(layer: str, keys: ExpertKeys) -> str:
-    """The key of the experts of a layer."""
-    try:
-        key = keys.key_of_layer(layer)
-    except ValueError as error:
-        raise UnsupportedLeaf(f"tokens: {layer!r}: {error}") from None
-    if key is None:
-        known = ", ".join(repr(key.text) for key in keys)
-        raise UnsupportedLeaf(
-            f"tokens: {layer!r} is neither a key of `experts` ({known}), nor what stands in the "
-            "names of arrays before an expert's number, nor an array of experts"
-        )
-    return key
+@dataclass
+class _Save:
+    """A save that has begun.
 
+    Arguments:
+        step, path: of the checkpoint.
+        attempt: that makes it.
+        forgotten: see `PartialSaves`.
+        known: what it will have; None if that is read once it has ended.
+    """
 
-def _counts(layer: str, counts: Mapping[int, float] | Sequence[float]) -> dict[int, float]:
-    """The token counts of a layer by the numbers of its experts."""
-    seen: dict[int, float] = {}
-    for number, count in counts.items() if isinstance(counts, Mapping) else enumerate(counts):
-        where = f"tokens[{layer!r}][{number!r}]"
-        if isinstance(number, bool) or not isinstance(number, Integral) or not 0 <= number < 10**9:
-            raise UnsupportedLeaf(f"{where}: {number!r} is not the number of an expert")
-        try:
-            amount = float(count)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise UnsupportedLeaf(f"{where} must be a number: {error}") from error
-        if not 0 <= amount < math.inf:
-            raise UnsupportedLeaf(f"{where} is {amount}, but counts tokens")
-        seen[int(number)] = amount
-    return seen
+    step: int
+    path: str
+    attempt: str = ""
+    forgotten: int = -1
+    known: _Known | None = None

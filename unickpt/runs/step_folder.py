@@ -21,6 +21,7 @@ from unickpt.errors import (
     UnickptError,
     UnsupportedFormat,
 )
+from unickpt.format import borrowed
 from unickpt.format.index import RESERVED
 from unickpt.reading import checkpoint
 from unickpt.reading.listing import checkpoints_below
@@ -28,6 +29,7 @@ from unickpt.runs import attempt_folders, orphans
 from unickpt.storage import errors, paths
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
+from unickpt.storage.ocdbt import RETIRED
 
 _log = logging.getLogger("unickpt")
 _LISTINGS = 50
@@ -286,6 +288,31 @@ class StepFolder:
         with self._asking(step):
             return borrowers.of(self.at(step), self._context)
 
+    def retire(self, step: int) -> None:
+        """Makes a step one that only those see that have chunks in it.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        with self._asking(step):
+            borrowed.retire(self.at(step), self._context)
+
+    def remove_retired(self) -> None:
+        """Removes the retired steps in which no step has chunks any more.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        found = self.location.folders_below(RETIRED, self._context)
+        for folder, digests in found.items():
+            for step in _numbers([folder] if digests else []):
+                with self._asking(step):
+                    for digest in digests:
+                        if not borrowers.of_retired(self.at(step), digest, self._context):
+                            _log.info("removing what was left of %s", self.path(step))
+                            location = self.at(step)
+                            attempt_folders.remove_retired(location, digest, self._context)
+
     def check_no_checkpoint(self) -> None:
         """Refuses to save steps into a folder that is a checkpoint itself.
 
@@ -366,7 +393,7 @@ class StepFolder:
         if self.at(step).link is not None:
             return
         folder = self.at(step).child("processes")
-        kept = attempt_folders.attempts_of_checkpoint(self.at(step), self._context)
+        kept = attempt_folders.attempts_in_use(self.at(step), self._context)
         for attempt in folder.folders(self._context):
             if attempt not in kept and not _is_of(attempt, session):
                 folder.child(attempt).remove(self._context)

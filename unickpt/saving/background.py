@@ -386,7 +386,8 @@ class SaveRequest:
         owners: what the optimizers own whose steps wait for staging.
         callbacks, find_base: of this save; see `SaveTask`.
         waits: whether the caller waits for the commit, and so is blocked until then.
-        partial: returns which experts need not be written; an error fails the save.
+        partial: returns which experts need not be written, given the attempt's name; an error
+            fails the save.
     """
 
     path: paths.PathLike | Location
@@ -397,7 +398,7 @@ class SaveRequest:
     owners: set[Hashable] | None = None
     callbacks: SaveCallbacks = field(default_factory=SaveCallbacks)
     find_base: Callable[[], paths.PathLike | None] = lambda: None
-    partial: Callable[[], PartialSave | None] = lambda: None
+    partial: Callable[[str], PartialSave | None] = lambda _: None
     waits: bool = False
 
 
@@ -459,7 +460,7 @@ class SaveQueue:
         """Describes a tree; returns what is known of it, else its structure."""
         with task.failing():
             request.callbacks.begin()
-            metadata, partial = request.metadata(), request.partial()
+            metadata, partial = request.metadata(), request.partial(task.attempt)
         if task.options.changed is not None:
             from unickpt.saving import seen  # only where it is asked for
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from unickpt.errors import (
     CheckpointCorrupt,
@@ -10,7 +11,9 @@ from unickpt.errors import (
     StorageError,
     UnsupportedFormat,
 )
+from unickpt.format.index import Index
 from unickpt.reuse.base import FAULTY, Base, How, open_base
+from unickpt.reuse.partial_save import ExpertSelection
 from unickpt.saving.describe import Description
 from unickpt.saving.options import SaveOptions
 from unickpt.storage import paths
@@ -26,7 +29,8 @@ def open_for(
     folder: Location,
     budget_bytes: int,
     asked: paths.PathLike | None,
-) -> Base | None:
+    read: Callable[[Index | None], None] | None = None,
+) -> tuple[Base | None, ExpertSelection | None]:
     """Opens the base of a save; None if it has none, or that is damaged, which is logged.
 
     Arguments:
@@ -35,33 +39,45 @@ def open_for(
         budget_bytes: memory to compare with.
         asked: where the base is whose equal chunks are taken; None if only what this save leaves
             out is taken.
+        read: called with the index of the base, or with None if it cannot be read.
+
+    Returns:
+        Also which experts the save writes, with the checkpoint that has the others.
 
     Raises:
         CheckpointNotFound, InvalidPath: there is none where `SaveOptions.base` says.
         StorageError: it is not there, but has what this save does not write.
     """
     selection, unchanged = description.selection, description.unchanged
-    base = None if selection is None else selection.base
-    path = asked if base is None else base.path
-    needed = base is not None or unchanged is not None
+    bases = [] if selection is None else list(selection.bases())
+    compare, patch = options.reuse == "compare", options.reuse == "patch"
+    how = How(compare, patch, budget_bytes, options.kept_cost, chained=bool(bases))
+    paths_of: list[paths.PathLike] = [base.path for base in bases]
     found = None
-    if path is not None:
-        compare, patch = options.reuse == "compare", options.reuse == "patch"
-        how = How(compare, patch, budget_bytes, options.kept_cost)
+    for path in paths_of or ([] if asked is None else [asked]):
         try:
             found = open_base(
                 *(paths.resolve(path), location, folder, description.index.codecs),
                 how=how,
                 fsync=options.fsync,
-                needed=needed,
+                needed=bool(bases) or unchanged is not None,
+                read=read,
             )
         except (CheckpointCorrupt, CheckpointNotFound, UnsupportedFormat, StorageError) as error:
             if type(error) is CheckpointNotFound and options.base is not None:
                 raise
             # A training job must not stop because an older checkpoint is damaged, or gone.
             _log.warning(FAULTY, path, error)
+            if read is not None:
+                read(None)
+        if selection is None or found is None:
+            continue
+        same = [base for base in bases if base.attempt == found.index.attempt]
+        if same:  # if the save before has failed, the one before that
+            selection = selection.on(same[0])
+            break
     if selection is not None:
         selection.check(None if found is None else found.index, location)
     if unchanged is not None:
         unchanged.check_base(None if found is None else found.index, location)
-    return found
+    return found, selection

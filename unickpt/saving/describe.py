@@ -15,7 +15,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.errors import UnsupportedLeaf
 from unickpt.format import chunk_grid, chunk_store, codec, index_json
-from unickpt.format.index import ArrayEntry, Index, PerProcessEntry
+from unickpt.format.index import ArrayEntry, Index, PerProcessEntry, nbytes_of
 from unickpt.frameworks import per_process
 from unickpt.frameworks.leaves import Described, PerProcess, adapter_of, expand, leaf_test
 from unickpt.frameworks.process_group import Group
@@ -30,6 +30,9 @@ from unickpt.trees import hints, tree, tree_json
 
 if TYPE_CHECKING:
     from unickpt.reuse.unchanged import Unchanged
+
+# Of an array, and of its chunks, that `compression="auto"` looks at.
+_LEAST_BYTES, _MOST_BYTES = 64 << 10, chunk_store.COMPRESSED_MOST
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,10 @@ class Description:
             selection = partial.select(self.index, self.experts)
         except ValueError as error:
             raise UnsupportedLeaf(str(error)) from None
+        return self.with_selection(selection)
+
+    def with_selection(self, selection: ExpertSelection) -> Description:
+        """The same, of a save that writes some experts, with what it records of them."""
         index = replace(self.index, metadata=selection.metadata)
         return replace(self, index=index, selection=selection)
 
@@ -135,11 +142,6 @@ class _Leaves:
         axis = None if held is None else held.axis
         entry = _entry(name, source, self._options, axis)
         self.entries[name], self.sources[name] = entry, source
-        if held is not None and entry.quantized is not None:
-            raise ValueError(
-                f"it belongs to the experts of {held.key!r} (`experts`), which cannot be "
-                "quantised; put a pattern that matches it before, with None"
-            )
 
 
 def describe(
@@ -220,7 +222,11 @@ def _entry(name: str, source: ArraySource, options: SaveOptions, single: int | N
         free = chunk_grid.free_chunk(whole, source.dtype.itemsize, options.chunk_bytes)
         chunk = tuple(map(min, shape, map(max, whole, free))) if shape else free
     nbytes = math.prod(chunk) * source.dtype.itemsize
-    if options.compression is not None and nbytes > chunk_store.COMPRESSED_MOST:
+    encoding = None
+    if options.compression == "auto":
+        if nbytes_of(source.shape, dtype) >= _LEAST_BYTES and nbytes <= _MOST_BYTES:
+            encoding = codec.chosen_encoding(dtype)
+    elif options.compression is not None and nbytes > chunk_store.COMPRESSED_MOST:
         raise ValueError(
             f"its chunks would have {nbytes} bytes, but compressed ones hold at most "
             f"{chunk_store.COMPRESSED_MOST}; lower SaveOptions.chunk_bytes, or do not compress"
@@ -229,9 +235,11 @@ def _entry(name: str, source: ArraySource, options: SaveOptions, single: int | N
     codes = None
     if options.quantize:
         codes = choice.codes_for(options.quantize, name, dtype, source.shape, source.prng)
+    encoding = encoding if codes is None else None
     return ArrayEntry(
-        name, source.shape, dtype, chunk, source.layout, cut, boxes, source.prng, codes
-    )
+        name, source.shape, dtype, chunk, source.layout, cut, boxes, source.prng, codes,
+        encoding=encoding,
+    )  # fmt: skip
 
 
 def check_quantized(options: SaveOptions, arrays: Iterable[str]) -> None:

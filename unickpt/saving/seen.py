@@ -44,7 +44,9 @@ def describe(
         for leaf in tree.leaves(node):
             if leaf.name in arrays and (adapter := adapter_of(leaf.value, among)) is not None:
                 tokens[leaf.name] = adapter.token(leaf.value)
-        found = unchanged(changed, arrays, tokens, base)
+        # Of an expert, the step before has the state of its last turn, not of the last call.
+        apart = set(task.description.experts)
+        found = unchanged(changed, arrays, tokens, base, apart)
         if base is not None:
             task.description = replace(task.description, unchanged=found)
     return tokens
@@ -79,7 +81,8 @@ def base_of(
         return last
     if found is None:
         return None
-    url = paths.resolve(found).url
-    if last is None:  # the program goes on from it
-        return SeenState(url, "")
+    there = paths.resolve(found)
+    url = there.url
+    if last is None:  # the program goes on from it, if it is not only in the other tier
+        return None if not there.is_remote and not there.exists() else SeenState(url, "")
     return last if last.url == url else None

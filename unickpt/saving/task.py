@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from dataclasses import asdict, replace
 from enum import Enum, auto
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unickpt.commit import progress_reports, replicas
 from unickpt.commit.attempt import Attempt
@@ -43,6 +43,9 @@ from unickpt.saving.writer import ChunkWriter
 from unickpt.storage import paths
 from unickpt.storage.locations import Location
 from unickpt.threads import Events, Ticker
+
+if TYPE_CHECKING:
+    from unickpt.saving.compressing import Compressing
 
 
 class Timings:
@@ -323,13 +326,17 @@ class SaveTask:
     ) -> tuple[ChunkWriter, Record]:
         self.check_destination()
         self._has_begun = True
+        chosen = self._compressing
         base, reuses = self._open_base()
         self._attempt.make_folder()
         self._become(SaveState.WRITING)
         if base is not None:
             source = BorrowingSource(source, base)
+        if chosen is not None:
+            source = chosen.looking(source)
         writer = ChunkWriter(
-            self._attempt, self.description, self.working_bytes, source, base, reuses, told
+            *(self._attempt, self.description, self.working_bytes, source, base, reuses, told),
+            encodes=None if chosen is None else chosen.encode,
         )
         total = sum(item.nbytes for item in plan.own)
         ticker.start(partial(self._report_progress, writer, total))
@@ -338,6 +345,9 @@ class SaveTask:
             record = replace(record, growth=base.growth)
         if self.description.selection is not None:
             record = replace(record, experts=self.description.selection.steps)
+        if chosen is not None:
+            follows = chosen.follows(list(self.description.index.arrays.values()))
+            record = replace(record, follows=follows, knows_base=chosen.is_known)
         return writer, self._with_replicas(record, plan, source)
 
     def _ticker(self) -> Ticker:
@@ -347,6 +357,15 @@ class SaveTask:
         phase, seconds, processes = self._attempt.phase, self.timings.elapsed, self.group.count
         self._attempt.report(Report(phase, seconds, writer.done_bytes, total, processes, number))
 
+    @cached_property
+    def _compressing(self) -> Compressing | None:
+        """What chooses which arrays are compressed, if that is asked for."""
+        if self.options.compression != "auto":
+            return None
+        from unickpt.saving.compressing import Compressing
+
+        return Compressing(alone=self.group.count == 1)
+
     def _open_base(self) -> tuple[Base | None, bool]:
         """The base, and whether all chunks that are equal there are taken, or only those of experts
         that this save leaves out. Raises as `bases.open_for`."""
@@ -355,14 +374,17 @@ class SaveTask:
             return None, False
         from unickpt.saving import bases  # only where there is one
 
-        found = bases.open_for(
+        found, selection = bases.open_for(
             self.description,
             self.options,
             self.location,
             self._attempt.folder_of(self.group.index),
             self.working_bytes,
             asked,
+            None if self._compressing is None else self._compressing.follow,
         )
+        if selection is not self.description.selection and selection is not None:
+            self.description = self.description.with_selection(selection)
         return found, asked is not None
 
     def _publish(self, record: Record, writer: ChunkWriter, staged: Staged) -> None:
@@ -405,6 +427,7 @@ class SaveTask:
             reused_bytes=writer.reused_bytes,
             patched_chunks=writer.patched,
             stored_bytes=writer.stored_bytes,
+            saved_bytes=0 if self._compressing is None else self._compressing.saved_bytes,
             processes=self.group.count,
             seconds=timings.elapsed,
             phases=timings.phases,

@@ -77,7 +77,7 @@ class WritePlan:
 def plan_writes(description: Description, process: int) -> WritePlan:
     """Plans what a process writes."""
     held = list(_held_items(description))
-    own = _own_items(held, process)
+    own = _own_items(held, process, description)
     if description.experts:  # each expert is written to files of its own: see `Writer`
         own.sort(key=lambda item: item.expert or ("", -1))
     return WritePlan(held, own)
@@ -114,8 +114,14 @@ def _held_items(description: Description) -> Iterator[WriteItem]:
             first += part.count
 
 
-def _own_items(held: Sequence[WriteItem], process: int) -> list[WriteItem]:
-    """The chunks that a process writes; replicas are split among the processes that hold them."""
+def _own_items(
+    held: Sequence[WriteItem], process: int, description: Description
+) -> list[WriteItem]:
+    """The chunks that a process writes; replicas are split among the processes that hold them.
+
+    Those of experts by themselves, alike in each save, so that a process finds what it does not
+    write in files of its own. Then the others, so that all processes write the same amount.
+    """
     if all(len(item.fragment.replicas) == 1 for item in held):
         return list(held)
     runs = [
@@ -123,10 +129,17 @@ def _own_items(held: Sequence[WriteItem], process: int) -> list[WriteItem]:
         for _, run in itertools.groupby(held, lambda i: (i.array, i.part.key, i.fragment.box))
     ]
     mine: list[WriteItem] = []
-    for assumed, share in (False, chunk_owners.shares), (True, chunk_owners.shares_of_assumed):
-        of = [run for run in runs if run[0].assumed is assumed]
-        for run, own in zip(of, share([_shared(run) for run in of], process), strict=True):
-            mine += run[own.start : own.stop]
+    selection = description.selection
+    alone = {} if selection is None else selection.writes_by_process
+    for known, some in (
+        ({}, [run for run in runs if run[0].expert is not None] if description.experts else []),
+        (alone, [run for run in runs if run[0].expert is None] if description.experts else runs),
+    ):
+        for assumed, share in (False, chunk_owners.shares), (True, chunk_owners.shares_of_assumed):
+            of = [run for run in some if run[0].assumed is assumed]
+            shared = [_shared(run) for run in of]
+            for run, own in zip(of, share(shared, process, known), strict=True):
+                mine += run[own.start : own.stop]
     return sorted(mine, key=attrgetter("array"))
 
 
@@ -244,7 +257,8 @@ def _nothing_to_release() -> None:
 
 
 class BorrowingSource:
-    """Takes some chunks from the base of a save, to write them again.
+    """Takes some chunks from the base of a save, to write them again; of quantised arrays as they
+    are stored.
 
     Arguments:
         source: provides the others.
@@ -265,7 +279,8 @@ class BorrowingSource:
     def fetch(self, item: WriteItem) -> StagedChunk:
         if not item.borrowed:
             return self._source.fetch(item)
-        data = self._base.read(item.entry, item.part, item.number)
+        read = self._base.read if item.entry.quantized is None else self._base.read_stored
+        data = read(item.entry, item.part, item.number)
         return StagedChunk(data, data.nbytes, _nothing_to_release)
 
     def digest(self, item: WriteItem) -> int:

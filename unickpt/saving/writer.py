@@ -24,7 +24,6 @@ from unickpt.format.index import BaseEntry
 from unickpt.format.links import FULL_LINK
 from unickpt.progress import ProgressFunction
 from unickpt.reuse.base import Base
-from unickpt.reuse.shares import Taken
 from unickpt.saving.describe import Description
 from unickpt.saving.write_plan import ChunkSource, StagedChunk, WriteItem
 from unickpt.storage import data_files, paths
@@ -34,7 +33,7 @@ from unickpt.storage.data_files import DataFile
 from unickpt.threads import Pool, Window, in_batches
 
 _MOST_CHUNKS = 16384  # of a batch
-_MOST_THREADS = 16  # which also quantise, or compare with the base
+_MOST_THREADS = 16  # which also quantise, compress, or compare with the base
 _LOOK_EVERY_S = 0.5
 _TELL_EVERY_S = 0.25
 _HASHED_FIRST_BYTES = 64 << 10  # of so little, the cache has all when it is written
@@ -64,6 +63,7 @@ class ChunkWriter:
         base: the earlier checkpoint whose chunks are not written again.
         reuses: whether that goes for all chunks that are equal, or only for those of other experts.
         told: called with the bytes that are done and those in total; None for nobody.
+        encodes: what encodes the chunks of arrays that may be compressed.
     """
 
     def __init__(
@@ -75,19 +75,18 @@ class ChunkWriter:
         base: Base | None = None,
         reuses: bool = False,
         told: ProgressFunction | None = None,
+        encodes: Callable[[WriteItem, Any], codec.Encoded] | None = None,
     ) -> None:
         self._attempt, self._description, self._budget = attempt, description, budget_bytes
-        self._source = source
+        self._source, self._encodes = source, encodes
         self._base, self._looked_in = base, base if reuses else None
         self._folder = attempt.folder_of(attempt.group.index)
         self._is_local = self._folder.is_local
         self.is_stopped = False
         """Whether something has failed, so that no further chunk needs to be written."""
         self.nbytes, self.stored_bytes, self.count, self.patched = 0, 0, 0, 0
-        """Of what was written: logical bytes, bytes before compression, chunks; of these, those
-        that are patches."""
-        self.unchanged = description.unchanged
-        self._told, self._done, self._total = told, 0, 0
+        """Of what was written: bytes, bytes before compression, chunks; of these, patches."""
+        self._told, self._done, self._total, self.unchanged = told, 0, 0, description.unchanged
         self._counting = threading.Lock()  # threads count what they write
         self._errors: dict[int, tuple[float, float]] = {}
 
@@ -110,7 +109,7 @@ class ChunkWriter:
         """Writes this process's chunks, its per-process values and its description."""
         started = time.perf_counter()
         self._total = sum(item.nbytes for item in items)
-        self._tell()
+        self.tell()
         description, process = self._description, self._attempt.group.index
         blobs, sources = description.blobs, description.sources
         own = [description.encoded] if process > 0 else []  # the coordinator has its own
@@ -150,31 +149,41 @@ class ChunkWriter:
 
     def _take_or_write(
         self, items: Sequence[WriteItem], values: Sequence[bytes | memoryview]
-    ) -> _References:
+    ) -> References:
         """Takes from the base what it has, and writes the rest, and some other values."""
         if self._base is None:
-            return self._write(items, _References(items), values)
+            return self.write(items, References(items), values)
         from unickpt.saving import taking  # only where there is one
 
-        in_order = self._source.background  # staged copies come in the order of the plan
-        all_equal = self._looked_in is not None
-        others, taken = taking.take(self._base, items, all_equal=all_equal, in_order=in_order)
-        self.count_done(sum(item.nbytes for item, _ in taken))
-        self._tell()
-        done = _References([*others, *(item for item, _ in taken)])
-        for row, (item, at) in enumerate(taken, len(others)):
-            done.take(row, at, self._source.digest(item))
-        return self._write(others, done, values, self._looked_in)
+        self._errors |= taking.errors(self._base, items, self._errors)
+        return taking.take_or_write(
+            *(self, self._base, items, values),
+            noting=References,
+            looked_in=self._looked_in,
+            in_order=self._source.background,  # staged copies come in the order of the plan
+        )
 
-    def _write(
+    def write(
         self,
         items: Sequence[WriteItem],
-        done: _References,
+        done: References,
         values: Sequence[bytes | memoryview],
         base: Base | None = None,
-    ) -> _References:
-        """Writes chunks, which are the first rows of `done`, and values."""
-        size_of = attrgetter("nbytes")
+        *,
+        rows: Sequence[int] | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> References:
+        """Writes chunks and values.
+
+        Arguments:
+            items: the chunks.
+            done: where it notes where they are.
+            values: the values, behind the first chunks.
+            base: where equal chunks may be.
+            rows: of the chunks in `done`; by default its first ones.
+            meanwhile: called while they are written.
+        """
+        rows, size_of = range(len(items)) if rows is None else rows, attrgetter("nbytes")
         threads = self._threads(items)
         most_bytes = self._batch_bytes(sum(map(size_of, items)))
         # The rest of the budget is for what is needed besides the data.
@@ -194,7 +203,8 @@ class ChunkWriter:
                 window.make_room(size)
                 chunks = [self._source.fetch(item) for item in batch]
                 # The first batch, which is none of an expert, has the other values.
-                work = _Batch(self, done, first, batch, chunks, () if first else values, base)
+                some, rest = rows[first : first + len(batch)], () if first else values
+                work = _Batch(self, done, some, batch, chunks, rest, base)
                 held = sum(chunk.nbytes for chunk in chunks) + self._copies * size
                 written = pool.submit(work.write)
                 window.add(held, partial(self._end_batch, written, work))
@@ -202,6 +212,7 @@ class ChunkWriter:
                 if time.monotonic() - looked > _LOOK_EVERY_S:
                     self._attempt.check_others()
                     looked = time.monotonic()
+            meanwhile()
             window.drain()
         return done
 
@@ -230,7 +241,7 @@ class ChunkWriter:
         """How many threads write, and so hash, quantise and compare."""
         threads = self._file_threads
         compared = [item.nbytes for item in items if self._patches(item)]
-        if not compared and not any(item.entry.quantized for item in items):
+        if not compared and not any(e.entry.quantized or e.entry.encoding for e in items):
             return threads
         cpus = os.cpu_count() or 1
         wanted = max(threads, cpus // 4 if self._source.background else min(cpus, _MOST_THREADS))
@@ -258,30 +269,34 @@ class ChunkWriter:
 
     def encode(self, item: WriteItem, chunk: Any) -> codec.Encoded:
         """A chunk as it is stored."""
+        if item.borrowed and item.entry.quantized is not None:  # as the base has it
+            return codec.Encoded((memoryview(chunk),))
+        if self._encodes is not None and item.entry.encoding:
+            return self._encodes(item, chunk)
         return codec.encode(item.entry, item.part, self._description.index.codecs, chunk)
 
     def _end_batch(self, written: Future[None], batch: _Batch) -> None:
         while self._told is not None and not wait([written], _TELL_EVERY_S).done:
-            self._tell()  # a slow disk, or a large chunk, takes longer
+            self.tell()  # a slow disk, or a large chunk, takes longer
         written.result()
-        for chunk in batch.chunks:  # from whose memory it was written
+        for chunk in batch.chunks:
             chunk.release()
         batch.chunks = ()
-        self.nbytes += batch.nbytes
+        self.nbytes, self.count = self.nbytes + batch.nbytes, self.count + batch.count
         self.stored_bytes += batch.stored_bytes
-        self.count += batch.count
         self.patched += batch.patched
         for array, (absolute, relative) in batch.errors:
             known = self._errors.get(array, (0.0, 0.0))
             self._errors[array] = max(known[0], absolute), max(known[1], relative)
-        self._tell()
+        self.tell()
 
     def count_done(self, nbytes: int) -> None:
         """Counts bytes that are written, or need not be; called on any thread."""
         with self._counting:
             self._done += nbytes
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Says how much is done."""
         if self._told is not None:
             self._told(self.done_bytes, self._total)
 
@@ -292,7 +307,7 @@ class _Batch:
     Arguments:
         writer: of the save.
         done: where it notes where they are.
-        first: the row of the first chunk there.
+        rows: of the chunks there.
         items, chunks: which they are, and their elements.
         values: what else is written to the file.
         base: where equal chunks may be.
@@ -301,14 +316,14 @@ class _Batch:
     def __init__(
         self,
         writer: ChunkWriter,
-        done: _References,
-        first: int,
+        done: References,
+        rows: Sequence[int],
         items: Sequence[WriteItem],
         chunks: Sequence[StagedChunk],
         values: Sequence[bytes | memoryview],
         base: Base | None,
     ) -> None:
-        self._writer, self._done, self._first = writer, done, first
+        self._writer, self._done, self._at = writer, done, rows
         self._items, self.chunks, self._values, self._base = items, chunks, values, base
         self.nbytes = self.stored_bytes = self.count = self.patched = 0
         self.errors: list[tuple[int, tuple[float, float]]] = []
@@ -325,9 +340,7 @@ class _Batch:
         """
         file = self._writer.new_file()
         try:
-            for row, (item, chunk) in enumerate(
-                zip(self._items, self.chunks, strict=True), self._first
-            ):
+            for row, item, chunk in zip(self._at, self._items, self.chunks, strict=True):
                 if self._writer.is_stopped:
                     file.abandon()
                     return
@@ -374,7 +387,9 @@ class _Batch:
                 before = self._base.stored_digest(item.entry, item.part, item.number)
                 self._writer.unchanged.check(item.entry.name, item.box, before, digest)
             if compared.taken:
-                self._done.take(row, compared.taken, digest)
+                from unickpt.saving import taking  # only where there is a base
+
+                taking.note(self._done, {row: compared})
                 for link, again in enumerate(compared.taken, FULL_LINK):
                     if isinstance(again, bytes):
                         self._add_patch(file, row, again, link)
@@ -407,7 +422,7 @@ class _Batch:
         self.stored_bytes += len(patch)
 
 
-class _References:
+class References:
     """Where everything is that a process saves: what its record says. Several threads add to it.
 
     Arguments:
@@ -426,30 +441,18 @@ class _References:
         self._bases = dict[BaseEntry, int]()
         self._lock = threading.Lock()
 
-    def take(self, row: int, taken: Sequence[Taken], digest: int) -> None:
-        """Notes where the values of a chunk are that were not written: that of a whole one, or its
-        full chunk and its patches."""
-        self.chunks["digest"][row] = digest
-        first = taken[0]
-        assert not isinstance(first, bytes), "only patches are written again"
-        for name, value in zip(PLACE_DTYPE.names or (), self._place(first), strict=True):
-            self.chunks[name][row] = value
-        rows = [
-            (row, link, *self._place(each))
-            for link, each in enumerate(taken[1:], FULL_LINK + 1)
-            if not isinstance(each, bytes)
-        ]
-        if rows:
-            with self._lock:
-                self._patches.append(np.array(rows, PATCH_DTYPE))
-
-    def _place(self, taken: DataReference | BaseEntry) -> ValuePlace:
+    def place(self, taken: DataReference | BaseEntry) -> ValuePlace:
         """Where a value is that was taken, as the record says it."""
         with self._lock:
             if isinstance(taken, BaseEntry):
                 return ELSEWHERE, self._bases.setdefault(taken, len(self._bases)), 0
             number = self._files.setdefault(taken.path, len(self._files))
             return number, taken.offset, taken.length
+
+    def add_patches(self, patches: Any) -> None:
+        """Notes where some patches are."""
+        with self._lock:
+            self._patches.append(patches)
 
     def add(
         self, file: DataFile, rows: Sequence[int], others: int, links: Sequence[int] = ()
@@ -494,8 +497,7 @@ class _References:
             patches["row"], patches["link"] = -1 - at[at < 0], links
             for name in PLACE_DTYPE.names or ():
                 patches[name] = own[name][at < 0]
-            with self._lock:
-                self._patches.append(patches)
+            self.add_patches(patches)
         if others:
             self.others = places[len(at) :].tolist()
 

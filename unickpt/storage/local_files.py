@@ -131,7 +131,8 @@ class RegularFiles:
         """
         try:
             expected = _identity(self._look(path))
-            os.link(os.path.realpath(self.folder + path), destination)
+            at = self.folder + path
+            os.link(os.path.realpath(at) if os.path.islink(at) else at, destination)
         except (OSError, Failed):
             return False
         with suppress(OSError, Failed):

@@ -23,6 +23,9 @@ from unickpt.storage.errors import Damaged, Failed
 from unickpt.storage.kvstore import Future, KvStore
 
 MANIFEST = "manifest.ocdbt"
+RETIRED = "retired"
+"""In the folder of a checkpoint: manifests under which there is no checkpoint any more, only chunks
+that others have borrowed."""
 # Without its own cache, every chunk read would read the B-tree's nodes again.
 NODE_CACHE = "cache_pool#nodes"
 NODE_CACHE_BYTES = 64 << 20

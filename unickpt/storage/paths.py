@@ -23,9 +23,9 @@ from unickpt.storage.kvstore import KvStore
 from unickpt.storage.local_files import LocalKvStore, RegularFiles, system_calls
 from unickpt.storage.local_folders import LOCK_SUFFIX, FileLock, StoredFile
 from unickpt.storage.locations import Location
-from unickpt.storage.ocdbt import MANIFEST
+from unickpt.storage.ocdbt import MANIFEST, RETIRED
 
-_OURS = ("processes", MANIFEST)
+_OURS = ("processes", RETIRED, MANIFEST)
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class LocalLocation(Location):
         local_folders.make(self.path, durable=durable)
 
     def remove_empty(self) -> None:
-        for name in ("processes", ""):
+        for name in ("processes", RETIRED, ""):
             folder = os.path.join(self.path, name)
             with suppress(OSError):
                 if os.path.islink(folder.rstrip("/")):

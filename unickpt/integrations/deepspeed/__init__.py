@@ -351,8 +351,12 @@ class EngineCheckpoints:
         except BaseException as raised:
             error = raised
         group = current_group(adapters())
-        if group.count > 1 and group.agree(int(error is not None)) and error is None:
-            raise ProcessFailed(f"{path}: another rank could not load it; its error says why")
+        failed = 0 if error is None else dist.get_rank() + 1
+        if group.count > 1 and (one := group.agree(failed)) and error is None:
+            raise ProcessFailed(
+                f"{path}: rank {one - 1} could not load it, and its error says why; rank "
+                f"{dist.get_rank()} could. Load again, on all ranks, before the next step"
+            )
         if error is not None:
             raise error
         if done.derived:

@@ -260,6 +260,10 @@ def _check(engine: Any) -> None:
             getattr(optimizer, "swap_optimizer", False)
             or getattr(optimizer, "params_in_nvme_and_cpu", False)
         ),
+        "a share of the optimizer's states on the CPU (offload_optimizer with a ratio below 1)": (
+            getattr(optimizer, "offload_optimizer", False)
+            and any(on != "cpu" for on in getattr(optimizer, "subgroup_to_device", {}).values())
+        ),
         "ZenFlow": getattr(optimizer, "zenflow", False),
         # DeepSpeed 0.19.8 has it no more, and refuses the setting.
         "MiCS (mics_shard_size), with which groups of ranks have the same parts": (

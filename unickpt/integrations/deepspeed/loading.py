@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from unickpt.adapters.torch_distributed import TO_NUMPY
 from unickpt.arrays import dtypes
@@ -27,6 +28,7 @@ from unickpt.rules.rule_set import Rules
 
 _log = logging.getLogger("unickpt")
 _STEP = "step"
+_WEIGHTS = (f"{MODULE}/", f"{FP32}/")
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ class EngineLoad:
             plain = _plain_values(self.stored)
         if self.wanted.optimizer and self.arrays.parts.base is not None:
             values.check_groups(self.arrays.parts.engine, plain, self.stored.url)
-            self._request_slots()
+            if not _is_of_no_step(plain) or self._any_slots():
+                self._request_slots()
         loader.load(
             self.stored, self.tree, rules=self.rules, unexpected="skip", options=self.options
         )
@@ -123,7 +126,8 @@ class EngineLoad:
                         self._put(slot, alias + own.removeprefix(name), leaf)
         if missing and self.wanted.strict:
             raise LoadMismatch(
-                f"{self.stored.url}: the module has weights that are not stored: {some(missing)}. "
+                f"{self.stored.url}: the module of rank {dist.get_rank()} has weights that are not "
+                f"stored: {some(missing)}. "
                 "Of a checkpoint that was saved with exclude_frozen_parameters=True, or to keep "
                 "what they are: load_checkpoint(..., load_module_strict=False)"
             )
@@ -170,6 +174,14 @@ class EngineLoad:
         self.tree.setdefault(slot, {})[name] = leaf
 
     # --- the optimizer's slots -------------------------------------------------------------------
+
+    def _any_slots(self) -> bool:
+        """Whether slots are stored, or the engine has some that would have to be."""
+        parts, places = self.arrays.parts, self.arrays.places
+        stored = {name.partition("/")[2] for name in self._entries if not name.startswith(_WEIGHTS)}
+        return any(each.state for each in parts.updated) or any(
+            places[name].name in stored for name in self.arrays.module.params
+        )
 
     def _request_slots(self) -> None:
         """Requests the optimizer's slots: those that it has, or, before its first step, would have
@@ -243,6 +255,13 @@ def _plain_values(stored: Checkpoint) -> dict[str, Any]:
     chosen &= {f"{name.partition('/')[0]}/**" if "/" in name else name for name in leaves}
     found: dict[str, Any] = loader.load(stored, only=sorted(chosen)) if chosen else {}
     return found
+
+
+def _is_of_no_step(plain: Mapping[str, Any]) -> bool:
+    """Whether the run had made no step of the optimizer yet: none, or gradients in float16 were too
+    large in all of them."""
+    made = plain.get("global_steps")
+    return made is not None and made == plain.get("skipped_steps")
 
 
 def _after_a_step(base: Any, dtype: torch.dtype) -> dict[str, Any]:

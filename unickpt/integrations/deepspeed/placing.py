@@ -176,7 +176,8 @@ class Placing:
             if missing:
                 raise UnsupportedLeaf(
                     f"{name!r}: tensor-parallel rank {missing[0]} has no such parameter, and rank "
-                    f"{self.grid.tp} (rank {dist.get_rank()} of the job) has it"
+                    f"{self.grid.tp} (rank {dist.get_rank()} of the job) has it: give all "
+                    "tensor-parallel ranks the same module"
                 )
             self._shapes[name] = tuple(shapes[name] for shapes in every)
 

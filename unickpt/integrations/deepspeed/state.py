@@ -1,7 +1,7 @@
 """An engine's arrays as a tree: under the names that unickpt gives what DeepSpeed itself wrote.
 
 module/<p>              weights and buffers, in their own dtype
-fp32/<p>                the masters; of what has none, the weights again
+fp32/<p>                the masters; where they are the weights, another name of the same array
 exp_avg/<p>, step/<p>   the optimizer's slots, as it calls them
 """
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from unickpt.arrays.box import Box
 from unickpt.errors import UnsupportedLeaf
@@ -23,6 +24,8 @@ from unickpt.integrations.deepspeed.held import (
     Range,
     Updated,
     part_of,
+    shape_of,
+    weights_of,
 )
 from unickpt.integrations.deepspeed.placing import Place, Placing, of_range
 
@@ -82,10 +85,25 @@ class EngineArrays:
         """Whether all ranks have the masters whole, as torch's own optimizers have."""
         self.updated = {param: each for each in parts.updated for param in each.ranges}
         """By parameter, the tensor that has its masters."""
+        gone = [tuple(shape_of(param)) for param in self.updated if param not in self._names]
+        if gone:
+            raise UnsupportedLeaf(
+                f"rank {dist.get_rank()}: the optimizer updates {len(gone)} parameters that "
+                f"engine.module does not have, such as one of shape {list(gone[0])}: they were "
+                "removed from it, or replaced, after deepspeed.initialize. Change the module "
+                "before, and the same on all ranks"
+            )
         self.masters = {
             self._names[param] for param, each in self.updated.items() if each.masters is not param
         }
         """Names of parameters whose masters are not the weights themselves."""
+        self.copied = {
+            self._names[param]
+            for param, each in self.updated.items()
+            if each.masters is not param and weights_of(param).dtype == each.masters.dtype
+        }
+        """Of these, those whose weights are copies of the masters, not rounded: each step, and
+        DeepSpeed's own load, copies the masters over them."""
 
     # --- to save --------------------------------------------------------------------------------
 
@@ -96,8 +114,8 @@ class EngineArrays:
             with_frozen: also parameters that are not trained.
         """
         chosen = {n: p for n, p in self.module.params.items() if with_frozen or p.requires_grad}
-        weights, buffers = self._weights(chosen), dict[str, Any](self.module.buffers)
-        found: Leaves = {MODULE: {**weights, **buffers}, FP32: {}}
+        weights = self._weights({n: p for n, p in chosen.items() if n not in self.copied})
+        found: Leaves = {MODULE: {}, FP32: {}}
         for each in self.parts.updated:
             if each.masters not in each.ranges:
                 self._add(found, FP32, each, each.masters)
@@ -105,11 +123,14 @@ class EngineArrays:
                 self._add(found, slot, each, tensor)
             for slot, value in each.counts().items():
                 self._add_count(found, slot, each, value)
+        for own in (self.places[name].name for name in chosen):  # in the module's order
+            found[MODULE][own] = weights[own] if own in weights else found[FP32][own]
+        found[MODULE].update(self.module.buffers)
         for name, leaf in found[MODULE].items():
             found[FP32].setdefault(name, leaf)
         for alias, name in self.module.ties.items():
             own = self.places[name].name
-            for leaves in (found[MODULE], found[FP32]) if own in weights else ():
+            for leaves in (found[MODULE], found[FP32]) if own in found[MODULE] else ():
                 leaves[alias + own.removeprefix(name)] = leaves[own]
         return found
 

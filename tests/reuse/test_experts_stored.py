@@ -1,0 +1,254 @@
+"""Experts that take turns, and how chunks are stored: quantised, as patches, unlooked at."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import s3_server
+from support.saving import in_job
+
+import unickpt
+from unickpt import Checkpointer, Experts, SaveOptions, StateChanged
+
+EXPERTS, KEY = 6, "experts/{x}/*"
+SMALL: dict[str, Any] = {"chunk_bytes": 8192, "fsync": False, "timeout_s": 20}
+
+
+@pytest.fixture(params=["links", "memory", "s3"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "links":
+            yield str(tmp_path / "run")
+        elif request.param == "memory":
+            yield f"memory://{secrets.token_hex(6)}"
+        else:
+            endpoint, bucket = request.getfixturevalue("moto"), f"experts-{secrets.token_hex(4)}"
+            s3_server.use(endpoint, patch)
+            s3_server.make_bucket(endpoint, bucket)
+            yield f"s3://{bucket}/run"
+
+
+def state(step: int) -> dict[str, Any]:
+    rng = np.random.default_rng(step)
+
+    def numbers(*shape: int) -> Any:
+        return rng.standard_normal(shape).astype(np.float32)
+
+    experts = {str(x): {"up": numbers(64, 96), "down": numbers(96, 64)} for x in range(EXPERTS)}
+    return {"dense": numbers(64, 64), "experts": experts, "up": numbers(EXPERTS, 64, 96)}
+
+
+def steps_of(path: str) -> dict[str, dict[int, int]]:
+    found = unickpt.open(path).metadata["unickpt"]["experts"]["steps"]
+    return {key: {int(x): step for x, step in of.items()} for key, of in found.items()}
+
+
+def check(path: str, whole: Callable[[int], Any], steps: int) -> None:
+    """Each expert is as a whole save of its step has it, bit for bit.
+
+    Arguments:
+        path: of the checkpoints.
+        whole: what a load of such a save returns.
+        steps: how many there are.
+    """
+    for step in range(steps):
+        found, of = unickpt.load(f"{path}/step_{step}"), steps_of(f"{path}/step_{step}")
+        assert np.array_equal(found["dense"], whole(step)["dense"])
+        for x in range(EXPERTS):
+            for name, value in found["experts"][str(x)].items():
+                assert np.array_equal(value, whole(of[KEY][x])["experts"][str(x)][name]), (step, x)
+            assert np.array_equal(found["up"][x], whole(of["up"][x])["up"][x]), (step, x)
+        report = unickpt.verify(f"{path}/step_{step}")
+        assert report.ok, report.damage
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_quantised_experts_are_as_a_whole_save_quantises_them(
+    run: str, count: int, tmp_path: Path
+) -> None:
+    quantize = {"experts/**": "uint8", "up": "int4"}
+    made = [SaveOptions(quantize=quantize, **SMALL)]
+
+    def work(group: unickpt.ProcessGroup) -> None:
+        options = SaveOptions(quantize=quantize, group=group, **SMALL)
+        keys = {KEY: 2, "up": (0, 2)}
+        with Checkpointer(run, experts=Experts(keys), options=options) as steps:
+            for step in range(6):
+                steps.save(step, state(step))
+
+    assert in_job(count, work) == [None] * count
+    known = dict[int, Any]()
+
+    def whole(step: int) -> Any:
+        if step not in known:
+            unickpt.save(tmp_path / "whole" / str(step), state(step), options=made[0])
+            known[step] = unickpt.load(tmp_path / "whole" / str(step))
+        return known[step]
+
+    check(run, whole, 6)
+    for step in range(1, 6):
+        index = unickpt.open(f"{run}/step_{step}").index
+        assert sum(n == step for n in steps_of(f"{run}/step_{step}")["up"].values()) == 2
+        worst = max(
+            float(np.abs(whole(s)["up"][x] - state(s)["up"][x]).max())
+            for x, s in steps_of(f"{run}/step_{step}")["up"].items()
+        )
+        # At least the error of what it has; perhaps that of an expert that was replaced since.
+        assert index.arrays["up"].errors[0] >= 0.999 * worst
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"chunk_bytes": 4096},
+        {"quantize": {"experts/**": "int4"}},
+        {"quantize": {}},
+        {"compression": "zstd"},
+    ],
+)
+def test_quantised_experts_of_another_form_are_written_as_they_are_now(
+    other: dict[str, Any], tmp_path: Path
+) -> None:
+    first = {"quantize": {"experts/**": "uint8"}, **SMALL}
+    experts = Experts({"experts/{x}/*": 2})
+    with Checkpointer(tmp_path, experts=experts, options=SaveOptions(**first)) as steps:
+        for step in range(3):
+            steps.save(step, state(step), wait=True)
+    with Checkpointer(tmp_path, experts=experts, options=SaveOptions(**{**first, **other})) as run:
+        run.load()
+        for step in range(3, 5):
+            run.save(step, state(step), wait=True)
+    assert set(steps_of(str(tmp_path / "step_3"))[KEY].values()) == {3}
+    assert sorted(steps_of(str(tmp_path / "step_4"))[KEY].values()) == [3] * 4 + [4] * 2
+
+
+def test_quantised_experts_that_cannot_be_linked_are_copied_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into another folder, on a file system without links."""
+    options = SaveOptions(quantize={"experts/**": "uint8"}, **SMALL)
+    experts = Experts({"experts/{x}/*": 2})
+    with Checkpointer(tmp_path / "run", experts=experts, options=options) as steps:
+        for step in range(2):
+            steps.save(step, state(step), wait=True)
+        from unickpt.reuse import base
+
+        def none(*_: Any) -> bool:
+            return False
+
+        monkeypatch.setattr(base, "_is_beside", none)
+        monkeypatch.setattr(base.LinkedFiles, "are_possible", none)
+        report = steps.save(2, state(2)).result()
+        assert report.written_bytes == report.bytes
+    old, new = (unickpt.load(tmp_path / "run" / f"step_{step}") for step in (1, 2))
+    for x, step in steps_of(str(tmp_path / "run" / "step_2"))[KEY].items():
+        if step < 2:
+            for name, value in new["experts"][str(x)].items():
+                assert np.array_equal(value, old["experts"][str(x)][name])
+    assert unickpt.verify(tmp_path / "run" / "step_2").ok
+    errors = [unickpt.open(tmp_path / "run" / f"step_{n}").index.arrays for n in (1, 2)]
+    for x, step in steps_of(str(tmp_path / "run" / "step_2"))[KEY].items():
+        name = f"experts/{x}/up"
+        assert errors[1][name].errors[0] > 0
+        if step < 2:
+            assert errors[1][name].errors == errors[0][name].errors
+
+
+# --- what changed little, and what did not --------------------------------------------------------
+
+
+def drifting(step: int) -> dict[str, Any]:
+    """Of which one element in a hundred changes with each step."""
+    found = state(0)
+
+    def moved(value: Any, seed: int) -> Any:
+        out = value.copy().reshape(-1)
+        for n in range(1, step + 1):
+            rng = np.random.default_rng([n, seed])
+            out[rng.integers(0, out.size, out.size // 100)] += np.float32(0.01 * n)
+        return out.reshape(value.shape)
+
+    experts = {
+        x: {name: moved(value, int(x) * 7 + len(name)) for name, value in of.items()}
+        for x, of in found["experts"].items()
+    }
+    return {
+        "dense": moved(found["dense"], 99),
+        "experts": experts,
+        "up": moved(found["up"], 98),
+    }
+
+
+@pytest.mark.parametrize("reuse", ["digest", "patch"])
+def test_experts_with_reuse(run: str, reuse: Any) -> None:
+    keys, steps = {KEY: 2, "up": (0, 2)}, 9
+    written = []
+    for first in (0, 5):
+        with Checkpointer(
+            run, experts=Experts(keys), reuse=reuse, options=SaveOptions(**SMALL)
+        ) as saves:
+            if first:
+                saves.load()
+            pending = [
+                saves.save(step, drifting(step))
+                for step in range(first, 5 if first == 0 else steps)
+            ]
+            written += [each.result().written_bytes for each in pending]
+    check(run, drifting, steps)
+    for step in range(1, steps):
+        of = steps_of(f"{run}/step_{step}")
+        assert sum(n == step for n in of[KEY].values()) == 2, "in a chain, too"
+    if reuse == "patch":
+        patched = [
+            sum(e.patched for e in unickpt.open(f"{run}/step_{step}").index.arrays.values())
+            for step in range(1, steps)
+        ]
+        assert any(patched), "what is written of an expert is what changed of it"
+        assert min(written[1:]) < 0.2 * max(written)
+
+
+def test_experts_of_which_some_did_not_change(run: str) -> None:
+    """`changed=` says of some that they are as before; turns go on all the same."""
+    state_of = dict[int, Any]()
+
+    def of(step: int) -> Any:
+        if step not in state_of:
+            made = state(step)
+            made["experts"]["0"] = state(0)["experts"]["0"]
+            state_of[step] = made
+        return state_of[step]
+
+    keys = {KEY: 2, "up": (0, 2)}
+    with Checkpointer(
+        run, experts=Experts(keys), reuse=True, options=SaveOptions(**SMALL)
+    ) as saves:
+        reports = [
+            saves.save(step, of(step), changed={"experts/0/*": False} if step else None)
+            for step in range(8)
+        ]
+        saves.wait()
+    check(run, of, 8)
+    for step, pending in enumerate(reports):
+        if step:
+            kept = steps_of(f"{run}/step_{step}")[KEY]
+            assert pending.result().reused_bytes > 0
+            # Its turn comes; then it is taken as well.
+            assert sum(n == step for n in kept.values()) == 2
+
+
+def test_an_expert_that_is_said_not_to_have_changed_and_did(tmp_path: Path) -> None:
+    tree = {str(x): {"w": np.full((200, 30), x * 1.0)} for x in range(2)}
+    changed = {"0/w": False}
+    options = SaveOptions(**SMALL)
+    with Checkpointer(tmp_path, experts=Experts({"{x}/w": 2}), reuse=True, options=options) as run:
+        run.save(0, tree, wait=True)
+        tree["0"]["w"][:] = 7
+        with pytest.raises(StateChanged, match=r"'0/w'.*said not to have changed"):
+            run.save(1, tree, changed=changed, wait=True)
+        run.save(2, tree, wait=True)
+    assert (unickpt.load(tmp_path / "step_2")["0"]["w"] == 7).all()

@@ -1,0 +1,206 @@
+"""The chunks of a base that those of a save may be equal to, or differ little from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unickpt.errors import UnickptError
+from unickpt.format import chunk_grid, codec
+from unickpt.format.chunk_grid import Part
+from unickpt.format.index import ArrayEntry
+from unickpt.format.ocdbt_reader import OcdbtReader
+from unickpt.reuse.shares import Chunk, Place, Places, Share
+
+# Of a data file's bytes, the share that a process must use of it to link it, if what it keeps is
+# not predicted.
+_LEAST_USED = 0.5
+
+
+@dataclass(slots=True, eq=False)  # not frozen: a save makes one for each chunk, see `protocol`
+class Candidate:
+    """A chunk of the base; never modified.
+
+    Arguments:
+        entry, part, number: of the base.
+        digest: of the chunk.
+        nbytes: as it is stored, before compression.
+        places: of its values; None if they cannot be referred to.
+    """
+
+    entry: ArrayEntry
+    part: Part
+    number: int
+    digest: int
+    nbytes: int
+    places: Places | None
+
+    @property
+    def elements(self) -> int:
+        """Bytes of its elements in memory."""
+        if self.entry.quantized is None:
+            return self.nbytes
+        return self.part.chunk_box(self.number).size * self.entry.itemsize
+
+
+@dataclass(frozen=True)
+class _Same:
+    """A part that the base has as the save has it.
+
+    Arguments:
+        entry: of the base.
+        part: of the base and the save.
+        digests: of its chunks.
+        nbytes: of each chunk as it is stored; None if they differ.
+    """
+
+    entry: ArrayEntry
+    part: Part
+    digests: Any
+    nbytes: int | None
+
+    def bytes_of(self, number: int) -> int:
+        if self.nbytes is not None:
+            return self.nbytes
+        return codec.nbytes_as_stored(self.entry, self.part.chunk_box(number).shape)
+
+
+class Candidates:
+    """What a base has of the chunks of one process.
+
+    Arguments:
+        reader: of the base.
+        share: how its chunks are referred to; None if they are not.
+        patches: whether chunks with patches may be referred to.
+        warn: called with what is wrong with the base.
+    """
+
+    def __init__(
+        self,
+        reader: OcdbtReader,
+        share: Share | None,
+        *,
+        patches: bool,
+        warn: Callable[[object], None],
+    ) -> None:
+        self._reader, self._share, self._patches, self._warn = reader, share, patches, warn
+        self._numbered: dict[str, dict[str, tuple[int, Part]]] = {}
+        self._parts: dict[str, _Same | None] = {}
+        self._found: dict[tuple[str, int], Candidate] = {}
+        self.sparse = set[Any]()
+        """The units of which too little is used: patches in them are written again."""
+
+    def get(self, part: Part, number: int) -> Candidate | None:
+        """What was offered of a chunk, if it may be taken."""
+        return self._found.get((part.key, number))
+
+    def offer(self, chunks: Iterable[Chunk], *, starts_anew: bool) -> None:
+        """Finds what the base has of some chunks; see `Base.offer`.
+
+        Arguments:
+            chunks: which.
+            starts_anew: whether none with patches is taken.
+        """
+        try:
+            self._offer(chunks, starts_anew)
+        except UnickptError as error:
+            self._warn(error)
+            self._found.clear()
+
+    def _offer(self, chunks: Iterable[Chunk], starts_anew: bool) -> None:
+        used: dict[Any, int] = {}
+        ends: dict[Any, tuple[Place, ArrayEntry, int]] = {}
+        wholes = set[Any]()
+        for found in self.find(list(chunks)):
+            if found is None or found.places is None:
+                continue
+            if starts_anew and len(found.places) > 1:
+                continue
+            self._found[found.part.key, found.number] = found
+            # Neither what compression saves nor padding counts.
+            for at, place in enumerate(found.places):
+                unit = place.unit
+                used[unit] = used.get(unit, 0) + (place.nbytes if at else found.nbytes)
+                if not at:
+                    wholes.add(unit)
+                last = ends.get(unit)
+                if last is None or place.end > last[0].end:
+                    ends[unit] = place, found.entry, found.number
+        left, self.sparse = set[Any](), set[Any]()
+        for unit, nbytes in used.items():
+            is_used = self._serves(nbytes, *ends[unit])
+            if is_used is None:
+                left.add(unit)
+            elif not is_used:
+                self.sparse.add(unit)
+                left |= {unit} & wholes
+        if not left:
+            return
+        for key, found in list(self._found.items()):
+            if not left.isdisjoint(place.unit for place in found.places or ()):
+                del self._found[key]
+
+    def _serves(self, nbytes: int, place: Place, entry: ArrayEntry, number: int) -> bool | None:
+        """Whether enough of a unit is used; None if it is not there up to its last value."""
+        assert self._share is not None, "else no chunk has places"
+        try:
+            is_used = nbytes >= _LEAST_USED * self._share.unit_bytes(place)
+            if is_used:
+                self._reader.check_end(entry, place.value, number)
+            return is_used
+        except UnickptError as error:
+            self._warn(error)
+            return None
+
+    def find(self, chunks: Sequence[Chunk]) -> Iterator[Candidate | None]:
+        """For each of some chunks, what the base has at its place and of its kind.
+
+        Raises:
+            CheckpointCorrupt, StorageError: the base cannot be read.
+        """
+        same = [self._same(entry, part) for entry, part, _ in chunks]
+        pairs = zip(same, chunks, strict=True)
+        there = [(of.entry, of.part, number) for of, (_, _, number) in pairs if of is not None]
+        places = iter(self._share.find_all(there) if self._share is not None else ())
+        for of, (_, _, number) in zip(same, chunks, strict=True):
+            if of is None:
+                yield None
+                continue
+            at = next(places, None)
+            if at is not None and len(at) > 1 and not (self._patches and of.entry.patches):
+                at = None  # it is written whole again
+            digest = int(of.digests[number])
+            yield Candidate(of.entry, of.part, number, digest, of.bytes_of(number), at)
+
+    def _same(self, entry: ArrayEntry, part: Part) -> _Same | None:
+        if part.key not in self._parts:
+            self._parts[part.key] = self._find_part(entry, part)
+        found = self._parts[part.key]
+        # It is asked for each chunk, mostly with the same objects.
+        return found if found is None or found.part is part or found.part == part else None
+
+    def _find_part(self, entry: ArrayEntry, part: Part) -> _Same | None:
+        theirs = self._reader.index.arrays.get(entry.name)
+        if theirs is None or (theirs.shape, theirs.dtype) != (entry.shape, entry.dtype):
+            return None
+        if theirs.quantized != entry.quantized or not _has_bytes_of(theirs, entry):
+            return None
+        if entry.name not in self._numbered:
+            numbered = chunk_grid.numbered_parts(theirs)
+            self._numbered[entry.name] = {each.key: (first, each) for first, each in numbered}
+        first, each = self._numbered[entry.name].get(part.key, (0, None))
+        if each != part:
+            return None
+        digests = self._reader.digests_of(entry.name)["digest"][first : first + part.count]
+        is_even = all(n % c == 0 for n, c in zip(part.box.shape, part.chunk, strict=True))
+        nbytes = codec.nbytes_as_stored(theirs, part.chunk) if is_even else None
+        return _Same(theirs, part, digests, nbytes)
+
+
+def _has_bytes_of(theirs: ArrayEntry, entry: ArrayEntry) -> bool:
+    """Whether the stored bytes of an array can be those of an array of a save: encoded alike, or
+    not at all if that was chosen; then the array of the save is not, either."""
+    if entry.encoding:
+        return theirs.encoding in ((), entry.encoding)
+    return not theirs.encoding

@@ -1,0 +1,80 @@
+"""Files of rules: presets, and what includes name, which may be neither pipes nor devices."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+from unickpt.errors import RuleError
+from unickpt.rules.ast import IncludeLine, syntax_error
+
+PRESETS = Path(__file__).parent / "presets"
+MOST_CHARACTERS = 16 << 20
+
+
+def presets() -> list[str]:
+    """The names of all presets."""
+    return sorted(path.stem for path in PRESETS.glob("*.rules"))
+
+
+def preset_text(name: str) -> str:
+    """The rule file of a preset.
+
+    Raises:
+        RuleError: there is none of that name; the message lists them.
+    """
+    if not isinstance(name, str):
+        raise RuleError(f"the name of a preset is a str, not of type {type(name).__name__}")
+    if name not in presets():
+        near = difflib.get_close_matches(name, presets(), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        known = ", ".join(presets())
+        raise RuleError(f"there is no preset {name!r}{hint}; presets are {known}")
+    return (PRESETS / f"{name}.rules").read_text(encoding="utf-8")
+
+
+def read_text(path: Path, opener: Callable[[str, int], int] | None = None) -> str:
+    try:
+        with open(path, encoding="utf-8", newline=None, opener=opener) as file:
+            text = file.read(MOST_CHARACTERS + 1)
+        if len(text) > MOST_CHARACTERS:
+            raise RuleError(f"{path} has more than {MOST_CHARACTERS >> 20} Mi characters")
+        return text
+    except UnicodeDecodeError as error:
+        raise RuleError(f"{path} is not UTF-8 text: {error}") from None
+
+
+def _open_regular(path: str, flags: int) -> int:
+    """Opens a file that is neither a pipe nor a device, which may have no end."""
+    handle = os.open(path, flags | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(handle).st_mode):
+        return handle
+    os.close(handle)
+    raise OSError(errno.EINVAL, "not a regular file")
+
+
+def open_included(line: IncludeLine, folder: Path) -> tuple[str, str, Path]:
+    """The name of an included file, its text, and the folder for those that it includes."""
+    if line.target in presets():
+        return f"preset {line.target}", preset_text(line.target), PRESETS
+    path = folder / line.target
+    if os.path.isabs(line.target):
+        raise syntax_error(
+            f"{line.target!r} is absolute: give the path relative to this file", line.position
+        )
+    if "\0" in line.target:
+        raise syntax_error("a path has no NUL character", line.position)
+    try:
+        return str(path), read_text(path, _open_regular), path.parent
+    except OSError as error:
+        near = difflib.get_close_matches(line.target, presets(), n=1)
+        hint = f"Did you mean {near[0]!r}? " if near else ""
+        raise syntax_error(
+            f"{line.target!r} is neither a preset nor a file ({path}: {error.strerror}). "
+            f"{hint}Presets are {', '.join(presets())}",
+            line.position,
+        ) from None

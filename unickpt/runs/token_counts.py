@@ -1,0 +1,76 @@
+"""Token counts of experts, as they are given to a save."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+
+from unickpt.errors import UnsupportedLeaf
+from unickpt.reuse.expert_keys import ExpertKeys
+from unickpt.saving.describe import check_mapping
+
+TokensSeen = Mapping[str, Mapping[int, float] | Sequence[float]]
+"""How many tokens the experts of each layer have seen: by their numbers, or of all in order."""
+_TOKENS = "tokens/"
+
+
+def tokens_among(
+    metrics: Mapping[str, float], tokens: TokensSeen | None
+) -> tuple[dict[str, float], TokensSeen | None]:
+    """Parts token counts from metrics that are named "tokens/<layer>/<number of an expert>".
+
+    Arguments:
+        metrics: as for `Checkpointer.save`.
+        tokens: likewise; wins over a metric.
+
+    Raises:
+        UnsupportedLeaf: such a name has no number, or `tokens` is no mapping.
+
+    Example:
+        >>> tokens_among({"loss": 1.5, "tokens/moe/0": 10}, None)
+        ({'loss': 1.5}, {'moe': {0: 10}})
+    """
+    check_mapping("tokens", tokens)
+    rest, found = {}, dict[str, dict[int, float]]()
+    for name, value in metrics.items():
+        if not str(name).startswith(_TOKENS):
+            rest[name] = value
+            continue
+        layer, _, number = name.removeprefix(_TOKENS).rpartition("/")
+        if not number.isdecimal() or not number.isascii() or len(number) > 9:
+            raise UnsupportedLeaf(f"metrics: {name!r} must be tokens/<layer>/<number of an expert>")
+        found.setdefault(layer, {})[int(number)] = value
+    return rest, {**found, **(tokens or {})} or tokens
+
+
+def key_of(layer: str, keys: ExpertKeys) -> str:
+    """The key of the experts of a layer."""
+    try:
+        key = keys.key_of_layer(layer)
+    except ValueError as error:
+        raise UnsupportedLeaf(f"tokens: {layer!r}: {error}") from None
+    if key is None:
+        known = ", ".join(repr(key.text) for key in keys)
+        raise UnsupportedLeaf(
+            f"tokens: {layer!r} is neither a key of `experts` ({known}), nor what stands in the "
+            "names of arrays before an expert's number, nor an array of experts"
+        )
+    return key
+
+
+def counts_of(layer: str, counts: Mapping[int, float] | Sequence[float]) -> dict[int, float]:
+    """The token counts of a layer by the numbers of its experts."""
+    seen: dict[int, float] = {}
+    for number, count in counts.items() if isinstance(counts, Mapping) else enumerate(counts):
+        where = f"tokens[{layer!r}][{number!r}]"
+        if isinstance(number, bool) or not isinstance(number, Integral) or not 0 <= number < 10**9:
+            raise UnsupportedLeaf(f"{where}: {number!r} is not the number of an expert")
+        try:
+            amount = float(count)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UnsupportedLeaf(f"{where} must be a number: {error}") from error
+        if not 0 <= amount < math.inf:
+            raise UnsupportedLeaf(f"{where} is {amount}, but counts tokens")
+        seen[int(number)] = amount
+    return seen
