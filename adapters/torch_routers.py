@@ -36,7 +36,7 @@ class RouterTokens(SeenBefore):
         ValueError: no module matches, or the number of its experts is not known.
 
     Example:
-        >>> model = torch.nn.ModuleDict({"gate": torch.nn.Linear(4, 3), "experts": ...})
+        >>> model = torch.nn.ModuleDict({"gate": torch.nn.Linear(4, 3)})
         >>> counter = RouterTokens(model, "gate", top_k=1)
         >>> _ = model["gate"](torch.ones(5, 4))
         >>> sum(counter.tokens()["experts"])

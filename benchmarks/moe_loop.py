@@ -159,13 +159,10 @@ def overhead(arguments: argparse.Namespace) -> None:
     calls: dict[str, list[float]] = {}
     lengths = list[float]()
     with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
-        options = SaveOptions(fsync=False, staging="lazy")
-        optimizers = [job.optimizer]
-        whole = Checkpointer(f"{folder}/whole", keep_last=1, options=SaveOptions(fsync=False))
-        some = Checkpointer(
-            f"{folder}/some", keep_last=1, options=options, optimizers=optimizers,
-            experts=Experts({KEY: 1}),
-        )  # fmt: skip
+        options = SaveOptions(fsync=False)
+        whole = Checkpointer(f"{folder}/whole", keep_last=1, options=options)
+        experts = Experts({KEY: 1})
+        some = Checkpointer(f"{folder}/some", keep_last=1, options=options, experts=experts)
         job.step(0)
         some.save(0, job.tree, wait=True)  # all experts
         number = 0
@@ -196,8 +193,6 @@ def overhead(arguments: argparse.Namespace) -> None:
                         called += time.perf_counter() - before
                     if arguments.sleep:
                         time.sleep(arguments.sleep)
-                        with torch.no_grad():  # the fence, and other numbers
-                            job.optimizer.step()
                     else:
                         job.step(number)
                 took = time.perf_counter() - began

@@ -14,6 +14,7 @@ import json
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,24 @@ def main() -> None:
     parser.add_argument("--rules", type=Path, help="folder for what was observed")
     arguments = parser.parse_args()
     rows = []
-    for conversion in importlib.import_module(f"benchmarks.zoo.{arguments.source}").conversions():
-        if arguments.only in conversion.name:
-            rows.append(observed(conversion, arguments.rules))
-            print(" ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
+    for row in rows_of(arguments.source, arguments.only, arguments.rules):
+        rows.append(row)
+        print(" ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+        if arguments.json:  # after each, as a run of a source may be cut off
+            arguments.json.write_text(json.dumps(rows, indent=1))
     good = sum(row["result"] == "rules" for row in rows)
     print(f"{arguments.source}: {good} of {len(rows)} are rules", file=sys.stderr)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1))
+
+
+def rows_of(source: str, only: str = "", folder: Path | None = None) -> Iterator[dict[str, Any]]:
+    """The rows of a source: a module with `conversions`, or with `rows` of its own."""
+    module = importlib.import_module(f"benchmarks.zoo.{source}")
+    if hasattr(module, "rows"):
+        yield from module.rows(only, folder)
+        return
+    for conversion in module.conversions():
+        if only in conversion.name:
+            yield observed(conversion, folder)
 
 
 def observed(conversion: Conversion, folder: Path | None) -> dict[str, Any]:

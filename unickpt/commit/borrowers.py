@@ -44,8 +44,8 @@ def of(location: Location, context: ts.Context) -> list[str]:
     return [name for name in sorted(names) if _borrows(location, name)]
 
 
-def of_retired(location: Location, digest: str, context: ts.Context) -> list[str]:
-    """The names of the checkpoints that borrow from one that was retired.
+def need_retired(location: Location, digest: str, context: ts.Context) -> bool:
+    """Whether a checkpoint borrows from one that was retired.
 
     Arguments:
         location: where it was.
@@ -57,9 +57,11 @@ def of_retired(location: Location, digest: str, context: ts.Context) -> list[str
     """
     manifest = borrowed.retired_manifest(location, digest, context)
     if manifest is None:
-        return []
+        return False
     names = borrowed.marked(location, version.version_of(manifest).attempt, context)
-    return [name for name in sorted(names) if _borrows(location, name, digest)]
+    # The newest of them is probably there, and the others are not looked at.
+    newest_first = sorted(names, key=lambda name: (len(name), name), reverse=True)
+    return any(_borrows(location, name, digest) for name in newest_first)
 
 
 def _borrows(base: Location, name: str, digest: str | None = None) -> bool:

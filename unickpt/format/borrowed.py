@@ -120,9 +120,12 @@ def pinned(location: Location, base: BaseEntry, context: ts.Context) -> Database
 # --- checkpoints that are only borrowed from ---
 
 
-def retire(location: Location, context: ts.Context) -> None:
+def retire(location: Location, context: ts.Context) -> str | None:
     """Makes a checkpoint one that only others see, which have borrowed from it: it is no longer
     there, and its files stay. A process that is killed meanwhile leaves it as it was.
+
+    Returns:
+        The digest of its manifest; None if there is none.
 
     Raises:
         Failed: the storage failed.
@@ -130,11 +133,13 @@ def retire(location: Location, context: ts.Context) -> None:
     store = location.store(context)
     read = store.read(MANIFEST).result()
     if read.state != "value":
-        return
-    store.write(_retired_at(digest_of(read.value)), read.value).result()
+        return None
+    digest = digest_of(read.value)
+    store.write(_retired_at(digest), read.value).result()
     location.sync(location)
     store.write(MANIFEST, None).result()
     location.sync(location)
+    return digest
 
 
 def retired_manifest(location: Location, digest: str, context: ts.Context) -> bytes | None:

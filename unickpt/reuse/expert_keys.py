@@ -115,6 +115,7 @@ class ExpertKeys:
         self._keys = [ExpertKey.of(text, value) for text, value in each_save.items()]
         self._names = [(key, _pattern(_parts(key.text))) for key in self._keys]
         self._layers = [(key, _pattern(_layer(key))) for key in self._keys]
+        self._known: dict[str, tuple[tuple[int, ...], Layout | None, ArrayExperts | None]] = {}
         self._texts = {key.text: key for key in self._keys if _LAYER not in key.text}
         self._layered = [(key, _layered(key)) for key in self._keys if _LAYER in key.text]
 
@@ -131,6 +132,14 @@ class ExpertKeys:
         Raises:
             ValueError: two keys match it.
         """
+        known = self._known.get(name)  # each save of a run asks again, in the call
+        if known is not None and known[0] == tuple(shape) and known[1] == layout:
+            return known[2]
+        found = self._find(name, shape, layout)
+        self._known[name] = tuple(shape), layout, found
+        return found
+
+    def _find(self, name: str, shape: Sequence[int], layout: Layout | None) -> ArrayExperts | None:
         matching = [(key, found) for key, at in self._names if (found := at.fullmatch(f"/{name}"))]
         if len(matching) > 1:
             both = " and ".join(repr(key.text) for key, _ in matching)

@@ -177,6 +177,7 @@ class Cleaning:
     ) -> None:
         self._tiers, self._retention, self._in_use = tiers, retention, in_use
         self._retires = retires
+        self._retired: set[tuple[int, str]] | None = None  # those of earlier jobs are looked for
         self._work = SerialExecutor(
             "unickpt clean", lambda error: _log.warning("cleaning up: %s", error)
         )
@@ -219,18 +220,24 @@ class Cleaning:
         left = [step for step in expendable if not self._remove(step)]
         left = [step for step in left if not self._remove(step)]
         if self._retires:
-            for step in left:
-                self._retire(step)
-            self._tiers.root.remove_retired()
+            self._retire(left)
 
-    def _retire(self, step: int) -> None:
-        """Retires a step of the root that others borrow from: each of these borrows again, so that
-        they would all stay."""
-        with self._in_use.removing(step) as is_free:
-            if is_free:
-                _log.info("removing %s, but for what others borrow", self._tiers.root.path(step))
-                self._tiers.root.retire(step)
-                self.forget(step)
+    def _retire(self, steps: Sequence[int]) -> None:
+        """Retires steps of the root that others borrow from, each of which borrows again, so that
+        they would all stay; removes what of such steps nobody needs any more."""
+        root = self._tiers.root
+        if self._retired is None:
+            self._retired = root.retired()
+        for step in steps:
+            with self._in_use.removing(step) as is_free:
+                if is_free:
+                    _log.info("removing %s, but for what others borrow", root.path(step))
+                    digest = root.retire(step)
+                    self._retired |= set() if digest is None else {(step, digest)}
+                    self.forget(step)
+        for step, digest in sorted(self._retired):
+            if root.remove_retired(step, digest):
+                self._retired.discard((step, digest))
 
     def _remove(self, step: int) -> bool:
         """Removes a step from the root, unless it is in use, or a later one has chunks in it."""

@@ -288,30 +288,44 @@ class StepFolder:
         with self._asking(step):
             return borrowers.of(self.at(step), self._context)
 
-    def retire(self, step: int) -> None:
+    def retire(self, step: int) -> str | None:
         """Makes a step one that only those see that have chunks in it.
+
+        Returns:
+            The digest of its manifest; None if it is gone.
 
         Raises:
             StorageError: the storage failed.
         """
         with self._asking(step):
-            borrowed.retire(self.at(step), self._context)
+            return borrowed.retire(self.at(step), self._context)
 
-    def remove_retired(self) -> None:
-        """Removes the retired steps in which no step has chunks any more.
+    def retired(self) -> set[tuple[int, str]]:
+        """All steps that were retired, each with the digest of its manifest; lists all files.
 
         Raises:
             StorageError: the storage failed.
         """
         found = self.location.folders_below(RETIRED, self._context)
-        for folder, digests in found.items():
-            for step in _numbers([folder] if digests else []):
-                with self._asking(step):
-                    for digest in digests:
-                        if not borrowers.of_retired(self.at(step), digest, self._context):
-                            _log.info("removing what was left of %s", self.path(step))
-                            location = self.at(step)
-                            attempt_folders.remove_retired(location, digest, self._context)
+        return {
+            (step, digest)
+            for folder, digests in found.items()
+            for step in _numbers([folder] if digests else [])
+            for digest in digests
+        }
+
+    def remove_retired(self, step: int, digest: str) -> bool:
+        """Removes what is left of a retired step, unless a step needs it; says whether it is gone.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        with self._asking(step):
+            if borrowers.need_retired(self.at(step), digest, self._context):
+                return False
+            _log.info("removing what was left of %s", self.path(step))
+            attempt_folders.remove_retired(self.at(step), digest, self._context)
+            return True
 
     def check_no_checkpoint(self) -> None:
         """Refuses to save steps into a folder that is a checkpoint itself.

@@ -24,10 +24,10 @@ from unickpt.integrations.deepspeed.held import (
     Range,
     Updated,
     part_of,
-    shape_of,
     weights_of,
 )
 from unickpt.integrations.deepspeed.placing import Place, Placing, of_range
+from unickpt.quoting import some
 
 MODULE, FP32 = "module", "fp32"
 Leaves = dict[str, dict[str, Any]]
@@ -85,13 +85,13 @@ class EngineArrays:
         """Whether all ranks have the masters whole, as torch's own optimizers have."""
         self.updated = {param: each for each in parts.updated for param in each.ranges}
         """By parameter, the tensor that has its masters."""
-        gone = [tuple(shape_of(param)) for param in self.updated if param not in self._names]
+        known = getattr(parts.engine, "param_names", {})
+        gone = [known.get(param, "?") for param in self.updated if param not in self._names]
         if gone:
             raise UnsupportedLeaf(
-                f"rank {dist.get_rank()}: the optimizer updates {len(gone)} parameters that "
-                f"engine.module does not have, such as one of shape {list(gone[0])}: they were "
-                "removed from it, or replaced, after deepspeed.initialize. Change the module "
-                "before, and the same on all ranks"
+                f"rank {dist.get_rank()}: the optimizer updates parameters that engine.module does "
+                f"not have: {some(gone)}. They were removed from it, or replaced, after "
+                "deepspeed.initialize; change the module before, and the same on all ranks"
             )
         self.masters = {
             self._names[param] for param, each in self.updated.items() if each.masters is not param
