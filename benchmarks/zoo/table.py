@@ -124,8 +124,8 @@ def _flax_hub() -> list[str]:
     families = {name.split("/")[0].split("-")[0] for name in good}
     lines = [
         "A `flax_model.msgpack` of each class, converted by the observed rules and loaded by "
-        f"transformers 5: {equal} of {len(rows)} classes, of {len(families)} families, have bit for "
-        "bit what transformers 4.57's own converter makes. The others:",
+        f"transformers 5: {equal} of {len(rows)} classes, of {len(families)} families, have bit "
+        "for bit what transformers 4.57's own converter makes. The others:",
         "",
     ]
     others = [row for row in rows if row["result"] != "equal"]
