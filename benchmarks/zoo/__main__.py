@@ -107,26 +107,51 @@ def wrong_elements(conversion: Conversion, rules: Rules) -> int:
     if report.refused:
         return -1 if conversion.inverse else 0
     wrong = _compare(rules, given, made, (*report.not_made,), (*report.scaled,))
-    back = _compare(rules.inverse, made, given, report.dropped, tuple(given) if report.scaled else ())
+    whole = _without_lost(rules, given, made)
+    back = _compare(
+        rules.inverse, made, whole, report.dropped, tuple(given) if report.scaled else ()
+    )
     if conversion.inverse is not None:
         # In the containers and of the framework that the inverse takes.
         there = Example.of(returned_tree[0], None)
         returned = Converter(conversion.inverse, there)(made)
         asked = {name: x for name, x in returned.items() if name in given}
+        asked = {
+            name: np.where(whole[name] != given[name], whole[name], x) for name, x in asked.items()
+        }
         back += _compare(rules.inverse, made, asked, report.dropped, tuple(given))
     return wrong + back
 
 
-def _compare(
-    rules: Rules, have: dict[str, Any], want: dict[str, Any], without: Any, scaled: Any
-) -> int:
-    plan = make_plan(
+def _without_lost(rules: Rules, given: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
+    """What was given, with 0 for elements that the converter cuts off.
+
+    An element is one of these if the other direction makes it 0, and what is made of that is the
+    same all over: no element of it depends on the one that is 0.
+    """
+    back = in_memory.apply(_plan(rules.inverse, made, given), made)
+    again = in_memory.apply(_plan(rules, {**given, **back}, made), {**given, **back})
+    if any(name in again and not np.allclose(again[name], x) for name, x in made.items()):
+        return given
+    return {
+        name: np.where(back[name] == 0, 0, x).astype(x.dtype) if name in back else x
+        for name, x in given.items()
+    }
+
+
+def _plan(rules: Rules, have: dict[str, Any], want: dict[str, Any]) -> Any:
+    return make_plan(
         rules,
         in_memory.stored_leaves(in_memory.facts_of(have)),
         in_memory.facts_of(want),
         strict=False,
     )
-    found = in_memory.apply(plan, have)
+
+
+def _compare(
+    rules: Rules, have: dict[str, Any], want: dict[str, Any], without: Any, scaled: Any
+) -> int:
+    found = in_memory.apply(_plan(rules, have, want), have)
     wrong = 0
     for name, x in want.items():
         if name in without or not x.size:

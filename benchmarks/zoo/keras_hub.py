@@ -9,7 +9,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,44 @@ from benchmarks.zoo.transformers_mapping import tiny_model
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
-CLASSES = (
-    "AlbertForMaskedLM BartModel BertForMaskedLM Blip2ForConditionalGeneration DeiTForImageClassification Dinov2Model "
-    "Dinov2WithRegistersModel DINOv3ViTModel DistilBertForMaskedLM EsmModel GemmaForCausalLM "
-    "Gemma2ForCausalLM Gemma3ForCausalLM Gemma3ForConditionalGeneration Gemma4ForCausalLM GPT2Model "
-    "GptOssForCausalLM LlamaForCausalLM MetaClip2Model MistralForCausalLM MixtralForCausalLM "
-    "PaliGemmaForConditionalGeneration ViTForImageClassification Qwen2ForCausalLM Qwen2MoeForCausalLM "
-    "Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3_5ForConditionalGeneration Qwen3_5ForCausalLM "
-    "Qwen3_5MoeForConditionalGeneration RobertaForMaskedLM XLMRobertaForMaskedLM SmolLM3ForCausalLM SwinModel "
-    "T5GemmaForConditionalGeneration T5Gemma2ForConditionalGeneration"
-).split()
+CLASSES = [
+    "AlbertForMaskedLM",
+    "BartModel",
+    "BertForMaskedLM",
+    "Blip2ForConditionalGeneration",
+    "DeiTForImageClassification",
+    "Dinov2Model",
+    "Dinov2WithRegistersModel",
+    "DINOv3ViTModel",
+    "DistilBertForMaskedLM",
+    "EsmModel",
+    "GemmaForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration",
+    "Gemma4ForCausalLM",
+    "GPT2Model",
+    "GptOssForCausalLM",
+    "LlamaForCausalLM",
+    "MetaClip2Model",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "PaliGemmaForConditionalGeneration",
+    "ViTForImageClassification",
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+    "RobertaForMaskedLM",
+    "XLMRobertaForMaskedLM",
+    "SmolLM3ForCausalLM",
+    "SwinModel",
+    "T5GemmaForConditionalGeneration",
+    "T5Gemma2ForConditionalGeneration",
+]
 
 
 def conversions() -> Iterator[Conversion]:
@@ -42,18 +70,48 @@ def conversions() -> Iterator[Conversion]:
     transformers.logging.set_verbosity_error()
     for name in CLASSES:
         try:
-            yield from _pair(name, tiny_model(getattr(transformers, name), {"type_vocab_size": 2}))
+            yield from conversions_of(
+                name, tiny_model(getattr(transformers, name), {"type_vocab_size": 2})
+            )
         except Exception as error:
             print(f"# {name}: not run: {type(error).__name__}: {str(error)[:300]}", flush=True)
 
 
-def _pair(name: str, model: Any) -> Iterator[Conversion]:
+def conversions_of(name: str, model: Any) -> Iterator[Conversion]:
+    """Both directions of a model."""
     from keras_hub.src.utils.transformers.export import hf_exporter
+
+    to_keras, state = converter_of(name, model)
+    to_keras({key: np.zeros(x.shape, x.dtype) for key, x in state.items()})
+    yield Conversion(f"{name}/to-keras", to_keras, state)
+    backbone = to_keras.backbone  # type: ignore[attr-defined]
+    if type(backbone).__name__ not in hf_exporter.MODEL_EXPORTERS:
+        return
+
+    def to_hub(arrays: Any) -> Any:
+        for weight in backbone.weights:
+            found = arrays
+            for key in weight.path.split("/"):
+                found = found[key]
+            weight.assign(found)
+        exporter = hf_exporter.MODEL_EXPORTERS[type(backbone).__name__]
+        return hf_exporter._to_numpy_dict(exporter(backbone, include_lm_head=False))
+
+    own = {weight.path: np.zeros(tuple(weight.shape), np.float32) for weight in backbone.weights}
+    yield Conversion(f"{name}/to-hub", to_hub, nested(own))
+
+
+def converter_of(name: str, model: Any) -> tuple[Callable[[Any], Any], dict[str, Any]]:
+    """A function from a checkpoint of the Hub to the weights of KerasHub's model, and an example.
+
+    Arguments:
+        name: of the class, as configurations of the Hub have it.
+        model: a tiny one of transformers.
+    """
     from keras_hub.src.utils.transformers.preset_loader import TransformersPresetLoader
     from keras_hub.src.utils.transformers.safetensor_utils import SafetensorLoader
     from safetensors.numpy import save_file
 
-    state = hub_state(model)
     config = _older(json.loads(model.config.to_json_string(use_diff=False)))
     config["architectures"] = [name]
     if "hidden_size" in config and "num_attention_heads" in config and not config.get("head_dim"):
@@ -72,21 +130,8 @@ def _pair(name: str, model: Any) -> Iterator[Conversion]:
                 loader.converter.convert_weights(backbone, files, config)
         return nested({weight.path: np.array(weight) for weight in backbone.weights})
 
-    def to_hub(arrays: Any) -> Any:
-        for weight in backbone.weights:
-            found = arrays
-            for key in weight.path.split("/"):
-                found = found[key]
-            weight.assign(found)
-        exporter = hf_exporter.MODEL_EXPORTERS[type(backbone).__name__]
-        return hf_exporter._to_numpy_dict(exporter(backbone, include_lm_head=False))
-
-    to_keras({key: np.zeros(x.shape, x.dtype) for key, x in state.items()})
-    has_exporter = type(backbone).__name__ in hf_exporter.MODEL_EXPORTERS
-    yield Conversion(f"{name}/to-keras", to_keras, state)
-    if has_exporter:
-        own = {weight.path: np.zeros(tuple(weight.shape), np.float32) for weight in backbone.weights}
-        yield Conversion(f"{name}/to-hub", to_hub, nested(own))
+    to_keras.backbone = backbone  # type: ignore[attr-defined]
+    return to_keras, hub_state(model)
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:
@@ -98,4 +143,13 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
         for folder in folders:
             here = here.setdefault(folder, {})
         here[last] = value
+    return found
+
+
+def flattened(tree: dict[str, Any], before: str = "") -> dict[str, Any]:
+    """The paths of a tree."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        is_folder = isinstance(value, dict)
+        found |= flattened(value, f"{before}{key}/") if is_folder else {f"{before}{key}": value}
     return found

@@ -1,4 +1,6 @@
-"""mlx-lm: `sanitize` of each of its models, on what transformers 5 saves of a tiny model of the type."""
+"""mlx-lm: `sanitize` of each of its models, on what transformers 5 saves of a tiny model of the
+type.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def conversions() -> Iterator[Conversion]:
     transformers.logging.disable_progress_bar()
     for name in _models():
         try:
-            conversion = _conversion(name)
+            conversion = conversion_of(name)
         except (Exception, SystemExit) as error:  # one asks for a package so
             print(f"# {name}: not run: {type(error).__name__}: {str(error)[:200]}", flush=True)
             continue
@@ -39,7 +41,8 @@ def _models() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__))
 
 
-def _conversion(name: str) -> Conversion | None:
+def conversion_of(name: str) -> Conversion | None:
+    """The `sanitize` of a model; None if it has none."""
     import mlx.core as mx
 
     module = importlib.import_module(f"mlx_lm.models.{name}")
@@ -97,7 +100,9 @@ def _filled(kind: Any, config: dict[str, Any]) -> dict[str, Any]:
     for field in dataclasses.fields(kind):
         if field.name in config and config[field.name] is not None:
             continue
-        missing = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        missing = (
+            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        )
         if not missing:
             continue
         if field.name == "text_config":

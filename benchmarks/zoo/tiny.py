@@ -8,11 +8,13 @@ SIZES: dict[str, Any] = {
     # sizes of vectors
     "hidden_size": 24, "d_model": 24, "n_embd": 24, "dim": 24, "embedding_size": 14,
     "intermediate_size": 40, "d_ff": 40, "ffn_dim": 40, "hidden_dim": 40, "n_inner": 40,
-    "encoder_ffn_dim": 40, "decoder_ffn_dim": 44, "d_kv": 7, "head_dim": 6, "word_embed_proj_dim": 24,
+    "encoder_ffn_dim": 40, "decoder_ffn_dim": 44, "d_kv": 7, "head_dim": 6,
+    "word_embed_proj_dim": 24,
     "projection_dim": 14, "mlp_ratio": 2, "pooler_hidden_size": 24, "embed_dim": 24,
     # numbers of things
     "vocab_size": 101, "num_labels": 5, "type_vocab_size": 3, "max_position_embeddings": 37,
-    "n_positions": 37, "n_ctx": 37, "num_hidden_layers": 3, "num_layers": 2, "num_decoder_layers": 3,
+    "n_positions": 37, "n_ctx": 37, "num_hidden_layers": 3, "num_layers": 2,
+    "num_decoder_layers": 3,
     "n_layer": 3, "n_layers": 3, "encoder_layers": 2, "decoder_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "num_heads": 4, "n_head": 4, "n_heads": 4, "attention_heads": 4,
     "encoder_attention_heads": 4, "decoder_attention_heads": 3, "rotary_dim": 4,
@@ -58,7 +60,9 @@ def _values(kind: Any, change: dict[str, Any]) -> dict[str, Any]:
     default = kind()
     names = {*default.to_dict(), *getattr(kind, "attribute_map", {})}
     back = {own: alias for alias, own in getattr(kind, "attribute_map", {}).items()}
-    values = {k: v for k, v in SIZES.items() if k in names and k not in getattr(kind, "attribute_map", {})}
+    values = {
+        k: v for k, v in SIZES.items() if k in names and k not in getattr(kind, "attribute_map", {})
+    }
     if "n_inner" in values and "intermediate_size" in back.values():
         values.pop("intermediate_size", None)
     for name in ("text_config", "vision_config"):
@@ -68,6 +72,7 @@ def _values(kind: Any, change: dict[str, Any]) -> dict[str, Any]:
     if values.get("decoder_attention_heads") == 3 and "d_model" not in names:
         values.pop("decoder_attention_heads")
     return {**values, **OF_FAMILY.get(kind.model_type.replace("-", "_"), {}), **change}
+
 
 MORE_SIZES: dict[str, Any] = {
     # mixtures of experts

@@ -1,7 +1,7 @@
 """transformers 4.57: each of its Flax classes with its PyTorch class, in both directions.
 
-`load_flax_weights_in_pytorch_model` and `convert_pytorch_state_dict_to_flax` run on tiny models of
-each class; nothing of these functions is copied. transformers 5 has neither.
+`load_flax_weights_in_pytorch_model` and `convert_pytorch_state_dict_to_flax` run on tiny
+models of each class; nothing of these functions is copied. transformers 5 has neither.
 """
 
 from __future__ import annotations
@@ -16,12 +16,49 @@ import numpy as np
 from benchmarks.zoo.conversion import Conversion
 from benchmarks.zoo.tiny import tiny_config
 
-FAMILIES = (
-    "albert bart beit bert big_bird blenderbot blenderbot_small bloom clip dinov2 distilbert electra "
-    "gemma gpt2 gpt_neo gptj llama longt5 marian mbart mistral mt5 opt pegasus regnet resnet roberta "
-    "roberta_prelayernorm roformer t5 vit wav2vec2 whisper xglm xlm_roberta"
-).split()
-PAIRS = "encoder_decoder speech_encoder_decoder vision_encoder_decoder vision_text_dual_encoder".split()
+FAMILIES = [
+    "albert",
+    "bart",
+    "beit",
+    "bert",
+    "big_bird",
+    "blenderbot",
+    "blenderbot_small",
+    "bloom",
+    "clip",
+    "dinov2",
+    "distilbert",
+    "electra",
+    "gemma",
+    "gpt2",
+    "gpt_neo",
+    "gptj",
+    "llama",
+    "longt5",
+    "marian",
+    "mbart",
+    "mistral",
+    "mt5",
+    "opt",
+    "pegasus",
+    "regnet",
+    "resnet",
+    "roberta",
+    "roberta_prelayernorm",
+    "roformer",
+    "t5",
+    "vit",
+    "wav2vec2",
+    "whisper",
+    "xglm",
+    "xlm_roberta",
+]
+PAIRS = [
+    "encoder_decoder",
+    "speech_encoder_decoder",
+    "vision_encoder_decoder",
+    "vision_text_dual_encoder",
+]
 
 VARIANTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "albert": [("groups", {"num_hidden_groups": 2, "inner_group_num": 2})],
@@ -36,23 +73,34 @@ VARIANTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
 """Other configurations, whose weights have other names or shapes."""
 
 
-def conversions() -> Iterator[Conversion]:
-    """Each class in both directions, then again for each variant of its family."""
+def conversions(only: str = "") -> Iterator[Conversion]:
+    """Each class in both directions, then again for each variant of its family.
+
+    Arguments:
+        only: a part of the names; others are not made.
+    """
     import transformers
 
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
+    for name, flax_class, torch_class, config in pairs():
+        if only in name:
+            yield from conversions_of(name, flax_class, torch_class, config)
+
+
+def pairs() -> Iterator[tuple[str, Any, Any, Any]]:
+    """Names, both classes and a configuration."""
     for family in FAMILIES:
         for title, change in [("", {}), *VARIANTS.get(family, [])]:
             for flax_class, torch_class in classes(family):
-                if title and not _is_main(flax_class, torch_class):
+                if title and not _is_main(torch_class):
                     continue
                 name = f"{family}{'-' + title if title else ''}/{torch_class.__name__}"
-                yield from _pair(name, flax_class, torch_class, tiny_config(torch_class, change))
+                yield name, flax_class, torch_class, tiny_config(torch_class, change)
     for family in PAIRS:
         for flax_class, torch_class in classes(family):
             for title, config in _composed(family):
-                yield from _pair(f"{family}-{title}/{torch_class.__name__}", flax_class, torch_class, config)
+                yield f"{family}-{title}/{torch_class.__name__}", flax_class, torch_class, config
 
 
 def classes(family: str) -> list[tuple[Any, Any]]:
@@ -81,12 +129,12 @@ def classes(family: str) -> list[tuple[Any, Any]]:
     return found
 
 
-def _is_main(flax_class: Any, torch_class: Any) -> bool:
+def _is_main(torch_class: Any) -> bool:
     """Whether variants are observed of it: of each family one class with a head."""
     name = torch_class.__name__
-    return name.endswith(("ForConditionalGeneration", "ForPreTraining", "ForImageClassification")) or (
-        name.endswith("ForCausalLM") and "OPT" in name
-    )
+    return name.endswith(
+        ("ForConditionalGeneration", "ForPreTraining", "ForImageClassification")
+    ) or (name.endswith("ForCausalLM") and "OPT" in name)
 
 
 def _composed(family: str) -> list[tuple[str, Any]]:
@@ -117,8 +165,16 @@ def _composed(family: str) -> list[tuple[str, Any]]:
     ]
 
 
-def _pair(name: str, flax_class: Any, torch_class: Any, config: Any) -> Iterator[Conversion]:
-    """Both directions of a class."""
+def conversions_of(
+    name: str, flax_class: Any, torch_class: Any, config: Any
+) -> Iterator[Conversion]:
+    """Both directions of a class.
+
+    Arguments:
+        name: of the conversions.
+        flax_class, torch_class: of transformers.
+        config: of both.
+    """
     import jax
     import torch
     from flax.traverse_util import flatten_dict, unflatten_dict
@@ -158,7 +214,9 @@ def _older_clip() -> Iterator[None]:
     import jax.numpy as jnp
 
     newer = jnp.clip
-    jnp.clip = lambda x, *limits, a_max=None: newer(x, *limits, **{} if a_max is None else {"max": a_max})
+    jnp.clip = lambda x, *limits, a_max=None: newer(
+        x, *limits, **{} if a_max is None else {"max": a_max}
+    )
     try:
         yield
     finally:

@@ -1,4 +1,5 @@
-"""transformers 5: its conversion mapping, by which it reads checkpoints of the Hub and writes them.
+"""transformers 5: its conversion mapping, by which it reads checkpoints of the Hub and writes
+them.
 
 For each model of the mapping a tiny one is made. What it saves is the form on the Hub
 (`revert_weight_conversion`); from it the model is loaded (`from_pretrained` with a state).
@@ -41,13 +42,16 @@ def conversions() -> Iterator[Conversion]:
         try:
             model = tiny_model(model_class)
         except Exception as error:
-            print(f"# {model_type}: no tiny model: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            print(
+                f"# {model_type}: no tiny model: {type(error).__name__}: {str(error)[:200]}",
+                flush=True,
+            )
             continue
-        yield from _pair(f"{model_type}/{model_class.__name__}", model)
+        yield from conversions_of(f"{model_type}/{model_class.__name__}", model)
 
 
 def models() -> list[tuple[str, Any]]:
-    """Model types of the mapping, each with its class; of those that are named by class, the class."""
+    """Model types and names of classes of the mapping, each with its class."""
     import transformers
     from transformers import conversion_mapping
     from transformers.models.auto import configuration_auto, modeling_auto
@@ -80,7 +84,9 @@ def tiny_model(model_class: Any, change: dict[str, Any] | None = None) -> Any:
     import torch
 
     values = tiny_values(model_class.config_class)
-    config = model_class.config_class(**{**values, **{k: v for k, v in (change or {}).items() if k in values}})
+    config = model_class.config_class(
+        **{**values, **{k: v for k, v in (change or {}).items() if k in values}}
+    )
     with torch.device("meta"):
         count = sum(p.numel() for p in model_class(config).parameters())
     if count > MOST_NUMBERS:
@@ -108,7 +114,8 @@ def tiny_values(kind: Any, depth: int = 0) -> dict[str, Any]:
     return values | OF_FAMILY_5.get(kind.model_type, {})
 
 
-def _pair(name: str, model: Any) -> Iterator[Conversion]:
+def conversions_of(name: str, model: Any) -> Iterator[Conversion]:
+    """Both directions of a model."""
     import torch
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -62,7 +62,8 @@ class Written:
         nothing: `drop` or a constant, on the side that has no term.
         order: where the rule stands in the file.
         arrays: how many of both sides it is about.
-        shape: of an array that stays as it is, so that the rule does not say it.
+        shape: sizes of all axes, or of an array that stays as it is: numbers become axes only where
+            it is the same.
     """
 
     left: tuple[WrittenTerm, ...]
@@ -121,7 +122,10 @@ def written(draft: Draft, order: int, dtype_of: Callable[[Term, bool], str | Non
         tuple(sizes.items()),
         order=order,
         arrays=sum(len(one.names) for side in sides for one in side),
-        shape=draft.shape,
+        shape=draft.shape
+        or tuple(
+            leaf.extent for one in draft.left for axis in all_axes(one) for leaf in axis.leaves()
+        ),
     )
 
 
