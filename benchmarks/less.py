@@ -57,9 +57,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024, help="frozen weights of `lora`")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument(
-        "--only", nargs="*", help="of `policies`: rows with one of these texts"
-    )
+    parser.add_argument("--only", nargs="*", help="of `policies`: rows with one of these texts")
     parser.add_argument("--kinds", nargs="*", help="of `policies`: columns, likewise")
     parser.add_argument("--kept-cost", type=float, help="of quantised patches, instead of ours")
     parser.add_argument("--dir", default=".", help="a fresh directory is made in here, and removed")

@@ -134,9 +134,7 @@ def _qwen35(moe: bool) -> Any:
         "n_layers": 4, "rotary_dim": 8, "n_key_heads": 2, "n_value_heads": 6, "key_head_dim": 5,
         "value_head_dim": 7, "full_attention_interval": 2, **_GQA,
     }  # fmt: skip
-    common["rope"] = qwen3_5.MRoPE.Config(
-        dim=8, max_seq_len=64, theta=1e4, mrope_section=[2, 1, 1]
-    )
+    common["rope"] = qwen3_5.MRoPE.Config(dim=8, max_seq_len=64, theta=1e4, mrope_section=[2, 1, 1])
     if moe:
         layers = qwen3_5._build_qwen35_moe_layers(
             moe_hidden_dim=14, num_experts=5, top_k=2, shared_expert_hidden_dim=18, **common

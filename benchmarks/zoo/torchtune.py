@@ -1,6 +1,6 @@
 """torchtune 0.6.1: `convert_weights`, those of single models, of reward models and of adapters."""
 
-# ruff: noqa: E402 - what it imports needs a stand-in first
+
 
 from __future__ import annotations
 
