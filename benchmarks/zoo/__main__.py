@@ -13,7 +13,6 @@ import importlib
 import json
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,8 +64,9 @@ def observed(conversion: Conversion, folder: Path | None) -> dict[str, Any]:
         rules = Rules.observe(conversion.function, conversion.example, strict=False)
     except RuleError as error:
         return {**row, "result": "refused", "why": str(error)[:300]}
-    except Exception:
-        return {**row, "result": "failed", "why": traceback.format_exc(limit=-3)[-500:]}
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return {**row, "result": "failed", "why": why[:300]}
     report = rules.report
     assert report is not None
     row |= {
