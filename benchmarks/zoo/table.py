@@ -103,7 +103,8 @@ def _others(results: dict[str, list[dict[str, Any]]]) -> list[str]:
         for row in rows:
             if row["result"] != "rules":
                 why = " ".join(str(row.get("why", "")).split()).replace("|", "\\|")
-                lines.append(f"| {source}: {row['name']} | {row['result']} | {why} |")
+                why = why.replace("`", "'")  # as code: brackets would be links
+                lines.append(f"| {source}: {row['name']} | {row['result']} | `{why}` |")
     return lines if len(lines) > 2 else ["Nothing."]
 
 

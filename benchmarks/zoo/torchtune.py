@@ -1,7 +1,5 @@
 """torchtune 0.6.1: `convert_weights`, those of single models, of reward models and of adapters."""
 
-
-
 from __future__ import annotations
 
 import importlib.machinery
