@@ -427,7 +427,7 @@ def test_processes_save_and_load_together(tmp_path: Path) -> None:
 @pytest.fixture
 def all_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each process writes all that it holds, as replicas do that do not know of each other."""
-    monkeypatch.setattr(write_plan, "_own_items", lambda held, process: held)
+    monkeypatch.setattr(write_plan, "_own_items", lambda held, *_: held)
 
 
 @pytest.mark.usefixtures("all_write")
