@@ -14,6 +14,7 @@ from support.saving import in_job
 
 import unickpt
 from unickpt import Checkpointer, Experts, SaveOptions
+from unickpt.reuse import base
 
 EXPERTS, KEY = 6, "experts/{x}/*"
 SMALL: dict[str, Any] = {"chunk_bytes": 8192, "fsync": False, "timeout_s": 20}
@@ -136,7 +137,6 @@ def test_quantised_experts_that_cannot_be_linked_are_copied_as_they_are(
     with Checkpointer(tmp_path / "run", experts=experts, options=options) as steps:
         for step in range(2):
             steps.save(step, state(step), wait=True)
-        from unickpt.reuse import base
 
         def none(*_: Any) -> bool:
             return False
@@ -157,6 +157,28 @@ def test_quantised_experts_that_cannot_be_linked_are_copied_as_they_are(
         assert errors[1][name].errors[0] > 0
         if step < 2:
             assert errors[1][name].errors == errors[0][name].errors
+
+
+def test_quantised_experts_that_have_patches_are_copied_with_these(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when too little of their files is used to link them."""
+    options = SaveOptions(quantize={"experts/**": "uint8"}, **SMALL)
+    experts = Experts({"experts/{x}/*": 3})
+    with Checkpointer(tmp_path, experts=experts, reuse="patch", options=options) as steps:
+        for step in range(4):
+            steps.save(step, drifting(step), wait=True)
+        assert any(e.patched for e in unickpt.open(tmp_path / "step_3").index.arrays.values())
+        monkeypatch.setattr(base, "_is_beside", lambda *_: False)
+        monkeypatch.setattr(base.LinkedFiles, "are_possible", lambda _: False)
+        steps.save(4, drifting(4), wait=True)
+    old, new = (unickpt.load(tmp_path / f"step_{step}") for step in (3, 4))
+    left_out = [x for x, step in steps_of(str(tmp_path / "step_4"))[KEY].items() if step < 4]
+    assert len(left_out) == EXPERTS - 3
+    for x in left_out:
+        for name, value in new["experts"][str(x)].items():
+            assert value.tobytes() == old["experts"][str(x)][name].tobytes()
+    assert unickpt.verify(tmp_path / "step_4").ok
 
 
 # --- what changed little, and what did not --------------------------------------------------------

@@ -165,14 +165,34 @@ class Chains:
         """
         entry, part, number, out, expected, _ = request
         try:
-            data = self._full(entry, number, chain, out)
-            for patch in self._patches(entry, part, number, chain):
-                _apply(entry, patch, data)
+            data = self._rebuilt(entry, part, number, chain, out)
             if data is not out:
                 codec.decode(entry, data, out)
         except (Failed, NotDecodable, BadPatch) as error:
             raise self._naming(error, entry, part, number) from error
         return None if expected is None else codec.digest(data)
+
+    def stored_bytes(
+        self, entry: ArrayEntry, part: Part, number: int, chain: Sequence[Value]
+    ) -> Array:
+        """The stored bytes of a chunk of a quantised array, of which one value is a whole one.
+
+        Raises:
+            CheckpointCorrupt, StorageError: as `read`.
+        """
+        try:
+            return self._rebuilt(entry, part, number, chain, np.empty(0, np.uint8))
+        except (Failed, BadPatch) as error:
+            raise self._naming(error, entry, part, number) from error
+
+    def _rebuilt(
+        self, entry: ArrayEntry, part: Part, number: int, chain: Sequence[Value], out: Array
+    ) -> Array:
+        """A full chunk with its patches; in `out`, or the stored bytes of a quantised one."""
+        data = self._full(entry, number, chain, out)
+        for patch in self._patches(entry, part, number, chain):
+            _apply(entry, patch, data)
+        return data
 
     def read_parent(
         self,

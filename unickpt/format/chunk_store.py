@@ -254,14 +254,6 @@ class ChunkStore:
             raise Damaged(f"{stored} bytes stored, {length} expected")
         return np.frombuffer(data, np.uint8)
 
-    def has_bytes(self, entry: ArrayEntry, part: Part, number: int, stored: Array) -> bool:
-        """Whether a chunk of a quantised array is stored as these bytes.
-
-        Raises:
-            Failed: as `stored_bytes`.
-        """
-        return np.array_equal(self.stored_bytes(entry, part, number), stored)
-
     def explained(self, error: Failed, where: str) -> Exception:
         """What to raise for a failure to read: damage, the storage's fault, or another's save."""
         return self.unless_replaced(reading_failed(error, where))

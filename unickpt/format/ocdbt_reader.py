@@ -251,16 +251,14 @@ class OcdbtReader(Reader):
         spans = self._spans
         return self._rows(np.array([spans[entry.name].start for entry in entries], np.int64))
 
-    def has_bytes(self, entry: ArrayEntry, part: Part, number: int, stored: Array) -> bool:
-        """Whether a chunk of a quantised array is stored as these bytes.
+    def quantized_bytes(self, entry: ArrayEntry, part: Part, number: int) -> Array:
+        """The stored bytes of a chunk of a quantised array, whether it has patches or not.
 
         Raises:
-            CheckpointCorrupt, StorageError: as `read_chunk`.
+            CheckpointCorrupt, StorageError: as `read`.
         """
-        try:
-            return self._store_of(entry, part, number).has_bytes(entry, part, number, stored)
-        except Failed as error:
-            raise self._explained(error, entry) from error
+        values = self.values_of(entry, part, number)
+        return self._chains.stored_bytes(entry, part, number, values)
 
     def where(self, entry: ArrayEntry, part: Part, number: int) -> DataReference | None:
         """The file and the bytes in which a whole chunk is stored, or the full chunk of a patched

@@ -360,11 +360,7 @@ class Base:
                     "it is not there in the same chunks, and what is quantised is not quantised "
                     "a second time"
                 )
-            values = self._reader.values_of(found.entry, found.part, number)
-            if len(values) > 1:
-                raise CheckpointCorrupt("it is there as a patch, which cannot be copied")
-            stored = self._reader.read_value(found.entry, values[0], number)
-            data = np.frombuffer(stored, np.uint8)
+            data = self._reader.quantized_bytes(found.entry, found.part, number)
             if codec.digest(data) != found.digest:
                 raise CheckpointCorrupt("it does not match its digest")
             return data
@@ -422,7 +418,8 @@ class Base:
     def _is_equal(self, found: Candidate, number: int, chunk: Array) -> bool:
         try:
             if found.entry.quantized is not None:
-                return self._reader.has_bytes(found.entry, found.part, number, chunk)
+                stored = self._reader.quantized_bytes(found.entry, found.part, number)
+                return np.array_equal(stored, chunk)
             out = np.empty(chunk.shape, dtypes.from_name(found.entry.dtype))
             self._reader.read([Request(found.entry, found.part, number, out)])
         except UnickptError as error:  # it is damaged, and must not be referred to
