@@ -17,7 +17,7 @@ import pytest
 
 import unickpt
 from unickpt import Rules
-from unickpt.errors import RuleError
+from unickpt.errors import RuleError, RuleWarning
 
 State = dict[str, Any]
 
@@ -190,6 +190,11 @@ def test_an_example_of_other_sizes_than_the_model(tmp_path: Path) -> None:
     back = {"q": np.zeros_like(q)}
     unickpt.load(tmp_path / "b", back, rules=rules.inverse)
     assert back["q"].tobytes() == q.tobytes()
+    with pytest.warns(RuleWarning, match="b=3 is taken, as the rule says is usual"):
+        unickpt.convert(tmp_path / "b", tmp_path / "c", rules=rules.inverse)
+    given = Rules.parse(str(rules), sizes={"b": 4}).inverse  # without a warning
+    unickpt.convert(tmp_path / "b", tmp_path / "d", rules=given)
+    assert unickpt.load(tmp_path / "d")["q"].tobytes() == q.tobytes()
 
 
 # --- names ----------------------------------------------------------------------------------------
@@ -462,7 +467,8 @@ def test_a_checkpoint_is_converted_as_the_converter_does_it(tmp_path: Path) -> N
     (tmp_path / "my.rules").write_text(rules.report.text)
     rules = Rules.load(tmp_path / "my.rules")
     unickpt.save(tmp_path / "jax", state)
-    unickpt.convert(tmp_path / "jax", tmp_path / "torch", rules=rules)
+    with pytest.warns(RuleWarning, match=r"layers/qkv.*\n.*c=4, d=4 is taken.*no shape tells it"):
+        unickpt.convert(tmp_path / "jax", tmp_path / "torch", rules=rules)
     found, expected = unickpt.load(tmp_path / "torch"), convert(state)
     assert found.keys() == expected.keys()
     for name, x in expected.items():
@@ -480,8 +486,36 @@ def test_an_example_can_be_a_checkpoint(tmp_path: Path) -> None:
         assert state["step"] == 7
         return {"w": state["params"]["w"].T}
 
-    assert observed(convert, tmp_path / "a") == ["params/w [i o] <-> w [o i]"]
-    assert observed(convert, unickpt.open(tmp_path / "a")) == ["params/w [i o] <-> w [o i]"]
+    for example in (tmp_path / "a", unickpt.open(tmp_path / "a")):
+        rules = Rules.observe(convert, example)
+        assert lines_of(rules) == ["params/w [i o] <-> w [o i]", "step <-> drop"]
+        assert rules.report is not None
+        assert rules.report.dropped == ("step",)
+
+
+def test_values_that_are_no_arrays(tmp_path: Path) -> None:
+    state = {"w": np.ones((3, 5), np.float32), "step": 7, "name": "a", "old": 1}
+    unickpt.save(tmp_path / "a", state)
+
+    def convert(given: State) -> State:
+        return {"w": given["w"].T, "step": given["step"], "name": "b", "version": 2}
+
+    rules = Rules.observe(convert, tmp_path / "a")
+    assert lines_of(rules) == [
+        "w [i o] <-> w [o i]", "step <-> step", "name <-> drop", "drop <-> name", "old <-> drop",
+        "drop <-> version",
+    ]  # fmt: skip
+    unickpt.convert(tmp_path / "a", tmp_path / "b", rules=rules)
+    assert unickpt.load(tmp_path / "b")["step"] == 7
+    unickpt.save(tmp_path / "c", convert(state))
+    assert rules.check(tmp_path / "a", tmp_path / "c")
+    unickpt.save(tmp_path / "c", {**convert(state), "step": 8}, overwrite=True)
+    assert rules.check(tmp_path / "a", tmp_path / "c").differences == {
+        "step": f"it is 8, and would be made as 7 by `{rules.rules[1]}`"
+    }
+    draft = Rules.draft(tmp_path / "a", tmp_path / "c").report
+    assert draft is not None
+    assert "step <-> step" in draft.text
 
 
 def test_many_arrays() -> None:

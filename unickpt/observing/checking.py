@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
@@ -17,11 +17,11 @@ import numpy as np
 
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
-from unickpt.observing.converters import arrays_in
+from unickpt.observing.converters import leaves_in
 from unickpt.reading import checkpoint
 from unickpt.rules import in_memory
 from unickpt.rules.observed import RulesCheck
-from unickpt.rules.plan import Fact, Made
+from unickpt.rules.plan import Fact, LeafKind, Made
 from unickpt.rules.planner import make_plan
 from unickpt.rules.rule_set import Rules
 
@@ -34,25 +34,35 @@ class Side:
     """Arrays that can be read in boxes.
 
     Arguments:
-        facts: shapes and dtypes, by name.
+        facts: of all leaves, by name.
         read: returns a box of an array.
         where: what it is, for messages.
+        values: the leaves that are no arrays.
     """
 
     facts: Mapping[str, Fact]
     read: Callable[[str, Box], Array]
     where: str
+    values: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, given: Any, where: str) -> Side:
         """A tree of arrays, or a checkpoint: a path, a URL, or what `unickpt.open` returned."""
         if isinstance(given, str | PathLike | checkpoint.Checkpoint):
             opened = checkpoint.opened(given)
-            entries = opened.reader.index.entries
-            facts = {name: Fact(entry.shape, entry.dtype) for name, entry in entries.items()}
-            return cls(facts, lambda name, box: opened[name].read(box), str(given))
-        arrays = arrays_in(given)
-        return cls(in_memory.facts_of(arrays), lambda name, box: arrays[name][box.slices], where)
+            index = opened.reader.index
+            facts = {name: Fact(entry.shape, entry.dtype) for name, entry in index.entries.items()}
+            facts |= dict.fromkeys(index.values, Fact(kind=LeafKind.VALUE))
+            facts |= dict.fromkeys(index.per_process, Fact(kind=LeafKind.PROCESS))
+            return cls(facts, lambda name, box: opened[name].read(box), str(given), index.values)
+        arrays, values = leaves_in(given)
+        facts = in_memory.facts_of(arrays) | dict.fromkeys(values, Fact(kind=LeafKind.VALUE))
+        return cls(facts, lambda name, box: arrays[name][box.slices], where, values)
+
+    @property
+    def arrays(self) -> dict[str, Fact]:
+        """The facts of the arrays."""
+        return {name: fact for name, fact in self.facts.items() if fact.is_array}
 
     def whole(self, name: str) -> Array:
         return self.read(name, Box.whole(self.facts[name].shape))
@@ -69,6 +79,11 @@ def check(rules: Rules, left: Any, right: Any, *, probes: int, rtol: float) -> R
     compared, arrays = 0, 0
     for name, made_as in names.items():
         made = plan.made[made_as]
+        source = made.carried
+        if source is not None and source in have.values:
+            ours, theirs = have.values[source], want.values.get(name)
+            if ours != theirs:
+                found[name] = f"it is {theirs!r}, and would be made as {ours!r} by `{made.rule}`"
         if made.carried is not None or made.function is not None:
             continue
         arrays += 1
@@ -138,7 +153,7 @@ def _reason(name: str, made: Array, want: Side) -> str:
                 f"[{' '.join(letters[i] for i in order)}]: the rule lacks a transpose, or has one "
                 "too many"
             )
-    for other, fact in want.facts.items():
+    for other, fact in want.arrays.items():
         if other != name and fact.shape == made.shape and _equal(made, want.whole(other), 0).all():
             return f"it is what {other!r} holds: two names are exchanged"
     if made.dtype == asked.dtype and np.array_equal(np.sort(made, None), np.sort(asked, None)):

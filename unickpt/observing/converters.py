@@ -96,6 +96,8 @@ class Converter:
 
     def __init__(self, function: Callable[[Any], Any], example: Example) -> None:
         self._function, self._example = function, example
+        self.plain: Mapping[str, Any] = {}
+        """What it returned last that is no array, by name."""
 
     def __call__(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """All arrays that it returns; of one that returns None, what it made of its argument."""
@@ -105,18 +107,26 @@ class Converter:
             example.node, lambda name: values[name] if name in values else example.plain[name]
         )
         found = self._function(given)
-        return arrays_in(given if found is None else found)
+        arrays_found, self.plain = leaves_in(given if found is None else found)
+        return arrays_found
 
 
 def arrays_in(found: Any) -> dict[str, Array]:
     """All arrays of what a converter returns, by name."""
+    return leaves_in(found)[0]
+
+
+def leaves_in(found: Any) -> tuple[dict[str, Array], dict[str, Any]]:
+    """All arrays of what a converter returns, and all that is no array, by name."""
     if not hasattr(found, "shape") and _is_pairs(found):
         found = dict(found)
-    return {
-        leaf.name: to_numpy(leaf.value)
-        for leaf in tree.leaves(_flattened(found))
-        if hasattr(leaf.value, "shape") and hasattr(leaf.value, "dtype")
-    }
+    arrays, plain = {}, {}
+    for leaf in tree.leaves(_flattened(found)):
+        if hasattr(leaf.value, "shape") and hasattr(leaf.value, "dtype"):
+            arrays[leaf.name] = to_numpy(leaf.value)
+        else:
+            plain[leaf.name] = leaf.value
+    return arrays, plain
 
 
 def _is_pairs(found: Any) -> bool:

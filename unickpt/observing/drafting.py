@@ -68,7 +68,7 @@ def _side(given: Any, where: str) -> tuple[Side, bool]:
     example = Example.of(given, None)
     try:
         side = Side.of(given, where)
-        if side.facts.keys() == example.arrays.keys():
+        if side.arrays.keys() == example.arrays.keys():
             return side, True
     except (TypeError, NotImplementedError):  # what stands for an array without memory
         pass
@@ -101,7 +101,7 @@ class _Drafted:
     pairs: list[tuple[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._open = {True: dict(self.left.facts), False: dict(self.right.facts)}
+        self._open = {True: self.left.arrays, False: self.right.arrays}
         self._order = {name: at for at, name in enumerate(self.left.facts)}
         self._values = {True: Values(self.left), False: Values(self.right)}
 
@@ -388,27 +388,27 @@ class _Drafted:
 
     def rules(self, name: str) -> Rules:
         """The certain rules, with the report that has all."""
-        lines = merged(self.certain)
         for words in (True, False):
             lines = merged(self.certain, words=words)
             if self._do_fit(lines, name):
                 break
         else:
             lines = sorted(self.certain, key=lambda rule: rule.order)
-        guesses = _merged_guesses(self.guesses)
+        both = [name for name in self.left.values if name in self.right.values]
+        values = [f"{term} <-> {term}" for term in (WrittenTerm(tokens(name)) for name in both)]
         report = DraftReport(
-            tuple(map(str, lines)),
-            guesses,
-            tuple(self._open[True]),
-            tuple(self._open[False]),
+            (*map(str, lines), *values),
+            _merged_guesses(self.guesses),
+            (*self._open[True], *(name for name in self.left.values if name not in both)),
+            (*self._open[False], *(name for name in self.right.values if name not in both)),
         )
         report = replace(report, text=_text(name, report))
         return replace(Rules.parse("\n".join(report.certain), name=name), report=report)
 
     def _do_fit(self, lines: Sequence[Written], name: str) -> bool:
         """Whether lines that stand for several still mean the same."""
-        lefts = self.left.facts.keys() - self._open[True].keys()
-        rights = self.right.facts.keys() - self._open[False].keys()
+        lefts = self.left.arrays.keys() - self._open[True].keys()
+        rights = self.right.arrays.keys() - self._open[False].keys()
         for guess in self.guesses:
             lefts = lefts - {"".join(map(str, t.name)) for t in guess.rule.left}
             rights = rights - {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ml_dtypes
@@ -21,7 +21,7 @@ from unickpt.observing.notation import Written, WrittenTerm, tokens, written
 from unickpt.observing.regular_blocks import Irregular
 from unickpt.rules import in_memory
 from unickpt.rules.observed import ObservedReport
-from unickpt.rules.plan import Fact
+from unickpt.rules.plan import Fact, LeafKind
 from unickpt.rules.planner import make_plan
 from unickpt.rules.rule_set import Rules
 
@@ -65,6 +65,15 @@ def rules_of(seen: Seen, title: str, *, strict: bool) -> Rules:
     return rules
 
 
+@dataclass(frozen=True)
+class Values:
+    """The leaves of a converter's argument and result that are no arrays, by name."""
+
+    taken: tuple[str, ...] = ()
+    returned: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+
+
 @dataclass
 class Seen:
     """What a converter does.
@@ -77,6 +86,8 @@ class Seen:
         refused: arrays that no rule can make, and why.
         runs: how often it was called.
         together: see `components.drafts`.
+        values: which leaves that are no arrays it takes, and which it returns; of these, those that
+            come back as they were under their own name.
     """
 
     inputs: list[Input]
@@ -86,6 +97,7 @@ class Seen:
     refused: dict[str, str]
     runs: int
     together: Callable[[str], str] | None = None
+    values: Values = field(default_factory=lambda: Values())
 
 
 def observed(converter: Callable[..., dict[str, Array]], example: Example, title: str) -> Seen:
@@ -109,6 +121,9 @@ def observed(converter: Callable[..., dict[str, Array]], example: Example, title
         if isinstance(error, NamesDiffer):
             raise RuleError(f"{title}: {error}") from None
         raise
+    given, found = example.plain, getattr(converter, "plain", {})
+    kept = [name for name, value in given.items() if name in found and found[name] == value]
+    seen.values = Values(tuple(given), tuple(found), tuple(kept))
     return seen
 
 
@@ -211,6 +226,10 @@ class _Writer:
         rules += [
             Written((WrittenTerm(tokens(name)),), (), order=numbers[name]) for name in dropped
         ]
+        rules += self._of_values(len(inputs) + len(rules))
+        values = self._seen.values
+        dropped += [name for name in values.taken if name not in values.kept]
+        not_made += [name for name in values.returned if name not in values.kept]
         self._used = self._used_elements(inputs, of_inputs)
         scaled = [
             one.name for one in of_inputs if _is_scaled(one) and one.name not in self._seen.refused
@@ -223,6 +242,18 @@ class _Writer:
             self._seen.refused, self._seen.runs,
         )  # fmt: skip
         return self._checked(rules, report, used | {*dropped})
+
+    def _of_values(self, order: int) -> list[Written]:
+        """Rules for what is no array."""
+        values, found = self._seen.values, list[Written]()
+        for name in dict.fromkeys([*values.taken, *values.returned]):
+            term = WrittenTerm(tokens(name))
+            left = (term,) if name in values.taken else ()
+            right = ((term,),) if name in values.kept or not left else ()
+            found.append(Written(left, right, order=order + len(found)))
+            if left and not right and name in values.returned:
+                found.append(Written((), ((term,),), order=order + len(found)))
+        return found
 
     def _used_elements(self, inputs: Sequence[Input], traced: Sequence[Traced]) -> dict[str, Array]:
         """For each input of which something is made, which of its elements are."""
@@ -300,9 +331,10 @@ class _Writer:
         """
         have = {name: x for name, x in self._seen.own.items() if name in ruled}
         want = {name: x for name, x in self._seen.made.items() if name not in report.refused}
-        forward = _through(rules, have, want)
+        values = self._seen.values
+        forward = _through(rules, have, want, values.taken, values.returned)
         _same(forward, _without(want, report.not_made), {*report.scaled})
-        backward = _through(rules.inverse, want, have)
+        backward = _through(rules.inverse, want, have, values.returned, values.taken)
         expected = {name: self._left_of(name) for name in have if name not in report.dropped}
         _same(backward, expected, {*have} if report.scaled else set())
 
@@ -413,12 +445,17 @@ def _text(title: str, rules: Sequence[Written], report: ObservedReport) -> str:
 
 
 def _through(
-    rules: Rules, have: Mapping[str, Array], want: Mapping[str, Array]
+    rules: Rules,
+    have: Mapping[str, Array],
+    want: Mapping[str, Array],
+    values: Sequence[str],
+    wanted_values: Sequence[str],
 ) -> dict[str, Array]:
-    stored = in_memory.stored_leaves(in_memory.facts_of(have))
-    asked: Mapping[str, Fact] = in_memory.facts_of(want)
-    plan = make_plan(rules, stored, asked, where="the example")
-    return in_memory.apply(plan, have)
+    """What rules make of arrays, beside values that are no arrays."""
+    value = Fact(kind=LeafKind.VALUE)
+    stored = in_memory.stored_leaves(in_memory.facts_of(have) | dict.fromkeys(values, value))
+    asked = in_memory.facts_of(want) | dict.fromkeys(wanted_values, value)
+    return in_memory.apply(make_plan(rules, stored, asked, where="the example"), have)
 
 
 def _same(found: Mapping[str, Array], expected: Mapping[str, Array], scaled: set[str]) -> None:

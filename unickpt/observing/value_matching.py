@@ -31,14 +31,11 @@ class Order:
         many: whether it is the first shape that has the axes one by one; else the second one.
         order: of its axes in the other shape.
         groups: how many of them each dimension of the other shape has.
-        halves: of an axis that is cut in two whose order is exchanged, as for rotary embeddings:
-            its place in `order`, and the number of heads before it; None if there is none.
     """
 
     many: bool
     order: tuple[int, ...]
     groups: tuple[int, ...]
-    halves: tuple[int, int] | None = None
 
     def apply(self, x: Array, shape: tuple[int, ...]) -> Array:
         """An array of the first shape as one of the second."""
@@ -122,7 +119,7 @@ class Values:
 
     @property
     def facts(self) -> Mapping[str, Fact]:
-        return self._side.facts
+        return self._side.arrays
 
     def array(self, name: str) -> Array:
         if name not in self._arrays:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
+from unickpt.errors import RuleWarning
 from unickpt.quoting import printable
 from unickpt.rules.ast import Nothing, SourcePosition
 from unickpt.rules.matching import Family, Lacks, LeafNames, Misshapen, OtherSizes, families
@@ -40,6 +42,21 @@ class Problem:
 def fault(rule: Rule, why: object, caret: str = "") -> Problem:
     """A problem of one rule, as text: the rule, a line with a caret below it, and what is wrong."""
     return Problem(f"{rule}{caret}\n    {why}", rule)
+
+
+def warn_of_assumed(found: Sequence[Family]) -> None:
+    """Warns of sizes that a rule calls usual, and that nothing else tells; once for each rule."""
+    assumed = {family.rule: family.assumed for family in found if family.assumed}
+    for rule, sizes in assumed.items():
+        given = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+        one = next(iter(sizes))
+        warnings.warn(
+            f"{rule}\n    {given} is taken, as the rule says is usual: no shape tells it. If this "
+            f"model has another size, give it, by sizes={{{one!r}: ...}} or --size {one}=..., or "
+            f"the other side's shapes, by like; if it is right, write `{given}` without a `?`",
+            RuleWarning,
+            stacklevel=2,
+        )
 
 
 def message(where: str, problems: Sequence[Problem]) -> str:

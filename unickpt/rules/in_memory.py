@@ -19,6 +19,7 @@ def stored_leaves(facts: Mapping[str, Fact]) -> StoredLeaves:
     entries = {
         name: ArrayEntry(name, fact.shape, fact.dtype, tuple(max(1, n) for n in fact.shape))
         for name, fact in facts.items()
+        if fact.is_array
     }
     return StoredLeaves(facts, entries)
 
@@ -32,15 +33,19 @@ def apply(plan: RulePlan, arrays: Mapping[str, Array]) -> dict[str, Array]:
     """What a plan makes of arrays, by all of its names.
 
     Arguments:
-        plan: without functions and plain values.
+        plan: without functions; plain values are left out.
         arrays: what is stored, by name.
     """
 
     def read(name: str, box: Box) -> Array:
         return arrays[name][box.slices]
 
-    made = {name: elements(one, Box.whole(one.fact.shape), read) for name, one in plan.made.items()}
-    return made | {alias: made[name] for alias, name in plan.aliases.items()}
+    made = {
+        name: elements(one, Box.whole(one.fact.shape), read)
+        for name, one in plan.made.items()
+        if one.carried is None
+    }
+    return made | {alias: made[name] for alias, name in plan.aliases.items() if name in made}
 
 
 def elements(made: Made, box: Box, read: Callable[[str, Box], Array]) -> Array:

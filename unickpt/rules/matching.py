@@ -76,6 +76,7 @@ class Family:
         texts: what its text captures took.
         have, want: the arrays of each expression that match, with what their names hold.
         sizes: of all axes.
+        assumed: those of which the shapes tell nothing, so that the usual ones are taken.
         rank: how many axes `...` matches.
         reason: why it does not apply; None where it does.
     """
@@ -85,6 +86,7 @@ class Family:
     have: dict[str, list[tuple[str, Match]]] = field(default_factory=dict)
     want: dict[str, list[tuple[str, Match]]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
+    assumed: dict[str, int] = field(default_factory=dict)
     rank: int = 0
     reason: Unfit | None = None
     _items: dict[str, tuple[AxisItem, ...]] = field(default_factory=dict)
@@ -382,6 +384,7 @@ def _fuse(family: Family, matched: Sequence[_Matched]) -> None:
                 one = next((a for a in unknown if not axes.is_pad(a)), axes.PAD)
                 raise Unfit(f"the size of {names} is unknown: give it, as in `{one}=8`")
             family.sizes[found[0]] = found[1]
+            family.assumed[axes.PAD if axes.is_pad(found[0]) else found[0]] = found[1]
         _solve(family, matched)
 
 
