@@ -5,17 +5,19 @@ Arrays whose names differ only in numbers are taken together: the numbers are co
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from unickpt.arrays.dtypes import Array
-from unickpt.observing.axis_items import Axis, Dimensions, Item, Part, Place, axes_in, insert
 from unickpt.observing.element_codes import Traced
-from unickpt.observing.regular_blocks import Block, Irregular, blocks_of
+from unickpt.observing.fitting import Draft, Fit, Group, Pieced, Term
+from unickpt.observing.regular_blocks import Irregular, blocks_of
 
+_SOURCE_BITS = 40  # of an index; an example has fewer elements
 _NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]*)(?![0-9])")
 
 
@@ -26,93 +28,6 @@ class Input:
     name: str
     shape: tuple[int, ...]
     dtype: str
-
-
-@dataclass(frozen=True)
-class NumberExpr:
-    """A number in a name: a constant and multiples of axes."""
-
-    constant: int
-    terms: tuple[tuple[Axis, int], ...] = ()
-
-
-Name = tuple[str | NumberExpr, ...]
-"""A name: texts, and numbers made of axes."""
-
-
-@dataclass
-class Term:
-    """An array, or several whose numbers are axes, on one side of a rule.
-
-    Arguments:
-        name: of it.
-        dims: what each dimension is made of.
-        blocks: its blocks.
-        scale, offset: what its elements are multiplied by, and what is added then.
-        names: of all its arrays.
-        is_one_of_several: whether other terms have names like its own with other numbers.
-    """
-
-    name: Name
-    dims: list[list[Item]]
-    blocks: frozenset[int]
-    names: frozenset[str]
-    scale: float = 1.0
-    offset: float = 0.0
-    is_one_of_several: bool = False
-
-
-@dataclass
-class Draft:
-    """A rule: terms of both sides, and on the right those that are ties of one term.
-
-    Arguments:
-        left: terms.
-        right: for each array all of its names.
-        is_whole: whether each is one array that stays as it is.
-        shape: of that array.
-    """
-
-    left: list[Term]
-    right: list[list[Term]]
-    is_whole: bool = False
-    shape: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Pieced:
-    """A block: the elements that two groups of arrays share in one regular order."""
-
-    left: int
-    right: int
-    block: Block
-    scale: float
-    offset: float
-
-
-@dataclass
-class Group:
-    """Arrays of one side whose names differ only in numbers.
-
-    Arguments:
-        texts: the name without the numbers that vary, with None for each of these.
-        members: the numbers of each array, and its position among all of the side.
-        shape: of each.
-        names: of all.
-    """
-
-    texts: tuple[str | None, ...]
-    members: dict[int, tuple[int, ...]]
-    shape: tuple[int, ...]
-    names: list[str]
-
-    @property
-    def numbers(self) -> int:
-        return sum(text is None for text in self.texts)
-
-    def name(self, numbers: Sequence[NumberExpr]) -> Name:
-        picked = iter(numbers)
-        return tuple(next(picked) if text is None else text for text in self.texts)
 
 
 def drafts(
@@ -194,7 +109,7 @@ def _draft(
     ]
     _check_shares(outputs)
     pieces = list(_pieces(left, right, outputs))
-    yield from _Fit(left, right, pieces).drafts()
+    yield from Fit(left, right, pieces).drafts()
 
 
 def _is_whole(one: Input, output: Traced) -> bool:
@@ -225,13 +140,10 @@ def _check_shares(outputs: Sequence[Traced]) -> None:
 
 def _copies(outputs: Sequence[Traced]) -> list[list[int]]:
     """Outputs in groups: the first ones of those with the same elements, the second ones, ..."""
-    seen: dict[int, int] = {}
+    seen: dict[bytes, int] = {}
     found: list[list[int]] = []
     for at, one in enumerate(outputs):
-        index, source = (one.index + 1).astype(np.uint64), (one.source + 1).astype(np.uint64)
-        mixed = index * np.uint64(0x9E3779B97F4A7C15) + source * np.uint64(0x632BE59BD9B4E019)
-        mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xD6E8FEB86659FD93)
-        key = int(mixed.sum(dtype=np.uint64))
+        key = hashlib.sha256(np.sort((one.source << _SOURCE_BITS) + one.index).data).digest()
         count = seen[key] = seen.get(key, -1) + 1
         if count == len(found):
             found.append([])
@@ -334,182 +246,3 @@ def _rounded(values: Array) -> Array:
         near = round(middle)
         out[mine] = near if abs(middle - near) < 1e-4 else middle
     return out
-
-
-@dataclass
-class _Fit:
-    """The terms of a component."""
-
-    left: Sequence[Group]
-    right: Sequence[Group]
-    pieces: Sequence[Pieced]
-    axes: list[list[Axis]] = field(default_factory=list)
-
-    def drafts(self) -> Iterator[Draft]:
-        self.axes = [[Axis(radix) for radix, _ in piece.block.digits] for piece in self.pieces]
-        dims = Dimensions()
-        lefts = [t for at in range(len(self.left)) for t in self._terms(True, at, dims)]
-        done = len(dims.units)
-        rights = [t for at in range(len(self.right)) for t in self._terms(False, at, dims)]
-        for number, (unit, blocks) in enumerate(dims.units):
-            for term in rights if number < done else lefts:
-                mine = blocks & term.blocks
-                if mine:
-                    if not term.dims:
-                        raise Irregular("numbers without dimensions become elements of an array")
-                    insert(term.dims[0], unit, mine)
-        for lefts_of, rights_of in _joined(lefts, rights):
-            yield self._draft(lefts_of, rights_of)
-
-    def _terms(self, is_left: bool, at: int, dims: Dimensions) -> Iterator[Term]:
-        """The terms of a group: its blocks by the numbers that they have in the names."""
-        group = (self.left if is_left else self.right)[at]
-        by_numbers: dict[object, list[int]] = {}
-        for number, piece in enumerate(self.pieces):
-            if (piece.left if is_left else piece.right) != at:
-                continue
-            before = 0 if is_left else self._width_of(self.left[piece.left])
-            key = tuple(
-                (piece.block.first[before + k], tuple((radix, step[before + k])
-                 for radix, step in piece.block.digits if step[before + k]))
-                for k in range(group.numbers)
-            )  # fmt: skip
-            by_numbers.setdefault(key, []).append(number)
-        for members in by_numbers.values():
-            term = self._term(is_left, group, members, dims)
-            term.is_one_of_several = len(by_numbers) > 1
-            yield term
-
-    @staticmethod
-    def _width_of(group: Group) -> int:
-        return group.numbers + len(group.shape)
-
-    def _term(self, is_left: bool, group: Group, members: Sequence[int], dims: Dimensions) -> Term:
-        numbers = []
-        for k in range(group.numbers):
-            parts = [self._part(is_left, member, k) for member in members]
-            numbers.append(_number(parts))
-        shape = [
-            dims.factors(
-                extent,
-                [self._part(is_left, member, group.numbers + k) for member in members],
-            )
-            for k, extent in enumerate(group.shape)
-        ]
-        return Term(group.name(numbers), shape, frozenset(members), frozenset(group.names))
-
-    def _part(self, is_left: bool, member: int, coordinate: int) -> Part:
-        """What a block occupies along a coordinate of one side."""
-        piece = self.pieces[member]
-        width = self._width_of(self.left[piece.left])
-        column = coordinate if is_left else width + coordinate
-        offset = piece.block.first[column]
-        places = []
-        for (radix, steps), axis in zip(piece.block.digits, self.axes[member], strict=True):
-            own = steps[:width] if is_left else steps[width:]
-            moved = sum(step != 0 for step in own)
-            if moved != 1:
-                raise Irregular(
-                    "an axis of it runs along two dimensions at once"
-                    if moved
-                    else "an element is copied to several places"
-                )
-            step = steps[column]
-            if step < 0:
-                offset += step * (radix - 1)
-            if step:
-                places.append(Place(axis, abs(step), step < 0))
-        places.sort(key=lambda place: -place.stride)
-        return Part(member, offset, tuple(places))
-
-    def _draft(self, lefts: list[Term], rights: list[Term]) -> Draft:
-        ties: dict[object, list[Term]] = {}
-        for term in rights:
-            ties.setdefault(self._taken(term), []).append(term)
-        for terms in ties.values():
-            if len(terms) > 1 and len({len(t.names) for t in terms}) > 1:
-                raise Irregular("an element is copied to several arrays")
-        draft = Draft(lefts, list(ties.values()))
-        self._add_arithmetic(draft)
-        return draft
-
-    def _taken(self, term: Term) -> object:
-        """What of the left side a term takes; equal for ties."""
-        found = []
-        for member in sorted(term.blocks):
-            piece = self.pieces[member]
-            width = self._width_of(self.left[piece.left])
-            extent = np.prod([radix for radix, _ in piece.block.digits], dtype=np.int64)
-            found.append((piece.left, piece.block.first[:width], int(extent)))
-        return tuple(sorted(found))
-
-    def _add_arithmetic(self, draft: Draft) -> None:
-        """Puts arithmetic on a term of the left side whose blocks all have it, or of the right."""
-        for term in draft.left:
-            kinds = {(self.pieces[m].scale, self.pieces[m].offset) for m in term.blocks}
-            if len(kinds) == 1:
-                ((term.scale, term.offset),) = kinds
-        for terms in draft.right:
-            for term in terms:
-                self._add_rest(term, draft.left)
-
-    def _add_rest(self, term: Term, lefts: Sequence[Term]) -> None:
-        """What is left of the arithmetic of a right term: `left = (right - offset) / scale`."""
-        kinds = set()
-        for member in term.blocks:
-            piece = self.pieces[member]
-            of = next(left for left in lefts if member in left.blocks)
-            if (of.scale, of.offset) == (piece.scale, piece.offset):
-                kinds.add((1.0, 0.0))
-            elif (of.scale, of.offset) == (1.0, 0.0):
-                kinds.add((1 / piece.scale, -piece.offset / piece.scale))
-            else:
-                raise Irregular("parts of it are scaled by several numbers on both sides")
-        if len(kinds) > 1:
-            raise Irregular("parts of it are scaled by several numbers")
-        ((term.scale, term.offset),) = kinds
-
-
-def _number(parts: Sequence[Part]) -> NumberExpr:
-    """A number in names; equal for all parts, whose axes become the same."""
-    parts = [part.opened() for part in parts]
-    first = parts[0]
-    for part in parts[1:]:
-        for mine, other in zip(first.places, part.places, strict=True):
-            if (mine.axis.extent, mine.stride) != (other.axis.extent, other.stride):
-                raise Irregular("its names are numbered in several ways")
-            other.axis.unify(mine.axis)
-    if any(place.reverse for place in first.places):
-        raise Irregular("its names are numbered backwards")
-    return NumberExpr(first.offset, tuple((place.axis, place.stride) for place in first.places))
-
-
-def _joined(
-    lefts: Sequence[Term], rights: Sequence[Term]
-) -> Iterator[tuple[list[Term], list[Term]]]:
-    """Terms that share blocks."""
-    rest = [*((True, term) for term in lefts), *((False, term) for term in rights)]
-    while rest:
-        blocks, found = set(rest[0][1].blocks), [rest.pop(0)]
-        grown = True
-        while grown:
-            near = [one for one in rest if one[1].blocks & blocks]
-            rest = [one for one in rest if not one[1].blocks & blocks]
-            found += near
-            grown = bool(near)
-            for _, term in near:
-                blocks |= term.blocks
-        yield (
-            [term for is_left, term in found if is_left],
-            [term for is_left, term in found if not is_left],
-        )
-
-
-def all_axes(term: Term) -> Iterator[Axis]:
-    """The axes of a term, those of its name first."""
-    for item in term.name:
-        if isinstance(item, NumberExpr):
-            for axis, _ in item.terms:
-                yield from axis.leaves()
-    for items in term.dims:
-        yield from axes_in(items)

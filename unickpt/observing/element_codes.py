@@ -41,7 +41,6 @@ class Traced:
     Arguments:
         name: of the output.
         shape: of it.
-        dtype: of it.
         source: for each element the number of the input; -1 if it is of none.
         index: for each element its flat index there.
         scale, offset: of the arithmetic, for each element; of a constant only the offset.
@@ -50,7 +49,6 @@ class Traced:
 
     name: str
     shape: tuple[int, ...]
-    dtype: DType
     source: Array
     index: Array
     scale: Array
@@ -174,7 +172,7 @@ class Tracer:
             one = (_decode if bits > 1 else _decode_bits)(coded, outs)
             traced = found.get(name)
             if traced is None:
-                found[name] = Traced(name, out.shape, out.dtype, *one)
+                found[name] = Traced(name, out.shape, *one)
             else:
                 _combine(traced, *one)
 

@@ -146,7 +146,7 @@ def _as_one(
             key = _letter(_side(first, is_left)[at].name, place, taken)
             options = "|".join(map(str, sorted(set(values)))) if values in restricted else ""
             captures[values] = Capture(f"{key}={options}" if options else key)
-    return _with(first, {where: captures[values] for where, values in columns.items()}, members)
+    return _with(first, {where: captures[values] for where, values in columns.items()})
 
 
 _Columns = dict[tuple[bool, int, int], tuple[int, ...]]
@@ -179,9 +179,7 @@ def _side(rule: Written, is_left: bool) -> tuple[WrittenTerm, ...]:
     return rule.left if is_left else tuple(itertools.chain(*rule.right))
 
 
-def _with(
-    rule: Written, captures: Mapping[tuple[bool, int, int], Capture], members: Sequence[Written]
-) -> Written:
+def _with(rule: Written, captures: Mapping[tuple[bool, int, int], Capture]) -> Written:
     """A rule with captures at some places of its names."""
 
     def changed(is_left: bool, at: int, term: WrittenTerm) -> WrittenTerm:
@@ -195,9 +193,7 @@ def _with(
     for names in rule.right:
         right.append(tuple(changed(False, count + k, term) for k, term in enumerate(names)))
         count += len(names)
-    return replace(
-        rule, left=left, right=tuple(right), arrays=sum(member.arrays for member in members)
-    )
+    return replace(rule, left=left, right=tuple(right))
 
 
 def _taken(rule: Written) -> set[str]:
@@ -246,7 +242,7 @@ def _as_axes(
         low = int(found[-1]) + sum(f * min(b) for f, b in zip(factors, base, strict=True))
         texts[values] = _linear([axes[b] for b in base], factors, low)
     captures = {where: Capture(texts[values]) for where, values in columns.items()}
-    return replace(_with(members[0], captures, members), sizes=tuple(sorted(sizes.items())))
+    return replace(_with(members[0], captures), sizes=tuple(sorted(sizes.items())))
 
 
 def _is_grid(base: Sequence[tuple[int, ...]]) -> bool:
@@ -275,7 +271,7 @@ def _constants(members: Sequence[Written], columns: _Columns) -> Written | None:
             axes[values] = _letter(_side(members[0], is_left)[at].name, place, taken)
     sizes = {**dict(members[0].sizes), **{axes[v]: max(v) + 1 for v in base}}
     captures = {where: Capture(axes[values]) for where, values in columns.items()}
-    return replace(_with(members[0], captures, members), sizes=tuple(sorted(sizes.items())))
+    return replace(_with(members[0], captures), sizes=tuple(sorted(sizes.items())))
 
 
 def _merge_words(rules: Sequence[Written]) -> list[Written]:
@@ -294,7 +290,7 @@ def _merge_words(rules: Sequence[Written]) -> list[Written]:
         taken = _taken(found[at])
         letter = next(n for n in itertools.chain("nmk", more_letters()) if n not in taken)
         one = _replaced(found[at], word, Capture(f"{letter}=" + "|".join(w for _, w in best)))
-        found[at] = replace(one, arrays=sum(found[k].arrays for k, _ in best))
+        found[at] = one
         gone = {k for k, _ in others}
         found = [rule for k, rule in enumerate(found) if k not in gone]
 

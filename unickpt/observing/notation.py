@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from unickpt.observing.axis_items import Axis, Item, Padding, Single, Sum, axes_in
-from unickpt.observing.components import Draft, NumberExpr, Term, all_axes
+from unickpt.observing.fitting import Draft, NumberExpr, Term, all_axes
 from unickpt.observing.regular_blocks import Irregular
 
 _PLAIN = re.compile(r'[^\s\[\](){}<>,=#"?|:\\-]?[^\s\[\](){}<>,=#"?|:\\]*')
@@ -61,7 +61,6 @@ class Written:
         sizes: of axes; those that shapes of both sides tell end with `?`.
         nothing: `drop` or a constant, on the side that has no term.
         order: where the rule stands in the file.
-        arrays: how many of both sides it is about.
         shape: sizes of all axes, or of an array that stays as it is: numbers become axes only where
             it is the same.
     """
@@ -71,7 +70,6 @@ class Written:
     sizes: tuple[tuple[str, int | str], ...] = ()
     nothing: str = "drop"
     order: int = 0
-    arrays: int = 1
     shape: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -121,7 +119,6 @@ def written(draft: Draft, order: int, dtype_of: Callable[[Term, bool], str | Non
         tuple(tuple(term(one, False) for one in terms) for terms in draft.right),
         tuple(sizes.items()),
         order=order,
-        arrays=sum(len(one.names) for side in sides for one in side),
         shape=draft.shape
         or tuple(
             leaf.extent for one in draft.left for axis in all_axes(one) for leaf in axis.leaves()

@@ -13,9 +13,10 @@ import numpy as np
 from unickpt.arrays import dtypes
 from unickpt.arrays.dtypes import Array, DType
 from unickpt.errors import RuleError
-from unickpt.observing.components import Draft, Input, Misfit, Term, drafts
+from unickpt.observing.components import Input, Misfit, drafts
 from unickpt.observing.converters import Converter, Example
 from unickpt.observing.element_codes import NamesDiffer, Traced, Tracer, bits_of, check_names
+from unickpt.observing.fitting import Draft, Term
 from unickpt.observing.merging import merged
 from unickpt.observing.notation import Written, WrittenTerm, tokens, written
 from unickpt.observing.regular_blocks import Irregular
