@@ -130,7 +130,8 @@ class _RulePlanner:
             raise RuleError(explain.message(where, self._likeliest(problems, found, valid)))
         if self._want is None:
             plan.nameless = self._rules.nameless
-        explain.warn_of_assumed(valid)
+        if any(family.assumed for family in valid):
+            explain.warn_of_assumed(valid)
         return plan
 
     def _applicable(self, found: Sequence[Family]) -> list[Family]:
