@@ -42,7 +42,7 @@ from unickpt import Checkpointer, Experts, SaveOptions
 ROWS, ROW_BYTES = 4096, 1024
 """Of the state of `policies`: 4 MiB in 64 chunks."""
 CHUNK = 64 << 10
-KEPT_COST = 1.5
+KEPT_COST = 1.75
 """Of quantised patches: `keep_last=1` keeps little beside the checkpoint, so that counts, too."""
 EXPERTS, DENSE = 16, ROWS // 8
 """Of a mixture of experts: their number, and the rows of what is no expert."""

@@ -8,8 +8,9 @@ restarting with older ones does to the loss.
 
 The model is like Mixtral, small and on the CPU: attention, 8 experts in each layer of which a token
 goes to 2, AdamW. `overhead`: loops without saves, with `torch.save` and a full save of ours, for
-both of which the loop waits, and with a save of 1 of 8 experts of each layer in the background; in
-turns, no fsync, medians of the rounds. The overhead of a save is by how much a loop with saves is
+both of which the loop waits, and with a save of 1 of 8 experts of each layer in the background, of
+which the copies are made in the call, or while the next step runs up to its update; in turns, no
+fsync, medians of the rounds. The overhead of a save is by how much a loop with saves is
 longer than that without, in the same round; *call* is how long the loop stood still in the call.
 
 `losses`: a job is killed with SIGKILL, and another goes on from its newest step, in which some
@@ -30,6 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ import torch
 from torch import nn
 
 import unickpt
-from unickpt import Checkpointer, Experts, SaveOptions
+from unickpt import Checkpointer, Experts, PendingSave, SaveOptions
 from unickpt.adapters.torch import NamedOptimizer, RouterTokens
 
 KEY = "**/layers/{l}/experts/{x}/**"
@@ -125,9 +127,10 @@ class Job:
         named = NamedOptimizer(self.optimizer, self.model)
         self.tree = {"model": self.model, "optimizer": named}
 
-    def step(self, number: int) -> None:
+    def step(self, number: int, before_update: Callable[[], object] = lambda: None) -> None:
         """One step, on a batch that is the same for the number in any process."""
         loss_of(self.model, batch(number + 10_000 * self.seed, self.size)).backward()
+        before_update()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -147,6 +150,7 @@ class Job:
 
 NONE, TORCH = "no saves", "torch.save"
 FULL, PARTIAL = "unickpt, all experts, waiting", "unickpt, 1 of 8 experts, in the background"
+LAZY = "the same, copied while the next step runs"
 
 
 def overhead(arguments: argparse.Namespace) -> None:
@@ -163,9 +167,17 @@ def overhead(arguments: argparse.Namespace) -> None:
         whole = Checkpointer(f"{folder}/whole", keep_last=1, options=options)
         experts = Experts({KEY: 1})
         some = Checkpointer(f"{folder}/some", keep_last=1, options=options, experts=experts)
+        lazily = replace(options, staging="lazy")
+        lazy = Checkpointer(f"{folder}/lazy", keep_last=1, options=lazily, experts=experts)
         job.step(0)
-        some.save(0, job.tree, wait=True)  # all experts
+        for run in (some, lazy):
+            run.save(0, job.tree, wait=True)  # all experts
         number = 0
+        last: list[PendingSave] = []
+
+        def wait_staged() -> None:
+            while last:
+                last.pop().wait_staged()
 
         def of_torch() -> None:
             state = {"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict()}
@@ -177,12 +189,13 @@ def overhead(arguments: argparse.Namespace) -> None:
             TORCH: of_torch,
             FULL: lambda: whole.save(number, job.tree, wait=True),
             PARTIAL: lambda: some.save(number, job.tree),
+            LAZY: lambda: last.append(lazy.save(number, job.tree)),
         }
         for round_ in range(arguments.rounds + 1):  # the first one warms up
-            order = list(ways)[round_ % 4 :] + list(ways)[: round_ % 4]
-            for way in order:
-                some.wait()
-                whole.wait()
+            at = round_ % len(ways)
+            for way in list(ways)[at:] + list(ways)[:at]:
+                for run in (whole, some, lazy):
+                    run.wait()
                 os.sync()
                 called, began = 0.0, time.perf_counter()
                 for at in range(saves * every):
@@ -193,8 +206,9 @@ def overhead(arguments: argparse.Namespace) -> None:
                         called += time.perf_counter() - before
                     if arguments.sleep:
                         time.sleep(arguments.sleep)
+                        wait_staged()
                     else:
-                        job.step(number)
+                        job.step(number, wait_staged)
                 took = time.perf_counter() - began
                 if round_:
                     seconds.setdefault(way, []).append(took)
@@ -202,8 +216,8 @@ def overhead(arguments: argparse.Namespace) -> None:
                     if way == NONE:
                         lengths.append(took / (saves * every))
         written = some.save(number + 1, job.tree).result()
-        some.close()
-        whole.close()
+        for run in (whole, some, lazy):
+            run.close()
     print(f"a step takes {statistics.median(lengths) * 1e3:.0f} ms")
     print(f"{'':44}  loop  overhead of a save   call  less overhead than torch.save, all")
     over = {

@@ -250,6 +250,7 @@ def test_schema_accepts_real_indexes(name: str, tmp_path: Path) -> None:
         "binary_3_0",
         "patched_3_0",
         "compressed_4_0",
+        "retired_1_2/step_5",
     ],
 )
 def test_schema_accepts_the_fixtures(name: str) -> None:

@@ -228,3 +228,16 @@ def test_arrays_with_codecs_of_their_own_stay_readable() -> None:
     index = unickpt.open(path).index
     found = {n: (bool(e.encoding), e.patches) for n, e in index.arrays.items()}
     assert found == {"w": (True, 1), "noise": (False, 1), "mask": (True, 0)}
+
+
+def test_experts_in_retired_steps_stay_readable() -> None:
+    path = FIXTURES / "retired_1_2" / "step_5"
+    experts = np.arange(4 * 300.0).reshape(4, 300)
+    experts += 10_000 * np.array([[5], [2], [3], [4]])
+    same(unickpt.load(path), {"dense": np.arange(50.0) - 5, "experts": experts, "step": 5})
+    assert unickpt.verify(path).ok
+    bases = unickpt.open(path).index.bases
+    assert [base.name for base in bases] == ["step_2", "step_3", "step_4"]
+    for step in (2, 3, 4):
+        with pytest.raises(unickpt.CheckpointNotFound):
+            unickpt.load(FIXTURES / "retired_1_2" / f"step_{step}")

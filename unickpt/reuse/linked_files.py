@@ -35,6 +35,7 @@ class LinkedFiles:
         self._reader, self._files = reader, files
         self._folder, self._fsync = folder.child(FOLDER), fsync
         self._names: dict[str, str | None] = {}
+        self._sizes: dict[str, int] = {}
 
     def are_possible(self) -> bool:
         """Whether both checkpoints are in one file system, and it has links."""
@@ -73,7 +74,12 @@ class LinkedFiles:
 
     def unit_bytes(self, place: Place) -> int:
         """The size of the data file. Raises Failed."""
-        return self._files.size(place.at.path) if isinstance(place.at, DataReference) else 0
+        if not isinstance(place.at, DataReference):
+            return 0
+        path = place.at.path
+        if path not in self._sizes:  # it is asked for before and when a file is taken
+            self._sizes[path] = self._files.size(path)
+        return self._sizes[path]
 
     def is_older(self, place: Place) -> bool:
         """Whether the data file was linked already."""
@@ -91,7 +97,8 @@ class LinkedFiles:
     def _linked(self, path: str) -> str | None:
         """The name of a file of the base in this process's folder; None if it cannot be linked."""
         if path not in self._names:
-            self._folder.make()
+            if not self._names:
+                self._folder.make()
             name = path.rpartition("/")[2]
             if name in self._names.values():
                 name = f"{len(self._names)}-{name}"

@@ -37,6 +37,7 @@ class FolderBoundary:
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
+        self._no_links = set[str]()  # folders that were looked at: many files are in few of them
 
     @cached_property
     def _tops(self) -> tuple[str, ...]:
@@ -71,12 +72,15 @@ class FolderBoundary:
 
     def _has_link(self, path: str) -> bool:
         """Whether a file below the folder, or a folder on the way to it, is a symbolic link."""
-        at = self._folder.rstrip("/")
-        for name in path.split("/"):
-            at = f"{at}/{name}"
-            if os.path.islink(at) or name == "..":
-                return True
-        return False
+        folder, _, name = path.rpartition("/")
+        if folder not in self._no_links:
+            at = self._folder.rstrip("/")
+            for each in folder.split("/"):
+                at = f"{at}/{each}"
+                if os.path.islink(at) or each == "..":
+                    return True
+            self._no_links.add(folder)
+        return name == ".." or os.path.islink(self._folder + path)
 
 
 def _encodes(path: str) -> bool:
@@ -116,7 +120,9 @@ class RegularFiles:
 
     def size(self, path: str) -> int:
         """The size of a file in bytes. Raises as `check`."""
-        return self._look(path).st_size
+        found = self._look(path)
+        self._known[path] = _identity(found)
+        return found.st_size
 
     def link(self, path: str, destination: str, *, fsync: bool) -> bool:
         """Gives a file of the folder a second name, as a hard link.
@@ -130,8 +136,9 @@ class RegularFiles:
             Whether it did; not if the file is gone, or the file system or its rules prevent it.
         """
         try:
-            expected = _identity(self._look(path))
-            at = self.folder + path
+            if path not in self._known:
+                self.check(path)
+            expected, at = self._known[path], self.folder + path
             os.link(os.path.realpath(at) if os.path.islink(at) else at, destination)
         except (OSError, Failed):
             return False
