@@ -52,8 +52,9 @@ OTHER_OF_FAMILY = {
 }
 
 FAMILIES: dict[str, list[tuple[str, list[dict[str, Any]]]]] = {
-    "transformers-bart": [("bart", [{}, {"tie_word_embeddings": False}]), ("mbart", [{}, {"tie_word_embeddings": True}]),
-                          ("blenderbot", [{}])],
+    "transformers-bart": [
+        ("bart", [{}, {"tie_word_embeddings": False}]),
+        ("mbart", [{}, {"tie_word_embeddings": True}]), ("blenderbot", [{}])],
     "transformers-bert": [("bert", [{}])],
     "transformers-clip": [("clip", [{}])],
     "transformers-dinov2": [("dinov2", [{}])],
@@ -97,9 +98,11 @@ class Pair:
             each for each in transformers_flax.classes(family) if each[1].__name__ == name
         )
         change = {**dict(FAMILIES[preset])[family][variant]}
-        with mock.patch.dict(tiny.SIZES, OTHER if size else {}):
-            with mock.patch.dict(tiny.OF_FAMILY, OTHER_OF_FAMILY if size else {}):
-                config = tiny.tiny_config(torch_class, change)
+        with (
+            mock.patch.dict(tiny.SIZES, OTHER if size else {}),
+            mock.patch.dict(tiny.OF_FAMILY, OTHER_OF_FAMILY if size else {}),
+        ):
+            config = tiny.tiny_config(torch_class, change)
         both = transformers_flax.conversions_of(name, flax_class, torch_class, config)
         there, back = both
         self.to_torch, self.to_flax = there.function, back.function

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support import preset_cases
 from support.broken_rules import each_broken, files, load
+from support.list_presets import list_presets
 from support.preset_cases import Arrays, PresetCase, digest, numbers, shapes_of
 from support.rule_cases import flat_names, flat_tree
 
@@ -25,43 +26,21 @@ CASES = [*preset_cases.all_cases()]
 IDS = [f"{case.preset}-{case.model}-{at}" for at, case in enumerate(CASES)]
 each_case = pytest.mark.parametrize("case", CASES, ids=IDS)
 
-ALWAYS = {
-    "torchtitan-llama": {"half"},
-    "litgpt-gpt-neox": {"d"},
-    "litgpt-falcon-40b": {"g", "d"},
-}
-"""Sizes that not even the shapes of both sides tell."""
+NAMES = sorted({case.preset for case in CASES})
+each_preset = pytest.mark.parametrize("preset", NAMES)
 
-RIGHT_ALONE = {
-    "maxtext-qwen2": {"d"},
-    "maxtext-qwen3-moe": {"d"},
-    "maxtext-qwen3": {"d"},
-    "maxtext-llama": {"d", "half"},
-    "maxtext-mixtral": {"d"},
-    "maxtext-gpt-oss": {"d"},
-    "maxtext-gemma2": {"d", "_"},
-    "maxtext-gemma3": {"d", "_"},
-    "maxtext-gemma3-4b": {"d", "_"},
-    "maxtext-gemma3-27b": {"d", "_"},
-    "maxtext-olmo3": {"d"},
-    "maxtext-deepseek2": {"h"},
-    "maxtext-deepseek3": {"h"},
-}
-"""Sizes to be given where only the right side is known, as in `convert` from it."""
 
-LEFT_ALONE = {
-    "maxtext-gemma2": {"_"},
-    "maxtext-gemma3": {"_"},
-    "maxtext-gemma3-4b": {"_"},
-    "maxtext-gemma3-27b": {"_"},
-    "litgpt-llama": {"k", "v"},
-    "litgpt-qwen2": {"k", "v"},
-    "litgpt-qwen3": {"k", "v"},
-    "litgpt-qwen3-moe": {"k", "v"},
-    "litgpt-mixtral": {"k", "v"},
-    "litgpt-olmo2": {"k", "v"},
-}
-"""Sizes to be given where only the left side is known, as in `convert` from it."""
+def asked(preset: str, side: str | None = None) -> set[str]:
+    """The sizes that the head of a preset says are to be given.
+
+    Arguments:
+        preset: its name.
+        side: the side that alone is known, as in `convert` from it.
+    """
+    tags = list_presets.comments(preset)[1]
+    texts = [tags.get("Sizes", ""), tags.get(f"Sizes from the {side}", "")]
+    return {name for text in texts for name in text.split(", ") if name}
+
 
 NOT_ASKED = {"lm_head.weight"}
 """What ties may make more of, where nothing says what is asked for."""
@@ -71,9 +50,8 @@ def sizes_of(case: PresetCase, names: set[str]) -> dict[str, int]:
     return {name: size for name, size in case.sizes.items() if name in names}
 
 
-def rules_of(case: PresetCase, alone: dict[str, set[str]] | None = None) -> Rules:
-    names = ALWAYS.get(case.preset, set()) | (alone or {}).get(case.preset, set())
-    return Rules.preset(case.preset, sizes=sizes_of(case, names))
+def rules_of(case: PresetCase, side: str | None = None) -> Rules:
+    return Rules.preset(case.preset, sizes=sizes_of(case, asked(case.preset, side)))
 
 
 def is_rounded(case: PresetCase, name: str) -> bool:
@@ -99,8 +77,8 @@ def test_to_the_right_and_back(case: PresetCase, tmp_path: Path) -> None:
     rules = rules_of(case)
     left = numbers(shapes_of(case.left), 1)
     unickpt.save(tmp_path / "left", flat_tree(left))
-    asked = flat_tree(zeros(shapes_of(case.right)))
-    made = flat_names(unickpt.load(tmp_path / "left", asked, rules=rules))
+    like = flat_tree(zeros(shapes_of(case.right)))
+    made = flat_names(unickpt.load(tmp_path / "left", like, rules=rules))
     assert made.keys() == case.right.keys()
     assert digests(made, expected(case.right)) == expected(case.right)
 
@@ -116,8 +94,8 @@ def test_to_the_left_and_back(case: PresetCase, tmp_path: Path) -> None:
     rules = rules_of(case)
     right = numbers(shapes_of(case.right), 2)
     unickpt.save(tmp_path / "right", flat_tree(right))
-    asked = flat_tree(zeros(shapes_of(case.left)))
-    made = flat_names(unickpt.load(tmp_path / "right", asked, rules=rules.inverse))
+    like = flat_tree(zeros(shapes_of(case.left)))
+    made = flat_names(unickpt.load(tmp_path / "right", like, rules=rules.inverse))
     assert digests(made, expected(case.left)) == expected(case.left)
 
     unickpt.save(tmp_path / "left", flat_tree(made))
@@ -132,7 +110,7 @@ def test_to_the_left_and_back(case: PresetCase, tmp_path: Path) -> None:
 @each_case
 def test_where_only_the_right_side_is_known(case: PresetCase, tmp_path: Path) -> None:
     unickpt.save(tmp_path / "right", flat_tree(numbers(shapes_of(case.right), 2)))
-    rules = rules_of(case, RIGHT_ALONE)
+    rules = rules_of(case, "right")
     made = flat_names(unickpt.load(tmp_path / "right", rules=rules.inverse))
     assert made.keys() == case.left.keys() - {*case.dropped}
     assert digests(made, expected(case.left)) == expected(case.left)
@@ -141,24 +119,38 @@ def test_where_only_the_right_side_is_known(case: PresetCase, tmp_path: Path) ->
 @each_case
 def test_where_only_the_left_side_is_known(case: PresetCase, tmp_path: Path) -> None:
     unickpt.save(tmp_path / "left", flat_tree(numbers(shapes_of(case.left), 1)))
-    rules = rules_of(case, LEFT_ALONE)
+    rules = rules_of(case, "left")
     made = flat_names(unickpt.load(tmp_path / "left", rules=rules))
     assert case.right.keys() - {*case.dropped} <= made.keys()
     assert made.keys() - case.right.keys() <= NOT_ASKED
     assert digests(made, expected(case.right)) == expected(case.right)
 
 
-@pytest.mark.parametrize("preset", sorted(ALWAYS | RIGHT_ALONE | LEFT_ALONE))
-def test_it_asks_for_what_the_page_says(preset: str, tmp_path: Path) -> None:
+@each_preset
+def test_it_asks_for_what_its_head_says(preset: str, tmp_path: Path) -> None:
     case = next(case for case in CASES if case.preset == preset)
-    for side, alone in [("right", RIGHT_ALONE), ("left", LEFT_ALONE)]:
-        names = ALWAYS.get(preset, set()) | alone.get(preset, set())
+    for side in ("right", "left"):
+        names = asked(preset, side)
         shapes = shapes_of(case.right if side == "right" else case.left)
         unickpt.save(tmp_path / side, flat_tree(numbers(shapes, 2)))
         for name in names:
             rules = Rules.preset(preset, sizes=sizes_of(case, names - {name}))
             with pytest.raises(RuleError, match=r"the size of .* unknown"):
                 unickpt.load(tmp_path / side, rules=rules.inverse if side == "right" else rules)
+
+
+@each_preset
+def test_two_sizes_of_a_model_at_least(preset: str) -> None:
+    matrices = [
+        {shape for shape, _ in case.right.values() if len(shape) > 1} - dropped_shapes(case)
+        for case in CASES
+        if case.preset == preset
+    ]
+    assert any(one.isdisjoint(other) for one in matrices for other in matrices), "no other sizes"
+
+
+def dropped_shapes(case: PresetCase) -> set[tuple[int, ...]]:
+    return {case.right[name][0] for name in case.dropped if name in case.right}
 
 
 # --- what would go wrong ------------------------------------------------------------------------
@@ -196,11 +188,11 @@ def applied(rules: Rules, have: Arrays, want: Arrays) -> Arrays:
 
 
 @pytest.mark.filterwarnings("ignore::unickpt.errors.RuleWarning")
-@pytest.mark.parametrize("preset", sorted({case.preset for case in CASES}))
+@each_preset
 def test_each_rule_matters(preset: str, tmp_path: Path) -> None:
     """A statement that is missing, or has another order of axes or names, is noticed."""
     at = [n for n, case in enumerate(CASES) if case.preset == preset]
-    sizes = {n: sizes_of(CASES[n], ALWAYS.get(preset, set())) for n in at}
+    sizes = {n: sizes_of(CASES[n], asked(preset)) for n in at}
 
     def all_pass(texts: dict[str, list[str]]) -> bool:
         try:
@@ -209,6 +201,6 @@ def test_each_rule_matters(preset: str, tmp_path: Path) -> None:
             return False
 
     assert all_pass(files(preset))
-    others = {case.preset for case in CASES} - {preset}  # these have their own cases
+    others = {*NAMES} - {preset}  # these have their own cases
     for wrong, what in each_broken(files(preset), others):
         assert not all_pass(wrong), what
