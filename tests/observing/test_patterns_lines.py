@@ -113,3 +113,19 @@ def test_an_array_that_a_rule_cannot_make_refuses_only_itself():
     assert lines(rules) == ["l.{l} <-> m.{l}"]
     with pytest.raises(RuleError, match="'whole' cannot be made by a rule"):
         Rules.observe(convert, example)
+
+
+def test_heads_that_are_fused_become_kinds_one_after_the_other():
+    """Of each head a query, a key and a value: the other direction has them kind by kind."""
+    heads, key, value, gate = 3, 5, 7, 4
+
+    def convert(arrays):
+        x = arrays["fused"].T.reshape(heads, -1, 6)
+        kinds = np.split(x, np.cumsum([key, key, value]), axis=1)
+        flat = [kind.reshape(-1, 6) for kind in kinds]
+        return {"qkv": np.concatenate(flat[:3]), "gate": flat[3]}
+
+    rules = Rules.observe(convert, {"fused": (6, heads * (2 * key + value + gate))})
+    assert lines(rules) == [
+        "fused [a (b (c d + e + f))] <-> qkv [(c b d + b e) a], gate [(b f) a] b=3 c=2 d=5 f=4"
+    ]
