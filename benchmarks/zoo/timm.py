@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.zoo import timm_filters
 from benchmarks.zoo.conversion import Conversion
 from benchmarks.zoo.keras_hub import flattened, nested
 
@@ -45,6 +46,7 @@ def conversions() -> Iterator[Conversion]:
         conv_layer=bit.StdConv2d, norm_layer=lambda size, **_: bit.GroupNormAct(size, 4),
     )  # fmt: skip
     yield _loader("bit-resnetv2", model, _bit(model))
+    yield from timm_filters.conversions()
 
 
 def _loader(name: str, model: Any, example: dict[str, Any]) -> Conversion:

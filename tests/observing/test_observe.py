@@ -205,7 +205,7 @@ def test_layers_that_are_numbered_from_another_number() -> None:
         return {f"h.{l}.w": state[f"layers_{l + 1}"]["w"].T for l in range(5)}
 
     assert observed(convert, {f"layers_{l + 1}": {"w": (3, 4)} for l in range(5)}) == [
-        "layers_{l+1}/w [i o] <-> h.{l}.w [o i] l=5"
+        "layers_{l+1}/w [i o] <-> h.{l}.w [o i]"
     ]
 
 

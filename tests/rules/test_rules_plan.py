@@ -146,7 +146,7 @@ REFUSED = {
         ["1 problem\n", "'a/w' (and 1 more) is taken twice", "the more general one with `def"],
     ),
     "an enumeration of other sizes": (
-        "m/{a|b} [i o] <-> m.{a|b} [o i]", "m/a 2x3, m/b 2x4", None,
+        "m/{a|b} [i o] <-> m.ab [o ({a|b} i)]", "m/a 2x3, m/b 2x4", None,
         ["o has 4 elements here, but 3", "such as {a|b} means all of its names together"],
     ),
     "a near counterpart": (

@@ -15,7 +15,7 @@ import numpy as np
 from unickpt.arrays.dtypes import Array
 from unickpt.observing.element_codes import Traced
 from unickpt.observing.fitting import Draft, Fit, Group, Pieced, Term
-from unickpt.observing.regular_blocks import Irregular, blocks_of
+from unickpt.observing.regular_blocks import Block, Irregular, blocks_of, combined
 
 _SOURCE_BITS = 40  # of an index; an example has fewer elements
 _NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]*)(?![0-9])")
@@ -109,7 +109,13 @@ def _draft(
     ]
     _check_shares(outputs)
     pieces = list(_pieces(left, right, outputs))
-    yield from Fit(left, right, pieces).drafts()
+    try:
+        yield from list(Fit(left, right, pieces).drafts())
+    except Irregular:
+        fewer = list(_repeated(pieces))
+        if len(fewer) == len(pieces):
+            raise
+        yield from Fit(left, right, fewer).drafts()
 
 
 def _is_whole(one: Input, output: Traced) -> bool:
@@ -198,6 +204,16 @@ def _pieces(
             order = np.lexsort(together[:, :width].T[::-1]) if width else slice(None)
             for block in blocks_of(together[order], width):
                 yield Pieced(source, number, block, scale, offset)
+
+
+def _repeated(pieces: Sequence[Pieced]) -> Iterator[Pieced]:
+    """Blocks of which those are one that repeat on both sides."""
+    by_key: dict[tuple[int, int, float, float], list[Block]] = {}
+    for one in pieces:
+        by_key.setdefault((one.left, one.right, one.scale, one.offset), []).append(one.block)
+    for (left, right, scale, offset), blocks in by_key.items():
+        for block in combined(blocks):
+            yield Pieced(left, right, block, scale, offset)
 
 
 def _collect(

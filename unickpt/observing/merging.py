@@ -1,4 +1,4 @@
-"""Merging of rules: those that differ only in numbers, or in one word, become one."""
+"""Merging of rules: those that differ only in numbers become one."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from unickpt.observing.name_overlaps import NameForm, Overlaps
 from unickpt.observing.notation import (
     DIGITS,
-    LETTERS,
     Capture,
+    NumberCapture,
     Token,
     Written,
     WrittenTerm,
-    more_letters,
+    fresh_letter,
+    letters_of,
 )
+from unickpt.observing.number_formulas import Formula, Formulas, Values, formulas, solutions
+from unickpt.observing.word_merging import merge_words
 
 _MOST_MERGED = 2000
 
@@ -28,12 +29,22 @@ def merged(rules: Sequence[Written], *, words: bool = True) -> list[Written]:
     """Rules, those that differ only in numbers as one, and those that differ in one word too."""
     found = _merge_numbers(rules)
     if words and len(found) <= _MOST_MERGED:
-        found = _merge_words(found)
+        found = merge_words(found)
     return sorted(found, key=lambda rule: rule.order)
 
 
 def _skeleton(name: Sequence[Token]) -> tuple[object, ...]:
-    return tuple(None if isinstance(t, str) and DIGITS.fullmatch(t) else t for t in name)
+    return tuple(
+        t.terms if isinstance(t, NumberCapture) else None if number_of(t) is not None else t
+        for t in name
+    )
+
+
+def number_of(token: Token) -> int | None:
+    """The number that a piece of a name is, or adds to axes; None if it is no number."""
+    if isinstance(token, NumberCapture):
+        return token.constant
+    return int(token) if isinstance(token, str) and DIGITS.fullmatch(token) else None
 
 
 def _form(rule: Written) -> tuple[object, ...]:
@@ -53,39 +64,48 @@ def _merge_numbers(rules: Sequence[Written]) -> list[Written]:
     overlaps = Overlaps([list(_forms_of(members)) for members in groups.values()])
     found = []
     for number, members in enumerate(groups.values()):
-        found += _fewest(members, overlaps, number)
+        found += _fewest(members, members, overlaps, number)
     return found
 
 
 def _fewest(
-    members: list[Written], overlaps: Overlaps, group: int, *, is_part: bool = False
+    members: Sequence[Written], alike: Sequence[Written], overlaps: Overlaps, group: int
 ) -> list[Written]:
-    """Rules that differ in numbers as one; in parts, if not all of them have one form."""
-    one = _as_one(members, overlaps, group, is_part) if len(members) > 1 else None
+    """Rules that differ in numbers as one; in parts, if not all of them have one form.
+
+    Arguments:
+        members: the rules.
+        alike: all rules of their form.
+        overlaps: knows the names of all rules.
+        group: the number of the group of rules.
+    """
+    if len(members) < 2:
+        return [*members]
+    one = _as_one(members, alike, overlaps, group)
     if one is not None:
         return [one]
-    for is_by_number, keys in ((False, [rule.shape for rule in members]), (True, _kinds(members))):
+    best: list[Written] = [*members]
+    for keys in _divisions(members):
         parts: dict[object, list[Written]] = {}
         for rule, key in zip(members, keys, strict=True):
             parts.setdefault(key, []).append(rule)
-        if 1 < len(parts) < len(members):
-            is_inner = is_part or is_by_number
-            return [
-                one
-                for part in parts.values()
-                for one in _fewest(part, overlaps, group, is_part=is_inner)
-            ]
-    return members
+        if 1 < len(parts) < min(len(members), len(best) + 1):
+            found = [x for part in parts.values() for x in _fewest(part, alike, overlaps, group)]
+            if len(found) < len(best):
+                best = found
+    return best
 
 
-def _kinds(members: Sequence[Written]) -> list[object]:
-    """Of each rule the numbers that only one side has: `w1` becomes `fc_1`, and `w3` `fc_2`."""
+def _divisions(members: Sequence[Written]) -> Iterator[Sequence[object]]:
+    """Ways to tell rules apart: by the numbers that only one side has (`w1` becomes `fc_1`, and
+    `w3` `fc_2`), by each of the numbers, and by sizes."""
     columns = _columns(members)
     left, right = _values(columns)
     odd = sorted(left ^ right)
-    if members[0].left and members[0].right:
-        return list(zip(*odd, strict=True)) if odd else [()] * len(members)
-    return list(next(iter(columns.values()), (0,) * len(members)))  # names of one side only
+    if members[0].left and members[0].right and odd:
+        yield list(zip(*odd, strict=True))
+    yield from sorted(left | right, key=lambda values: len(set(values)))
+    yield [rule.shape for rule in members]
 
 
 def _forms_of(members: Sequence[Written]) -> Iterator[NameForm]:
@@ -105,71 +125,53 @@ def _forms_of(members: Sequence[Written]) -> Iterator[NameForm]:
 
 
 def _as_one(
-    members: Sequence[Written], overlaps: Overlaps, group: int, is_part: bool
+    members: Sequence[Written], alike: Sequence[Written], overlaps: Overlaps, group: int
 ) -> Written | None:
-    """Rules that differ in numbers as one rule, if captures can stand for these.
-
-    Arguments:
-        members: the rules.
-        overlaps: knows the names of all rules.
-        group: the number of the group of rules.
-        is_part: whether others have names that differ from theirs in numbers only.
-    """
+    """Rules that differ in numbers as one rule, if captures can stand for these."""
     first = members[0]
     columns = _columns(members)
-    left, right = _values(columns)
-    if first.left and first.right and left != right:
-        if len({rule.shape for rule in members}) > 1:
-            return None
-        sides = sorted((left, right), key=len, reverse=True)
-        found = (_as_axes(members, columns, *pair) for pair in (sides, sides[::-1]))
-        return next((one for one in found if one is not None), None)
-    if not (first.left and first.right) and first.nothing not in ("drop",):
+    is_one_sided = not (first.left and first.right)
+    if is_one_sided and first.nothing not in ("drop",):
         return _constants(members, columns)
-    before = len(first.left)
-    restricted = (
-        set(columns.values())
-        if is_part
-        else overlaps.restricted(
-            group,
-            lambda number: {
-                place: values
-                for (is_left, at, place), values in columns.items()
-                if (at if is_left else before + at) == number
-            },
-        )
-    )
-    captures: dict[tuple[int, ...], Capture] = {}
-    taken = _taken(first)
-    for (is_left, at, place), values in columns.items():
-        if values not in captures:
-            key = _letter(_side(first, is_left)[at].name, place, taken)
-            options = "|".join(map(str, sorted(set(values)))) if values in restricted else ""
-            captures[values] = Capture(f"{key}={options}" if options else key)
-    return _with(first, {where: captures[values] for where, values in columns.items()})
+    left, right = _values(columns)
+    found = formulas(left | right, left | right) if is_one_sided else formulas(left, right)
+    if found is None or not (is_one_sided or _pairs_all(first, columns, found)):
+        return None
+    narrow = {
+        variable
+        for values in _restricted(columns, first, overlaps, group)
+        for variable, _ in found.of[values].terms
+    }
+    if not _takes_only(members, alike, columns, found, narrow):
+        narrow = {*range(len(found.variables))}
+        if not _takes_only(members, alike, columns, found, narrow):
+            return None
+    return _written(members, columns, found, narrow)
 
 
-_Columns = dict[tuple[bool, int, int], tuple[int, ...]]
+_Columns = dict[tuple[bool, int, int], Values]
 """Side, number of the term and place in its name, with the number that each rule has there."""
 
 
 def _columns(members: Sequence[Written]) -> _Columns:
     """The numbers in names that are not the same in all rules."""
-    columns: _Columns = {}
+    return {where: values for where, values in _numbers(members) if len({*values}) > 1}
+
+
+def _numbers(members: Sequence[Written]) -> Iterator[tuple[tuple[bool, int, int], Values]]:
+    """All numbers in names."""
     for is_left in (True, False):
         every = [_side(rule, is_left) for rule in members]
         for at, term in enumerate(every[0]):
             for place, token in enumerate(term.name):
-                if isinstance(token, str) and DIGITS.fullmatch(token):
-                    values = tuple(int(str(terms[at].name[place])) for terms in every)
-                    if len(set(values)) > 1:
-                        columns[is_left, at, place] = values
-    return columns
+                if number_of(token) is not None:
+                    found = (number_of(terms[at].name[place]) for terms in every)
+                    yield (is_left, at, place), tuple(n for n in found if n is not None)
 
 
-def _values(columns: _Columns) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
+def _values(columns: _Columns) -> tuple[set[Values], set[Values]]:
     """Those of the left side, and of the right."""
-    sides: tuple[set[tuple[int, ...]], set[tuple[int, ...]]] = set(), set()
+    sides: tuple[set[Values], set[Values]] = set(), set()
     for (is_left, *_), values in columns.items():
         sides[not is_left].add(values)
     return sides
@@ -179,7 +181,135 @@ def _side(rule: Written, is_left: bool) -> tuple[WrittenTerm, ...]:
     return rule.left if is_left else tuple(itertools.chain(*rule.right))
 
 
-def _with(rule: Written, captures: Mapping[tuple[bool, int, int], Capture]) -> Written:
+def _pairs_all(rule: Written, columns: _Columns, found: Formulas) -> bool:
+    """Whether the numbers of each name tell all variables."""
+    terms = [(side, at) for side in (True, False) for at in range(len(_side(rule, side)))]
+    told: dict[tuple[bool, int], set[int]] = {term: set() for term in terms}
+    for (is_left, at, _), values in columns.items():
+        told[is_left, at] |= {variable for variable, _ in found.of[values].terms}
+    return all(len(each) == len(found.variables) for each in told.values())
+
+
+def _restricted(columns: _Columns, rule: Written, overlaps: Overlaps, group: int) -> set[Values]:
+    """The numbers that must be told their values, lest names of other forms match."""
+    before = len(rule.left)
+    plain = {
+        (at if is_left else before + at, place): values
+        for (is_left, at, place), values in columns.items()
+        if isinstance(_side(rule, is_left)[at].name[place], str)
+    }
+    return overlaps.restricted(
+        group,
+        lambda number: {place: values for (at, place), values in plain.items() if at == number},
+    )
+
+
+def _takes_only(
+    members: Sequence[Written],
+    alike: Sequence[Written],
+    columns: _Columns,
+    found: Formulas,
+    narrow: set[int],
+) -> bool:
+    """Whether captures for variables, some of them with given values only, match no other rule."""
+    if len(members) == len(alike) and not narrow:
+        return True
+    known = [found.variables[variable] for variable in sorted(narrow)]
+    fixed = dict(_numbers(members[:1]))
+    places = [
+        (found.of[columns[where]] if where in columns else Formula((), fixed[where][0]), values)
+        for where, values in _numbers(alike)
+    ]
+    answers = solutions(found, iter(places))
+    options = [{*values} for values in known]
+    taken = sum(
+        answer is not None
+        and all(answer[v] in those for v, those in zip(sorted(narrow), options, strict=True))
+        for answer in answers
+    )
+    return taken == len(members)
+
+
+def _written(
+    members: Sequence[Written], columns: _Columns, found: Formulas, narrow: set[int]
+) -> Written | None:
+    """A rule with captures for numbers; None where the notation cannot say it."""
+    first = members[0]
+    letters: dict[int, str] = {}
+    numbers: set[int] = set()
+    taken = letters_of(first)
+    for (is_left, at, place), values in columns.items():
+        formula, name = found.of[values], _side(first, is_left)[at].name
+        if formula.lone is None or isinstance(name[place], NumberCapture):
+            numbers |= {variable for variable, _ in formula.terms}
+        for variable, _ in formula.terms:
+            if variable not in letters and len(formula.terms) == 1:
+                letters[variable] = _letter(name, place, taken)
+    for (is_left, at, place), values in columns.items():
+        for variable, _ in found.of[values].terms:
+            if variable not in letters:
+                letters[variable] = _letter(_side(first, is_left)[at].name, place, taken)
+    sizes: dict[str, int | str] = dict(first.sizes)
+    sizes |= {letters[variable]: size for variable, size in found.sizes.items()}
+    for variable in narrow & numbers:
+        values = found.variables[variable]
+        if {*values} != {*range(max(values) + 1)}:
+            return None
+        sizes[letters[variable]] = max(values) + 1
+
+    def capture(where: tuple[bool, int, int], values: Values) -> Token:
+        formula = found.of[values]
+        token = _side(first, where[0])[where[1]].name[where[2]]
+        terms = [(letters[variable], factor) for variable, factor in formula.terms]
+        if isinstance(token, NumberCapture):
+            terms += token.terms
+        elif formula.lone is not None and formula.lone not in numbers:
+            if formula.lone not in narrow:
+                return Capture(letters[formula.lone])
+            options = "|".join(map(str, sorted({*values})))
+            return Capture(f"{letters[formula.lone]}={options}")
+        return NumberCapture.of(sorted(terms, key=lambda term: -term[1]), formula.constant)
+
+    one = _with(first, {where: capture(where, values) for where, values in columns.items()})
+    parts = tuple(part for rule in members for part in (rule.parts or (rule,)))
+    one = replace(one, sizes=tuple(sorted(sizes.items())), parts=parts)
+    options = {letters[v]: sorted({*values}) for v, values in enumerate(found.variables)}
+    return _apart_in_components(one, options)
+
+
+def _apart_in_components(rule: Written, options: Mapping[str, Sequence[int]]) -> Written:
+    """A rule in which all but one of the captures in one component of a name are axes."""
+    axes: set[str] = set()
+    for term in rule.terms:
+        inside: list[str] = []
+        for token in (*term.name, "/"):
+            if isinstance(token, NumberCapture):
+                continue
+            if isinstance(token, Capture):
+                key = token.text.partition("=")[0]
+                inside += [key] if key in options and key not in axes else []
+            elif "/" in token or "." in token:
+                inside.sort(key=lambda key: len(options[key]))
+                axes.update(inside[:-1])
+                inside = []
+    sizes = {
+        key: len(options[key]) for key in axes if [*options[key]] == [*range(len(options[key]))]
+    }
+
+    def changed(token: Token) -> Token:
+        if isinstance(token, Capture) and not isinstance(token, NumberCapture):
+            key = token.text.partition("=")[0]
+            if key in sizes:
+                return Capture(key)
+            if key in axes:
+                return Capture(f"{key}:" + "|".join(map(str, options[key])))
+        return token
+
+    one = rule.renamed(lambda name: tuple(map(changed, name)))
+    return replace(one, sizes=tuple(sorted({**dict(rule.sizes), **sizes}.items())))
+
+
+def _with(rule: Written, captures: Mapping[tuple[bool, int, int], Token]) -> Written:
     """A rule with captures at some places of its names."""
 
     def changed(is_left: bool, at: int, term: WrittenTerm) -> WrittenTerm:
@@ -196,68 +326,18 @@ def _with(rule: Written, captures: Mapping[tuple[bool, int, int], Capture]) -> W
     return replace(rule, left=left, right=tuple(right))
 
 
-def _taken(rule: Written) -> set[str]:
-    """The letters that a rule has."""
-    texts = [term.tail for term in rule.terms]
-    texts += [t.text for term in rule.terms for t in term.name if isinstance(t, Capture)]
-    return set(re.findall(r"[A-Za-z_][A-Za-z0-9_]*", " ".join(texts)))
-
-
 def _letter(name: Sequence[Token], place: int, taken: set[str]) -> str:
     """A name for a capture, after the word before it."""
     before = [re.sub("[^A-Za-z]", "", t) for t in name[:place] if isinstance(t, str)]
     word = next((text for text in reversed(before) if text), "n")
     first = "x" if word.startswith("expert") else word[0].lower()
-    found = next(
-        n for n in itertools.chain(first, "lnx", LETTERS, more_letters()) if n not in taken
-    )
-    taken.add(found)
-    return found
+    return fresh_letter(first + "lnx", taken)
 
 
-def _as_axes(
-    members: Sequence[Written],
-    columns: _Columns,
-    few: set[tuple[int, ...]],
-    many: set[tuple[int, ...]],
-) -> Written | None:
-    """Numbers of one side (`many`) that are sums of multiples of those of the other (`few`)."""
-    base = sorted(few)
-    if not base or not _is_grid(base):
-        return None
-    matrix = np.asarray([[*numbers, 1] for numbers in zip(*base, strict=True)], float)
-    taken = _taken(members[0])
-    axes: dict[tuple[int, ...], str] = {}
-    sizes: dict[str, int | str] = dict(members[0].sizes)
-    for where, values in columns.items():
-        if values in few and values not in axes:
-            axes[values] = _letter(_side(members[0], where[0])[where[1]].name, where[2], taken)
-            sizes[axes[values]] = max(values) - min(values) + 1
-    texts = {values: _linear([axes[values]], [1], min(values)) for values in base}
-    for values in many:
-        found = np.rint(np.linalg.lstsq(matrix, np.asarray(values, float), rcond=None)[0])
-        if (matrix @ found != values).any() or (found[:-1] < 0).any():
-            return None
-        factors = [int(x) for x in found[:-1]]
-        low = int(found[-1]) + sum(f * min(b) for f, b in zip(factors, base, strict=True))
-        texts[values] = _linear([axes[b] for b in base], factors, low)
-    captures = {where: Capture(texts[values]) for where, values in columns.items()}
-    return replace(_with(members[0], captures), sizes=tuple(sorted(sizes.items())))
-
-
-def _is_grid(base: Sequence[tuple[int, ...]]) -> bool:
+def _is_grid(base: Sequence[Values]) -> bool:
     """Whether numbers take all combinations of values, each without gaps."""
     ranges = [max(values) - min(values) + 1 for values in base]
     return len(set(zip(*base, strict=True))) == math.prod(ranges) == len(base[0])
-
-
-def _linear(axes: Sequence[str], factors: Sequence[int], constant: int) -> str:
-    parts = [
-        axis if factor == 1 else f"{factor}*{axis}"
-        for axis, factor in zip(axes, factors, strict=True)
-        if factor
-    ]
-    return "+".join(parts) + (f"{constant:+d}" if constant else "")
 
 
 def _constants(members: Sequence[Written], columns: _Columns) -> Written | None:
@@ -265,52 +345,11 @@ def _constants(members: Sequence[Written], columns: _Columns) -> Written | None:
     base = sorted(set(columns.values()))
     if not base or not _is_grid(base) or any(min(values) for values in base):
         return None
-    taken, axes = _taken(members[0]), {}
+    taken, axes = letters_of(members[0]), {}
     for (is_left, at, place), values in columns.items():
         if values not in axes:
             axes[values] = _letter(_side(members[0], is_left)[at].name, place, taken)
     sizes = {**dict(members[0].sizes), **{axes[v]: max(v) + 1 for v in base}}
     captures = {where: Capture(axes[values]) for where, values in columns.items()}
-    return replace(_with(members[0], captures), sizes=tuple(sorted(sizes.items())))
-
-
-def _merge_words(rules: Sequence[Written]) -> list[Written]:
-    """Rules that differ in one word, which is the same on both sides, as one."""
-    found = list(rules)
-    while True:
-        groups: dict[object, list[tuple[int, str]]] = {}
-        for at, rule in enumerate(found):
-            for word in sorted(_words(rule)) if rule.left and rule.right else ():
-                shape = _replaced(rule, word, Capture(""))
-                groups.setdefault((shape.left, shape.right, shape.sizes), []).append((at, word))
-        best = max(groups.values(), key=len, default=[])
-        if len(best) < 2:
-            return found
-        (at, word), *others = best
-        taken = _taken(found[at])
-        letter = next(n for n in itertools.chain("nmk", more_letters()) if n not in taken)
-        one = _replaced(found[at], word, Capture(f"{letter}=" + "|".join(w for _, w in best)))
-        found[at] = one
-        gone = {k for k, _ in others}
-        found = [rule for k, rule in enumerate(found) if k not in gone]
-
-
-def _replaced(rule: Written, word: str, capture: Capture) -> Written:
-    """A rule with a capture for a word in its names."""
-    return rule.renamed(lambda name: tuple(capture if token == word else token for token in name))
-
-
-def _words(rule: Written) -> set[str]:
-    """Words that names of both sides have, once in each that has it."""
-    sides = []
-    for is_left in (True, False):
-        words = [
-            [
-                t
-                for t in term.name
-                if isinstance(t, str) and re.fullmatch(r"[\w-]*[A-Za-z][\w-]*", t)
-            ]
-            for term in _side(rule, is_left)
-        ]
-        sides.append({w for each in words for w in each if all(e.count(w) == 1 for e in words)})
-    return sides[0] & sides[1]
+    parts = tuple(members)
+    return replace(_with(members[0], captures), sizes=tuple(sorted(sizes.items())), parts=parts)

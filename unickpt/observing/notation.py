@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from unickpt.observing.fitting import Draft, NumberExpr, Term, all_axes
 from unickpt.observing.regular_blocks import Irregular
 
 _PLAIN = re.compile(r'[^\s\[\](){}<>,=#"?|:\\-]?[^\s\[\](){}<>,=#"?|:\\]*')
-_TOKENS = re.compile(r"([/.]|(?<![0-9])(?:0|[1-9][0-9]*)(?![0-9]))")
+_TOKENS = re.compile(r"([/.]|%2F|(?<![0-9])(?:0|[1-9][0-9]*)(?![0-9]))")
 DIGITS = re.compile(r"0|[1-9][0-9]*")
 LETTERS = "abcdefghijkmnopqrstuvwyz"
 _MOST_MERGED = 2000
@@ -26,6 +26,24 @@ class Capture:
     """A part of a name in braces."""
 
     text: str
+
+
+@dataclass(frozen=True)
+class NumberCapture(Capture):
+    """A number in braces: multiples of axes, and a constant."""
+
+    terms: tuple[tuple[str, int], ...] = ()
+    constant: int = 0
+
+    @classmethod
+    def of(cls, terms: Sequence[tuple[str, int]], constant: int) -> NumberCapture:
+        if len(terms) == 1 and terms[0][1] < 0:
+            ((axis, factor),) = terms
+            text = f"{constant}-" + (f"{-factor}*" if factor < -1 else "") + axis
+        else:
+            text = "+".join(axis if factor == 1 else f"{factor}*{axis}" for axis, factor in terms)
+            text += f"{constant:+d}" if constant else ""
+        return cls(text, tuple(terms), constant)
 
 
 Token = str | Capture
@@ -63,6 +81,7 @@ class Written:
         order: where the rule stands in the file.
         shape: sizes of all axes, or of an array that stays as it is: numbers become axes only where
             it is the same.
+        parts: the rules that it stands for, of one that others were merged into.
     """
 
     left: tuple[WrittenTerm, ...]
@@ -71,6 +90,7 @@ class Written:
     nothing: str = "drop"
     order: int = 0
     shape: tuple[int, ...] = ()
+    parts: tuple[Written, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         left = ", ".join(map(str, self.left)) or self.nothing
@@ -184,10 +204,8 @@ class _AxisNames:
             for leaf in axis.leaves():
                 stride //= leaf.extent
                 letter = self._names[id(leaf)]
-                parts.append(letter if stride == 1 else f"{stride}*{letter}")
-        if not parts:
-            return str(number.constant)
-        return Capture("+".join(parts) + (f"+{number.constant}" if number.constant else ""))
+                parts.append((letter, stride))
+        return NumberCapture.of(parts, number.constant) if parts else str(number.constant)
 
     def tail(self, term: Term) -> str:
         dims = " ".join(self._dim(items) for items in term.dims)
@@ -322,6 +340,21 @@ def _paddings(item: Item) -> Iterator[Padding]:
         else:
             for inner in piece.items:
                 yield from _paddings(inner)
+
+
+def letters_of(rule: Written) -> set[str]:
+    """The words that a rule has as axes and captures."""
+    texts = [term.tail for term in rule.terms]
+    texts += [t.text for term in rule.terms for t in term.name if isinstance(t, Capture)]
+    return set(re.findall(r"[A-Za-z_][A-Za-z0-9_]*", " ".join(texts)))
+
+
+def fresh_letter(first: str, taken: set[str]) -> str:
+    """A letter that is not taken, which it is then; one of the first if possible."""
+    letters = itertools.chain(first, LETTERS, more_letters())
+    found = next(letter for letter in letters if letter not in taken)
+    taken.add(found)
+    return found
 
 
 def more_letters() -> Iterator[str]:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.dtypes import Array, DType
-from unickpt.errors import RuleError
+from unickpt.errors import LoadMismatch, RuleError
+from unickpt.observing.agreement import names_of, same, step, taken_apart, through, wrong_with
 from unickpt.observing.components import Input, Misfit, drafts
 from unickpt.observing.converters import Converter, Example
 from unickpt.observing.element_codes import NamesDiffer, Traced, Tracer, bits_of, check_names
@@ -20,10 +20,7 @@ from unickpt.observing.fitting import Draft, Term
 from unickpt.observing.merging import merged
 from unickpt.observing.notation import Written, WrittenTerm, tokens, written
 from unickpt.observing.regular_blocks import Irregular
-from unickpt.rules import in_memory
 from unickpt.rules.observed import ObservedReport
-from unickpt.rules.plan import Fact, LeafKind
-from unickpt.rules.planner import make_plan
 from unickpt.rules.rule_set import Rules
 
 _SCALES = (1.0, 1e-3, 300.0)
@@ -308,21 +305,48 @@ class _Writer:
     # --- checking -----------------------------------------------------------------------------
 
     def _checked(self, rules: Sequence[Written], report: ObservedReport, ruled: set[str]) -> Rules:
-        """The shortest rules that do as the converter does, in both directions."""
+        """The shortest rules that do as the converter does, in both directions.
+
+        What merging got wrong is taken apart again, and a rule that is wrong by itself refuses its
+        arrays, not those of others.
+        """
         problem = ""
         for words, numbers in ((True, True), (False, True), (False, False)):
             lines = merged(rules, words=words) if numbers else list(rules)
-            text = _text(self._title, lines, report)
-            try:
-                found = Rules.parse(text, name=self._title)
-                self._compare(found, report, ruled)
-            except RuleError as error:
-                problem = str(error)
-                continue
-            return replace(found, report=replace(report, lines=len(lines), text=text))
-        raise RuleError(
-            f"{self._title}: no rules say what it does, though each array is clear: {problem}"
+            while True:
+                text = _text(self._title, lines, report)
+                try:
+                    found = Rules.parse(text, name=self._title)
+                    self._compare(found, report, ruled)
+                except (RuleError, LoadMismatch) as error:
+                    problem = str(error)
+                    apart = taken_apart(lines, text, error)
+                    if apart == lines:
+                        break
+                    lines = apart
+                    continue
+                return replace(found, report=replace(report, lines=len(lines), text=text))
+        own, made, scaled = self._seen.own, self._seen.made, {*report.scaled}
+        both = [rule for rule in rules if rule.left and rule.right]
+        faults = [(rule, wrong_with(rule, own, made, scaled)) for rule in both]
+        wrong = [rule for rule, why in faults if why]
+        if not wrong or len(wrong) == len(rules):
+            raise RuleError(
+                f"{self._title}: no rules say what it does, though each array is clear: {problem}"
+            )
+        good = [rule for rule in rules if rule not in wrong]
+        lost = {name for rule in wrong for name in names_of(rule, True, own)}
+        for rule, why in faults:
+            if why:
+                self._refuse(sorted(names_of(rule, False, made)), why)
+        refused = self._seen.refused
+        report = replace(
+            report,
+            moved=tuple(name for name in report.moved if name not in refused),
+            scaled=tuple(name for name in report.scaled if name not in refused),
+            refused=refused,
         )
+        return self._checked(good, report, ruled - lost)
 
     def _compare(self, rules: Rules, report: ObservedReport, ruled: set[str]) -> None:
         """Compares what rules make with what the converter was given and made.
@@ -333,11 +357,11 @@ class _Writer:
         have = {name: x for name, x in self._seen.own.items() if name in ruled}
         want = {name: x for name, x in self._seen.made.items() if name not in report.refused}
         values = self._seen.values
-        forward = _through(rules, have, want, values.taken, values.returned)
-        _same(forward, _without(want, report.not_made), {*report.scaled})
-        backward = _through(rules.inverse, want, have, values.returned, values.taken)
+        forward = through(rules, have, want, values.taken, values.returned)
+        same(forward, _without(want, report.not_made), {*report.scaled})
+        backward = through(rules.inverse, want, have, values.returned, values.taken)
         expected = {name: self._left_of(name) for name in have if name not in report.dropped}
-        _same(backward, expected, {*have} if report.scaled else set())
+        same(backward, expected, {*have} if report.scaled else set())
 
     def _left_of(self, name: str) -> Array:
         """What the other direction can bring back of an input: not what was cut off, or rounded."""
@@ -416,8 +440,8 @@ def _differs(
         good = (cast == flat) | (np.isnan(cast.astype(np.float64)) & np.isnan(flat.astype(float)))
         if _is_scaled(one) and dtypes.kind(flat.dtype) == "float":
             size = np.maximum(np.abs(expected), np.abs(one.offset)) + np.abs(expected - one.offset)
-            step = max(_step(flat.dtype), 2e-6)
-            good |= np.abs(flat.astype(np.float64) - expected) <= 4 * step * size
+            last = max(step(flat.dtype), 2e-6)
+            good |= np.abs(flat.astype(np.float64) - expected) <= 4 * last * size
     bad = np.flatnonzero(~good)
     if not len(bad):
         return ""
@@ -426,10 +450,6 @@ def _differs(
         f"depends on values: element {_place(one, at)} would be {expected[at]:.9g} by what other "
         f"numbers showed, and is {float(flat[at]):.9g}"
     )
-
-
-def _step(dtype: DType) -> float:
-    return float(ml_dtypes.finfo(dtype).eps)  # type: ignore[no-untyped-call]
 
 
 def _text(title: str, rules: Sequence[Written], report: ObservedReport) -> str:
@@ -443,43 +463,3 @@ def _text(title: str, rules: Sequence[Written], report: ObservedReport) -> str:
         left, arrow, right = str(rule).partition(" <-> ")
         lines.append(f"{left.ljust(width)}{arrow}{right}")
     return "\n".join([*head, "", *lines, ""])
-
-
-def _through(
-    rules: Rules,
-    have: Mapping[str, Array],
-    want: Mapping[str, Array],
-    values: Sequence[str],
-    wanted_values: Sequence[str],
-) -> dict[str, Array]:
-    """What rules make of arrays, beside values that are no arrays."""
-    value = Fact(kind=LeafKind.VALUE)
-    stored = in_memory.stored_leaves(in_memory.facts_of(have) | dict.fromkeys(values, value))
-    asked = in_memory.facts_of(want) | dict.fromkeys(wanted_values, value)
-    return in_memory.apply(make_plan(rules, stored, asked, where="the example"), have)
-
-
-def _same(found: Mapping[str, Array], expected: Mapping[str, Array], scaled: set[str]) -> None:
-    """Raises RuleError if arrays are not the same.
-
-    Arguments:
-        found: what rules made.
-        expected: what it should be.
-        scaled: those that arithmetic may have changed in the last bits.
-    """
-    for name, one in expected.items():
-        other = found.get(name)
-        if other is None:
-            raise RuleError(f"no rule makes {name!r}")
-        if one.dtype == other.dtype and one.tobytes() == other.tobytes():
-            continue
-        if name not in scaled or not _is_near(one, other):
-            raise RuleError(f"rules make other elements of {name!r}")
-
-
-def _is_near(one: Array, other: Array) -> bool:
-    if one.shape != other.shape or dtypes.kind(one.dtype) != "float":
-        return False
-    a, b = one.astype(np.float64), other.astype(np.float64)
-    size = float(np.abs(a).max(initial=1.0))
-    return bool((np.abs(a - b) <= max(_step(one.dtype), 2e-6) * 8 * size).all())

@@ -57,6 +57,39 @@ def blocks_of(rows: Array, left: int) -> list[Block]:
     return found
 
 
+def combined(blocks: list[Block]) -> list[Block]:
+    """Blocks of which those that repeat at regular distances on both sides are one.
+
+    Of heads that each have a query, a key and a value, there is one block for each head and kind
+    at first, and then one for each kind, if that is how the other side has them.
+    """
+    found = list(blocks)
+    while True:
+        alike: dict[object, list[Block]] = {}
+        for block in found:
+            alike.setdefault(block.digits, []).append(block)
+        joined = [one for members in alike.values() for one in _repeated(members)]
+        if len(joined) == len(found):
+            return found
+        found = joined
+
+
+def _repeated(blocks: list[Block]) -> list[Block]:
+    """Equal blocks as one with a further digit, or as one for each of the first digits."""
+    ordered = sorted(blocks, key=lambda block: block.first)
+    steps = np.diff(np.asarray([block.first for block in ordered], np.int64), axis=0)
+    if not len(steps):
+        return ordered
+    others = np.flatnonzero((steps != steps[0]).any(axis=1))
+    radix = len(ordered) if not len(others) else int(others[0]) + 1
+    if radix < 2 or len(ordered) % radix:
+        return ordered
+    if (_inner_steps(steps, radix) != steps[0]).any():
+        return ordered
+    digit = radix, tuple(map(int, steps[0]))
+    return [Block(block.first, (digit, *block.digits)) for block in ordered[::radix]]
+
+
 def _nested(rows: Array) -> Block | None:
     """The elements as one block, if they are one."""
     first = tuple(map(int, rows[0]))

@@ -44,7 +44,10 @@ class Text:
 
 @dataclass(frozen=True)
 class Linear:
-    """`{6*b+j}`: a number in a name, made of axes; a lone `{l}` may turn out to be `Text`."""
+    """`{6*b+j}`: a number in a name, made of axes; a lone `{l}` may turn out to be `Text`.
+
+    Only of a single axis, as in `{3-j}`, may the factor be negative.
+    """
 
     terms: tuple[tuple[str, int], ...]
     constant: int = 0
@@ -88,9 +91,11 @@ def item_text(item: str | NameCapture) -> str:
             return "{" + key + ("..." if path else "=" * bool(options) + "|".join(options)) + "}"
         case Enumeration(axis, options, named):
             return "{" + (f"{axis}:" if named else "") + "|".join(options) + "}"
+        case Linear(((axis, factor),), constant) if factor < 0:
+            return "{" + f"{constant}-" + (f"{-factor}*" if factor < -1 else "") + axis + "}"
         case Linear(terms, constant):
             parts = [axis if factor == 1 else f"{factor}*{axis}" for axis, factor in terms]
-            text = "+".join(parts).replace("+-", "-")
+            text = "+".join(parts)
             return "{" + text + (f"{constant:+d}" if constant else "") + "}"
 
 

@@ -74,6 +74,7 @@ class Family:
     Arguments:
         rule: the rule, turned so that its left side is what is there.
         texts: what its text captures took.
+        paired: the indices of the axes that pair arrays.
         have, want: the arrays of each expression that match, with what their names hold.
         sizes: of all axes.
         assumed: those of which the shapes tell nothing, so that the usual ones are taken.
@@ -83,6 +84,7 @@ class Family:
 
     rule: Rule
     texts: dict[str, Components]
+    paired: dict[str, int] = field(default_factory=dict)
     have: dict[str, list[tuple[str, Match]]] = field(default_factory=dict)
     want: dict[str, list[tuple[str, Match]]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
@@ -108,7 +110,9 @@ class Family:
         sizes are known."""
         if expr.tag not in self._grids:
             names = sorted(expr.pattern.axes)
-            every = itertools.product(*(range(self.sizes[a]) for a in names))
+            every = itertools.product(
+                *([self.paired[a]] if a in self.paired else range(self.sizes[a]) for a in names)
+            )
             indices = [dict(zip(names, at, strict=True)) for at in every]
             self._grids[expr.tag] = [(at, expr.pattern.format(self.texts, at)) for at in indices]
         return self._grids[expr.tag]
@@ -178,18 +182,32 @@ class Family:
 
 def families(rule: Rule, have: LeafNames, want: LeafNames | None) -> list[Family]:
     """The families of arrays that a rule matches, not resolved yet."""
-    found: dict[tuple[tuple[str, Components], ...], Family] = {}
+    found: dict[tuple[object, ...], Family] = {}
     for side, names, attribute in ((rule.left, have, "have"), (rule.right, want, "want")):
         for expr in exprs_of(side) if names is not None else []:
             assert names is not None
             for name, match in names.matching(expr):
-                texts = match.texts
-                family = found.setdefault(texts, Family(rule, dict(texts)))
+                paired = _paired(rule, expr, match) if rule.pairing else {}
+                if paired is None:
+                    continue
+                key = match.texts, *sorted(paired.items())
+                family = found.setdefault(key, Family(rule, dict(match.texts), paired))
                 getattr(family, attribute).setdefault(expr.tag, []).append((name, match))
     free = any(expr.pattern.texts for expr in exprs_of(rule.right))
     if not found and want is None and isinstance(rule.left, Nothing) and not free:
         found[()] = Family(rule, {})  # it makes arrays out of nothing
     return list(found.values())
+
+
+def _paired(rule: Rule, expr: CompiledExpr, match: Match) -> dict[str, int] | None:
+    """The indices of the axes that pair arrays; None where no index makes the numbers."""
+    at = dict(match.chosen)
+    for linear, number in zip(expr.pattern.linears, match.numbers, strict=True):
+        solved = solve_linear(linear, number, rule.sizes)
+        if solved is None:
+            return None
+        at |= solved
+    return {axis: index for axis, index in at.items() if axis in rule.pairing}
 
 
 def resolve(family: Family, have: LeafNames, want: LeafNames | None, *, partly: bool) -> None:
@@ -401,7 +419,8 @@ def _check_all_there(family: Family, have: LeafNames, want: LeafNames | None, pa
     for expr in rule.exprs:
         if any(is_ambiguous(linear, family.sizes) for linear in expr.pattern.linears):
             raise Unfit(f"two sets of indices make one number in {expr.pattern.name}")
-        count = math.prod(family.sizes.get(axis, 1) for axis in expr.pattern.axes)
+        numbering = expr.pattern.axes - family.paired.keys()
+        count = math.prod(family.sizes.get(axis, 1) for axis in numbering)
         there = len(have.facts) + (len(want.facts) if want else 0)
         if count > max(_MOST_ARRAYS, 2 * there):
             why = (

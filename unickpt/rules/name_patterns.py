@@ -183,7 +183,7 @@ class Pattern:
                 in_component, path = item, item if item.path else path
 
     def _check_keys(self) -> None:
-        keys = [i.key for i in self.name.items if isinstance(i, Text)] + sorted(
+        keys = [i.key for i in self.name.items if isinstance(i, Text) and i.path] + sorted(
             axis for i in self.name.items if isinstance(i, Linear) for axis, _ in i.terms
         )
         for key in keys:
@@ -264,7 +264,10 @@ class Pattern:
                     texts.append((key, (taken,)))
                 case Text(key):
                     texts.append((key, tuple(taken.split(separator[1:] or "/"))))
-        return Match(tuple(sorted(texts)), tuple(numbers), tuple(chosen))
+        keyed = dict(texts)
+        if any(keyed[key] != taken for key, taken in texts):
+            return None  # `{l}` twice, which is the same both times
+        return Match(tuple(sorted(keyed.items())), tuple(numbers), tuple(chosen))
 
     def format(self, texts: Mapping[str, Components], indices: Mapping[str, int]) -> str:
         """The name that the captures make."""
@@ -337,6 +340,8 @@ def solve_linear(linear: Linear, number: int, sizes: Mapping[str, int]) -> dict[
     Example:
         >>> solve_linear(Linear((("b", 6), ("j", 1))), 13, {"j": 6})
         {'b': 2, 'j': 1}
+        >>> solve_linear(Linear((("j", -1),), 3), 1, {})
+        {'j': 2}
     """
     rest = number - linear.constant
     found: dict[str, int] = {}
@@ -352,7 +357,7 @@ def is_ambiguous(linear: Linear, sizes: Mapping[str, int]) -> bool:
     """Whether two different sets of indices make one number."""
     reach = 0
     for axis, factor in sorted(linear.terms, key=lambda term: term[1]):
-        if factor <= reach:
+        if abs(factor) <= reach:
             return True
-        reach += factor * (sizes.get(axis, 1) - 1)
+        reach += abs(factor) * (sizes.get(axis, 1) - 1)
     return False

@@ -375,8 +375,12 @@ class _Parser(LineScanner):
             if not (op := "+" if self.take("+") else "-" if self.take("-") else None):
                 break
             sign = 1 if op == "+" else -1
-        if not terms or min(terms.values()) < 1:
-            raise self.fail("a capture such as {6*b+j} adds multiples of axes", begin)
+        if not terms or 0 in terms.values() or (len(terms) > 1 and min(terms.values()) < 0):
+            raise self.fail(
+                "a capture such as {6*b+j} adds multiples of axes; only one that is alone, as in "
+                "{3-j}, may be subtracted",
+                begin,
+            )
         return Linear(tuple(terms.items()), constant)
 
     # --- axes -------------------------------------------------------------------------------

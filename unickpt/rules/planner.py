@@ -195,7 +195,8 @@ class _RulePlanner:
         found = []
         for rule in rules:  # those of parameters come before those of their slots
             for family in families(rule, self._have, self._want):
-                key = rule.parameter or str(rule), str(sorted(family.texts.items()))
+                which = sorted(family.texts.items()), sorted(family.paired.items())
+                key = rule.parameter or str(rule), str(which)
                 family.sizes = {**self._recorded(family), **self.sizes.get(key, {})}
                 resolve(family, self._have, self._want, partly=not self._strict)
                 if family.reason is None and not rule.lifted:

@@ -179,6 +179,16 @@ class Rule:
         return [expr for side in (self.left, self.right) for expr in exprs_of(side)]
 
     @cached_property
+    def pairing(self) -> frozenset[str]:
+        """The axes that are in all names and nowhere else: they pair arrays, whose other axes may
+        have other sizes for each index."""
+        if isinstance(self.left, Nothing) or isinstance(self.right, Nothing) or self.function:
+            return frozenset()
+        elsewhere = {a.name for expr in self.exprs for a in axes.axes_of(expr.items)}
+        elsewhere.update(*(expr.arithmetic_axes for expr in self.exprs))
+        return frozenset.intersection(*(e.pattern.axes for e in self.exprs)) - elsewhere
+
+    @cached_property
     def _title(self) -> str:
         return f"{self.position}: {self.text}"
 

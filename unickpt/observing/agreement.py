@@ -1,0 +1,129 @@
+"""Agreement: whether rules do as a converter does, and which are at fault if they do not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import ml_dtypes
+import numpy as np
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.dtypes import Array, DType
+from unickpt.errors import LoadMismatch, RuleError, RuleSyntaxError
+from unickpt.observing.notation import Written
+from unickpt.rules import in_memory
+from unickpt.rules.plan import Fact, LeafKind
+from unickpt.rules.planner import make_plan
+from unickpt.rules.rule import exprs_of
+from unickpt.rules.rule_set import Rules
+
+
+def through(
+    rules: Rules,
+    have: Mapping[str, Array],
+    want: Mapping[str, Array],
+    values: Sequence[str],
+    wanted_values: Sequence[str],
+) -> dict[str, Array]:
+    """What rules make of arrays, beside values that are no arrays."""
+    value = Fact(kind=LeafKind.VALUE)
+    stored = in_memory.stored_leaves(in_memory.facts_of(have) | dict.fromkeys(values, value))
+    asked = in_memory.facts_of(want) | dict.fromkeys(wanted_values, value)
+    return in_memory.apply(make_plan(rules, stored, asked, where="the example"), have)
+
+
+def same(found: Mapping[str, Array], expected: Mapping[str, Array], scaled: set[str]) -> None:
+    """Raises RuleError if arrays are not the same.
+
+    Arguments:
+        found: what rules made.
+        expected: what it should be.
+        scaled: those that arithmetic may have changed in the last bits.
+    """
+    for name, one in expected.items():
+        other = found.get(name)
+        if other is None:
+            raise RuleError(f"no rule makes {name!r}")
+        if one.dtype == other.dtype and one.tobytes() == other.tobytes():
+            continue
+        if name not in scaled or not _is_near(one, other):
+            raise RuleError(f"rules make other elements of {name!r}")
+
+
+def _is_near(one: Array, other: Array) -> bool:
+    if one.shape != other.shape or dtypes.kind(one.dtype) != "float":
+        return False
+    a, b = one.astype(np.float64), other.astype(np.float64)
+    size = float(np.abs(a).max(initial=1.0))
+    return bool((np.abs(a - b) <= max(step(one.dtype), 2e-6) * 8 * size).all())
+
+
+def step(dtype: DType) -> float:
+    return float(ml_dtypes.finfo(dtype).eps)  # type: ignore[no-untyped-call]
+
+
+def taken_apart(lines: Sequence[Written], text: str, error: Exception) -> list[Written]:
+    """Rules of which those that an error is about are not merged; the same if none of these is.
+
+    Arguments:
+        lines: the rules.
+        text: of their file, which ends with a line for each.
+        error: why they do not do as the converter does.
+    """
+    if isinstance(error, RuleSyntaxError):
+        at_fault = {at for at, line in enumerate(lines) if not _is_rule(line)}
+    else:
+        before = text.count("\n") - len(lines)
+        at_fault = {int(n) - 1 - before for n in re.findall(r", line ([0-9]+):", str(error))}
+        names = set(re.findall(r"'([^']+)'", str(error)))
+        at_fault |= {at for at, line in enumerate(lines) if line.parts and _is_about(line, names)}
+    return [
+        one
+        for at, line in enumerate(lines)
+        for one in (line.parts if at in at_fault and line.parts else (line,))
+    ]
+
+
+def _is_rule(line: Written) -> bool:
+    try:
+        Rules.parse(str(line))
+    except RuleSyntaxError:
+        return False
+    return True
+
+
+def _is_about(line: Written, names: set[str]) -> bool:
+    exprs = [expr for rule in Rules.parse(str(line)).rules for expr in rule.exprs]
+    return any(expr.pattern.match(name) for expr in exprs for name in names)
+
+
+def names_of(line: Written, is_left: bool, names: Mapping[str, Array]) -> set[str]:
+    """The names of arrays that a rule is about."""
+    (rule,) = Rules.parse(str(line)).rules
+    side = exprs_of(rule.left if is_left else rule.right)
+    return {name for name in names if any(expr.pattern.match(name) for expr in side)}
+
+
+def wrong_with(
+    line: Written, given: Mapping[str, Array], made: Mapping[str, Array], scaled: set[str]
+) -> str:
+    """Why a rule by itself does not do as a converter does; "" if it does.
+
+    Arguments:
+        line: the rule, of arrays on both sides.
+        given: what the converter was given.
+        made: what it made of that.
+        scaled: see `same`.
+    """
+    try:
+        rules = Rules.parse(str(line))
+        have = {name: given[name] for name in names_of(line, True, given)}
+        want = {name: made[name] for name in names_of(line, False, made)}
+        stored = in_memory.stored_leaves(in_memory.facts_of(have))
+        plan = make_plan(rules, stored, in_memory.facts_of(want), strict=False)
+        found = in_memory.apply(plan, have)
+        same(found, {name: want[name] for name in found}, scaled)
+    except (RuleError, LoadMismatch) as error:
+        return str(error).partition("\n")[0]
+    return "" if found else "its names fit no rule"

@@ -1,0 +1,163 @@
+"""Merging of words: rules whose names differ in one word become one."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from unickpt.observing.notation import Capture, Token, Written, fresh_letter, letters_of
+
+_MOST_PAIRED = 8  # of one line, which shall be read
+_SEPARATORS = ("/", ".", "%2F")
+_WORD = re.compile(r"[\w-]*[A-Za-z][\w-]*")
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """A rule, told apart from others by a word of each side.
+
+    Arguments:
+        rule: its number.
+        left, right: the words.
+        places: where they are, of a word that is not the same on both sides.
+    """
+
+    rule: int
+    left: str
+    right: str
+    places: tuple[int, int] | None = None
+
+
+def merge_words(rules: Sequence[Written]) -> list[Written]:
+    """Rules that differ in one word, as one: `{n=q|k}` where it is the same on both sides, and
+    `{w1|w2}` beside `{gate|up}` where it is not.
+
+    Arguments:
+        rules: no two of which differ only in numbers.
+    """
+    rules = [rule.renamed(_joined) for rule in rules]
+    found: list[Written | None] = [*rules]
+    groups: dict[object, list[_Variant]] = {}
+
+    def add(at: int, rule: Written) -> None:
+        for key, variant in _variants(at, rule):
+            groups.setdefault(key, []).append(variant)
+
+    for at, rule in enumerate(rules):
+        add(at, rule)
+    while True:
+        for variants in groups.values():
+            variants[:] = [v for v in variants if found[v.rule] is not None]
+        several = (variants for variants in groups.values() if len(variants) > 1)
+        best = max(map(_distinct, several), key=_worth, default=[])
+        if len(best) < 2:
+            return [rule for rule in found if rule is not None]
+        members = [one for v in best if (one := found[v.rule]) is not None]
+        parts = tuple(part for rule in members for part in (rule.parts or (rule,)))
+        joined = replace(_as_one(members[0], best), parts=parts)
+        for variant in best:
+            found[variant.rule] = None
+        found.append(joined)
+        add(len(found) - 1, joined)
+
+
+def _joined(name: Sequence[Token]) -> tuple[Token, ...]:
+    """A name whose words are whole: `w1` in place of `w` and `1`."""
+    found: list[Token] = []
+    for token in name:
+        before = found[-1] if found else "/"
+        if any(isinstance(t, Capture) or t in _SEPARATORS for t in (before, token)):
+            found.append(token)
+        else:
+            found[-1] = f"{before}{token}"
+    return tuple(found)
+
+
+def _variants(at: int, rule: Written) -> Iterator[tuple[object, _Variant]]:
+    """The rule without a word of its own, and that word on each side."""
+    if not (rule.left and rule.right):
+        return
+    for word in sorted(_words(rule)):
+        shape = _replaced(rule, word, Capture(""))
+        yield (True, shape.left, shape.right, shape.sizes), _Variant(at, word, word)
+    if len(rule.left) == len(rule.right) == len(rule.right[0]) == 1:
+        left, right = rule.left[0], rule.right[0][0]
+        for places in itertools.product(_places(left.name), _places(right.name)):
+            names = _masked(left.name, places[0]), _masked(right.name, places[1])
+            key = False, *names, left.tail, right.tail, rule.sizes
+            own = str(left.name[places[0]]), str(right.name[places[1]])
+            yield key, _Variant(at, *own, places)
+
+
+def _words(rule: Written) -> set[str]:
+    """Words that names of both sides have, once in each that has it."""
+    sides = []
+    for terms in (rule.left, tuple(itertools.chain(*rule.right))):
+        words = [[t for t in x.name if isinstance(t, str) and _WORD.fullmatch(t)] for x in terms]
+        sides.append({w for each in words for w in each if all(e.count(w) == 1 for e in words)})
+    return sides[0] & sides[1]
+
+
+def _replaced(rule: Written, word: str, capture: Capture) -> Written:
+    """A rule with a capture for a word in its names."""
+    return rule.renamed(lambda name: tuple(capture if token == word else token for token in name))
+
+
+def _places(name: Sequence[Token]) -> list[int]:
+    return [at for at, t in enumerate(name) if isinstance(t, str) and _WORD.fullmatch(t)]
+
+
+def _masked(name: Sequence[Token], place: int) -> tuple[Token, ...]:
+    return tuple(Capture("") if at == place else token for at, token in enumerate(name))
+
+
+def _distinct(variants: Sequence[_Variant]) -> list[_Variant]:
+    """Those of a group that can be one rule: no word of a side twice, and not too many."""
+    found: list[_Variant] = []
+    for v in variants:
+        if all(v.rule != o.rule and v.left != o.left and v.right != o.right for o in found):
+            found.append(v)
+    return found if found[0].places is None else found[:_MOST_PAIRED]
+
+
+def _worth(variants: Sequence[_Variant]) -> tuple[int, bool]:
+    """More rules are better; of as many, those whose words are the same on both sides."""
+    return len(variants), bool(variants) and variants[0].places is None
+
+
+def _as_one(first: Written, variants: Sequence[_Variant]) -> Written:
+    """The first of several rules, with captures for their words."""
+    if variants[0].places is None:
+        letter = fresh_letter("nmk", letters_of(first))
+        options = "|".join(v.left for v in variants)
+        return _replaced(first, variants[0].left, Capture(f"{letter}={options}"))
+    left, right = first.left[0], first.right[0][0]
+    is_named = any("|" in t.text for t in left.name if isinstance(t, Capture))
+    name = f"{fresh_letter('nmk', letters_of(first))}:" if is_named else ""
+    at, to = variants[0].places
+    ours = _enumerated(left.name, at, [v.left for v in variants], name)
+    theirs = _enumerated(right.name, to, [v.right for v in variants], name)
+    one = replace(left, name=ours), replace(right, name=theirs)
+    return replace(first, left=(one[0],), right=((one[1],),))
+
+
+def _enumerated(
+    name: Sequence[Token], place: int, words: Sequence[str], axis: str
+) -> tuple[Token, ...]:
+    """A name with an enumeration of words, without what all of these begin or end with."""
+    before = re.sub(r"[A-Za-z0-9]+\Z", "", _common_start(words))
+    turned = _common_start([word[len(before) :][::-1] for word in words])[::-1]
+    after = re.sub(r"\A[A-Za-z0-9]+", "", turned)
+    options = [word[len(before) : len(word) - len(after)] for word in words]
+    if not all(options):
+        before = after = ""
+        options = [*words]
+    pieces: list[Token] = [before, Capture(axis + "|".join(options)), after]
+    return (*name[:place], *(piece for piece in pieces if piece), *name[place + 1 :])
+
+
+def _common_start(words: Sequence[str]) -> str:
+    letters = itertools.takewhile(lambda each: len({*each}) == 1, zip(*words, strict=False))
+    return "".join(each[0] for each in letters)
