@@ -254,7 +254,9 @@ def _conversion(name: str, original: Original) -> Conversion:
     filtered = module.checkpoint_filter_fn
 
     def convert(state: Any) -> Any:
-        copied = dict(state) if original.under is None else {original.under: {**state[original.under]}}
+        copied = (
+            dict(state) if original.under is None else {original.under: {**state[original.under]}}
+        )
         return dict(filtered(copied, model))
 
     found = convert({original.under: dict(arrays)} if original.under else arrays)

@@ -68,7 +68,7 @@ class Part:
     @classmethod
     def whole(cls, key: str, shape: tuple[int, ...], chunk: tuple[int, ...]) -> Part:
         """The part that carries a whole array."""
-        return cls(key, Box.whole(shape), chunk, *grid_of(shape, chunk))
+        return _whole(key, shape, chunk)
 
     def chunk_box(self, number: int) -> Box:
         """The box, in global coordinates, of the chunk with a row-major number."""
@@ -292,6 +292,11 @@ def _near_divisor(unit: int, want: int) -> int:
                 if best < divisor <= want:
                     best = divisor
     return best
+
+
+@lru_cache(maxsize=4096)  # a save asks several times for the parts of each array
+def _whole(key: str, shape: tuple[int, ...], chunk: tuple[int, ...]) -> Part:
+    return Part.of(key, Box.whole(shape), chunk)
 
 
 def parts(entry: ArrayEntry) -> list[Part]:

@@ -147,7 +147,7 @@ class Candidates:
         try:
             is_used = nbytes >= _LEAST_USED * self._share.unit_bytes(place)
             if is_used:
-                self._reader.check_end(entry, place.value, number)
+                self._share.check_end(entry, place, number)
             return is_used
         except UnickptError as error:
             self._warn(error)

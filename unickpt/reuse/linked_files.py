@@ -10,6 +10,7 @@ from unickpt.format.index import ArrayEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.reuse.shares import Chunk, Place, Places
 from unickpt.storage.btree.nodes import DataReference
+from unickpt.storage.errors import Damaged
 from unickpt.storage.local_files import RegularFiles
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
@@ -80,6 +81,13 @@ class LinkedFiles:
         if path not in self._sizes:  # it is asked for before and when a file is taken
             self._sizes[path] = self._files.size(path)
         return self._sizes[path]
+
+    def check_end(self, entry: ArrayEntry, place: Place, number: int) -> None:
+        """Checks that the data file has the last byte of a value of a chunk. Raises Damaged."""
+        size = self.unit_bytes(place)
+        if size < place.end:
+            name = f"a file of {self._reader.location}"
+            raise Damaged(f"{name} has {size} bytes, and array {entry.name!r} ends at {place.end}")
 
     def is_older(self, place: Place) -> bool:
         """Whether the data file was linked already."""

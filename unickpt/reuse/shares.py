@@ -66,6 +66,10 @@ class Share(Protocol):
             Failed: it is gone.
         """
 
+    def check_end(self, entry: ArrayEntry, place: Place, number: int) -> None:
+        """Checks that the last byte of a value of a chunk is there. Raises as `unit_bytes`, or
+        CheckpointCorrupt, StorageError."""
+
     def is_older(self, place: Place) -> bool:
         """Whether the base itself took a value from an earlier checkpoint."""
 

@@ -76,6 +76,10 @@ class Siblings:
         written = data_files.written_in(place.at.path.rpartition("/")[2])
         return place.end if written is None else written[1]
 
+    def check_end(self, entry: ArrayEntry, place: Place, number: int) -> None:
+        """Checks that the last byte of a value of a chunk is there."""
+        self._reader.check_end(entry, place.value, number)
+
     def is_older(self, place: Place) -> bool:
         """Whether the base borrowed it, too."""
         return place.of != self._own
