@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks.zoo import diffusers_learned
 from benchmarks.zoo.conversion import Conversion
 
 
@@ -22,6 +23,8 @@ def conversions() -> Iterator[Conversion]:
         ("animatediff", utils.convert_animatediff_checkpoint_to_diffusers, _motion()),
         ("sd3-t5", utils.convert_sd3_t5_checkpoint_to_diffusers, _t5()),
     ):
+        yield _conversion(name, function, shapes)
+    for name, function, shapes in diffusers_learned.learned():
         yield _conversion(name, function, shapes)
 
 

@@ -180,20 +180,6 @@ ORIGINALS: dict[str, Original] = {
             (r"^stages\.(\d+)\.downsample\.", _between), (r"^stages\.(\d+)\.blocks\.", _blocks),
         ),
     ),
-    "fastvit": Original(
-        "fastvit", "FastVit",
-        {"layers": (2, 1, 2, 1), "embed_dims": (16, 32, 64, 96), "mlp_ratios": (2, 2, 2, 2),
-         "num_classes": 5},
-        (
-            (r"^stem\.", "patch_embed."), ("conv_kxk", "rbr_conv"), ("conv_scale", "rbr_scale"),
-            (r"\bidentity\b", "rbr_skip"), ("final_conv", "conv_exp"),
-            ("large_conv", "lkb_origin"), (r"\bmlp\b", "convffn"),
-            (r"se\.fc1", "se.reduce"), (r"se\.fc2", "se.expand"),
-            (r"layer_scale\.gamma", "layer_scale"),
-            (r"layer_scale_(\d)\.gamma", r"layer_scale_\1"), (r"^head\.fc\.", "head."),
-            (r"^stages\.(\d+)\.downsample\.", _between), (r"^stages\.(\d+)\.blocks\.", _blocks),
-        ),
-    ),
     "mvit-v2": Original(
         "mvitv2", "MultiScaleVit", {"depths": (1, 2, 2, 1), "num_classes": 5}, under="model_state"
     ),

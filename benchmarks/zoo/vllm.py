@@ -63,6 +63,12 @@ _GPT = {"n_embd": 48, "n_head": 8, "n_layer": 2, "vocab_size": 53, "n_positions"
         "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "AfmoeForCausalLM": (
+        "AfmoeConfig",
+        {**_COMMON, **_EXPERTS, "num_experts": 5, "num_dense_layers": 1, "num_shared_experts": 1,
+         "score_func": "sigmoid", "route_norm": True, "route_scale": 1.0, "n_group": 1,
+         "topk_group": 1},
+    ),
     "ApertusForCausalLM": ("ApertusConfig", _HEADS),
     "ArceeForCausalLM": ("ArceeConfig", _COMMON),
     "BloomForCausalLM": (
@@ -70,6 +76,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "CohereForCausalLM": ("CohereConfig", {**_HEADS, "tie_word_embeddings": True}),
     "Cohere2ForCausalLM": ("Cohere2Config", {**_HEADS, "tie_word_embeddings": True}),
+    "Cohere2MoeForCausalLM": (
+        "Cohere2MoeConfig",
+        {**_HEADS, **_EXPERTS, "head_dim": 8, "num_experts": 5, "tie_word_embeddings": True},
+    ),
     "DeepseekV2ForCausalLM": ("DeepseekV2Config", {**_MLA, "topk_method": "greedy"}),
     "DeepseekV3ForCausalLM": (
         "DeepseekV3Config", {**_MLA, "num_nextn_predict_layers": 0, "topk_method": "noaux_tc"},
@@ -87,6 +97,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Exaone4ForCausalLM": ("Exaone4Config", {**_HEADS, "sliding_window": 8,
                                              "sliding_window_pattern": 2}),
+    "ExaoneMoeForCausalLM": (
+        "ExaoneMoeConfig", {**_HEADS, **_EXPERTS, "head_dim": 8, "num_experts": 5,
+                            "num_shared_experts": 1, "first_k_dense_replace": 1},
+    ),
+    "FalconH1ForCausalLM": (
+        "FalconH1Config", {**_HEADS, "mamba_d_ssm": 96, "mamba_n_heads": 8, "mamba_d_head": 12,
+                           "mamba_n_groups": 1, "mamba_d_state": 10},
+    ),
     "FalconForCausalLM": (
         "FalconConfig", {"hidden_size": 48, "num_attention_heads": 8, "num_hidden_layers": 2,
                          "vocab_size": 53, "new_decoder_architecture": True, "num_kv_heads": 4},
@@ -110,6 +128,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
                           "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
                           "use_qk_norm": True},
     ),
+    "Glm4MoeLiteForCausalLM": ("Glm4MoeLiteConfig", {**_MLA, "num_nextn_predict_layers": 0}),
     "GptOssForCausalLM": (
         "GptOssConfig", {**_COMMON, "num_local_experts": 5, **_EXPERTS, "intermediate_size": 128,
                          "head_dim": 8},
@@ -117,15 +136,51 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "GraniteForCausalLM": ("GraniteConfig", _HEADS),
     "GraniteMoeForCausalLM": (
         "GraniteMoeConfig",
-        {**_HEADS, "num_local_experts": 5, **_EXPERTS, "intermediate_size": 128},
+        {**_HEADS, "num_local_experts": 5, **_EXPERTS, "intermediate_size": 128, "head_dim": 8},
+    ),
+    "GraniteMoeSharedForCausalLM": (
+        "GraniteMoeSharedConfig",
+        {**_HEADS, "num_local_experts": 5, **_EXPERTS, "intermediate_size": 128, "head_dim": 8,
+         "shared_intermediate_size": 96},
+    ),
+    "GraniteMoeHybridForCausalLM": (
+        "GraniteMoeHybridConfig",
+        {**_HEADS, "num_local_experts": 5, **_EXPERTS, "intermediate_size": 128, "head_dim": 8,
+         "shared_intermediate_size": 96, "layer_types": ["mamba", "attention"],
+         "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_expand": 2, "mamba_d_state": 12,
+         "mamba_n_groups": 1},
     ),
     "HunYuanDenseV1ForCausalLM": ("HunYuanDenseV1Config", _COMMON),
+    "JambaForCausalLM": (
+        "JambaConfig",
+        {**_HEADS, **_EXPERTS, "num_experts": 5, "intermediate_size": 128, "head_dim": None,
+         "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+         "expert_layer_offset": 1, "mamba_d_state": 6, "mamba_dt_rank": 5},
+    ),
+    "Lfm2MoeForCausalLM": (
+        "Lfm2MoeConfig", {**_HEADS, **_EXPERTS, "head_dim": 8, "num_experts": 5,
+                          "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
+    ),
     "LlamaForCausalLM": ("LlamaConfig", {**_COMMON, "attention_bias": True}),
+    "MambaForCausalLM": (
+        "MambaConfig", {"hidden_size": 48, "state_size": 6, "num_hidden_layers": 2,
+                        "vocab_size": 53, "intermediate_size": 96, "time_step_rank": 5},
+    ),
+    "Mamba2ForCausalLM": (
+        "Mamba2Config", {"hidden_size": 48, "state_size": 6, "num_hidden_layers": 2,
+                         "vocab_size": 53, "num_heads": 8, "head_dim": 12, "n_groups": 4},
+    ),
     "MistralForCausalLM": ("MistralConfig", {**_COMMON, "num_key_value_heads": 2}),
     "MixtralForCausalLM": (
         "MixtralConfig", {**_COMMON, "num_local_experts": 5, **_EXPERTS, "intermediate_size": 128},
     ),
     "NemotronForCausalLM": ("NemotronConfig", _COMMON),
+    "NemotronHForCausalLM": (
+        "NemotronHConfig",
+        {**_HEADS, "layers_block_type": ["mamba", "attention", "mlp"], "num_hidden_layers": 3,
+         "hybrid_override_pattern": "M*-", "mamba_num_heads": 8, "mamba_head_dim": 12,
+         "n_groups": 4, "ssm_state_size": 6},
+    ),
     "OPTForCausalLM": (
         "OPTConfig", {**_FULL, "ffn_dim": 44, "word_embed_proj_dim": 48, "tie_word_embeddings":
                       True},
@@ -144,11 +199,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Qwen2ForCausalLM": ("Qwen2Config", _HEADS),
     "Qwen2MoeForCausalLM": (
-        "Qwen2MoeConfig", {**_HEADS, **_EXPERTS, "num_experts": 5,
+        "Qwen2MoeConfig", {**_HEADS, **_EXPERTS, "num_experts": 5, "head_dim": 8,
                            "shared_expert_intermediate_size": 28},
     ),
     "Qwen3ForCausalLM": ("Qwen3Config", {**_COMMON, "tie_word_embeddings": True}),
     "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", {**_COMMON, **_EXPERTS, "num_experts": 5}),
+    "Qwen3NextForCausalLM": (
+        "Qwen3NextConfig",
+        {**_COMMON, **_EXPERTS, "num_experts": 5, "shared_expert_intermediate_size": 28,
+         "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 5,
+         "linear_value_head_dim": 7, "layer_types": ["linear_attention", "full_attention"]},
+    ),
     "SeedOssForCausalLM": ("SeedOssConfig", _COMMON),
     "SmolLM3ForCausalLM": ("SmolLM3Config", _HEADS),
     "SolarForCausalLM": ("LlamaConfig", _COMMON),
