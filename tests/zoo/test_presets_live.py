@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from support import TESTS, preset_cases
 
-
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of the sources
 
 
@@ -34,6 +33,11 @@ def same(name: str, only: str) -> None:
 def test_maxtext(preset: str) -> None:
     pytest.importorskip("maxtext.checkpoint_conversion.to_huggingface")
     same("maxtext", preset)
+
+
+def test_maxtext_llama4() -> None:
+    pytest.importorskip("maxtext.checkpoint_conversion.standalone_scripts.llama4_ckpt_unscanned")
+    same("maxtext_llama4", "maxtext-llama4")
 
 
 def test_litgpt() -> None:
