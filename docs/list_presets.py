@@ -16,7 +16,7 @@ BEGIN, END = "<!-- presets -->\n", "<!-- end of presets -->\n"
 
 GROUPS = {
     "transformers-": "Flax classes of transformers, and its PyTorch classes",
-    "maxtext-": "MaxText, layers scanned, and Hugging Face",
+    "maxtext-": "MaxText, and Hugging Face",
     "litgpt-": "LitGPT, and Hugging Face",
     "torchtitan-": "torchtitan, and Hugging Face",
 }
