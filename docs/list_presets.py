@@ -16,6 +16,7 @@ BEGIN, END = "<!-- presets -->\n", "<!-- end of presets -->\n"
 
 GROUPS = {
     "transformers-": "Flax classes of transformers, and its PyTorch classes",
+    "transformers5-": "Files on the Hub, and modules of transformers 5",
     "maxtext-": "MaxText, and Hugging Face",
     "litgpt-": "LitGPT, and Hugging Face",
     "torchtitan-": "torchtitan, and Hugging Face",

@@ -26,6 +26,8 @@ def test_a_family_says_against_what_it_is_checked(name: str) -> None:
     maps, tags = list_presets.comments(name)
     assert maps.endswith("to be included") != ("Checked" in tags)
     assert len([line for line in preset_text(name).splitlines() if line]) <= 40
-    source = re.match(r"(MaxText|LitGPT|torchtitan) [\d.]+", tags.get("Checked", ""))
+    source = re.match(
+        r"(MaxText |LitGPT |torchtitan |transformers 5)[\d.]+", tags.get("Checked", "")
+    )
     checked = {case.source for case in preset_cases.all_cases() if case.preset == name}
     assert checked == ({source[0]} if source else set())

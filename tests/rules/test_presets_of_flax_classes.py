@@ -64,6 +64,7 @@ FAMILIES: dict[str, list[tuple[str, list[dict[str, Any]]]]] = {
     "transformers-llama": [("llama", [{}, {"attention_bias": True}])],
     "transformers-mistral": [("mistral", [{}])],
     "transformers-resnet": [("resnet", [{"layer_type": "bottleneck"}])],
+    "transformers-roberta": [("roberta", [{}]), ("xlm_roberta", [{}])],
     "transformers-t5": [
         ("t5", [{}, {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}]),
         ("mt5", [{"tie_word_embeddings": False}])],

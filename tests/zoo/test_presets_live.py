@@ -48,3 +48,8 @@ def test_litgpt() -> None:
 def test_torchtitan() -> None:
     pytest.importorskip("torchtitan")
     same("torchtitan", "torchtitan-")
+
+
+def test_transformers5() -> None:
+    pytest.importorskip("transformers.conversion_mapping")
+    same("transformers5", "transformers5-")
