@@ -42,6 +42,13 @@ ALIASES = {
 """Models for which the package has no shapes of the other side, and one with the same."""
 
 
+WEAVER = (
+    ("q_proj", "to_q"), ("k_proj", "to_k"), ("v_proj", "to_v"), ("o_proj", "to_out"),
+    ("q_norm", "norm_q"), ("k_norm", "norm_k"),
+)  # fmt: skip
+"""Its names, where those of Qwen 3 VL are others."""
+
+
 def conversions() -> Iterator[Conversion]:
     """All of them: to Hugging Face's names where the package has these, and back."""
     only = os.environ.get("ZOO_MODELS", "").split(",")
@@ -100,13 +107,16 @@ class Model:
 
         def shape(hf: dict[str, Any]) -> dict[str, Any]:
             if name.startswith("weaver"):  # as Qwen 3 VL, without its first words
-                first = "model.language_model."
-                return {key.removeprefix(first): x for key, x in known(hf).items()}
+                first, found = "model.language_model.", {}
+                for key, x in known(hf).items():
+                    for one, other in WEAVER:
+                        key = key.replace(f"self_attn.{one}", f"self_attn.{other}")
+                    found[key.removeprefix(first)] = x
+                return found
             if "thinker_config" in hf:
                 text = known(hf["thinker_config"]["text_config"])
                 return {f"thinker.{key}": x for key, x in text.items()}
-            found: dict[str, Any] = known(hf)
-            return found
+            return dict(known(hf))
 
         with mock.patch.dict(to_huggingface.HF_SHAPE, {name: shape}):
             found = to_huggingface._get_model_mappings(
@@ -206,7 +216,7 @@ def sizes(full: Any) -> dict[str, Any]:
         if full.q_lora_rank:
             found["q_lora_rank"] = 9
     if block == "deepseek4":
-        found |= {"qk_rope_head_dim": 4}
+        found |= {"qk_rope_head_dim": 4, "base_num_kv_heads": 1}
     if block == "deepseek":
         found["first_num_dense_layers"] = 1
     if block in ("qwen3_next", "qwen3_5"):
