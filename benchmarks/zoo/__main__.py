@@ -82,12 +82,12 @@ def observed(conversion: Conversion, folder: Path | None) -> dict[str, Any]:
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{conversion.name.replace('/', '_')}.rules").write_text(report.text)
-    row["wrong"] = wrong_elements(conversion, rules)
-    return row
+    return row | compared(conversion, rules)
 
 
-def wrong_elements(conversion: Conversion, rules: Rules) -> int:
-    """How many elements rules make otherwise than the converter, and its inverse if it has one."""
+def compared(conversion: Conversion, rules: Rules) -> dict[str, Any]:
+    """How many elements rules make otherwise than the converter, and its inverse if it has one;
+    and why that fails if it does."""
     assert rules.report is not None
     report = rules.report
     example = Example.of(conversion.example, None)
@@ -105,7 +105,7 @@ def wrong_elements(conversion: Conversion, rules: Rules) -> int:
 
     made = Converter(recorded, example)(given)
     if report.refused:
-        return -1 if conversion.inverse else 0
+        return {"wrong": -1 if conversion.inverse else 0}
     wrong = _compare(rules, given, made, (*report.not_made,), (*report.scaled,))
     whole = _without_lost(rules, given, made)
     back = _compare(
@@ -114,13 +114,17 @@ def wrong_elements(conversion: Conversion, rules: Rules) -> int:
     if conversion.inverse is not None:
         # In the containers and of the framework that the inverse takes.
         there = Example.of(returned_tree[0], None)
-        returned = Converter(conversion.inverse, there)(made)
+        try:
+            returned = Converter(conversion.inverse, there)(made)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}".partition("\n")[0]
+            return {"wrong": wrong + back, "inverse": why[:300]}
         asked = {name: x for name, x in returned.items() if name in given}
         asked = {
             name: np.where(whole[name] != given[name], whole[name], x) for name, x in asked.items()
         }
         back += _compare(rules.inverse, made, asked, report.dropped, tuple(given))
-    return wrong + back
+    return {"wrong": wrong + back}
 
 
 def _without_lost(rules: Rules, given: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:

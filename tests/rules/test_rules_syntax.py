@@ -216,6 +216,8 @@ def test_files_include_files(tmp_path: Path) -> None:
 def test_presets_by_name() -> None:
     with pytest.raises(RuleError, match="no preset 'lama'; presets are"):
         Rules.preset("lama")
+    with pytest.raises(RuleError, match="did you mean 'litgpt-qwen3' or 'maxtext-qwen3' or"):
+        Rules.preset("transformers-qwen3")  # of another source
     with pytest.raises(RuleError, match=r"no preset '\.\./x'"):
         Rules.preset("../x")
 

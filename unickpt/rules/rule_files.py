@@ -30,10 +30,13 @@ def preset_text(name: str) -> str:
     if not isinstance(name, str):
         raise RuleError(f"the name of a preset is a str, not of type {type(name).__name__}")
     if name not in presets():
-        near = difflib.get_close_matches(name, presets(), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        known = ", ".join(presets())
-        raise RuleError(f"there is no preset {name!r}{hint}; presets are {known}")
+        model = name.partition("-")[2] or name  # of another source: maxtext-qwen3, litgpt-qwen3
+        near = [known for known in presets() if model in known.split("-", 1)[1:]]
+        near = near or difflib.get_close_matches(name, presets(), n=1)
+        hint = f"presets are {', '.join(presets())}"
+        if near:
+            hint = f"did you mean {' or '.join(map(repr, near))}? `unickpt presets` lists all"
+        raise RuleError(f"there is no preset {name!r}; {hint}")
     return (PRESETS / f"{name}.rules").read_text(encoding="utf-8")
 
 
