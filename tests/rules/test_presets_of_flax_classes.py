@@ -161,6 +161,7 @@ def test_both_directions(case: tuple[str, str, str, int, int], tmp_path: Path) -
     assert same(back, theirs)
 
 
+@pytest.mark.slow  # it tries hundreds of wrong presets
 @pytest.mark.filterwarnings("ignore::unickpt.errors.RuleWarning")
 @pytest.mark.parametrize("preset", FAMILIES)
 def test_each_rule_matters(preset: str, tmp_path: Path) -> None:

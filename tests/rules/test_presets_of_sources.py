@@ -187,6 +187,7 @@ def applied(rules: Rules, have: Arrays, want: Arrays) -> Arrays:
     return in_memory.apply(make_plan(rules, stored, in_memory.facts_of(want)), have)
 
 
+@pytest.mark.slow  # it tries hundreds of wrong presets
 @pytest.mark.filterwarnings("ignore::unickpt.errors.RuleWarning")
 @each_preset
 def test_each_rule_matters(preset: str, tmp_path: Path) -> None:
