@@ -9,6 +9,7 @@ pytest.importorskip("maxtext.checkpoint_conversion.to_huggingface")
 from benchmarks.zoo.__main__ import rows_of
 
 
+@pytest.mark.filterwarnings("default")  # they are MaxText's, of other versions of JAX
 @pytest.mark.parametrize("model", ["llama3.1-8b", "gemma3-4b", "gpt-oss-20b"])
 def test_both_directions_are_rules_scanned_and_not(
     model: str, monkeypatch: pytest.MonkeyPatch

@@ -10,6 +10,7 @@ pytest.importorskip("metrax")
 from benchmarks.zoo.__main__ import rows_of
 
 
+@pytest.mark.filterwarnings("default")  # they are Tunix's, of other versions of JAX
 @pytest.mark.parametrize("model", ["qwen3-moe", "gemma3", "qwen2"])
 def test_both_loaders_are_rules(model: str) -> None:
     rows = [*rows_of("tunix", f"{model}/")]
