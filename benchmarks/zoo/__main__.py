@@ -22,9 +22,8 @@ import numpy as np
 from benchmarks.zoo.conversion import Conversion
 from unickpt import Rules
 from unickpt.errors import RuleError
+from unickpt.observing.agreement import through
 from unickpt.observing.converters import Converter, Example
-from unickpt.rules import in_memory
-from unickpt.rules.planner import make_plan
 
 
 def main() -> None:
@@ -133,8 +132,8 @@ def _without_lost(rules: Rules, given: dict[str, Any], made: dict[str, Any]) -> 
     An element is one of these if the other direction makes it 0, and what is made of that is the
     same all over: no element of it depends on the one that is 0.
     """
-    back = in_memory.apply(_plan(rules.inverse, made, given), made)
-    again = in_memory.apply(_plan(rules, {**given, **back}, made), {**given, **back})
+    back = through(rules.inverse, made, given, strict=False)
+    again = through(rules, {**given, **back}, made, strict=False)
     if any(name in again and not np.allclose(again[name], x) for name, x in made.items()):
         return given
     return {
@@ -143,19 +142,10 @@ def _without_lost(rules: Rules, given: dict[str, Any], made: dict[str, Any]) -> 
     }
 
 
-def _plan(rules: Rules, have: dict[str, Any], want: dict[str, Any]) -> Any:
-    return make_plan(
-        rules,
-        in_memory.stored_leaves(in_memory.facts_of(have)),
-        in_memory.facts_of(want),
-        strict=False,
-    )
-
-
 def _compare(
     rules: Rules, have: dict[str, Any], want: dict[str, Any], without: Any, scaled: Any
 ) -> int:
-    found = in_memory.apply(_plan(rules, have, want), have)
+    found = through(rules, have, want, strict=False)
     wrong = 0
     for name, x in want.items():
         if name in without or not x.size:

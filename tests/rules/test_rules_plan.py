@@ -726,3 +726,23 @@ def test_zero_size_and_0d_arrays(tmp_path: Path) -> None:
     assert found["none"].shape == (3, 0)
     assert found["one"].tolist() == [4]
     assert found.keys() == {"none", "one"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("w", "b.{2-l} [o] <-> w [l o]"), ("c.5", "b.{2-l} [o i] <-> c.{l} [o i]")],
+)
+def test_no_name_gets_a_number_below_zero(name: str, text: str, tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "x", {name: np.ones((5, 2))})
+    rules = Rules.parse(text)
+    with pytest.raises(RuleError, match=r"l is [45], and a number in b\.\{2-l\} below 0"):
+        unickpt.load(tmp_path / "x", rules=rules.inverse)
+
+
+def test_one_of_a_pair_is_missing(tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "x", {"a.w1": np.ones((2, 3))})
+    like = {"a.gate": np.zeros((2, 3)), "a.down": np.zeros((3, 2))}
+    rules = Rules.parse("a.{w1|w2} [o i] <-> a.{gate|down} [o i]")
+    with pytest.raises(RuleError, match=r"it needs 'a\.w2', which is not stored") as raised:
+        unickpt.load(tmp_path / "x", like, rules=rules)
+    assert "all of its names together" not in str(raised.value)

@@ -18,6 +18,8 @@ from support.reading import read_all
 import unickpt
 from unickpt import LoadOptions
 from unickpt.storage.database import Database
+from unickpt.storage.errors import Damaged
+from unickpt.storage.local_files import RegularFiles
 from unickpt.storage.paths import resolve
 
 
@@ -163,3 +165,17 @@ def test_a_link_does_not_lead_out(saved: Path, forks: Forks, tmp_path: Path) -> 
     assert unickpt.verify(tmp_path / "above" / "c").ok, "and lie below one"
     options = LoadOptions(verify=False)
     assert unickpt.load(tmp_path / "above" / "c", options=options)["w"][9] == 9
+
+
+def test_a_folder_that_becomes_a_link_is_looked_at_again(tmp_path: Path) -> None:
+    (tmp_path / "inside" / "d").mkdir(parents=True)
+    for name in ("a", "b"):
+        (tmp_path / "inside" / "d" / name).write_text("mine")
+    files = RegularFiles(f"{tmp_path}/inside/")
+    assert files.size("d/a") == 4
+    shutil.move(tmp_path / "inside" / "d", tmp_path / "kept")
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "b").write_text("precious")
+    (tmp_path / "inside" / "d").symlink_to(tmp_path / "outside")
+    with pytest.raises(Damaged, match="outside of the checkpoint's folder"):
+        files.size("d/b")

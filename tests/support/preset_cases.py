@@ -110,6 +110,17 @@ def made_case(
     )  # fmt: skip
 
 
+def of_torch(function: Callable[[Any], Any]) -> Callable[[Arrays], Arrays]:
+    """A function of torch's tensors, as one of NumPy's arrays."""
+    import torch  # which not every source needs
+
+    def converted(arrays: Arrays) -> Arrays:
+        given = {name: torch.from_numpy(np.array(x)) for name, x in arrays.items()}
+        return {name: x.detach().numpy() for name, x in function(given).items()}
+
+    return converted
+
+
 def main(name: str, cases: Callable[[str], Iterator[PresetCase]]) -> None:
     """Writes a fixture: all of it, or the presets whose names begin as the argument does.
 

@@ -23,14 +23,17 @@ def through(
     rules: Rules,
     have: Mapping[str, Array],
     want: Mapping[str, Array],
-    values: Sequence[str],
-    wanted_values: Sequence[str],
+    values: Sequence[str] = (),
+    wanted_values: Sequence[str] = (),
+    *,
+    strict: bool = True,
 ) -> dict[str, Array]:
-    """What rules make of arrays, beside values that are no arrays."""
+    """What rules make of arrays, beside values that are no arrays; what they can if not strict."""
     value = Fact(kind=LeafKind.VALUE)
     stored = in_memory.stored_leaves(in_memory.facts_of(have) | dict.fromkeys(values, value))
     asked = in_memory.facts_of(want) | dict.fromkeys(wanted_values, value)
-    return in_memory.apply(make_plan(rules, stored, asked, where="the example"), have)
+    plan = make_plan(rules, stored, asked, where="the example", strict=strict)
+    return in_memory.apply(plan, have)
 
 
 def same(found: Mapping[str, Array], expected: Mapping[str, Array], scaled: set[str]) -> None:
@@ -120,9 +123,7 @@ def wrong_with(
         rules = Rules.parse(str(line))
         have = {name: given[name] for name in names_of(line, True, given)}
         want = {name: made[name] for name in names_of(line, False, made)}
-        stored = in_memory.stored_leaves(in_memory.facts_of(have))
-        plan = make_plan(rules, stored, in_memory.facts_of(want), strict=False)
-        found = in_memory.apply(plan, have)
+        found = through(rules, have, want, strict=False)
         same(found, {name: want[name] for name in found}, scaled)
     except (RuleError, LoadMismatch) as error:
         return str(error).partition("\n")[0]

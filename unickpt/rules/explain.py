@@ -300,7 +300,8 @@ def _caret(family: Family) -> str:
 
 def _reason(family: Family) -> str:
     rule, why = family.rule, family.reason
-    if isinstance(why, Lacks | OtherSizes) and any(expr.pattern.choices for expr in rule.exprs):
+    choices = {each.axis for expr in rule.exprs for each in expr.pattern.choices}
+    if isinstance(why, Lacks | OtherSizes) and choices - family.paired.keys():
         return f"{why}; note that an enumeration such as {{a|b}} means all of its names together"
     return str(why)
 

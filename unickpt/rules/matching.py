@@ -416,9 +416,15 @@ def _unknown_axes(family: Family) -> list[str]:
 
 def _check_all_there(family: Family, have: LeafNames, want: LeafNames | None, partly: bool) -> None:
     rule = family.rule
+    last = {axis: size - 1 for axis, size in family.sizes.items()} | family.paired
     for expr in rule.exprs:
         if any(is_ambiguous(linear, family.sizes) for linear in expr.pattern.linears):
             raise Unfit(f"two sets of indices make one number in {expr.pattern.name}")
+        for linear in expr.pattern.linears:
+            for axis, factor in linear.terms:
+                if factor < 0 and linear.constant + factor * last[axis] < 0:
+                    why = f"{axis} is {last[axis]}, and a number in {expr.pattern.name} below 0"
+                    raise Unfit(why, expr)
         numbering = expr.pattern.axes - family.paired.keys()
         count = math.prod(family.sizes.get(axis, 1) for axis in numbering)
         there = len(have.facts) + (len(want.facts) if want else 0)

@@ -37,7 +37,8 @@ class FolderBoundary:
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
-        self._no_links = set[str]()  # folders that were looked at: many files are in few of them
+        # Folders without a link on the way, as they were looked at: many files are in few of them.
+        self._no_links: dict[str, tuple[int, int]] = {}
 
     @cached_property
     def _tops(self) -> tuple[str, ...]:
@@ -73,13 +74,18 @@ class FolderBoundary:
     def _has_link(self, path: str) -> bool:
         """Whether a file below the folder, or a folder on the way to it, is a symbolic link."""
         folder, _, name = path.rpartition("/")
-        if folder not in self._no_links:
+        try:
+            found = _identity(os.stat(self._folder + folder))
+        except OSError:
+            found = None
+        if found is None or self._no_links.get(folder) != found:
             at = self._folder.rstrip("/")
             for each in folder.split("/"):
                 at = f"{at}/{each}"
                 if os.path.islink(at) or each == "..":
                     return True
-            self._no_links.add(folder)
+            if found is not None:
+                self._no_links[folder] = found
         return name == ".." or os.path.islink(self._folder + path)
 
 
