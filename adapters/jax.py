@@ -133,7 +133,10 @@ def _memory(pieces: Mapping[Box, Any], sharding: Sharding) -> Memory:
     def clone() -> Read:
         return partial(_gather, _map(_clone, pieces))
 
-    return Memory(mutable=False, on_device=True, keep=clone, changed=deleted)
+    from unickpt.adapters.jax_transfer import transfer  # only where there are devices
+
+    bring = partial(transfer, _gather, pieces)
+    return Memory(mutable=False, on_device=True, keep=clone, changed=deleted, transfer=bring)
 
 
 def _spans(pieces: Mapping[Box, Any]) -> list[tuple[int, int]]:
@@ -415,23 +418,31 @@ def _gather(pieces: Mapping[Box, Any], wanted: Box, make_buffer: Callable[[], Ar
     """Host memory of a box that pieces of an array cover; a view where one covers it."""
     holder = next((box for box in pieces if box.contains(wanted)), None)
     if holder is not None:
-        return _host(pieces[holder], wanted.relative_to(holder.start))
+        return _host(pieces[holder], wanted.relative_to(holder.start), make_buffer)
     out = make_buffer()
     for box, data in pieces.items():
         common = box.intersect(wanted)
         if common is not None:
-            here = _host(data, common.relative_to(box.start))
-            out[common.relative_to(wanted.start).slices] = here
+            into = out[common.relative_to(wanted.start).slices]
+            here = _host(data, common.relative_to(box.start), partial(_same, into))
+            if here is not into:
+                into[...] = here
     return out
 
 
-def _host(data: Any, box: Box) -> Array:
+def _same(array: Array) -> Array:
+    return array
+
+
+def _host(data: Any, box: Box, make_buffer: Callable[[], Array]) -> Array:
     """Host memory of a box of an addressable array; a view on CPU."""
     if isinstance(data, np.ndarray) or _on_cpu(data.sharding):
         view: Array = np.asarray(data)[box.slices]
         return view
-    # Sliced on the device: a whole shard on the host would stay cached in the array.
-    return np.asarray(data[box.slices])
+    from unickpt.adapters.jax_transfer import copied
+
+    # Not of a whole shard: on the host it would stay cached in the array.
+    return copied(data, box, make_buffer)
 
 
 Holders = tuple[tuple[Box, tuple[int, ...]], ...]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from unickpt.adapters.torch_cuda import pinned, sampler, stream_after_training
+from unickpt.adapters.torch_cuda import buffer_for_cuda, pinned, sampler, stream_after_training
 from unickpt.adapters.torch_distributed import (
     TO_NUMPY,
     LocalShard,
@@ -342,7 +342,11 @@ class TorchTarget:
     def buffer(self, position: int) -> Array:
         self._materialise()
         shape = self.boxes[position].shape
-        return _as_numpy(self._local, shape) if self._in_place else np.empty(shape, self.dtype)
+        if self._in_place:
+            return _as_numpy(self._local, shape)
+        if self._local.is_cuda:
+            return buffer_for_cuda(shape, self.dtype)
+        return np.empty(shape, self.dtype)
 
     def finish(self, buffers: Sequence[Array]) -> Any:
         self._materialise()

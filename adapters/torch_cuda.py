@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -12,13 +13,26 @@ import torch
 
 from unickpt.adapters.torch_distributed import TO_NUMPY
 from unickpt.adapters.torch_distributed import group as group
-from unickpt.arrays.dtypes import Array
+from unickpt.arrays.dtypes import Array, DType
 from unickpt.frameworks.protocol import Sample
 
 
 def pinned(nbytes: int) -> Array:
     memory: Array = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
     return memory
+
+
+# Smaller ones are not worth it; larger ones would stay with torch, which keeps what it allocated,
+# in sizes that are powers of two.
+_PINNED_BYTES = range(1 << 20, (256 << 20) + 1)
+
+
+def buffer_for_cuda(shape: tuple[int, ...], dtype: DType) -> Array:
+    """Host memory from which a tensor on a device is filled."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes not in _PINNED_BYTES:
+        return np.empty(shape, dtype)
+    return pinned(nbytes).view(dtype).reshape(shape)
 
 
 @cache

@@ -2,10 +2,12 @@
 
     python benchmarks/deepspeed_wait.py                # 2 ranks, ZeRO 1, 256 MiB of training state
     python benchmarks/deepspeed_wait.py --stage 3 --mib 1024 --ranks 4
+    python benchmarks/deepspeed_wait.py --device cuda --ranks 1 --mib 4096 --samples 8192
 
-One job, with real ranks (gloo). In each round every contender takes a turn, in an order shuffled
-anew: a save of an engine that has made steps, when nothing is in flight, then a step. Round 0 warms
-up, is not counted, and checks what each contender loads. Medians of seconds of the slowest rank.
+One job, with real ranks (gloo; NCCL on an accelerator). In each round every contender takes a turn,
+in an order shuffled anew: a save of an engine that has made steps, when nothing is in flight, then
+a step. Round 0 warms up, is not counted, and checks what each contender loads. Medians of seconds
+of the slowest rank.
 
 waits: the call. step: the step after it, less one without a save; with staging="lazy" it waits
 for copies. cpu: seconds of the CPUs that the save takes, in the call and beside the step: what a
@@ -34,17 +36,18 @@ def main() -> None:
     """Starts the ranks."""
     parser = waits.parser(__doc__)
     parser.add_argument("--stage", type=int, default=1)
+    parser.add_argument("--samples", type=int, default=1, help="of a step")
     waits.start(run, parser.parse_args())
 
 
 def run(rank: int, options: argparse.Namespace, folder: Path) -> None:
     """One rank."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ["DS_ACCELERATOR"] = options.device
     engine = trained(options)
     contenders = make_contenders(engine)
 
     def one(save: Any, wait: Any, load: Any, path: Path, check: bool) -> list[float]:
-        return turn(engine, options.elsewhere, save, wait, load, path, check)
+        return turn(engine, options, save, wait, load, path, check)
 
     times = waits.in_turns(options.rounds, folder, contenders, one)
     if rank == 0:
@@ -67,7 +70,7 @@ def trained(options: argparse.Namespace) -> Any:
     layers = (torch.nn.Linear(side, side, bias=False) for _ in range(options.layers))
     model = torch.nn.Sequential(*layers)
     config = {
-        "train_batch_size": options.ranks,
+        "train_batch_size": options.ranks * options.samples,
         "steps_per_print": 10**9,
         "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
         "zero_optimization": {"stage": options.stage, "overlap_comm": False},
@@ -75,19 +78,21 @@ def trained(options: argparse.Namespace) -> Any:
     params = model.parameters()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=params, config=config)
     for _ in range(2):
-        step(engine, 0)
+        step(engine, options, 0)
     return engine
 
 
-def step(engine: Any, elsewhere: float) -> float:
+def step(engine: Any, options: argparse.Namespace, elsewhere: float) -> float:
     """Makes a step; returns its seconds."""
     import torch
 
     start = perf_counter()
     time.sleep(elsewhere)
     side = next(iter(engine.module.children())).in_features
-    engine.backward(engine(torch.ones(1, side)).square().mean())
+    data = torch.ones(options.samples, side, device=options.device)
+    engine.backward(engine(data).square().mean())
     engine.step()
+    waits.synchronize(options.device)
     return perf_counter() - start
 
 
@@ -116,19 +121,25 @@ def make_contenders(engine: Any) -> dict[str, Any]:
 
 
 def turn(
-    engine: Any, elsewhere: float, save: Any, wait: Any, load: Any, path: Path, check: bool
+    engine: Any,
+    options: argparse.Namespace,
+    save: Any,
+    wait: Any,
+    load: Any,
+    path: Path,
+    check: bool,
 ) -> list[float]:
     """The times of one contender, in the order of the columns, of the slowest rank."""
     import torch.distributed as dist
 
     before = process_time()
-    plain, plain_cpu = step(engine, elsewhere), process_time() - before
+    plain, plain_cpu = step(engine, options, options.elsewhere), process_time() - before
     os.sync()
     dist.barrier()
     start, before = perf_counter(), process_time()
     save(str(path))
     called = perf_counter() - start
-    held = max(0.0, step(engine, elsewhere) - plain)
+    held = max(0.0, step(engine, options, options.elsewhere) - plain)
     wait()
     everything, cpu = perf_counter() - start, process_time() - before - plain_cpu
     if check:  # what was saved is of before the step

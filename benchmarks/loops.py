@@ -15,8 +15,10 @@ from stallers import (
     DcpKeptStaging,
     OrbaxAsync,
     UnickptJaxCopy,
+    UnickptJaxDevice,
     UnickptJaxReference,
     UnickptTorchCopy,
+    UnickptTorchDevice,
     UnickptTorchLazy,
     save_options,
 )
@@ -44,14 +46,16 @@ def width(nbytes: int) -> int:
 class TorchTraining(Training):
     """Residual linear layers with AdamW."""
 
-    def __init__(self, nbytes: int, batch: int) -> None:
+    def __init__(self, nbytes: int, batch: int, device: str) -> None:
         import torch
 
         torch.manual_seed(0)
         n = width(nbytes)
-        self.model = torch.nn.ModuleList(torch.nn.Linear(n, n, bias=False) for _ in range(DEPTH))
+        layers = (torch.nn.Linear(n, n, bias=False, device=device) for _ in range(DEPTH))
+        self.model = torch.nn.ModuleList(layers)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self.x, self.y = torch.randn(batch, n), torch.randn(batch, n)
+        self.x, self.y = (torch.randn(batch, n, device=device) for _ in "xy")
+        self.wait = torch.cuda.current_stream().synchronize if device == "cuda" else lambda: None
         self.step(lambda: None)  # the optimizer makes its state
         slots = [v for state in self.optimizer.state.values() for v in state.values()]
         self.nbytes = sum(t.nbytes for t in [*self.model.parameters(), *slots])
@@ -64,15 +68,17 @@ class TorchTraining(Training):
         ((x - self.y) ** 2).mean().backward()
         before_update()
         self.optimizer.step()
+        self.wait()  # as a loop that logs its loss; not for copies on other streams
 
 
 class JaxTraining(Training):
     """The same in JAX with optax; the state is donated."""
 
-    def __init__(self, nbytes: int, batch: int) -> None:
+    def __init__(self, nbytes: int, batch: int, device: str) -> None:
         import jax
         import optax
 
+        assert jax.default_backend() == {"cpu": "cpu", "cuda": "gpu"}[device]
         n, rng = width(nbytes), np.random.default_rng(0)
         optimizer = optax.adamw(1e-4)
 
@@ -190,6 +196,7 @@ def torch_savers(names: Iterable[str], training: Any, root: Path) -> dict[str, L
     made: dict[str, Callable[[Path], LoopSaver]] = {
         UnickptTorchCopy.name: lambda at: UnickptLoop(at, training, objects, "copy", False),
         UnickptTorchLazy.name: lambda at: UnickptLoop(at, training, objects, "lazy", True),
+        UnickptTorchDevice.name: lambda at: UnickptLoop(at, training, objects, "device", False),
         DcpAsync.name: lambda at: DcpLoop(at, training, states, DcpAsync()),
         DcpKeptStaging.name: lambda at: DcpLoop(at, training, states, DcpKeptStaging()),
         DcpAsyncStaging.name: lambda at: DcpLoop(at, training, states, DcpAsyncStaging()),
@@ -206,6 +213,7 @@ def jax_savers(names: Iterable[str], training: Any, root: Path) -> dict[str, Loo
     made: dict[str, Callable[[Path], LoopSaver]] = {
         UnickptJaxReference.name: lambda at: UnickptLoop(at, training, state, "auto", False),
         UnickptJaxCopy.name: lambda at: UnickptLoop(at, training, state, "copy", False),
+        UnickptJaxDevice.name: lambda at: UnickptLoop(at, training, state, "device", False),
         OrbaxAsync.name: lambda at: OrbaxLoop(at, training, state),
     }
     return {name: make(root / name) for name, make in made.items() if name in names}

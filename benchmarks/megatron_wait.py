@@ -2,8 +2,10 @@
 
     python benchmarks/megatron_wait.py                 # 2 ranks, 256 MiB of training state
     python benchmarks/megatron_wait.py --mib 1024 --ranks 4
+    python benchmarks/megatron_wait.py --device cuda --ranks 1 --mib 4096 --samples 8192
 
-One job, with real ranks (gloo), each of which has some columns of each layer. In each round every
+One job, with real ranks (gloo; NCCL on an accelerator), each of which has some columns of each
+layer. In each round every
 contender takes a turn, in an order shuffled anew: `dist_checkpointing.save` after a step, with
 nothing in flight, then a step. Round 0 warms up, is not counted, and checks what each contender
 loads. Medians of seconds of the slowest rank.
@@ -46,9 +48,10 @@ def run(rank: int, options: argparse.Namespace, folder: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    torch.cuda.current_device = lambda: "cpu"  # Megatron asks for no other
-    torch.cuda.synchronize = lambda *_: None
-    dist.init_process_group("gloo")
+    if options.device == "cpu":
+        torch.cuda.current_device = lambda: "cpu"  # Megatron asks for no other
+        torch.cuda.synchronize = lambda *_: None
+    dist.init_process_group({"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}[options.device])
     job = Job(options)
 
     def one(save: Any, load: Any, path: Path, check: bool) -> list[float]:
@@ -69,14 +72,16 @@ class Job:
         from unickpt.integrations.megatron import AsyncCallsQueue
 
         self.theirs, self.queue = async_utils.AsyncCallsQueue(), AsyncCallsQueue()
-        self.ranks, self.elsewhere = options.ranks, 0.0
+        self.ranks, self.elsewhere, self.device = options.ranks, 0.0, options.device
         side = int((options.mib * (1 << 20) / 12 / options.layers) ** 0.5)
         self.side = side - side % options.ranks
         self.layers = [
-            torch.nn.Parameter(torch.randn(self.side, self.side // options.ranks))
+            torch.nn.Parameter(
+                torch.randn(self.side, self.side // options.ranks, device=options.device)
+            )
             for _ in range(options.layers)
         ]
-        self.data = torch.ones(options.samples, self.side)
+        self.data = torch.ones(options.samples, self.side, device=options.device)
         self.optimizer = torch.optim.AdamW(self.layers, lr=1e-4)
         for _ in range(2):
             self.step()
@@ -92,6 +97,7 @@ class Job:
         torch.stack(losses).sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        waits.synchronize(self.device)
         return perf_counter() - start
 
     def state(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
@@ -365,7 +365,11 @@ def mounted(directory: Path) -> tuple[str, str]:
 def versions(contenders: Iterable[Contender]) -> dict[str, str]:
     """The version of every package that takes part."""
     packages = dict.fromkeys(p for c in contenders for p in ("numpy", *c.packages))
-    return {package: metadata.version(package) for package in packages}
+    found = {}
+    for package in packages:
+        with suppress(metadata.PackageNotFoundError):  # unickpt may be imported where it lies
+            found[package] = metadata.version(package)
+    return found
 
 
 def print_facts(console: Console, facts: Mapping[str, str]) -> None:

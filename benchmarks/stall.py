@@ -4,10 +4,12 @@
     python benchmarks/stall.py --part blocking --rounds 9 --dir /some/disk --json results.json
     python benchmarks/stall.py --part loop --every 10 --contenders "unickpt torch lazy" dcp
     python benchmarks/stall.py --part memory --saves 1000
+    python benchmarks/stall.py --part loop --device cuda --mib 2048 --batch 4096 --every 25
 
 blocking: how long the call keeps its caller, how long until the state may change, and until the
 checkpoint is committed; in the same rounds, a copy of the state into memory touched before.
-loop: how much longer a training loop takes that saves every so many steps.
+loop: how much longer a training loop takes that saves every so many steps; with --device cuda, on
+an accelerator.
 memory: whether a process that saves again and again grows; exit code 1 where it does.
 
 All is done in one process (for DCP, a gloo group of one rank). In every round each contender takes
@@ -78,6 +80,8 @@ def main() -> None:
     options = parse_arguments()
     # XLA asks for the number of threads once, when it starts.
     os.environ["NPROC"] = str(options.threads)
+    # Both frameworks share an accelerator.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     console = Console(width=None if sys.stdout.isatty() else 120)
     stallers = make_stallers(options.contenders, console)
     samples: list[Sample] = []
@@ -127,6 +131,7 @@ def parse_arguments() -> argparse.Namespace:
     loop.add_argument("--every", type=int, default=5, help="steps from save to save (default: 5)")
     loop.add_argument("--steps", type=int, help="default: enough for 4 saves, and as many after")
     loop.add_argument("--batch", type=int, default=64)
+    loop.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     loop.add_argument(
         "--threads",
         type=int,
@@ -146,6 +151,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the samples to FILE")
     options = parser.parse_args()
     options.steps = options.steps or 5 * options.every
+    if options.device != "cpu" and options.part != "loop":
+        parser.error("--device is for --part loop")
     return options
 
 
@@ -267,7 +274,7 @@ def run_loops(
         import torch
 
         torch.set_num_threads(options.threads)
-    training = make(options.mib << 20, options.batch)
+    training = make(options.mib << 20, options.batch, options.device)
     with ExitStack() as stack:
         savers = {NO_SAVING: LoopSaver()} | savers_of(names, training, directory)
         for saver in savers.values():

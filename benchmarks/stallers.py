@@ -88,6 +88,12 @@ class UnickptTorchLazy(Unickpt, contenders.UnickptTorch):
     note = "fsyncs files and directories"
 
 
+class UnickptTorchDevice(Unickpt, contenders.UnickptTorch):
+    name = "unickpt torch device"
+    staging = "device"
+    note = "fsyncs files and directories; a clone on the accelerator, if there is one"
+
+
 class UnickptJaxReference(Unickpt, contenders.UnickptJax):
     name = "unickpt jax reference"
     staging = "auto"
@@ -101,6 +107,12 @@ class UnickptJaxCopy(Unickpt, contenders.UnickptJax):
     note = "fsyncs files and directories"
 
 
+class UnickptJaxDevice(Unickpt, contenders.UnickptJax):
+    name = "unickpt jax device"
+    staging = "device"
+    note = "fsyncs files and directories; a clone on the accelerator, if there is one"
+
+
 class DcpAsync(Staller, contenders.Dcp):
     """dcp.async_save as it comes: each save allocates its copy, and writes with one thread."""
 
@@ -111,12 +123,14 @@ class DcpAsync(Staller, contenders.Dcp):
 
     def __init__(self) -> None:
         super().__init__()
+        import torch
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         self.stager: Any = None
         if self.staging is not None:
             # Without an accelerator there is no pinned memory, and no copy that does not block.
-            self.stager = DefaultStager(StagingOptions(False, False, self.staging, False))
+            cuda = torch.cuda.is_available()
+            self.stager = DefaultStager(StagingOptions(cuda, False, self.staging, cuda))
         self.staged: Future[None] | None = None
         self.committed: Future[Any] | None = None
 
@@ -144,7 +158,7 @@ class DcpAsync(Staller, contenders.Dcp):
 
 
 class DcpKeptStaging(DcpAsync):
-    """DCP at its best without an accelerator: memory is used again, two threads write."""
+    """DCP at its best: memory is used again (page-locked for CUDA), two threads write."""
 
     name = "dcp kept staging"
     note = "fsyncs files, no directories; DefaultStager kept, 2 writing threads"
@@ -221,11 +235,13 @@ STALLERS: Mapping[str, type[Staller]] = {
     for kind in (
         UnickptTorchCopy,
         UnickptTorchLazy,
+        UnickptTorchDevice,
         DcpAsync,
         DcpKeptStaging,
         DcpAsyncStaging,
         UnickptJaxReference,
         UnickptJaxCopy,
+        UnickptJaxDevice,
         OrbaxAsync,
         NumpyCopyto,
         TorchCopy,

@@ -28,6 +28,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--mib", type=int, default=256, help="of weights and AdamW's state")
     made.add_argument("--layers", type=int, default=24)
     made.add_argument("--rounds", type=int, default=5)
+    made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     made.add_argument(
         "--elsewhere", type=float, default=0.0, help="seconds of a step on an accelerator (a sleep)"
     )
@@ -95,12 +96,21 @@ def in_turns(
     return times
 
 
+def synchronize(device: str) -> None:
+    """Waits for the work of the loop on a device, as one that logs its loss; not for copies on
+    other streams."""
+    import torch
+
+    if device == "cuda":
+        torch.cuda.current_stream().synchronize()
+
+
 def of_slowest(seconds: Sequence[float], path: Path) -> list[float]:
     """The largest of all ranks' seconds; removes what was saved."""
     import torch
     import torch.distributed as dist
 
-    slowest = torch.tensor(seconds)
+    slowest = torch.tensor(seconds, device="cuda" if dist.get_backend() == "nccl" else "cpu")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
         shutil.rmtree(path)
@@ -115,7 +125,8 @@ def report(facts: str, options: argparse.Namespace, columns: Sequence[str], time
 
     print(
         f"{options.ranks} ranks, {options.mib} MiB in {options.layers} layers, "
-        f"{options.elsewhere} s of a step elsewhere, {options.rounds} rounds, {facts}, torch "
+        f"{options.elsewhere} s of a step elsewhere, on {options.device}, {options.rounds} rounds, "
+        f"{facts}, torch "
         f"{torch.__version__}, {os.cpu_count()} cores; seconds, medians",
         flush=True,
     )

@@ -90,6 +90,56 @@ def test_an_optimizer_on_cuda_waits_at_the_fence(tmp_path: Path) -> None:
 
 
 @cuda
+def test_without_room_for_a_clone_it_is_copied_to_the_host(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.cuda.empty_cache()
+    w = torch.arange(256 << 20, device="cuda", dtype=torch.float32)  # 1 GiB
+    free, _ = torch.cuda.mem_get_info()
+    filling = torch.empty(max(0, free - (512 << 20)), device="cuda", dtype=torch.uint8)
+    pending = unickpt.save_async(tmp_path / "c", {"w": w}, options=SaveOptions(staging="device"))
+    w.zero_()
+    pending.result(120)
+    del filling, w
+    torch.cuda.empty_cache()
+    assert "no room for a clone on the device" in caplog.text
+    expected = np.arange(256 << 20, dtype=np.float32)
+    assert (unickpt.load(tmp_path / "c")["w"] == expected).all()
+
+
+@cuda
+def test_what_did_not_change_on_a_gpu_is_neither_copied_nor_written(tmp_path: Path) -> None:
+    frozen = {f"w{i}": torch.randn(1000, 1000, device="cuda") for i in range(8)}
+    frozen["flags"] = torch.rand(1000, 1000, device="cuda") > 0.5
+    adapter = torch.zeros(64, 1000, device="cuda")
+    options = SaveOptions(changed="tracked", fsync=False)
+    with Checkpointer(tmp_path, reuse=True, options=options) as run:
+        for step in range(4):
+            adapter.add_(1)
+            if step == 3:
+                frozen["w5"][7] += 1
+            report = run.save(step, {"frozen": frozen, "adapter": adapter}).result()
+            if step:
+                changed = adapter.nbytes + (step == 3) * frozen["w5"].nbytes
+                assert report.written_bytes <= changed
+            found = unickpt.load(tmp_path / f"step_{step}")
+            expected = {name: tensor.cpu().numpy() for name, tensor in frozen.items()}
+            assert same(found["frozen"], expected)
+            assert (found["adapter"] == step + 1).all()
+
+
+@cuda
+def test_a_wrong_word_about_a_gpu_tensor_is_an_error(tmp_path: Path) -> None:
+    state = {"w": torch.randn(300, 300, device="cuda")}
+    unickpt.save(tmp_path / "0", state)
+    state["w"].add_(1)
+    told = SaveOptions(base=tmp_path / "0", changed={"w": False})
+    with pytest.raises(StateChanged, match="'w'"):
+        unickpt.save(tmp_path / "1", state, options=told)
+    assert not (tmp_path / "1").exists()
+
+
+@cuda
 def test_host_buffers_for_cuda_are_pinned() -> None:
     from unickpt.adapters.torch_cuda import pinned
 
@@ -99,14 +149,39 @@ def test_host_buffers_for_cuda_are_pinned() -> None:
 
 @pytest.mark.parametrize("mode", ["auto", "copy", "device"])
 def test_jax_arrays_on_an_accelerator_may_be_donated_at_once(mode: Any, tmp_path: Path) -> None:
-    state = {"w": jnp.arange(3_000_000.0, device=accelerator()), "n": jnp.int32(3)}
+    device, large = accelerator(), 50_000_000
+    state = {str(i): jnp.arange(large, device=device, dtype=jnp.float32) + i for i in range(8)}
+    state |= {"n": jnp.int32(3), "flags": jnp.arange(3_000_000, device=device) % 3 == 0}
     step = jax.jit(lambda s: jax.tree.map(lambda x: x * 0 - 1, s), donate_argnums=0)
-    pending = unickpt.save_async(tmp_path / "c", state, options=SaveOptions(staging=mode))
+    options = SaveOptions(staging=mode, chunk_bytes=8 << 20, budget_bytes=8 << 30)
+    pending = unickpt.save_async(tmp_path / "c", state, options=options)
     for _ in range(3):
         state = step(state)
     pending.result(60)
     found = unickpt.load(tmp_path / "c")
-    assert (found["w"] == np.arange(3_000_000, dtype=np.float32)).all()
+    for i in range(8):
+        assert (found[str(i)] == np.arange(large, dtype=np.float32) + np.float32(i)).all(), i
+    assert (found["flags"] == (np.arange(3_000_000) % 3 == 0)).all()
+
+
+def test_jax_arrays_without_room_in_page_locked_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from unickpt.adapters import jax_transfer
+
+    monkeypatch.setattr(jax_transfer, "_MOST_BYTES", 20 << 20)
+    large, device = 30_000_000, accelerator()
+    state = [jnp.arange(large, device=device, dtype=jnp.float32) + i for i in range(4)]
+    state.append(jnp.ones(3_000_000, device=device))  # has room
+    step = jax.jit(lambda s: jax.tree.map(lambda x: x * 0 - 1, s), donate_argnums=0)
+    pending = unickpt.save_async(tmp_path / "c", state, options=SaveOptions(chunk_bytes=8 << 20))
+    step(state)
+    pending.result(60)
+    *found, ones = unickpt.load(tmp_path / "c")
+    for i in range(4):
+        assert (found[i] == np.arange(large, dtype=np.float32) + np.float32(i)).all(), i
+    assert (ones == 1).all()
+    assert jax_transfer._Arriving._bytes == 0
 
 
 @pytest.mark.parametrize("mode", ["reference", "lazy"])

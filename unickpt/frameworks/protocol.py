@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -42,6 +42,9 @@ class Memory:
         owner: the key by which a `Fence` identifies it.
         allocate: allocates this many bytes of host memory, for fast transfers from this device.
         spans: the host address ranges that it lies in, as (begin, end); None on a device.
+        transfer: has the device copy disjoint boxes to host memory, as they are now, without
+            waiting for it; returns a function that waits and reads them, or None if there is no
+            room. None itself if that is impossible.
     """
 
     mutable: bool = True
@@ -51,12 +54,11 @@ class Memory:
     owner: Hashable = None
     allocate: Callable[[int], Array] | None = None
     spans: Callable[[], Sequence[tuple[int, int]]] | None = None
+    transfer: Callable[[Sequence[Box]], Read | None] | None = None
 
     def watched(self, changed: Callable[[], bool] | None) -> Memory:
-        """The same memory with another way to detect changes."""
-        return Memory(
-            self.mutable, self.on_device, self.keep, changed, self.owner, self.allocate, self.spans
-        )
+        """What is read instead of this memory, with another way to detect changes."""
+        return replace(self, changed=changed, transfer=None)
 
 
 @dataclass(slots=True, eq=False)

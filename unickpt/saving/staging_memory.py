@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
@@ -92,6 +92,50 @@ class HostMemoryPool:
 
 class Abandoned(Exception):
     """The save has failed already; its error is reported elsewhere."""
+
+
+class Transfers:
+    """What devices copy to host memory by themselves, for one save.
+
+    Arguments:
+        area: memory for copies.
+        budget_bytes: of it.
+    """
+
+    def __init__(self, area: HostMemoryPool, budget_bytes: int) -> None:
+        self._area, self._budget, self._held = area, budget_bytes, 0
+
+    def start(self, items: Sequence[WriteItem]) -> list[WriteItem]:
+        """Starts those that are possible and that fit, without waiting for the devices.
+
+        Returns:
+            Their chunks, as they are read where they arrive.
+        """
+        of: dict[Memory, list[WriteItem]] = {}
+        for item in items:
+            if item.fragment.memory.transfer is not None:
+                of.setdefault(item.fragment.memory, []).append(item)
+        arriving: list[WriteItem] = []
+        for memory, chunks in of.items():
+            nbytes = sum(item.nbytes for item in chunks)
+            if nbytes > self._budget or not self._area.reserve(nbytes, self._budget):
+                continue
+            assert memory.transfer is not None, "only such are among them"
+            read = memory.transfer([item.box for item in chunks])
+            if read is None:
+                self._area.unreserve(nbytes)
+                continue
+            self._held += nbytes
+            host = Memory(mutable=False)
+            for item in chunks:
+                fragment = replace(item.fragment, read=read, memory=host, sample=None)
+                arriving.append(replace(item, fragment=fragment))
+        return arriving
+
+    def close(self) -> None:
+        """Gives the memory back; called when nothing reads it any more."""
+        self._area.unreserve(self._held)
+        self._held = 0
 
 
 class Spill:

@@ -1,0 +1,129 @@
+"""JAX: copies from accelerators to page-locked host memory, which the devices make by themselves.
+
+XLA runs such a transfer behind the work that is queued, and before anything that is given the
+memory of a donated array: so its caller need not wait, and may donate the array at once. A copy
+that NumPy asks for waits, and goes to memory that is not page-locked: on an H100, 1.6 GB/s.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from unickpt.arrays.box import Box
+from unickpt.arrays.dtypes import Array
+from unickpt.frameworks.protocol import Read
+
+_PINNED = "pinned_host"
+_MOST_BYTES = int(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64)) << 28
+"""A quarter of the page-locked memory that XLA has; the program may need the rest."""
+
+Gather = Callable[[Mapping[Box, Any], Box, Callable[[], Array]], Array]
+
+
+class _Arriving:
+    """Pieces of an array on their way to the host."""
+
+    _bytes = 0
+    """Of all in this process."""
+    _counting = threading.Lock()
+
+    def __init__(self, parts: Mapping[Box, Any], shardings: Sequence[Sharding]) -> None:
+        self._parts = dict(zip(parts, jax.device_put(list(parts.values()), shardings), strict=True))
+        self._views: dict[Box, Array] | None = None
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, parts: Mapping[Box, Any], shardings: Sequence[Sharding]) -> _Arriving | None:
+        """Starts the transfers; None if there is no room."""
+        nbytes = sum(data.nbytes for data in parts.values())
+        with cls._counting:
+            if cls._bytes + nbytes > _MOST_BYTES:
+                return None
+            cls._bytes += nbytes
+        try:
+            made = cls(parts, shardings)
+        except jax.errors.JaxRuntimeError as error:
+            cls._gone(nbytes)
+            if "RESOURCE_EXHAUSTED" in str(error):
+                return None
+            raise
+        weakref.finalize(made, cls._gone, nbytes)
+        return made
+
+    @classmethod
+    def _gone(cls, nbytes: int) -> None:
+        with cls._counting:
+            cls._bytes -= nbytes
+
+    def views(self) -> Mapping[Box, Array]:
+        """The pieces in host memory; waits until they are there."""
+        with self._lock:
+            if self._views is None:
+                self._views = {box: np.asarray(part) for box, part in self._parts.items()}
+            return self._views
+
+
+def transfer(gather: Gather, pieces: Mapping[Box, Any], boxes: Sequence[Box]) -> Read | None:
+    """Starts to copy boxes of an array to the host, as they are now.
+
+    Arguments:
+        gather: host memory of a box that pieces in host memory cover.
+        pieces: what devices of this process hold, by its box.
+        boxes: no element is in two of them.
+
+    Returns:
+        A function that waits and reads; None if the devices cannot do it, or there is no room.
+    """
+    parts: dict[Box, Any] = {}
+    for box, data in pieces.items():
+        wanted = [common for each in boxes if (common := box.intersect(each)) is not None]
+        if sum(common.size for common in wanted) == box.size:
+            parts[box] = data
+        else:  # the rest is for other processes to write
+            parts |= {each: _cut(data, each.relative_to(box.start)) for each in wanted}
+    shardings = [_on_host(data.sharding) for data in parts.values()]
+    known = [each for each in shardings if each is not None]
+    arriving = _Arriving.of(parts, known) if len(known) == len(parts) else None
+    if arriving is None:
+        return None
+    return lambda box, make_buffer: gather(arriving.views(), box, make_buffer)
+
+
+def copied(data: Any, box: Box, make_buffer: Callable[[], Array]) -> Array:
+    """A copy of a box of an array on a device; waits for it."""
+    part = data if box.shape == data.shape else _cut(data, box)
+    sharding = _on_host(part.sharding)
+    arriving = None if sharding is None else _Arriving.of({box: part}, [sharding])
+    if arriving is None:
+        return np.asarray(part)
+    out = make_buffer()
+    np.copyto(out, arriving.views()[box])  # so that page-locked memory is free at once
+    return out
+
+
+def _cut(data: Any, box: Box) -> Any:
+    """A box of an array, cut out on the device."""
+    # Not `data[box.slices]`: JAX would compile that anew for each position.
+    return jax.lax.dynamic_slice(data, [np.int32(at) for at in box.start], box.shape)
+
+
+@lru_cache(maxsize=4096)
+def _on_host(sharding: Sharding) -> Sharding | None:
+    """As a sharding, in page-locked memory; None if what it has is in another than the device's
+    memory already, or there is none."""
+    devices: set[Any] = set(sharding.device_set)
+    for device in devices:
+        if sharding.memory_kind not in (None, device.default_memory().kind):
+            return None
+        if _PINNED not in {memory.kind for memory in device.addressable_memories()}:
+            return None
+    return sharding.with_memory_kind(_PINNED)

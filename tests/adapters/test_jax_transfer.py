@@ -1,0 +1,141 @@
+"""Transfers to page-locked host memory, with JAX's CPU devices in place of accelerators."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import unickpt
+from unickpt.adapters import jax as jax_adapter
+from unickpt.adapters import jax_transfer
+from unickpt.arrays.box import Box
+from unickpt.frameworks.process_group import alone
+
+
+@pytest.fixture(autouse=True)
+def _accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax_adapter, "_on_cpu", lambda sharding: False)
+
+
+def sharded(shape: tuple[int, ...], spec: P, dtype: Any = jnp.float32) -> Any:
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
+    whole = jnp.arange(np.prod(shape), dtype=dtype).reshape(shape)
+    return jax.device_put(whole, NamedSharding(mesh, spec))
+
+
+def transfer(array: Any, boxes: list[Box]) -> Any:
+    (memory,) = {fragment.memory for fragment in jax_adapter.source(array, alone()).fragments}
+    return memory.transfer(boxes)
+
+
+def read(found: Any, box: Box, dtype: Any = np.float32) -> Any:
+    return found(box, lambda: np.full(box.shape, 77, dtype))
+
+
+@pytest.mark.parametrize("spec", [P("a", "b"), P("a"), P(None, "b"), P(), P(("a", "b"))])
+def test_boxes_within_and_across_devices(spec: P) -> None:
+    array = sharded((8, 12), spec)
+    whole = np.arange(96, dtype=np.float32).reshape(8, 12)
+    for boxes in (
+        [Box((0, 0), (8, 12))],
+        [Box((0, 0), (3, 12)), Box((3, 0), (8, 12))],
+        [Box((2, 5), (7, 11))],  # the rest is for others to write
+        [Box((0, 0), (1, 1)), Box((7, 11), (8, 12))],
+    ):
+        found = transfer(array, boxes)
+        array_before, array_deleted = np.asarray(array), jnp.copy(array)
+        for box in boxes:
+            assert np.array_equal(read(found, box), whole[box.slices])
+        assert np.array_equal(array_before, np.asarray(array_deleted))
+
+
+def test_the_array_may_be_donated_and_deleted_after_it_began() -> None:
+    array = sharded((8, 12), P("a"))
+    found = transfer(array, [Box((0, 0), (8, 12))])
+    jax.jit(lambda x: x * 0, donate_argnums=0)(array)
+    array.delete()
+    expected = np.arange(96, dtype=np.float32).reshape(8, 12)
+    assert np.array_equal(read(found, Box((0, 0), (8, 12))), expected)
+
+
+def test_scalars_and_keys() -> None:
+    found = transfer(jnp.float32(3), [Box((), ())])
+    assert read(found, Box((), ())) == 3
+    key = jax.random.key(5)
+    found = transfer(key, [Box((0,), (2,))])
+    expected = np.asarray(jax.random.key_data(key))
+    assert np.array_equal(read(found, Box((0,), (2,)), np.uint32), expected)
+
+
+def test_offloaded_arrays_are_left_where_they_are() -> None:
+    home = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    offloaded = jax.device_put(jnp.arange(9.0), home)
+    assert transfer(offloaded, [Box((0,), (9,))]) is None
+
+
+def test_room_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax_transfer, "_MOST_BYTES", 1000)
+    array = jnp.arange(200.0)
+    box = Box((0,), (200,))
+    found = transfer(array, [box])
+    assert transfer(array, [box]) is None
+    assert read(found, box)[7] == 7
+    del found
+    gc.collect()
+    assert transfer(array, [box]) is not None
+
+
+@pytest.mark.parametrize("most", [0, 4000, 1 << 30])
+def test_a_save_with_more_or_less_room(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax_transfer, "_MOST_BYTES", most)
+    started: list[int] = []
+    real = jax_transfer.transfer
+
+    def counted(gather: Any, pieces: Any, boxes: Any) -> Any:
+        found = real(gather, pieces, boxes)
+        started.append(found is not None)
+        return found
+
+    monkeypatch.setattr(jax_transfer, "transfer", counted)
+    state = {
+        "rows": sharded((40, 24), P("a")),
+        "both": sharded((40, 24), P("a", "b")),
+        "bfloat16": sharded((40, 24), P("b"), jnp.bfloat16),
+        "flags": sharded((40, 24), P("b")) > 50,
+        "scalar": jnp.int32(3),
+        "empty": jnp.zeros((0, 4)),
+    }
+    expected = jax.tree.map(np.asarray, state)
+    options = unickpt.SaveOptions(chunk_bytes=256, fsync=False)
+    pending = unickpt.save_async(tmp_path / "c", state, options=options)
+    for array in state.values():
+        array.delete()
+    report = pending.result()
+    assert report.staged_bytes == sum(array.nbytes for array in expected.values())
+    assert sum(started) == {0: 0, 4000: 2}.get(most, len(started))
+    found = unickpt.load(tmp_path / "c")
+    for name, array in expected.items():
+        assert found[name].tobytes() == array.tobytes(), name
+    assert unickpt.verify(tmp_path / "c").ok
+
+
+def test_what_does_not_fit_into_the_budget_is_copied(tmp_path: Path) -> None:
+    state = {str(i): jnp.arange(1000.0) + i for i in range(20)}
+    options = unickpt.SaveOptions(chunk_bytes=1024, budget_bytes=20_000, fsync=False)
+    pending = unickpt.save_async(tmp_path / "c", state, options=options)
+    for array in state.values():
+        array.delete()
+    pending.result()
+    found = unickpt.load(tmp_path / "c")
+    for i in range(20):
+        assert np.array_equal(found[str(i)], np.arange(1000, dtype=np.float32) + i)
