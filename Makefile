@@ -4,8 +4,8 @@ BIN := .venv/bin
 # torch's CPU build: a plain "torch" would bring gigabytes of CUDA libraries along.
 TORCH := torch==2.13.0
 
-.PHONY: demo test test-fast test-trainers test-trainers-all test-oldest test-python lint docs \
-	modules dist soak bench clean
+.PHONY: demo test test-fast test-trainers test-trainers-all test-oldest test-python test-gpu lint \
+	docs modules dist soak bench clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -60,6 +60,11 @@ test-oldest:
 	$(PYTHON) tests/environments.py oldest
 test-python:
 	$(PYTHON) tests/environments.py $(VERSIONS:%=python%)
+
+# On a machine with a GPU, in the environment of PYTHON, whose torch and JAX must be built for it.
+test-gpu:
+	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \
+		$(PYTHON) -m pytest -m gpu tests/adapters tests/saving
 
 soak: .venv/installed
 	$(BIN)/python -m pytest -m slow --timeout=3600

@@ -25,6 +25,8 @@ from unickpt.frameworks.protocol import Read
 _PINNED = "pinned_host"
 _MOST_BYTES = int(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64)) << 28
 """A quarter of the page-locked memory that XLA has; the program may need the rest."""
+_PART_PASSING = 8
+"""So much of it is for what only passes through: transfers hold theirs until the save ends."""
 
 Gather = Callable[[Mapping[Box, Any], Box, Callable[[], Array]], Array]
 
@@ -42,11 +44,14 @@ class _Arriving:
         self._lock = threading.Lock()
 
     @classmethod
-    def of(cls, parts: Mapping[Box, Any], shardings: Sequence[Sharding]) -> _Arriving | None:
+    def of(
+        cls, parts: Mapping[Box, Any], shardings: Sequence[Sharding], *, passing: bool = False
+    ) -> _Arriving | None:
         """Starts the transfers; None if there is no room."""
         nbytes = sum(data.nbytes for data in parts.values())
+        most = _MOST_BYTES if passing else _MOST_BYTES - _MOST_BYTES // _PART_PASSING
         with cls._counting:
-            if cls._bytes + nbytes > _MOST_BYTES:
+            if cls._bytes + nbytes > most:
                 return None
             cls._bytes += nbytes
         try:
@@ -102,7 +107,7 @@ def copied(data: Any, box: Box, make_buffer: Callable[[], Array]) -> Array:
     """A copy of a box of an array on a device; waits for it."""
     part = data if box.shape == data.shape else _cut(data, box)
     sharding = _on_host(part.sharding)
-    arriving = None if sharding is None else _Arriving.of({box: part}, [sharding])
+    arriving = None if sharding is None else _Arriving.of({box: part}, [sharding], passing=True)
     if arriving is None:
         return np.asarray(part)
     out = make_buffer()

@@ -51,7 +51,9 @@ class SaveOptions(CommonOptions):
             background if they do not fit into `budget_bytes`. (A JAX array made
             from NumPy or torch memory by `device_put` or dlpack may share it. It is copied if that
             memory is also in the tree; otherwise do not write to that memory before
-            `PendingSave.result`.) On an accelerator, everything is copied before the call returns;
+            `PendingSave.result`.) On an accelerator, JAX arrays are transferred to page-locked
+            host memory behind the work that is queued there, and may be donated at once: the call
+            does not wait; everything else is copied before the call returns;
             with `Checkpointer(optimizers=...)`, arrays that the optimizers own are copied in the
             background (see there), and all others are cloned on the device if it has room.
             "copy": everything is copied to host memory before the call returns.
