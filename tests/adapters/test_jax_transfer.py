@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from support.processes import Processes
 
 import unickpt
 from unickpt.adapters import jax as jax_adapter
@@ -148,3 +150,57 @@ def test_what_does_not_fit_into_the_budget_is_copied(tmp_path: Path) -> None:
     found = unickpt.load(tmp_path / "c")
     for i in range(20):
         assert np.array_equal(found[str(i)], np.arange(1000, dtype=np.float32) + i)
+
+
+JOB = """
+import sys
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import unickpt
+from unickpt.adapters import jax as jax_adapter, jax_transfer
+
+jax_adapter._on_cpu = lambda sharding: False
+moved = []
+real = jax_transfer._Arriving.of.__func__
+
+
+def counted(cls, parts, shardings, *, passing=False):
+    found = real(cls, parts, shardings, passing=passing)
+    moved.append(0 if found is None or passing else sum(part.nbytes for part in parts.values()))
+    return found
+
+
+jax_transfer._Arriving.of = classmethod(counted)
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
+specs = {"rows": P("a"), "columns": P(None, "b"), "both": P("a", "b"), "all": P()}
+state = {
+    name: jax.jit(
+        lambda n=number: jnp.arange(40 * 64.0).reshape(40, 64) + n,
+        out_shardings=NamedSharding(mesh, spec),
+    )()
+    for number, (name, spec) in enumerate(specs.items())
+}
+jax.block_until_ready(state)
+step = jax.jit(lambda s: {k: x * 0 for k, x in s.items()}, donate_argnums=0)
+options = unickpt.SaveOptions(chunk_bytes=1024, fsync=False, timeout_s=60)
+pending = unickpt.save_async(sys.argv[1], state, options=options)
+step(state)
+pending.result()
+print("moved", sum(moved))
+"""
+
+
+@pytest.mark.integration
+def test_a_job_transfers_what_each_process_writes(processes: Processes, tmp_path: Path) -> None:
+    """Of what several processes hold, each moves its share, cut out on the device."""
+    outputs = processes.finish(processes.jax(2, 2, JOB, tmp_path / "c"))
+    moved = [
+        int(line.split()[1]) for out in outputs for line in out.splitlines() if "moved" in line
+    ]
+    assert sum(moved) == 4 * 40 * 64 * 4
+    assert max(moved) < 0.6 * sum(moved)
+    found = unickpt.load(tmp_path / "c")
+    for number, name in enumerate(["rows", "columns", "both", "all"]):
+        expected = np.arange(40 * 64, dtype=np.float32).reshape(40, 64) + np.float32(number)
+        assert np.array_equal(found[name], expected), name
