@@ -21,14 +21,7 @@ from unickpt.saving.snapshot_policy import (
     SnapshotMethod,
     SnapshotPolicy,
 )
-from unickpt.saving.staging_memory import (
-    CopyPlace,
-    HostMemoryPool,
-    NoSlot,
-    Places,
-    SpilledChunk,
-    Transfers,
-)
+from unickpt.saving.staging_memory import CopyPlace, HostMemoryPool, NoSlot, Places, SpilledChunk
 from unickpt.saving.task import SaveEvent, SaveState, SaveTask
 from unickpt.saving.write_plan import DirectSource, Staged, StagedChunk, WriteItem, WritePlan
 from unickpt.storage.spill_files import Slot
@@ -176,7 +169,6 @@ class Snapshot:
         self._copying: dict[SnapshotMethod, OrderedCopy[CopyPlace]] = {}
         self._staged: dict[ChunkKey, StagedChunk | SpilledChunk] = {}
         self._references: dict[ChunkKey, WriteItem] = {}
-        self._transfers = Transfers(area, self._budget)
         self._error: BaseException | None = None
         described = task.description
         sources = described.sources.values() if same is None else same.others
@@ -258,12 +250,11 @@ class Snapshot:
         """Has devices copy to the host what they can, without waiting for it."""
         plan = self._planned()
         now, never = plan.items[SnapshotMethod.COPY_NOW], plan.never_in_memory
-        arriving = self._transfers.start([item for item in now if key(item) not in never])
+        arriving = self._places.transfer([item for item in now if key(item) not in never])
         if arriving:
             with self._changed:
                 self._references |= {key(item): item for item in arriving}
             now[:] = [item for item in now if key(item) not in self._references]
-            self._places.count(copied=sum(item.nbytes for item in arriving))
 
     def stage_later(self) -> None:
         """Copies the rest; errors are raised by `fetch`."""
@@ -516,7 +507,6 @@ class Snapshot:
         self._plan = self.cached = None
         self.sources, self.methods = {}, {}
         self._references = {}
-        self._transfers.close()
         self._copying = {}
         self._changes.forget()
         del self._task, self._capture

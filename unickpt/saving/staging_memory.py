@@ -94,50 +94,6 @@ class Abandoned(Exception):
     """The save has failed already; its error is reported elsewhere."""
 
 
-class Transfers:
-    """What devices copy to host memory by themselves, for one save.
-
-    Arguments:
-        area: memory for copies.
-        budget_bytes: of it.
-    """
-
-    def __init__(self, area: HostMemoryPool, budget_bytes: int) -> None:
-        self._area, self._budget, self._held = area, budget_bytes, 0
-
-    def start(self, items: Sequence[WriteItem]) -> list[WriteItem]:
-        """Starts those that are possible and that fit, without waiting for the devices.
-
-        Returns:
-            Their chunks, as they are read where they arrive.
-        """
-        of: dict[Memory, list[WriteItem]] = {}
-        for item in items:
-            if item.fragment.memory.transfer is not None:
-                of.setdefault(item.fragment.memory, []).append(item)
-        arriving: list[WriteItem] = []
-        for memory, chunks in of.items():
-            nbytes = sum(item.nbytes for item in chunks)
-            if nbytes > self._budget or not self._area.reserve(nbytes, self._budget):
-                continue
-            assert memory.transfer is not None, "only such are among them"
-            read = memory.transfer([item.box for item in chunks])
-            if read is None:
-                self._area.unreserve(nbytes)
-                continue
-            self._held += nbytes
-            host = Memory(mutable=False)
-            for item in chunks:
-                fragment = replace(item.fragment, read=read, memory=host, sample=None)
-                arriving.append(replace(item, fragment=fragment))
-        return arriving
-
-    def close(self) -> None:
-        """Gives the memory back; called when nothing reads it any more."""
-        self._area.unreserve(self._held)
-        self._held = 0
-
-
 class Spill:
     """Writes chunks to files; may be used by several threads.
 
@@ -270,6 +226,7 @@ class Places:
         self.calling = True
         """Whether the caller of the save waits for the copies."""
         self._lock = threading.Lock()
+        self._transferred = 0
         self._staged = Staged(budget_wait_s=waited_s)
         self._since: float | None = None
 
@@ -310,6 +267,34 @@ class Places:
             self.count(drained=item.nbytes)
         return NoSlot.MEMORY
 
+    def transfer(self, items: Sequence[WriteItem]) -> list[WriteItem]:
+        """Has devices copy chunks to the host where they can and it fits, without waiting for them.
+
+        Returns:
+            These chunks, as they are read where they arrive.
+        """
+        of: dict[Memory, list[WriteItem]] = {}
+        for item in items:
+            if item.fragment.memory.transfer is not None:
+                of.setdefault(item.fragment.memory, []).append(item)
+        arriving: list[WriteItem] = []
+        for memory, chunks in of.items():
+            nbytes = sum(item.nbytes for item in chunks)
+            if nbytes > self.budget or not self._area.reserve(nbytes, self.budget):
+                continue
+            assert memory.transfer is not None, "only such are among them"
+            read = memory.transfer([item.box for item in chunks])
+            if read is None:
+                self._area.unreserve(nbytes)
+                continue
+            self._transferred += nbytes
+            self.count(copied=nbytes)
+            host = Memory(mutable=False)
+            for item in chunks:
+                fragment = replace(item.fragment, read=read, memory=host, sample=None)
+                arriving.append(replace(item, fragment=fragment))
+        return arriving
+
     def count(
         self, *, copied: int = 0, drained: int = 0, spilled: int = 0, waited_s: float = 0.0
     ) -> None:
@@ -345,7 +330,9 @@ class Places:
         return replace(self._staged, budget_wait_s=self._staged.budget_wait_s + waited_s)
 
     def close(self) -> None:
-        """Gives the files up; called when nothing is in them that is needed."""
+        """Gives up the files, and the memory that was transferred to; called when nothing is in
+        them that is needed."""
+        self._area.unreserve(self._transferred)
         if self.spill is not None:
             self.spill.files.close()
 
