@@ -497,4 +497,5 @@ def _write_more(
 ) -> Record:
     """Writes chunks that the coordinator requests, because their planned writer lacks them."""
     wanted = {(name, position) for name, positions in request.items() for position in positions}
-    return writer.write_more([item for item in held if (item.entry.name, item.position) in wanted])
+    chunks = (chunk for item in held for chunk in item.chunks())
+    return writer.write_more([c for c in chunks if (c.entry.name, c.position) in wanted])

@@ -430,9 +430,13 @@ class References:
     """
 
     def __init__(self, items: Sequence[WriteItem]) -> None:
-        self.chunks = np.zeros(len(items), CHUNK_DTYPE)
-        self.chunks["array"] = [item.array for item in items]
-        self.chunks["chunk"] = [item.position for item in items]
+        counts = [item.count for item in items]
+        self.chunks = np.zeros(sum(counts), CHUNK_DTYPE)
+        self.chunks["array"] = np.repeat([item.array for item in items], counts)
+        self.chunks["chunk"] = np.repeat([item.position for item in items], counts)
+        if len(self.chunks) > len(items):
+            first = np.repeat(np.cumsum(counts) - counts, counts)
+            self.chunks["chunk"] += (np.arange(len(first)) - first).astype(np.uint64)
         self.others: list[ValuePlace] = []
         """Where the values are that are no chunks, in their order."""
         self._files = dict[str, int]()
