@@ -129,12 +129,18 @@ class Part:
             yield run
 
     def sizes(self) -> Numbers:
-        """How many elements each chunk has, by its number."""
-        found = np.ones(1, np.int64)
-        for extent, chunk, n in zip(self.box.shape, self.chunk, self.grid, strict=True):
-            along = np.minimum(chunk, extent - np.arange(n) * chunk)
-            found = np.multiply.outer(found, along).reshape(-1)
-        return found
+        """How many elements each chunk has, by its number; not to be written to."""
+        return _sizes(self.box.shape, self.chunk)
+
+
+@lru_cache(maxsize=64)
+def _sizes(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Numbers:
+    found = np.ones(1, np.int64)
+    for n, c in zip(shape, chunk, strict=True):
+        along = np.minimum(c, n - np.arange(0, n, c))
+        found = np.multiply.outer(found, along).reshape(-1)
+    found.flags.writeable = False
+    return found
 
 
 @lru_cache(maxsize=64)

@@ -157,10 +157,12 @@ class Base:
         self._reader, self.share, self._how = reader, share, how
         self._scratch, self._lock = Scratch(), threading.Lock()
         self._is_faulty = False
-        growth = reader.index.growth or Growth(0, _full_bytes(reader.index))
+        growth = None
+        if how.patch:
+            growth = reader.index.growth or Growth(0, _full_bytes(reader.index))
         # All processes find the same.
-        self._starts_anew = how.patch and growth.predicts_full(how.kept_cost)
-        self.growth = growth if how.patch and not self._starts_anew else None
+        self._starts_anew = growth is not None and growth.predicts_full(how.kept_cost)
+        self.growth = None if self._starts_anew else growth
         """How checkpoints grew up to the base, if this one goes on from it."""
         self._candidates = Candidates(reader, share, patches=self._may_patch, warn=self._warn)
         self._units = dict[Any, int]()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -56,13 +57,18 @@ class _Same:
         entry: of the base.
         part: of the base and the save.
         digests: of its chunks.
-        nbytes: of each chunk as it is stored; None if they differ.
     """
 
     entry: ArrayEntry
     part: Part
     digests: Any
-    nbytes: int | None
+
+    @cached_property
+    def nbytes(self) -> int | None:
+        """Of each chunk as it is stored; None if they differ."""
+        part = self.part
+        is_even = all(n % c == 0 for n, c in zip(part.box.shape, part.chunk, strict=True))
+        return codec.nbytes_as_stored(self.entry, part.chunk) if is_even else None
 
     def bytes_of(self, number: int) -> int:
         if self.nbytes is not None:
@@ -226,9 +232,7 @@ class Candidates:
         if each != part:
             return None
         digests = self._reader.digests_of(entry.name)["digest"][first : first + part.count]
-        is_even = all(n % c == 0 for n, c in zip(part.box.shape, part.chunk, strict=True))
-        nbytes = codec.nbytes_as_stored(theirs, part.chunk) if is_even else None
-        return _Same(theirs, part, digests, nbytes)
+        return _Same(theirs, part, digests)
 
 
 def _has_bytes_of(theirs: ArrayEntry, entry: ArrayEntry) -> bool:
