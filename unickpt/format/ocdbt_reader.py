@@ -184,10 +184,9 @@ class OcdbtReader(Reader):
     def borrowed_of(self, entry: ArrayEntry, part: Part, numbers: range) -> borrowed.BorrowedTable:
         """The same of chunks that follow each other, as rows of the table."""
         first = self._spans[entry.name].start + self._first_rows(entry)[part.key]
-        table = self._borrowed
         rows = first + numbers.start, first + numbers.stop
-        low, high = np.searchsorted(table["row"], rows)
-        return table[low:high]
+        low, high = np.searchsorted(self._borrowed["row"], rows)
+        return self._borrowed[low:high]
 
     def _first_rows(self, entry: ArrayEntry) -> dict[str, int]:
         """By the key of each part of an array, the row of its first chunk among the array's."""

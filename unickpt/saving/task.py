@@ -37,6 +37,7 @@ from unickpt.saving.write_plan import (
     WriteItem,
     WritePlan,
     check_alone,
+    plan_again,
     plan_writes,
 )
 from unickpt.saving.writer import ChunkWriter
@@ -241,7 +242,9 @@ class SaveTask:
             known: the plan of an earlier save of the same tree.
         """
         with self.timings.phase("plan"):
-            return plan_writes(self.description, self.group.index) if known is None else known
+            if known is None:
+                return plan_writes(self.description, self.group.index)
+            return plan_again(known, self.description, self.group.index)
 
     def check_destination(self) -> None:
         """Raises an error if the destination cannot be used; see `save`."""

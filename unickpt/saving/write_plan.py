@@ -99,19 +99,42 @@ class WritePlan:
     Arguments:
         held: all that it could write, in the order of the description.
         own: those that it writes, in the order in which it does.
+        alone: whether no other process holds any of them.
     """
 
     held: Sequence[WriteItem]
     own: Sequence[WriteItem]
+    alone: bool = False
 
 
 def plan_writes(description: Description, process: int) -> WritePlan:
     """Plans what a process writes."""
-    held = list(_held_items(description))
-    own = _own_items(held, process, description)
+    return _plan(list(_held_items(description)), description, process)
+
+
+def plan_again(known: WritePlan, description: Description, process: int) -> WritePlan:
+    """As `plan_writes`, of a tree of which a plan is known: perhaps of a save of other experts."""
+    selection = description.selection
+    if selection is None or not description.experts:
+        return known
+    changed = dict[int, WriteItem]()
+    for item in known.held:
+        if item.expert is not None:
+            borrowed = selection.borrows(item.entry.name, item.box)
+            if borrowed != item.borrowed:
+                changed[id(item)] = replace(item, borrowed=borrowed)
+    held = [changed.get(id(item), item) for item in known.held]
+    if known.alone:  # nobody shares anything out
+        return WritePlan(held, [changed.get(id(item), item) for item in known.own], True)
+    return _plan(held, description, process)
+
+
+def _plan(held: Sequence[WriteItem], description: Description, process: int) -> WritePlan:
+    alone = all(len(item.fragment.replicas) == 1 for item in held)
+    own = list(held) if alone else _own_items(held, process, description)
     if description.experts:  # each expert is written to files of its own: see `Writer`
         own.sort(key=lambda item: item.expert or ("", -1))
-    return WritePlan(held, own)
+    return WritePlan(held, own, alone)
 
 
 def _held_items(description: Description) -> Iterator[WriteItem]:
@@ -163,8 +186,6 @@ def _own_items(
     Those of experts by themselves, alike in each save, so that a process finds what it does not
     write in files of its own. Then the others, so that all processes write the same amount.
     """
-    if all(len(item.fragment.replicas) == 1 for item in held):
-        return list(held)
     runs = [
         list(run)
         for _, run in itertools.groupby(held, lambda i: (i.array, i.part.key, i.fragment.box))
