@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress, product
 from operator import attrgetter
 from typing import Any
@@ -90,13 +90,11 @@ class Root:
         paths += out.paths
         self._files = files = sorted(set(paths))
         known = {path: number for number, path in enumerate(files)}
-        numbers = np.array([*(known[path] for path in paths), builder.INLINE], np.int32)
-        manifest, found = builder.encode(
-            (_numbered(run, numbers) for run in runs(index, chunks, places)),
-            files,
-            inline,
-            out.place,
-        )
+        # What is in no file of this checkpoint has a number below 0, which stays.
+        numbers = np.array([*(known[path] for path in paths), ELSEWHERE, builder.INLINE], np.int32)
+        extras = {key: (int(numbers[n]), at, size) for key, (n, at, size) in places.items()}
+        entries = runs(index, _numbered(chunks, numbers), extras)
+        manifest, found = builder.encode(entries, files, inline, out.place)
         out.close()
         blobs = sum(len(entry.blobs) for entry in index.per_process.values())
         patches = sum(entry.patches for entry in index.arrays.values())
@@ -197,11 +195,13 @@ def refuse_checkpoint(location: Location, context: ts.Context, *, overwrite: boo
         )
 
 
-def _numbered(run: TreeEntries, numbers: Any) -> TreeEntries:
-    """A run with other numbers of its files; the last is that of `INLINE`."""
-    places = run.places.copy()
-    places["file"] = numbers[places["file"]]
-    return TreeEntries(run.keys, places)
+def _numbered(chunks: Chunks, numbers: Column) -> Chunks:
+    """Chunks with other numbers of their files."""
+    places, patches = chunks.places.copy(), chunks.patches.copy()
+    for table in places, patches:
+        table["file"] = numbers[table["file"]]
+    blobs = {key: (int(numbers[n]), at, size) for key, (n, at, size) in chunks.blobs.items()}
+    return replace(chunks, places=places, patches=patches, blobs=blobs)
 
 
 class _DataFiles:

@@ -12,13 +12,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from unickpt.arrays.box import Box
 from unickpt.arrays.layout import Layout
 from unickpt.format.index import ArrayEntry
 
 Intervals = Sequence[tuple[int, int]]
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 # Parts replace one grid if the grid would need chunks smaller than wanted by this factor.
 _TOLERANCE = 4
@@ -40,6 +43,7 @@ _FINEST, _TRIES, _LEEWAY = 16, 16, 1.02
 # large as wanted, not less, and not less than this: of 2 MiB, one process that transposes them
 # takes a fifth longer (measured: benchmarks/ranks.py).
 _SHARDS, _LEAST_FOR_SHARDS = 8, 4 << 20
+_MOST_KEPT = 4096  # chunks of a grid whose keys are remembered, for the next part like it
 
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen: there is one for each array, see `protocol`
@@ -109,6 +113,34 @@ class Part:
         strides = [math.prod(self.grid[d + 1 :]) for d in range(len(self.grid))]
         for at in itertools.product(*ranges):
             yield sum(i * s for i, s in zip(at, strides, strict=True))
+
+    def runs_in(self, box: Box) -> Iterator[range]:
+        """As `chunks_in`; of numbers that follow each other, all at once."""
+        if box == self.box:
+            yield range(self.count)
+            return
+        run = range(0)
+        for number in self.chunks_in(box):
+            if run and number != run.stop:
+                yield run
+                run = range(0)
+            run = range(run.start if run else number, number + 1)
+        if run:
+            yield run
+
+    def sizes(self) -> Numbers:
+        """How many elements each chunk has, by its number; not to be written to."""
+        return _sizes(self.box.shape, self.chunk)
+
+
+@lru_cache(maxsize=64)
+def _sizes(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Numbers:
+    found = np.ones(1, np.int64)
+    for n, c in zip(shape, chunk, strict=True):
+        along = np.minimum(c, n - np.arange(0, n, c))
+        found = np.multiply.outer(found, along).reshape(-1)
+    found.flags.writeable = False
+    return found
 
 
 @lru_cache(maxsize=64)
@@ -397,3 +429,17 @@ def join_key(prefix: str, key: str) -> str:
 def chunk_key(part: Part, number: int) -> str:
     """The key of a chunk in the database."""
     return join_key(part.key, part.chunk_key(number))
+
+
+def chunk_keys(part: Part, numbers: range) -> list[str]:
+    """The keys of some chunks in the database."""
+    if part.count > _MOST_KEPT:
+        return [chunk_key(part, number) for number in numbers]
+    prefix = join_key(part.key, "")
+    return [prefix + end for end in _ends(part.grid)[numbers.start : numbers.stop]]
+
+
+@lru_cache(maxsize=64)
+def _ends(grid: tuple[int, ...]) -> list[str]:
+    """How the keys of the chunks of a grid end, by the chunks' numbers."""
+    return ["/".join(["c", *map(str, at)]) for at in itertools.product(*map(range, grid))]

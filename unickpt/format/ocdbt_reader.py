@@ -178,11 +178,15 @@ class OcdbtReader(Reader):
         """The values of a chunk that bases have: by their links, the bases' positions."""
         if not self.index.bases:
             return {}
-        first = self._first_rows(entry)[part.key]
-        table, row = self._borrowed, self._spans[entry.name].start + first + number
-        low, high = np.searchsorted(table["row"], (row, row + 1))
-        some = table[low:high]
+        some = self.borrowed_of(entry, part, range(number, number + 1))
         return dict(zip(some["link"].tolist(), some["base"].tolist(), strict=True))
+
+    def borrowed_of(self, entry: ArrayEntry, part: Part, numbers: range) -> borrowed.BorrowedTable:
+        """The same of chunks that follow each other, as rows of the table."""
+        first = self._spans[entry.name].start + self._first_rows(entry)[part.key]
+        rows = first + numbers.start, first + numbers.stop
+        low, high = np.searchsorted(self._borrowed["row"], rows)
+        return self._borrowed[low:high]
 
     def _first_rows(self, entry: ArrayEntry) -> dict[str, int]:
         """By the key of each part of an array, the row of its first chunk among the array's."""
@@ -284,8 +288,8 @@ class OcdbtReader(Reader):
         self, chunks: Sequence[tuple[ArrayEntry, Part, int]]
     ) -> Sequence[bytes | DataReference | None]:
         """As `place`, for many chunks that are whole and in this checkpoint."""
+        found: list[bytes | DataReference | None] = [None] * len(chunks)
         keys = [chunk_grid.chunk_key(part, number) for _, part, number in chunks]
-        found: list[bytes | DataReference | None] = [None] * len(keys)
         try:
             for leaf, which, positions in self._chunks.values.tree.find_all(keys):
                 for at, position in zip(which, positions, strict=True):

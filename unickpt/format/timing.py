@@ -300,6 +300,7 @@ def _values(
     statistics: Sequence[Mapping[str, float]], name: str, dtype: np.dtype[Any]
 ) -> NDArray[Any]:
     """A statistic of all processes; one that cannot be must not make the save fail."""
-    found = [float(each.get(name, 0)) for each in statistics]
-    clipped: NDArray[Any] = np.clip(np.nan_to_num(np.array(found)), 0, _MOST[dtype.str])
+    found = np.array([float(each.get(name, 0)) for each in statistics])
+    # Of NaN and a number these two are the number.
+    clipped: NDArray[Any] = np.fmin(np.fmax(found, 0.0), _MOST[dtype.str])
     return clipped.astype(dtype)

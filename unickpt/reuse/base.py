@@ -33,6 +33,7 @@ from unickpt.reuse.candidates import Candidate, Candidates
 from unickpt.reuse.linked_files import LinkedFiles
 from unickpt.reuse.shares import Chunk, Place, Share, Taken
 from unickpt.reuse.siblings import Siblings
+from unickpt.reuse.spans import Span, Spans
 from unickpt.storage.locations import Location
 
 _log = logging.getLogger("unickpt")
@@ -156,10 +157,12 @@ class Base:
         self._reader, self.share, self._how = reader, share, how
         self._scratch, self._lock = Scratch(), threading.Lock()
         self._is_faulty = False
-        growth = reader.index.growth or Growth(0, _full_bytes(reader.index))
+        growth = None
+        if how.patch:
+            growth = reader.index.growth or Growth(0, _full_bytes(reader.index))
         # All processes find the same.
-        self._starts_anew = how.patch and growth.predicts_full(how.kept_cost)
-        self.growth = growth if how.patch and not self._starts_anew else None
+        self._starts_anew = growth is not None and growth.predicts_full(how.kept_cost)
+        self.growth = None if self._starts_anew else growth
         """How checkpoints grew up to the base, if this one goes on from it."""
         self._candidates = Candidates(reader, share, patches=self._may_patch, warn=self._warn)
         self._units = dict[Any, int]()
@@ -171,7 +174,7 @@ class Base:
         """Of the base."""
         return self._reader.index
 
-    def offer(self, chunks: Iterable[Chunk]) -> None:
+    def offer(self, chunks: Iterable[Chunk], asked: Sequence[Span] = ()) -> Spans:
         """Finds what the base has of the chunks that this process is going to write.
 
         A unit of which they use too little is left alone: its other bytes would stay on the disk,
@@ -180,9 +183,15 @@ class Base:
 
         Arguments:
             chunks: array, part and number of each.
+            asked: others, which are taken whatever they hold.
+
+        Returns:
+            Those of `asked` that `take_spans` takes; of the others, each chunk is as if it were
+            among `chunks`.
         """
-        if self.share is not None:
-            self._candidates.offer(chunks, starts_anew=self._starts_anew)
+        if self.share is None:
+            return Spans.none()
+        return self._candidates.offer(chunks, asked, starts_anew=self._starts_anew)
 
     def _warn(self, why: object) -> None:
         """Says once what is wrong with the base."""
@@ -255,23 +264,45 @@ class Base:
         with self._lock:
             taken = []
             for at, place in enumerate(places):
-                each = copied[at] if at in copied else self.share.take(place)
+                each = copied[at] if at in copied else self._take_of_unit(self.share, place)
                 if each is None:
-                    self._warn("a file of it can no longer be linked")
                     return ()
                 taken.append(each)
-                if at in copied:
-                    continue
-                unit = place.unit
-                known = self._units.get(unit, 0)
-                if not known or place.of is not None:
-                    self._units[unit] = max(known, self.share.unit_bytes(place))
             self.nbytes += (
                 found.elements
                 - len(patch or b"")
                 - sum(len(each) for each in taken if isinstance(each, bytes))
             )
             return taken
+
+    def _take_of_unit(self, share: Share, place: Place) -> Taken | None:
+        """Takes a value, and counts what stays alive for it; None if it can no longer be."""
+        taken = share.take(place)
+        if taken is None:
+            self._warn("a file of it can no longer be linked")
+            return None
+        known = self._units.get(place.unit, 0)
+        if not known or place.of is not None:
+            self._units[place.unit] = max(known, share.unit_bytes(place))
+        return taken
+
+    def take_spans(self, some: Spans) -> dict[int, Taken | None]:
+        """Takes what `offer` found.
+
+        Returns:
+            By the units (of `some`), where what is in them is now, at the offsets and lengths of
+            the chunks; None if it must be copied.
+        """
+        if self.share is None:
+            return {}
+        with self._lock:
+            taken = {
+                unit: self._take_of_unit(self.share, place)
+                for unit, (place, _) in some.last().items()
+            }
+            is_taken = np.array([taken.get(unit) is not None for unit in range(len(some.units))])
+            self.nbytes += int(some.elements[is_taken[some.unit]].sum()) if taken else 0
+        return taken
 
     @property
     def kept_bytes(self) -> int:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from unickpt.errors import UnickptError
 from unickpt.format import chunk_grid, codec
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
+from unickpt.reuse import spans
 from unickpt.reuse.shares import Chunk, Place, Places, Share
+from unickpt.reuse.spans import Span, Spans
 
 # Of a data file's bytes, the share that a process must use of it to link it, if what it keeps is
 # not predicted.
@@ -52,18 +57,31 @@ class _Same:
         entry: of the base.
         part: of the base and the save.
         digests: of its chunks.
-        nbytes: of each chunk as it is stored; None if they differ.
     """
 
     entry: ArrayEntry
     part: Part
     digests: Any
-    nbytes: int | None
+
+    @cached_property
+    def nbytes(self) -> int | None:
+        """Of each chunk as it is stored; None if they differ."""
+        part = self.part
+        is_even = all(n % c == 0 for n, c in zip(part.box.shape, part.chunk, strict=True))
+        return codec.nbytes_as_stored(self.entry, part.chunk) if is_even else None
 
     def bytes_of(self, number: int) -> int:
         if self.nbytes is not None:
             return self.nbytes
         return codec.nbytes_as_stored(self.entry, self.part.chunk_box(number).shape)
+
+    def span(self, numbers: range) -> spans.Same:
+        """Chunks that follow each other."""
+        some = slice(numbers.start, numbers.stop)
+        elements = nbytes = self.part.sizes()[some] * self.entry.itemsize
+        if self.entry.quantized is not None:
+            nbytes = np.array([self.bytes_of(number) for number in numbers], np.int64)
+        return spans.Same(self.entry, self.digests[some], elements, nbytes)
 
 
 class Candidates:
@@ -95,24 +113,35 @@ class Candidates:
         """What was offered of a chunk, if it may be taken."""
         return self._found.get((part.key, number))
 
-    def offer(self, chunks: Iterable[Chunk], *, starts_anew: bool) -> None:
+    def offer(
+        self, chunks: Iterable[Chunk], asked: Sequence[Span] = (), *, starts_anew: bool
+    ) -> Spans:
         """Finds what the base has of some chunks; see `Base.offer`.
 
         Arguments:
             chunks: which.
+            asked: others, which are not looked at.
             starts_anew: whether none with patches is taken.
         """
         try:
-            self._offer(chunks, starts_anew)
+            return self._offer(list(chunks), asked, starts_anew)
         except UnickptError as error:
             self._warn(error)
             self._found.clear()
+            return Spans.none()
 
-    def _offer(self, chunks: Iterable[Chunk], starts_anew: bool) -> None:
+    def _offer(self, chunks: list[Chunk], asked: Sequence[Span], starts_anew: bool) -> Spans:
+        together = spans.find(asked, self._same_span, self._share)
+        apart = set(range(len(asked))) - set(together.which.tolist())
+        chunks += [chunk for number in sorted(apart) for chunk in asked[number].chunks()]
         used: dict[Any, int] = {}
         ends: dict[Any, tuple[Place, ArrayEntry, int]] = {}
-        wholes = set[Any]()
-        for found in self.find(list(chunks)):
+        wholes, last_of = set[Any](), together.last()
+        for number, nbytes in together.used().items():
+            place, (entry, _, at) = last_of[number]
+            used[place.unit], ends[place.unit] = nbytes, (place, entry, at)
+            wholes.add(place.unit)
+        for found in self.find(chunks):
             if found is None or found.places is None:
                 continue
             if starts_anew and len(found.places) > 1:
@@ -135,11 +164,17 @@ class Candidates:
             elif not is_used:
                 self.sparse.add(unit)
                 left |= {unit} & wholes
-        if not left:
-            return
-        for key, found in list(self._found.items()):
-            if not left.isdisjoint(place.unit for place in found.places or ()):
-                del self._found[key]
+        if left:
+            kept = together.without(left)
+            lost = set(together.which.tolist()) - set(kept.which.tolist())
+            for found in self.find([chunk for n in sorted(lost) for chunk in asked[n].chunks()]):
+                if found is not None:  # some of its chunks may be elsewhere
+                    self._found[found.part.key, found.number] = found
+            for key, found in list(self._found.items()):
+                if not left.isdisjoint(place.unit for place in found.places or ()):
+                    del self._found[key]
+            return kept
+        return together
 
     def _serves(self, nbytes: int, place: Place, entry: ArrayEntry, number: int) -> bool | None:
         """Whether enough of a unit is used; None if it is not there up to its last value."""
@@ -173,6 +208,10 @@ class Candidates:
             digest = int(of.digests[number])
             yield Candidate(of.entry, of.part, number, digest, of.bytes_of(number), at)
 
+    def _same_span(self, span: Span) -> spans.Same | None:
+        found = self._same(span.entry, span.part)
+        return None if found is None else found.span(span.numbers)
+
     def _same(self, entry: ArrayEntry, part: Part) -> _Same | None:
         if part.key not in self._parts:
             self._parts[part.key] = self._find_part(entry, part)
@@ -193,9 +232,7 @@ class Candidates:
         if each != part:
             return None
         digests = self._reader.digests_of(entry.name)["digest"][first : first + part.count]
-        is_even = all(n % c == 0 for n, c in zip(part.box.shape, part.chunk, strict=True))
-        nbytes = codec.nbytes_as_stored(theirs, part.chunk) if is_even else None
-        return _Same(theirs, part, digests, nbytes)
+        return _Same(theirs, part, digests)
 
 
 def _has_bytes_of(theirs: ArrayEntry, entry: ArrayEntry) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from unickpt.format.chains import Value
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
@@ -72,6 +73,15 @@ class LinkedFiles:
                 return None
             found.append(Place(value, at))
         return tuple(found)
+
+    def lender(self, entry: ArrayEntry, part: Part, numbers: range) -> tuple[Value, None] | None:
+        """This base, if it borrows none of some chunks itself, and has none of them in patches."""
+        if entry.patched:
+            return None
+        if self._reader.index.bases and len(self._reader.borrowed_of(entry, part, numbers)):
+            return None
+        (value,) = self._reader.values_of(entry, part, numbers.start)  # the same for all
+        return value, None
 
     def unit_bytes(self, place: Place) -> int:
         """The size of the data file. Raises Failed."""

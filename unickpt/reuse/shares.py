@@ -59,6 +59,12 @@ class Share(Protocol):
     def find_all(self, chunks: Sequence[Chunk]) -> Sequence[Places | None]:
         """Where each of some chunks of the base is; None if it cannot be referred to."""
 
+    def lender(
+        self, entry: ArrayEntry, part: Part, numbers: range
+    ) -> tuple[Value, BaseEntry | None] | None:
+        """The one checkpoint that has chunks of the base that follow each other, whole, as what
+        they are there; and its name, as the new one will name it. None if there is none."""
+
     def unit_bytes(self, place: Place) -> int:
         """How many bytes stay alive for a value, with all others of its unit.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from unickpt.format import borrowed
+from unickpt.format.chains import Value
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, BaseEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
@@ -67,6 +68,20 @@ class Siblings:
         if not self._chained and (len(found) > 1 or found[0].of != self.base):
             return None
         return tuple(found)
+
+    def lender(
+        self, entry: ArrayEntry, part: Part, numbers: range
+    ) -> tuple[Value, BaseEntry] | None:
+        """The checkpoint that has some chunks, if one has all of them, and none in patches."""
+        if entry.patched:
+            return None
+        if self._reader.index.bases:
+            lent = self._reader.borrowed_of(entry, part, numbers)
+            if len(lent) not in (0, len(numbers)) or (lent["base"] != lent["base"][:1]).any():
+                return None
+        (value,) = self._reader.values_of(entry, part, numbers.start)  # the same for all
+        of = self._own if value.base is None else self._reader.index.bases[value.base]
+        return None if not self._chained and of != self.base else (value, of)
 
     def unit_bytes(self, place: Place) -> int:
         """The size of the data file, if its name says it; else at least the value's end. If it is

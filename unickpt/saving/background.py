@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from unickpt.errors import ForkedProcess, ProcessFailed, SaveTimeout, out_of_memory
+from unickpt.reuse.expert_keys import ExpertKeys
 from unickpt.reuse.partial_save import PartialSave
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.plan_cache import PlanCache, SameTree
@@ -436,7 +437,7 @@ class SaveQueue:
         with task.failing(refused=True):  # so that the other processes are notified
             self.errors.raise_unless_refused()
         with collection_paused():
-            found = self._describe(task, request)
+            found, keys = self._describe(task, request)
         # Early, if that costs the caller no time; and again when it is this save's turn.
         if not task.location.is_remote and task.location.exists():
             with task.failing():
@@ -447,7 +448,8 @@ class SaveQueue:
             same = found if isinstance(found, SameTree) else None
             snapshot = Snapshot(task, self._area, request.owners, waited_s, same)
             if isinstance(found, tree.Node):
-                snapshot.cached = self._plans.learn(found, task, snapshot.sources, snapshot.methods)
+                kept = snapshot.sources, snapshot.methods
+                snapshot.cached = self._plans.learn(found, task, *kept, keys)
             task.keep(snapshot.sources, snapshot.working_bytes)
             pending = PendingSave(task, snapshot, previous, request.callbacks, self.errors)
             pending.begin()
@@ -456,8 +458,9 @@ class SaveQueue:
 
     def _describe(
         self, task: SaveTask, request: SaveRequest
-    ) -> SameTree | tree.Node | tree.Leaf | None:
-        """Describes a tree; returns what is known of it, else its structure."""
+    ) -> tuple[SameTree | tree.Node | tree.Leaf | None, ExpertKeys | None]:
+        """Describes a tree; returns what is known of it, else its structure; and what names the
+        experts that the save may leave out."""
         with task.failing():
             request.callbacks.begin()
             metadata, partial = request.metadata(), request.partial(task.attempt)
@@ -474,11 +477,9 @@ class SaveQueue:
                     failed=self._was_refused or (last is not None and last._failure is not None),
                 )
             task.tokens = seen.describe(task, request.tree, metadata, partial, base)
-            return None
-        if partial is not None:  # what is saved of it differs each time
-            task.describe(request.tree, metadata, partial)
-            return None
-        return self._plans.describe(task, request.tree, metadata)
+            return None, None
+        keys = None if partial is None else partial.keys
+        return self._plans.describe(task, request.tree, metadata, partial), keys
 
     def fence(self) -> None:
         """Waits until the state of all saves may change; their errors are reported elsewhere."""

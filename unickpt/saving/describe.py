@@ -80,6 +80,12 @@ class Description:
         """Whether this save leaves a box of an array out, whatever this process knows of it."""
         return self.selection is not None and self.selection.borrows(name, box)
 
+    def has(self, name: str, source: ArraySource) -> bool:
+        """Whether this save does not leave all out that this process holds of an array."""
+        if self.selection is None or name not in self.experts:
+            return True
+        return not all(self.selection.borrows(name, f.box) for f in source.fragments)
+
     def selected(self, partial: PartialSave) -> Description:
         """The same, of a save that writes only some experts.
 

@@ -87,7 +87,7 @@ def whole(held: Sequence[WriteItem], record: Record, digest: Callable[[WriteItem
     )
 
     def rows() -> Iterator[tuple[int, int]]:
-        assumed = (item for item in held if item.assumed)
+        assumed = (chunk for item in held if item.assumed for chunk in item.chunks())
         for number, items in groupby(assumed, lambda item: item.array):
             hashed = xxhash.xxh3_64()
             for item in items:

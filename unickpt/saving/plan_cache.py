@@ -3,7 +3,8 @@
 A training loop saves the same tree again and again: the same names, shapes, dtypes and layouts,
 with other data. Then only the data are looked at: small arrays are copied all at once, into memory
 that is kept for that, and immutable ones are referred to, without a description of each. A save for
-which the caller waits copies nothing, and refers to all arrays in the memory of the host.
+which the caller waits copies nothing, and refers to all arrays in the memory of the host. Of
+experts that take turns, only those are looked at whose turn it is.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +27,8 @@ from unickpt.frameworks.members import Members
 from unickpt.frameworks.process_group import Group, members_of
 from unickpt.frameworks.protocol import Adapter, ArraySource, Fragment, Memory, Read
 from unickpt.frameworks.sections import Encoded
+from unickpt.reuse.expert_keys import ExpertKeys
+from unickpt.reuse.partial_save import Expert, PartialSave
 from unickpt.saving.describe import Description, checked_metadata, unstorable
 from unickpt.saving.options import SaveOptions
 from unickpt.saving.snapshot_policy import SnapshotMethod, SnapshotPolicy
@@ -70,16 +74,20 @@ class _Together:
 
     Arguments:
         adapter: of the framework.
+        copied: whether they are copied; else they are referred to.
+        name: of one of them; if they are of an expert, all are of the same.
         at: their numbers among the leaves.
         sources: the arrays as they are kept.
-        copied: whether they are copied; else they are referred to.
+        reads: read their copies.
         copy: copies them; None until there is room for the copies.
     """
 
     adapter: Adapter
     copied: bool
+    name: str
     at: list[int] = field(default_factory=list)
     sources: list[ArraySource] = field(default_factory=list)
+    reads: Sequence[Read] = ()
     copy: Callable[[Sequence[Any]], None] | None = None
 
     @property
@@ -89,20 +97,24 @@ class _Together:
 
     def keep(self, values: Sequence[Any]) -> None:
         """Keeps them as they are now."""
-        leaves = [values[number] for number in self.at]
+        leaves, reads = [values[number] for number in self.at], self.reads
         if self.copy is not None:
             self.copy(leaves)
-            return
-        for source, read in zip(self.sources, self.adapter.kept(leaves), strict=True):
+        else:
+            reads = self.adapter.kept(leaves)
+        for source, read in zip(self.sources, reads, strict=True):
             for fragment in source.fragments:
                 fragment.read = read
 
     def let_go(self) -> None:
-        """Refers to no memory of the program; makes room for copies."""
-        if not self.copied:
-            _forget(self.sources)
-        elif self.copy is None:
-            self.copy = self.adapter.copier(list(self._rooms()))
+        """Refers to no memory of the program, and lets nobody read what a later save might leave
+        out; makes room for copies."""
+        _forget(self.sources)
+        if self.copied and self.copy is None:
+            rooms = list(self._rooms())
+            boxes = [fragment.box for source in self.sources for fragment in source.fragments]
+            self.reads = list(map(_reading, rooms, boxes))
+            self.copy = self.adapter.copier(rooms)
 
     def _rooms(self) -> Iterator[Array]:
         size = sum(-(-_nbytes(source) // _ALIGNMENT) * _ALIGNMENT for source in self.sources)
@@ -110,21 +122,30 @@ class _Together:
         for source in self.sources:
             (fragment,) = source.fragments
             nbytes, dtype = _nbytes(source), source.dtype.newbyteorder("=")
-            room = rest[:nbytes].view(dtype).reshape(fragment.box.shape)
-            fragment.read, fragment.memory = _reading(room, fragment.box.start), _PRIVATE
+            yield rest[:nbytes].view(dtype).reshape(fragment.box.shape)
             rest = rest[-(-nbytes // _ALIGNMENT) * _ALIGNMENT :]
-            yield room
 
 
-# No plan depends on the others: they may be new objects in each call, or, as `fsync`, differ where
-# steps of the same tree are kept in several places.
-_planned_by = attrgetter(
-    *(
-        option.name
-        for option in fields(SaveOptions)
-        if option.name not in ("group", "metrics", "progress", "base", "fsync")
-    )
-)
+class _Other(NamedTuple):
+    """An array that is described again.
+
+    Arguments:
+        at: its number among the leaves.
+        name: of it.
+        adapter: of its framework.
+        kept: how it is kept.
+    """
+
+    at: int
+    name: str
+    adapter: Adapter
+    kept: ArraySource
+
+
+# No plan depends on these: they may be new objects in each call, or, as `fsync`, differ where steps
+# of the same tree are kept in several places.
+_NEVER = {"group", "metrics", "progress", "base", "fsync"}
+_planned_by = attrgetter(*(o.name for o in fields(SaveOptions) if o.name not in _NEVER))
 
 
 def _of(group: Group) -> tuple[int, int, Members | None]:
@@ -136,8 +157,8 @@ def _nbytes(source: ArraySource) -> int:
     return sum(fragment.box.size for fragment in source.fragments) * source.dtype.itemsize
 
 
-def _reading(room: Array, start: tuple[int, ...]) -> Read:
-    return lambda box, make_buffer: room[box.relative_to(start).slices]
+def _reading(room: Array, of: Box) -> Read:
+    return lambda box, make_buffer: room[box.relative_to(of.start).slices]
 
 
 def _forget(sources: Sequence[ArraySource]) -> None:
@@ -147,7 +168,7 @@ def _forget(sources: Sequence[ArraySource]) -> None:
 
 
 def _no_longer(box: Box, make_buffer: Callable[[], Array]) -> Array:
-    raise AssertionError("the save has ended")
+    raise AssertionError("the save has ended, or leaves this out")
 
 
 @dataclass(eq=False)
@@ -157,15 +178,15 @@ class CachedPlan:
     Arguments:
         cache: where it is kept.
         options: those of that save on which a plan depends.
-        among, group: of that save; on both a plan depends, too.
+        among, group, keys: of that save, on which a plan depends, too; the last name experts that
+            a save may leave out.
         skeleton: of the tree.
         types: of its leaves.
         names: of its values and values per process, by their numbers among the leaves.
         facts: of its arrays.
         description: of the save, with the arrays as they are kept.
         together: arrays that are kept all at once.
-        others: arrays that are described again, one by one: their numbers, adapters, and how they
-            are kept.
+        others: arrays that are described again, one by one.
         plan: of the chunks; None until it is made.
     """
 
@@ -173,26 +194,26 @@ class CachedPlan:
     options: tuple[Any, ...]
     among: Sequence[Adapter]
     group: tuple[int, int, Members | None]
+    keys: ExpertKeys | None
     skeleton: Skeleton
     types: Sequence[type]
     names: Mapping[int, str]
     facts: Sequence[_ArrayFacts]
     description: Description
     together: Sequence[_Together]
-    others: Sequence[tuple[int, Adapter, ArraySource]]
+    others: Sequence[_Other]
     plan: WritePlan | None = None
 
     def __post_init__(self) -> None:
-        kept = chain.from_iterable(group.sources for group in self.together)
-        fragments = chain.from_iterable(source.fragments for source in kept)
+        kept = self.description.sources
+        fragments = chain.from_iterable(source.fragments for source in kept.values())
         self.methods = dict.fromkeys(fragments, SnapshotMethod.REFERENCE)
-        self.nbytes = sum(group.nbytes for group in self.together)
         self.assumed = [
-            (number, kept)
-            for number, kept in enumerate(self.description.sources.values())
-            if kept.assumed and kept.fragments
+            (number, name, source)
+            for number, (name, source) in enumerate(kept.items())
+            if source.assumed and source.fragments
         ]
-        """The assumed replicas: their numbers, and how they are kept."""
+        """The assumed replicas: their numbers, names, and how they are kept."""
 
     def recognise(self, values: Sequence[Any]) -> bool:
         """Whether these leaves are described as those were."""
@@ -208,7 +229,7 @@ class CachedPlan:
         program, so that that can be freed before."""
         for group in self.together:
             group.let_go()
-        _forget([source for _, _, source in self.others])
+        _forget([other.kept for other in self.others])
         self.cache._give(self)
 
 
@@ -248,14 +269,22 @@ class SameTree:
     """
 
     def __init__(self, plan: CachedPlan, values: Sequence[Any], group: Group) -> None:
-        self.plan, self._values = plan, values
-        self.others = [adapter.source(values[at], group) for at, adapter, _ in plan.others]
+        self.plan, self._values, self._group = plan, values, group
+        self._others, self.others = list[_Other](), list[ArraySource]()
+        """The arrays that are described again, and of which this save does not leave all out."""
 
-    def describe(self, metadata: Mapping[str, Any] | None) -> Description:
+    def describe(
+        self, metadata: Mapping[str, Any] | None, some: PartialSave | None = None
+    ) -> Description:
         """The description of the save.
 
+        Arguments:
+            metadata: as for `SaveTask.describe`.
+            some: which experts need not be written.
+
         Raises:
-            UnsupportedLeaf: a value per process, or the metadata, cannot be stored.
+            UnsupportedLeaf: a value per process, or the metadata, cannot be stored, or no experts
+                can be chosen.
         """
         plain: dict[str, tree_json.Plain] = {}
         blobs: dict[str, Encoded] = {}
@@ -273,48 +302,57 @@ class SameTree:
             raise unstorable(bad)
         known = self.plan.description
         index = replace(known.index, values=plain, metadata=checked_metadata(metadata))
-        return Description(index, known.sources, blobs)
+        found = replace(known, index=index, blobs=blobs)
+        self._description = found = found if some is None else found.selected(some)
+        self._others = [o for o in self.plan.others if found.has(o.name, o.kept)]
+        self.others = [o.adapter.source(self._values[o.at], self._group) for o in self._others]
+        return found
 
     def assumed(self) -> Iterator[tuple[int, ArraySource, bool]]:
         """The assumed replicas: their numbers, sources, and whether these stay as they are."""
-        now = {
-            id(kept): source
-            for (_, _, kept), source in zip(self.plan.others, self.others, strict=True)
-        }
-        for number, kept in self.plan.assumed:
-            yield number, now.get(id(kept), kept), id(kept) not in now
+        both = zip(self._others, self.others, strict=True)
+        now = {id(other.kept): source for other, source in both}
+        for number, name, kept in self.plan.assumed:
+            if id(kept) in now or self._description.has(name, kept):
+                yield number, now.get(id(kept), kept), id(kept) not in now
 
     def keep(self, capture: SnapshotPolicy) -> Mapping[str, ArraySource]:
         """Keeps the arrays as they are now."""
-        for to, of in self._fill(lambda source: capture.keep(source, lambda box: False)):
-            capture.methods[to] = capture.methods.pop(of)
         capture.methods.update(self.plan.methods)
+        leaves_out = self._description.leaves_out
+        for to, of in self._fill(lambda name, s: capture.keep(s, partial(leaves_out, name))):
+            capture.methods[to] = capture.methods.pop(of)
         capture.used.add(SnapshotMethod.REFERENCE)
-        capture.copied_bytes += self.plan.nbytes
+        capture.copied_bytes += sum(group.nbytes for group in self._together())
         return self.plan.description.sources
 
     def refer(self) -> None:
         """Refers to the arrays where they are now: they do not change before the save has ended."""
-        self._fill(lambda source: source)
+        self._fill(lambda name, source: source)
+
+    def _together(self) -> Iterator[_Together]:
+        """The groups of arrays that this save does not leave out."""
+        return (g for g in self.plan.together if self._description.has(g.name, g.sources[0]))
 
     def _fill(
-        self, keep: Callable[[ArraySource], ArraySource]
+        self, keep: Callable[[str, ArraySource], ArraySource]
     ) -> Sequence[tuple[Fragment, Fragment]]:
         """Lets the known fragments read the arrays as they are now.
 
         Arguments:
-            keep: how an array is kept that is described again.
+            keep: how an array is kept that is described again, by its name.
 
         Returns:
             The fragments of these, each with that of the array as it is kept.
         """
         pairs = []
-        for (_, _, known), source in zip(self.plan.others, self.others, strict=True):
-            for to, of in zip(known.fragments, keep(source).fragments, strict=True):
+        for other, source in zip(self._others, self.others, strict=True):
+            kept = keep(other.name, source)
+            for to, of in zip(other.kept.fragments, kept.fragments, strict=True):
                 assert to.box == of.box, f"{to.box} is now {of.box}"
                 to.read, to.memory, to.sample = of.read, of.memory, of.sample
                 pairs.append((to, of))
-        for group in self.plan.together:
+        for group in self._together():
             group.keep(self._values)
         self._values = ()
         return pairs
@@ -334,7 +372,11 @@ class PlanCache:
         self._names: list[int] = []
 
     def describe(
-        self, job: SaveTask, root: Any, metadata: Mapping[str, Any] | None
+        self,
+        job: SaveTask,
+        root: Any,
+        metadata: Mapping[str, Any] | None,
+        some: PartialSave | None = None,
     ) -> SameTree | tree.Node | tree.Leaf:
         """Describes what a save has to save, as `SaveTask.describe`.
 
@@ -342,11 +384,12 @@ class PlanCache:
             What is known of the tree; else the tree, flattened.
         """
         with job.failing():
-            found = self.find(root, job.options, job.group)
+            keys = None if some is None else some.keys
+            found = self.find(root, job.options, job.group, keys)
             if isinstance(found, SameTree):
-                job.describe_again(found.describe(metadata), found.assumed())
+                job.describe_again(found.describe(metadata, some), found.assumed())
                 return found
-        job.describe(found, metadata)
+        job.describe(found, metadata, some)
         return found
 
     def is_repeated(self, sources: Mapping[str, ArraySource]) -> bool:
@@ -358,9 +401,14 @@ class PlanCache:
         return found
 
     def find(
-        self, root: Any, options: SaveOptions, group: Group
+        self, root: Any, options: SaveOptions, group: Group, keys: ExpertKeys | None = None
     ) -> SameTree | tree.Node | tree.Leaf:
         """Looks for a tree's plan; who gets it gives it back.
+
+        Arguments:
+            root: the tree.
+            options, group: of the save.
+            keys: name the experts that it may leave out.
 
         Returns:
             The tree, flattened, if there is none.
@@ -382,7 +430,7 @@ class PlanCache:
 
         key = _planned_by(options), among, _of(group)
         for plan in reversed(self._free):
-            if (plan.options, plan.among, plan.group) != key:
+            if plan.keys is not keys or (plan.options, plan.among, plan.group) != key:
                 continue
             values = leaves_of(root, plan.skeleton, level)
             if values is not None and plan.recognise(values) and self._take(plan):
@@ -402,6 +450,7 @@ class PlanCache:
         job: SaveTask,
         kept: Mapping[str, ArraySource],
         methods: Mapping[Fragment, SnapshotMethod] | None,
+        keys: ExpertKeys | None = None,
     ) -> CachedPlan | None:
         """What a save knows of its tree, for the next one; the save gives it back when it ends.
 
@@ -410,6 +459,7 @@ class PlanCache:
             job: the save; its arrays are described, and not kept yet.
             kept: the arrays as they are kept.
             methods: how each fragment of them is kept; None if all stay where they are.
+            keys: name the experts that it may leave out.
 
         Returns:
             None if it is a tree of which every leaf must be described each time.
@@ -419,8 +469,8 @@ class PlanCache:
             return None
         names: dict[int, str] = {}
         arrays: dict[int, tuple[Adapter, list[int]]] = {}
-        together: dict[tuple[int, bool], _Together] = {}
-        others: list[tuple[int, Adapter, ArraySource]] = []
+        together: dict[tuple[int, bool, Expert | None], _Together] = {}
+        others: list[_Other] = []
         leaves = list(tree.leaves(root))
         for number, (name, value) in enumerate((leaf.name, leaf.value) for leaf in leaves):
             if type(value) in _PLAIN or type(value) is PerProcess:
@@ -432,11 +482,17 @@ class PlanCache:
             arrays.setdefault(id(adapter), (adapter, []))[1].append(number)
             if name not in kept or not kept[name].fragments:
                 continue  # it is another name of an array, or has no elements
-            copied = _is_copied(described.sources[name], kept[name], job.options.staging, methods)
+            source, held = described.sources[name], described.experts.get(name)
+            copied = None
+            # What is left out now is not kept as it will be; nor is an array of several experts.
+            if held is None or (held.axis is None and described.has(name, source)):
+                copied = _is_copied(source, kept[name], job.options.staging, methods)
             if copied is None:
-                others.append((number, adapter, kept[name]))
+                others.append(_Other(number, name, adapter, kept[name]))
             else:
-                same = together.setdefault((id(adapter), copied), _Together(adapter, copied))
+                expert = None if held is None else (held.key, held.experts.start)
+                group = _Together(adapter, copied, name)
+                same = together.setdefault((id(adapter), copied, expert), group)
                 same.at.append(number)
                 same.sources.append(kept[name])
         values = [leaf.value for leaf in leaves]
@@ -449,11 +505,12 @@ class PlanCache:
             options=_planned_by(job.options),
             among=among,
             group=_of(job.group),
+            keys=keys,
             skeleton=like,
             types=list(map(type, values)),
             names=names,
             facts=facts,
-            description=Description(described.index, kept, {}),
+            description=Description(described.index, kept, {}, described.experts),
             together=list(together.values()),
             others=others,
         )

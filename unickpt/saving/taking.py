@@ -13,6 +13,8 @@ from unickpt.commit.messages import PATCH_DTYPE, ValuePlace
 from unickpt.format.index import BaseEntry
 from unickpt.format.links import FULL_LINK
 from unickpt.reuse.base import Base, Compared
+from unickpt.reuse.shares import Taken
+from unickpt.reuse.spans import Span, Spans
 from unickpt.saving.write_plan import WriteItem
 from unickpt.storage.btree.builder import PLACE_DTYPE
 from unickpt.storage.btree.nodes import DataReference
@@ -76,33 +78,76 @@ def take_or_write(
         looked_in: the base, if chunks that are equal there are taken, too.
         in_order: whether what is written must stay in its order.
     """
-    some = items if looked_in is not None else [item for item in items if item.borrowed]
-    base.offer((item.entry, item.part, item.number) for item in some)
+    asked = [item for item in items if item.borrowed]
+    some = [item for item in items if not item.borrowed] if looked_in is not None else ()
+    together = base.offer(
+        ((item.entry, item.part, item.number) for item in some),
+        [Span(item.entry, item.part, item.numbers) for item in asked],
+    )
     if not in_order:
         items = _likely_changed_first(items, base)
-    others, lent = list[WriteItem](), list[WriteItem]()
+    spans = [asked[number] for number in together.which.tolist()]
+    others, lent, known = list[WriteItem](), list[WriteItem](), set(map(id, spans))
     for item in items:
-        is_lent = item.borrowed and base.may_lend(item.part, item.number)
-        (lent if is_lent else others).append(item)
-    done, left = noting([*others, *lent]), list[int]()
+        if id(item) not in known:
+            for chunk in item.chunks():
+                is_lent = chunk.borrowed and base.may_lend(chunk.part, chunk.number)
+                (lent if is_lent else others).append(chunk)
+    done, left = noting([*others, *lent, *spans]), dict[int, WriteItem]()
 
     def take() -> None:
-        found = dict[int, Compared]()
+        found, first = dict[int, Compared](), len(others) + len(lent)
         for row, item in enumerate(lent, len(others)):
             each = base.borrow(item.part, item.number)
             if each is None:  # its file can no longer be linked
-                left.append(row)
+                left[row] = item
             else:
                 found[row] = each
         note(done, found)
-        writer.count_done(sum(lent[row - len(others)].nbytes for row in found))
+        for row in note_spans(done, first, together, base.take_spans(together)):
+            number, (_, _, chunk) = together.chunk(row)
+            at = chunk - asked[number].number
+            left[first + row] = asked[number].some(range(at, at + 1))
+        all_of_them = sum(item.nbytes for item in [*lent, *spans])
+        writer.count_done(all_of_them - sum(item.nbytes for item in left.values()))
         writer.tell()
 
     writer.write(others, done, values, looked_in, meanwhile=take)
     if left:
-        rest = [lent[row - len(others)] for row in left]
-        writer.write(rest, done, (), rows=left)
+        writer.write(list(left.values()), done, (), rows=list(left))
     return done
+
+
+def note_spans(
+    done: Notes, first: int, some: Spans, taken: Mapping[int, Taken | None]
+) -> Sequence[int]:
+    """Notes where chunks are that were taken together.
+
+    Arguments:
+        done: where it is noted.
+        first: row of the first of them there.
+        some: what they are.
+        taken: where each unit is; see `Base.take_spans`.
+
+    Returns:
+        Those that were not taken, as rows of `some`.
+    """
+    if not len(some.unit):
+        return ()
+    file, offset = np.zeros(len(some.units), np.int64), np.zeros(len(some.units), np.int64)
+    is_apart, is_taken = np.zeros(len(file), np.bool_), np.zeros(len(file), np.bool_)
+    for unit, each in taken.items():
+        if each is not None:
+            assert not isinstance(each, bytes), "what is in files stays there"
+            file[unit], offset[unit], _ = done.place(each)
+            is_taken[unit], is_apart[unit] = True, isinstance(each, BaseEntry)
+    rows = slice(first, first + len(some.unit))
+    apart = is_apart[some.unit]
+    done.chunks["digest"][rows] = some.digest
+    done.chunks["file"][rows] = file[some.unit]
+    done.chunks["offset"][rows] = np.where(apart, offset[some.unit], some.offset)
+    done.chunks["length"][rows] = np.where(apart, 0, some.length)
+    return np.flatnonzero(~is_taken[some.unit]).tolist()
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from unickpt.saving.write_plan import (
     WriteItem,
     WritePlan,
     check_alone,
+    plan_again,
     plan_writes,
 )
 from unickpt.saving.writer import ChunkWriter
@@ -241,7 +242,9 @@ class SaveTask:
             known: the plan of an earlier save of the same tree.
         """
         with self.timings.phase("plan"):
-            return plan_writes(self.description, self.group.index) if known is None else known
+            if known is None:
+                return plan_writes(self.description, self.group.index)
+            return plan_again(known, self.description, self.group.index)
 
     def check_destination(self) -> None:
         """Raises an error if the destination cannot be used; see `save`."""
@@ -497,4 +500,5 @@ def _write_more(
 ) -> Record:
     """Writes chunks that the coordinator requests, because their planned writer lacks them."""
     wanted = {(name, position) for name, positions in request.items() for position in positions}
-    return writer.write_more([item for item in held if (item.entry.name, item.position) in wanted])
+    chunks = (chunk for item in held for chunk in item.chunks())
+    return writer.write_more([c for c in chunks if (c.entry.name, c.position) in wanted])

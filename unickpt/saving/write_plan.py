@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Protocol
@@ -28,20 +28,22 @@ from unickpt.saving.describe import Description
 
 @dataclass(slots=True, eq=False)  # not frozen: a save makes one for each chunk, see `protocol`
 class WriteItem:
-    """One chunk that this process holds; never modified.
+    """One chunk that this process holds, or several that follow each other and are all borrowed;
+    never modified.
 
     Arguments:
         array: number of the array in this process's description.
         entry: the array.
         part: the part of the array.
-        number: the chunk's row-major number in the part.
-        position: its number among the chunks of all parts (see `commit.messages`).
-        box: its box in the global array.
-        nbytes: of its elements in memory.
+        number: the chunk's row-major number in the part; of several, that of the first.
+        position: its number among the chunks of all parts (see `commit.messages`), likewise.
+        box: its box in the global array; of several chunks, that of a fragment that has them all.
+        nbytes: of its elements in memory; of several chunks, of all.
         fragment: holds its data.
         assumed: as `ArraySource.assumed`.
         expert: of which it is a part.
         borrowed: whether the chunk of the step before is saved, not its data.
+        count: how many chunks these are.
     """
 
     array: int
@@ -55,10 +57,39 @@ class WriteItem:
     assumed: bool = False
     expert: Expert | None = None
     borrowed: bool = False
+    count: int = 1
 
     @property
     def dtype(self) -> dtypes.DType:
         return dtypes.from_name(self.entry.dtype)
+
+    @property
+    def numbers(self) -> range:
+        """Of its chunks in the part."""
+        return range(self.number, self.number + self.count)
+
+    def chunks(self) -> Sequence[WriteItem]:
+        """Each of its chunks."""
+        if self.count == 1:
+            return (self,)
+        return [self.some(range(at, at + 1)) for at in range(self.count)]
+
+    def some(self, which: range) -> WriteItem:
+        """Some of its chunks, by their positions among them."""
+        if len(which) == self.count:
+            return self
+        number, box = self.number + which.start, self.box
+        boxes = [self.part.chunk_box(number + at) for at in range(len(which))]
+        if len(boxes) == 1:
+            (box,) = boxes
+        return replace(
+            self,
+            number=number,
+            position=self.position + which.start,
+            box=box,
+            nbytes=sum(each.size for each in boxes) * self.entry.itemsize,
+            count=len(which),
+        )
 
 
 @dataclass(frozen=True)
@@ -68,19 +99,42 @@ class WritePlan:
     Arguments:
         held: all that it could write, in the order of the description.
         own: those that it writes, in the order in which it does.
+        alone: whether no other process holds any of them.
     """
 
     held: Sequence[WriteItem]
     own: Sequence[WriteItem]
+    alone: bool = False
 
 
 def plan_writes(description: Description, process: int) -> WritePlan:
     """Plans what a process writes."""
-    held = list(_held_items(description))
-    own = _own_items(held, process, description)
+    return _plan(list(_held_items(description)), description, process)
+
+
+def plan_again(known: WritePlan, description: Description, process: int) -> WritePlan:
+    """As `plan_writes`, of a tree of which a plan is known: perhaps of a save of other experts."""
+    selection = description.selection
+    if selection is None or not description.experts:
+        return known
+    changed = dict[int, WriteItem]()
+    for item in known.held:
+        if item.expert is not None:
+            borrowed = selection.borrows(item.entry.name, item.box)
+            if borrowed != item.borrowed:
+                changed[id(item)] = replace(item, borrowed=borrowed)
+    held = [changed.get(id(item), item) for item in known.held]
+    if known.alone:  # nobody shares anything out
+        return WritePlan(held, [changed.get(id(item), item) for item in known.own], True)
+    return _plan(held, description, process)
+
+
+def _plan(held: Sequence[WriteItem], description: Description, process: int) -> WritePlan:
+    alone = all(len(item.fragment.replicas) == 1 for item in held)
+    own = list(held) if alone else _own_items(held, process, description)
     if description.experts:  # each expert is written to files of its own: see `Writer`
         own.sort(key=lambda item: item.expert or ("", -1))
-    return WritePlan(held, own)
+    return WritePlan(held, own, alone)
 
 
 def _held_items(description: Description) -> Iterator[WriteItem]:
@@ -96,21 +150,31 @@ def _held_items(description: Description) -> Iterator[WriteItem]:
             if declared
             else chunk_grid.parts(entry)
         )
-        first = 0
+        itemsize, first = source.dtype.itemsize, 0
+        # Nothing of it is looked at: it is saved in as few pieces as it has fragments.
+        is_lent = unchanged is not None and selection is None and entry.quantized is None
         for part in parts:
             for fragment in fragments:
+                if unchanged is not None and is_lent and unchanged.spares(name, fragment.box):
+                    for run in part.runs_in(fragment.box):
+                        every = run == range(part.count)
+                        boxes = [part.box] if every else map(part.chunk_box, run)
+                        nbytes = sum(box.size for box in boxes) * itemsize
+                        of = array, entry, part, run.start, first + run.start, fragment.box, nbytes
+                        yield WriteItem(*of, fragment, assumed, None, True, len(run))
+                    continue
                 for number in part.chunks_in(fragment.box):
                     box = part.chunk_box(number)
                     inside = box is fragment.box or fragment.box.contains(box)
                     assert inside, f"chunk {box} crosses {fragment.box}"
-                    at, nbytes = first + number, box.size * source.dtype.itemsize
+                    at, nbytes = first + number, box.size * itemsize
                     expert, borrowed = None, False
                     if selection is not None:
                         expert, borrowed = selection.of(name, box)
                     if unchanged is not None and unchanged.spares(name, box):
                         borrowed = True
-                    of = array, entry, part, number, at, box, nbytes, fragment, assumed
-                    yield WriteItem(*of, expert, borrowed)
+                    of = array, entry, part, number, at, box, nbytes
+                    yield WriteItem(*of, fragment, assumed, expert, borrowed)
             first += part.count
 
 
@@ -122,8 +186,6 @@ def _own_items(
     Those of experts by themselves, alike in each save, so that a process finds what it does not
     write in files of its own. Then the others, so that all processes write the same amount.
     """
-    if all(len(item.fragment.replicas) == 1 for item in held):
-        return list(held)
     runs = [
         list(run)
         for _, run in itertools.groupby(held, lambda i: (i.array, i.part.key, i.fragment.box))
@@ -139,8 +201,18 @@ def _own_items(
             of = [run for run in some if run[0].assumed is assumed]
             shared = [_shared(run) for run in of]
             for run, own in zip(of, share(shared, process, known), strict=True):
-                mine += run[own.start : own.stop]
+                mine += _some_of(run, own)
     return sorted(mine, key=attrgetter("array"))
+
+
+def _some_of(run: Sequence[WriteItem], own: range) -> Iterator[WriteItem]:
+    """Some of the chunks of a run, by their positions in it."""
+    first = 0
+    for item in run:
+        low, high = max(own.start - first, 0), min(own.stop - first, item.count)
+        if low < high:
+            yield item.some(range(low, high))
+        first += item.count
 
 
 def _shared(run: Sequence[WriteItem]) -> Shared:
@@ -149,8 +221,13 @@ def _shared(run: Sequence[WriteItem]) -> Shared:
     box, replicas = first.fragment.box, first.fragment.replicas
     nbytes = 0
     if len(replicas) > 1:
-        nbytes = sum(codec.nbytes_as_stored(first.entry, item.box.shape) for item in run)
-    return Shared(first.part.key, box.start, replicas, len(run), nbytes)
+        nbytes = sum(
+            item.nbytes
+            if first.entry.quantized is None  # others may look at them, and have more pieces
+            else codec.nbytes_as_stored(first.entry, item.box.shape)
+            for item in run
+        )
+    return Shared(first.part.key, box.start, replicas, sum(i.count for i in run), nbytes)
 
 
 def check_alone(description: Description) -> None:

@@ -132,9 +132,8 @@ class ChunkWriter:
 
     def write_more(self, items: Sequence[WriteItem]) -> Record:
         """Writes chunks that the coordinator asked for after all had written theirs."""
-        before, count = self.reused_bytes, self.count
-        nbytes, stored_bytes = self.nbytes, self.stored_bytes
-        done = self._take_or_write(items, [])
+        before, count, nbytes = self.reused_bytes, self.count, self.nbytes
+        stored_bytes, done = self.stored_bytes, self._take_or_write(items, [])
         return done.record(
             self._description.digest,
             statistics={
@@ -430,15 +429,16 @@ class References:
     """
 
     def __init__(self, items: Sequence[WriteItem]) -> None:
-        self.chunks = np.zeros(len(items), CHUNK_DTYPE)
-        self.chunks["array"] = [item.array for item in items]
-        self.chunks["chunk"] = [item.position for item in items]
+        found = [(item.array, item.position, item.count) for item in items]
+        array, position, counts = np.array(found, np.int64).reshape(-1, 3).T
+        self.chunks, first = np.zeros(counts.sum(), CHUNK_DTYPE), np.cumsum(counts) - counts
+        self.chunks["array"] = np.repeat(array, counts)
+        self.chunks["chunk"] = np.repeat(position - first, counts) + np.arange(len(self.chunks))
         self.others: list[ValuePlace] = []
         """Where the values are that are no chunks, in their order."""
         self._files = dict[str, int]()
         self._inline, self._nbytes = list[bytes](), 0
-        self._patches = [np.zeros(0, PATCH_DTYPE)]
-        self._bases = dict[BaseEntry, int]()
+        self._patches, self._bases = [np.zeros(0, PATCH_DTYPE)], dict[BaseEntry, int]()
         self._lock = threading.Lock()
 
     def place(self, taken: DataReference | BaseEntry) -> ValuePlace:

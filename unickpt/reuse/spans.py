@@ -1,0 +1,203 @@
+"""Chunks that follow each other in a part of the base, and are taken all at once, not looked at.
+
+Of a state of which little changes, nearly all chunks are such ones. To decide for each of them, and
+to keep an object for each, took most of the time of a save that writes little. Here each *span* is
+one piece of work, and what has to be known of every chunk is in columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from unickpt.format import chunk_grid
+from unickpt.format.chains import Value
+from unickpt.format.chunk_grid import Part
+from unickpt.format.chunk_store import ChunkStore
+from unickpt.format.index import ArrayEntry, BaseEntry
+from unickpt.reuse.shares import Chunk, Place, Share
+from unickpt.storage.btree.nodes import DataReference
+
+Column = np.ndarray[Any, Any]
+_NOWHERE = -1
+
+
+class Span(NamedTuple):
+    """Chunks of a save that follow each other.
+
+    Arguments:
+        entry, part: the array and its part.
+        numbers: of the chunks in the part.
+    """
+
+    entry: ArrayEntry
+    part: Part
+    numbers: range
+
+    def chunks(self) -> list[Chunk]:
+        """Each of them."""
+        return [(self.entry, self.part, number) for number in self.numbers]
+
+
+class Same(NamedTuple):
+    """What the base has of the chunks of a span.
+
+    Arguments:
+        entry: of the base.
+        digest: of each chunk.
+        elements: bytes of each in memory.
+        nbytes: of each as it is stored, before compression.
+    """
+
+    entry: ArrayEntry
+    digest: Column
+    elements: Column
+    nbytes: Column
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Where the chunks of some spans are in the base: whole, in files, and all chunks of a span in
+    one checkpoint.
+
+    Arguments:
+        asked: all spans that were asked for.
+        which: the numbers of these, in the order of the columns.
+        span: for each chunk, the position of its span in `which`.
+        digest, elements, nbytes: of each chunk, as of `Same`.
+        unit: for each chunk, which of `units` it is in.
+        offset, length: its bytes there.
+        units: the files, and the checkpoints beside the new one that have them.
+        values: by the numbers of the spans that were asked for, what their chunks are there.
+    """
+
+    asked: Sequence[Span]
+
+    which: Column
+    span: Column
+    digest: Column
+    elements: Column
+    nbytes: Column
+    unit: Column
+    offset: Column
+    length: Column
+    units: Sequence[tuple[BaseEntry | None, str]]
+    values: Sequence[Value | None]
+
+    @classmethod
+    def none(cls) -> Spans:
+        """No span at all."""
+        no = np.zeros(0, np.int64)
+        return cls((), no, no, no.astype(np.uint64), no, no, no, no, no, (), ())
+
+    def without(self, units: Collection[Hashable]) -> Spans:
+        """Those spans of which no chunk is in some units."""
+        lost = np.array([unit in units for unit in self.units], np.bool_)
+        if not lost.any():
+            return self
+        keeps = np.ones(len(self.which), np.bool_)
+        keeps[self.span[lost[self.unit]]] = False
+        return self._only(keeps)
+
+    def _only(self, keeps: Column) -> Spans:
+        """Some of the spans."""
+        rows, number = keeps[self.span], np.cumsum(keeps) - 1
+        columns = "digest", "elements", "nbytes", "unit", "offset", "length"
+        some = {name: getattr(self, name)[rows] for name in columns}
+        return replace(self, which=self.which[keeps], span=number[self.span[rows]], **some)
+
+    def used(self) -> dict[int, int]:
+        """By the units of which something is used, how many bytes."""
+        nbytes = np.bincount(self.unit, self.nbytes, len(self.units))
+        return {unit: int(nbytes[unit]) for unit in np.unique(self.unit).tolist()}
+
+    def last(self) -> dict[int, tuple[Place, Chunk]]:
+        """By these units, what ends last of what is used, and of which chunk that is."""
+        found = {}
+        order = np.argsort(self.offset + self.length, kind="stable")
+        row = np.zeros(len(self.units), np.int64)
+        row[self.unit[order]] = order  # the last one stays
+        for unit in np.unique(self.unit).tolist():
+            at, (of, path) = int(row[unit]), self.units[unit]
+            number, chunk = self.chunk(at)
+            value = self.values[number]
+            assert value is not None, "it was found there"
+            reference = DataReference(path, int(self.offset[at]), int(self.length[at]))
+            found[unit] = Place(value, reference, of), chunk
+        return found
+
+    def chunk(self, row: int) -> tuple[int, Chunk]:
+        """Of a row of the columns the number of its span among those asked for, and its chunk."""
+        position = int(self.span[row])
+        number, first = int(self.which[position]), int(np.searchsorted(self.span, position))
+        span = self.asked[number]
+        return number, (span.entry, span.part, span.numbers[row - first])
+
+
+def find(spans: Sequence[Span], same: Callable[[Span], Same | None], share: Share | None) -> Spans:
+    """Finds spans in the base; leaves those out of which a chunk is missing or has patches, or is
+    so small that the B-tree has it itself, and those that several checkpoints have.
+
+    Arguments:
+        spans: of the save.
+        same: what the base has of the chunks of one; None if they are others.
+        share: how its chunks are referred to; None if they are not.
+
+    Raises:
+        CheckpointCorrupt, StorageError: the base cannot be read.
+    """
+    values: list[Value | None] = [None] * len(spans)
+    there, lenders = dict[int, Same](), dict[ChunkStore, tuple[BaseEntry | None, list[int]]]()
+    for number, span in enumerate(spans):
+        of = None if share is None else same(span)
+        lender = of and share and share.lender(of.entry, span.part, span.numbers)
+        if of is not None and lender:
+            there[number], values[number] = of, lender[0]
+            lenders.setdefault(lender[0].store, (lender[1], []))[1].append(number)
+    if not there:
+        return Spans.none()
+    order = [number for _, numbers in lenders.values() for number in numbers]
+    counts = [len(spans[number].numbers) for number in order]
+    unit, offset, length, units = _places(spans, lenders, sum(counts))
+    found = Spans(
+        asked=spans,
+        which=np.array(order),
+        span=np.repeat(np.arange(len(order)), counts),
+        digest=np.concatenate([there[number].digest for number in order]),
+        elements=np.concatenate([there[number].elements for number in order]),
+        nbytes=np.concatenate([there[number].nbytes for number in order]),
+        unit=unit,
+        offset=offset,
+        length=length,
+        units=units,
+        values=values,
+    )
+    keeps = np.ones(len(order), np.bool_)
+    keeps[found.span[unit == _NOWHERE]] = False
+    return found if keeps.all() else found._only(keeps)
+
+
+def _places(
+    spans: Sequence[Span],
+    lenders: dict[ChunkStore, tuple[BaseEntry | None, list[int]]],
+    count: int,
+) -> tuple[Column, Column, Column, Sequence[tuple[BaseEntry | None, str]]]:
+    """Where chunks are: units, or `_NOWHERE`, offsets and lengths; and what the units are."""
+    units = dict[tuple[BaseEntry | None, str], int]()
+    unit, first = np.full(count, _NOWHERE), 0
+    offset, length = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    for store, (of, numbers) in lenders.items():
+        keys = [key for n in numbers for key in chunk_grid.chunk_keys(*spans[n][1:])]
+        for leaf, which, positions in store.values.tree.find_all(keys):
+            files = [units.setdefault((of, path), len(units)) for path, _ in leaf.files]
+            rows, at = first + np.array(which), np.array(positions)
+            file = leaf.which[at]
+            is_apart = file >= 0
+            rows, at = rows[is_apart], at[is_apart]
+            unit[rows] = np.array(files, np.int64)[file[is_apart]]
+            offset[rows], length[rows] = leaf.offsets[at], leaf.lengths[at]
+        first += len(keys)
+    return unit, offset, length, list(units)
