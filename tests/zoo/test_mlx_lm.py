@@ -6,12 +6,41 @@ pytest.importorskip("mlx_lm")
 pytest.importorskip("transformers.conversion_mapping")
 
 from benchmarks.zoo.__main__ import observed
-from benchmarks.zoo.mlx_lm import conversion_of
+from benchmarks.zoo.mlx_lm import conversion_of, model_of, parameters
+from benchmarks.zoo.mlx_models import MODELS
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_neox", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mixtral",
+        "gpt_neox",
+        "qwen3_moe",
+        "dbrx",
+        "deepseek_v41",
+        "hunyuan-dense",
+        "kimi_k3",
+        "longcat_flash_ngram",
+        "rwkv7",
+        "step3p5",
+    ],
+)
 def test_it_becomes_rules(name):
     conversion = conversion_of(name)
     assert conversion is not None
     row = observed(conversion, None)
     assert (row["result"], row["wrong"]) == ("rules", 0), row
+
+
+@pytest.mark.parametrize("name", ["baichuan_m1", "bailing_moe-norm_head"])
+def test_a_head_that_is_normalized_depends_on_values_and_nothing_else_does(name):
+    row = observed(conversion_of(name), None)
+    assert (row["result"], row["refused"], row["wrong"]) == ("partly", 1, 0), row
+    assert row["why"].startswith("'lm_head.weight' depends on values"), row
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_told_of_the_hub_gives_all_parameters(name):
+    conversion, model = conversion_of(name), model_of(name)
+    made = conversion.function(conversion.example)
+    assert {key: x.shape for key, x in made.items()} == parameters(model)
