@@ -103,9 +103,10 @@ def compared(conversion: Conversion, rules: Rules) -> dict[str, Any]:
         return found
 
     made = Converter(recorded, example)(given)
-    if report.refused:
-        return {"wrong": -1 if conversion.inverse else 0}
-    wrong = _compare(rules, given, made, (*report.not_made,), (*report.scaled,))
+    without = (*report.not_made, *report.refused)
+    wrong = _compare(rules, given, made, without, (*report.scaled,))
+    if report.refused:  # nothing can be said of the other direction without these
+        return {"wrong": wrong}
     whole = _without_lost(rules, given, made)
     back = _compare(
         rules.inverse, made, whole, report.dropped, tuple(given) if report.scaled else ()

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.zoo.conversion import Conversion
-from benchmarks.zoo.mlx_models import BASE, MODELS
-from benchmarks.zoo.mlx_steps import Shapes
+from benchmarks.zoo.mlx_models import MODELS
+from benchmarks.zoo.mlx_steps import BASE, Shapes
 from benchmarks.zoo.tiny import MORE_SIZES, SIZES
 from benchmarks.zoo.transformers_mapping import HEADS, tiny_model
 
@@ -68,8 +68,12 @@ def conversion_of(name: str) -> Conversion | None:
     shapes = parameters(_new(name, config))
     for step in MODELS[name][1]:
         shapes = step(shapes)
-    example = {key: np.zeros(shape, np.float32) for key, shape in shapes.items()}
+    example = {key: np.zeros(shape, _dtype(key)) for key, shape in shapes.items()}
     return Conversion(f"{name}/sanitize", sanitize, example)
+
+
+def _dtype(key: str) -> Any:
+    return np.uint8 if key.endswith(("_blocks", "_scales")) else np.float32
 
 
 def model_of(name: str) -> Any:
@@ -113,7 +117,7 @@ def _torch_model(name: str) -> Any:
     import transformers
     from transformers.models.auto import configuration_auto, modeling_auto
 
-    kind = {"phi3small": "phi3", "qwen3_5": "qwen3_5"}.get(name, name)
+    kind = name
     if kind not in configuration_auto.CONFIG_MAPPING_NAMES:
         kind = name.replace("_", "-")
     if kind not in configuration_auto.CONFIG_MAPPING_NAMES:

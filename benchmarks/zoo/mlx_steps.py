@@ -1,12 +1,26 @@
-"""What lies on the Hub, told from shapes of mlx-lm's own models: steps from the one to the other."""
+"""What lies on the Hub, told from shapes of mlx-lm's own models: steps from the one to the other,
+and what several models share.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
+
+from benchmarks.zoo.tiny import MORE_SIZES, SIZES
 
 Shapes = dict[str, tuple[int, ...]]
 Step = Callable[[Shapes], Shapes]
+Model = tuple[dict[str, Any], tuple[Step, ...]]
+"""What the configuration of a model has beyond `BASE`, and what is otherwise on the Hub."""
+
+BASE: dict[str, Any] = {**SIZES, **MORE_SIZES, "rms_norm_eps": 1e-5, "rope_theta": 1e4}
+
+
+def text(**change: Any) -> dict[str, Any]:
+    """The configuration of a model that has its text model's inside it."""
+    return {"text_config": {**BASE, **change}}
 
 
 def renamed(pattern: str, to: str) -> Step:
@@ -85,6 +99,19 @@ def without(pattern: str) -> Step:
     return lambda shapes: {key: x for key, x in shapes.items() if not re.search(pattern, key)}
 
 
+def packed(shapes: Shapes) -> Shapes:
+    """Weights of experts in MXFP4: 32 of a row are 16 bytes of a block, with a scale."""
+    found: Shapes = {}
+    for key, shape in shapes.items():
+        if ".experts." in key and key.endswith(".weight"):
+            before = key.removesuffix(".weight")
+            found[f"{before}_blocks"] = (*shape[:-1], shape[-1] // 32, 16)
+            found[f"{before}_scales"] = (*shape[:-1], shape[-1] // 32)
+        else:
+            found[key] = shape
+    return found
+
+
 def dbrx_experts(shapes: Shapes) -> Shapes:
     """The experts of DBRX one below the other; the last matrix is turned there."""
     found: Shapes = {}
@@ -113,3 +140,31 @@ def in_three(name: str, to: str) -> Step:
         return found
 
     return step
+
+
+EXPERTS = unstacked(r"\.switch_mlp\.(\w+_proj)\.", r".experts.{e}.\1.")
+EXPERTS_IN_PLACE = unstacked(r"\.mlp\.experts\.(\w+_proj)\.", r".mlp.experts.{e}.\1.")
+ROPE = also(model__layers__0__self_attn__rotary_emb__inv_freq=(3,))
+HEAD = also(lm_head__weight=(101, 24))
+VISION = also(
+    vision_tower__patch__weight=(24, 13), multi_modal_projector__linear_1__weight=(24, 14)
+)
+TURNS = ["sliding_attention", "full_attention", "sliding_attention"]
+PAIRS = ["sliding_attention", "full_attention"] * 2
+DELTA = {
+    "num_heads": 3,
+    "head_dim": 6,
+    "short_conv_kernel_size": 4,
+    "kda_layers": [1, 3],
+    "full_attn_layers": [2],
+}
+YARN = {
+    "type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32,
+    "beta_slow": 1, "original_max_position_embeddings": 8,
+}  # fmt: skip
+GATE_UP = ("gate_proj.weight", "up_proj.weight")
+W_EXPERTS: tuple[Step, ...] = (
+    unstacked(r"\.switch_mlp\.gate_proj\.", ".experts.{e}.w1."),
+    unstacked(r"\.switch_mlp\.down_proj\.", ".experts.{e}.w2."),
+    unstacked(r"\.switch_mlp\.up_proj\.", ".experts.{e}.w3."),
+)
