@@ -24,6 +24,8 @@ from benchmarks.zoo.keras_models import MODELS, Tiny
 from benchmarks.zoo.mlx_lm import _older, hub_state
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
+if importlib.util.find_spec("torchvision"):  # before transformers imports it
+    vision_operators.defined()
 
 CLASSES = [
     "AlbertForPreTraining",
@@ -89,14 +91,12 @@ def conversions_of(name: str) -> Iterator[Conversion]:
     """
     from keras_hub.src.utils.transformers.export import hf_exporter
 
-    if importlib.util.find_spec("torchvision"):
-        vision_operators.defined()
     tiny = MODELS.get(name, Tiny())
     to_keras, state = converter_of(name, tiny.made(name), tiny)
     to_keras({key: np.zeros(x.shape, x.dtype) for key, x in state.items()})
-    yield Conversion(f"{name}/to-keras", to_keras, state)
     backbone = to_keras.backbone  # type: ignore[attr-defined]
     if type(backbone).__name__ not in hf_exporter.MODEL_EXPORTERS:
+        yield Conversion(f"{name}/to-keras", to_keras, state)
         return
 
     def to_hub(arrays: Any) -> Any:
@@ -106,13 +106,15 @@ def conversions_of(name: str) -> Iterator[Conversion]:
                 found = found[key]
             weight.assign(found)
         exporter = hf_exporter.MODEL_EXPORTERS[type(backbone).__name__]
-        return hf_exporter._to_numpy_dict(exporter(backbone, include_lm_head=False))
+        is_tied = "token_embedding/reverse_embeddings" not in weights_of(backbone)
+        return hf_exporter._to_numpy_dict(exporter(backbone, include_lm_head=not is_tied))
 
     own = {
         path: np.zeros(tuple(weight.shape), np.float32)
         for path, weight in weights_of(backbone).items()
     }
-    yield Conversion(f"{name}/to-hub", to_hub, nested(own))
+    yield Conversion(f"{name}/to-keras", to_keras, state, to_hub)
+    yield Conversion(f"{name}/to-hub", to_hub, nested(own), to_keras)
 
 
 def converter_of(

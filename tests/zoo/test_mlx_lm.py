@@ -1,10 +1,18 @@
 """`sanitize` of mlx-lm, observed: a few of the models that benchmarks/zoo runs."""
 
+import contextlib
+import importlib
+import json
+import pkgutil
+
 import pytest
 
 pytest.importorskip("mlx_lm")
 pytest.importorskip("transformers.conversion_mapping")
 
+import mlx_lm.models
+
+from benchmarks.zoo import table
 from benchmarks.zoo.__main__ import observed
 from benchmarks.zoo.mlx_lm import conversion_of, model_of, parameters
 from benchmarks.zoo.mlx_models import MODELS
@@ -50,3 +58,16 @@ def test_what_is_told_of_the_hub_gives_all_parameters(name):
     conversion, model = conversion_of(name), model_of(name)
     made = conversion.function(conversion.example)
     assert {key: x.shape for key, x in made.items()} == parameters(model)
+
+
+def test_every_model_has_a_row():
+    rows = json.loads((table.RESULTS / "mlx_lm.json").read_text())
+    there = {row["name"].partition("/")[0] for row in rows}
+    classes = {}
+    for name in sorted(module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__)):
+        with contextlib.suppress(SystemExit):  # olmo asks for a package, and has no `sanitize`
+            module = importlib.import_module(f"mlx_lm.models.{name}")
+            classes[name] = getattr(module, "Model", None)
+    have = {name for name, model in classes.items() if hasattr(model, "sanitize")}
+    assert len(have) == 98
+    assert have <= there
