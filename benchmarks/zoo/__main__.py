@@ -103,9 +103,10 @@ def compared(conversion: Conversion, rules: Rules) -> dict[str, Any]:
         return found
 
     made = Converter(recorded, example)(given)
-    if report.refused:
-        return {"wrong": -1 if conversion.inverse else 0}
-    wrong = _compare(rules, given, made, (*report.not_made,), (*report.scaled,))
+    without = (*report.not_made, *report.refused)
+    wrong = _compare(rules, given, made, without, (*report.scaled,))
+    if report.refused:  # nothing can be said of the other direction without these
+        return {"wrong": wrong}
     whole = _without_lost(rules, given, made)
     back = _compare(
         rules.inverse, made, whole, report.dropped, tuple(given) if report.scaled else ()
@@ -119,6 +120,10 @@ def compared(conversion: Conversion, rules: Rules) -> dict[str, Any]:
             why = f"{type(error).__name__}: {error}".partition("\n")[0]
             return {"wrong": wrong + back, "inverse": why[:300]}
         asked = {name: x for name, x in returned.items() if name in given}
+        other = [name for name, x in asked.items() if x.shape != given[name].shape]
+        if other:
+            shapes = f"{asked[other[0]].shape}, not {given[other[0]].shape}"
+            return {"wrong": wrong + back, "inverse": f"{other[0]!r} has shape {shapes}"}
         asked = {
             name: np.where(whole[name] != given[name], whole[name], x) for name, x in asked.items()
         }

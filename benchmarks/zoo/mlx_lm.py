@@ -1,9 +1,10 @@
 """mlx-lm: `sanitize` of each of its models, on what transformers 5 saves of a tiny model of the
-type.
+type, or on what `benchmarks.zoo.mlx_models` says of it.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import pkgutil
@@ -14,12 +15,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.zoo.conversion import Conversion
+from benchmarks.zoo.mlx_models import MODELS
+from benchmarks.zoo.mlx_steps import BASE, Shapes
 from benchmarks.zoo.tiny import MORE_SIZES, SIZES
 from benchmarks.zoo.transformers_mapping import HEADS, tiny_model
 
 
 def conversions() -> Iterator[Conversion]:
-    """Each model that has a `sanitize`, and whose type transformers has."""
+    """Each model that has a `sanitize`."""
     import transformers
 
     warnings.simplefilter("ignore")
@@ -38,31 +41,75 @@ def conversions() -> Iterator[Conversion]:
 def _models() -> list[str]:
     import mlx_lm.models
 
-    return sorted(module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__))
+    found = {module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__)}
+    return sorted(found | {*MODELS})
 
 
 def conversion_of(name: str) -> Conversion | None:
-    """The `sanitize` of a model; None if it has none."""
+    """The `sanitize` of a model; None if it has none.
+
+    Arguments:
+        name: of its module; after `-` may be what is special of a configuration.
+    """
     import mlx.core as mx
 
-    module = importlib.import_module(f"mlx_lm.models.{name}")
-    if not hasattr(getattr(module, "Model", None), "sanitize"):
+    if not hasattr(getattr(_module(name), "Model", None), "sanitize"):
         return None
-    model = _torch_model(name)
-    config = {**model.config.to_dict(), "model_type": name}
+    hub = None if name in MODELS else _torch_model(name)
+    config = _config(name, hub)
+
+    def sanitize(weights: Any) -> Any:
+        # A new model for each call: some take a part away from their model or configuration.
+        found = _new(name, config).sanitize({key: mx.array(x) for key, x in weights.items()})
+        return {key: np.array(x) for key, x in dict(found).items()}
+
+    if hub is not None:
+        return Conversion(f"{name}/sanitize", sanitize, hub_state(hub))
+    shapes = parameters(_new(name, config))
+    for step in MODELS[name][1]:
+        shapes = step(shapes)
+    example = {key: np.zeros(shape, _dtype(key)) for key, shape in shapes.items()}
+    return Conversion(f"{name}/sanitize", sanitize, example)
+
+
+def _dtype(key: str) -> Any:
+    return np.uint8 if key.endswith(("_blocks", "_scales")) else np.float32
+
+
+def model_of(name: str) -> Any:
+    """The tiny model of mlx-lm of a name in `MODELS`."""
+    return _new(name, _config(name, None))
+
+
+def parameters(model: Any) -> Shapes:
+    """The shapes of a model's parameters."""
+    from mlx.utils import tree_flatten
+
+    return {key: tuple(x.shape) for key, x in tree_flatten(model.parameters())}
+
+
+def _config(name: str, hub: Any) -> dict[str, Any]:
+    """The configuration of a model: of one of transformers, or of `MODELS`."""
+    of_model = BASE | MODELS[name][0] if hub is None else _older(hub.config.to_dict())
+    config = {**copy.deepcopy(of_model), "model_type": name}
     text = config.get("text_config")
     if isinstance(text, dict):
         text.setdefault("model_type", f"{name}_text")
-    args = module.ModelArgs.from_dict(_filled(module.ModelArgs, _older(config)))
-    module.Model(args)
+    return _filled(_module(name).ModelArgs, config)
 
-    def sanitize(weights: Any) -> Any:
-        # A new model for each call: some take a part away from their model.
-        found = module.Model(args).sanitize({key: mx.array(x) for key, x in weights.items()})
-        return {key: np.array(x) for key, x in dict(found).items()}
 
-    example = hub_state(model)
-    return Conversion(f"{name}/sanitize", sanitize, example)
+def _new(name: str, config: dict[str, Any]) -> Any:
+    module = _module(name)
+    return module.Model(module.ModelArgs.from_dict(copy.deepcopy(config)))
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(f"mlx_lm.models.{name}")
+    except ModuleNotFoundError:
+        if name not in MODELS:
+            raise
+        return importlib.import_module(f"mlx_lm.models.{name.rpartition('-')[0]}")
 
 
 def _torch_model(name: str) -> Any:
@@ -70,7 +117,7 @@ def _torch_model(name: str) -> Any:
     import transformers
     from transformers.models.auto import configuration_auto, modeling_auto
 
-    kind = {"phi3small": "phi3", "qwen3_5": "qwen3_5"}.get(name, name)
+    kind = name
     if kind not in configuration_auto.CONFIG_MAPPING_NAMES:
         kind = name.replace("_", "-")
     if kind not in configuration_auto.CONFIG_MAPPING_NAMES:

@@ -9,26 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.zoo import timm_filters
+from benchmarks.zoo import timm_filters, vision_operators
 from benchmarks.zoo.conversion import Conversion
 from benchmarks.zoo.keras_hub import flattened, nested
-
-OPERATORS = (
-    "nms", "qnms", "roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d",
-    "_roi_align_backward", "_roi_pool_backward", "_ps_roi_align_backward", "_ps_roi_pool_backward",
-    "_deform_conv2d_backward",
-)  # fmt: skip
-"""Of torchvision, whose Python asks for them when it is imported."""
 
 
 def conversions() -> Iterator[Conversion]:
     """Each loader."""
-    import torch
-
-    # torchvision's wheel is for another build of torch; timm needs only that it imports.
-    library = torch.library.Library("torchvision", "DEF")
-    for each in OPERATORS:
-        library.define(f"{each}(Tensor x) -> Tensor")
+    vision_operators.defined()
     vit = importlib.import_module("timm.models.vision_transformer")
     bit = importlib.import_module("timm.models.resnetv2")
     for title, prefix in (

@@ -51,7 +51,10 @@ def drafts(
             why = str(error)
         if together is None:
             names = [inputs[at].name for at in lefts]
-            yield Misfit(names, [outputs[at].name for at in rights], why)
+            alone = [at for at in rights if _has_copies(outputs[at])] or rights
+            yield Misfit(names, [outputs[at].name for at in alone], why)
+            # What an array with copies is made of may be in others as it is.
+            yield from drafts(inputs, [outputs[at] for at in rights if at not in alone])
         else:
             yield from drafts(inputs, [outputs[at] for at in rights])
 
@@ -137,11 +140,15 @@ def _whole(one: Input, output: Traced) -> Draft:
 
 def _check_shares(outputs: Sequence[Traced]) -> None:
     """Refuses outputs in which an element of an input is more than once."""
-    for one in outputs:
-        taken = one.source >= 0
-        places = np.stack([one.source[taken], one.index[taken]])
-        if places.shape[1] and np.unique(places, axis=1).shape[1] < places.shape[1]:
-            raise Irregular("an element is copied to several places of one array")
+    if any(map(_has_copies, outputs)):
+        raise Irregular("an element is copied to several places of one array")
+
+
+def _has_copies(one: Traced) -> bool:
+    """Whether an element of an input is more than once in an output."""
+    taken = one.source >= 0
+    places = np.stack([one.source[taken], one.index[taken]])
+    return places.shape[1] > 0 and np.unique(places, axis=1).shape[1] < places.shape[1]
 
 
 def _copies(outputs: Sequence[Traced]) -> list[list[int]]:

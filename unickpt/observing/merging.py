@@ -277,8 +277,9 @@ def _written(
     return _apart_in_components(one, options)
 
 
-def _apart_in_components(rule: Written, options: Mapping[str, Sequence[int]]) -> Written:
-    """A rule in which all but one of the captures in one component of a name are axes."""
+def _apart_in_components(rule: Written, options: Mapping[str, Sequence[int]]) -> Written | None:
+    """A rule in which all but one of the captures in one component of a name are axes; None where
+    these would be in a name twice."""
     axes: set[str] = set()
     for term in rule.terms:
         inside: list[str] = []
@@ -289,9 +290,11 @@ def _apart_in_components(rule: Written, options: Mapping[str, Sequence[int]]) ->
                 key = token.text.partition("=")[0]
                 inside += [key] if key in options and key not in axes else []
             elif "/" in token or "." in token:
-                inside.sort(key=lambda key: len(options[key]))
+                inside.sort(key=lambda key: (_is_twice(key, rule), len(options[key])))
                 axes.update(inside[:-1])
                 inside = []
+    if any(_is_twice(axis, rule) for axis in axes):
+        return None
     sizes = {
         key: len(options[key]) for key in axes if [*options[key]] == [*range(len(options[key]))]
     }
@@ -307,6 +310,12 @@ def _apart_in_components(rule: Written, options: Mapping[str, Sequence[int]]) ->
 
     one = rule.renamed(lambda name: tuple(map(changed, name)))
     return replace(one, sizes=tuple(sorted({**dict(rule.sizes), **sizes}.items())))
+
+
+def _is_twice(key: str, rule: Written) -> bool:
+    """Whether a capture is in a name of a rule twice."""
+    captures = ([t.text for t in x.name if isinstance(t, Capture)] for x in rule.terms)
+    return any([text.partition("=")[0] for text in texts].count(key) > 1 for texts in captures)
 
 
 def _with(rule: Written, captures: Mapping[tuple[bool, int, int], Token]) -> Written:

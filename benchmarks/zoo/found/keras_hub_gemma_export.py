@@ -2,7 +2,7 @@
 model with several of these (Gemma 7B has 16, Gemma 2 has 4 to 8) is exported without the
 others, and without a word.
 
-Run it in the environment zoo-transformers5: python -m
+Run it in the environment zoo-keras: python -m
 benchmarks.zoo.found.keras_hub_gemma_export
 """
 
