@@ -82,7 +82,6 @@ def _ltx_vae(kinds: dict[str, str], *, columns: int, time: bool = False) -> Shap
     return prefixed("vae.", found)
 
 
-
 _OF_LTX = "convert_ltx_vae_checkpoint_to_diffusers"
 
 _WAN_RESIDUAL = {

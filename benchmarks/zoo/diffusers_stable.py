@@ -37,8 +37,10 @@ def stable() -> Iterator[tuple[str, Callable[[Any], Any], Shapes]]:
     convert = utils.convert_controlnet_checkpoint
     yield "controlnet", functools.partial(convert, config=config), control
     yield "controlnet-alone", functools.partial(convert, config=config), _controlnet()
-    yield "clip", utils.convert_ldm_clip_checkpoint, prefixed(
-        "cond_stage_model.transformer.text_model.", _clip()
+    yield (
+        "clip",
+        utils.convert_ldm_clip_checkpoint,
+        prefixed("cond_stage_model.transformer.text_model.", _clip()),
     )
     model = types.SimpleNamespace(config=types.SimpleNamespace(hidden_size=8))
     convert = functools.partial(utils.convert_open_clip_checkpoint, model)
@@ -53,7 +55,6 @@ def stable() -> Iterator[tuple[str, Callable[[Any], Any], Shapes]]:
     yield "kandinsky-3", kandinsky.convert_state_dict, _kandinsky()
     convert = state_dict_utils.convert_sai_sd_control_lora_state_dict_to_peft
     yield "control-lora", convert, _control_lora()
-    yield from _image_prompts()
 
 
 def _residual(name: str, channels: int, into: int) -> Shapes:
@@ -81,7 +82,12 @@ def _input_side(*, convolutions: bool = True) -> Shapes:
     small, large = _LEVELS
     found = both("time_embed.0", 8, 6) | both("time_embed.2", 8, 8)
     found |= both("input_blocks.0.0", small, 4, 3, 3)
-    for n, channels, into in ((1, small, small), (2, small, small), (4, large, small), (5, large, large)):
+    for n, channels, into in (
+        (1, small, small),
+        (2, small, small),
+        (4, large, small),
+        (5, large, large),
+    ):
         found |= _residual(f"input_blocks.{n}.0", channels, into)
         if n < 4:
             found |= _attention(f"input_blocks.{n}.1", channels)
@@ -178,7 +184,7 @@ def _control_lora() -> Shapes:
     return found
 
 
-def _image_prompts() -> Iterator[tuple[str, Callable[[Any], Any], Shapes]]:
+def image_prompts() -> Iterator[tuple[str, Callable[[Any], Any], Shapes]]:
     """IP-Adapters' image projections, whose converters return the module."""
     from diffusers.loaders.transformer_flux import FluxTransformer2DLoadersMixin as Flux
     from diffusers.loaders.transformer_sd3 import SD3Transformer2DLoadersMixin as StableDiffusion3
