@@ -1,16 +1,20 @@
-"""diffusers: converters of single files, on as few numbers as they take."""
+"""diffusers: converters of single files, LoRAs and image prompts, on as few numbers as they take."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.zoo import diffusers_learned
 from benchmarks.zoo.conversion import Conversion
+from benchmarks.zoo.diffusers_autoencoders import autoencoders
+from benchmarks.zoo.diffusers_learned import learned
+from benchmarks.zoo.diffusers_lora import loras
+from benchmarks.zoo.diffusers_names import named
+from benchmarks.zoo.diffusers_stable import image_prompts, stable
 
 
 def conversions() -> Iterator[Conversion]:
-    """Those whose files can be described shortly."""
+    """All that take arrays by name, and return them or a module."""
     from diffusers.loaders import single_file_utils as utils
 
     for name, function, shapes in (
@@ -23,20 +27,29 @@ def conversions() -> Iterator[Conversion]:
         ("animatediff", utils.convert_animatediff_checkpoint_to_diffusers, _motion()),
         ("sd3-t5", utils.convert_sd3_t5_checkpoint_to_diffusers, _t5()),
     ):
-        yield _conversion(name, function, shapes)
-    for name, function, shapes in diffusers_learned.learned():
-        yield _conversion(name, function, shapes)
+        yield conversion(f"{name}/single-file", function, shapes)
+    for kind, every in (
+        ("single-file", learned), ("single-file", named), ("single-file", autoencoders),
+        ("single-file", stable), ("image-prompt", image_prompts), ("lora", loras),
+    ):  # fmt: skip
+        for name, function, shapes in every():
+            yield conversion(f"{name}/{kind}", function, shapes)
 
 
-def _conversion(name: str, function: Any, shapes: dict[str, tuple[int, ...]]) -> Conversion:
+def conversion(name: str, function: Any, shapes: dict[str, tuple[int, ...]]) -> Conversion:
+    """A conversion of arrays of these shapes.
+
+    Arguments:
+        name: of it.
+        function: takes arrays by name, and may change what it is given.
+        shapes: of the arrays.
+    """
     import torch
 
     def convert(arrays: Any) -> Any:
         return function(dict(arrays))
 
-    return Conversion(
-        f"{name}/single-file", convert, {k: torch.empty(s) for k, s in shapes.items()}
-    )
+    return Conversion(name, convert, {k: torch.empty(s) for k, s in shapes.items()})
 
 
 def _flux(*, guidance: bool) -> dict[str, tuple[int, ...]]:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-Shapes = dict[str, tuple[int, ...]]
+from benchmarks.zoo.diffusers_shapes import Shapes, layers
+
 _MOST_NAMES = 1600
-
-
-def layers(count: int, names: dict[str, tuple[int, ...]]) -> Shapes:
-    """Names with `{n}` for each layer, and their shapes."""
-    return {name.format(n=n): names[name] for n, name in itertools.product(range(count), names)}
 
 
 def _flux_like(section: str) -> Shapes:
@@ -87,18 +82,21 @@ def learned() -> Iterator[tuple[str, Callable[[Any], Any], Shapes]]:
 
     for name, (function, seed) in SEEDS.items():
         convert = getattr(utils, function)
-        yield name, convert, _asked(convert, seed)
+        yield name, convert, asked(convert, seed, _shape)
 
 
-def _asked(convert: Callable[[Any], Any], seed: Shapes) -> Shapes:
+def asked(
+    convert: Callable[[Any], Any], seed: Shapes, shape: Callable[[str], tuple[int, ...]]
+) -> Shapes:
+    """The arrays that a converter asks for, from some that tell how many layers there are."""
     import torch
 
     found = dict(seed)
     for _ in range(_MOST_NAMES):
         try:
-            convert({key: torch.empty(shape, device="meta") for key, shape in found.items()})
+            convert({key: torch.empty(size, device="meta") for key, size in found.items()})
         except KeyError as error:
-            found[error.args[0]] = _shape(error.args[0])
+            found[error.args[0]] = shape(error.args[0])
         else:
             return found
     raise LookupError(f"it asks for more than {_MOST_NAMES} arrays")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -249,6 +250,8 @@ def _written(
         for variable, _ in found.of[values].terms:
             if variable not in letters:
                 letters[variable] = _letter(_side(first, is_left)[at].name, place, taken)
+    if _is_twice_in_one_name(columns, found, numbers):
+        return None
     sizes: dict[str, int | str] = dict(first.sizes)
     sizes |= {letters[variable]: size for variable, size in found.sizes.items()}
     for variable in narrow & numbers:
@@ -275,6 +278,17 @@ def _written(
     one = replace(one, sizes=tuple(sorted(sizes.items())), parts=parts)
     options = {letters[v]: sorted({*values}) for v, values in enumerate(found.variables)}
     return _apart_in_components(one, options)
+
+
+def _is_twice_in_one_name(columns: _Columns, found: Formulas, numbers: set[int]) -> bool:
+    """Whether a name has a variable in two sums, which the notation does not take."""
+    uses = Counter(
+        (is_left, at, variable)
+        for (is_left, at, _), values in columns.items()
+        for variable, _ in found.of[values].terms
+        if variable in numbers
+    )
+    return max(uses.values(), default=0) > 1
 
 
 def _apart_in_components(rule: Written, options: Mapping[str, Sequence[int]]) -> Written | None:

@@ -1,16 +1,19 @@
-"""Merging of words: rules whose names differ in one word become one."""
+"""Merging of words: rules whose names differ in one word become one, and then those whose names
+differ in a few components."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from unickpt.observing.notation import Capture, Token, Written, fresh_letter, letters_of
 
 _MOST_PAIRED = 8  # of one line, which shall be read
+_MOST_PHRASED = 200  # rules of which all pairs of phrases are compared
 _SEPARATORS = ("/", ".", "%2F")
+_SEPARATED = re.compile(r"(/|\.|%2F)")
 _WORD = re.compile(r"[\w-]*[A-Za-z][\w-]*")
 
 
@@ -22,36 +25,52 @@ class _Variant:
         rule: its number.
         left, right: the words.
         places: where they are, of a word that is not the same on both sides.
+        lengths: how many pieces of the names they are: more than one of a phrase, as `in_layers.2`.
     """
 
     rule: int
     left: str
     right: str
     places: tuple[int, int] | None = None
+    lengths: tuple[int, int] = (1, 1)
 
 
 def merge_words(rules: Sequence[Written]) -> list[Written]:
     """Rules that differ in one word, as one: `{n=q|k}` where it is the same on both sides, and
-    `{w1|w2}` beside `{gate|up}` where it is not.
+    `{w1|w2}` beside `{gate|up}` where it is not; and then those that differ in a phrase of two
+    components at most: `{in_layers.2|out_layers.3}` beside `{conv1|conv2}`.
 
     Arguments:
         rules: no two of which differ only in numbers.
     """
-    rules = [rule.renamed(_joined) for rule in rules]
+    found = _merged([rule.renamed(_joined) for rule in rules], _variants)
+    if len(found) > _MOST_PHRASED:
+        return found
+    return _merged(found, _phrases)
+
+
+def _merged(
+    rules: Sequence[Written],
+    variants_of: Callable[[int, Written], Iterator[tuple[object, _Variant]]],
+) -> list[Written]:
+    """Rules of which those are one that differ in one variant; as many as can be at first."""
     found: list[Written | None] = [*rules]
     groups: dict[object, list[_Variant]] = {}
+    several: dict[object, list[_Variant]] = {}
 
     def add(at: int, rule: Written) -> None:
-        for key, variant in _variants(at, rule):
-            groups.setdefault(key, []).append(variant)
+        for key, variant in variants_of(at, rule):
+            members = groups.setdefault(key, [])
+            members.append(variant)
+            if len(members) > 1:
+                several[key] = members
 
     for at, rule in enumerate(rules):
         add(at, rule)
     while True:
-        for variants in groups.values():
+        for variants in several.values():
             variants[:] = [v for v in variants if found[v.rule] is not None]
-        several = (variants for variants in groups.values() if len(variants) > 1)
-        best = max(map(_distinct, several), key=_worth, default=[])
+        best = max(map(_distinct, filter(None, several.values())), key=_worth, default=[])
         if len(best) < 2:
             return [rule for rule in found if rule is not None]
         members = [one for v in best if (one := found[v.rule]) is not None]
@@ -91,6 +110,33 @@ def _variants(at: int, rule: Written) -> Iterator[tuple[object, _Variant]]:
             yield key, _Variant(at, *own, places)
 
 
+def _phrases(at: int, rule: Written) -> Iterator[tuple[object, _Variant]]:
+    """The rule without a word, a number or two components of each side, and these."""
+    if len(rule.left) != 1 or len(rule.right) != 1 or len(rule.right[0]) != 1:
+        return
+    left, right = rule.left[0], rule.right[0][0]
+    for (place, count), (other, size) in itertools.product(_spans(left.name), _spans(right.name)):
+        names = _masked(left.name, place, count), _masked(right.name, other, size)
+        key = *names, left.tail, right.tail, rule.sizes
+        ours = "".join(map(str, left.name[place : place + count]))
+        theirs = "".join(map(str, right.name[other : other + size]))
+        yield key, _Variant(at, ours, theirs, (place, other), (count, size))
+
+
+def _spans(name: Sequence[Token]) -> list[tuple[int, int]]:
+    """Where one or two whole components of a name begin, and how many of its pieces they are."""
+
+    def is_whole(at: int) -> bool:
+        around = ["/", *name, "/"][at : at + 3]
+        return all(
+            isinstance(token, str) and (token in _SEPARATORS) == is_separator
+            for token, is_separator in zip(around, (True, False, True), strict=True)
+        )
+
+    whole = [at for at in range(len(name)) if is_whole(at)]
+    return [(at, 1) for at in whole] + [(at, 3) for at in whole if at + 2 in whole]
+
+
 def _words(rule: Written) -> set[str]:
     """Words that names of both sides have, once in each that has it."""
     sides = []
@@ -109,8 +155,8 @@ def _places(name: Sequence[Token]) -> list[int]:
     return [at for at, t in enumerate(name) if isinstance(t, str) and _WORD.fullmatch(t)]
 
 
-def _masked(name: Sequence[Token], place: int) -> tuple[Token, ...]:
-    return tuple(Capture("") if at == place else token for at, token in enumerate(name))
+def _masked(name: Sequence[Token], place: int, count: int = 1) -> tuple[Token, ...]:
+    return *name[:place], Capture(""), *name[place + count :]
 
 
 def _distinct(variants: Sequence[_Variant]) -> list[_Variant]:
@@ -137,14 +183,15 @@ def _as_one(first: Written, variants: Sequence[_Variant]) -> Written:
     is_named = any("|" in t.text for t in left.name if isinstance(t, Capture))
     name = f"{fresh_letter('nmk', letters_of(first))}:" if is_named else ""
     at, to = variants[0].places
-    ours = _enumerated(left.name, at, [v.left for v in variants], name)
-    theirs = _enumerated(right.name, to, [v.right for v in variants], name)
+    own, other = variants[0].lengths
+    ours = _enumerated(left.name, at, own, [v.left for v in variants], name)
+    theirs = _enumerated(right.name, to, other, [v.right for v in variants], name)
     one = replace(left, name=ours), replace(right, name=theirs)
     return replace(first, left=(one[0],), right=((one[1],),))
 
 
 def _enumerated(
-    name: Sequence[Token], place: int, words: Sequence[str], axis: str
+    name: Sequence[Token], place: int, count: int, words: Sequence[str], axis: str
 ) -> tuple[Token, ...]:
     """A name with an enumeration of words, without what all of these begin or end with."""
     before = re.sub(r"[A-Za-z0-9]+\Z", "", _common_start(words))
@@ -154,8 +201,10 @@ def _enumerated(
     if not all(options):
         before = after = ""
         options = [*words]
-    pieces: list[Token] = [before, Capture(axis + "|".join(options)), after]
-    return (*name[:place], *(piece for piece in pieces if piece), *name[place + 1 :])
+    pieces: list[Token] = [
+        *_SEPARATED.split(before), Capture(axis + "|".join(options)), *_SEPARATED.split(after)
+    ]  # fmt: skip
+    return (*name[:place], *(piece for piece in pieces if piece), *name[place + count :])
 
 
 def _common_start(words: Sequence[str]) -> str:
