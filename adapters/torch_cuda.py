@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,9 +17,17 @@ from unickpt.adapters.torch_distributed import group as group
 from unickpt.arrays.dtypes import Array, DType
 from unickpt.frameworks.protocol import Sample
 
+_log = logging.getLogger("unickpt")
+
 
 def pinned(nbytes: int) -> Array:
-    memory: Array = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+    """Page-locked memory; plain memory where the system gives no more of it."""
+    try:
+        memory: Array = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+    except RuntimeError as error:  # such as a limit of locked memory
+        text = "no page-locked memory for %.0f MiB, copies to and from the device are slower: %s"
+        _log.warning(text, nbytes / (1 << 20), error)
+        return np.empty(nbytes, np.uint8)
     return memory
 
 

@@ -588,6 +588,16 @@ def test_dtensors_of_a_group_of_one(lonely: Any, tmp_path: Path) -> None:
 # --- CUDA -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is page-locked memory")
+def test_without_page_locked_memory_there_is_plain_memory(caplog: Any) -> None:
+    from unickpt.adapters.torch_cuda import buffer_for_cuda
+
+    buffer = buffer_for_cuda((1 << 10, 1 << 10), np.dtype(np.float32))
+    buffer[:] = 3
+    assert (buffer.shape, buffer.dtype) == ((1024, 1024), np.float32)
+    assert "no page-locked memory for 4 MiB" in caplog.text
+
+
 @gpu
 @needs_cuda
 @pytest.mark.parametrize("form", [f for f in FORMS if f != "subclass"])
