@@ -148,7 +148,7 @@ def _has_copies(one: Traced) -> bool:
     """Whether an element of an input is more than once in an output."""
     taken = one.source >= 0
     places = np.stack([one.source[taken], one.index[taken]])
-    return places.shape[1] > 0 and np.unique(places, axis=1).shape[1] < places.shape[1]
+    return bool(places.size and np.unique(places, axis=1).shape[1] < places.shape[1])
 
 
 def _copies(outputs: Sequence[Traced]) -> list[list[int]]:
