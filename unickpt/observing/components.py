@@ -147,8 +147,9 @@ def _check_shares(outputs: Sequence[Traced]) -> None:
 def _has_copies(one: Traced) -> bool:
     """Whether an element of an input is more than once in an output."""
     taken = one.source >= 0
-    places = np.stack([one.source[taken], one.index[taken]])
-    return bool(places.size and np.unique(places, axis=1).shape[1] < places.shape[1])
+    index = one.index[taken].astype(np.int64)
+    places = one.source[taken].astype(np.int64) * (int(index.max(initial=0)) + 1) + index
+    return len(np.unique(places)) < places.size
 
 
 def _copies(outputs: Sequence[Traced]) -> list[list[int]]:
