@@ -10,6 +10,8 @@ pytest.importorskip("transformers.conversion_mapping")
 from benchmarks.zoo.__main__ import observed
 from benchmarks.zoo.keras_hub import CLASSES, conversions_of
 
+pytestmark = pytest.mark.filterwarnings("default")  # they are KerasHub's, of other versions
+
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Gemma4ForCausalLM"])
 def test_both_directions_become_rules(name):
