@@ -1,11 +1,13 @@
 """How much a run writes and keeps when it refers to what did not change (docs/reuse.md).
 
     python benchmarks/less.py lora               # 1 GiB of frozen weights, 1 % trained; 9 rounds
+    python benchmarks/less.py known --rounds 30  # of that, only saves with `changed=`, many of them
     python benchmarks/less.py policies           # 200 steps of six kinds of training
     python benchmarks/less.py policies --only 'patches, `int4`' --kinds embedding  # a part of it
 
 `lora`: saves of everything, of the same with `base=`, and what `base=` costs if all changed, with
-fsync and without, in turns; ratios are taken within each round.
+fsync and without, in turns; ratios are taken within each round. `known`: saves of which `changed=`
+says what is frozen, without fsync, one after the other: the least, the median, and the CPU time.
 
 `policies`: prints a table, in sizes of the state: bytes written over the run, and the most that the
 checkpoints took. Rows in `REAL` are real runs of a small state, in chunks of 64 KiB, so that it has
@@ -53,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("lora", "policies"))
+    parser.add_argument("what", choices=("lora", "known", "policies"))
     parser.add_argument("--mib", type=int, default=1024, help="frozen weights of `lora`")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=200)
@@ -68,6 +70,8 @@ def main() -> None:
         print_facts(console, {**machine_facts(directory), "unickpt": unickpt.__version__})
         if arguments.what == "lora":
             lora(directory, arguments.mib, arguments.rounds)
+        elif arguments.what == "known":
+            known(directory, arguments.mib, arguments.rounds)
         else:
             policies(directory, arguments)
 
@@ -128,6 +132,33 @@ def one_round(
         taken[name], _ = timed(directory / "new", frozen | trained, options[name])
         shutil.rmtree(directory / "new")
     return taken, report.written_bytes / report.bytes
+
+
+def known(directory: Path, mib: int, rounds: int) -> None:
+    """Print how long saves take of which it is said what did not change."""
+    rng = np.random.default_rng(0)
+    frozen = {f"base/{n}": rng.random((2048, 2048), np.float32) for n in range(mib // 16)}
+    trained = {f"lora/{n}": rng.random((16 * mib // 100, 1024), np.float32) for n in range(16)}
+    timed(directory / "full", frozen | trained, SaveOptions(fsync=False))
+    change(trained)
+    base = SaveOptions(fsync=False, base=directory / "full")
+    timed(directory / "second", frozen | trained, base)
+    options = replace(base, base=directory / "second", changed={"base*": False})
+    seconds, of_cpu = list[float](), list[float]()
+    for number in range(rounds + 3):
+        change(trained)
+        began = time.process_time()
+        took, report = timed(directory / "new", frozen | trained, options)
+        if number >= 3:  # the first ones warm up
+            seconds.append(took)
+            of_cpu.append(time.process_time() - began)
+        shutil.rmtree(directory / "new")
+    least, middle, cpu = min(seconds), statistics.median(seconds), statistics.median(of_cpu)
+    print(
+        f"{mib} MiB frozen, 1 % trained, what changed said, {rounds} saves: "
+        f"least {least * 1e3:.1f} ms, median {middle * 1e3:.1f} ms, CPU {cpu * 1e3:.1f} ms; "
+        f"{report.written_bytes / report.bytes:.2%} written"
+    )
 
 
 def ratios(found: list[float]) -> str:

@@ -272,8 +272,8 @@ except unickpt.UnickptError as error:
 """
 STEPS = [
     ("reuse.partial_save.PartialSave:select", "during"),
-    ("reuse.base.Base:borrow", "before"),
-    ("reuse.base.Base:borrow", "during"),
+    ("reuse.base.Base:take_spans", "before"),
+    ("reuse.base.Base:take_spans", "during"),
     ("storage.local_files.RegularFiles:link", "after"),
     ("reuse.base.Base:read", "during"),
     ("reuse.linked_files.LinkedFiles:take", "during"),

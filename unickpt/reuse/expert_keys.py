@@ -31,6 +31,11 @@ class ArrayExperts:
     experts: range
     axis: int | None = None
 
+    @property
+    def only(self) -> tuple[str, int] | None:
+        """The key and the number of the array's expert; None if several are stacked."""
+        return (self.key, self.experts.start) if self.axis is None else None
+
     def within(self, box: Box) -> range:
         """The experts of a box of the array."""
         if self.axis is None:

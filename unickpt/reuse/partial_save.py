@@ -230,6 +230,10 @@ class ExpertSelection:
             return False
         return self.chosen[held.key].keys().isdisjoint(held.within(box))
 
+    def writes(self, expert: Expert) -> bool:
+        """Whether an expert is written."""
+        return self.chosen is None or expert[1] in self.chosen[expert[0]]
+
     @property
     def steps(self) -> ExpertSteps:
         """Of which step the experts of this process are once they are saved."""

@@ -24,7 +24,7 @@ from unickpt.frameworks.sections import Encoded
 from unickpt.quantized import choice
 from unickpt.quoting import quoted
 from unickpt.reuse.expert_keys import ArrayExperts, ExpertKeys, check_counts
-from unickpt.reuse.partial_save import ExpertSelection, PartialSave
+from unickpt.reuse.partial_save import Expert, ExpertSelection, PartialSave
 from unickpt.saving.options import SaveOptions
 from unickpt.trees import hints, tree, tree_json
 
@@ -85,6 +85,11 @@ class Description:
         if self.selection is None or name not in self.experts:
             return True
         return not all(self.selection.borrows(name, f.box) for f in source.fragments)
+
+    def writes(self, expert: Expert | None) -> bool:
+        """Whether this save does not leave an expert out, or what is of none."""
+        selection = self.selection
+        return expert is None or selection is None or selection.writes(expert)
 
     def selected(self, partial: PartialSave) -> Description:
         """The same, of a save that writes only some experts.

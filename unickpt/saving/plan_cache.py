@@ -75,7 +75,7 @@ class _Together:
     Arguments:
         adapter: of the framework.
         copied: whether they are copied; else they are referred to.
-        name: of one of them; if they are of an expert, all are of the same.
+        expert: of which all are; None if they are of none.
         at: their numbers among the leaves.
         sources: the arrays as they are kept.
         reads: read their copies.
@@ -84,7 +84,7 @@ class _Together:
 
     adapter: Adapter
     copied: bool
-    name: str
+    expert: Expert | None
     at: list[int] = field(default_factory=list)
     sources: list[ArraySource] = field(default_factory=list)
     reads: Sequence[Read] = ()
@@ -132,12 +132,14 @@ class _Other(NamedTuple):
     Arguments:
         at: its number among the leaves.
         name: of it.
+        expert: of which it is; None if it is of none, or of several.
         adapter: of its framework.
         kept: how it is kept.
     """
 
     at: int
     name: str
+    expert: Expert | None
     adapter: Adapter
     kept: ArraySource
 
@@ -270,8 +272,10 @@ class SameTree:
 
     def __init__(self, plan: CachedPlan, values: Sequence[Any], group: Group) -> None:
         self.plan, self._values, self._group = plan, values, group
-        self._others, self.others = list[_Other](), list[ArraySource]()
-        """The arrays that are described again, and of which this save does not leave all out."""
+        self._others, self._together = list[_Other](), list[_Together]()
+        """What this save does not leave out."""
+        self.others = list[ArraySource]()
+        """The arrays of that which are described again."""
 
     def describe(
         self, metadata: Mapping[str, Any] | None, some: PartialSave | None = None
@@ -304,7 +308,8 @@ class SameTree:
         index = replace(known.index, values=plain, metadata=checked_metadata(metadata))
         found = replace(known, index=index, blobs=blobs)
         self._description = found = found if some is None else found.selected(some)
-        self._others = [o for o in self.plan.others if found.has(o.name, o.kept)]
+        self._others = [other for other in self.plan.others if found.writes(other.expert)]
+        self._together = [group for group in self.plan.together if found.writes(group.expert)]
         self.others = [o.adapter.source(self._values[o.at], self._group) for o in self._others]
         return found
 
@@ -323,16 +328,12 @@ class SameTree:
         for to, of in self._fill(lambda name, s: capture.keep(s, partial(leaves_out, name))):
             capture.methods[to] = capture.methods.pop(of)
         capture.used.add(SnapshotMethod.REFERENCE)
-        capture.copied_bytes += sum(group.nbytes for group in self._together())
+        capture.copied_bytes += sum(group.nbytes for group in self._together)
         return self.plan.description.sources
 
     def refer(self) -> None:
         """Refers to the arrays where they are now: they do not change before the save has ended."""
         self._fill(lambda name, source: source)
-
-    def _together(self) -> Iterator[_Together]:
-        """The groups of arrays that this save does not leave out."""
-        return (g for g in self.plan.together if self._description.has(g.name, g.sources[0]))
 
     def _fill(
         self, keep: Callable[[str, ArraySource], ArraySource]
@@ -352,7 +353,7 @@ class SameTree:
                 assert to.box == of.box, f"{to.box} is now {of.box}"
                 to.read, to.memory, to.sample = of.read, of.memory, of.sample
                 pairs.append((to, of))
-        for group in self._together():
+        for group in self._together:
             group.keep(self._values)
         self._values = ()
         return pairs
@@ -483,15 +484,14 @@ class PlanCache:
             if name not in kept or not kept[name].fragments:
                 continue  # it is another name of an array, or has no elements
             source, held = described.sources[name], described.experts.get(name)
-            copied = None
+            copied, expert = None, None if held is None else held.only
             # What is left out now is not kept as it will be; nor is an array of several experts.
-            if held is None or (held.axis is None and described.has(name, source)):
+            if held is None or (expert is not None and described.has(name, source)):
                 copied = _is_copied(source, kept[name], job.options.staging, methods)
             if copied is None:
-                others.append(_Other(number, name, adapter, kept[name]))
+                others.append(_Other(number, name, expert, adapter, kept[name]))
             else:
-                expert = None if held is None else (held.key, held.experts.start)
-                group = _Together(adapter, copied, name)
+                group = _Together(adapter, copied, expert)
                 same = together.setdefault((id(adapter), copied, expert), group)
                 same.at.append(number)
                 same.sources.append(kept[name])

@@ -119,8 +119,8 @@ def plan_again(known: WritePlan, description: Description, process: int) -> Writ
         return known
     changed = dict[int, WriteItem]()
     for item in known.held:
-        if item.expert is not None:
-            borrowed = selection.borrows(item.entry.name, item.box)
+        if item.expert is not None:  # a chunk has one expert
+            borrowed = not selection.writes(item.expert)
             if borrowed != item.borrowed:
                 changed[id(item)] = replace(item, borrowed=borrowed)
     held = [changed.get(id(item), item) for item in known.held]
