@@ -43,3 +43,16 @@ def test_places_in_a_sequence_that_have_names_on_the_other_side():
         "input.{i}.0.{n:in_layers.2|emb_layers.1|out_layers.3}.{up|down} "
         "<-> down.{i}.{n:conv1|time_proj|conv2}.lora_{B|A}.weight"
     ]
+
+
+def test_components_between_which_there_is_a_slash():
+    """No enumeration takes these."""
+    names = {"in/norm/0/w": "norm1.w", "in/conv/2/w": "conv1.w"}
+
+    def convert(arrays):
+        return {names[name]: x for name, x in arrays.items()}
+
+    assert lines(Rules.observe(convert, dict.fromkeys(names, (2, 3)))) == [
+        "in/norm/0/w <-> norm1.w",
+        "in/conv/2/w <-> conv1.w",
+    ]

@@ -124,7 +124,8 @@ def _phrases(at: int, rule: Written) -> Iterator[tuple[object, _Variant]]:
 
 
 def _spans(name: Sequence[Token]) -> list[tuple[int, int]]:
-    """Where one or two whole components of a name begin, and how many of its pieces they are."""
+    """Where one or two whole components of a name begin, and how many of its pieces they are; an
+    enumeration takes no `/`."""
 
     def is_whole(at: int) -> bool:
         around = ["/", *name, "/"][at : at + 3]
@@ -134,7 +135,8 @@ def _spans(name: Sequence[Token]) -> list[tuple[int, int]]:
         )
 
     whole = [at for at in range(len(name)) if is_whole(at)]
-    return [(at, 1) for at in whole] + [(at, 3) for at in whole if at + 2 in whole]
+    pairs = [at for at in whole if at + 2 in whole and name[at + 1] == "."]
+    return [(at, 1) for at in whole] + [(at, 3) for at in pairs]
 
 
 def _words(rule: Written) -> set[str]:
