@@ -47,12 +47,15 @@ def test_places_in_a_sequence_that_have_names_on_the_other_side():
 
 def test_components_between_which_there_is_a_slash():
     """No enumeration takes these."""
-    names = {"in/norm/0/w": "norm1.w", "in/conv/2/w": "conv1.w"}
 
-    def convert(arrays):
-        return {names[name]: x for name, x in arrays.items()}
+    def convert(tree):
+        kinds = {"norm1": tree["in"]["norm"]["0"], "conv1": tree["in"]["conv"]["2"]}
+        return {f"{name}.{leaf}": x for name, kind in kinds.items() for leaf, x in kind.items()}
 
-    assert lines(Rules.observe(convert, dict.fromkeys(names, (2, 3)))) == [
-        "in/norm/0/w <-> norm1.w",
-        "in/conv/2/w <-> conv1.w",
+    leaves = {"w": (2, 3), "b": (2, 3)}
+    assert lines(
+        Rules.observe(convert, {"in": {"norm": {"0": leaves}, "conv": {"2": leaves}}})
+    ) == [
+        "in/norm/0/{n=w|b} <-> norm1.{n=w|b}",
+        "in/conv/2/{n=w|b} <-> conv1.{n=w|b}",
     ]
