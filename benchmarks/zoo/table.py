@@ -17,7 +17,7 @@ SOURCES = {
     "mlx_lm": "mlx-lm 0.32.0, `sanitize`",
     "keras_hub": "KerasHub 0.32.0, converters and exporters",
     "timm": "timm 1.0.28, NumPy files and filters",
-    "diffusers": "diffusers 0.42.0, single files",
+    "diffusers": "diffusers 0.42.0, single files, image prompts, LoRAs",
     "maxtext": "MaxText 0.2.5, `param_mapping`",
     "torchtitan": "torchtitan 0.3.0, adapters",
     "torchtune": "torchtune 0.6.1",

@@ -43,3 +43,19 @@ def test_places_in_a_sequence_that_have_names_on_the_other_side():
         "input.{i}.0.{n:in_layers.2|emb_layers.1|out_layers.3}.{up|down} "
         "<-> down.{i}.{n:conv1|time_proj|conv2}.lora_{B|A}.weight"
     ]
+
+
+def test_components_between_which_there_is_a_slash():
+    """No enumeration takes these."""
+
+    def convert(tree):
+        kinds = {"norm1": tree["in"]["norm"]["0"], "conv1": tree["in"]["conv"]["2"]}
+        return {f"{name}.{leaf}": x for name, kind in kinds.items() for leaf, x in kind.items()}
+
+    leaves = {"w": (2, 3), "b": (2, 3)}
+    assert lines(
+        Rules.observe(convert, {"in": {"norm": {"0": leaves}, "conv": {"2": leaves}}})
+    ) == [
+        "in/norm/0/{n=w|b} <-> norm1.{n=w|b}",
+        "in/conv/2/{n=w|b} <-> conv1.{n=w|b}",
+    ]

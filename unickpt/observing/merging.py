@@ -26,11 +26,12 @@ from unickpt.observing.word_merging import merge_words
 _MOST_MERGED = 2000
 
 
-def merged(rules: Sequence[Written], *, words: bool = True) -> list[Written]:
-    """Rules, those that differ only in numbers as one, and those that differ in one word too."""
+def merged(rules: Sequence[Written], *, words: bool = True, phrases: bool = True) -> list[Written]:
+    """Rules, those that differ only in numbers as one, and those that differ in one word, or in a
+    phrase, too."""
     found = _merge_numbers(rules)
     if words and len(found) <= _MOST_MERGED:
-        found = merge_words(found)
+        found = merge_words(found, phrases=phrases)
     return sorted(found, key=lambda rule: rule.order)
 
 

@@ -26,6 +26,10 @@ from unickpt.rules.rule_set import Rules
 _SCALES = (1.0, 1e-3, 300.0)
 """Of the fresh numbers: a converter that asks how large values are shall answer differently."""
 
+_MERGING = (True, True, True), (False, True, True), (False, False, True), (False, False, False)
+"""Whether rules that differ in phrases, words and numbers are merged; those in phrases only if all
+that this makes is right, as taking it apart makes more rules than there were without."""
+
 
 def observe(
     function: Callable[[Any], Any],
@@ -311,8 +315,8 @@ class _Writer:
         arrays, not those of others.
         """
         problem = ""
-        for words, numbers in ((True, True), (False, True), (False, False)):
-            lines = merged(rules, words=words) if numbers else list(rules)
+        for phrases, words, numbers in _MERGING:
+            lines = merged(rules, words=words, phrases=phrases) if numbers else list(rules)
             while True:
                 text = _text(self._title, lines, report)
                 try:
@@ -321,7 +325,7 @@ class _Writer:
                 except (RuleError, LoadMismatch) as error:
                     problem = str(error)
                     apart = taken_apart(lines, text, error)
-                    if apart == lines:
+                    if apart == lines or phrases:
                         break
                     lines = apart
                     continue

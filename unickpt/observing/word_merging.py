@@ -35,16 +35,17 @@ class _Variant:
     lengths: tuple[int, int] = (1, 1)
 
 
-def merge_words(rules: Sequence[Written]) -> list[Written]:
+def merge_words(rules: Sequence[Written], *, phrases: bool = True) -> list[Written]:
     """Rules that differ in one word, as one: `{n=q|k}` where it is the same on both sides, and
     `{w1|w2}` beside `{gate|up}` where it is not; and then those that differ in a phrase of two
     components at most: `{in_layers.2|out_layers.3}` beside `{conv1|conv2}`.
 
     Arguments:
         rules: no two of which differ only in numbers.
+        phrases: whether those that differ in a phrase are merged too.
     """
     found = _merged([rule.renamed(_joined) for rule in rules], _variants)
-    if len(found) > _MOST_PHRASED:
+    if not phrases or len(found) > _MOST_PHRASED:
         return found
     return _merged(found, _phrases)
 
@@ -55,22 +56,23 @@ def _merged(
 ) -> list[Written]:
     """Rules of which those are one that differ in one variant; as many as can be at first."""
     found: list[Written | None] = [*rules]
-    groups: dict[object, list[_Variant]] = {}
-    several: dict[object, list[_Variant]] = {}
+    groups: dict[object, tuple[int, list[_Variant]]] = {}
+    several: dict[int, list[_Variant]] = {}
 
     def add(at: int, rule: Written) -> None:
         for key, variant in variants_of(at, rule):
-            members = groups.setdefault(key, [])
+            number, members = groups.setdefault(key, (len(groups), []))
             members.append(variant)
             if len(members) > 1:
-                several[key] = members
+                several[number] = members
 
     for at, rule in enumerate(rules):
         add(at, rule)
     while True:
         for variants in several.values():
             variants[:] = [v for v in variants if found[v.rule] is not None]
-        best = max(map(_distinct, filter(None, several.values())), key=_worth, default=[])
+        ordered = (several[number] for number in sorted(several) if several[number])
+        best = max(map(_distinct, ordered), key=_worth, default=[])
         if len(best) < 2:
             return [rule for rule in found if rule is not None]
         members = [one for v in best if (one := found[v.rule]) is not None]
@@ -124,7 +126,8 @@ def _phrases(at: int, rule: Written) -> Iterator[tuple[object, _Variant]]:
 
 
 def _spans(name: Sequence[Token]) -> list[tuple[int, int]]:
-    """Where one or two whole components of a name begin, and how many of its pieces they are."""
+    """Where one or two whole components of a name begin, and how many of its pieces they are; an
+    enumeration takes no `/`."""
 
     def is_whole(at: int) -> bool:
         around = ["/", *name, "/"][at : at + 3]
@@ -134,7 +137,8 @@ def _spans(name: Sequence[Token]) -> list[tuple[int, int]]:
         )
 
     whole = [at for at in range(len(name)) if is_whole(at)]
-    return [(at, 1) for at in whole] + [(at, 3) for at in whole if at + 2 in whole]
+    pairs = [at for at in whole if at + 2 in whole and name[at + 1] == "."]
+    return [(at, 1) for at in whole] + [(at, 3) for at in pairs]
 
 
 def _words(rule: Written) -> set[str]:
