@@ -238,7 +238,7 @@ def test_a_save_replaces_what_accelerate_saved_and_takes_deepspeeds_arguments(
     assert {"latest", "pytorch_model", "zero_to_fp32.py"} <= set(theirs)
     assert left == []
     assert "0 models are prepared with DeepSpeed" in unprepared
-    assert "the module has weights that are not stored: frozen" in missing
+    assert "has weights that are not stored: frozen" in missing
     assert "max_shard_size: not supported" in other
 
 
