@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ def check(path: Path, history: list[Any], step: int) -> None:
     assert unickpt.verify(path).ok
 
 
-@pytest.mark.parametrize("framework", [numpy_like, torch_like, jax_like], ids=lambda x: getattr(x, "__name__", str(x)))
+@pytest.mark.parametrize("framework", [numpy_like, torch_like, jax_like], ids=attrgetter("__name__"))
 @pytest.mark.parametrize("staging", ["auto", "copy", "lazy"])
 def test_a_save_of_some_experts_is_recognised(
     framework: Callable[..., Any],
