@@ -133,7 +133,9 @@ def check(path: Path, history: list[Any], step: int) -> None:
     assert unickpt.verify(path).ok
 
 
-@pytest.mark.parametrize("framework", [numpy_like, torch_like, jax_like], ids=attrgetter("__name__"))
+@pytest.mark.parametrize(
+    "framework", [numpy_like, torch_like, jax_like], ids=attrgetter("__name__")
+)
 @pytest.mark.parametrize("staging", ["auto", "copy", "lazy"])
 def test_a_save_of_some_experts_is_recognised(
     framework: Callable[..., Any],
