@@ -25,10 +25,19 @@ def pinned(nbytes: int) -> Array:
     try:
         memory: Array = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
     except RuntimeError as error:  # such as a limit of locked memory
-        text = "no page-locked memory for %.0f MiB, copies to and from the device are slower: %s"
-        _log.warning(text, nbytes / (1 << 20), error)
+        _warn_once(str(error).partition("\n")[0])
         return np.empty(nbytes, np.uint8)
     return memory
+
+
+_warned: list[str] = []
+
+
+def _warn_once(why: str) -> None:
+    if not _warned:  # not for each of thousands of buffers
+        _warned.append(why)
+        text = "there is no page-locked memory, so copies to and from the device are slower: %s"
+        _log.warning(text, why)
 
 
 # Smaller ones are not worth it; larger ones would stay with torch, which keeps what it allocated,

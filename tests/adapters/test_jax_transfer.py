@@ -152,6 +152,48 @@ def test_what_does_not_fit_into_the_budget_is_copied(tmp_path: Path) -> None:
         assert np.array_equal(found[str(i)], np.arange(1000, dtype=np.float32) + i)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"compression": "auto"},
+        {"quantize": {"w": "uint8"}},
+        {"reuse": "patch"},
+        {"reuse": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("most", [0, 3000, 1 << 30])
+def test_steps_of_the_same_tree(
+    more: dict[str, Any], most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their plan is known; each step is what it was when it was saved, whoever copied it."""
+    monkeypatch.setattr(jax_transfer, "_MOST_BYTES", most)
+    reuse = more.get("reuse", False)
+    given = {name: value for name, value in more.items() if name != "reuse"}
+    options = unickpt.SaveOptions(chunk_bytes=1024, fsync=False, **given)
+    first = np.random.default_rng(1).random((64, 32), np.float32)
+    expected: dict[int, Any] = {}
+    with unickpt.Checkpointer(tmp_path, keep_last=9, reuse=reuse, options=options) as run:
+        for step in range(4):
+            values = first.copy()
+            values[:step] += step
+            state = {"w": jnp.array(values), "rows": sharded((40, 24), P("a")) + step, "n": step}
+            expected[step] = {name: np.asarray(x).copy() for name, x in state.items()}
+            run.save(step, state)
+            state["w"].delete()
+            state["rows"].delete()
+    for step, arrays in expected.items():
+        found = unickpt.load(tmp_path / f"step_{step}")
+        assert found["rows"].tobytes() == arrays["rows"].tobytes()
+        if "quantize" not in more:
+            assert found["w"].tobytes() == arrays["w"].tobytes()
+        else:
+            assert np.abs(found["w"] - arrays["w"]).max() < 0.02
+        assert unickpt.verify(tmp_path / f"step_{step}").ok
+    assert jax_transfer._Arriving._bytes == 0
+
+
 JOB = """
 import sys
 import jax.numpy as jnp

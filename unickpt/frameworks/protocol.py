@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -58,7 +58,9 @@ class Memory:
 
     def watched(self, changed: Callable[[], bool] | None) -> Memory:
         """What is read instead of this memory, with another way to detect changes."""
-        return replace(self, changed=changed, transfer=None)
+        return Memory(
+            self.mutable, self.on_device, self.keep, changed, self.owner, self.allocate, self.spans
+        )
 
 
 @dataclass(slots=True, eq=False)
