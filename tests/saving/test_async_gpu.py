@@ -13,7 +13,7 @@ import torch
 from support.saving import same
 
 import unickpt
-from unickpt import Checkpointer, SaveOptions, StateChanged
+from unickpt import Checkpointer, Experts, SaveOptions, StateChanged
 from unickpt.frameworks.host_memory import HostBuffers
 
 pytestmark = pytest.mark.gpu
@@ -182,6 +182,43 @@ def test_jax_arrays_without_room_in_page_locked_memory(
         assert (found[i] == np.arange(large, dtype=np.float32) + np.float32(i)).all(), i
     assert (ones == 1).all()
     assert jax_transfer._Arriving._bytes == 0
+
+
+@pytest.mark.parametrize("feature", ["spill", "tiers", "experts", "patches"])
+@pytest.mark.parametrize("mode", ["auto", "copy"])
+def test_donated_jax_arrays_meet_other_features(mode: Any, feature: str, tmp_path: Path) -> None:
+    device, small = accelerator(), {"budget_bytes": 24 << 20, "chunk_bytes": 4 << 20}
+    options: dict[str, Any] = {"staging": mode, "fsync": False, "timeout_s": 60}
+    arguments: dict[str, dict[str, Any]] = {
+        "spill": {"options": SaveOptions(spill=tmp_path / "spilled", **small, **options)},
+        "tiers": {"options": SaveOptions(**options), "local": tmp_path / "local"},
+        "experts": {"options": SaveOptions(**options), "reuse": True},
+        "patches": {"options": SaveOptions(**options), "reuse": "patch"},
+    }
+    if feature == "experts":
+        arguments[feature]["experts"] = Experts({"w{x}": 3})
+    state = {f"w{i}": jnp.full(4_000_000, float(i), device=device) for i in range(6)}
+    expected = {name: np.asarray(w).copy() for name, w in state.items()}
+    step = jax.jit(lambda s: jax.tree.map(lambda x: x.at[::1000].add(1), s), donate_argnums=0)
+    written = dict.fromkeys(state, 0)
+    history = [expected]
+    with Checkpointer(tmp_path / "run", keep_last=None, **arguments[feature]) as run:
+        for number in range(4):
+            pending = run.save(number, state)
+            state = step(state)  # the arrays of the call are donated
+            history.append({name: w.copy() for name, w in history[-1].items()})
+            for w in history[-1].values():
+                w[::1000] += 1
+            pending.result(60)
+            found = unickpt.load(run.path(number))
+            if feature == "experts":
+                said = unickpt.open(run.path(number)).metadata["unickpt"]["experts"]["steps"]
+                written = {f"w{x}": at for x, at in said["w{x}"].items()}
+            else:
+                written = dict.fromkeys(state, number)
+            assert same(found, {name: history[at][name] for name, at in written.items()}), number
+    if feature == "experts":
+        assert set(written.values()) == {2, 3}
 
 
 @pytest.mark.parametrize("mode", ["reference", "lazy"])
