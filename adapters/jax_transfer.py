@@ -20,7 +20,7 @@ from jax.sharding import Sharding
 
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
-from unickpt.frameworks.protocol import Read
+from unickpt.frameworks.protocol import Transfer
 
 _PINNED = "pinned_host"
 _MOST_BYTES = int(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64)) << 28
@@ -56,9 +56,9 @@ class _Arriving:
             cls._bytes += nbytes
         try:
             made = cls(parts, shardings)
-        except jax.errors.JaxRuntimeError as error:
+        except BaseException as error:  # such as an array that was deleted
             cls._gone(nbytes)
-            if "RESOURCE_EXHAUSTED" in str(error):
+            if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
                 return None
             raise
         weakref.finalize(made, cls._gone, nbytes)
@@ -77,16 +77,16 @@ class _Arriving:
             return self._views
 
 
-def transfer(gather: Gather, pieces: Mapping[Box, Any], boxes: Sequence[Box]) -> Read | None:
+def transfer(gather: Gather, pieces: Mapping[Box, Any], boxes: Sequence[Box]) -> Transfer | None:
     """Starts to copy boxes of an array to the host, as they are now.
 
     Arguments:
         gather: host memory of a box that pieces in host memory cover.
         pieces: what devices of this process hold, by its box.
-        boxes: no element is in two of them.
+        boxes: no element is in two of them, and the pieces cover all of them.
 
     Returns:
-        A function that waits and reads; None if the devices cannot do it, or there is no room.
+        The copies; None if the devices cannot do it, or there is no room.
     """
     parts: dict[Box, Any] = {}
     for box, data in pieces.items():
@@ -95,12 +95,16 @@ def transfer(gather: Gather, pieces: Mapping[Box, Any], boxes: Sequence[Box]) ->
             parts[box] = data
         else:  # the rest is for other processes to write
             parts |= {each: _cut(data, each.relative_to(box.start)) for each in wanted}
+    lost = sum(box.size for box in boxes) - sum(
+        common.size for box in boxes for part in pieces if (common := part.intersect(box))
+    )
+    assert lost == 0, f"the pieces {list(pieces)} lack {lost} elements of {list(boxes)}"
     shardings = [_on_host(data.sharding) for data in parts.values()]
     known = [each for each in shardings if each is not None]
     arriving = _Arriving.of(parts, known) if len(known) == len(parts) else None
     if arriving is None:
         return None
-    return lambda box, make_buffer: gather(arriving.views(), box, make_buffer)
+    return Transfer(lambda box, make_buffer: gather(arriving.views(), box, make_buffer))
 
 
 def copied(data: Any, box: Box, make_buffer: Callable[[], Array]) -> Array:

@@ -14,7 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from unickpt.adapters.torch_cuda import buffer_for_cuda, pinned, sampler, stream_after_training
+from unickpt.adapters.torch_cuda import (
+    buffer_for_cuda,
+    pinned,
+    sampler,
+    stream_after_training,
+    transfer,
+)
 from unickpt.adapters.torch_distributed import (
     TO_NUMPY,
     LocalShard,
@@ -52,6 +58,7 @@ from unickpt.frameworks.protocol import (
     Memory,
     Read,
     StoredTree,
+    Transfer,
     whole_source,
 )
 from unickpt.threads import Pool
@@ -183,7 +190,7 @@ class _TensorMemory:
         tensor: from `_memory`.
     """
 
-    __slots__ = ("as_is", "lazily", "on_host", "owner", "shape", "tensor", "where")
+    __slots__ = ("as_is", "lazily", "on_host", "owner", "shape", "tensor", "then", "where")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -193,24 +200,32 @@ class _TensorMemory:
         # These two release the GIL: asking while threads write costs 20 times as much.
         self.lazily = tensor.is_conj(), tensor.is_neg()
         self.as_is = self.on_host and not any(self.lazily)
+        self.then = nullcontext if self.on_host else stream_after_training(tensor.device)
+
+    def check(self) -> None:
+        """Checks that its memory is still what it was.
+
+        Raises:
+            StateChanged: it is not.
+        """
+        if _where(self.tensor) != self.where:
+            raise StateChanged("its memory was freed, resized or replaced")
 
 
 def _reader(held: _TensorMemory, start: tuple[int, ...]) -> Read:
     """A function that reads a tensor whose first element is at `start` of the global array."""
-    tensor, shape, where, on_host = held.tensor, held.shape, held.where, held.on_host
-    as_is = held.as_is
-    then = nullcontext if on_host else stream_after_training(tensor.device)
+    tensor, shape, on_host = held.tensor, held.shape, held.on_host
+    as_is, then = held.as_is, held.then
 
     def read(wanted: Box, make_buffer: Callable[[], Array]) -> Array:
-        if _where(tensor) != where:
-            raise StateChanged("its memory was freed, resized or replaced")
+        held.check()
         whole = wanted.shape == shape  # the fast path, used while a caller waits
         part = tensor if whole else tensor[wanted.relative_to(start).slices]
         if as_is:
             return _as_numpy(part)
         found = _copied(part, make_buffer, then)
-        if not on_host and _where(tensor) != where:
-            raise StateChanged("its memory was freed, resized or replaced")
+        if not on_host:
+            held.check()
         return found
 
     return read
@@ -235,8 +250,14 @@ def _facts(
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error)) from error
 
-    allocate = pinned if tensor.is_cuda else None
-    return Memory(True, True, clone, changed, owner, allocate)
+    if not tensor.is_cuda:
+        return Memory(True, True, clone, changed, owner)
+
+    def bring(boxes: Sequence[Box]) -> Transfer:
+        held.check()
+        return transfer(boxes, lambda box: tensor[box.relative_to(start).slices], held.then)
+
+    return Memory(True, True, clone, changed, owner, pinned, transfer=bring)
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -14,8 +14,10 @@ import torch
 
 from unickpt.adapters.torch_distributed import TO_NUMPY
 from unickpt.adapters.torch_distributed import group as group
+from unickpt.adapters.torch_from_numpy import as_torch
+from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array, DType
-from unickpt.frameworks.protocol import Sample
+from unickpt.frameworks.protocol import Sample, Transfer
 
 _log = logging.getLogger("unickpt")
 
@@ -74,6 +76,46 @@ def stream_after_training(device: torch.device) -> Callable[[], AbstractContextM
             yield
 
     return after
+
+
+def transfer(
+    boxes: Sequence[Box],
+    tensor_of: Callable[[Box], torch.Tensor],
+    then: Callable[[], AbstractContextManager[None]],
+) -> Transfer:
+    """Starts to copy boxes of a tensor to page-locked memory.
+
+    Thousands of small copies, each of which a thread waits for, would share Python's lock with the
+    training and with the threads that write: then 2 GiB took 0.25 s instead of 0.05 s on an H100.
+
+    Arguments:
+        boxes: which.
+        tensor_of: the part of the tensor that is a box.
+        then: a context from `stream_after_training`.
+    """
+    copies: dict[Box, tuple[Array, Any]] = {}
+    with then():
+        stream = torch.cuda.current_stream()
+        for box in boxes:
+            part = tensor_of(box)
+            dtype = TO_NUMPY[part.dtype]
+            out = pinned(part.numel() * dtype.itemsize).view(dtype).reshape(box.shape)
+            as_torch(out, part.dtype).copy_(part, non_blocking=True)
+            part.record_stream(stream)  # what is freed meanwhile is not given to others before
+            copied: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            copied.record(stream)
+            copies[box] = out, copied
+    device, last = stream.device, copied
+
+    def read(box: Box, make_buffer: Callable[[], Array]) -> Array:
+        out, copied = copies[box]
+        copied.synchronize()
+        return out
+
+    def go_first() -> None:
+        torch.cuda.current_stream(device).wait_event(last)
+
+    return Transfer(read, last.synchronize, go_first)
 
 
 def sampler(tensor: torch.Tensor, copied: Callable[..., Array]) -> Sample:

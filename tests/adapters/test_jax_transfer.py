@@ -42,7 +42,7 @@ def transfer(array: Any, boxes: list[Box]) -> Any:
 
 
 def read(found: Any, box: Box, dtype: Any = np.float32) -> Any:
-    return found(box, lambda: np.full(box.shape, 77, dtype))
+    return found.read(box, lambda: np.full(box.shape, 77, dtype))
 
 
 @pytest.mark.parametrize("spec", [P("a", "b"), P("a"), P(None, "b"), P(), P(("a", "b"))])
@@ -78,6 +78,66 @@ def test_scalars_and_keys() -> None:
     found = transfer(key, [Box((0,), (2,))])
     expected = np.asarray(jax.random.key_data(key))
     assert np.array_equal(read(found, Box((0,), (2,)), np.uint32), expected)
+
+
+@pytest.mark.parametrize("mode", ["auto", "copy", "lazy", "reference", "device"])
+def test_pieces_at_a_place_of_a_larger_array(mode: Any, tmp_path: Path) -> None:
+    """Once what came after the first piece was what happened to be in memory."""
+    numbers = np.arange(80, dtype=np.float32).reshape(8, 10)
+    boxes = [Box((4, 0), (8, 10)), Box((0, 0), (4, 7)), Box((0, 7), (4, 10))]
+    pieces = [(box, jnp.array(numbers[box.slices])) for box in boxes]
+    options = unickpt.SaveOptions(staging=mode, chunk_bytes=64, fsync=False)
+    state = {"w": unickpt.LocalFragments((8, 10), pieces)}
+    pending = unickpt.save_async(tmp_path / "c", state, options=options)
+    pending.wait_staged()
+    for _, array in pieces:
+        array.delete()
+    pending.result()
+    assert np.array_equal(unickpt.load(tmp_path / "c")["w"], numbers)
+
+
+def test_pieces_that_lack_elements_are_not_transferred() -> None:
+    array = sharded((8, 12), P("a"))
+    with pytest.raises(AssertionError, match="lack 12 elements"):
+        transfer(array, [Box((7, 0), (9, 12))])
+
+
+@pytest.mark.parametrize("most", [0, 3000, 1 << 30])
+def test_lazily_copied_arrays(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has room is transferred in the background, too; `wait_staged` need not wait for it."""
+    monkeypatch.setattr(jax_transfer, "_MOST_BYTES", most)
+    for number in range(5):
+        state = {str(i): jnp.arange(1000.0) + number + i for i in range(4)}
+        expected = {name: np.array(array) for name, array in state.items()}
+        options = unickpt.SaveOptions(staging="lazy", chunk_bytes=512, fsync=False)
+        pending = unickpt.save_async(tmp_path / str(number), state, options=options)
+        pending.wait_staged()
+        for array in state.values():
+            array.delete()
+        report = pending.result()
+        assert report.staged_bytes == 16_000
+        found = unickpt.load(tmp_path / str(number))
+        assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+def test_an_array_that_is_deleted_before_it_is_transferred(tmp_path: Path) -> None:
+    late: list[str] = []
+    for number in range(20):
+        state = {"w": jnp.arange(1000.0) + number}
+        options = unickpt.SaveOptions(staging="lazy", chunk_bytes=512, fsync=False)
+        pending = unickpt.save_async(tmp_path / str(number), state, options=options)
+        state["w"].delete()
+        try:
+            pending.result()
+        except unickpt.StateChanged as error:
+            late.append(str(error))
+        else:
+            assert unickpt.load(tmp_path / str(number))["w"][-1] == 999 + number
+    assert late
+    assert all("'w'" in message for message in late)
+    del pending
+    gc.collect()  # what the errors refer to
+    assert jax_transfer._Arriving._bytes == 0
 
 
 def test_offloaded_arrays_are_left_where_they_are() -> None:

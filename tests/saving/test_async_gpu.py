@@ -13,7 +13,7 @@ import torch
 from support.saving import same
 
 import unickpt
-from unickpt import Checkpointer, Experts, SaveOptions, StateChanged
+from unickpt import Box, Checkpointer, Experts, LocalFragments, SaveOptions, StateChanged
 from unickpt.frameworks.host_memory import HostBuffers
 
 pytestmark = pytest.mark.gpu
@@ -184,10 +184,30 @@ def test_jax_arrays_without_room_in_page_locked_memory(
     assert jax_transfer._Arriving._bytes == 0
 
 
+def of_jax() -> tuple[Any, Any]:
+    state = {f"w{i}": jnp.full(4_000_000, float(i), device=accelerator()) for i in range(6)}
+    step = jax.jit(lambda s: jax.tree.map(lambda x: x.at[::1000].add(1), s), donate_argnums=0)
+    return state, step
+
+
+def of_torch() -> tuple[Any, Any]:
+    state = {f"w{i}": torch.full((4_000_000,), float(i), device="cuda") for i in range(6)}
+
+    def step(state: Any) -> Any:
+        for w in state.values():
+            w[::1000] += 1
+        return state
+
+    return state, step
+
+
+@pytest.mark.parametrize("made", [of_jax, pytest.param(of_torch, marks=cuda)])
 @pytest.mark.parametrize("feature", ["spill", "tiers", "experts", "patches"])
-@pytest.mark.parametrize("mode", ["auto", "copy"])
-def test_donated_jax_arrays_meet_other_features(mode: Any, feature: str, tmp_path: Path) -> None:
-    device, small = accelerator(), {"budget_bytes": 24 << 20, "chunk_bytes": 4 << 20}
+@pytest.mark.parametrize("mode", ["auto", "copy", "lazy", "device"])
+def test_what_changes_after_the_call_meets_other_features(
+    mode: Any, feature: str, made: Any, tmp_path: Path
+) -> None:
+    small = {"budget_bytes": 24 << 20, "chunk_bytes": 4 << 20}
     options: dict[str, Any] = {"staging": mode, "fsync": False, "timeout_s": 60}
     arguments: dict[str, dict[str, Any]] = {
         "spill": {"options": SaveOptions(spill=tmp_path / "spilled", **small, **options)},
@@ -197,15 +217,15 @@ def test_donated_jax_arrays_meet_other_features(mode: Any, feature: str, tmp_pat
     }
     if feature == "experts":
         arguments[feature]["experts"] = Experts({"w{x}": 3})
-    state = {f"w{i}": jnp.full(4_000_000, float(i), device=device) for i in range(6)}
-    expected = {name: np.asarray(w).copy() for name, w in state.items()}
-    step = jax.jit(lambda s: jax.tree.map(lambda x: x.at[::1000].add(1), s), donate_argnums=0)
+    state, step = made()
     written = dict.fromkeys(state, 0)
-    history = [expected]
+    history = [{name: np.full(4_000_000, float(name[1:]), np.float32) for name in state}]
     with Checkpointer(tmp_path / "run", keep_last=None, **arguments[feature]) as run:
         for number in range(4):
             pending = run.save(number, state)
-            state = step(state)  # the arrays of the call are donated
+            if mode == "lazy":
+                pending.wait_staged()
+            state = step(state)  # JAX's arrays of the call are donated
             history.append({name: w.copy() for name, w in history[-1].items()})
             for w in history[-1].values():
                 w[::1000] += 1
@@ -219,6 +239,59 @@ def test_donated_jax_arrays_meet_other_features(mode: Any, feature: str, tmp_pat
             assert same(found, {name: history[at][name] for name, at in written.items()}), number
     if feature == "experts":
         assert set(written.values()) == {2, 3}
+
+
+@cuda
+@pytest.mark.parametrize("mode", ["copy", "lazy"])
+def test_what_is_freed_or_changed_while_a_gpu_copies_it(mode: Any, tmp_path: Path) -> None:
+    other = torch.cuda.Stream()
+    for number in range(3):
+        with torch.cuda.stream(other):  # whose memory others of this stream get
+            state = {str(i): torch.full((32 << 20,), float(i + number)) for i in range(8)}
+            state = {name: tensor.cuda() for name, tensor in state.items()}
+        torch.cuda.current_stream().wait_stream(other)
+        path, options = tmp_path / str(number), SaveOptions(staging=mode, fsync=False)
+        pending = unickpt.save_async(path, state, options=options)
+        pending.wait_staged()
+        for i in range(4):
+            state[str(i)].fill_(-1)
+        state.clear()
+        with torch.cuda.stream(other):
+            overwriting = [torch.full((32 << 20,), -2.0, device="cuda") for _ in range(12)]
+        pending.result(60)
+        del overwriting
+        found = unickpt.load(path)
+        assert all((found[str(i)] == i + number).all() for i in range(8))
+
+
+@cuda
+@pytest.mark.parametrize("mode", ["auto", "copy", "lazy", "device"])
+def test_pieces_and_views_on_a_gpu(mode: Any, tmp_path: Path) -> None:
+    numbers = torch.arange(4000 * 1000.0, device="cuda").reshape(4000, 1000)
+    boxes = [Box((1000, 0), (4000, 1000)), Box((0, 0), (1000, 600)), Box((0, 600), (1000, 1000))]
+    pieces = [(box, numbers[box.slices].clone()) for box in boxes]
+    bytes_ = torch.arange(3 << 20, device="cuda").to(torch.uint8)
+    state = {
+        "pieces": LocalFragments((4000, 1000), pieces),
+        "columns": numbers[:, 7:900],
+        "flags": bytes_.view(torch.bool),
+        "conjugated": torch.complex(numbers, -numbers).conj(),
+    }
+    options = SaveOptions(staging=mode, chunk_bytes=256 << 10, fsync=False)
+    pending = unickpt.save_async(tmp_path / "c", state, options=options)
+    pending.wait_staged()
+    for _, piece in pieces:
+        piece.zero_()
+    bytes_.zero_()
+    expected = numbers.cpu().numpy().copy()
+    numbers.zero_()
+    pending.result(60)
+    found = unickpt.load(tmp_path / "c")
+    assert np.array_equal(found["pieces"], expected)
+    assert np.array_equal(found["columns"], expected[:, 7:900])
+    assert np.array_equal(found["flags"], np.arange(3 << 20) % 256 != 0)
+    assert np.array_equal(found["conjugated"].real, expected)
+    assert np.array_equal(found["conjugated"].imag, expected)
 
 
 @pytest.mark.parametrize("mode", ["reference", "lazy"])

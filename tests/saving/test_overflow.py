@@ -173,7 +173,7 @@ def test_what_no_optimizer_owns_is_not_drained(tmp_path: Path, storage: threadin
         overwrite(others)
         report = pending.result(30)
         assert report.drained_bytes == 0
-        assert report.budget_wait_s > 0.1
+        assert report.budget_wait_s > 0
         assert_saved(Path(run.path(1)))
 
 

@@ -14,7 +14,15 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, flat_range_to_boxes, overlap
 from unickpt.arrays.dtypes import Array
 from unickpt.frameworks.process_group import Group
-from unickpt.frameworks.protocol import Adapter, ArraySource, Fragment, Memory, Read, StoredTree
+from unickpt.frameworks.protocol import (
+    Adapter,
+    ArraySource,
+    Fragment,
+    Memory,
+    Read,
+    StoredTree,
+    Transfer,
+)
 from unickpt.quoting import quoted
 from unickpt.trees import tree, tree_json
 
@@ -358,5 +366,15 @@ def _shifted(read: Read, box: Box) -> Read:
 
 
 def _shifted_memory(memory: Memory, box: Box) -> Memory:
-    keep = memory.keep
-    return memory if keep is None else replace(memory, keep=lambda: _shifted(keep(), box))
+    keep, transfer = memory.keep, memory.transfer
+
+    def shifted_transfer(boxes: Sequence[Box]) -> Transfer | None:
+        assert transfer is not None, "else there is none of this"
+        found = transfer([wanted.relative_to(box.start) for wanted in boxes])
+        return None if found is None else replace(found, read=_shifted(found.read, box))
+
+    return replace(
+        memory,
+        keep=None if keep is None else lambda: _shifted(keep(), box),
+        transfer=None if transfer is None else shifted_transfer,
+    )

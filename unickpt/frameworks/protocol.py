@@ -42,9 +42,8 @@ class Memory:
         owner: the key by which a `Fence` identifies it.
         allocate: allocates this many bytes of host memory, for fast transfers from this device.
         spans: the host address ranges that it lies in, as (begin, end); None on a device.
-        transfer: has the device copy disjoint boxes to host memory, as they are now, without
-            waiting for it; returns a function that waits and reads them, or None if there is no
-            room. None itself if that is impossible.
+        transfer: has the device copy disjoint boxes to host memory, without waiting for it; None
+            is returned if there is no room. None itself if that is impossible.
     """
 
     mutable: bool = True
@@ -54,13 +53,29 @@ class Memory:
     owner: Hashable = None
     allocate: Callable[[int], Array] | None = None
     spans: Callable[[], Sequence[tuple[int, int]]] | None = None
-    transfer: Callable[[Sequence[Box]], Read | None] | None = None
+    transfer: Callable[[Sequence[Box]], Transfer | None] | None = None
 
     def watched(self, changed: Callable[[], bool] | None) -> Memory:
         """What is read instead of this memory, with another way to detect changes."""
         return Memory(
             self.mutable, self.on_device, self.keep, changed, self.owner, self.allocate, self.spans
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Boxes of an array that its device copies to host memory.
+
+    Arguments:
+        read: reads one of the boxes; waits until it is there.
+        wait: waits until all are there. None if the owner may change the array at once.
+        go_first: has what this thread asks of the device from now on wait for them. After that,
+            the owner may have the device change the array. None if `wait` is.
+    """
+
+    read: Read
+    wait: Callable[[], None] | None = None
+    go_first: Callable[[], None] | None = None
 
 
 @dataclass(slots=True, eq=False)

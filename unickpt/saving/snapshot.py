@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 from unickpt.arrays.dtypes import Array
@@ -21,116 +21,20 @@ from unickpt.saving.snapshot_policy import (
     SnapshotMethod,
     SnapshotPolicy,
 )
-from unickpt.saving.staging_memory import CopyPlace, HostMemoryPool, NoSlot, Places, SpilledChunk
+from unickpt.saving.spilling import SpilledChunk
+from unickpt.saving.staging_memory import (
+    ChunkKey,
+    CopyPlace,
+    HostMemoryPool,
+    NoSlot,
+    Places,
+    StagedPlan,
+    key,
+    plan_staging,
+)
 from unickpt.saving.task import SaveEvent, SaveState, SaveTask
 from unickpt.saving.write_plan import DirectSource, Staged, StagedChunk, WriteItem, WritePlan
 from unickpt.storage.spill_files import Slot
-
-ChunkKey = tuple[int, int]
-"""Of a chunk: its array, and its position there."""
-_COPIES = {SnapshotMethod.COPY_NOW, SnapshotMethod.COPY_LATER}
-
-
-def _none() -> dict[SnapshotMethod, list[WriteItem]]:
-    return {method: [] for method in SnapshotMethod}
-
-
-@dataclass(frozen=True)
-class StagedPlan:
-    """The chunks of one save.
-
-    Arguments:
-        writes: what this process holds and writes.
-        items: the chunks by how they are kept, in the order in which they are copied.
-        deferred: those to be copied later because they do not fit.
-        never_in_memory: those whose copies may only be in files.
-        waits_for_commit: whether the state may change only after the commit.
-    """
-
-    writes: WritePlan = field(default_factory=lambda: WritePlan((), ()))
-    items: dict[SnapshotMethod, list[WriteItem]] = field(default_factory=_none)
-    deferred: Sequence[WriteItem] = ()
-    never_in_memory: frozenset[ChunkKey] = frozenset()
-    waits_for_commit: bool = False
-
-
-def plan_staging(writes: WritePlan, capture: SnapshotPolicy, places: Places) -> StagedPlan:
-    """Plans how the chunks of a save are staged.
-
-    Arguments:
-        writes: what this process holds and writes.
-        capture: decides how fragments are kept.
-        places: for copies.
-    """
-    own = {key(item) for item in writes.own}
-    spare = [item for item in kept(writes.held) if item.assumed and key(item) not in own]
-    held_back = _held_back(spare, writes.own, capture, places)
-    waits_for_commit = bool(held_back) and not places.can_spill
-    room = places.room
-    if not waits_for_commit:
-        room -= sum(item.nbytes for item in spare if key(item) not in held_back)
-    planned, deferred = _deferring(writes.own, capture, room)
-    planned.sort(key=lambda item: capture.methods[item.fragment].value)
-    items = _none()
-    for item in kept(planned):
-        items[capture.methods[item.fragment]].append(item)
-    for item in spare:
-        method = capture.methods[item.fragment]
-        copy = method in _COPIES and not waits_for_commit
-        items[method if copy else SnapshotMethod.REFERENCE].append(item)
-    writes = WritePlan(writes.held, planned)
-    return StagedPlan(writes, items, deferred, held_back, waits_for_commit)
-
-
-def _held_back(
-    spare: Sequence[WriteItem], own: Sequence[WriteItem], capture: SnapshotPolicy, places: Places
-) -> frozenset[ChunkKey]:
-    """Of chunks that another process should write, those that have no room in memory.
-
-    If that process lacks them, this one must write them; so they are held until the commit. They
-    may have up to half of the memory. If the others find no place in a file, nothing is copied, and
-    the caller waits for the commit.
-    """
-    room = places.budget // 2 - max((item.nbytes for item in kept(own)), default=0)
-    found = set()
-    for item in spare:
-        if capture.methods[item.fragment] in _COPIES:
-            room -= item.nbytes
-            if room < 0:
-                found.add(key(item))
-    return frozenset(found)
-
-
-def _deferring(
-    own: Sequence[WriteItem], capture: SnapshotPolicy, room: int
-) -> tuple[list[WriteItem], list[WriteItem]]:
-    """What this process writes, and of that what is copied later, because it does not fit.
-
-    Arguments:
-        own: what it writes.
-        capture: knows of which chunks that is safe.
-        room: bytes of copies that fit.
-    """
-    found, deferred = [], []
-    for item in own:
-        if not item.borrowed and capture.methods[item.fragment] is SnapshotMethod.COPY_NOW:
-            room -= item.nbytes
-            later = capture.deferred(item.fragment) if room < 0 else None
-            if later is not None:
-                item = replace(item, fragment=later)
-                deferred.append(item)
-        found.append(item)
-    return found, deferred
-
-
-def key(item: WriteItem) -> ChunkKey:
-    """By which a chunk is found."""
-    return item.array, item.position
-
-
-def kept(items: Iterable[WriteItem]) -> list[WriteItem]:
-    """Those whose own data are saved."""
-    return [item for item in items if not item.borrowed]
 
 
 class Snapshot:
@@ -238,7 +142,8 @@ class Snapshot:
         """Copies what must be copied while the caller waits."""
         if self.has_now:
             with self.failing():
-                self._transfer()
+                self._transfer(SnapshotMethod.COPY_NOW)
+                self._places.go_first()
                 self._copies(SnapshotMethod.COPY_NOW).run()
         self._places.returns(waits_for_commit=self._wait_for_commit and not self.has_later)
         if not self.has_later:
@@ -246,22 +151,32 @@ class Snapshot:
         elif not self.is_fenced and not self._wait_for_commit:
             self._events.happened(SaveEvent.SAFE)
 
-    def _transfer(self) -> None:
+    def _transfer(self, method: SnapshotMethod) -> None:
         """Has devices copy to the host what they can, without waiting for it."""
         plan = self._planned()
-        now, never = plan.items[SnapshotMethod.COPY_NOW], plan.never_in_memory
-        arriving = self._places.transfer([item for item in now if key(item) not in never])
+        items, never = plan.items[method], plan.never_in_memory
+        wanted = [item for item in items if key(item) not in never]
+        try:
+            arriving = self._places.transfer(wanted)
+        except BaseException:
+            for item in wanted:
+                self._changes.check(item)  # a clearer error than that of reading a deleted array
+            raise
         if arriving:
             with self._changed:
                 self._references |= {key(item): item for item in arriving}
-            now[:] = [item for item in now if key(item) not in self._references]
+                self._changed.notify_all()
+            items[:] = [item for item in items if key(item) not in self._references]
 
     def stage_later(self) -> None:
         """Copies the rest; errors are raised by `fetch`."""
         with suppress(BaseException), self.failing():
             if self._error is not None:
                 raise self._error
+            self._transfer(SnapshotMethod.COPY_LATER)
+            self._events.happened(SaveEvent.TRANSFERRING)
             self._copies(SnapshotMethod.COPY_LATER).run(alone=True)
+            self._places.wait_transferred()
             if not self._wait_for_commit:
                 self._events.happened(SaveEvent.SAFE)
             self._copies(SnapshotMethod.CLONE).run(alone=True)
@@ -270,7 +185,7 @@ class Snapshot:
     def _end(self) -> None:
         if not self._wait_for_commit:
             self._events.happened(SaveEvent.SAFE)
-        self._events.happened(SaveEvent.STAGED)
+        self._events.happened(SaveEvent.TRANSFERRING, SaveEvent.STAGED)
 
     @contextmanager
     def failing(self) -> Iterator[None]:
@@ -390,12 +305,28 @@ class Snapshot:
         Raises:
             StateChanged: it has already changed.
         """
+        began = time.perf_counter()
         if self.is_fenced and SaveEvent.SAFE not in self._events:
+            if not self._events.wait(SaveEvent.TRANSFERRING, timeout):
+                return False
+            if timeout is not None:
+                timeout = max(0.0, timeout - (time.perf_counter() - began))
+            if self._all_transferring():
+                self._places.go_first()
+                self.settle()
+                return True
             self._copies(SnapshotMethod.COPY_LATER).hurry()
         if not self._events.wait(SaveEvent.SAFE, timeout):
             return False
         self.settle()
         return True
+
+    def _all_transferring(self) -> bool:
+        """Whether devices copy all that must not change before it is copied."""
+        with self._changed:
+            plan = self._plan
+        done = plan is not None and not plan.items[SnapshotMethod.COPY_LATER]
+        return done and not self._wait_for_commit
 
     def wait_fence(self) -> None:
         """As `wait_safe`; errors are raised by `PendingSave.result` instead."""
@@ -426,20 +357,20 @@ class Snapshot:
             )
 
     def fetch(self, item: WriteItem) -> StagedChunk:
-        if key(item) in self._references:
-            return self._fetch_reference(self._references[key(item)])
-        found, release = self._fetch_copy(item), partial(self._release, key(item))
+        found, release = self._find(item), partial(self._release, key(item))
+        if isinstance(found, WriteItem):
+            return self._fetch_reference(found)
         if isinstance(found, SpilledChunk):
             return self._read_back(found, release)
         return replace(found, release=release)
 
     def digest(self, item: WriteItem) -> int:
-        if key(item) in self._references:
-            staged = self._fetch_reference(self._references[key(item)])
+        found = self._find(item)
+        if isinstance(found, StagedChunk):
+            return codec.digest_as_stored(item.entry, found.data)
+        if isinstance(found, WriteItem):
+            staged = self._fetch_reference(found)
         else:
-            found = self._fetch_copy(item)
-            if not isinstance(found, SpilledChunk):
-                return codec.digest_as_stored(item.entry, found.data)
             staged = self._read_back(found, lambda: None)
         try:
             return codec.digest_as_stored(item.entry, staged.data)
@@ -455,17 +386,19 @@ class Snapshot:
                 "not saved; use another folder"
             ) from error
 
-    def _fetch_copy(self, item: WriteItem) -> StagedChunk | SpilledChunk:
+    def _find(self, item: WriteItem) -> StagedChunk | SpilledChunk | WriteItem:
+        """Waits until a chunk is kept: in a copy, or where this item reads it."""
         of = key(item)
         with self._changed:
             self._changed.wait_for(
                 lambda: (
                     of in self._staged
+                    or of in self._references
                     or self._error is not None
                     or SaveEvent.STAGED in self._events
                 )
             )
-            found = self._staged.get(of)
+            found = self._references.get(of) or self._staged.get(of)
             if found is not None:
                 return found
             if self._error is not None:

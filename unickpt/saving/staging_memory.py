@@ -1,4 +1,5 @@
-"""Where copies of chunks go: into memory, within a budget; into files; or nowhere yet."""
+"""Where copies of chunks go: into memory, within a budget; into files; or nowhere yet; and which
+chunks are copied when."""
 
 from __future__ import annotations
 
@@ -6,17 +7,20 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from unickpt.arrays.dtypes import Array
+from unickpt.errors import StateChanged
 from unickpt.frameworks import host_memory
-from unickpt.frameworks.host_memory import MOST_WORKING, HostBuffers, share, stage
-from unickpt.frameworks.protocol import Memory
-from unickpt.saving.snapshot_policy import Changes
+from unickpt.frameworks.host_memory import MOST_WORKING, HostBuffers, share
+from unickpt.frameworks.protocol import Memory, Transfer
+from unickpt.saving.snapshot_policy import SnapshotMethod, SnapshotPolicy
+from unickpt.saving.spilling import Spill
 from unickpt.saving.task import SaveTask
-from unickpt.saving.write_plan import Staged, StagedChunk, WriteItem
+from unickpt.saving.write_plan import Staged, WriteItem, WritePlan, naming
 from unickpt.storage.paths import LocalLocation
 from unickpt.storage.spill_files import Slot, SpillFiles
 
@@ -94,90 +98,6 @@ class Abandoned(Exception):
     """The save has failed already; its error is reported elsewhere."""
 
 
-class Spill:
-    """Writes chunks to files; may be used by several threads.
-
-    Arguments:
-        files: where.
-        budget_bytes: bytes of memory to keep for chunks on their way to a file and back.
-    """
-
-    def __init__(self, files: SpillFiles, budget_bytes: int) -> None:
-        self.files, self.buffers = files, HostBuffers(budget_bytes)
-
-    def write(self, item: WriteItem, slot: Slot, changes: Changes) -> SpilledChunk | None:
-        """Copies a chunk to a file; None if that failed.
-
-        Arguments:
-            item: the chunk.
-            slot: its place; given up if this fails.
-            changes: notices if the chunk changes before it is copied.
-
-        Raises: what reading the chunk raises.
-        """
-        taken: list[Array] = []
-
-        def take(nbytes: int) -> Array:
-            taken.append(self.buffers.take(nbytes))
-            return taken[0]
-
-        try:
-            with changes.noticed(item) as compare:
-                data = stage(item.fragment, item.box, item.dtype, take)  # a view where possible
-                compare(data)
-                written = slot.write(data)
-        except BaseException:
-            slot.free()
-            raise
-        finally:
-            for buffer in taken:
-                self.buffers.give(buffer)
-        if not written:
-            slot.free()
-            return None
-        return SpilledChunk(self, item, slot)
-
-
-@dataclass(frozen=True, slots=True)
-class SpilledChunk:
-    """A chunk in a file.
-
-    Arguments:
-        spill: what wrote it.
-        item: which.
-        slot: where.
-    """
-
-    spill: Spill
-    item: WriteItem
-    slot: Slot
-
-    def fetch(self, release: Callable[[], None]) -> StagedChunk:
-        """Reads it back; `release` is called when that memory is released.
-
-        Raises:
-            StorageError: it is lost.
-        """
-        nbytes = self.slot.nbytes
-        buffer = self.spill.buffers.take(nbytes)
-
-        def give() -> None:
-            self.spill.buffers.give(buffer)
-            release()
-
-        data = buffer[:nbytes].view(self.item.dtype).reshape(self.item.box.shape)
-        try:
-            self.slot.read(data)
-        except BaseException:
-            self.spill.buffers.give(buffer)
-            raise
-        return StagedChunk(data, nbytes, give)
-
-    def release(self) -> None:
-        """Gives its place back."""
-        self.slot.free()
-
-
 _log = logging.getLogger("unickpt")
 _WARN_S = 0.1
 
@@ -226,7 +146,7 @@ class Places:
         self.calling = True
         """Whether the caller of the save waits for the copies."""
         self._lock = threading.Lock()
-        self._transferred = 0
+        self._transferred, self._transfers = 0, list[Transfer]()
         self._staged = Staged(budget_wait_s=waited_s)
         self._since: float | None = None
 
@@ -272,6 +192,9 @@ class Places:
 
         Returns:
             These chunks, as they are read where they arrive.
+
+        Raises:
+            StateChanged: an array was freed.
         """
         of: dict[Memory, list[WriteItem]] = {}
         for item in items:
@@ -283,17 +206,34 @@ class Places:
             if nbytes > self.budget or not self._area.reserve(nbytes, self.budget):
                 continue
             assert memory.transfer is not None, "only such are among them"
-            read = memory.transfer([item.box for item in chunks])
-            if read is None:
+            self._transferred += nbytes
+            try:
+                found = memory.transfer([item.box for item in chunks])
+            except StateChanged as error:
+                raise naming(error, chunks[0]) from None
+            if found is None:
+                self._transferred -= nbytes
                 self._area.unreserve(nbytes)
                 continue
-            self._transferred += nbytes
+            self._transfers.append(found)
             self.count(copied=nbytes)
             host = Memory(mutable=False)
             for item in chunks:
-                fragment = replace(item.fragment, read=read, memory=host, sample=None)
+                fragment = replace(item.fragment, read=found.read, memory=host, sample=None)
                 arriving.append(replace(item, fragment=fragment))
         return arriving
+
+    def go_first(self) -> None:
+        """Has what this thread asks of devices from now on wait for the transfers."""
+        for transfer in self._transfers:
+            if transfer.go_first is not None:
+                transfer.go_first()
+
+    def wait_transferred(self) -> None:
+        """Waits until what devices copy may change."""
+        for transfer in self._transfers:
+            if transfer.wait is not None:
+                transfer.wait()
 
     def count(
         self, *, copied: int = 0, drained: int = 0, spilled: int = 0, waited_s: float = 0.0
@@ -332,6 +272,9 @@ class Places:
     def close(self) -> None:
         """Gives up the files, and the memory that was transferred to; called when nothing is in
         them that is needed."""
+        with suppress(Exception):  # a device that failed cannot be waited for
+            self.wait_transferred()
+        self._transfers = []
         self._area.unreserve(self._transferred)
         if self.spill is not None:
             self.spill.files.close()
@@ -343,3 +286,110 @@ def _files(folder: str, job: SaveTask) -> SpillFiles:
         arrays = job.description.index.arrays.values()
         beside = job.location.path, sum(entry.nbytes for entry in arrays)
     return SpillFiles(folder, beside)
+
+
+ChunkKey = tuple[int, int]
+"""Of a chunk: its array, and its position there."""
+_COPIES = {SnapshotMethod.COPY_NOW, SnapshotMethod.COPY_LATER}
+
+
+def _none() -> dict[SnapshotMethod, list[WriteItem]]:
+    return {method: [] for method in SnapshotMethod}
+
+
+@dataclass(frozen=True)
+class StagedPlan:
+    """The chunks of one save.
+
+    Arguments:
+        writes: what this process holds and writes.
+        items: the chunks by how they are kept, in the order in which they are copied.
+        deferred: those to be copied later because they do not fit.
+        never_in_memory: those whose copies may only be in files.
+        waits_for_commit: whether the state may change only after the commit.
+    """
+
+    writes: WritePlan = field(default_factory=lambda: WritePlan((), ()))
+    items: dict[SnapshotMethod, list[WriteItem]] = field(default_factory=_none)
+    deferred: Sequence[WriteItem] = ()
+    never_in_memory: frozenset[ChunkKey] = frozenset()
+    waits_for_commit: bool = False
+
+
+def plan_staging(writes: WritePlan, capture: SnapshotPolicy, places: Places) -> StagedPlan:
+    """Plans how the chunks of a save are staged.
+
+    Arguments:
+        writes: what this process holds and writes.
+        capture: decides how fragments are kept.
+        places: for copies.
+    """
+    own = {key(item) for item in writes.own}
+    spare = [item for item in kept(writes.held) if item.assumed and key(item) not in own]
+    held_back = _held_back(spare, writes.own, capture, places)
+    waits_for_commit = bool(held_back) and not places.can_spill
+    room = places.room
+    if not waits_for_commit:
+        room -= sum(item.nbytes for item in spare if key(item) not in held_back)
+    planned, deferred = _deferring(writes.own, capture, room)
+    planned.sort(key=lambda item: capture.methods[item.fragment].value)
+    items = _none()
+    for item in kept(planned):
+        items[capture.methods[item.fragment]].append(item)
+    for item in spare:
+        method = capture.methods[item.fragment]
+        copy = method in _COPIES and not waits_for_commit
+        items[method if copy else SnapshotMethod.REFERENCE].append(item)
+    writes = WritePlan(writes.held, planned)
+    return StagedPlan(writes, items, deferred, held_back, waits_for_commit)
+
+
+def _held_back(
+    spare: Sequence[WriteItem], own: Sequence[WriteItem], capture: SnapshotPolicy, places: Places
+) -> frozenset[ChunkKey]:
+    """Of chunks that another process should write, those that have no room in memory.
+
+    If that process lacks them, this one must write them; so they are held until the commit. They
+    may have up to half of the memory. If the others find no place in a file, nothing is copied, and
+    the caller waits for the commit.
+    """
+    room = places.budget // 2 - max((item.nbytes for item in kept(own)), default=0)
+    found = set()
+    for item in spare:
+        if capture.methods[item.fragment] in _COPIES:
+            room -= item.nbytes
+            if room < 0:
+                found.add(key(item))
+    return frozenset(found)
+
+
+def _deferring(
+    own: Sequence[WriteItem], capture: SnapshotPolicy, room: int
+) -> tuple[list[WriteItem], list[WriteItem]]:
+    """What this process writes, and of that what is copied later, because it does not fit.
+
+    Arguments:
+        own: what it writes.
+        capture: knows of which chunks that is safe.
+        room: bytes of copies that fit.
+    """
+    found, deferred = [], []
+    for item in own:
+        if not item.borrowed and capture.methods[item.fragment] is SnapshotMethod.COPY_NOW:
+            room -= item.nbytes
+            later = capture.deferred(item.fragment) if room < 0 else None
+            if later is not None:
+                item = replace(item, fragment=later)
+                deferred.append(item)
+        found.append(item)
+    return found, deferred
+
+
+def key(item: WriteItem) -> ChunkKey:
+    """By which a chunk is found."""
+    return item.array, item.position
+
+
+def kept(items: Iterable[WriteItem]) -> list[WriteItem]:
+    """Those whose own data are saved."""
+    return [item for item in items if not item.borrowed]

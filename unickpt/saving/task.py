@@ -128,6 +128,8 @@ class SaveEvent(Enum):
     """Writing would not slow the caller down, or the caller waits for it."""
     RETURNED = auto()
     """The call has staged what it must."""
+    TRANSFERRING = auto()
+    """Devices copy what they can of what is copied in the background."""
     SAFE = auto()
     """The state may be changed."""
     STAGED = auto()
