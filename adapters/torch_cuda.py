@@ -100,8 +100,10 @@ def transfer(
             part = tensor_of(box)
             dtype = TO_NUMPY[part.dtype]
             out = pinned(part.numel() * dtype.itemsize).view(dtype).reshape(box.shape)
-            as_torch(out, part.dtype).copy_(part, non_blocking=True)
             part.record_stream(stream)  # what is freed meanwhile is not given to others before
+            # Else torch would conjugate or negate the copy on the host, before it is there.
+            made = part.resolve_conj().resolve_neg()
+            as_torch(out, part.dtype).copy_(made, non_blocking=True)
             copied: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             copied.record(stream)
             copies[box] = out, copied
