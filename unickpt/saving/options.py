@@ -54,7 +54,9 @@ class SaveOptions(CommonOptions):
             `PendingSave.result`.) On an accelerator, JAX arrays are transferred to page-locked
             host memory behind the work that is queued there, and may be donated at once: the call
             does not wait, as far as `budget_bytes` and a quarter of the page-locked memory that XLA
-            has (XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB) hold them; all else is copied before it returns;
+            has (XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB) hold them. So are CUDA tensors, as far as
+            `budget_bytes` holds them; the caller's current stream waits for it, so that what is
+            queued there later may change them. All else is copied before the call returns;
             with `Checkpointer(optimizers=...)`, arrays that the optimizers own are copied in the
             background (see there), and all others are cloned on the device if it has room.
             "copy": everything is copied to host memory before the call returns.
