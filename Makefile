@@ -57,7 +57,7 @@ test-fast: .venv/installed
 # `make test-python VERSIONS=3.13`.
 VERSIONS ?= 3.12 3.13
 test-oldest:
-	$(PYTHON) tests/environments.py oldest
+	$(PYTHON) tests/environments.py oldest oldest-torch
 test-python:
 	$(PYTHON) tests/environments.py $(VERSIONS:%=python%)
 

@@ -35,8 +35,9 @@ FORMATS = pytest.mark.parametrize("name", ["step", "step.pt"])
 @FORMATS
 def test_a_flag_that_the_older_version_lacks_keeps_its_value(name: str, tmp_path: Path) -> None:
     older = trained(lr=0.5)
-    del older["optim"].param_groups[0]["decoupled_weight_decay"]
+    older["optim"].param_groups[0].pop("decoupled_weight_decay", None)
     newer = trained()
+    newer["optim"].param_groups[0]["decoupled_weight_decay"] = True
     _, report = unickpt.load(stored(older, tmp_path / name), newer, return_report=True)
     assert report.kept == ("optim/param_groups/0/decoupled_weight_decay",)
     assert report.kept[0] in str(report)
@@ -105,8 +106,9 @@ def test_flags_of_schedulers_come_and_go(name: str, tmp_path: Path) -> None:
     for each in (older["plateau"], older["sequence"]._schedulers[0]):
         each.verbose = False
     del older["plateau"].default_min_lr
-    del older["sequence"]._schedulers[0]._is_initial
+    vars(older["sequence"]._schedulers[0]).pop("_is_initial", None)
     newer = scheduled()
+    newer["sequence"]._schedulers[0]._is_initial = False
     path = stored(older, tmp_path / name)
     _, report = unickpt.load(path, newer, return_report=True)
     assert report.kept == ("plateau/default_min_lr", "sequence/_schedulers/0/_is_initial")
@@ -135,3 +137,32 @@ def test_what_a_rename_would_mend_may_be_skipped(tmp_path: Path) -> None:
     like = {"a": {"new": 0}, "b": {"new": 0}, "d": 0}
     with pytest.raises(LoadMismatch, match=r"asked 'new', stored 'old'"):
         unickpt.load(tmp_path / "step", like, unexpected="skip")
+
+
+RULES = "o/{n...} <-> optim/{n...}\nm/{n...} <-> model/{n...}"
+
+
+@FORMATS
+@pytest.mark.parametrize("lacking", ["stored", "asked"])
+def test_through_rules(lacking: str, name: str, tmp_path: Path) -> None:
+    older, newer = trained(lr=0.5), trained()
+    older["optim"].param_groups[0].pop("decoupled_weight_decay", None)
+    newer["optim"].param_groups[0]["decoupled_weight_decay"] = True
+    kept, like = (older, newer) if lacking == "stored" else (newer, older)
+    path = stored({"o": kept["optim"], "m": kept["model"]}, tmp_path / name)
+    unickpt.load(path, like, rules=unickpt.Rules.parse(RULES))
+    assert like["optim"].param_groups[0]["lr"] == kept["optim"].param_groups[0]["lr"]
+    for ours, theirs in zip(like["model"].parameters(), kept["model"].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("key", ["weight_decay", "betas"])
+@pytest.mark.parametrize("lacking", ["stored", "asked"])
+def test_what_decides_how_to_train_is_never_missing_through_rules(
+    lacking: str, key: str, tmp_path: Path
+) -> None:
+    kept, like = trained(), trained()
+    del {"stored": kept, "asked": like}[lacking]["optim"].param_groups[0][key]
+    unickpt.save(tmp_path / "c", {"o": kept["optim"], "m": kept["model"]})
+    with pytest.raises((LoadMismatch, unickpt.RuleError), match=key):
+        unickpt.load(tmp_path / "c", like, rules=unickpt.Rules.parse(RULES))

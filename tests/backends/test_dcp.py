@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from support import TESTS, foreign, s3_server
 from support.forks import Forks
+from support.versions import DCP_ALONE, needs_torch
 
 import unickpt
 from unickpt import CheckpointCorrupt, CheckpointNotFound, UnsupportedFormat
@@ -231,7 +232,7 @@ def save(state: Any, path: Path, **options: Any) -> Path:
     writer = torch_dcp.FileSystemWriter(path, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is only this process
-        torch_dcp.save(state, storage_writer=writer, no_dist=True)
+        torch_dcp.save(state, storage_writer=writer, **DCP_ALONE)
     return path
 
 
@@ -336,6 +337,7 @@ def test_values_that_are_no_tensors(tmp_path: Path) -> None:
     assert found["empty"] == ()
 
 
+@needs_torch("2.8", "DCP in files of safetensors")
 def test_safetensors_after_other_values(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     filesystem = pytest.importorskip("torch.distributed.checkpoint.filesystem")

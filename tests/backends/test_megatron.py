@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from support import foreign, s3_server
 from support.foreign import unpacked
+from support.versions import DCP_ALONE
 
 import unickpt
 from unickpt import CheckpointCorrupt, CheckpointNotFound, LoadMismatch, UnsupportedFormat
@@ -193,7 +194,7 @@ class TestSuite(ReaderSuite):
         planner = torch_dcp.DefaultSavePlanner(flatten_state_dict=False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is only this process
-            torch_dcp.save(state, checkpoint_id=path, planner=planner, no_dist=True)
+            torch_dcp.save(state, checkpoint_id=path, planner=planner, **DCP_ALONE)
         torch.save(dict(values), path / "common.pt")
         marker = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         (path / "metadata.json").write_text(json.dumps(marker))

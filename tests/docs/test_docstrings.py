@@ -8,6 +8,7 @@ import pkgutil
 import sys
 
 import pytest
+from support.versions import has_torch
 
 import unickpt
 
@@ -21,10 +22,11 @@ def modules() -> list[str]:
 def test_docstrings(name: str) -> None:
     try:
         module = importlib.import_module(name)
-    except ModuleNotFoundError as missing:  # a large trainer, which `make test` does not install
-        if not name.startswith("unickpt.integrations."):
+    except ImportError as missing:  # a large trainer, which `make test` does not install
+        known = isinstance(missing, ModuleNotFoundError) or not has_torch("2.9")
+        if not (known and name.startswith("unickpt.integrations.")):
             raise
-        pytest.skip(f"{missing.name} is not installed")
+        pytest.skip(str(missing))
     result = doctest.testmod(module, verbose=False)
     assert result.failed == 0, f"{result.failed} examples of {name} fail; see above"
     assert sys.modules[name] is module

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.foreign import unpacked
+from support.versions import DCP_ALONE
 
 import unickpt
 from unickpt import Checkpoint, RuleError, Rules
@@ -186,7 +187,7 @@ def save(state: Mapping[str, Any], path: Path, flatten: bool = True) -> Path:
     planner = dcp.DefaultSavePlanner(flatten_state_dict=flatten)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is only this process
-        dcp.save(dict(state), checkpoint_id=path, planner=planner, no_dist=True)
+        dcp.save(dict(state), checkpoint_id=path, planner=planner, **DCP_ALONE)
     return path
 
 

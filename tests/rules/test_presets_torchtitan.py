@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.versions import DCP_ALONE
 
 import unickpt
 
@@ -32,7 +33,7 @@ def test_dcp_loads_an_export_with_the_keys_of_torchtitan(tmp_path: Path) -> None
         "dataloader": {"dp_rank_0": b"", "buffer": [], "empty": [0]},
         "train_state": {"step": torch.tensor(0)},
     }  # fmt: skip
-    dcp.load(found, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    dcp.load(found, checkpoint_id=tmp_path / "theirs", **DCP_ALONE)
     for name, value in weights.items():
         assert torch.equal(found.pop(name), value)
     assert str(found) == str(rest)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from support.versions import needs_torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -198,6 +199,7 @@ def test_modules_stay_resizable_after_a_load(meta: bool, tmp_path: Path) -> None
         resize(param)
 
 
+@needs_torch("2.7", "FSDP2 on CPUs")
 def test_fsdp_goes_on_after_a_save_of_what_is_unsharded(lonely: Any, tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 5))
     fully_shard(model, mesh=lonely)

@@ -200,7 +200,8 @@ class _RequestedFacts(Mapping[str, Fact]):
             return Fact(tuple(target.shape), dtypes.name_of(target.dtype))
         if isinstance(value, PerProcess):
             return Fact(kind=LeafKind.PROCESS)
-        return Fact((), _NUMBERS.get(type(value), ""), LeafKind.VALUE)
+        dispensable = may_lack(name, value, self._asked.leaves)
+        return Fact((), _NUMBERS.get(type(value), ""), LeafKind.VALUE, dispensable)
 
     def __contains__(self, name: object) -> bool:
         return name in self._asked.leaves
@@ -385,10 +386,12 @@ def compare(view: CheckpointView, asked: LoadRequest, policy: Policy) -> LoadRep
     if nothing:
         nothing.intersection_update(tree.empty_containers(asked.node))
     skipped = sorted(set(view.unused) - nothing - asked.left_out.keys(), key=natural)
+    # Rules give their groups other names: then it is among the stored ones that such a flag is one.
+    beside = asked.leaves if isinstance(view, StoredView) else stored.index.values
     unexpected = [
         Difference(name, "unexpected", view.shown(name), "-")
         for name in skipped
-        if selection.has(name) and not may_lack(name, _stored_value(view, name), asked.leaves)
+        if selection.has(name) and not may_lack(name, _stored_value(view, name), beside)
     ]
     refused = () if policy.skip_unexpected else unexpected
     rows = [*found.rows, *refused, *_shared_memory(view, asked.targets)]

@@ -36,6 +36,7 @@ from unickpt.rules.plan import Constant, Fact, LeafKind, Made, RulePlan, Same, S
 from unickpt.rules.planner import make_plan, offers
 from unickpt.rules.rule_set import Rules
 from unickpt.trees import tree, tree_json
+from unickpt.trees.optimizer_settings import may_lack
 from unickpt.trees.renamed import renamed
 
 
@@ -345,7 +346,10 @@ def stored_facts(checkpoint: Reader) -> StoredLeaves:
     index = checkpoint.index
     entries = index.entries
     facts = {name: Fact(e.shape, e.dtype) for name, e in entries.items()}
-    facts |= {name: Fact(kind=LeafKind.VALUE) for name in index.values}
+    facts |= {
+        name: Fact(kind=LeafKind.VALUE, dispensable=may_lack(name, value, index.values))
+        for name, value in index.values.items()
+    }
     facts |= {name: Fact(kind=LeafKind.PROCESS) for name in index.per_process}
     return StoredLeaves(facts, entries)
 

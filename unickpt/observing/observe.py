@@ -371,7 +371,7 @@ class _Writer:
         """What the other direction can bring back of an input: not what was cut off, or rounded."""
         x = self._seen.own[name]
         left = x.astype(self._casts.get(name, x.dtype)).astype(x.dtype)
-        return np.where(self._used[name].reshape(x.shape), left, 0).astype(x.dtype)
+        return np.where(self._used[name].reshape(x.shape), left, np.zeros((), x.dtype))
 
 
 def _tell_apart(found: Sequence[Draft]) -> None:

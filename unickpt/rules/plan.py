@@ -28,11 +28,14 @@ class Fact:
         shape: of an array; a plain number counts as an array without dimensions.
         dtype: name of the dtype, where there is one; of a plain number, what it is to Python.
         kind: what it is.
+        dispensable: whether a side does without it that lacks it, as a flag of an optimizer that
+            only some versions of torch have.
     """
 
     shape: tuple[int, ...] = ()
     dtype: str = ""
     kind: LeafKind = LeafKind.ARRAY
+    dispensable: bool = False
 
     @property
     def is_array(self) -> bool:

@@ -24,8 +24,6 @@ from torch.distributed.checkpoint import stateful
 from torch.distributed.checkpoint import storage as torch_storage
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
-from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from unickpt.errors import ProcessFailed
 from unickpt.frameworks.leaves import adapters
@@ -49,6 +47,18 @@ from unickpt.saving.background import PendingSave, SaveCallbacks, SaveRequest
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.task import SaveTask
 from unickpt.storage import paths
+
+try:
+    from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager
+    from torch.distributed.checkpoint.state_dict_saver import (
+        AsyncCheckpointerType,
+        AsyncSaveResponse,
+    )
+except ImportError as missing:
+    raise ImportError(
+        f"unickpt.integrations.dcp takes the place of functions that torch 2.9 has; this is torch "
+        f"{torch.__version__}. unickpt.save and unickpt.load take the same state dicts"
+    ) from missing
 
 __all__ = [
     "FileSystemReader",
