@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from support import TESTS, foreign, s3_server
 from support.forks import Forks
-from support.versions import DCP_ALONE, needs_torch
+from support.torch_versions import DCP_ALONE, needs_torch
 
 import unickpt
 from unickpt import CheckpointCorrupt, CheckpointNotFound, UnsupportedFormat

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from support import foreign, s3_server
 from support.foreign import unpacked
-from support.versions import DCP_ALONE
+from support.torch_versions import DCP_ALONE
 
 import unickpt
 from unickpt import CheckpointCorrupt, CheckpointNotFound, LoadMismatch, UnsupportedFormat

@@ -8,7 +8,7 @@ import pkgutil
 import sys
 
 import pytest
-from support.versions import has_torch
+from support.torch_versions import has_torch
 
 import unickpt
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.foreign import unpacked
-from support.versions import DCP_ALONE
+from support.torch_versions import DCP_ALONE
 
 import unickpt
 from unickpt import Checkpoint, RuleError, Rules

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.versions import DCP_ALONE
+from support.torch_versions import DCP_ALONE
 
 import unickpt
 

@@ -1,35 +1,93 @@
-"""What tests do with older versions of torch: make test-oldest runs them."""
+"""Checkpoints that older and newer versions of the frameworks wrote: `tests/fixtures/versions`."""
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+import importlib
+import json
+import sys
+import tarfile
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-import pytest
+import numpy as np
+
+import unickpt
+from support import TESTS
+from unickpt.arrays import dtypes
+
+FOLDER = Path(TESTS) / "fixtures" / "versions"
+END = "end"  # not a checkpoint: how a run ends that nothing interrupts
 
 
-def has_torch(wanted: str) -> bool:
-    """Whether torch is of this version, such as "2.8", or newer; True without torch."""
+class Case:
+    """What one version wrote."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name, self.path = folder.name, folder / "ckpt"
+        self.about = json.loads((folder / "expected.json").read_text())
+        self._npz = folder / "expected.npz"
+
+    @property
+    def checkpoints(self) -> list[str]:
+        return [name for name in self.about["checkpoints"] if name != END]
+
+    @cached_property
+    def _arrays(self) -> dict[str, np.ndarray]:
+        with np.load(self._npz) as found:
+            return dict(found)
+
+    def arrays(self, checkpoint: str) -> dict[str, np.ndarray]:
+        """What the framework says that the arrays of a checkpoint hold, in their dtypes."""
+        facts = self.about["checkpoints"][checkpoint]["arrays"]
+        return {
+            name: self._arrays[f"{checkpoint}:{name}"].view(dtypes.from_name(each["dtype"]))
+            for name, each in facts.items()
+        }
+
+    def values(self, checkpoint: str) -> dict[str, Any]:
+        """Likewise, plain values."""
+        return dict(self.about["checkpoints"][checkpoint]["values"])
+
+
+def unpack(into: Path) -> dict[str, Case]:
+    with tarfile.open(FOLDER / "checkpoints.tar.xz") as packed:
+        packed.extractall(into, filter="data")
+    return {folder.name: Case(folder) for folder in sorted(into.iterdir())}
+
+
+def names() -> list[str]:
+    """Of the cases."""
+    with tarfile.open(FOLDER / "checkpoints.tar.xz") as packed:
+        return sorted({name.split("/")[0] for name in packed.getnames()})
+
+
+def written_by(framework: str) -> Any:
+    """The module that wrote the cases of a framework: their models and optimizers."""
+    sys.path.insert(0, str(FOLDER))
     try:
-        found = version("torch")
-    except PackageNotFoundError:  # it is for the test to say so
-        return True
-    return _numbers(found) >= _numbers(wanted)
+        return importlib.import_module(f"written_by_{framework}")
+    finally:
+        sys.path.remove(str(FOLDER))
 
 
-def needs_torch(wanted: str, what: str) -> pytest.MarkDecorator:
-    """Skips a test with older versions of torch.
-
-    Arguments:
-        wanted: the first version with which it runs.
-        what: that version has.
-    """
-    return pytest.mark.skipif(not has_torch(wanted), reason=f"torch {wanted} has {what}")
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.partition("+")[0].split(".")[:2]]
-
-
-DCP_ALONE: dict[str, Any] = {"no_dist": True} if has_torch("2.8") else {}
-"""Arguments with which DCP's functions are for this process alone; older ones guess it."""
+def differences(case: Case, checkpoint: str, found: unickpt.Checkpoint) -> Iterator[str]:
+    """The arrays and plain values that are not, bit for bit, what the framework says."""
+    arrays = case.arrays(checkpoint)
+    for name, wanted in arrays.items():
+        if name not in found:
+            yield f"{name} is missing"
+            continue
+        array = np.asarray(found[name][...])
+        facts = (array.dtype, array.shape, array.tobytes())
+        if facts != (wanted.dtype, wanted.shape, wanted.tobytes()):
+            yield f"{name} is {array!r}, not {wanted!r}"
+    for name, value in case.values(checkpoint).items():
+        if name not in found.values:
+            yield f"{name} is missing"
+        elif found.values[name] != value or type(found.values[name]) is not type(value):
+            yield f"{name} is {found.values[name]!r}, not {value!r}"
+    for name in found:
+        if name not in arrays:
+            yield f"{name} is not in the checkpoint"
