@@ -2,7 +2,6 @@
 
 The columns of a layer are on the ranks. Started again, on 1, 2 or 4 of them, it goes on."""
 
-import glob
 import os
 import sys
 
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 
-from unickpt.integrations.megatron import LoadStrategy, SaveStrategy
+from unickpt.integrations.megatron import LoadStrategy, SaveStrategy, latest
 
 run, steps = sys.argv[1], int(sys.argv[2])
 dist.init_process_group("gloo")
@@ -27,9 +26,8 @@ def state(step: int) -> dict[str, object]:
 
 
 step = 0
-complete = sorted(glob.glob(f"{run}/*/metadata.json"))  # which Megatron writes last
-if complete:
-    step = dist_checkpointing.load(state(0), os.path.dirname(complete[-1]), load)["step"]
+if (folder := latest(run)) is not None:
+    step = dist_checkpointing.load(state(0), folder, load)["step"]
 while step < steps:
     step += 1
     optimizer.zero_grad()

@@ -82,6 +82,7 @@ JOBS = {
     "titan": Job("torchtitan", "torchtitan", (2,), False, "torchtitan"),
     "maxtext_loop": Job("MaxText", "maxtext", (1,), False, "maxtext"),
     "deepspeed_zero": Job("DeepSpeed, ZeRO 2", "deepspeed", (2,), True, "deepspeed"),
+    "megatron_core": Job("Megatron-Core", "megatron", (1, 2), False, "deepspeed"),
     "ray_train": Job("Ray Train", "ray", (1, 2), environment="ray", cluster=True),
 }
 # ckpt-chaos itself, of whose points it takes a part: every `of`-th, from `first`.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.metadata import version
@@ -343,3 +345,20 @@ def test_the_example_goes_on_on_other_ranks(ranks: Ranks, tmp_path: Path) -> Non
             assert one.out.splitlines()[-2:] == [f"step {step}" for step in done]
     found = unickpt.load(tmp_path / "0000004")
     assert found["weight"].shape == (8, 16)
+
+
+def test_the_newest_complete_checkpoint(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron's own, of torch
+        from unickpt.integrations.megatron import latest
+
+    assert latest(tmp_path / "none") is None
+    whole = json.dumps({"sharded_backend": "unickpt", "sharded_backend_version": 1})
+    written = {"iter_0000002": whole, "10": whole, "iter_0000011": whole[:20], "12 of 1": whole}
+    for name, text in written.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metadata.json").write_text(text)
+    (tmp_path / "iter_0000013").mkdir()  # nothing in it yet
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("13")
+    (tmp_path / "13").write_text("a file")
+    assert latest(str(tmp_path)) == str(tmp_path / "10")

@@ -5,6 +5,8 @@
     dist_checkpointing.save(state, folder, SaveStrategy(optimizer))
     dist_checkpointing.load(state, folder, LoadStrategy(optimizer))
 
+`latest(run)` is the folder of the newest checkpoint of a run that is complete.
+
 docs/integrations/megatron.md says what is stored, and what differs.
 """
 
@@ -13,11 +15,12 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.util import find_spec
 
+from unickpt.integrations.megatron.latest import latest
 from unickpt.integrations.megatron.loading import LoadStrategy
 from unickpt.integrations.megatron.saving import BACKEND, VERSION, SaveStrategy
 from unickpt.integrations.megatron.waiting import AsyncCallsQueue
 
-__all__ = ["AsyncCallsQueue", "LoadStrategy", "SaveStrategy"]
+__all__ = ["AsyncCallsQueue", "LoadStrategy", "SaveStrategy", "latest"]
 
 _BASE = "megatron.core.dist_checkpointing.strategies.base"
 
