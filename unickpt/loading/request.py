@@ -200,7 +200,8 @@ class _RequestedFacts(Mapping[str, Fact]):
             return Fact(tuple(target.shape), dtypes.name_of(target.dtype))
         if isinstance(value, PerProcess):
             return Fact(kind=LeafKind.PROCESS)
-        dispensable = may_lack(name, value, self._asked.leaves)
+        # A count is none; that is all that most plain loads ask for.
+        dispensable = type(value) is not int and may_lack(name, value, self._asked.leaves)
         return Fact((), _NUMBERS.get(type(value), ""), LeafKind.VALUE, dispensable)
 
     def __contains__(self, name: object) -> bool:
