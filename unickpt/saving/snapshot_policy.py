@@ -32,8 +32,9 @@ from unickpt.saving.options import SaveOptions
 from unickpt.saving.write_plan import DirectSource, WriteItem, naming
 
 _log = logging.getLogger("unickpt")
-# Smaller arrays are not worth the risk: changes of batch norm's statistics are not detectable.
-_LAZY_BYTES = 1 << 20
+# Smaller arrays are not worth the risk: changes of batch norm's statistics are not detectable. And
+# to sample one that is much smaller takes as long as to copy it.
+_LAZY_BYTES = 1 << 18
 _SAMPLES = 64
 
 
