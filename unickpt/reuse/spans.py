@@ -112,7 +112,12 @@ class Spans:
     def used(self) -> dict[int, int]:
         """By the units of which something is used, how many bytes."""
         nbytes = np.bincount(self.unit, self.nbytes, len(self.units))
-        return {unit: int(nbytes[unit]) for unit in np.unique(self.unit).tolist()}
+        return {unit: int(nbytes[unit]) for unit in self._used_units()}
+
+    def _used_units(self) -> list[int]:
+        """The units of which something is used, ascending."""
+        used: list[int] = np.flatnonzero(np.bincount(self.unit)).tolist()
+        return used
 
     def last(self) -> dict[int, tuple[Place, Chunk]]:
         """By these units, what ends last of what is used, and of which chunk that is."""
@@ -120,7 +125,7 @@ class Spans:
         order = np.argsort(self.offset + self.length, kind="stable")
         row = np.zeros(len(self.units), np.int64)
         row[self.unit[order]] = order  # the last one stays
-        for unit in np.unique(self.unit).tolist():
+        for unit in self._used_units():
             at, (of, path) = int(row[unit]), self.units[unit]
             number, chunk = self.chunk(at)
             value = self.values[number]
