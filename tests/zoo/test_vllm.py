@@ -8,6 +8,8 @@ pytest.importorskip("vllm")
 
 from benchmarks.zoo.__main__ import rows_of
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # those of vLLM and what it imports
+
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
 def test_each_size_is_rules_and_its_digests_are_as_predicted(architecture: str) -> None:
