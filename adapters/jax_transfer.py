@@ -89,15 +89,15 @@ def transfer(gather: Gather, pieces: Mapping[Box, Any], boxes: Sequence[Box]) ->
         The copies; None if the devices cannot do it, or there is no room.
     """
     parts: dict[Box, Any] = {}
+    lost = sum(box.size for box in boxes)
     for box, data in pieces.items():
         wanted = [common for each in boxes if (common := box.intersect(each)) is not None]
-        if sum(common.size for common in wanted) == box.size:
+        size = sum(common.size for common in wanted)
+        lost -= size
+        if size == box.size:
             parts[box] = data
         else:  # the rest is for other processes to write
             parts |= {each: _cut(data, each.relative_to(box.start)) for each in wanted}
-    lost = sum(box.size for box in boxes) - sum(
-        common.size for box in boxes for part in pieces if (common := part.intersect(box))
-    )
     assert lost == 0, f"the pieces {list(pieces)} lack {lost} elements of {list(boxes)}"
     shardings = [_on_host(data.sharding) for data in parts.values()]
     known = [each for each in shardings if each is not None]

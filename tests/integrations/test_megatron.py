@@ -353,6 +353,8 @@ def test_the_newest_complete_checkpoint(tmp_path: Path) -> None:
         from unickpt.integrations.megatron import latest
 
     assert latest(tmp_path / "none") is None
+    with pytest.raises(ValueError, match=r"s3://bucket/run.*not into a URL; pass its path"):
+        latest("s3://bucket/run")  # None would begin the training anew
     whole = json.dumps({"sharded_backend": "unickpt", "sharded_backend_version": 1})
     written = {"iter_0000002": whole, "10": whole, "iter_0000011": whole[:20], "12 of 1": whole}
     for name, text in written.items():

@@ -185,13 +185,11 @@ class PartialSave:
         """
         if self.base is None:
             return False
-        arrays, codecs = index.arrays, index.codecs
-        theirs, steps, none = self.base.arrays, self.base.steps, dict[int, int]()
         for name, held in experts.items():
-            if theirs.get(name) != _stored_as(arrays[name], codecs):
+            ours = _stored_as(index.arrays[name], index.codecs)
+            if self.base.arrays.get(name) != ours:
                 return False
-            known = steps.get(held.key, none)
-            if not all(number in known for number in held.experts):
+            if not self.base.steps.get(held.key, {}).keys() >= set(held.experts):
                 return False
         return True
 

@@ -167,8 +167,10 @@ class _RulePlanner:
             before: the problems that were found before.
             left: what is not used, and what is not made.
         """
-        needed = [{n: fact for n, fact in of.items() if not fact.dispensable} for of in left]
-        left = needed[0], needed[1]
+        unused, unmade = (
+            {name: fact for name, fact in of.items() if not fact.dispensable} for of in left
+        )
+        left = unused, unmade
         shared = self._rules.shared
         of_kept = {family.rule for family in kept}
         rules = [rule for rule in self._rules.rules if rule not in of_kept]

@@ -311,13 +311,13 @@ class Snapshot:
                 return False
             if timeout is not None:
                 timeout = max(0.0, timeout - (time.perf_counter() - began))
-            if self._all_transferring():
-                self._places.go_first()
-                self.settle()
-                return True
-            self._copies(SnapshotMethod.COPY_LATER).hurry()
-        if not self._events.wait(SaveEvent.SAFE, timeout):
+            if not self._all_transferring():
+                self._copies(SnapshotMethod.COPY_LATER).hurry()
+                if not self._events.wait(SaveEvent.SAFE, timeout):
+                    return False
+        elif not self._events.wait(SaveEvent.SAFE, timeout):
             return False
+        self._places.go_first()  # this thread's work may be queued elsewhere than the caller's
         self.settle()
         return True
 

@@ -21,11 +21,19 @@ def latest(run: str | os.PathLike[str]) -> str | None:
     Returns:
         Its folder; None if there is none.
 
+    Raises:
+        ValueError: `run` is a URL; Megatron's own files are on a file system.
+
     Example:
         folder = latest("run")
         if folder is not None:
             found = dist_checkpointing.load(state(), folder, LoadStrategy(optimizer))
     """
+    if "://" in os.fspath(run):
+        raise ValueError(
+            f"{run}: `latest` looks into a folder of a file system, as Megatron's own files are, "
+            "not into a URL; pass its path"
+        )
     try:
         inside = list(Path(run).iterdir())
     except FileNotFoundError:
