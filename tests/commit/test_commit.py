@@ -280,12 +280,13 @@ def test_a_damaged_record_prevents_the_commit(
 
     def publish(self: Attempt, *arguments: Any) -> None:
         real(self, *arguments)
-        for record in (tmp_path / "processes").glob("*/records/00000.ok"):
+        for record in (tmp_path / "processes").glob("*/records/00001.ok"):
             record.write_bytes(record.read_bytes()[:-1])
 
     monkeypatch.setattr(Attempt, "publish", publish)
-    with pytest.raises(StorageError, match="process 0: the record does not match its checksum"):
-        unickpt.save(tmp_path, numbers(1))
+    error, _ = save_in_job(tmp_path, 2, lambda index: numbers(1))
+    assert isinstance(error, StorageError)
+    assert "process 1: the record does not match its checksum" in str(error)
     assert absent(tmp_path)
 
 

@@ -67,6 +67,16 @@ def test_s3_save_load_overwrite_verify(path: str, count: int, s3: Server) -> Non
     assert unickpt.open(url)["large"][5:7, 3].tolist() == numbers(2)["large"][5:7, 3].tolist()
 
 
+def test_a_process_that_saves_alone_makes_few_requests(s3: Server) -> None:
+    with s3_server.requests() as seen:
+        unickpt.save(s3.url("requests"), {"w": np.arange(100.0)})
+    written = [request.key for request in seen if request.method == "PUT"]
+    # What it wrote, the root's nodes, and the manifest: nobody reads a record.
+    assert len(written) == 3, written
+    assert written[-1].endswith("/manifest.ocdbt")
+    assert len(seen) == 8, seen
+
+
 def test_a_network_that_fails_is_no_damage(
     s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,7 @@ class Attempt:
         self._notes = Notes(self._folder, group, context, timeout_s)
         self._arrivals, self._timing = Arrivals(group.count), b""
         self._missing = location.count_missing()
+        self._has_records = group.count > 1  # a process alone keeps its record
         self._state = AttemptState.OPEN
         self._found: root.State | None = None
         self._totals: Totals | None = None
@@ -140,6 +141,7 @@ class Attempt:
 
     def report(self, report: Report) -> None:
         """Says, while a save takes long, how far this process is."""
+        self._has_records = True
         records = self._folder.child("records").store(self.context)
         progress_reports.write(records, self.group.index, report)
 
@@ -496,4 +498,5 @@ class Attempt:
             for attempt in older:
                 if attempt != self.name:
                     self.location.child(f"processes/{attempt}").remove(self.context)
-            self._notes.clear_records()
+            if self._has_records:
+                self._notes.clear_records()
