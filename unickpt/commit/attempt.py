@@ -105,7 +105,8 @@ class Attempt:
             found = self._root.read()
             # For a bucket that does not exist, S3 only reports that the object is missing; if OCDBT
             # then writes there, TensorStore ends the process. Listing reports the missing bucket.
-            self._notes.check_reachable()
+            if self.location.is_remote:
+                self._notes.check_reachable()
         if found.digest:
             root.refuse_checkpoint(self.location, self.context, overwrite=overwrite)
         self._found = found

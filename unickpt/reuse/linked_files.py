@@ -37,6 +37,7 @@ class LinkedFiles:
         self._reader, self._files = reader, files
         self._folder, self._fsync = folder.child(FOLDER), fsync
         self._names: dict[str, str | None] = {}
+        self._taken = set[str]()
         self._sizes: dict[str, int] = {}
 
     def are_possible(self) -> bool:
@@ -118,8 +119,9 @@ class LinkedFiles:
             if not self._names:
                 self._folder.make()
             name = path.rpartition("/")[2]
-            if name in self._names.values():
+            if name in self._taken:
                 name = f"{len(self._names)}-{name}"
+            self._taken.add(name)
             at = f"{self._folder.spec['path']}{name}"
             self._names[path] = name if self._files.link(path, at, fsync=self._fsync) else None
         return self._names[path]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from unickpt.saving.write_plan import WriteItem
 from unickpt.storage.btree.builder import PLACE_DTYPE
 from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.data_files import DataFile
+
+if TYPE_CHECKING:
+    from unickpt.reuse.unchanged import Unchanged
 
 _MOST_THREADS = 16  # that write and also quantise, or compare with the base
 
@@ -40,6 +44,8 @@ _Notes = TypeVar("_Notes", bound=Notes)
 
 class Writer(Protocol):
     """What writes the rest: `ChunkWriter`."""
+
+    unchanged: Unchanged | None
 
     def write(
         self,
@@ -84,8 +90,6 @@ def take_or_write(
         ((item.entry, item.part, item.number) for item in some),
         [Span(item.entry, item.part, item.numbers) for item in asked],
     )
-    if not in_order:
-        items = _likely_changed_first(items, base)
     spans = [asked[number] for number in together.which.tolist()]
     others, lent, known = list[WriteItem](), list[WriteItem](), set(map(id, spans))
     for item in items:
@@ -93,6 +97,8 @@ def take_or_write(
             for chunk in item.chunks():
                 is_lent = chunk.borrowed and base.may_lend(chunk.part, chunk.number)
                 (lent if is_lent else others).append(chunk)
+    if not in_order:
+        others.sort(key=partial(_is_unlikely, base, writer.unchanged))
     done, left = noting([*others, *lent, *spans]), dict[int, WriteItem]()
 
     def take() -> None:
@@ -230,11 +236,8 @@ def errors(
     return found
 
 
-def _likely_changed_first(items: Sequence[WriteItem], base: Base) -> Sequence[WriteItem]:
+def _is_unlikely(base: Base, unchanged: Unchanged | None, item: WriteItem) -> tuple[Any, bool]:
     """What is probably written comes first: the disk has time for it while the rest, which is only
     hashed, keeps the CPUs busy. Experts stay together."""
-
-    def rank(item: WriteItem) -> tuple[Any, bool]:
-        return item.expert or ("", -1), base.is_settled(item.part, item.number)
-
-    return sorted(items, key=rank)
+    is_looked_at = unchanged is not None and unchanged.claims(item.entry.name, item.box)
+    return item.expert or ("", -1), is_looked_at or base.is_settled(item.part, item.number)

@@ -376,9 +376,10 @@ class _Batch:
         if self._base is not None:
             compared = self._base.compare(item.entry, item.part, item.number, data)
             digest = compared.digest
-            if self._writer.unchanged is not None:
+            told = self._writer.unchanged
+            if told is not None and told.claims(item.entry.name, item.box):
                 before = self._base.stored_digest(item.entry, item.part, item.number)
-                self._writer.unchanged.check(item.entry.name, item.box, before, digest)
+                told.check(item.entry.name, item.box, before, digest)
             if compared.taken:
                 from unickpt.saving import taking  # only where there is a base
 

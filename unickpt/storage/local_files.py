@@ -21,8 +21,6 @@ from unickpt.storage.kvstore import Future, KvStore
 from unickpt.storage.ocdbt import MANIFEST
 
 _HOLE_BYTES = 1 << 20
-# Of data that are on the disk already, fsync would also write the new count of links, at once.
-_flush = getattr(os, "fdatasync", os.fsync)
 
 
 class FolderBoundary:
@@ -149,14 +147,10 @@ class RegularFiles:
         except (OSError, Failed):
             return False
         with suppress(OSError, Failed):
-            handle = open_to_read(destination)
-            try:
-                if _identity(os.fstat(handle)) == expected:  # else it was exchanged meanwhile
-                    if fsync:
-                        _flush(handle)
-                    return True
-            finally:
-                os.close(handle)
+            if _identity(os.lstat(destination)) == expected:  # else it was exchanged meanwhile
+                if fsync:
+                    _flush(destination)
+                return True
         with suppress(OSError):
             os.unlink(destination)
         return False
@@ -352,6 +346,18 @@ class LocalKvStore(KvStore):
 
 def _identity(found: os.stat_result) -> tuple[int, int]:
     return found.st_dev, found.st_ino
+
+
+# Of data that are on the disk already, fsync would also write the new count of links, at once.
+_flush_data = getattr(os, "fdatasync", os.fsync)
+
+
+def _flush(path: str) -> None:
+    handle = open_to_read(path)
+    try:
+        _flush_data(handle)
+    finally:
+        os.close(handle)
 
 
 def open_to_read(path: str) -> int:
