@@ -43,6 +43,7 @@ from unickpt import LoadOptions, PerProcess, ProcessGroup, SaveOptions
 from unickpt.data import Buffer, Ranks
 from unickpt.frameworks import per_process
 from unickpt.frameworks.leaves import adapters
+from unickpt.threads import collection_paused
 
 TOKENS = 4096  # of a sample
 
@@ -112,7 +113,8 @@ def encodes(console: Console, rounds: int) -> None:
         walls, busy = list[float](), list[float]()
         for number in range(rounds + 1):
             start, cpu = perf_counter(), thread_time()
-            per_process.encode(state, adapters())
+            with collection_paused():  # as a save does
+                per_process.encode(state, adapters())
             took = perf_counter() - start, thread_time() - cpu
             walls += [took[0]] * bool(number)
             busy += [took[1]] * bool(number)

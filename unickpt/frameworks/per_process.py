@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from unickpt.arrays import dtypes
@@ -158,7 +159,7 @@ class _Part:
 
     def _text(self, plain: Mapping[str, Any], arrays: Mapping[str, Any]) -> bytes:
         body = {"tree": self.tree, "values": plain, "arrays": arrays}
-        return json.dumps(body, separators=(",", ":")).encode()
+        return msgspec.json.encode(body)
 
 
 def _is_as_stored(value: Any) -> bool:

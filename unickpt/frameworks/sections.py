@@ -112,10 +112,12 @@ def join(
 
 def _padded(text: bytes, arrays: Sequence[Sequence[memoryview]]) -> list[bytes | memoryview]:
     """The pieces of a section, each value filled up with spaces."""
-    pieces: list[bytes | memoryview] = [text, _SPACES[: padding(len(text))]]
-    for value in arrays:
+    pieces: list[bytes | memoryview] = []
+    for value in ((text,), *arrays):
         pieces += value
-        pieces.append(_SPACES[: padding(sum(map(len, value)))])
+        missing = padding(len(value[0]) if len(value) == 1 else sum(map(len, value)))
+        if missing:
+            pieces.append(_SPACES[:missing])
     return pieces
 
 

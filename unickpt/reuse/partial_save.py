@@ -185,11 +185,12 @@ class PartialSave:
         """
         if self.base is None:
             return False
+        arrays, steps, codecs = index.arrays, self.base.steps, index.codecs
+        known = self.base.arrays
         for name, held in experts.items():
-            ours = _stored_as(index.arrays[name], index.codecs)
-            if self.base.arrays.get(name) != ours:
+            if known.get(name) != _stored_as(arrays[name], codecs):
                 return False
-            if not self.base.steps.get(held.key, {}).keys() >= set(held.experts):
+            if not all(map(steps.get(held.key, {}).__contains__, held.experts)):
                 return False
         return True
 

@@ -266,7 +266,7 @@ class Checkpointer:
         counts = self._restores
         metadata_of = step_metadata if counts is None else counts.counting(step_metadata)
         request = SaveRequest(
-            self._tiers.first.path(step),
+            self._tiers.first.at(step),
             tree,
             knowing(counts.options() if counts else self._options, changed, self._reuses),
             overwrite,

@@ -324,8 +324,10 @@ def plan_staging(writes: WritePlan, capture: SnapshotPolicy, places: Places) -> 
         capture: decides how fragments are kept.
         places: for copies.
     """
-    own = {key(item) for item in writes.own}
-    spare = [item for item in kept(writes.held) if item.assumed and key(item) not in own]
+    spare = [item for item in writes.held if item.assumed and not item.borrowed]
+    if spare:
+        own = set(map(key, writes.own))
+        spare = [item for item in spare if key(item) not in own]
     held_back = _held_back(spare, writes.own, capture, places)
     waits_for_commit = bool(held_back) and not places.can_spill
     room = places.room
@@ -353,6 +355,8 @@ def _held_back(
     may have up to half of the memory. If the others find no place in a file, nothing is copied, and
     the caller waits for the commit.
     """
+    if not spare:
+        return frozenset()
     room = places.budget // 2 - max((item.nbytes for item in kept(own)), default=0)
     found = set()
     for item in spare:
