@@ -6,7 +6,7 @@ docs/format.md, section 11, is the normative text.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,8 +112,9 @@ def join(
 
 def _padded(text: bytes, arrays: Sequence[Sequence[memoryview]]) -> list[bytes | memoryview]:
     """The pieces of a section, each value filled up with spaces."""
-    pieces: list[bytes | memoryview] = []
-    for value in ((text,), *arrays):
+    pieces = list[bytes | memoryview]()
+    values: Iterable[Sequence[bytes | memoryview]] = ((text,), *arrays)
+    for value in values:
         pieces += value
         missing = padding(len(value[0]) if len(value) == 1 else sum(map(len, value)))
         if missing:
