@@ -330,7 +330,7 @@ class Notes:
             StorageError: one cannot be decoded.
         """
         if self._group.count == 1:
-            return [(process, self._kept[f"{process:05d}{kind}"]) for process in processes]
+            return [(process, self._kept.pop(f"{process:05d}{kind}")) for process in processes]
         reads = [(process, self._records.read(f"{process:05d}{kind}")) for process in processes]
         return [(process, self._decode(process, read)) for process, read in reads]
 
