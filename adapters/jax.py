@@ -86,7 +86,7 @@ def facts(leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Hashable]]:
 token = Token
 
 
-def copier(out: Sequence[Array]) -> Callable[[Sequence[Any]], None]:
+def copier(out: Sequence[Array]) -> Callable[[Sequence[Any], Sequence[int] | None], None]:
     raise NotImplementedError("JAX arrays are not changed")
 
 

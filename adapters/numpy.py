@@ -54,10 +54,11 @@ def token(leaf: Any) -> None:
     return None  # nobody counts changes
 
 
-def copier(out: Sequence[Array]) -> Callable[[Sequence[Any]], None]:
-    def copy(leaves: Sequence[Any]) -> None:
-        assert len(leaves) == len(out)
-        deque(map(np.copyto, out, leaves), maxlen=0)
+def copier(out: Sequence[Array]) -> Callable[[Sequence[Any], Sequence[int] | None], None]:
+    def copy(leaves: Sequence[Any], at: Sequence[int] | None) -> None:
+        to = out if at is None else [out[number] for number in at]
+        assert len(leaves) == len(to)
+        deque(map(np.copyto, to, leaves), maxlen=0)
 
     return copy
 

@@ -142,18 +142,19 @@ def _plain_local(leaf: Any) -> tuple[torch.Tensor, Hashable]:
     return leaf._local_tensor, sharding_of(leaf)
 
 
-def copier(out: Sequence[Array]) -> Callable[[Sequence[Any]], None]:
-    to = [as_torch(array, FROM_NUMPY[array.dtype]) for array in out]
+def copier(out: Sequence[Array]) -> Callable[[Sequence[Any], Sequence[int] | None], None]:
+    all_of_them = [as_torch(array, FROM_NUMPY[array.dtype]) for array in out]
     nbytes = sum(array.nbytes for array in out)
     count = max(1, min(_COPYING_THREADS, nbytes // _EACH_COPIES))
-    each = max(1, -(-len(to) // count))
-    parts = [slice(first, first + each) for first in range(0, len(to), each)]
 
-    def copy(leaves: Sequence[Any]) -> None:
-        own = list(map(_own, leaves))
+    def copy(leaves: Sequence[Any], at: Sequence[int] | None) -> None:
+        to = all_of_them if at is None else [all_of_them[number] for number in at]
+        own, each = list(map(_own, leaves)), max(1, -(-len(to) // count))
+        parts = [slice(first, first + each) for first in range(0, len(to), each)]
         with Pool(len(parts) - 1) as pool:
             waits = [pool.submit(_copy, to[part], own[part]) for part in parts[1:]]
-            _copy(to[parts[0]], own[parts[0]])
+            for part in parts[:1]:
+                _copy(to[part], own[part])
             for wait in waits:
                 wait.result()
 

@@ -278,7 +278,7 @@ def test_linked_files_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         real(handle)
 
     monkeypatch.setattr(os, "fsync", flush)
-    monkeypatch.setattr(local_files, "_flush", flush)
+    monkeypatch.setattr(local_files, "_flush_data", flush)
     for fsync in (False, True):
         path = tmp_path / str(fsync)
         options = SaveOptions(chunk_bytes=CHUNK, base=tmp_path / "a", fsync=fsync)

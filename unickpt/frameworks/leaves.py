@@ -45,6 +45,32 @@ def adapter_of(leaf: Any, adapters: Sequence[Adapter]) -> Adapter | None:
     return None
 
 
+@dataclass(frozen=True)
+class ArrayFacts:
+    """What an adapter says of all arrays of its framework.
+
+    Arguments:
+        adapter: of the framework.
+        at: the arrays' numbers among the leaves.
+        facts: see `Adapter.facts`.
+        first: for each, which is the first with the same key; None if all keys differ.
+    """
+
+    adapter: Adapter
+    at: Sequence[int]
+    facts: Sequence[Any]
+    first: Sequence[int] | None
+
+    @classmethod
+    def of(cls, adapter: Adapter, at: Sequence[int], values: Sequence[Any]) -> ArrayFacts:
+        facts, keys = adapter.facts([values[number] for number in at])
+        if len(set(keys)) == len(keys):
+            return cls(adapter, at, facts, None)
+        seen: dict[Hashable, int] = {}
+        first = [seen.setdefault(key, number) for number, key in enumerate(keys)]
+        return cls(adapter, at, facts, first)
+
+
 def by_type(find: Callable[[Any], T]) -> Callable[[Any], T]:
     """A function that decides by an object's type alone, called once for each type."""
     known: dict[type, T] = {}

@@ -125,6 +125,11 @@ class ArraySource:
     prng: str | None = None
     assumed: bool = False
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the elements that this process holds."""
+        return sum(fragment.box.size for fragment in self.fragments) * self.dtype.itemsize
+
     def with_fragments(self, fragments: tuple[Fragment, ...]) -> ArraySource:
         """The same array with other fragments."""
         return ArraySource(
@@ -258,9 +263,9 @@ class Adapter(Protocol):
             Exception: `source` has to look at them.
         """
 
-    def copier(self, out: Sequence[Array]) -> Callable[[Sequence[Any]], None]:
+    def copier(self, out: Sequence[Array]) -> Callable[[Sequence[Any], Sequence[int] | None], None]:
         """A function that copies leaves, all of mutable host memory, into arrays of their shape and
-        dtype, in native byte order."""
+        dtype, in native byte order: into all, or into those of these numbers."""
 
     def kept(self, leaves: Sequence[Any]) -> list[Read]:
         """Functions that read leaves where they are, all whole or immutable and in the memory of

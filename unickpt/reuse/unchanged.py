@@ -12,7 +12,7 @@ error, which names the array.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -158,34 +158,39 @@ class Unchanged:
 def unchanged(
     changed: Changed,
     arrays: Mapping[str, ArrayEntry],
-    tokens: Mapping[str, object],
+    token_of: Callable[[str], object],
     before: SeenState | None,
     apart: Collection[str] = (),
-) -> Unchanged | None:
-    """Finds out what need not be looked at; None if that is nothing.
+) -> tuple[Unchanged | None, Mapping[str, object]]:
+    """Finds out what need not be looked at.
 
     Arguments:
         changed: see `SaveOptions.changed`.
         arrays: of the save.
-        tokens: of its arrays, see `SeenState`.
+        token_of: the token of an array, see `SeenState`.
         before: the base, as far as it is known; None if there is none.
         apart: arrays that the base need not have as they were in the save before: all experts.
+
+    Returns:
+        None if that is nothing; and the tokens of the arrays that are tracked.
 
     Raises:
         ValueError: a pattern matches no array, or has another number of rows.
     """
     patterns: Mapping[str, Any] = {"**": _ALL} if isinstance(changed, str) else changed
-    unused, found = set(patterns), dict[str, Array | None]()
+    unused, found, tokens = set(patterns), dict[str, Array | None](), dict[str, object]()
     for name, entry in arrays.items():
         pattern = next((p for p in patterns if matches(p, name)), None)
         if pattern is None:
             continue
         unused.discard(pattern)
-        if entry.quantized is not None or name in apart:
-            continue  # what a base has of it is not what it is, or was
         what = patterns[pattern]
         if isinstance(what, str):
-            token = tokens.get(name)
+            tokens[name] = token_of(name)
+        if entry.quantized is not None or name in apart:
+            continue  # what a base has of it is not what it is, or was
+        if isinstance(what, str):
+            token = tokens[name]
             if before is not None and token is not None and before.tokens.get(name) == token:
                 found[name] = None
         elif isinstance(what, bool | np.bool_):
@@ -199,9 +204,9 @@ def unchanged(
             f"earlier pattern matches; there are {quoted(list(arrays))}"
         )
     if not found:
-        return None
+        return None, tokens
     made = Unchanged(found, None if before is None else before.attempt or None)
-    return replace(made, probes=_probes({name: arrays[name] for name in found}))
+    return replace(made, probes=_probes({name: arrays[name] for name in found})), tokens
 
 
 def _checked_rows(pattern: str, entry: ArrayEntry, what: Any) -> Array:

@@ -458,12 +458,13 @@ class SaveQueue:
 
     def _describe(
         self, task: SaveTask, request: SaveRequest
-    ) -> tuple[SameTree | tree.Node | tree.Leaf | None, ExpertKeys | None]:
+    ) -> tuple[SameTree | tree.Node | tree.Leaf, ExpertKeys | None]:
         """Describes a tree; returns what is known of it, else its structure; and what names the
         experts that the save may leave out."""
         with task.failing():
             request.callbacks.begin()
             metadata, partial = request.metadata(), request.partial(task.attempt)
+        found = self._plans.describe(task, request.tree, metadata, partial)
         if task.options.changed is not None:
             from unickpt.saving import seen  # only where it is asked for
 
@@ -476,10 +477,8 @@ class SaveQueue:
                     in_flight=last is not None and not last.done(),
                     failed=self._was_refused or (last is not None and last._failure is not None),
                 )
-            task.tokens = seen.describe(task, request.tree, metadata, partial, base)
-            return None, None
-        keys = None if partial is None else partial.keys
-        return self._plans.describe(task, request.tree, metadata, partial), keys
+            task.tokens = seen.tell(task, found, base)
+        return found, None if partial is None else partial.keys
 
     def fence(self) -> None:
         """Waits until the state of all saves may change; their errors are reported elsewhere."""

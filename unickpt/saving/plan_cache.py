@@ -10,7 +10,7 @@ experts that take turns, only those are looked at whose turn it is.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import chain
@@ -22,7 +22,14 @@ import numpy as np
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.frameworks import per_process
-from unickpt.frameworks.leaves import PerProcess, adapter_of, adapters, expand, leaf_test
+from unickpt.frameworks.leaves import (
+    ArrayFacts,
+    PerProcess,
+    adapter_of,
+    adapters,
+    expand,
+    leaf_test,
+)
 from unickpt.frameworks.members import Members
 from unickpt.frameworks.process_group import Group, members_of
 from unickpt.frameworks.protocol import Adapter, ArraySource, Fragment, Memory, Read
@@ -42,32 +49,6 @@ _ALIGNMENT = 64
 _PRIVATE = Memory(mutable=False)
 
 
-@dataclass(frozen=True)
-class _ArrayFacts:
-    """What an adapter says of all arrays of its framework.
-
-    Arguments:
-        adapter: of the framework.
-        at: the arrays' numbers among the leaves.
-        facts: see `Adapter.facts`.
-        first: for each, which is the first with the same key; None if all keys differ.
-    """
-
-    adapter: Adapter
-    at: Sequence[int]
-    facts: Sequence[Any]
-    first: Sequence[int] | None
-
-    @classmethod
-    def of(cls, adapter: Adapter, at: Sequence[int], values: Sequence[Any]) -> _ArrayFacts:
-        facts, keys = adapter.facts([values[number] for number in at])
-        if len(set(keys)) == len(keys):
-            return cls(adapter, at, facts, None)
-        seen: dict[Hashable, int] = {}
-        first = [seen.setdefault(key, number) for number, key in enumerate(keys)]
-        return cls(adapter, at, facts, first)
-
-
 @dataclass(eq=False)
 class _Together:
     """Small or immutable arrays of one framework, in the memory of the host: kept all at once.
@@ -77,6 +58,7 @@ class _Together:
         copied: whether they are copied; else they are referred to.
         expert: of which all are; None if they are of none.
         at: their numbers among the leaves.
+        names: of them.
         sources: the arrays as they are kept.
         reads: read their copies.
         copy: copies them; None until there is room for the copies.
@@ -86,25 +68,33 @@ class _Together:
     copied: bool
     expert: Expert | None
     at: list[int] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
     sources: list[ArraySource] = field(default_factory=list)
     reads: Sequence[Read] = ()
-    copy: Callable[[Sequence[Any]], None] | None = None
+    copy: Callable[[Sequence[Any], Sequence[int] | None], None] | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of their copies."""
-        return sum(map(_nbytes, self.sources)) if self.copied else 0
-
-    def keep(self, values: Sequence[Any]) -> None:
-        """Keeps them as they are now."""
-        leaves, reads = [values[number] for number in self.at], self.reads
+    def keep(self, values: Sequence[Any], now: Description | None = None) -> int:
+        """Keeps them as they are now, but copies none that `now` does not look at; returns how many
+        bytes were copied."""
+        sources, reads, some = self.sources, self.reads, None
+        if self.copied and now is not None and now.unchanged is not None:
+            told = now.unchanged
+            some = [
+                n
+                for n, (name, source) in enumerate(zip(self.names, sources, strict=True))
+                if source.assumed or not told.spares(name, source.fragments[0].box)
+            ]
+            sources, reads = [sources[n] for n in some], [reads[n] for n in some]
+        at = self.at if some is None else [self.at[n] for n in some]
+        leaves = [values[number] for number in at]
         if self.copy is not None:
-            self.copy(leaves)
+            self.copy(leaves, some)
         else:
             reads = self.adapter.kept(leaves)
-        for source, read in zip(self.sources, reads, strict=True):
+        for source, read in zip(sources, reads, strict=True):
             for fragment in source.fragments:
                 fragment.read = read
+        return sum(source.held_bytes for source in sources) if self.copied else 0
 
     def let_go(self) -> None:
         """Refers to no memory of the program, and lets nobody read what a later save might leave
@@ -117,11 +107,11 @@ class _Together:
             self.copy = self.adapter.copier(rooms)
 
     def _rooms(self) -> Iterator[Array]:
-        size = sum(-(-_nbytes(source) // _ALIGNMENT) * _ALIGNMENT for source in self.sources)
+        size = sum(-(-each.held_bytes // _ALIGNMENT) * _ALIGNMENT for each in self.sources)
         rest = np.empty(size, np.uint8)
         for source in self.sources:
             (fragment,) = source.fragments
-            nbytes, dtype = _nbytes(source), source.dtype.newbyteorder("=")
+            nbytes, dtype = source.held_bytes, source.dtype.newbyteorder("=")
             yield rest[:nbytes].view(dtype).reshape(fragment.box.shape)
             rest = rest[-(-nbytes // _ALIGNMENT) * _ALIGNMENT :]
 
@@ -144,19 +134,14 @@ class _Other(NamedTuple):
     kept: ArraySource
 
 
-# No plan depends on these: they may be new objects in each call, or, as `fsync`, differ where steps
-# of the same tree are kept in several places.
-_NEVER = {"group", "metrics", "progress", "base", "fsync"}
+# No plan depends on these: they may differ in each call, or where steps are kept in several places.
+_NEVER = {"group", "metrics", "progress", "base", "fsync", "changed"}
 _planned_by = attrgetter(*(o.name for o in fields(SaveOptions) if o.name not in _NEVER))
 
 
 def _of(group: Group) -> tuple[int, int, Members | None]:
     """What of a group the descriptions of arrays depend on."""
     return group.index, group.count, members_of(group)
-
-
-def _nbytes(source: ArraySource) -> int:
-    return sum(fragment.box.size for fragment in source.fragments) * source.dtype.itemsize
 
 
 def _reading(room: Array, of: Box) -> Read:
@@ -185,7 +170,8 @@ class CachedPlan:
         skeleton: of the tree.
         types: of its leaves.
         names: of its values and values per process, by their numbers among the leaves.
-        facts: of its arrays.
+        arrays: the numbers and names of its arrays.
+        facts: of these.
         description: of the save, with the arrays as they are kept.
         together: arrays that are kept all at once.
         others: arrays that are described again, one by one.
@@ -200,7 +186,8 @@ class CachedPlan:
     skeleton: Skeleton
     types: Sequence[type]
     names: Mapping[int, str]
-    facts: Sequence[_ArrayFacts]
+    arrays: Sequence[tuple[int, str]]
+    facts: Sequence[ArrayFacts]
     description: Description
     together: Sequence[_Together]
     others: Sequence[_Other]
@@ -222,9 +209,15 @@ class CachedPlan:
         if list(map(type, values)) != self.types:
             return False
         try:
-            return all(_ArrayFacts.of(f.adapter, f.at, values) == f for f in self.facts)
+            return all(ArrayFacts.of(f.adapter, f.at, values) == f for f in self.facts)
         except Exception:  # an array was deleted, say: it is for `describe` to say so
             return False
+
+    def planned(self, job: SaveTask) -> WritePlan:
+        """The plan of a save of the tree; not to be kept if it is of what did not change, too."""
+        found = job.plan(self.plan if job.description.unchanged is None else None)
+        self.plan = found if job.description.unchanged is None else self.plan
+        return found
 
     def give_back(self) -> None:
         """For the next save, when the one has ended that used it; refers to no memory of the
@@ -313,6 +306,10 @@ class SameTree:
         self.others = [o.adapter.source(self._values[o.at], self._group) for o in self._others]
         return found
 
+    def arrays(self) -> Mapping[str, Any]:
+        """The arrays as they are now, by their names."""
+        return {name: self._values[number] for number, name in self.plan.arrays}
+
     def assumed(self) -> Iterator[tuple[int, ArraySource, bool]]:
         """The assumed replicas: their numbers, sources, and whether these stay as they are."""
         both = zip(self._others, self.others, strict=True)
@@ -321,27 +318,30 @@ class SameTree:
             if id(kept) in now or self._description.has(name, kept):
                 yield number, now.get(id(kept), kept), id(kept) not in now
 
-    def keep(self, capture: SnapshotPolicy) -> Mapping[str, ArraySource]:
-        """Keeps the arrays as they are now."""
+    def keep(self, capture: SnapshotPolicy, now: Description) -> Mapping[str, ArraySource]:
+        """Keeps the arrays as they are now, of which `now` says what is not saved."""
         capture.methods.update(self.plan.methods)
-        leaves_out = self._description.leaves_out
-        for to, of in self._fill(lambda name, s: capture.keep(s, partial(leaves_out, name))):
+        for to, of in self._fill(lambda name, s: capture.keep(s, partial(now.borrows, name))):
             capture.methods[to] = capture.methods.pop(of)
         capture.used.add(SnapshotMethod.REFERENCE)
-        capture.copied_bytes += sum(group.nbytes for group in self._together)
+        capture.copied_bytes += sum(group.keep(self._values, now) for group in self._together)
+        self._values = ()
         return self.plan.description.sources
 
     def refer(self) -> None:
         """Refers to the arrays where they are now: they do not change before the save has ended."""
         self._fill(lambda name, source: source)
+        for group in self._together:
+            group.keep(self._values)
+        self._values = ()
 
     def _fill(
         self, keep: Callable[[str, ArraySource], ArraySource]
     ) -> Sequence[tuple[Fragment, Fragment]]:
-        """Lets the known fragments read the arrays as they are now.
+        """Lets the known fragments of arrays that are described again read them as they are now.
 
         Arguments:
-            keep: how an array is kept that is described again, by its name.
+            keep: how such an array is kept, by its name.
 
         Returns:
             The fragments of these, each with that of the array as it is kept.
@@ -353,9 +353,6 @@ class SameTree:
                 assert to.box == of.box, f"{to.box} is now {of.box}"
                 to.read, to.memory, to.sample = of.read, of.memory, of.sample
                 pairs.append((to, of))
-        for group in self._together:
-            group.keep(self._values)
-        self._values = ()
         return pairs
 
 
@@ -486,7 +483,8 @@ class PlanCache:
             source, held = described.sources[name], described.experts.get(name)
             copied, expert = None, None if held is None else held.only
             # What is left out now is not kept as it will be; nor is an array of several experts.
-            if held is None or (expert is not None and described.has(name, source)):
+            is_left_out = any(described.borrows(name, f.box) for f in source.fragments)
+            if (methods is None or not is_left_out) and (held is None or expert is not None):
                 copied = _is_copied(source, kept[name], job.options.staging, methods)
             if copied is None:
                 others.append(_Other(number, name, expert, adapter, kept[name]))
@@ -494,10 +492,11 @@ class PlanCache:
                 group = _Together(adapter, copied, expert)
                 same = together.setdefault((id(adapter), copied, expert), group)
                 same.at.append(number)
+                same.names.append(name)
                 same.sources.append(kept[name])
         values = [leaf.value for leaf in leaves]
         try:
-            facts = [_ArrayFacts.of(adapter, at, values) for adapter, at in arrays.values()]
+            facts = [ArrayFacts.of(adapter, at, values) for adapter, at in arrays.values()]
         except Exception:  # of these arrays an adapter says nothing in advance
             return None
         return CachedPlan(
@@ -509,6 +508,7 @@ class PlanCache:
             skeleton=like,
             types=list(map(type, values)),
             names=names,
+            arrays=[(n, leaves[n].name) for _, at in arrays.values() for n in at],
             facts=facts,
             description=Description(described.index, kept, {}, described.experts),
             together=list(together.values()),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from unickpt.saving.task import SaveTask, call_metrics
 from unickpt.saving.write_plan import DirectSource
 from unickpt.storage import paths
 from unickpt.threads import collection_paused
-from unickpt.trees.tree import Node
+from unickpt.trees.tree import Leaf, Node
 
 if TYPE_CHECKING:
     from unickpt.reuse.unchanged import SeenState
@@ -130,26 +131,28 @@ def run(task: SaveTask, tree: Any, metadata: Mapping[str, Any] | None = None) ->
 
 def _save(job: SaveTask, root: Any, metadata: Mapping[str, Any] | None) -> SaveReport:
     """Saves; what it needs is freed when it returns, before Python looks for cycles again."""
-    if job.options.changed is not None:
-        return _save_changed(job, root, metadata)
     plans = _plans(os.getpid())
     found, known = plans.describe(job, root, metadata), None
     with job.failing():
         if isinstance(found, SameTree):
             known = found.plan
-            found.refer()
         elif isinstance(found, Node) and plans.is_repeated(job.description.sources):
             known = plans.learn(found, job, job.description.sources, None)
-    plan = job.plan(None if known is None else known.plan)
-    report = job.run(plan, DirectSource(job.working_bytes))
+    tell = nullcontext() if job.options.changed is None else _telling(job, found)
+    with tell:
+        if isinstance(found, SameTree):
+            with job.failing():
+                found.refer()
+        plan = job.plan() if known is None else known.planned(job)
+        report = job.run(plan, DirectSource(job.working_bytes))
     if known is not None:  # else it is lost, with what a failed save refers to
-        known.plan = plan
         known.give_back()
     return report
 
 
-def _save_changed(job: SaveTask, root: Any, metadata: Mapping[str, Any] | None) -> SaveReport:
-    """Saves a tree of which it is known what changed since the base."""
+@contextmanager
+def _telling(job: SaveTask, described: SameTree | Node | Leaf) -> Iterator[None]:
+    """Says of a save what did not change since its base; remembers what the next one asks for."""
     from unickpt.reuse.unchanged import SeenState  # only where it is asked for
     from unickpt.saving import seen
 
@@ -160,8 +163,8 @@ def _save_changed(job: SaveTask, root: Any, metadata: Mapping[str, Any] | None) 
         before = None if known is None else (known.url, known.attempt, known.tokens)
         base = seen.base_of(given, None, before, in_flight=False, failed=False)
     try:
-        tokens = seen.describe(job, root, metadata, None, base)
-        report = job.run(job.plan(), DirectSource(job.working_bytes))
+        tokens = seen.tell(job, described, base)
+        yield
     except BaseException:
         if base is not None:  # it may be another one by now
             last.pop(base.url, None)
@@ -169,7 +172,6 @@ def _save_changed(job: SaveTask, root: Any, metadata: Mapping[str, Any] | None) 
     last[job.location.url] = SeenState(job.location.url, job.attempt, tokens)
     while len(last) > _MOST_SEEN:
         last.pop(next(iter(last)))
-    return report
 
 
 _MOST_SEEN = 4  # checkpoints of whose arrays `save` knows whether they have changed since

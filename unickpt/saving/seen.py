@@ -4,28 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from unickpt.frameworks.leaves import adapter_of, adapters, expand, leaf_test
-from unickpt.reuse.partial_save import PartialSave
+from unickpt.frameworks.leaves import adapter_of, adapters
 from unickpt.reuse.unchanged import SeenState, unchanged
+from unickpt.saving.plan_cache import SameTree
 from unickpt.saving.task import SaveTask
 from unickpt.storage import paths
 from unickpt.trees import tree
 
 
-def describe(
-    task: SaveTask,
-    root: Any,
-    metadata: Mapping[str, Any] | None,
-    partial: PartialSave | None,
-    base: SeenState | None,
+def tell(
+    task: SaveTask, described: SameTree | tree.Node | tree.Leaf, base: SeenState | None
 ) -> Mapping[str, object]:
-    """Describes what a save has to save, as `SaveTask.describe`, and what need not be looked at.
+    """Says of a save what need not be looked at; after it was described.
 
     Arguments:
         task: the save.
-        root, metadata, partial: as for `SaveTask.describe`.
+        described: its tree, from `PlanCache.describe`.
         base: what is known of its base; None if nothing is as it was there.
 
     Returns:
@@ -34,21 +29,24 @@ def describe(
     Raises:
         ValueError: `SaveOptions.changed` does not fit the state.
     """
-    among, changed = adapters(), task.options.changed
+    changed, description, among = task.options.changed, task.description, adapters()
     assert changed is not None, "else nothing is known"
+    values = (
+        described.arrays()
+        if isinstance(described, SameTree)
+        else {leaf.name: leaf.value for leaf in tree.leaves(described)}
+    )
+
+    def token(name: str) -> object:
+        adapter = adapter_of(values[name], among)
+        return None if adapter is None else adapter.token(values[name])
+
     with task.failing():
-        node = tree.flatten(root, leaf_test(among), lambda obj, name: expand(obj, name, among))
-    task.describe(node, metadata, partial)
-    with task.failing():
-        arrays, tokens = task.description.index.arrays, dict[str, object]()
-        for leaf in tree.leaves(node):
-            if leaf.name in arrays and (adapter := adapter_of(leaf.value, among)) is not None:
-                tokens[leaf.name] = adapter.token(leaf.value)
         # Of an expert, the step before has the state of its last turn, not of the last call.
-        apart = set(task.description.experts)
-        found = unchanged(changed, arrays, tokens, base, apart)
-        if base is not None:
-            task.description = replace(task.description, unchanged=found)
+        apart = set(description.experts)
+        found, tokens = unchanged(changed, description.index.arrays, token, base, apart)
+    if base is not None:
+        task.description = replace(description, unchanged=found)
     return tokens
 
 

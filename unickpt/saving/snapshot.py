@@ -85,7 +85,7 @@ class Snapshot:
                 for name, source in described.sources.items()
             }
         else:
-            self.sources, self.cached = same.keep(capture), same.plan
+            self.sources, self.cached = same.keep(capture, described), same.plan
         self.methods: Mapping[Fragment, SnapshotMethod] = capture.methods
         """How each fragment of them is kept."""
         self._places.count(copied=capture.copied_bytes)
@@ -131,10 +131,7 @@ class Snapshot:
             return self._plan
 
     def _writes(self) -> WritePlan:
-        if self.cached is None:
-            return self._task.plan()
-        self.cached.plan = self._task.plan(self.cached.plan)
-        return self.cached.plan
+        return self._task.plan() if self.cached is None else self.cached.planned(self._task)
 
     # --- staging -------------------------------------------------------------------------------
 

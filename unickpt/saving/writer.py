@@ -376,8 +376,7 @@ class _Batch:
         if self._base is not None:
             compared = self._base.compare(item.entry, item.part, item.number, data)
             digest = compared.digest
-            told = self._writer.unchanged
-            if told is not None and told.claims(item.entry.name, item.box):
+            if (told := self._writer.unchanged) and told.claims(item.entry.name, item.box):
                 before = self._base.stored_digest(item.entry, item.part, item.number)
                 told.check(item.entry.name, item.box, before, digest)
             if compared.taken:
