@@ -198,7 +198,8 @@ def unchanged(
                 found[name] = None
         else:
             found[name] = _checked_rows(pattern, entry, what)
-    if unused and not isinstance(changed, str):
+    unused.discard("**")  # there may be nothing else
+    if unused:
         raise ValueError(
             f"SaveOptions.changed: {quoted(sorted(unused))} match no array, or only arrays that an "
             f"earlier pattern matches; there are {quoted(list(arrays))}"

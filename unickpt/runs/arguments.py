@@ -276,15 +276,25 @@ def check_changed(changed: object, reuses: bool) -> None:
         )
 
 
-def knowing(options: SaveOptions, changed: Mapping[str, Any] | None, reuses: bool) -> SaveOptions:
+def knowing(
+    options: SaveOptions, changed: Mapping[str, Any] | Literal["tracked"] | None, reuses: bool
+) -> SaveOptions:
     """The options of a save of which it is known what changed, before what they say of all saves.
 
     Raises:
-        ValueError: see `check_changed`.
+        TypeError, ValueError: see `SaveOptions.changed` and `check_changed`.
     """
     if changed is None:
         return options
+    from unickpt.reuse import unchanged  # only where it is asked for
+
     check_changed(changed, reuses)
-    of_all = options.changed
-    rest = {"**": of_all} if isinstance(of_all, str) else of_all or {}
-    return replace(options, changed={**changed, **rest})
+    unchanged.check(changed)
+    said, of_all = (
+        {"**": each} if isinstance(each, str) else dict(each or {})
+        for each in (changed, options.changed)
+    )
+    if isinstance(changed, str):  # of what they say nothing else of
+        return replace(options, changed={**of_all, **said})
+    of_all = {pattern: what for pattern, what in of_all.items() if pattern not in said}
+    return replace(options, changed={**said, **of_all})

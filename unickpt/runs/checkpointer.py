@@ -201,7 +201,7 @@ class Checkpointer:
         wait: bool = False,
         metrics: Mapping[str, float] | None = None,
         tokens: TokensSeen | None = None,
-        changed: Mapping[str, Any] | None = None,
+        changed: Mapping[str, Any] | Literal["tracked"] | None = None,
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
     ) -> PendingSave:
@@ -266,7 +266,7 @@ class Checkpointer:
         counts = self._restores
         metadata_of = step_metadata if counts is None else counts.counting(step_metadata)
         request = SaveRequest(
-            self._tiers.first.at(step),
+            self._tiers.first.path(step),
             tree,
             knowing(counts.options() if counts else self._options, changed, self._reuses),
             overwrite,
