@@ -2,12 +2,15 @@
 
     python benchmarks/less.py lora               # 1 GiB of frozen weights, 1 % trained; 9 rounds
     python benchmarks/less.py known --rounds 30  # of that, only saves with `changed=`, many of them
+    python benchmarks/less.py many               # the call of a save of 5000 small arrays
     python benchmarks/less.py policies           # 200 steps of six kinds of training
     python benchmarks/less.py policies --only 'patches, `int4`' --kinds embedding  # a part of it
 
 `lora`: saves of everything, of the same with `base=`, and what `base=` costs if all changed, with
 fsync and without, in turns; ratios are taken within each round. `known`: saves of which `changed=`
 says what is frozen, without fsync, one after the other: the least, the median, and the CPU time.
+`many`: how long `Checkpointer.save` keeps its caller, of 5000 arrays of 2 KiB, half of them frozen,
+if nothing is said and if that is said, in turns; nobody waits for anything else meanwhile.
 
 `policies`: prints a table, in sizes of the state: bytes written over the run, and the most that the
 checkpoints took. Rows in `REAL` are real runs of a small state, in chunks of 64 KiB, so that it has
@@ -55,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("lora", "known", "policies"))
+    parser.add_argument("what", choices=("lora", "known", "many", "policies"))
     parser.add_argument("--mib", type=int, default=1024, help="frozen weights of `lora`")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=200)
@@ -72,6 +75,8 @@ def main() -> None:
             lora(directory, arguments.mib, arguments.rounds)
         elif arguments.what == "known":
             known(directory, arguments.mib, arguments.rounds)
+        elif arguments.what == "many":
+            many(directory, arguments.rounds)
         else:
             policies(directory, arguments)
 
@@ -158,6 +163,35 @@ def known(directory: Path, mib: int, rounds: int) -> None:
         f"{mib} MiB frozen, 1 % trained, what changed said, {rounds} saves: "
         f"least {least * 1e3:.1f} ms, median {middle * 1e3:.1f} ms, CPU {cpu * 1e3:.1f} ms; "
         f"{report.written_bytes / report.bytes:.2%} written"
+    )
+
+
+def many(directory: Path, rounds: int) -> None:
+    """Print how long the call of a save takes."""
+    rng = np.random.default_rng(0)
+    state = {
+        kind: {str(n): rng.random((64, 8), np.float32) for n in range(2500)}
+        for kind in ("frozen", "trained")
+    }
+    told: dict[str, dict[str, Any]] = {"nothing": {}, "what": {"changed": {"frozen/*": False}}}
+    calls: dict[str, list[float]] = {name: [] for name in told}
+    options = SaveOptions(fsync=False)
+    with Checkpointer(directory / "run", keep_last=1, reuse=True, options=options) as run:
+        for step in range(4 + 2 * rounds):
+            change(state["trained"])
+            name = list(told)[step % 2]
+            started = time.perf_counter()
+            pending = run.save(step, state, **told[name] if step else {})
+            calls[name] += [time.perf_counter() - started] * (step >= 4)  # the first ones warm up
+            pending.result()
+    shown = {
+        name: f"{statistics.median(found) * 1e3:.1f} ms ({min(found) * 1e3:.1f} to "
+        f"{max(found) * 1e3:.1f})"
+        for name, found in calls.items()
+    }
+    print(
+        f"call of a save of 5000 arrays, half of them frozen, {rounds} rounds: {shown['nothing']} "
+        f"if nothing is said, {shown['what']} if that is said"
     )
 
 

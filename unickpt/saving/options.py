@@ -130,9 +130,9 @@ class SaveOptions(CommonOptions):
             True for those to look at, an array of bools with one for each row (along the first
             axis) that says which changed, or "tracked". "tracked", also in place of the dict for
             all arrays: JAX's are unchanged if they are the same objects as in the save before in
-            this process; torch's plain tensors if their version counters are the same and, on the
-            host, about 64 sampled elements (changes through `.data` are not counted); all others
-            are looked at. A few chunks are looked at in each save anyway: if one of these did
+            this process, which tracked them, too; torch's plain tensors if their version counters
+            are the same and, on the host, about 64 sampled elements (changes through `.data` are
+            not counted); all others are looked at. A few chunks are looked at in each save anyway: if one of these did
             change, the save fails with `StateChanged`. If the save before has failed, everything
             is looked at.
         quantize: which arrays are stored with fewer bits, and so not exactly (docs/quantize.md):
