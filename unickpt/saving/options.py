@@ -132,9 +132,9 @@ class SaveOptions(CommonOptions):
             all arrays: JAX's are unchanged if they are the same objects as in the save before in
             this process, which tracked them, too; torch's plain tensors if their version counters
             are the same and, on the host, about 64 sampled elements (changes through `.data` are
-            not counted); all others are looked at. A few chunks are looked at in each save anyway: if one of these did
-            change, the save fails with `StateChanged`. If the save before has failed, everything
-            is looked at.
+            not counted); all others are looked at. A few chunks are looked at in each save anyway:
+            if one of these did change, the save fails with `StateChanged`. If the save before has
+            failed, everything is looked at.
         quantize: which arrays are stored with fewer bits, and so not exactly (docs/quantize.md):
             patterns of their names, in which `*` is any text within a component and `**` any
             number of components, with "uint8", "int4", "int3" or "int2" (codes of 8, 4, 3 or 2
