@@ -153,7 +153,7 @@ def copier(out: Sequence[Array]) -> Callable[[Sequence[Any], Sequence[int] | Non
         parts = [slice(first, first + each) for first in range(0, len(to), each)]
         with Pool(len(parts) - 1) as pool:
             waits = [pool.submit(_copy, to[part], own[part]) for part in parts[1:]]
-            for part in parts[:1]:
+            for part in parts[:1]:  # none, if nothing is due
                 _copy(to[part], own[part])
             for wait in waits:
                 wait.result()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.processes import Processes
+from support.recognised import note_recognised
 from support.saving import in_job
 
 import unickpt
@@ -33,15 +34,7 @@ KEYS: dict[str, Any] = {"layers/{l}/experts/{x}/**": 1, "up": (0, 1)}
 @pytest.fixture
 def recognised(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether the tree of each save was known."""
-    noted, find = list[bool](), plan_cache.PlanCache.find
-
-    def found(cache: plan_cache.PlanCache, *arguments: Any) -> Any:
-        tree = find(cache, *arguments)
-        noted.append(isinstance(tree, plan_cache.SameTree))
-        return tree
-
-    monkeypatch.setattr(plan_cache.PlanCache, "find", found)
-    return noted
+    return note_recognised(monkeypatch)
 
 
 def facts(plan: WritePlan) -> list[list[Any]]:

@@ -11,11 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.recognised import note_recognised
 
 import unickpt
 from unickpt import Checkpointer, SaveOptions, StateChanged
 from unickpt.reuse import unchanged
-from unickpt.saving import plan_cache, saver
+from unickpt.saving import saver
 
 CHUNK = 16 << 10
 LARGE = 160 << 10
@@ -38,16 +39,8 @@ def tree() -> dict[str, Any]:
 @pytest.fixture
 def recognised(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """For each save, whether its tree was known."""
-    found, find = list[bool](), plan_cache.PlanCache.find
-
-    def noted(cache: plan_cache.PlanCache, *arguments: Any) -> Any:
-        tree = find(cache, *arguments)
-        found.append(isinstance(tree, plan_cache.SameTree))
-        return tree
-
-    monkeypatch.setattr(plan_cache.PlanCache, "find", noted)
     saver._plans.cache_clear()
-    yield found
+    yield note_recognised(monkeypatch)
     saver._plans.cache_clear()
 
 

@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
+from support.recognised import note_recognised
 from support.saving import in_job
 
 import unickpt
@@ -490,15 +491,7 @@ def test_trees_of_three_frameworks_in_turn_are_recognised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saver._plans.cache_clear()
-    found: list[bool] = []
-    find = plan_cache.PlanCache.find
-
-    def noted(cache: plan_cache.PlanCache, *arguments: Any) -> Any:
-        tree = find(cache, *arguments)
-        found.append(isinstance(tree, plan_cache.SameTree))
-        return tree
-
-    monkeypatch.setattr(plan_cache.PlanCache, "find", noted)
+    found = note_recognised(monkeypatch)
     for n in range(3):
         for framework, make in MODELS.items():
             tree = {framework: make(2), "n": n}

@@ -184,13 +184,11 @@ def unchanged(
         if pattern is None:
             continue
         unused.discard(pattern)
-        what = patterns[pattern]
-        if isinstance(what, str):
-            tokens[name] = token_of(name)
         if entry.quantized is not None or name in apart:
             continue  # what a base has of it is not what it is, or was
+        what = patterns[pattern]
         if isinstance(what, str):
-            token = tokens[name]
+            token = tokens[name] = token_of(name)
             if before is not None and token is not None and before.tokens.get(name) == token:
                 found[name] = None
         elif isinstance(what, bool | np.bool_):
