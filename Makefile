@@ -3,14 +3,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 # torch's CPU build: a plain "torch" would bring gigabytes of CUDA libraries along.
 TORCH := torch==2.13.0
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# A path in site-packages, which type checkers follow; setuptools' import hook they cannot follow.
+EDITABLE := --config-settings editable_mode=compat --editable
 
 .PHONY: demo test test-fast test-trainers test-trainers-all test-oldest test-python test-gpu lint \
 	docs modules dist soak bench clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(PIP) $(TORCH)
+	$(PIP) $(EDITABLE) '.[dev]'
 	touch $@
 
 demo: .venv/installed
@@ -74,7 +77,7 @@ soak: .venv/installed
 	$(BIN)/python tests/environments.py chaos
 
 bench: .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,bench]'
+	$(PIP) $(EDITABLE) '.[dev,bench]'
 	$(BIN)/python benchmarks/results.py
 
 clean:

@@ -1,1 +1,1 @@
-"""Storage schemes, one module each; only `unickpt.storage.schemes` imports them, by name."""
+"""Storage schemes and the formats of other systems; registries import them by name."""

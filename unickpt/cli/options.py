@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -81,7 +81,7 @@ def save_options(
     try:
         return SaveOptions(
             budget_bytes=None if budget is None else MemoryBudget(budget, "process"),
-            compression=compression,
+            compression=cast(Any, compression),  # checked there
             quantize=_quantize(quantize),
         )
     except ValueError as error:

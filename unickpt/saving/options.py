@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from unickpt.frameworks.host_memory import CommonOptions, MemoryBudget, check_number
 from unickpt.frameworks.process_group import Group
@@ -18,9 +18,12 @@ from unickpt.quoting import counted, given, size_text
 from unickpt.storage import paths
 from unickpt.trees import name_ranges
 
-COMPRESSORS = ("auto", "zstd", "gzip", "blosc")
-REUSES = ("digest", "compare", "patch")
-STAGINGS = ("auto", "copy", "reference", "lazy", "device")
+Compression = Literal["auto", "zstd", "gzip", "blosc"]
+COMPRESSORS = get_args(Compression)
+Reuse = Literal["digest", "compare", "patch"]
+REUSES = get_args(Reuse)
+Staging = Literal["auto", "copy", "reference", "lazy", "device"]
+STAGINGS = get_args(Staging)
 
 
 def _is_shape(value: Any) -> bool:
@@ -178,15 +181,15 @@ class SaveOptions(CommonOptions):
         8
     """
 
-    staging: Literal["auto", "copy", "reference", "lazy", "device"] = "auto"
+    staging: Staging = "auto"
     fsync: bool = True
     budget_bytes: int | MemoryBudget | None = None
     spill: str | os.PathLike[str] | None = None
     chunk_bytes: int = 8 << 20
     chunk_shape: tuple[int, ...] | None = None
-    compression: str | None = None
+    compression: Compression | None = None
     base: paths.PathLike | None = None
-    reuse: Literal["digest", "compare", "patch"] = "digest"
+    reuse: Reuse = "digest"
     changed: Literal["tracked"] | Mapping[str, Any] | None = None
     kept_cost: float = 0.1
     quantize: Mapping[str, str | Restores | None] = field(default_factory=dict)

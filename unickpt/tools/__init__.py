@@ -1,1 +1,1 @@
-"""convert, diff and verify."""
+"""Convert, export, copy, merge, compare and verify checkpoints."""

@@ -270,6 +270,9 @@ class Search(Method):
         return {task: self.better[task] for task in tasks}
 
 
+MethodName = Literal[
+    "mean", "weighted", "metric", "step", "ema", "slerp", "task_arithmetic", "ties", "dare"
+]
 METHODS: tuple[type[Method], ...] = (
     Mean,
     Weighted,
@@ -283,7 +286,7 @@ METHODS: tuple[type[Method], ...] = (
 )
 
 
-def method_of(how: str | Method, parameters: Mapping[str, Any] | None = None) -> Method:
+def method_of(how: MethodName | Method, parameters: Mapping[str, Any] | None = None) -> Method:
     """A method by its name.
 
     Arguments:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -36,7 +36,7 @@ from unickpt.threads import in_batches
 from unickpt.tools import merge_arithmetic, merge_methods
 from unickpt.tools.conversion import budgets, check_written, leaves_of, write_streamed
 from unickpt.tools.merge_arithmetic import BLOCK, ElementPieces, Formula, NotFinite
-from unickpt.tools.merge_methods import Method, Search, Slerp, Ties
+from unickpt.tools.merge_methods import Method, MethodName, Search, Slerp, Ties
 from unickpt.tools.merge_search import on_all, search
 from unickpt.tools.merge_sources import (
     ManyRules,
@@ -115,12 +115,12 @@ def merge(
     sources: Sources,
     destination: paths.PathLike,
     *,
-    how: str | Method = "mean",
+    how: MethodName | Method = "mean",
     weights: Sequence[float] | None = None,
     base: checkpoint.Source | None = None,
     last: int | None = None,
     rules: ManyRules = None,
-    integers: str = "equal",
+    integers: Literal["equal", "last"] = "equal",
     allow_nonfinite: bool = False,
     overwrite: bool = False,
     verify: bool = True,
