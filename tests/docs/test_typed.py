@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+
 from unickpt.tools.merge_methods import METHODS, MethodName
 
 pytestmark = pytest.mark.integration

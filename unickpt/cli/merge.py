@@ -117,7 +117,8 @@ def command(
     given: Any = sources[0] if last is not None else [source_of(one, hint) for one in sources]
     wanted = read_rules(rules, inverse, size)
     try:
-        method = merge_methods.method_of(cast(Any, how), named_values("--with", parameters, _PARAMETER))
+        values = named_values("--with", parameters, _PARAMETER)
+        method = merge_methods.method_of(cast(Any, how), values)
         options = save_options(budget, compression, quantize)
         asked: dict[str, Any] = {"weights": weights, "base": base, "last": last, "rules": wanted}
         asked["integers"] = integers
