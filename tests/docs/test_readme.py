@@ -1,4 +1,4 @@
-"""The front of the project: the README's figures and pictures, and what GitHub runs."""
+"""The front of the project: the README, the figures at a glance, and what GitHub runs."""
 
 from __future__ import annotations
 
@@ -11,32 +11,35 @@ from support import TESTS
 
 ROOT = Path(TESTS).parent
 README = (ROOT / "README.md").read_text()
-BENCHMARKS = "".join(
-    (ROOT / name).read_text() for name in ("docs/benchmarks.md", "benchmarks/RESULTS.md")
-)
+BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text()
+RESULTS = (ROOT / "benchmarks" / "RESULTS.md").read_text()
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 # Who may change something, or sign for the project, and to do what.
 MAY = {"docs.yml": {"pages", "id-token"}, "publish.yml": {"id-token"}, "tests.yml": set()}
 
 
-def test_the_figures_of_the_readme_are_those_of_the_benchmarks() -> None:
-    (section,) = re.findall(r"^## What it beats.*?(?=^## )", README, re.M | re.S)
+def test_the_readme_has_at_most_400_words() -> None:
+    assert len(README.split()) <= 400
+
+
+def test_the_figures_at_a_glance_are_those_of_the_sections_below() -> None:
+    (section,) = re.findall(r"^## At a glance.*?(?=^## )", BENCHMARKS, re.M | re.S)
+    sections = BENCHMARKS.replace(section, "") + RESULTS
     figures = re.findall(r"\d+\.\d+", section)
     assert len(figures) > 10
-    assert [each for each in figures if not re.search(rf"\b{re.escape(each)}\b", BENCHMARKS)] == []
+    assert [n for n in figures if not re.search(rf"\b{re.escape(n)}\b", sections)] == []
     commands = re.findall(r"`(python benchmarks/[^`]+)`", section)
     assert len(commands) > 1
     for command in commands:
         script, _, options = command.partition(".py")
-        assert f"{script}.py" in BENCHMARKS, command
-        assert options.strip() in BENCHMARKS, command
+        assert f"{script}.py" in sections, command
+        assert options.strip() in sections, command
 
 
 def test_the_pictures_of_the_readme_exist() -> None:
-    found = re.findall(r"<img src=\"([^\"]+)\"", README)
-    found += re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README)
-    assert len(found) > 2
-    assert [name for name in found if not (ROOT / name).is_file()] == []
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README)
+    assert pictures
+    assert [name for name in pictures if not (ROOT / name).is_file()] == []
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)

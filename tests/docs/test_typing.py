@@ -5,15 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from unickpt.tools.merge_methods import METHODS, MethodName
+
 PROGRAM = """
 from dataclasses import dataclass
 from typing import Any, assert_type
 
 import unickpt
+from unickpt.adapters.torch_optimizer import NamedOptimizer
 
 @dataclass
 class State:
@@ -33,21 +36,34 @@ def load_steps(run: unickpt.Checkpointer) -> None:
     assert_type(run.load(state, fallback=True, return_report=True)[0], State)
     run.load(state, stpe=3)  # wrong
     unickpt.load("c", state, missing="skip")  # wrong
+
+assert_type(NamedOptimizer, type[NamedOptimizer])
+unickpt.SaveOptions(compression="zstd", staging="copy", reuse="patch")
+unickpt.SaveOptions(compression="zip")  # wrong
+unickpt.SaveOptions(staging="later")  # wrong
+unickpt.Checkpointer("run", reuse="patches")  # wrong
+unickpt.merge(["a", "b"], "c", how="median")  # wrong
+unickpt.merge(["a", "b"], "c", integers="first")  # wrong
 """
 
 
 @pytest.mark.integration  # type checks all of unickpt: seconds
-def test_a_load_has_the_type_of_like(tmp_path: Path) -> None:
+def test_a_load_has_the_type_of_like_and_a_misspelled_word_is_an_error(tmp_path: Path) -> None:
+    """The Makefile installs a path, which mypy follows; it follows no import hook."""
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent"]
     command += ["--config-file=", f"--cache-dir={tmp_path / 'cache'}", "program.py"]
     found = subprocess.run(
         command,
         cwd=tmp_path,
-        env={"PATH": "", "MYPYPATH": str(ROOT)},
+        env={"PATH": ""},
         capture_output=True,
         text=True,
     )
     wrong = [n for n, line in enumerate(PROGRAM.splitlines(), 1) if "# wrong" in line]
     errors = [line for line in found.stdout.splitlines() if ": error: " in line]
     assert {int(line.split(":")[1]) for line in errors} == set(wrong), found.stdout + found.stderr
+
+
+def test_the_names_of_merge_methods_are_those_of_its_type() -> None:
+    assert get_args(MethodName) == tuple(method.name for method in METHODS)
