@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 import time
@@ -105,6 +106,10 @@ class SaveTriggers:
 class SigtermHandler:
     """Calls a function when the process receives SIGTERM, instead of ending it.
 
+    Handlers may be removed in any order, and by any thread, and others may be installed in between:
+    a handler that was removed, and one in a forked process, passes the signal on. When all are
+    removed, the signal does what it did before.
+
     Arguments:
         callback: the function.
     """
@@ -112,18 +117,39 @@ class SigtermHandler:
     def __init__(self, callback: Callable[[], None]) -> None:
         self._callback = callback
         self._before: Any = None
-        self._installed = threading.current_thread() is threading.main_thread()
-        if self._installed:
+        if threading.current_thread() is threading.main_thread():
+            _restore_signal()
             self._before = signal.signal(signal.SIGTERM, self._handle)
+            _active.add(self)
         else:
             _log.warning("only the main thread can handle SIGTERM; call Checkpointer.preempt()")
 
     def remove(self) -> None:
-        """Restores the previous handler."""
-        if self._installed and signal.getsignal(signal.SIGTERM) == self._handle:
-            signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
+        """Passes the signal on from now on; restores the previous handler if this thread can."""
+        _active.discard(self)
+        if threading.current_thread() is threading.main_thread():
+            _restore_signal()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._callback()
+        if self in _active:
+            self._callback()
         if callable(self._before):
             self._before(number, frame)
+        elif self._before is not signal.SIG_IGN and not _active:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+_active: set[SigtermHandler] = set()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_active.clear)
+
+
+def _restore_signal() -> None:
+    """Restores what was there before the removed handlers, unless another handler was installed
+    after them; only on the main thread."""
+    while True:
+        handler = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+        if not isinstance(handler, SigtermHandler) or handler in _active:
+            return
+        signal.signal(signal.SIGTERM, handler._before or signal.SIG_DFL)
