@@ -25,13 +25,13 @@ class Listed:
     path: str
 
 
-def checkpoints_below(root: paths.PathLike) -> list[Listed]:
+def checkpoints_below(root: paths.PathLike | Location) -> list[Listed]:
     """The committed checkpoints in a folder, and the folder itself if it is one.
 
     Only looks at names; use `unickpt.open` or `verify` to check a checkpoint.
 
     Arguments:
-        root: a local path or a URL (file, memory, s3, gs), or a whole bucket.
+        root: a local path or a URL (file, memory, s3, gs), or a whole bucket; or its location.
 
     Returns:
         In natural order, "step_2" before "step_10".

@@ -113,7 +113,6 @@ class StepFolder:
     """
 
     def __init__(self, root: paths.PathLike) -> None:
-        self._root = root
         self.location = paths.resolve(root)
         self._context = paths.context()
 
@@ -131,7 +130,7 @@ class StepFolder:
             StorageError: the storage failed.
         """
         try:
-            names = [listed.name for listed in checkpoints_below(self._root)]
+            names = [listed.name for listed in checkpoints_below(self.location)]
         except CheckpointNotFound:
             return []
         return sorted(_numbers(names))

@@ -91,23 +91,29 @@ class Watch:
         root: a path or URL of a folder of checkpoints, or of one.
         most: how many committed checkpoints to show.
         clock: seconds; for tests.
+
+    Raises:
+        InvalidPath: the root is not a storage location.
     """
 
     root: paths.PathLike
     most: int = 8
     clock: Callable[[], float] = time.monotonic
+    _location: Location = field(init=False)
     _opened: dict[str, tuple[str, Committed]] = field(default_factory=dict)
     _signs: dict[tuple[str, str], tuple[UnderWay, float]] = field(default_factory=dict)
     """What was found of each attempt, and since when it has not changed."""
+
+    def __post_init__(self) -> None:
+        self._location = paths.resolve(self.root, whole=True)
 
     def look(self) -> Look:
         """What is there now.
 
         Raises:
-            InvalidPath: the root is not a storage location.
             StorageError: the storage failed.
         """
-        location, context = paths.resolve(self.root, whole=True), paths.context()
+        location, context = self._location, paths.context()
         try:
             # In this order: what is committed meanwhile is found in both, and is committed.
             attempts = _attempts(location, context)
@@ -127,7 +133,7 @@ class Watch:
 
     def _listed(self, location: Location) -> dict[str, Listed]:
         try:
-            return {listed.name: listed for listed in checkpoints_below(self.root)}
+            return {listed.name: listed for listed in checkpoints_below(self._location)}
         except CheckpointNotFound:
             return {}  # the first save will make it
 

@@ -217,7 +217,7 @@ class SaveOptions(CommonOptions):
         if not 0 <= self.kept_cost < math.inf:
             raise ValueError(f"kept_cost={self.kept_cost!r} must be a number of at least 0")
         if self.base is not None:
-            paths.resolve(self.base)
+            object.__setattr__(self, "base", paths.absolute(self.base))
         if self.changed is not None:
             from unickpt.reuse import unchanged  # only where it is asked for
 

@@ -141,7 +141,7 @@ class Places:
         """Memory for copies, in bytes."""
         self.spill: Spill | None = None
         if options.spill is not None:
-            folder = os.path.abspath(options.spill)
+            folder = os.path.abspath(os.path.expanduser(options.spill))
             self.spill = Spill(_files(folder, job), self.working_bytes)
         self.calling = True
         """Whether the caller of the save waits for the copies."""

@@ -330,6 +330,14 @@ def resolve(path: PathLike | Location, *, whole: bool = False, or_file: bool = F
     return location if or_file else _folder(location, text)
 
 
+def absolute(path: PathLike, *, or_file: bool = False) -> str:
+    """A path or URL that names the same storage after the program changes its working directory.
+
+    Arguments, errors: as for `resolve`.
+    """
+    return str(resolve(path, or_file=or_file))
+
+
 def _folder(location: Location, text: str) -> Location:
     location.check_folder(text)
     return location

@@ -56,7 +56,7 @@ ValuesByName = Mapping[str, Plain]
 class _AtPath:
     """What the storage classes have in common."""
 
-    path: paths.PathLike | None
+    path: str | None
 
     @property
     def checkpoint_id(self) -> paths.PathLike:
@@ -71,7 +71,7 @@ class _AtPath:
 
     def reset(self, checkpoint_id: paths.PathLike | None = None) -> None:
         if checkpoint_id is not None:
-            self.path = checkpoint_id
+            self.path = paths.absolute(checkpoint_id, or_file=True)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: paths.PathLike) -> bool:
@@ -110,7 +110,8 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         options: SaveOptions | None = None,
         overwrite: bool = True,
     ) -> None:
-        self.path, self.overwrite = path, overwrite
+        self.path, self.overwrite = None, overwrite
+        super().reset(path)
         self.options = SaveOptions.or_default(options)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -247,7 +248,8 @@ class StorageReader(_AtPath, storage.StorageReader):
     def __init__(
         self, path: paths.PathLike | None = None, *, options: LoadOptions | None = None
     ) -> None:
-        self.path = path
+        self.path = None
+        super().reset(path)
         self.options = LoadOptions.or_default(options)
         self._opened: _Opened | None = None
 

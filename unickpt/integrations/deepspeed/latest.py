@@ -27,7 +27,7 @@ class LatestFile:
     """
 
     def __init__(self, folder: str, tag: str) -> None:
-        self._folder, self._tag, self._attempt = folder, tag, ""
+        self._folder, self._tag, self._attempt = paths.absolute(folder), tag, ""
 
     def prepare(self, attempt: str) -> None:
         """The save begins to write."""

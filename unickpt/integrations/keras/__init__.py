@@ -223,7 +223,7 @@ class UnickptCheckpoint(MonitorCallback):
                 "resume=True needs the optimizer, and save_weights_only=True leaves it out; use "
                 "unickpt.integrations.keras.load(path, model, weights_only=True)"
             )
-        self.directory, self.verbose = directory, verbose
+        self.directory, self.verbose = paths.absolute(directory), verbose
         self.save_best_only, self.save_weights_only = save_best_only, save_weights_only
         self.save_freq, self.max_to_keep = save_freq, max_to_keep
         self.save_on_background, self.resume, self.options = save_on_background, resume, options
