@@ -22,7 +22,11 @@ def quoted(value: object, most: int = _MOST) -> str:
         >>> quoted("abc"), quoted("x" * 100, 20)
         ("'abc'", "'xxxxxxxxx...xxxxxx'")
     """
-    return shortened(repr(value), most)
+    try:
+        text = repr(value)
+    except Exception:  # an integer of thousands of digits, or an object of the user's
+        text = f"<{type(value).__name__}>"
+    return shortened(text, most)
 
 
 def given(obj: Any) -> str:

@@ -50,7 +50,7 @@ def codecs_for(compression: str | None) -> tuple[dict[str, Any], ...]:
     }
     if compression is None or compression == "auto":  # then arrays have their own
         return ()
-    return ({"name": compression, "configuration": settings[compression]},)
+    return ({"name": str.__str__(compression), "configuration": settings[compression]},)
 
 
 @cache

@@ -53,6 +53,7 @@ def codes_for(
         codes = codes.codes()
     if codes is None:
         return None
+    codes = str.__str__(codes)
     problem = "it holds PRNG keys" if prng is not None else _problem(codes, name, dtype, shape)
     if problem is None:
         return codes

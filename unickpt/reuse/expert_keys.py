@@ -66,6 +66,7 @@ class ExpertKey:
         """
         if not isinstance(text, str) or not text:
             raise ValueError(f"experts: the key {text!r} is not a name")
+        text = str.__str__(text)
         axis: Any = None
         k: Any = value
         if isinstance(value, tuple):
@@ -97,6 +98,7 @@ class ExpertKey:
                 f"experts[{text!r}]: the axis {axis!r} is neither a dimension, at least 0, nor the "
                 "name of a mesh axis"
             )
+        axis = str.__str__(axis) if isinstance(axis, str) else axis
         return cls(text, int(k), axis)
 
     def of_layer(self, layer: str | None) -> str:

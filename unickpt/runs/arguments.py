@@ -16,7 +16,7 @@ from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.protocol import Fence
 from unickpt.loading.loader import LoadArguments
 from unickpt.quantized.restores import Restores
-from unickpt.quoting import quoted
+from unickpt.quoting import quoted, some
 from unickpt.reuse.experts import Choose
 from unickpt.runs.partial_saves import Experts
 from unickpt.runs.retention import Retention
@@ -27,6 +27,7 @@ from unickpt.runs.tiers import Tier
 from unickpt.saving.describe import check_mapping
 from unickpt.saving.options import SaveOptions
 from unickpt.storage import paths
+from unickpt.trees.tree import plain_key
 
 if TYPE_CHECKING:
     from unickpt.runs.restore_count import RestoreCount
@@ -250,10 +251,26 @@ def step_metadata(
         raise UnsupportedLeaf(
             f"metadata: the key {RESERVED!r} is reserved for the Checkpointer; rename yours"
         )
-    numbers = {str(name): _metric(name, value) for name, value in (metrics or {}).items()}
+    numbers = _numbers(metrics or {})
     shown = {n: v if math.isfinite(v) else str(v) for n, v in numbers.items()}  # JSON lacks nan
     own = {"step": step, "metrics": shown}
     return {**(metadata or {}), RESERVED: own if after is None else {**own, "after": after}}
+
+
+def plain_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A copy of metrics whose names are exactly str; empty if they are no dict, which
+    `step_metadata` refuses."""
+    items = metrics.items() if isinstance(metrics, Mapping) else ()
+    return {str(plain_key(name)): value for name, value in items}
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    numbers = {name: _metric(name, value) for name, value in plain_metrics(metrics).items()}
+    if len(numbers) == len(metrics):
+        return numbers
+    names = [(str(plain_key(name)), name) for name in metrics]
+    same = [name for text, name in names if [t for t, _ in names].count(text) > 1]
+    raise UnsupportedLeaf(f"metrics: two names are stored as one: {some(list(map(repr, same)))}")
 
 
 def _metric(name: str, value: Any) -> float:

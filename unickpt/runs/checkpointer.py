@@ -22,6 +22,7 @@ from unickpt.runs.arguments import (
     check_changed,
     fences_of,
     knowing,
+    plain_metrics,
     restores_of,
     roles_of,
     run_text,
@@ -249,7 +250,7 @@ class Checkpointer:
         owners = {owner for fence in guards for owner in fence.owners()} if guards else None
         self._removal.before_save(group)
         hooks = (
-            self._housekeeping.hooks(step, metrics or {}, overwrite)
+            self._housekeeping.hooks(step, plain_metrics(metrics), overwrite)
             if group.index == 0
             else self._housekeeping.hooks_of_others(step, overwrite)
         )

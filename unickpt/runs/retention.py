@@ -55,6 +55,8 @@ class Retention:
             raise ValueError(
                 "give both keep_best and metric, or neither, such as keep_best=3, metric='loss'"
             )
+        if isinstance(self.metric, str):
+            object.__setattr__(self, "metric", str.__str__(self.metric))
         if self.best not in ("min", "max"):
             raise ValueError(f"best={self.best!r} must be 'min' or 'max'")
         if self.keep is not None and not callable(self.keep):

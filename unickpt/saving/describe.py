@@ -279,10 +279,14 @@ def check_mapping(what: str, given: object) -> None:
 
 def checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     check_mapping("metadata", metadata)
-    checked = dict(metadata or {})
-    if checked and not _is_json(checked):
+    if not metadata:
+        return {}
+    checked = dict(metadata)
+    if not _is_json(checked):
         raise UnsupportedLeaf(_json_fault(checked, "metadata", ()))
-    return checked
+    # A copy: the program may change the original while the save is in the background.
+    copied: dict[str, Any] = json.loads(json.dumps(checked))
+    return copied
 
 
 def _is_json(value: Any) -> bool:

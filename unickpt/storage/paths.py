@@ -352,7 +352,7 @@ def _text(path: PathLike) -> str:
         ) from None
     if not isinstance(text, str) or not text or "\0" in text:
         raise InvalidPath(f"{path!r} is not a path; give a local path or a URL ({_known()})")
-    return text
+    return str.__str__(text)  # of a member of an enumeration of strings, its text
 
 
 def _check_slashes(text: str) -> None:

@@ -12,10 +12,12 @@ import keyword
 import re
 import unicodedata
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
+
+import numpy as np
 
 from unickpt.errors import UnsupportedLeaf
 from unickpt.quoting import quoted
@@ -25,6 +27,7 @@ Key = str | int
 Rebuild = Callable[[list[Any]], Any]
 Check = Callable[["Node", Callable[[str], Any]], None]
 MAX_DEPTH = 200
+_MOST_KEY_BITS = 4096  # Python converts no text of more than 4,300 digits to an int
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,8 @@ def component(key: Key, numbers: Set[str] = frozenset()) -> str:
         >>> component("a/b"), component(3), component("3", {"3"})
         ('a%2Fb', '3', '%33')
     """
+    if type(key) is not str:
+        key = plain_key(key)
     if isinstance(key, int):
         return str(key)
     if key not in numbers and _is_plain(key):
@@ -173,12 +178,13 @@ def _flatten(
     if level is None or problem:
         bad.append(f"{quoted(name) if name else 'the root'}: {problem}")
         return Leaf(name, obj)
-    names, within = child_names(level.kind, level.keys, name), (*stack, id(obj))
+    keys = plain_keys(level.keys)
+    names, within = child_names(level.kind, keys, name), (*stack, id(obj))
     children = tuple(
         _flatten(child, child_name, is_leaf, expand, bad, within)
         for child, child_name in zip(level.children, names, strict=True)
     )
-    return Node(level.kind, level.keys, children, level.rebuild, level.type_name, obj, level.check)
+    return Node(level.kind, keys, children, level.rebuild, level.type_name, obj, level.check)
 
 
 def level_of(obj: Any, name: str, expand: Expand) -> Expansion | None:
@@ -206,16 +212,54 @@ def _level_problem(level: Expansion) -> str | None:
     return problem
 
 
+def plain_key(key: Any) -> Any:
+    """A key, a name or a pattern as exactly a str or an int; any other object unchanged.
+
+    A member of `class Part(str, Enum)` equals its text but is formatted differently, and a subclass
+    of str or int may compare and hash as it likes. So each key is converted where it enters.
+
+    Example:
+        >>> plain_key(enum.Enum("Part", {"MODEL": "model"}, type=str).MODEL)
+        'model'
+    """
+    if isinstance(key, str):
+        return str.__str__(key)
+    if isinstance(key, int) and not isinstance(key, bool):
+        return int.__int__(key)
+    return int(key) if isinstance(key, np.integer) else key
+
+
+def plain_keys(keys: Iterable[Any]) -> tuple[Any, ...]:
+    """Each key as `plain_key` returns it."""
+    keys = tuple(keys)
+    return keys if _PLAIN_KEYS.issuperset(map(type, keys)) else tuple(map(plain_key, keys))
+
+
+_PLAIN_KEYS = frozenset((str, int))
+
+
 def key_problem(keys: tuple[Any, ...]) -> str | None:
-    for key in keys:
-        if isinstance(key, bool) or not isinstance(key, str | int):
+    """Why a container with these keys cannot be stored; None if it can."""
+    names = plain_keys(keys)
+    for key in names:
+        if type(key) is not str and type(key) is not int:
             return f"key {quoted(key)} is a {type(key).__name__}; keys must be str or int"
-        if isinstance(key, str):
+        if type(key) is int and key.bit_length() > _MOST_KEY_BITS:
+            return f"a key is an int of {key.bit_length()} bits, more than {_MOST_KEY_BITS}"
+        if type(key) is str:
             try:
                 key.encode()
             except UnicodeEncodeError:
                 return f"key {quoted(key)} is not valid Unicode text"
-    return "a key occurs twice" if len(set(keys)) != len(keys) else None
+    if len(set(names)) == len(names):
+        return None
+    first = dict[Key, Any]()
+    for key, original in zip(names, keys, strict=True):
+        if key in first:
+            break
+        first[key] = original
+    pair = f"{quoted(first[key])} and {quoted(original)}"
+    return f"a key occurs twice: {pair} are both stored as {quoted(key)}"
 
 
 def child_names(kind: str, keys: tuple[Key, ...], name: str) -> list[str]:
@@ -488,10 +532,10 @@ def _children(obj: Any, like: Skeleton, level: Expand) -> Any:
     if of is not like.of:
         return None
     if of is dict:
-        return obj.values() if like.is_of("dict", tuple(obj), "") else None
+        return obj.values() if like.is_of("dict", plain_keys(obj), "") else None
     if of is list or of is tuple:
         return obj if len(obj) == len(like.children) else None
     found = level(obj, like.name)
-    if found is None or not like.is_of(found.kind, found.keys, found.type_name):
+    if found is None or not like.is_of(found.kind, plain_keys(found.keys), found.type_name):
         return None
     return found.children
