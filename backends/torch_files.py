@@ -16,8 +16,9 @@ from unickpt.foreign import known_objects, loose_files
 from unickpt.foreign.file_ranges import ArrayTable, FileBox, RangeReader, table_of, whole
 from unickpt.foreign.files import Files
 from unickpt.foreign.loose_files import FoundFiles, open_kind
-from unickpt.foreign.pickle_objects import BadPickle, Global, PickledObject, attributes
-from unickpt.foreign.torch_pickles import Tensor, TorchFile, TorchStorage, holds_tensors
+from unickpt.foreign.pickle_objects import BadPickle, Global, PickledObject, attributes, unread
+from unickpt.foreign.torch_pickles import TorchFile
+from unickpt.foreign.torch_tensors import Tensor, TorchStorage, holds_tensors
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted, shortened
 from unickpt.storage.errors import Failed, reading_failed
@@ -225,7 +226,7 @@ class PlainTree:
         try:
             return decode(found)
         except BadPickle as error:
-            raise CheckpointCorrupt(f"{self._where}: {error}") from error
+            raise unread(error, self._where, "a value") from error
 
     def _spend(self, nodes: int) -> None:
         self._nodes -= nodes

@@ -27,12 +27,12 @@ from unickpt.backends.dcp.reader import (
     read_metadata,
 )
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.foreign import pickles, torch_pickles
+from unickpt.foreign import pickles, torch_tensors
 from unickpt.foreign.elements import FileRange
 from unickpt.foreign.file_ranges import FileBox
 from unickpt.foreign.files import Files
-from unickpt.foreign.pickle_objects import BadPickle
-from unickpt.foreign.torch_pickles import Tensor
+from unickpt.foreign.pickle_objects import BadPickle, unread
+from unickpt.foreign.torch_tensors import Tensor
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Failed, reading_failed
@@ -260,9 +260,9 @@ def _raw(form: bytes, facts: TensorFacts, chunk: DcpChunk, files: Files) -> File
     """
     blob = chunk.blob
     try:
-        tensor, _ = pickles.read(form, torch_pickles.CONSTRUCTORS, torch_pickles.storage)
+        tensor, _ = pickles.read(form, torch_tensors.CONSTRUCTORS, torch_tensors.storage)
     except BadPickle as error:
-        raise CheckpointCorrupt(f"the description of {chunk.box} is damaged: {error}") from error
+        raise unread(error, f"the description of {chunk.box}") from error
     expected = dtypes.with_shape(facts.dtype, chunk.box.shape)
     if not isinstance(tensor, Tensor):
         raise CheckpointCorrupt(f"{blob.file} contains no tensor where {expected} is expected")

@@ -23,7 +23,8 @@ from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign.elements import ByteRange, Elements
 from unickpt.foreign.file_ranges import FileBox, read_flat
 from unickpt.foreign.files import CheckedFiles, Files
-from unickpt.foreign.torch_pickles import Tensor, TorchFile
+from unickpt.foreign.torch_pickles import TorchFile
+from unickpt.foreign.torch_tensors import Tensor
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Damaged
 

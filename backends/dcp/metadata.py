@@ -14,7 +14,7 @@ from typing import Any
 
 from unickpt.arrays.box import Box
 from unickpt.errors import UnsupportedFormat
-from unickpt.foreign import pickles, torch_pickles
+from unickpt.foreign import pickles, torch_tensors
 from unickpt.foreign.pickle_objects import BadPickle, Global, PickledObject
 from unickpt.quoting import quoted
 from unickpt.trees.tree import MAX_DEPTH
@@ -115,7 +115,7 @@ def read(data: bytes, where: str, roots: Collection[str] = ROOTS) -> Metadata | 
         BadPickle: it is damaged.
         UnsupportedFormat: it uses what unickpt does not read.
     """
-    root, _ = pickles.read(data, torch_pickles.CONSTRUCTORS)
+    root, _ = pickles.read(data, torch_tensors.CONSTRUCTORS)
     if not isinstance(root, PickledObject):
         raise BadPickle("it holds no metadata")
     if root.name not in roots:
@@ -212,7 +212,7 @@ class _Decoder:
         if not isinstance(dtype, Global):
             raise BadPickle(f"{quoted(name)} has no dtype")
         try:
-            return torch_pickles.dtype_of(dtype)
+            return torch_tensors.dtype_of(dtype)
         except BadPickle as error:
             raise UnsupportedFormat(f"{self._where}: {quoted(name)}: {error}") from None
 

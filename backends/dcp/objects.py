@@ -14,8 +14,9 @@ from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign.file_ranges import FileBox
 from unickpt.foreign.files import Files
 from unickpt.foreign.known_objects import decoded, key_of
-from unickpt.foreign.pickle_objects import BadPickle, Global, PickledObject, attributes
-from unickpt.foreign.torch_pickles import Tensor, TorchFile, TorchStorage, holds_tensors
+from unickpt.foreign.pickle_objects import BadPickle, Global, PickledObject, attributes, unread
+from unickpt.foreign.torch_pickles import TorchFile
+from unickpt.foreign.torch_tensors import Tensor, TorchStorage, holds_tensors
 from unickpt.quoting import quoted, shortened
 from unickpt.storage.errors import Failed, reading_failed
 from unickpt.threads import Pool
@@ -84,7 +85,7 @@ def read_file(files: Files, name: str) -> Any:
         found = TorchFile(files, name)
         return _PickledValues(found, found.pickle_size).value(found.value)
     except BadPickle as error:
-        raise CheckpointCorrupt(f"{files.location}: {name}: {error}") from error
+        raise unread(error, f"{files.location}: {name}") from error
     except Failed as error:
         raise reading_failed(error, f"{files.location}: {name}") from error
 
@@ -118,9 +119,10 @@ def _read_object(files: Files, name: str, blob: Blob) -> Any:
         plain = decompressed(data, _MOST_COMPRESSED, blob.file)
         found = TorchFile(MemoryFile(files, plain), blob.file)
         return _PickledValues(found, len(plain), blob).value(found.value)
-    except (CheckpointCorrupt, BadPickle) as error:
+    except (CheckpointCorrupt, UnsupportedFormat, BadPickle) as error:
         reason = str(error).removeprefix(f"{files.location}: ")
-        raise CheckpointCorrupt(f"{files.location}: {quoted(name)}: {reason}") from error
+        kind = UnsupportedFormat if isinstance(error, UnsupportedFormat) else CheckpointCorrupt
+        raise kind(f"{files.location}: {quoted(name)}: {reason}") from error
 
 
 class _PickledValues:

@@ -22,7 +22,7 @@ from unickpt.foreign.elements import FileRange
 from unickpt.foreign.file_ranges import WHOLE, FileBox, RangeReader, of_boxes, whole
 from unickpt.foreign.files import Files
 from unickpt.foreign.known_objects import LOCAL
-from unickpt.foreign.pickle_objects import BadPickle
+from unickpt.foreign.pickle_objects import BadPickle, unread
 from unickpt.format.coverage import check_boxes
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
@@ -87,7 +87,7 @@ def read_metadata(
     try:
         return metadata.read(files.whole(name), where, roots)
     except BadPickle as error:
-        raise CheckpointCorrupt(f"{where} is damaged: {error}") from error
+        raise unread(error, where) from error
 
 
 # --- what is stored -----------------------------------------------------------------------------

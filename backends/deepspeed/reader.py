@@ -26,7 +26,7 @@ from unickpt.errors import CheckpointCorrupt, CoverageError
 from unickpt.foreign import file_ranges
 from unickpt.foreign.file_ranges import ArrayTable, FileBox, RangeReader, table_of
 from unickpt.foreign.files import Files
-from unickpt.foreign.torch_pickles import Tensor
+from unickpt.foreign.torch_tensors import Tensor
 from unickpt.format.coverage import check_boxes
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import ParallelMap, Reader

@@ -18,7 +18,8 @@ from unickpt.foreign.files import Files
 from unickpt.foreign.headers import is_size
 from unickpt.foreign.pickle_objects import PickledObject
 from unickpt.foreign.pickles import Constructors
-from unickpt.foreign.torch_pickles import Tensor, TorchFile
+from unickpt.foreign.torch_pickles import TorchFile
+from unickpt.foreign.torch_tensors import Tensor
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Failed, reading_failed
 from unickpt.threads import Pool

@@ -17,7 +17,8 @@ from unickpt.arrays.box import Box
 from unickpt.foreign import torch_layout
 from unickpt.foreign.files import Files
 from unickpt.foreign.flat_names import cannot_hold
-from unickpt.foreign.torch_pickles import Tensor, TorchFile
+from unickpt.foreign.torch_pickles import TorchFile
+from unickpt.foreign.torch_tensors import Tensor
 from unickpt.format.index import Index
 from unickpt.format.writer import Plan, PlannedFile, text_file
 from unickpt.quoting import quoted

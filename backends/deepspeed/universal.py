@@ -14,7 +14,7 @@ from unickpt.backends.deepspeed.sources import Parameter, is_number
 from unickpt.backends.deepspeed.states import StateFile, read_all
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign.file_ranges import TensorSource
-from unickpt.foreign.torch_pickles import Tensor
+from unickpt.foreign.torch_tensors import Tensor
 
 _EXPERTS = "deepspeed_experts."
 

@@ -16,7 +16,7 @@ from unickpt.backends.deepspeed.states import ModelFileState, StateFile, flatten
 from unickpt.errors import CheckpointCorrupt
 from unickpt.foreign.elements import Joined
 from unickpt.foreign.file_ranges import TensorSource
-from unickpt.foreign.torch_pickles import Tensor
+from unickpt.foreign.torch_tensors import Tensor
 from unickpt.quoting import quoted
 
 _LAYER_NAME = re.compile(r"(\d{1,9})\..+")

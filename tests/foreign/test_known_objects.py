@@ -21,7 +21,7 @@ import unickpt
 from unickpt import CheckpointCorrupt, Opaque
 from unickpt.foreign import known_objects, pickle_objects, pickles
 from unickpt.foreign.pickle_objects import BadPickle
-from unickpt.foreign.torch_pickles import CONSTRUCTORS, Tensor
+from unickpt.foreign.torch_tensors import CONSTRUCTORS, Tensor
 
 PROTOCOLS = (2, 3, 4, 5)
 
@@ -190,7 +190,7 @@ def test_a_shape_that_contradicts_the_bytes_is_damage(
 
 def test_damage_names_the_file(tmp_path: Path) -> None:
     data = pickle.dumps({"x": np.arange(3, dtype=np.float32)}, 3)
-    with pytest.raises(CheckpointCorrupt, match=r"x\.pt: a NumPy array of shape \(4,\) has 12"):
+    with pytest.raises(CheckpointCorrupt, match=r"x\.pt: .*a NumPy array of shape \(4,\) has 12"):
         opened(tmp_path, data.replace(b"K\x03\x85", b"K\x04\x85"))
     one, short = np.float64(1), b"C\x03abc"
     with pytest.raises(BadPickle, match="scalar of 8 bytes has 3"):

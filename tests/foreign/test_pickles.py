@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.pickled import trees, typed
 
-from unickpt.foreign import pickles, torch_pickles
+from unickpt.foreign import pickles, torch_tensors
 from unickpt.foreign.pickle_objects import BadPickle, Global, PickledObject
 
 _BOUND = 5.0  # seconds of processor time; what would take minutes or hours without a bound
@@ -29,7 +29,7 @@ def read(data: bytes, **constructors: Any) -> Any:
 def refused(data: bytes) -> str:
     began = time.thread_time()
     with pytest.raises(BadPickle) as caught:
-        pickles.read(data, torch_pickles.CONSTRUCTORS)
+        pickles.read(data, torch_tensors.CONSTRUCTORS)
     assert time.thread_time() - began < _BOUND
     assert len(str(caught.value)) < 10_000
     return str(caught.value)
@@ -56,7 +56,7 @@ def test_shared_and_recursive_objects_stay_so(protocol: int) -> None:
 def test_containers_of_the_library(protocol: int) -> None:
     default = collections.defaultdict(list, {"a": 1})
     tree = [collections.OrderedDict(x=1, y=2), default, {1, 2}]
-    found, _ = pickles.read(pickle.dumps(tree, protocol), torch_pickles.CONSTRUCTORS)
+    found, _ = pickles.read(pickle.dumps(tree, protocol), torch_tensors.CONSTRUCTORS)
     assert found[:2] == [{"x": 1, "y": 2}, {"a": 1}]
     assert sorted(found[2]) == [1, 2]
 
@@ -124,10 +124,10 @@ def test_every_way_to_call_is_a_description() -> None:
 
 
 def test_what_is_known_is_not_changed_by_a_state() -> None:
-    function: Any = torch_pickles.CONSTRUCTORS["torch.Size"]
+    function: Any = torch_tensors.CONSTRUCTORS["torch.Size"]
     before = function.keywords.copy(), dict(function.__dict__)
     data = b"\x80\x02ctorch\nSize\nN}U\x0c__defaults__K\x01s\x86b."
-    found, _ = pickles.read(data, torch_pickles.CONSTRUCTORS)
+    found, _ = pickles.read(data, torch_tensors.CONSTRUCTORS)
     assert isinstance(found, Global)
     assert (function.keywords, dict(function.__dict__)) == before
 
@@ -234,7 +234,7 @@ def test_calls_that_share_a_large_argument_are_refused(name: bytes, close: bytes
     many = b"c" + name + b"\n\x940" + large + b"\x940" + b"h\x00h\x01R0" * 30_000 + b"N."
     began = time.thread_time()
     with pytest.raises(BadPickle, match=r"too much work|cannot be made|not a tuple"):
-        pickles.read(many, torch_pickles.CONSTRUCTORS)
+        pickles.read(many, torch_tensors.CONSTRUCTORS)
     assert time.thread_time() - began < _BOUND
 
 
@@ -283,7 +283,7 @@ def real() -> bytes:
 
 
 def machine(data: bytes) -> Any:
-    return pickles.read(data, torch_pickles.CONSTRUCTORS, torch_pickles.storage)[0]
+    return pickles.read(data, torch_tensors.CONSTRUCTORS, torch_tensors.storage)[0]
 
 
 def test_truncation_at_every_byte_is_an_error() -> None:

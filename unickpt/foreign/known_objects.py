@@ -17,7 +17,7 @@ import numpy as np
 from unickpt.arrays import dtypes
 from unickpt.arrays.dtypes import DType
 from unickpt.foreign.pickle_objects import BadPickle, Global, PickledObject
-from unickpt.foreign.torch_pickles import Tensor, TorchStorage
+from unickpt.foreign.torch_tensors import Tensor, TorchStorage, of_dtype
 from unickpt.quoting import quoted
 from unickpt.trees import tree_json
 
@@ -158,6 +158,15 @@ def _dtensor(found: PickledObject) -> Any:
     return {LOCAL: local, "shape_of_whole": list(shape)}
 
 
+def _from_numpy(found: PickledObject) -> Any:
+    """A tensor that torch saves as an array of NumPy: `(array, dtype, device, grad)`."""
+    if len(found.args) < 2 or not isinstance(found.args[1], Global):
+        return None
+    array, dtype = found.args[:2]
+    data = decoded(array) if isinstance(array, PickledObject) else None
+    return of_dtype(data, dtype) if isinstance(data, Tensor) else None
+
+
 LOCAL = "_local_tensor"
 """The name of the only part of a DTensor that is stored."""
 _DTENSORS = ("torch.distributed.tensor.DTensor", "torch.distributed._tensor.api.DTensor")
@@ -207,6 +216,8 @@ _KNOWN: Mapping[str, Callable[[PickledObject], Any]] = {
     "__builtin__.frozenset": _sequence,
     "collections.Counter": _counter,
     "torch._tensor._rebuild_from_type_v2": _dtensor,
+    "torch._utils._rebuild_device_tensor_from_numpy": _from_numpy,
+    "torch._utils._rebuild_xla_tensor": _from_numpy,
     **dict.fromkeys(("builtins.complex", "__builtin__.complex"), _complex),
     **{
         f"{module}.{pure}{kind.__name__.removeprefix('Pure')}": _path(kind)

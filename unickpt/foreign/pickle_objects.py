@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
 from unickpt.quoting import quoted
 
 
@@ -15,6 +16,28 @@ class BadPickle(ValueError):
 
 class EndsEarly(BadPickle):
     """The pickle needs more bytes than there are."""
+
+
+class NotSupported(BadPickle):
+    """The pickle is sound, and has what unickpt does not read."""
+
+
+class OutsideData:
+    """Data outside of a pickle, to which it refers, such as the memory of a tensor."""
+
+
+def unread(error: BadPickle, where: str, damaged: str = "") -> UnickptError:
+    """The error of a checkpoint with a pickle that cannot be read.
+
+    Arguments:
+        error: why it cannot.
+        where: the checkpoint or its file.
+        damaged: what of it is damaged if the pickle is malformed, such as "its data.pkl".
+    """
+    if isinstance(error, NotSupported):
+        return UnsupportedFormat(f"{where}: {error}")
+    part = f"{where}: {damaged}" if damaged else where
+    return CheckpointCorrupt(f"{part} is damaged: {error}")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from unickpt.foreign.pickle_objects import (
     BadPickle,
     EndsEarly,
     Global,
+    NotSupported,
+    OutsideData,
     PersistentId,
     PickledObject,
     kind_of,
@@ -76,6 +78,7 @@ def read(
 
     Raises:
         BadPickle: it is malformed, or nested too deeply.
+        NotSupported: a function that is not in `constructors` is called with outside data.
     """
     machine = _Machine(data, constructors, persistent, start)
     return _run(machine), machine.at
@@ -92,6 +95,14 @@ def _run(machine: _Machine) -> Any:
         raise BadPickle(f"malformed at byte {machine.at}: {error!r}") from error
     except RecursionError:
         raise BadPickle("nested too deeply") from None
+
+
+def _has_outside_data(args: Any) -> bool:
+    """Whether a call has outside data among its arguments, or in a tuple that is one of them."""
+    if not isinstance(args, tuple):
+        return False
+    inner = (arg if isinstance(arg, tuple) else (arg,) for arg in args)
+    return any(isinstance(x, OutsideData) for items in inner for x in items)
 
 
 def described(
@@ -241,10 +252,23 @@ class _Machine:
         self._spend(args)
         made = function(args)
         if isinstance(made, PickledObject) and made.at < 0:
+            if _has_outside_data(args):
+                raise NotSupported(self._unknown_maker(function.name))
             made.is_new, made.at = is_new, self.at
             if self.made is not None:
                 self.made[self.at] = made
         self._stack.append(made)
+
+    def _unknown_maker(self, name: str) -> str:
+        """The error for a call that makes something unknown of the memory of a tensor."""
+        stacks = (self._stack, *reversed(self._below))
+        key = next((x for stack in stacks for x in reversed(stack) if type(x) is str), None)
+        place = "" if key is None else f"at {quoted(key)}, "
+        return (
+            f"{place}{quoted(name)} makes an object from the memory of a tensor, and unickpt does "
+            "not know which. Load it with the library that saved it, and save plain tensors, such "
+            "as tensor.clone()"
+        )
 
     def _spend(self, args: Any) -> None:
         """Counts the work of a call, which takes time for arguments that took no bytes here."""

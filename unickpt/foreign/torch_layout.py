@@ -12,7 +12,7 @@ from unickpt.arrays.box import Box
 from unickpt.foreign.file_ranges import row_major
 from unickpt.foreign.pickle_objects import Global, PersistentId
 from unickpt.foreign.pickle_writer import PickledCall, dumps
-from unickpt.foreign.torch_pickles import STORAGES
+from unickpt.foreign.torch_tensors import STORAGES
 from unickpt.foreign.zip_layout import ALIGN, Content, ZipLayout
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.writer import PlannedFile
