@@ -1,11 +1,12 @@
-"""s3:// : S3-compatible storage; endpoint, region, credentials from the AWS variables."""
+"""s3:// : S3-compatible storage; endpoint, region, credentials from the AWS variables and files."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
+from hashlib import blake2b
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,21 +14,24 @@ from unickpt.errors import InvalidPath
 from unickpt.storage import schemes
 
 _ATTEMPTS = 10
-_CREDENTIALS = "aws_credentials#"
-# Sources of credentials, as resources of a context; a spec names one of them.
-_SOURCES: Mapping[str, Any] = {
-    _CREDENTIALS + kind: {"type": kind}
-    for kind in ("environment", "default", "ecs", "imds", "anonymous")
-}
 _METADATA = "http://169.254.169.254"
 _METADATA_TIMEOUT_S = 1.0
+# Settings of a profile with which TensorStore gets keys.
+_KEY_SETTINGS = ("aws_access_key_id", "role_arn", "credential_process")
+_SSO_SETTINGS = ("sso_session", "sso_start_url")
+_DIGEST_BYTES = 3
 
 
 def spec(url: str) -> dict[str, Any]:
     bucket, path = schemes.bucket_and_path(url)
     out: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": path}
+    profile = Profile.chosen()
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    endpoint = (
+        os.environ.get("AWS_ENDPOINT_URL_S3")
+        or os.environ.get("AWS_ENDPOINT_URL")
+        or profile.settings.get("endpoint_url")
+    )
     if region:
         out["aws_region"] = region
     if endpoint:
@@ -36,35 +40,185 @@ def spec(url: str) -> dict[str, Any]:
                 f"{url!r}: the endpoint {endpoint!r} (AWS_ENDPOINT_URL) must begin with http:// or "
                 "https://"
             )
-        # With a custom endpoint TensorStore does not look up the region.
-        out |= {"endpoint": endpoint.rstrip("/"), "aws_region": region or "us-east-1"}
-    return out | {"aws_credentials": _CREDENTIALS + _source(), "s3_request_retries": retries()}
+        # With a custom endpoint TensorStore does not look up the region of the bucket.
+        region = region or profile.settings.get("region") or "us-east-1"
+        out |= {"endpoint": endpoint.rstrip("/"), "aws_region": region}
+    return out
 
 
-def _source() -> str:
-    """The source of the credentials, searched in the order of the AWS SDK.
+def resources() -> dict[str, Any]:
+    """The credentials and retries of a new context, so that each save and load has current ones."""
+    source = CredentialSource.current()
+    return {"aws_credentials": source.spec, "s3_request_retries": retries(source.digest)}
 
-    The SDK's own search writes lines to stderr for every source without credentials, for each
-    context. So the SDK only searches if this function cannot decide.
+
+def retries(digest: int = 0) -> dict[str, Any]:
+    """How often a request is tried: `AWS_MAX_ATTEMPTS` times; by default for about a minute.
+
+    TensorStore's own default tries for a quarter of an hour before it reports a dead endpoint.
+
+    Arguments:
+        digest: of the credentials. TensorStore reads keys once for all stores whose settings are
+            equal, as long as one of them is open. So these nanoseconds differ with the keys.
     """
-    env = os.environ
-    if env.get("AWS_ACCESS_KEY_ID") and env.get("AWS_SECRET_ACCESS_KEY"):
-        return "environment"
-    home = Path.home() / ".aws"
-    files = [
-        env.get("AWS_SHARED_CREDENTIALS_FILE") or home / "credentials",
-        env.get("AWS_CONFIG_FILE") or home / "config",
-    ]
-    if any(map(os.path.exists, files)) or env.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
-        return "default"
-    if env.get("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI") or env.get(
-        "AWS_CONTAINER_CREDENTIALS_FULL_URI"
-    ):
-        return "ecs"
-    if env.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
-        return "anonymous"
-    service = env.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or _METADATA
-    return "imds" if _has_role(service) else "anonymous"
+    text = os.environ.get("AWS_MAX_ATTEMPTS", "")
+    attempts = int(text) if text.isdecimal() and int(text) > 0 else _ATTEMPTS
+    delay = f"16.{digest:09d}s"
+    return {"max_retries": attempts - 1, "initial_delay": "500ms", "max_delay": delay}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A profile of the AWS tools' files.
+
+    Arguments:
+        name: of the profile.
+        is_named: whether `AWS_PROFILE` names it.
+        files: the paths of the credentials file and of the config file.
+        settings: of both files, by name; empty if neither has the profile.
+    """
+
+    name: str
+    is_named: bool
+    files: tuple[str, str]
+    settings: Mapping[str, str]
+
+    @classmethod
+    def chosen(cls) -> Profile:
+        """The profile that `AWS_PROFILE` names, else "default"."""
+        env = os.environ
+        named = env.get("AWS_PROFILE") or env.get("AWS_DEFAULT_PROFILE")
+        files = tuple(
+            os.path.expanduser(env.get(variable) or path)
+            for variable, path in (
+                ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
+                ("AWS_CONFIG_FILE", "~/.aws/config"),
+            )
+        )
+        name = named or "default"
+        settings = _settings(name, *((file, _version(file)) for file in files))
+        return cls(name, named is not None, (files[0], files[1]), settings)
+
+    @property
+    def source(self) -> CredentialSource:
+        """Its keys, as TensorStore reads them."""
+        credentials, config = self.files
+        spec = {
+            "type": "profile",
+            "profile": self.name,
+            "credentials_file": credentials,
+            "config_file": config,
+        }
+        text = f"the profile {self.name!r} of {credentials} and {config}"
+        if not self.settings:
+            text += ", which have no such profile: change AWS_PROFILE"
+        elif not self.has_keys:
+            text += (
+                ", which has no keys. For a profile of SSO, pass them on: "
+                f'eval "$(aws configure export-credentials --profile {self.name} --format env)"'
+            )
+        return CredentialSource(spec, text, *map(_version, self.files))
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether TensorStore finds keys by it."""
+        return any(name in self.settings for name in _KEY_SETTINGS)
+
+    @property
+    def needs_sso(self) -> bool:
+        """Whether its keys come from a sign-in with a browser, which TensorStore cannot do."""
+        return any(name in self.settings for name in _SSO_SETTINGS)
+
+
+@cache
+def _settings(profile: str, *files: tuple[str, object]) -> Mapping[str, str]:
+    """The settings of a profile; the files' versions end the life of cached results."""
+    import configparser  # only for S3
+
+    settings: dict[str, str] = {}
+    for path, _ in reversed(files):  # the credentials file overrides the config file
+        parser = configparser.RawConfigParser(strict=False, default_section="")
+        try:
+            parser.read(path, encoding="utf-8")
+        except (configparser.Error, UnicodeDecodeError, OSError):
+            continue  # TensorStore reports what it cannot read
+        for section in (f"profile {profile}", profile):
+            if parser.has_section(section):
+                settings |= parser.items(section)
+    return settings
+
+
+def _version(path: str) -> tuple[int, int, int] | None:
+    """What changes when a file does; None if it cannot be read."""
+    try:
+        facts = os.stat(path)
+    except OSError:
+        return None
+    return facts.st_mtime_ns, facts.st_size, facts.st_ino
+
+
+class CredentialSource:
+    """Where the credentials of requests come from.
+
+    Arguments:
+        spec: TensorStore's `aws_credentials`.
+        text: for messages; never has a secret.
+        state: what changes with the keys. TensorStore itself renews those that have an expiry, as
+            those of roles.
+    """
+
+    def __init__(self, spec: Mapping[str, str], text: str, *state: object) -> None:
+        self.spec, self.text = spec, text
+        data = repr(state).encode()
+        self.digest = int.from_bytes(blake2b(data, digest_size=_DIGEST_BYTES).digest(), "big")
+
+    @classmethod
+    def current(cls) -> CredentialSource:
+        """The first source that has credentials, in the order of the AWS tools.
+
+        The search of TensorStore's own "default" source writes lines to stderr for every source
+        without credentials, and sends unsigned requests if there are none.
+        """
+        env, profile = os.environ, Profile.chosen()
+        keys = [env.get(f"AWS_{name}") for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")]
+        if all(keys):
+            text = f"the key {keys[0]} of AWS_ACCESS_KEY_ID"
+            return cls({"type": "environment"}, text, *keys, env.get("AWS_SESSION_TOKEN"))
+        if "web_identity_token_file" in profile.settings:
+            return cls(
+                {"type": "default", "profile": profile.name},
+                f"the web identity of the profile {profile.name!r}",
+            )
+        is_missing = profile.is_named and not profile.settings
+        if is_missing or profile.has_keys or profile.needs_sso:
+            return profile.source
+        if env.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
+            return cls(
+                {"type": "default", "profile": profile.name},
+                f"the web identity of {env['AWS_WEB_IDENTITY_TOKEN_FILE']} "
+                "(AWS_WEB_IDENTITY_TOKEN_FILE) for the role in AWS_ROLE_ARN, with AWS_REGION",
+            )
+        if any(env.get(f"AWS_CONTAINER_CREDENTIALS_{kind}_URI") for kind in ("RELATIVE", "FULL")):
+            return cls({"type": "ecs"}, "the role of this container")
+        return cls._of_machine(profile)
+
+    @classmethod
+    def _of_machine(cls, profile: Profile) -> CredentialSource:
+        service = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or _METADATA
+        is_disabled = os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
+        if not is_disabled and _has_role(service):
+            return cls({"type": "imds"}, "the role of this machine")
+        return cls(
+            {"type": "anonymous"},
+            "no credentials: neither AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, nor the profile "
+            f"{profile.name!r} of {' or '.join(profile.files)}, nor a role of this machine has "
+            "any. Set the variables, or run: aws configure",
+        )
+
+
+def credentials() -> str:
+    """For messages: which credentials requests have."""
+    return f"s3:// uses {CredentialSource.current().text}"
 
 
 @cache
@@ -88,14 +242,4 @@ def _has_role(service: str) -> bool:
         metadata.close()
 
 
-def retries() -> dict[str, Any]:
-    """How often a request is tried: `AWS_MAX_ATTEMPTS` times; by default for about a minute.
-
-    TensorStore's own default tries for a quarter of an hour before it reports a dead endpoint.
-    """
-    text = os.environ.get("AWS_MAX_ATTEMPTS", "")
-    attempts = int(text) if text.isdecimal() and int(text) > 0 else _ATTEMPTS
-    return {"max_retries": attempts - 1, "initial_delay": "500ms", "max_delay": "16s"}
-
-
-schemes.register(schemes.Scheme("s3", spec, _SOURCES))
+schemes.register(schemes.Scheme("s3", spec, resources, credentials=credentials))

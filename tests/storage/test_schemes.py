@@ -31,8 +31,6 @@ def test_cloud_urls_become_the_specs_of_their_drivers(monkeypatch: pytest.Monkey
         "path": "a b/c/",
     }
     plain: dict[str, Any] = {"driver": "s3", "bucket": "bucket", "path": "run/1/"}
-    plain["aws_credentials"] = "aws_credentials#anonymous"
-    plain["s3_request_retries"] = s3.retries()
     assert paths.resolve("s3://bucket/run/1").spec == plain
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-central-1")
     assert paths.resolve("s3://bucket/run/1").spec == {**plain, "aws_region": "eu-central-1"}

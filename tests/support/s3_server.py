@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,11 +43,13 @@ class Request(NamedTuple):
         method: such as "PUT".
         key: what follows the server's name, such as "/bucket/key".
         nbytes: of its body.
+        signer: the id of the key that signed it; empty if it is not signed.
     """
 
     method: str
     key: str
     nbytes: int
+    signer: str
 
 
 @contextmanager
@@ -58,7 +61,10 @@ def requests() -> Iterator[list[Request]]:
 
     def counted(self: Any, environ: dict[str, Any], start_response: Any) -> Any:
         nbytes = int(environ.get("CONTENT_LENGTH") or 0)
-        seen.append(Request(environ["REQUEST_METHOD"], environ["PATH_INFO"], nbytes))
+        signature = environ.get("HTTP_AUTHORIZATION", "")
+        match = re.search(r"Credential=([^/]+)/", signature)
+        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        seen.append(Request(method, path, nbytes, match[1] if match else ""))
         return real(self, environ, start_response)
 
     with mock.patch.object(DomainDispatcherApplication, "__call__", counted):

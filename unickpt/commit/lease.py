@@ -23,6 +23,7 @@ import tensorstore as ts
 from unickpt.errors import SaveConflict
 from unickpt.storage import errors, paths
 from unickpt.storage.errors import Failed, LockHeld
+from unickpt.storage.kvstore import KvStore
 from unickpt.storage.local_folders import FileLock
 from unickpt.storage.locations import Location
 from unickpt.threads import start
@@ -205,9 +206,13 @@ class _Claim:
 
     def __init__(self, location: Location, holder: dict[str, object], use: Use) -> None:
         self._location, self._holder, self._use = location, holder, use
-        self._store = location.store(paths.context())
         self._generation: bytes | None = None
         self._ended, self._writing = threading.Event(), threading.Lock()
+
+    @property
+    def _store(self) -> KvStore:
+        """The folder, with the storage's present credentials: a lease may outlive them."""
+        return self._location.store(paths.context())
 
     def take(self) -> bool:
         """Takes the lease. Returns whether the last holder had not released it.

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import tensorstore as ts
+
 from unickpt.commit import borrowers, version
 from unickpt.commit.version import Version
 from unickpt.errors import (
@@ -114,7 +116,11 @@ class StepFolder:
 
     def __init__(self, root: paths.PathLike) -> None:
         self.location = paths.resolve(root)
-        self._context = paths.context()
+
+    @property
+    def _context(self) -> ts.Context:
+        """A new one, with the storage's present credentials: a run may outlive them."""
+        return paths.context()
 
     def path(self, step: int) -> str:
         """The path of a step, saved or not."""

@@ -27,6 +27,8 @@ _DETAILS = r"(?s) \[[\w. -]+=['\"].*\Z"
 _OS_CODE = r"\[os_error_code='(\d+)'\]"
 _HTTP_CODE = r"\[http_response_code='(\d+)'\]"
 _DENIED = ("401", "403")
+# Messages of AWS about credentials, with other codes.
+_OF_CREDENTIALS = ("credentials provider", "from provider", "ExpiredToken", "InvalidToken")
 _NO_ANSWER = "CURL error"  # a request that failed without the answer of a server
 _NETWORK = (
     " (check the network and, for s3://, the endpoint in AWS_ENDPOINT_URL; AWS_MAX_ATTEMPTS sets "
@@ -35,6 +37,23 @@ _NETWORK = (
 _ESCAPED = r"\\x([0-9a-f]{2})"
 # Statuses that mean damaged data when a checkpoint is read.
 _OF_DATA = ("DATA_LOSS", "OUT_OF_RANGE", "FAILED_PRECONDITION", "NOT_FOUND")
+
+
+_credentials: Callable[[], str] = str
+
+
+def describe_credentials(describe: Callable[[], str]) -> None:
+    """Registers the function that names, for errors, the credentials of requests."""
+    global _credentials
+    _credentials = describe
+
+
+def _refused(code: str, reason: str) -> str:
+    """For messages: with which credentials a request was refused; empty for any other error."""
+    if code not in _DENIED and not any(text in reason for text in _OF_CREDENTIALS):
+        return ""
+    text = _credentials()
+    return "check the credentials and their permissions" + (f"; {text}" if text else "")
 
 
 def _failure(error: Exception) -> Failed:
@@ -46,8 +65,10 @@ def _failure(error: Exception) -> Failed:
     status = named[1] if named else ""
     reason = text[named.end() :] if named else text
     if http is not None:
-        hint = ": check the credentials and their permissions" if http[1] in _DENIED else ""
-        reason += f" (the server answered {http[1]}{hint})"
+        hint = _refused(http[1], reason)
+        reason += f" (the server answered {http[1]}{': ' if hint else ''}{hint})"
+    elif hint := _refused("", reason):
+        reason += f" ({hint})"
     elif _NO_ANSWER in reason:
         reason += _NETWORK
     reason = re.sub(_ESCAPED, lambda match: chr(int(match[1], 16) or ord("/")), reason)

@@ -382,16 +382,17 @@ def _known() -> str:
 
 def context(*, fsync: bool = True) -> ts.Context:
     """A TensorStore context for one save or one opened checkpoint; all its databases share it."""
-    return ts.Context(
-        {
-            "file_io_sync": fsync,
-            "cache_pool": {"total_bytes_limit": 0},
-            ocdbt.NODE_CACHE: {"total_bytes_limit": ocdbt.NODE_CACHE_BYTES},
-            ocdbt.MANIFESTS: {},
-            **schemes.resources(),
-        },
-        parent=root_context(),
-    )
+    constant, current = schemes.resources()
+    resources = {
+        "file_io_sync": fsync,
+        "cache_pool": {"total_bytes_limit": 0},
+        ocdbt.NODE_CACHE: {"total_bytes_limit": ocdbt.NODE_CACHE_BYTES},
+        ocdbt.MANIFESTS: {},
+        **constant,
+    }
+    for provide in current:
+        resources |= provide()
+    return ts.Context(resources, parent=root_context())
 
 
 def is_durable(context: ts.Context) -> bool:

@@ -6,7 +6,7 @@ To add a storage that TensorStore has a driver for, register a scheme before its
         bucket, path = schemes.bucket_and_path(url)
         return {"driver": "s3", "bucket": bucket, "path": path, "endpoint": "https://minio:9000"}
 
-    schemes.register(schemes.Scheme("minio", spec))
+    schemes.register(schemes.Scheme("minio", spec, s3.resources))  # of unickpt.backends
     unickpt.save("minio://bucket/run/1", state)
 
 The schemes of unickpt itself, one module each in `unickpt.backends`, register themselves likewise.
@@ -16,17 +16,19 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from unickpt.errors import InvalidPath
+from unickpt.storage import kvstore
 from unickpt.storage.locations import Location
 
 _BUILT_IN = ("file", "memory", "s3", "gs")
 _registered: dict[str, Scheme] = {}
+_used = {"file"}  # the schemes of the locations of this process
 
 
 @dataclass(frozen=True)
@@ -38,14 +40,16 @@ class Scheme:
         spec: URL -> the JSON of TensorStore's key-value store; its `path` ends with `/`, or is
             empty for a whole bucket. Raises InvalidPath for a malformed URL.
         resources: what these stores share within a TensorStore context, by the names that `spec`
-            refers to.
+            refers to; or a function that returns it, called for each new context.
         location: the class of its locations; `LocalLocation` if its driver is `file`.
+        credentials: says, for messages about refused requests, which credentials they have.
     """
 
     name: str
     spec: Callable[[str], dict[str, Any]]
-    resources: Mapping[str, Any] = field(default_factory=dict)
+    resources: Mapping[str, Any] | Callable[[], Mapping[str, Any]] = field(default_factory=dict)
     location: type[Location] = Location
+    credentials: Callable[[], str] | None = None
 
 
 def register(scheme: Scheme) -> None:
@@ -63,7 +67,11 @@ def register(scheme: Scheme) -> None:
 
 def find(name: str) -> Scheme | None:
     """The scheme of a name, in upper or lower case; None if there is none."""
-    return _schemes().get(name.lower())
+    scheme = _schemes().get(name.lower())
+    if scheme is not None and scheme.name not in _used:
+        _used.add(scheme.name)
+        resources.cache_clear()
+    return scheme
 
 
 def names() -> list[str]:
@@ -73,9 +81,26 @@ def names() -> list[str]:
 
 
 @cache  # every save and every load asks
-def resources() -> Mapping[str, Any]:
-    """The resources of all schemes."""
-    return {name: each for scheme in _schemes().values() for name, each in scheme.resources.items()}
+def resources() -> tuple[Mapping[str, Any], Sequence[Callable[[], Mapping[str, Any]]]]:
+    """The resources of the schemes that this process uses: constant ones, and functions that
+    return those of a new context."""
+    all_resources = [scheme.resources for scheme in _used_schemes()]
+    fixed = [each for each in all_resources if not callable(each)]
+    constant = {name: resource for each in fixed for name, resource in each.items()}
+    return constant, [each for each in all_resources if callable(each)]
+
+
+def _credentials() -> str:
+    """Which credentials the schemes of this process use, for messages."""
+    texts = (scheme.credentials() for scheme in _used_schemes() if scheme.credentials)
+    return "; ".join(texts)
+
+
+kvstore.describe_credentials(_credentials)
+
+
+def _used_schemes() -> list[Scheme]:
+    return [scheme for name, scheme in _schemes().items() if name in _used]
 
 
 def _schemes() -> Mapping[str, Scheme]:
