@@ -131,9 +131,9 @@ CLAIMS: dict[str, tuple[Any, str]] = {
         index_of(array("w", (3,), (1 << 40,), layout=Layout.replicated(1, 1))),
         SHORT,
     ),
-    "no elements of a vast shape": (index_of(array("w", (0, 1 << 61))), "do not fit"),
-    "more elements than can be counted": (index_of(array("w", (1 << 61, 8))), "do not fit"),
-    "more dimensions than there are": (index_of(array("w", (1,) * 33)), "do not fit"),
+    "no elements of a vast shape": (index_of(array("w", (0, 1 << 61))), "bytes or more"),
+    "more elements than can be counted": (index_of(array("w", (1 << 61, 8))), "bytes or more"),
+    "more dimensions than there are": (index_of(array("w", (1,) * 33)), "33 dimensions"),
 }
 
 

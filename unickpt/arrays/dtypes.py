@@ -97,7 +97,7 @@ def name_of(dtype: DType) -> str:
     little = dtype.newbyteorder("=")
     if little in _BY_DTYPE:
         return _BY_DTYPE[little]
-    if dtype.kind in "mM":
+    if dtype.kind in "mM" and _TIME.fullmatch(little.name):
         return little.name
     raise TypeError(
         f"dtype {dtype} cannot be stored{_HINTS.get(dtype.kind, '')}; supported are "

@@ -44,7 +44,7 @@ from unickpt.errors import (
     StorageError,
     out_of_memory,
 )
-from unickpt.format import borrowed, codec, index_json, timing
+from unickpt.format import borrowed, codec, index_json, timing, written_index
 from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, Index
 from unickpt.format.timing import Arrivals
 from unickpt.frameworks.process_group import Group
@@ -438,11 +438,13 @@ class Attempt:
     def _build_root(self, merged: Merged) -> bytes:
         """Writes the root's B-tree, which refers to the processes' data; returns its manifest."""
         index, chunks = merged.index, merged.chunks
+        encoded = index_json.encode(index)
+        written_index.check_readable(encoded, str(self.location))
         extra = {
             **codec.zarr_keys(index),
             DIGESTS_KEY: chunks.table.tobytes(),
             timing.TIMING_KEY: self._timing,
-            INDEX_KEY: index_json.encode(index),
+            INDEX_KEY: encoded,
         }
         if index.bases:
             extra[BORROWED_KEY] = borrowed.encode(chunks.borrowed, index)

@@ -6,7 +6,7 @@ docs/format.md is the normative text; `FORMAT` is the version both describe.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -15,6 +15,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.layout import Layout
 from unickpt.format.growth import Growth
+from unickpt.quoting import quoted
 from unickpt.trees import tree_json
 
 FORMAT = (1, 3)
@@ -36,6 +37,29 @@ CONVERSION = "conversion"
 INDEX_KEY = "unickpt.json"
 DIGESTS_KEY = "unickpt.digests"
 BORROWED_KEY = "unickpt.borrowed"
+
+
+MAX_RANK = 32
+"""Dimensions of an array."""
+MAX_EXTENT = 1 << 62
+"""Above each extent, and above the bytes of an array whose extents of 0 are counted as 1."""
+
+
+def shape_problem(shape: Sequence[int], itemsize: int) -> str | None:
+    """Why the format has no array of a shape; None if it has.
+
+    Example:
+        >>> shape_problem((1,) * 33, 4)
+        'it has 33 dimensions, and the format stores at most 32'
+    """
+    if len(shape) > MAX_RANK:
+        return f"it has {len(shape)} dimensions, and the format stores at most {MAX_RANK}"
+    if math.prod(n or 1 for n in shape) * itemsize >= MAX_EXTENT:
+        return (
+            f"its shape {quoted(tuple(shape))} has 2^62 bytes or more, where extents of 0 are "
+            "counted as 1, and the format stores less"
+        )
+    return None
 
 
 Encoding = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -25,6 +25,8 @@ from unickpt.format.index import (
     CHOSEN_PATCHED_FORMAT,
     FORMAT,
     GROWN_FORMAT,
+    MAX_EXTENT,
+    MAX_RANK,
     NEWEST_FORMAT,
     PATCHED_FORMAT,
     ArrayEntry,
@@ -33,6 +35,7 @@ from unickpt.format.index import (
     Encoding,
     Index,
     PerProcessEntry,
+    shape_problem,
 )
 from unickpt.quantized import codes
 from unickpt.quoting import quoted
@@ -40,13 +43,11 @@ from unickpt.trees import tree_json
 from unickpt.trees.tree_json import BadJSON
 
 T = TypeVar("T")
-_MAX_EXTENT = 1 << 62
-_MAX_RANK = 32
 _FOLDER = re.compile(r"[^/\\\0]+")
 _SEAL = re.compile(rb',"xxh3":"([0-9a-f]{16})"}\Z')
 _DIGEST = re.compile(r"[0-9a-f]{16}")
-_Extent = Annotated[int, Meta(ge=0, lt=_MAX_EXTENT)]
-_Positive = Annotated[int, Meta(ge=1, lt=_MAX_EXTENT)]
+_Extent = Annotated[int, Meta(ge=0, lt=MAX_EXTENT)]
+_Positive = Annotated[int, Meta(ge=1, lt=MAX_EXTENT)]
 _Error = Annotated[float, Meta(ge=0)]
 _Extents = tuple[_Extent, ...]
 _Growth = tuple[_Extent, _Extent, _Extent, _Extent, _Extent]
@@ -254,6 +255,48 @@ def decode(data: bytes, where: str, *, partial: bool = False) -> Index:
         raise CheckpointCorrupt(f"{where}: the index is damaged: {error}") from None
 
 
+@dataclass(frozen=True)
+class IndexParts:
+    """The members of an index that saves of one tree have in common, and the others.
+
+    Arguments:
+        tree: the tree, and the names of values and of values per process.
+        arrays: the arrays, and what these refer to.
+        others: all other members, parsed.
+    """
+
+    tree: bytes
+    arrays: bytes
+    others: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, data: bytes) -> IndexParts:
+        """The parts of an index, which are not checked.
+
+        Raises:
+            BadJSON: it is no JSON.
+        """
+        stored = tree_json.members(data, "index")
+        tree = bytes(stored.pop("tree"))
+        processes = bytes(stored["processes"])
+        arrays = [bytes(stored.pop(key, b"")) for key in _OF_ARRAYS]
+        others = {key: tree_json.parsed(raw) for key, raw in stored.items()}
+        names = _text([list(others["values"]), list(others["per_process"])]).encode()
+        return cls(b"%b\0%b" % (tree, names), b"\0".join([processes, *arrays]), others)
+
+    def check_others(self) -> None:
+        """Checks the other members as `decode` does.
+
+        Raises:
+            BadJSON, BadValue: says what is wrong.
+        """
+        empty: dict[str, Any] = {"meshes": [], "layouts": [], "aliases": {}}
+        _decode({**self.others, **empty}, msgspec.Raw(b"{}"), partial=False)
+
+
+_OF_ARRAYS = ("meshes", "layouts", "arrays", "aliases", "encodings")
+
+
 def _made(kind: Callable[..., T], *fields: Any) -> T:
     """An object built from stored fields; BadJSON if its class refuses them."""
     try:
@@ -299,7 +342,7 @@ def _decode(body: dict[str, Any], stored: msgspec.Raw, partial: bool) -> Index:
         tree=members.tree,
         arrays=arrays,
         aliases=members.aliases,
-        values={k: tree_json.value_from_json(v) for k, v in members.values.items()},
+        values={name: _value(name, stored) for name, stored in members.values.items()},
         per_process=per_process,
         metadata=members.metadata,
         codecs=codec_json.checked(members.codecs) if members.codecs else (),
@@ -316,11 +359,18 @@ def _decode(body: dict[str, Any], stored: msgspec.Raw, partial: bool) -> Index:
     )
 
 
+def _value(name: str, stored: Any) -> tree_json.Plain:
+    try:
+        return tree_json.value_from_json(stored)
+    except tree_json.BadValue as error:
+        raise tree_json.BadValue(f"leaf {quoted(name)}: {error}") from None
+
+
 def _digest_blocks(members: _IndexBody) -> DigestBlocks | None:
     match members.digest_blocks:
         case []:
             return None
-        case [int(rows), str(text)] if rows is not True and 0 < rows < _MAX_EXTENT:
+        case [int(rows), str(text)] if rows is not True and 0 < rows < MAX_EXTENT:
             digests = _DIGEST.findall(text)
             if len(text) == 16 * len(digests) and len(digests) == -(-members.chunks // rows):
                 return DigestBlocks(rows, tuple(int(digest, 16) for digest in digests))
@@ -339,7 +389,7 @@ def _borrowed(members: _IndexBody) -> dict[str, Any]:
     if len({base.name for base in bases}) != len(bases):
         raise BadJSON("it names a base twice")
     match members.borrowed:
-        case [int(count), str(digest)] if count is not True and 0 < count < _MAX_EXTENT:
+        case [int(count), str(digest)] if count is not True and 0 < count < MAX_EXTENT:
             return {"bases": bases, "borrowed": count, "borrowed_xxh3": digest}
     raise BadJSON(f"'borrowed' is {quoted(members.borrowed)}")
 
@@ -379,8 +429,8 @@ def _check_processes(
 
 
 def _mesh(body: _MeshBody) -> Mesh:
-    if len(body.axes) > _MAX_RANK:
-        raise BadJSON(f"a mesh has {len(body.axes)} axes, more than {_MAX_RANK}")
+    if len(body.axes) > MAX_RANK:
+        raise BadJSON(f"a mesh has {len(body.axes)} axes, more than {MAX_RANK}")
     return _made(Mesh, body.axes, body.shape, body.processes)
 
 
@@ -418,8 +468,9 @@ def _array(name: str, body: _ArrayBody, shared: _Shared, partial: bool) -> Array
         dtype, quantized, itemsize = _dtype(body.dtype)
     except TypeError as error:
         raise BadJSON(f"array {quoted(name)}: {error}") from None
-    size = max(math.prod(shape) or math.prod(n or 1 for n in shape), math.prod(chunk))
-    if len(chunk) != len(shape) or size * itemsize >= _MAX_EXTENT or len(shape) > _MAX_RANK:
+    if problem := shape_problem(shape, itemsize):
+        raise BadJSON(f"array {quoted(name)}: {problem}")
+    if len(chunk) != len(shape) or math.prod(chunk) * itemsize >= MAX_EXTENT:
         raise BadJSON(
             f"array {quoted(name)}: shape {quoted(shape)} and chunk {quoted(chunk)} do not fit"
         )

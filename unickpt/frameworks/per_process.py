@@ -66,14 +66,24 @@ def encode(value: Any, adapters: Sequence[Adapter]) -> Encoded:
         return Encoded(b"")
     group = alone()
     if isinstance(value, Sections):
+        _check_section_keys(value.values)
         parts = {
-            key: _Part.of(each, adapters, group).binary() for key, each in value.values.items()
+            tree.plain_key(key): _Part.of(each, adapters, group).binary()
+            for key, each in value.values.items()
         }
         return sections.join(parts, _facts(value.facts))
     part = _Part.of(value, adapters, group)
     if part.nbytes < _BINARY_LEAST:
         return Encoded(part.json())
     return sections.join({"": part.binary()}, None)
+
+
+def _check_section_keys(values: Mapping[Any, Any]) -> None:
+    for key in values:
+        if not isinstance(key, str):
+            raise TypeError(f"the keys of Sections must be str, not {quoted(key)}; use str(key)")
+    if problem := tree.key_problem(tuple(values)):
+        raise TypeError(f"Sections: {problem}")
 
 
 def _facts(facts: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -11,6 +11,7 @@ import numpy as np
 from unickpt.arrays import dtypes
 from unickpt.arrays.layout import Layout
 from unickpt.errors import CheckpointCorrupt, LoadMismatch
+from unickpt.format import index_tree
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.frameworks.leaves import PerProcess
@@ -125,20 +126,10 @@ class StoredView:
         return leaf_text(stored_leaf(self.checkpoint.index, name))
 
     def node(self) -> tree.Node | tree.Leaf:
-        index = self.index
         try:
-            node = tree_json.from_json(index.tree)
+            return index_tree.tree_of(self.index)
         except tree_json.BadTree as error:
             raise CheckpointCorrupt(f"{self.checkpoint.location}: {error}") from None
-        in_tree = {leaf.name for leaf in tree.leaves(node)}
-        in_index = set(index.names)
-        if in_tree != in_index:
-            name = min(in_tree ^ in_index)
-            raise CheckpointCorrupt(
-                f"{self.checkpoint.location}: leaf {name!r} is in the tree of the index or in its "
-                "lists, but not in both"
-            )
-        return node
 
     def recipe(self, name: str) -> Recipe:
         if name in self.numbers:

@@ -15,7 +15,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.errors import UnsupportedLeaf
 from unickpt.format import chunk_grid, chunk_store, codec, index_json
-from unickpt.format.index import ArrayEntry, Index, PerProcessEntry, nbytes_of
+from unickpt.format.index import ArrayEntry, Index, PerProcessEntry, nbytes_of, shape_problem
 from unickpt.frameworks import per_process
 from unickpt.frameworks.leaves import Described, PerProcess, adapter_of, expand, leaf_test
 from unickpt.frameworks.process_group import Group
@@ -221,6 +221,8 @@ def _source(value: Any, group: Group, among: Sequence[Adapter]) -> ArraySource:
 def _entry(name: str, source: ArraySource, options: SaveOptions, single: int | None) -> ArrayEntry:
     """The entry of an array; along the dimension `single`, each chunk has one element."""
     dtype = dtypes.name_of(source.dtype)
+    if problem := shape_problem(source.shape, source.dtype.itemsize):
+        raise ValueError(f"{problem}; reshape it, or leave it out")
     rank = len(source.shape)
     shape = options.chunk_shape if len(options.chunk_shape or ()) == rank else None
     cut: tuple[int, ...] = ()

@@ -278,7 +278,8 @@ def _from_json(structure: Any, name: str, depth: int) -> Node | Leaf:
     keys, items = _children(kind, body, name)
     names = child_names(kind, keys, name)
     children = tuple(
-        _from_json(item, child, depth + 1) for item, child in zip(items, names, strict=True)
+        Leaf(child, None) if item == LEAF else _from_json(item, child, depth + 1)
+        for item, child in zip(items, names, strict=True)
     )
     return Node(kind, keys, children, _python_container(kind, keys, type_name, name), type_name)
 
