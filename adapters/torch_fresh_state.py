@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import unquote
@@ -16,6 +16,35 @@ from unickpt.frameworks.protocol import StoredTree
 from unickpt.trees.tree import Leaf, Node, child_names, component, join, leaves
 from unickpt.trees.wrapper_names import without_wrappers
 
+# Slots that torch's optimizers read as soon as the state of a parameter is not empty.
+_SLOTS = {
+    **dict.fromkeys(("Adam", "AdamW", "RAdam", "SparseAdam"), ("step", "exp_avg", "exp_avg_sq")),
+    "NAdam": ("step", "exp_avg", "exp_avg_sq", "mu_product"),
+    "Adamax": ("step", "exp_avg", "exp_inf"),
+    "Adadelta": ("step", "square_avg", "acc_delta"),
+    "Adagrad": ("step", "sum"),
+    "ASGD": ("step", "ax", "eta", "mu"),
+    "RMSprop": ("step", "square_avg"),
+    "Rprop": ("step", "prev", "step_size"),
+    "Adafactor": ("step",),
+    "Muon": ("momentum_buffer",),
+}
+# Slots that these optimizers make only with certain settings.
+_OPTIONAL_SLOTS = ("max_exp_avg_sq", "momentum_buffer", "grad_avg")
+
+
+def required_slots(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """The slots that one of torch's own optimizers needs; none for those of other packages."""
+    kind = type(optimizer)
+    return _SLOTS.get(kind.__name__, ()) if kind.__module__.startswith("torch.optim.") else ()
+
+
+def _slots_like_parameters(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """The slots that have the shape of their parameter, or are counters."""
+    required = required_slots(optimizer)
+    is_sgd = type(optimizer) is torch.optim.SGD
+    return frozenset((*required, *_OPTIONAL_SLOTS)) if required or is_sgd else frozenset()
+
 
 def fresh_state(
     optimizer: torch.optim.Optimizer,
@@ -23,7 +52,7 @@ def fresh_state(
     present: Mapping[Any, Any],
     name: str,
     stored: StoredTree,
-) -> dict[int, dict[str, Any]]:
+) -> tuple[dict[int, dict[str, Any]], frozenset[int]]:
     """Slots as in the checkpoint, not filled yet, sharded like their parameters.
 
     Only for parameters for which the optimizer has no state, or one of other nested containers.
@@ -34,6 +63,11 @@ def fresh_state(
         present: the state that it has, by the number of the parameter.
         name: of its state in the tree.
         stored: the checkpoint.
+
+    Returns:
+        The slots by the number of the parameter; and the numbers of parameters that stored slots
+        do not fit. These slots have the shape of the parameter, so that the load is refused; if
+        it keeps them, they are to be left out.
 
     Raises:
         UnsupportedLeaf: what is stored cannot be made.
@@ -51,16 +85,22 @@ def fresh_state(
     )
     places |= {stored_key: places[key] for key, stored_key in old.items()}
     state: dict[int, dict[str, Any]] = {}
+    misfits: set[int] = set()
+    whole = isinstance(optimizer, torch.optim.LBFGS)  # the first parameter has the state of all
+    moments = _slots_like_parameters(optimizer)
     for key, slots in slots_of.items():
-        at = places.get(key)
+        number = places.get(key)
         # Some optimizers make an empty state when they are asked for one.
-        if at is None or (present.get(at) and _is_alike(present[at], slots, stored)):
+        if number is None or (present.get(number) and _is_alike(present[number], slots, stored)):
             continue
-        whole = isinstance(optimizer, torch.optim.LBFGS)  # the first one has the state of all
-        if whole or _may_belong(params[at], [stored.get(x.name) for x in _leaves(slots)]):
-            make = partial(_fresh_slot, params[at])
-            state[at] = fresh_slots(make, slots, join(name, key), stored)
-    return {at: slots for at, slots in state.items() if slots}
+        make = partial(_fresh_slot, params[number])
+        wrong = [] if whole else _misfits(params[number], _shapes(slots, stored), moments)
+        if wrong:
+            make = partial(_misfit_slot, params[number])
+            slots = {slot: slots[slot] for slot in wrong}
+            misfits.add(number)
+        state[number] = fresh_slots(make, slots, join(name, key), stored)
+    return {number: slots for number, slots in state.items() if slots}, frozenset(misfits)
 
 
 def fresh_slots(
@@ -107,6 +147,7 @@ def with_counters(
 
 
 Slots = dict[Any, Node | Leaf]
+Shape = tuple[int, ...]
 _NONE: Any = object()
 _NESTED = ("dict", "ordereddict", "list", "tuple")
 
@@ -134,8 +175,12 @@ def _unwrapped(node: Node | Leaf) -> Node | Leaf:
     return node
 
 
-def _leaves(slots: Slots) -> list[Leaf]:
-    return [slot for slot in slots.values() if isinstance(slot, Leaf)]
+def _shapes(slots: Slots, stored: StoredTree) -> dict[str, Shape]:
+    """The shapes of the arrays among the slots of a parameter."""
+    entries: dict[str, Any] = {
+        key: stored.get(x.name) for key, x in slots.items() if isinstance(x, Leaf)
+    }
+    return {key: tuple(e.shape) for key, e in entries.items() if hasattr(e, "shape")}
 
 
 def _is_alike(present: Any, slots: Slots, stored: StoredTree) -> bool:
@@ -209,18 +254,30 @@ def _not_created(name: str) -> UnsupportedLeaf:
     )
 
 
-def _may_belong(param: torch.Tensor, slots: Iterable[Any]) -> bool:
-    """Whether stored slots are of a parameter of this shape; if not, a fresh optimizer creates its
-    own. Some slots have dimensions of size 1, or fewer dimensions, or are counters, or factors of
-    preconditioners, which are square."""
+def _misfits(
+    param: torch.Tensor, slots: Mapping[str, Shape], moments: Collection[str]
+) -> list[str]:
+    """The stored slots that are of a parameter of another shape.
+
+    Arguments:
+        param: the parameter.
+        slots: their shapes.
+        moments: the slots that must have the shape of the parameter, or none.
+    """
     shape = tuple(param.shape)
-    shapes = [tuple(slot.shape) for slot in slots if hasattr(slot, "shape")]
-    return shape in shapes or all(
-        all(n in (1, size) for n, size in zip(found, shape, strict=True))
-        or (len({*found}) == 1 and found[0] in shape)
-        for found in shapes
-        if len(found) == len(shape)
-    )
+    wrong = [slot for slot in slots if slot in moments and slots[slot] not in (shape, ())]
+    if wrong or shape in slots.values():
+        return wrong
+    return [slot for slot in slots if not _may_be_slot(shape, slots[slot])]
+
+
+def _may_be_slot(shape: Shape, slot: Shape) -> bool:
+    """Whether a parameter of this shape may have such a slot: some have dimensions of size 1, or
+    fewer dimensions, or are counters, or factors of preconditioners, which are square."""
+    if len(slot) != len(shape):
+        return True
+    ones = all(n in (1, size) for n, size in zip(slot, shape, strict=True))
+    return ones or (len({*slot}) == 1 and slot[0] in shape)
 
 
 def dtype_of(entry: Any) -> torch.dtype:
@@ -244,6 +301,11 @@ def _fresh_slot(param: torch.Tensor, slot: str, entry: Any) -> Any:
     if not entry.shape:  # counters, which torch keeps on the host
         return torch.empty((), dtype=dtype, device="cpu")
     return param.new_empty(entry.shape, dtype=dtype)
+
+
+def _misfit_slot(param: torch.Tensor, slot: str, entry: Any) -> Any:
+    """A slot in the shape of the parameter, in place of a stored one that does not fit it."""
+    return torch.empty_like(param, dtype=dtype_of(entry))
 
 
 def undo_casts(optimizer: torch.optim.Optimizer, loaded: Mapping[Any, Any]) -> None:

@@ -9,29 +9,21 @@ from typing import Any
 import torch
 
 from unickpt.adapters.torch_distributed import is_dtensor
-from unickpt.adapters.torch_fresh_state import fresh_state, undo_casts, with_counters
+from unickpt.adapters.torch_fresh_state import (
+    fresh_state,
+    required_slots,
+    undo_casts,
+    with_counters,
+)
 from unickpt.adapters.torch_modules import canonical_names, fsdp1
 from unickpt.errors import LoadMismatch
 from unickpt.frameworks.protocol import StoredTree
 from unickpt.trees.tree import Expansion, Leaf, Node, component, join
 from unickpt.trees.tree import rebuild as rebuild_tree
-from unickpt.trees.wrapper_names import without_wrappers
+from unickpt.trees.wrapper_names import bare, without_wrappers
 
 # Where wrappers, such as accelerate's AcceleratedOptimizer, hold the optimizer that they wrap.
 _HELD = ("optimizer", "optim", "_optimizer")
-# What torch's optimizers read from the state of a parameter as soon as it is not empty.
-_SLOTS = {
-    **dict.fromkeys(("Adam", "AdamW", "RAdam", "SparseAdam"), ("step", "exp_avg", "exp_avg_sq")),
-    "NAdam": ("step", "exp_avg", "exp_avg_sq", "mu_product"),
-    "Adamax": ("step", "exp_avg", "exp_inf"),
-    "Adadelta": ("step", "square_avg", "acc_delta"),
-    "Adagrad": ("step", "sum"),
-    "ASGD": ("step", "ax", "eta", "mu"),
-    "RMSprop": ("step", "square_avg"),
-    "Rprop": ("step", "prev", "step_size"),
-    "Adafactor": ("step",),
-    "Muon": ("momentum_buffer",),
-}
 
 
 def optimizers_of(obj: Any) -> list[Any]:
@@ -110,8 +102,9 @@ def expand_optimizer(obj: Any, name: str, stored: StoredTree | None) -> Expansio
     count = sum(len(group["params"]) for group in inner.param_groups)
     keys: Sequence[str | int] = range(count) if names is None else names
     fresh: Mapping[int, Any] = {}
+    misfits: Collection[int] = ()
     if stored is not None:
-        fresh = fresh_state(inner, keys, state["state"], join(name, "state"), stored)
+        fresh, misfits = fresh_state(inner, keys, state["state"], join(name, "state"), stored)
         if not any(state["state"].values()):
             at = join(name, "param_groups")
             state["param_groups"] = with_counters(state["param_groups"], at, stored)
@@ -135,15 +128,18 @@ def expand_optimizer(obj: Any, name: str, stored: StoredTree | None) -> Expansio
         (state_dict,) = node.children
         assert isinstance(state_dict, Node), "a dict"
         of = dict(zip(state_dict.keys, state_dict.children, strict=True))
-        _check_slots(
-            name, inner, of["state"], fresh if names is None else {names[at] for at in fresh}
-        )
+        _check_slots(name, inner, of["state"], {keys[at] for at in fresh if at not in misfits})
         # Hyper-parameters that are arrays are not read yet, and taken as equal.
         groups = rebuild_tree(of["param_groups"], lambda n: _plain(value(n)))
+        if names is None:
+            _check_names(name, inner.param_groups, groups)
         in_our_order({"state": {}, "param_groups": groups})
 
     def rebuild(children: list[Any]) -> Any:
         loaded = in_our_order(children[0])
+        # `mismatched="keep"` kept slots that do not fit; the optimizer makes its own.
+        slots = {key: value for key, value in loaded["state"].items() if key not in misfits}
+        loaded = {**loaded, "state": slots}
         optimizer.load_state_dict(loaded)
         undo_casts(inner, loaded["state"])
         return obj
@@ -174,8 +170,7 @@ def _check_slots(
     Raises:
         LoadMismatch: something lacks.
     """
-    kind = type(optimizer)
-    needed = _SLOTS.get(kind.__name__, ()) if kind.__module__.startswith("torch.optim.") else ()
+    needed = required_slots(optimizer)
     keys, children = (state.keys, state.children) if isinstance(state, Node) else ((), ())
     for key, child in zip(keys, children, strict=True):
         if key not in fresh or not isinstance(child, Node):
@@ -185,9 +180,29 @@ def _check_slots(
             where = join(join(name, "state"), component(key))
             raise LoadMismatch(
                 f"{where!r}: {', '.join(map(repr, child.keys))} would be loaded, and "
-                f"{lacks[0]!r} is not stored, or no rule makes it, which {kind.__name__} needs as "
-                "well. Let a rule make it; or load without the optimizer's state "
-                f"(skip={join(name, 'state/**')!r}), which then begins anew"
+                f"{lacks[0]!r} is not stored, or no rule makes it, which "
+                f"{type(optimizer).__name__} needs as well. Let a rule make it; or load without "
+                f"the optimizer's state (skip={join(name, 'state/**')!r}), which then begins anew"
+            )
+
+
+def _check_names(name: str, ours: Sequence[Any], stored: Sequence[Any]) -> None:
+    """Checks that parameters whose state is stored by number have the names that they had.
+
+    Raises:
+        LoadMismatch: another parameter would get the state.
+    """
+    for group, (own, found) in enumerate(zip(ours, stored, strict=True)):
+        both = zip(own.get("param_names") or (), found.get("param_names") or (), strict=False)
+        for number, (requested, before) in enumerate(both):
+            if bare(str(requested)) == bare(str(before)):
+                continue
+            where = join(join(name, "param_groups"), str(group))
+            raise LoadMismatch(
+                f"{where!r}: parameter {number} was {before!r} when it was saved, and is "
+                f"{requested!r} in `like`, which would get the state of {before!r}. Give the "
+                "optimizer its parameters in the order in which they were saved. If they have "
+                f"only been renamed, skip={where + '/param_names/**'!r} keeps the names of `like`"
             )
 
 
@@ -219,7 +234,9 @@ def _regrouped(name: str, ours: Sequence[Any], loaded: Mapping[str, Any]) -> dic
                 f"{name or 'the optimizer'}: group {at} had other parameters when it was saved; "
                 "make the groups equal, or drop param_groups by a rule"
             )
-        groups.append({**found, "params": own["params"]})
+        names = {key: own[key] for key in ("params", "param_names") if key in own}
+        settings = {key: value for key, value in found.items() if key != "param_names"}
+        groups.append({**settings, **names})
     return {**loaded, "param_groups": groups}
 
 

@@ -174,8 +174,10 @@ def test_a_new_head_keeps_its_fresh_state_and_trains(named: bool, tmp_path: Path
     _, report = unickpt.load(
         tmp_path / "c", tree(model, optimizer), strict=False, mismatched="keep", return_report=True
     )
-    assert [name for name, _, _ in report.mismatched] == ["m/1.bias", "m/1.weight"]
-    assert len(report.skipped) == 6  # two moments and a count for each of the two
+    kept = [name for name, _, _ in report.mismatched]
+    assert [name for name in kept if name.startswith("m")] == ["m/1.bias", "m/1.weight"]
+    assert len(kept) == 6  # and two moments for each of the two
+    assert len(report.skipped) == 2  # a count for each
     assert torch.equal(model[1].weight, before)
     assert optimizer.state[model[1].weight] == {}
     assert optimizer.state[model[0].weight]["step"] == 1

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from unickpt.loading import optimizers
 from unickpt.trees.name_ranges import fold, natural, skeleton
 
 if TYPE_CHECKING:
@@ -36,18 +37,6 @@ _TRANSPOSED = (
 _SHAPE_OF = re.compile(r"(?=\[)")
 # Leaves beside the containers of `like`, from which on a part of the checkpoint is meant.
 _FEWEST_BESIDE = 4
-
-# A slot of torch's optimizers, under the number or the name of its parameter.
-_OPTIMIZER_STATE = r"(.*?(?:^|/)state/)[^/]+/(?:step|exp_avg|exp_avg_sq|momentum_buffer|sum)$"
-_NO_STATE_ASKED = (
-    "the optimizer in `like` has nothing under {name!r}: a state_dict() is empty before the first "
-    "step. Put the optimizer itself into `like`, whose state is then made; skipping it would lose "
-    "the moments"
-)
-_NO_STATE_STORED = (
-    "nothing is stored under {name!r}, as before an optimizer's first step. Load it into an "
-    "optimizer that has not stepped; keeping the state here would mix two runs"
-)
 
 
 @dataclass(frozen=True)
@@ -105,12 +94,15 @@ def _text(
     from unickpt.loading.suggestions import causes  # here, so that importing unickpt stays fast
 
     rows = sorted(rows, key=lambda row: (natural(row.name), row.problem))
+    others = optimizers.other_optimizers(rows)
+    comparable = [row for row in (*rows, *skipped) if not row.name.startswith(tuple(others))]
     likely = causes(
-        {row.name: row.asked for row in rows if row.problem == "missing"},
-        {row.name: row.stored for row in (*rows, *skipped) if row.problem == "unexpected"},
+        {row.name: row.asked for row in comparable if row.problem == "missing"},
+        {row.name: row.stored for row in comparable if row.problem == "unexpected"},
         len(asked),
     )
-    lines = [head, *(f"likely cause: {cause.text}" for cause in likely)]
+    lines = [head, *(f"likely cause: {text}" for text in others.values())]
+    lines += [f"likely cause: {cause.text}" for cause in likely]
     part = next((cause for cause in likely if cause.under), None)
     if part is not None:
         rows = _within(part, [*rows, *skipped])
@@ -119,7 +111,8 @@ def _text(
     if part is None:
         rows, more = _beside(_unexplained(rows, skipped, likely), asked)
         lines += more
-    lines += _optimizer_states(rows)
+    same = [row for row in rows if not row.name.startswith(tuple(others))]
+    lines += [f"likely cause: {text}" for text in optimizers.likely_causes(same, asked)]
     problems = dict.fromkeys(row.problem for row in rows)
     lines += [f"{problem}: {advice[problem]}" for problem in problems if problem in advice]
     return "\n".join([*lines, *_table(rows, len(lines))])
@@ -204,22 +197,6 @@ def _transposed(rows: Sequence[Difference]) -> list[str]:
     one = turned[0]
     cause = _TRANSPOSED.format(count=count, name=one.name, stored=one.stored, asked=one.asked)
     return [f"likely cause: {cause}"]
-
-
-def _optimizer_states(rows: Sequence[Difference]) -> list[str]:
-    """The likely cause that an optimizer has no state in `like`, or none is stored, if it applies:
-    torch makes it in the first step."""
-    found: dict[str, set[str]] = {}
-    for row in rows:
-        state = re.match(_OPTIMIZER_STATE, row.name)
-        if state is not None:
-            found.setdefault(state[1], set()).add(row.problem)
-    causes = {frozenset({"unexpected"}): _NO_STATE_ASKED, frozenset({"missing"}): _NO_STATE_STORED}
-    return [
-        f"likely cause: {causes[frozenset(problems)].format(name=name)}"
-        for name, problems in found.items()
-        if frozenset(problems) in causes
-    ]
 
 
 def _dims(shape: str) -> list[str]:

@@ -19,7 +19,7 @@ from unickpt.frameworks.leaves import (
     leaf_test,
 )
 from unickpt.frameworks.protocol import Adapter, ArrayTarget, StoredTree
-from unickpt.loading import mismatch
+from unickpt.loading import mismatch, optimizers
 from unickpt.loading.mismatch import Difference
 from unickpt.loading.report import LoadReport
 from unickpt.loading.views import CheckpointView, StoredView, leaf_text, same_digests, stored_leaf
@@ -402,6 +402,9 @@ def compare(view: CheckpointView, asked: LoadRequest, policy: Policy) -> LoadRep
     if found.nothing_fits(skipped):
         lost = [found.missing(name) for name in found.kept]
         raise LoadMismatch(mismatch.nothing_fits(where, [*lost, *unexpected]))
+    unused = [name for name in (*skipped, *view.dropped) if selection.has(name)]
+    stored_arrays = optimizers.Stored(stored.index.entries, unused)
+    optimizers.check_moments(where, asked.leaves, found.loaded, stored_arrays)
     return LoadReport(
         where,
         tuple(found.loaded),
@@ -495,4 +498,6 @@ def _shape(array: Any) -> Shape:
 def _asked(value: Any, target: ArrayTarget | None) -> str:
     if target is not None:
         return dtypes.with_shape(dtypes.name_of(target.dtype), target.shape)
+    if isinstance(value, str):  # the name of a parameter, in an optimizer
+        return f"plain str {quoted(value)}"
     return "a PerProcess" if isinstance(value, PerProcess) else f"plain {type(value).__name__}"

@@ -88,6 +88,7 @@ class RuledView:
         )
         self.kept, self.misfits = frozenset(plan.kept), plan.misfits
         self.unused: Sequence[str] = plan.unused
+        self.dropped: Collection[str] = plan.dropped
 
     @cached_property
     def provenance(self) -> Provenance:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -55,6 +55,10 @@ class CheckpointView(Protocol):
         """The names of stored leaves that no requested leaf uses."""
 
     @property
+    def dropped(self) -> Collection[str]:
+        """The names of stored leaves that rules leave out on purpose."""
+
+    @property
     def numbers(self) -> Mapping[str, tree_json.Plain]:
         """The arrays of the index that are stored as plain numbers."""
 
@@ -93,6 +97,7 @@ class StoredView:
     """
 
     kept: frozenset[str] = frozenset()
+    dropped: Collection[str] = ()
     misfits: Mapping[str, str] = {}
 
     def __init__(self, checkpoint: Reader, asked: Mapping[str, Fact] | None = None) -> None:

@@ -23,6 +23,7 @@ from unickpt.rules.ast import AxisItem, Nothing
 from unickpt.rules.conflicts import Conflicts, choose_variants, keep_ties, leave_to_others
 from unickpt.rules.explain import Problem
 from unickpt.rules.matching import Family, LeafNames, Unfit, families, names_of, resolve
+from unickpt.rules.misplaced_lifts import misplaced_lifts
 from unickpt.rules.optimizer_slots import SharedState, shared_names
 from unickpt.rules.plan import (
     Constant,
@@ -125,6 +126,11 @@ class _RulePlanner:
         for family in kept:
             unused, unmade = _leave_alone(family, plan, unused, unmade)
         plan.unused = list(unused)
+        if self._strict:
+            misplaced, names = self._misplaced_lifts(plan, found, unused, unmade)
+            problems += misplaced
+            unused = {name: fact for name, fact in unused.items() if name not in names}
+            unmade = {name: fact for name, fact in unmade.items() if name not in names}
         problems += self._problems_left_over(plan, found, kept, problems, (unused, unmade))
         if problems:
             raise RuleError(explain.message(where, self._likeliest(problems, found, valid)))
@@ -150,6 +156,14 @@ class _RulePlanner:
         asked = {} if self._want is None else self._want.facts
         unused = {name: fact for name, fact in self._stored.facts.items() if name not in used}
         return unused, {name: fact for name, fact in asked.items() if name not in there}
+
+    def _misplaced_lifts(
+        self, plan: RulePlan, found: Sequence[Family], unused: LeafFacts, unmade: LeafFacts
+    ) -> tuple[list[Problem], set[str]]:
+        asked = {} if self._want is None else self._want.facts
+        stored = {name: self._stored.facts[name] for name in (*unused, *plan.dropped)}
+        requested = {name: asked[name] for name in (*unmade, *plan.kept) if name in asked}
+        return misplaced_lifts(self._rules.rules, self._rules.shared, found, stored, requested)
 
     def _problems_left_over(
         self,

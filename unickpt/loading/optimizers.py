@@ -1,0 +1,230 @@
+"""Optimizers in a load: why one and its stored state differ; and moments that would be lost."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from unickpt.errors import LoadMismatch
+from unickpt.format.index import ArrayEntry
+from unickpt.trees.name_ranges import natural
+
+# A slot of torch's optimizers, under the number or the name of its parameter.
+_SLOT = re.compile(
+    r"((?:.*/)?)state/[^/]+/(?:step|exp_avg|exp_avg_sq|max_exp_avg_sq|momentum_buffer|sum"
+    r"|square_avg)"
+)
+_SETTING = re.compile(r"((?:.*/)?)param_groups/([^/]+)/([^/]+).*")
+_PARAMETER = re.compile(r"((?:.*/)?)param_groups/[^/]+/params/[^/]+")
+_NOT_SETTINGS = ("params", "param_names")
+
+# Components of the names of moments: of torch's optimizers; and of optax', which parameters may
+# have as well, so that an array counts as one only beside an array of its shape with the same end.
+_MOMENTS = {
+    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg",
+    "acc_delta", "row_var", "col_var",
+}  # fmt: skip
+_TWINS = {"mu", "nu", "m", "v", "mom", "momentum", "trace", "velocity", "sum_of_squares"}
+
+_NOTHING_REQUESTED = (
+    "the optimizer in `like` has nothing under {name!r}: a state_dict() is empty before the first "
+    "step. Put the optimizer itself into `like`, whose state is then made; skipping it would lose "
+    "the moments"
+)
+_NOTHING_STORED = (
+    "nothing is stored under {name!r}, as before an optimizer's first step. Load it into an "
+    "optimizer that has not stepped; keeping the state here would mix two runs"
+)
+_OTHER_OPTIMIZER = (
+    "another optimizer was saved{where}: its groups have {stored}, and those of `like` have "
+    "{requested}. To load all else and let the optimizer in `like` begin anew, pass skip={skip!r}"
+)
+_OTHER_PARAMETERS = (
+    "the moments{where} are of other parameters, such as {name!r}: stored {stored}, requested "
+    "{requested}. The optimizer has its parameters in another order or in other groups than when "
+    "it was saved: make them the same. unickpt.adapters.torch.NamedOptimizer stores the state by "
+    "the names of the parameters, in which the order does not matter"
+)
+_NEW_PARAMETERS = (
+    "the optimizer{where} has {count} that {verb} not in its groups when it was saved: {names}. "
+    'With missing="keep" the moments of these begin anew'
+)
+_MOMENTS_UNUSED = (
+    "{where}: the optimizer{under} would get no state, but arrays that look like its moments are "
+    "stored and not used: {names}. Map them (with rules: check what `under` says of `include`, "
+    "and pass NamedOptimizer(optimizer, model)). To let the optimizer begin anew, pass "
+    "skip={skip!r}"
+)
+
+
+class Row(Protocol):
+    """One difference; see `unickpt.loading.mismatch.Difference`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def problem(self) -> str: ...
+    @property
+    def stored(self) -> str: ...
+    @property
+    def asked(self) -> str: ...
+
+
+def other_optimizers(rows: Iterable[Row]) -> dict[str, str]:
+    """The places at which another optimizer was saved than is requested, such as "optim/", each
+    with the likely cause as text."""
+    settings: dict[str, dict[str, dict[str, None]]] = {}
+    for row in rows:
+        match = _SETTING.fullmatch(row.name)
+        if match is not None and match[3] not in _NOT_SETTINGS:
+            settings.setdefault(match[1], {}).setdefault(row.problem, {})[match[3]] = None
+    return {
+        prefix: _OTHER_OPTIMIZER.format(
+            where=_where(prefix),
+            stored=_listed(keys["unexpected"]),
+            requested=_listed(keys["missing"]),
+            skip=f"{prefix}**",
+        )
+        for prefix, keys in settings.items()
+        if keys.keys() >= {"missing", "unexpected"}
+    }
+
+
+def likely_causes(rows: Sequence[Row], requested: Collection[str]) -> list[str]:
+    """Why the state of optimizers differs, as texts.
+
+    Arguments:
+        rows: the differences, without those of optimizers that are others altogether.
+        requested: the names of all leaves of `like`.
+    """
+    slots: dict[str, list[Row]] = {}
+    for row in rows:
+        match = _SLOT.fullmatch(row.name)
+        if match is not None:
+            slots.setdefault(match[1], []).append(row)
+    causes = [_cause_of_slots(prefix, slots[prefix], rows, requested) for prefix in slots]
+    return [*filter(None, causes), *_new_parameters(rows, requested)]
+
+
+def _cause_of_slots(
+    prefix: str, slots: Sequence[Row], rows: Sequence[Row], requested: Collection[str]
+) -> str:
+    problems, state = {row.problem for row in slots}, f"{prefix}state/"
+    requested_slots = {name for name in requested if name.startswith(state)}
+    if problems == {"unexpected"} and not requested_slots:
+        return _NOTHING_REQUESTED.format(name=state)
+    if problems == {"missing"} and requested_slots <= {row.name for row in rows}:
+        return _NOTHING_STORED.format(name=state)
+    misshapen = [row for row in slots if row.problem == "shape"]
+    others = (row for row in rows if row.problem == "shape" and not row.name.startswith(state))
+    if misshapen and not any(others):
+        row = misshapen[0]
+        return _OTHER_PARAMETERS.format(
+            where=_where(prefix), name=row.name, stored=row.stored, requested=row.asked
+        )
+    return ""
+
+
+def _new_parameters(rows: Sequence[Row], requested: Collection[str]) -> list[str]:
+    """The likely causes that parameters were added to an optimizer since it was saved."""
+    added: dict[str, list[str]] = {}
+    for row in rows:
+        match = _PARAMETER.fullmatch(row.name)
+        if match is not None and row.problem == "missing":
+            name = row.asked.removeprefix("plain str ")
+            added.setdefault(match[1], []).append(row.name if name == row.asked else name)
+    return [
+        _NEW_PARAMETERS.format(
+            where=_where(prefix),
+            count=f"{len(names)} parameter{'s' * (len(names) > 1)}",
+            verb="were" if len(names) > 1 else "was",
+            names=_listed(names),
+        )
+        for prefix, names in added.items()
+    ]
+
+
+def check_moments(
+    where: str, requested: Mapping[str, Any], loaded: Collection[str], stored: Stored
+) -> None:
+    """Checks that no optimizer of torch stays without state while its moments are stored.
+
+    Arguments:
+        where: the checkpoint, for messages.
+        requested: the leaves of `like`.
+        loaded: the names of those that are loaded.
+        stored: what is stored.
+
+    Raises:
+        LoadMismatch: names the optimizer, the stored arrays, and what to do.
+    """
+    prefixes = {match[1] for match in map(_SETTING.fullmatch, requested) if match is not None}
+    for prefix in sorted(prefixes):
+        state = f"{prefix}state/"
+        if any(name.startswith(state) for name in loaded) or _has_no_slots(prefix, requested):
+            continue
+        moments = sorted(stored.moments(), key=natural)
+        if moments:
+            raise LoadMismatch(
+                _MOMENTS_UNUSED.format(
+                    where=where,
+                    under=_where(prefix),
+                    names=_listed([repr(name) for name in moments]),
+                    skip=f"{prefix}**",
+                )
+            )
+
+
+class Stored:
+    """The stored arrays, and which of them are not used.
+
+    Arguments:
+        entries: all arrays by name.
+        unused: the names of leaves that nothing takes, or that a rule drops.
+    """
+
+    def __init__(self, entries: Mapping[str, ArrayEntry], unused: Collection[str]) -> None:
+        self._entries, self._unused = entries, unused
+
+    def moments(self) -> list[str]:
+        """The names of arrays that are not used and look like moments."""
+        unused = {name: self._entries[name] for name in self._unused if name in self._entries}
+        parts = {name: name.split("/") for name in unused}
+        moments = [name for name in unused if not _MOMENTS.isdisjoint(parts[name])]
+        twins = [name for name in unused if not _TWINS.isdisjoint(parts[name])]
+        ends = self._ends() if twins else frozenset[tuple[str, tuple[int, ...]]]()
+        for name in twins:
+            at = max(i for i, part in enumerate(parts[name]) if part in _TWINS)
+            end = "/".join(parts[name][at + 1 :])
+            if end and (end, unused[name].shape) in ends:
+                moments.append(name)
+        return moments
+
+    def _ends(self) -> frozenset[tuple[str, tuple[int, ...]]]:
+        """The ends of the names of arrays that are not called as moments are, with the shapes."""
+        found = set()
+        for name, entry in self._entries.items():
+            parts = name.split("/")
+            if _TWINS.isdisjoint(parts):
+                found |= {("/".join(parts[at:]), entry.shape) for at in range(len(parts))}
+        return frozenset(found)
+
+
+def _has_no_slots(prefix: str, requested: Mapping[str, Any]) -> bool:
+    """Whether an optimizer has no state ever: SGD without momentum."""
+    settings: dict[str, dict[str, Any]] = {}
+    for name, value in requested.items():
+        match = _SETTING.fullmatch(name)
+        if match is not None and match[1] == prefix:
+            settings.setdefault(match[2], {})[match[3]] = value
+    return all("dampening" in group and not group.get("momentum", 1) for group in settings.values())
+
+
+def _where(prefix: str) -> str:
+    return f" under {prefix.rstrip('/')!r}" if prefix else ""
+
+
+def _listed(names: Iterable[str]) -> str:
+    first, more = list(names)[:4], len(list(names)) - 4
+    return ", ".join(first) + (f" and {more} more" if more > 0 else "")
