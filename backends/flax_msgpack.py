@@ -217,6 +217,10 @@ class _MsgpackScanner:
             return self._some(found).decode()
         if kind == "value" and type(found) is int:
             return found
+        if kind == "bytes":
+            raise self._unsupported(
+                repr(self._some(found)), "is a key of bytes, as msgpack_numpy and srsly write them"
+            )
         raise self._damaged("a key is neither a text nor a number")
 
     def _chunked(self, found: Mapping[Any, Any], name: str) -> TensorSource:

@@ -24,7 +24,6 @@ from unickpt.quoting import quoted, shortened
 from unickpt.storage.errors import Failed, reading_failed
 from unickpt.trees import tree, tree_json
 
-_SCRIPT = "constants.pkl"
 _MOST_TEXT = 1000
 # A container that occurs several times in a pickle is several containers of the tree: their number
 # can double with each level. So many nodes are always allowed, and one more for each byte.
@@ -92,28 +91,15 @@ def _box(files: Files, file: TorchFile, leaf: tree.Leaf) -> FileBox:
 # --- which files ----------------------------------------------------------------------------
 
 
-def _open_file(files: Files, name: str) -> TorchFile:
-    if loose_files.is_tar(files.head(name)):
-        raise UnsupportedFormat(
-            f"{files.location}: {name} is a tar file, as torch wrote them before 0.2; load and "
-            "save it with a later version of torch"
-        )
-    return TorchFile(files, name)
-
-
 def _open_single(files: Files, name: str) -> Reader:
-    file = _open_file(files, name)
-    if any(member.rpartition("/")[2] == _SCRIPT for member in file.members):
-        raise UnsupportedFormat(
-            f"{files.location}: {name} is a program of torch.jit; save its state_dict() instead"
-        )
+    file = TorchFile(files, name)
     plain = PlainTree(file, f"{files.location}: {name}")
     root = plain.tree(file.value, 0, 0)
     return TorchFilesReader(files, root, dict.fromkeys(plain.tensors, file))
 
 
 def _open_sharded(files: Files, where: Mapping[str, str], index: str) -> Reader:
-    opened = {name: _open_file(files, name) for name in sorted({*where.values()})}
+    opened = {name: TorchFile(files, name) for name in sorted({*where.values()})}
     root: dict[str, Any] = {}
     by_file: dict[int, TorchFile] = {}
     missing = []

@@ -232,13 +232,10 @@ def test_other_folders_are_not_torchs(tmp_path: Path) -> None:
 
 
 def test_old_kinds_of_files_are_told(tmp_path: Path) -> None:
-    (tmp_path / "x.pt").write_bytes(bytes(257) + b"ustar" + bytes(1000))
-    with pytest.raises(UnsupportedFormat, match="a tar file"):
-        opened(tmp_path)
     write(tmp_path / "x.pt", b"N.", [])
     with zipfile.ZipFile(tmp_path / "x.pt", "a") as archive:
         archive.writestr("archive/constants.pkl", b"N.")
-    with pytest.raises(UnsupportedFormat, match=r"torch\.jit"):
+    with pytest.raises(UnsupportedFormat, match=r"torch\.jit.*state_dict"):
         opened(tmp_path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -134,6 +135,8 @@ def test_tensorflow_is_named(name: str, tmp_path: Path) -> None:
 
 
 def test_a_tar_file_of_torch_says_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "old.pth").write_bytes(bytes(257) + b"ustar\x00")
-    with pytest.raises(UnsupportedFormat, match=r"tar file.*later version of torch"):
+    with tarfile.open(tmp_path / "old.pth", "w") as archive:
+        for name in ("sys_info", "pickle", "tensors", "storages"):
+            archive.addfile(tarfile.TarInfo(name))
+    with pytest.raises(UnsupportedFormat, match=r"tar file.*load it with torch, and save it again"):
         unickpt.open(tmp_path)

@@ -80,11 +80,9 @@ def test_nothing_is_saved_into_a_file(tmp_path: Path) -> None:
 
 
 def test_files_of_no_format_say_how_they_begin(tmp_path: Path) -> None:
-    pickled = pickle.dumps({"a": 1})
     for content, told in [
         (b"", "it is empty"),
         (b"hello", "begins with b'hello'"),
-        (pickled, r"begins with b'\\x80"),
         (b"\xff" * 600, "xff"),
     ]:
         (tmp_path / "x.pt").write_bytes(content)

@@ -25,7 +25,6 @@ _SHOWN = 8  # names in a message
 _MOST_HEADER = 100_000_000  # of safetensors, as upstream
 # A pickle of protocol 2 to 5 that begins with the magic number 0x1950a86a20f9469cfc6c.
 _LEGACY = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-_TAR_AT, _TAR = 257, b"ustar"
 # transformers' Trainer, accelerate, and torch's own examples.
 _BESIDE_WEIGHTS = re.compile(
     r"training_args\.bin|(optimizer|scheduler)(_\d+)?\.(pt|bin)|scaler\.pt|rng_state(_\d+)?\.pth"
@@ -90,18 +89,15 @@ def is_legacy(head: bytes) -> bool:
     return head[:1] == b"\x80" and head[2:15] == _LEGACY
 
 
-def is_tar(head: bytes) -> bool:
-    """Whether a file is a tar file, as torch wrote them before 0.2, by its first bytes."""
-    return head[_TAR_AT : _TAR_AT + len(_TAR)] == _TAR
-
-
 def _is_torch(head: bytes) -> bool:
     is_zip = head[:4] == b"PK\x03\x04" and not _is_npz(head)
-    return (is_zip and not _is_keras(head)) or is_legacy(head) or is_tar(head)
+    return (is_zip and not _is_keras(head)) or is_legacy(head)
 
 
 def is_flax(head: bytes) -> bool:
     """A map of msgpack whose first key is a text. (That of no entries is like a pickle's start.)"""
+    if head[:7] == b"\x84\xa5nodes" and head[7:8] >= b"\x90":  # a list: a model of Thinc
+        return False
     at = {0xDE: 3, 0xDF: 5}.get(head[0], 1 if 0x81 <= head[0] <= 0x8F else 0) if head else 0
     return bool(at) and len(head) > at and (0xA0 <= head[at] <= 0xBF or 0xD9 <= head[at] <= 0xDB)
 

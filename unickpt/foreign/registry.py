@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import re
+import os
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol, cast
 
-from unickpt.errors import HintError, UnsupportedFormat
+from unickpt.errors import CheckpointCorrupt, HintError, UnsupportedFormat
+from unickpt.foreign import other_kinds
 from unickpt.foreign.files import Files
+from unickpt.foreign.loose_files import SeveralCheckpoints
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted, some
 from unickpt.storage import paths
@@ -50,10 +52,6 @@ _BUILT_IN = (
     "npz",
     "npy",
 )
-# Of TensorFlow's checkpoints and of its saved models.
-_TENSORFLOW = re.compile(
-    r"saved_model\.pb(txt)?|.*\.data-\d{5}-of-\d{5}|(.*ckpt.*|variables)\.index", re.S
-)
 
 _registered: list[Format] = []
 
@@ -91,6 +89,8 @@ def open_foreign(location: Location, hints: Mapping[str, Any]) -> Reader | None:
         reader = _first(files, hints)
         if reader is None and not location.is_local and location.is_file(paths.context()):
             return open_file(location, hints)
+        if reader is None:
+            _refuse_other_kinds(files)
     except Failed as error:
         if error.status == "NOT_FOUND":  # such as a bucket that does not exist
             return None
@@ -105,6 +105,9 @@ def open_file(location: Location, hints: Mapping[str, Any]) -> Reader:
     if reader is not None:
         return reader
     try:
+        refusal = other_kinds.refusal(files, files.here[0])
+        if refusal is not None:
+            raise refusal
         head = files.head(files.here[0])
     except Failed as error:
         raise reading_failed(error, str(location)) from error
@@ -115,18 +118,43 @@ def open_file(location: Location, hints: Mapping[str, Any]) -> Reader:
 def _first(files: Files, hints: Mapping[str, Any]) -> Reader | None:
     """What the first format that recognises a checkpoint makes of files."""
     for format in _formats():
-        reader = format.open(files, {name: hints[name] for name in format.HINTS if name in hints})
+        accepted = {name: hints[name] for name in format.HINTS if name in hints}
+        try:
+            reader = format.open(files, accepted)
+        except SeveralCheckpoints:
+            raise
+        except (CheckpointCorrupt, UnsupportedFormat) as error:
+            refusal = other_kinds.refusal_instead(files, error)
+            if refusal is None:
+                raise
+            raise refusal from error
         if reader is not None:
             check_hints(reader, hints, format.HINTS)
             return reader
-    theirs = next(filter(_TENSORFLOW.fullmatch, files.here), None)
-    if theirs is not None:
-        raise UnsupportedFormat(
-            f"{files.location}: {quoted(theirs)} is of a checkpoint or a saved model of "
-            "TensorFlow, which is not read; load it there, and save its variables with NumPy "
-            "(numpy.savez), or a Keras model with model.save_weights('x.weights.h5')"
-        )
     return None
+
+
+def _refuse_other_kinds(files: Files) -> None:
+    """Refuses a folder with files of a kind that is not read, and the prefix of a checkpoint of
+    TensorFlow. Raises UnsupportedFormat."""
+    if files.here:
+        refusal = other_kinds.refusal_of_folder(files)
+        if refusal is not None and not files.databases:
+            raise refusal
+    elif _is_beside(files.location, ".index"):
+        raise UnsupportedFormat(
+            f"{files.location} is the prefix of a checkpoint of TensorFlow (its .index is "
+            f"beside it); {other_kinds.TENSORFLOW}"
+        )
+
+
+def _is_beside(location: Location, suffix: str) -> bool:
+    """Whether there is a file whose name is that of a location, and a suffix."""
+    path = str(location.spec["path"]).rstrip("/")
+    if location.is_local:
+        return os.path.isfile(path + suffix)
+    folder, name = location.parent, path.rpartition("/")[2]
+    return folder is not None and folder.has_file(name + suffix, paths.context())
 
 
 def check_hints(reader: Reader, hints: Mapping[str, Any], known: Collection[str] = ()) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
-from unickpt.errors import CheckpointCorrupt
+from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign import pickle_objects, pickle_writer, pickles
 from unickpt.foreign.elements import FileRange, InMemoryElements
 from unickpt.foreign.file_ranges import FileBox
@@ -32,6 +32,7 @@ from unickpt.quoting import quoted
 from unickpt.storage.errors import Damaged
 from unickpt.trees import tree
 
+_SCRIPT = "constants.pkl"
 _MOST_PICKLE = 1 << 30
 _PROTOCOL = 1001  # of files before torch 1.6
 _WINDOW = 64 << 10
@@ -136,6 +137,11 @@ class _Zip:
         if pickle is None:
             raise self.damaged("torch.save did not write it: it has no data.pkl")
         self._top = pickle.removesuffix("data.pkl")
+        if self._top + _SCRIPT in archive.members:
+            raise UnsupportedFormat(
+                f"{archive.files.location}: {archive.name} is a program of torch.jit; save its "
+                "state_dict() instead"
+            )
         self._pickle = archive.members[pickle]
         self.pickle_size = self._pickle.size
         if self.pickle_size > _MOST_PICKLE:

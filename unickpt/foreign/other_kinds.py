@@ -1,0 +1,467 @@
+"""Kinds of files that unickpt does not read: what each is, how to recognise it, and the way out.
+
+This table is asked after all formats refused a file, or found that it breaks their rules. A sound
+file of another kind is thus never called damaged.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.foreign.files import Files
+from unickpt.foreign.zip_files import ZipFile
+from unickpt.quoting import quoted
+from unickpt.storage.errors import Damaged
+
+_START = 64 << 10  # bytes in which a pickle names the library that wrote it
+_BLOCK = 512  # of a tar file
+_MOST_MEMBERS = 1000
+_MOST_FILES = 200
+
+
+class Sample:
+    """The beginning of a file, and the names of its members if it is an archive.
+
+    Arguments:
+        files: of the checkpoint.
+        name: of the file.
+    """
+
+    def __init__(self, files: Files, name: str) -> None:
+        self._files, self.name = files, name
+        self.head = files.head(name)
+
+    @cached_property
+    def start(self) -> bytes:
+        """More than the head of the file."""
+        try:
+            size = self._files.size(self.name)
+            count = _START if size is None else min(size, _START)
+            return self._files.read(self.name, 0, count)
+        except Damaged:  # it is shorter
+            return self.head
+
+    @cached_property
+    def zipped(self) -> Sequence[str]:
+        """The names of the members of a zip file; empty if it is none, or damaged."""
+        if self.head[:4] not in (b"PK\x03\x04", b"PK\x05\x06"):
+            return ()
+        try:
+            return tuple(ZipFile(self._files, self.name).members)
+        except (CheckpointCorrupt, Damaged):
+            return ()
+
+    @cached_property
+    def tarred(self) -> Sequence[str]:
+        """The names of the first members of a tar file; empty if it is none."""
+        if self.head[257:262] != b"ustar":
+            return ()
+        return tuple(itertools.islice(self._tar_names(), _MOST_MEMBERS))
+
+    def _tar_names(self) -> Iterator[str]:
+        offset = 0
+        while True:
+            try:
+                block = self._files.read(self.name, offset, _BLOCK)
+                size = int(block[124:136].strip(b"\0 ") or b"0", 8)
+            except (Damaged, ValueError):
+                return
+            if block[257:262] != b"ustar":
+                return
+            yield block[:100].rstrip(b"\0").decode(errors="replace").removeprefix("./")
+            offset += _BLOCK + -(-size // _BLOCK) * _BLOCK
+
+    def has_member(self, pattern: str) -> bool:
+        """Whether a member of the archive has a name that a regular expression matches."""
+        return any(re.fullmatch(pattern, name, re.S) for name in (*self.zipped, *self.tarred))
+
+
+@dataclass(frozen=True)
+class OtherKind:
+    """A kind of files that unickpt does not read.
+
+    Arguments:
+        name: what such a file is.
+        way_out: what to do with it.
+        matches: whether a file is of this kind.
+    """
+
+    name: str
+    way_out: str
+    matches: Callable[[Sample], bool]
+
+
+def _begins(*magic: bytes) -> Callable[[Sample], bool]:
+    return lambda sample: sample.head.startswith(magic)
+
+
+def _begins_like(pattern: bytes) -> Callable[[Sample], bool]:
+    matcher = re.compile(pattern, re.S | re.I)
+    return lambda sample: matcher.match(sample.head) is not None
+
+
+def _has(*patterns: str) -> Callable[[Sample], bool]:
+    """Whether an archive has a member for each pattern."""
+    return lambda sample: all(map(sample.has_member, patterns))
+
+
+def _named(pattern: str) -> Callable[[Sample], bool]:
+    matcher = re.compile(pattern, re.S)
+    return lambda sample: matcher.fullmatch(sample.name.rpartition("/")[2]) is not None
+
+
+def _is_pickle(sample: Sample) -> bool:
+    """Whether a file is a pickle; of protocols 0 and 1 by how those of dicts, lists and objects
+    begin."""
+    head = sample.head
+    binary = head[:1] == b"\x80" and 2 <= head[1] <= 5 if len(head) > 1 else False
+    text = re.match(rb"\(?[dl]p[0-9]+\r?\n|[\]}]q|c[A-Za-z_][\w.]*\r?\n[A-Za-z_]\w*\r?\n", head)
+    return binary or text is not None
+
+
+def _is_joblib(sample: Sample) -> bool:
+    return _is_pickle(sample) and b"joblib.numpy_pickle" in sample.start
+
+
+def _is_fasttext(sample: Sample) -> bool:
+    return struct.pack("<i", 793712314) == sample.head[:4]
+
+
+def _protobuf_text(head: bytes) -> bytes | None:
+    """The second field of a message whose first one is a small number, which is what ONNX and
+    CoreML begin with; None if it begins otherwise."""
+    is_version = len(head) > 4 and head[0] == 0x08 and 0 < head[1] < 0x40
+    if not is_version or head[2] != 0x12:
+        return None
+    length_bytes = 1 + next((n for n, byte in enumerate(head[3:6]) if byte < 0x80), 0)
+    return head[3 + length_bytes :]
+
+
+def _is_coreml(sample: Sample) -> bool:
+    text = _protobuf_text(sample.head)
+    return sample.name.endswith(".mlmodel") or (text is not None and text[:1] == b"\x0a")
+
+
+def _is_onnx(sample: Sample) -> bool:
+    head = sample.head
+    starts = len(head) > 3 and head[0] == 0x08 and 0 < head[1] < 0x40
+    return (starts and head[2] in b"\x12\x1a\x22\x28\x32\x3a\x42\x72") or (
+        sample.name.endswith(".onnx")
+    )
+
+
+def _is_npy_sequence(sample: Sample) -> bool:
+    """Whether an array of NumPy is followed by another."""
+    if sample.head[:6] != b"\x93NUMPY":
+        return False
+    return sample.name.endswith(".eqx") or sample.start.count(b"\x93NUMPY") > 1
+
+
+def _is_other_zip(sample: Sample) -> bool:
+    """Whether a zip file is sound and has nothing of a file of torch, NumPy or Keras."""
+    is_ours = sample.has_member(
+        r"(.*/)?(data\.pkl|version|byteorder|data/[0-9]+)|.*\.npy|model\.weights\.h5|metadata\.json"
+    )
+    return bool(sample.zipped) and not is_ours
+
+
+_JSON = "JSON, such as a configuration"
+_UNPACK = "unpack it, and give the path of the checkpoint in it"
+TENSORFLOW = (
+    "load it there, and save its variables with numpy.savez, or a Keras model with "
+    "model.save_weights('x.weights.h5')"
+)
+"""What to do with a checkpoint of TensorFlow."""
+_NUMPY = "load it with that library, and save its arrays with unickpt.save or numpy.savez"
+
+DOWNLOADS: Sequence[OtherKind] = (
+    OtherKind(
+        "a pointer of Git LFS, not the file itself",
+        "run `git lfs pull` in the repository, or download the file again",
+        _begins(b"version https://git-lfs.github.com/"),
+    ),
+    OtherKind(
+        "a page of HTML, such as a login or an error page",
+        "download the file again, with the right address and access token",
+        _begins_like(rb"(\xef\xbb\xbf)?\s*(<!--.*?-->\s*)?<(!doctype html|html|head)\b"),
+    ),
+    OtherKind(
+        "an XML document, such as an error of a storage service",
+        "download the file again, with the right address and credentials",
+        _begins_like(rb"(\xef\xbb\xbf)?\s*<\?xml\b|\s*<Error>"),
+    ),
+    OtherKind("compressed with gzip", "decompress it with `gunzip`", _begins(b"\x1f\x8b")),
+    OtherKind("compressed with xz", "decompress it with `unxz`", _begins(b"\xfd7zXZ\0")),
+    OtherKind(
+        "compressed with bzip2", "decompress it with `bunzip2`", _begins_like(rb"BZh[1-9]1AY")
+    ),
+    OtherKind(
+        "compressed with Zstandard", "decompress it with `unzstd`", _begins(b"\x28\xb5\x2f\xfd")
+    ),
+    OtherKind(
+        "compressed with LZ4, as joblib can do",
+        "decompress it with `unlz4`, or load it with joblib.load and save its arrays",
+        _begins(b"\x04\x22\x4d\x18"),
+    ),
+    OtherKind(
+        "an archive of 7-Zip or RAR", _UNPACK, _begins(b"7z\xbc\xaf\x27\x1c", b"Rar!\x1a\x07")
+    ),
+)
+"""What a download can leave in the place of any file."""
+KINDS: Sequence[OtherKind] = (
+    *DOWNLOADS,
+    OtherKind(
+        "a file of zeros",
+        "a download or a copy of it did not finish: repeat it",
+        lambda sample: len(sample.head) > 8 and not any(sample.start),
+    ),
+    # --- zip files ---
+    OtherKind(
+        "a program of torch.jit (TorchScript)",
+        "save the weights instead: torch.save(torch.jit.load(path).state_dict(), ...)",
+        _has(r"(.*/)?constants\.pkl", r".*/data\.pkl"),
+    ),
+    OtherKind(
+        "a program of torch.export (.pt2)",
+        "save the weights instead: torch.save(torch.export.load(path).state_dict, ...)",
+        lambda sample: sample.has_member(
+            r"(.*/)?(serialized_exported_program\.json|models/[^/]+\.json|archive_format)"
+        ),
+    ),
+    OtherKind(
+        "a zip file of Stable-Baselines3 (stable_baselines3)",
+        "unzip it, and give the path of policy.pth in it",
+        _has(r"_stable_baselines3_version"),
+    ),
+    OtherKind(
+        "a zip file of Stable-Baselines3 (stable_baselines3)",
+        "unzip it, and give the path of policy.pth in it",
+        _has(r"policy\.pth", r"data"),
+    ),
+    OtherKind(
+        "an archive of TorchServe (.mar)",
+        "unzip it, and give the path of the file of weights in it, such as model.pt",
+        _has(r"MAR-INF/MANIFEST\.json"),
+    ),
+    OtherKind(
+        "a zip file of skops",
+        "load it with skops.io.load, and save its arrays with unickpt.save or numpy.savez",
+        _has(r"schema\.json"),
+    ),
+    # --- tar files ---
+    OtherKind(
+        "an archive of NVIDIA NeMo (.nemo)",
+        "unpack it with `tar xf`, and give the path of model_weights.ckpt in it, or of the folder "
+        "model_weights",
+        lambda sample: bool(sample.tarred) and sample.has_member(r"model_(config\.yaml|weights.*)"),
+    ),
+    OtherKind(
+        "a tar file, as torch wrote them before 0.2",
+        "load it with torch, and save it again",
+        _has(r"pickle", r"tensors|storages"),
+    ),
+    OtherKind(
+        "a tar file",
+        "unpack it with `tar xf`, and give the path of the checkpoint in it",
+        lambda sample: bool(sample.tarred),
+    ),
+    # --- arrays and objects of Python ---
+    OtherKind(
+        "several arrays of NumPy one after the other, as Equinox writes them "
+        "(tree_serialise_leaves)",
+        "only the program knows their names: load it there, for Equinox with "
+        "tree_deserialise_leaves, and save the tree with unickpt.save",
+        _is_npy_sequence,
+    ),
+    OtherKind(
+        "a file of joblib",
+        "load it with joblib.load if you trust it, and save its arrays with unickpt.save or "
+        "numpy.savez",
+        _is_joblib,
+    ),
+    OtherKind(
+        "a pickle of Python, which can run any code when it is loaded",
+        "load it with pickle.load if you trust it, and save its arrays with unickpt.save or "
+        "numpy.savez",
+        _is_pickle,
+    ),
+    OtherKind(
+        "a file of joblib, compressed with zlib",
+        "load it with joblib.load if you trust it, and save its arrays with unickpt.save or "
+        "numpy.savez",
+        lambda sample: sample.head[:2] in (b"x\x01", b"x^", b"x\x9c", b"x\xda"),
+    ),
+    OtherKind(
+        "a model of spaCy or Thinc",
+        "load it with spacy.load or Model.from_disk, and save the arrays of its parameters with "
+        "unickpt.save or numpy.savez",
+        _begins_like(rb"\x84\xa5nodes[\x90-\x9f\xdc\xdd]"),
+    ),
+    OtherKind(
+        "msgpack with arrays of msgpack_numpy, as srsly writes them",
+        "load it with that library, and save its arrays with unickpt.save or numpy.savez",
+        lambda sample: b"\xc4\x02nd" in sample.start and b"\xc4\x04type" in sample.start,
+    ),
+    # --- formats of other systems ---
+    OtherKind(
+        "of a checkpoint or a saved model of TensorFlow",
+        TENSORFLOW,
+        _named(r"saved_model\.pb(txt)?|.*\.data-\d{5}-of-\d{5}|(.*ckpt.*|variables)\.index"),
+    ),
+    OtherKind(
+        "the list of checkpoints that TensorFlow keeps in a folder",
+        "load one of them in TensorFlow, and save its variables with numpy.savez",
+        _begins(b"model_checkpoint_path:"),
+    ),
+    OtherKind(
+        "a model of TensorFlow Lite (TFLite)",
+        "it is converted for inference: take the weights of the model from which it was made, or "
+        "read its tensors with tf.lite.Interpreter",
+        lambda sample: sample.head[4:8] == b"TFL3",
+    ),
+    OtherKind(
+        "a model of CoreML",
+        "it is converted for inference: take the weights of the model from which it was made, or "
+        "read it with coremltools.models.MLModel",
+        _is_coreml,
+    ),
+    OtherKind(
+        "a model of ONNX",
+        "read its weights with onnx, and save them with NumPy: numpy.savez('x.npz', **{t.name: "
+        "onnx.numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer})",
+        _is_onnx,
+    ),
+    OtherKind(
+        "an engine of TensorRT",
+        "it runs on one kind of GPU only: take the weights of the model from which it was built",
+        lambda sample: (
+            sample.head[:4] in (b"ftrt", b"ptrt")
+            or sample.name.endswith((".engine", ".plan", ".trt"))
+        ),
+    ),
+    OtherKind(
+        "a model of fastText",
+        "load it with fasttext.load_model, and save get_input_matrix() and get_output_matrix() "
+        "with numpy.savez",
+        _is_fasttext,
+    ),
+    OtherKind(
+        "an old file of ggml, before GGUF",
+        "convert it into GGUF with the scripts of llama.cpp or whisper.cpp, or take the weights of "
+        "the model from which it was made",
+        _begins(b"lmgg", b"fmgg", b"tjgg", b"algg"),
+    ),
+    OtherKind(
+        "a model of XGBoost, in JSON or UBJSON",
+        "it has trees rather than arrays: load it with xgboost.Booster",
+        lambda sample: (
+            re.match(rb"\s*\{.{0,200}learner", sample.head, re.S) is not None
+            or sample.head[:4] in (b"binf", b"bs64")
+        ),
+    ),
+    OtherKind(
+        "a model of LightGBM or CatBoost",
+        "it has trees rather than arrays: load it with that library",
+        _begins(b"tree\nversion=", b"CBM1"),
+    ),
+    OtherKind(
+        "arrays of MXNet", f"{_NUMPY}, such as mxnet.nd.load", _begins(b"\x12\x01\0\0\0\0\0\0")
+    ),
+    OtherKind("a model of Caffe", _NUMPY, _named(r".*\.caffemodel")),
+    OtherKind(
+        "a file of MATLAB",
+        "load it with scipy.io.loadmat, and save its arrays with numpy.savez",
+        _begins(b"MATLAB 5.0 MAT-file"),
+    ),
+    OtherKind(
+        "a table of Parquet or Arrow",
+        "it has rows rather than arrays: load it with pyarrow",
+        _begins(b"PAR1", b"ARROW1"),
+    ),
+    # --- what is left ---
+    OtherKind(
+        _JSON,
+        "give the path of the file of weights beside it, or of their folder",
+        _begins_like(rb'(\xef\xbb\xbf)?\s*(\{\s*["}]|\[\s*[\[{"\]0-9-])'),
+    ),
+    OtherKind("a zip file without a checkpoint that unickpt knows", _UNPACK, _is_other_zip),
+)
+"""In the order in which a file is compared with them."""
+
+_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|keras|gguf|npz|msgpack)", re.S)
+# Files that say what a folder is which no format recognised.
+_TELLING = re.compile(
+    r"saved_model\.pb(txt)?|.*\.data-\d{5}-of-\d{5}|(.*ckpt.*|variables)\.index"
+    r"|.*\.(onnx|tflite|mlmodel|engine|nemo|mar|pt2|eqx|skops|joblib)",
+    re.S,
+)
+
+
+def refusal(
+    files: Files, name: str, kinds: Sequence[OtherKind] = KINDS
+) -> UnsupportedFormat | None:
+    """The error for a file of a kind that unickpt does not read; None if it is none of them.
+
+    Arguments:
+        files: of the checkpoint.
+        name: of the file.
+        kinds: that it may have.
+
+    Raises:
+        Failed: the storage failed.
+    """
+    try:
+        sample = Sample(files, name)
+        kind = next((kind for kind in kinds if kind.matches(sample)), None)
+    except Damaged:
+        return None
+    if kind is None:
+        return None
+    file = str(files.location) if files.single == name else f"{files.location}: {quoted(name)}"
+    way_out = kind.way_out
+    if way_out == _UNPACK and sample.zipped:
+        weights = [m for m in sample.zipped if _WEIGHTS.fullmatch(m)] or sample.zipped
+        way_out += f": it has {', '.join(map(quoted, weights[:3]))}"
+    return UnsupportedFormat(f"{file} is {kind.name}; {way_out}")
+
+
+def refusal_instead(
+    files: Files, error: CheckpointCorrupt | UnsupportedFormat
+) -> UnsupportedFormat | None:
+    """The error for what a format took for its own, and could not read, if it is of another kind.
+
+    In a folder, only files count that the message names.
+
+    Raises:
+        Failed: the storage failed.
+    """
+    if files.single is not None:
+        return refusal(files, files.single)
+    for name in sorted({*files.looked_at, *files.here})[:_MOST_FILES]:
+        if name in str(error):
+            kinds = KINDS if _WEIGHTS.fullmatch(name) else DOWNLOADS
+            found = refusal(files, name, kinds)
+            if found is not None:
+                return found
+    return None
+
+
+def refusal_of_folder(files: Files) -> UnsupportedFormat | None:
+    """The error for a folder that no format recognises, if a file in it is of another kind.
+
+    Raises:
+        Failed: the storage failed.
+    """
+    for name in files.here[:_MOST_FILES]:
+        kinds = KINDS if _TELLING.fullmatch(name) else DOWNLOADS
+        is_asked = kinds is KINDS or _WEIGHTS.fullmatch(name)
+        found = refusal(files, name, kinds) if is_asked else None
+        if found is not None:
+            return found
+    return None
