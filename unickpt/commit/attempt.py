@@ -47,7 +47,7 @@ from unickpt.errors import (
 from unickpt.format import borrowed, codec, index_json, timing, written_index
 from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, Index
 from unickpt.format.timing import Arrivals
-from unickpt.frameworks.process_group import Group
+from unickpt.frameworks.process_group import Group, saved_apart
 from unickpt.reuse import linked_files
 from unickpt.storage import data_files, errors
 from unickpt.storage.database import Database, digest_of
@@ -302,7 +302,8 @@ class Attempt:
             explained = self.explained(error)
             if explained is error:
                 raise
-            raise explained from error
+            # After a conflict, the storage's error says only that the other job removed files.
+            raise explained from (None if isinstance(explained, SaveConflict) else error)
 
     # --- waiting -------------------------------------------------------------------------------
 
@@ -482,12 +483,12 @@ class Attempt:
             raise self._gone()
 
     def _conflict(self, when: str) -> SaveConflict:
-        return SaveConflict(f"{self.location}: another job committed here {when}")
+        return SaveConflict(f"{self.location}: another job committed here {when}{saved_apart()}")
 
     def _gone(self) -> StorageError:
         return StorageError(
             f"{self.location}: the files written for this checkpoint are gone; the folder was "
-            "removed during the save"
+            f"removed during the save{saved_apart()}"
         )
 
     def _remove_older_attempts(self, older: Sequence[str]) -> None:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import tensorstore as ts
 
 from unickpt.errors import SaveConflict
+from unickpt.frameworks.process_group import saved_apart
 from unickpt.storage import errors, paths
 from unickpt.storage.errors import Failed, LockHeld
 from unickpt.storage.kvstore import KvStore
@@ -285,4 +286,5 @@ def _conflict(location: Location, use: Use, said: str) -> SaveConflict:
         holder = json.loads(said)
         if (holder["process"], holder["program"]) == (os.getpid(), _PROGRAM):
             return SaveConflict(f"{location}: {use.here}")
-    return SaveConflict(f"{location}: {use.there.replace('{who}', _who(said))}")
+    text = use.there.replace("{who}", _who(said))
+    return SaveConflict(f"{location}: {text}{saved_apart()}")

@@ -24,6 +24,7 @@ from unickpt.errors import CheckpointExists, StorageError
 from unickpt.format import chunk_grid, links
 from unickpt.format.chunk_grid import Part, join_key
 from unickpt.format.index import ArrayEntry, Index
+from unickpt.frameworks.process_group import saved_apart
 from unickpt.storage.btree import builder
 from unickpt.storage.btree.builder import PLACE_DTYPE, TreeEntries
 from unickpt.storage.btree.nodes import DataReference
@@ -186,7 +187,7 @@ def refuse_checkpoint(location: Location, context: ts.Context, *, overwrite: boo
         raise CheckpointExists(
             f"{location} already holds a checkpoint; pass overwrite=True "
             "(--overwrite on the command line) to replace it, "
-            "or save to another path"
+            f"or save to another path{saved_apart()}"
         )
     if needed := borrowers.of(location, context):
         raise CheckpointExists(

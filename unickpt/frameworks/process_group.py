@@ -25,6 +25,15 @@ _LAUNCHERS = (
     ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
     ("MPI_LOCALNRANKS", "PMI_SIZE"),
 )
+# Variables of launchers: the index of this process, and the number of processes.
+_LAUNCHED = (
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+)
+_OF_SLURM_JOB = "SLURM_NTASKS"  # which the job's script has, too, with the index 0
 
 
 class Group(Protocol):
@@ -431,22 +440,54 @@ def current_group(adapters: Sequence[Framework]) -> Group:
 
 def saving_group(adapters: Sequence[Framework]) -> Group:
     """As `current_group`, for a save: warns if the processes of a job would save apart."""
-    if not jobs_of(adapters):
-        _warn_if_launched()
+    global _apart
+    _apart = "" if jobs_of(adapters) else _launched_apart()
+    if _apart:
+        _warn_once(_apart)
     return current_group(adapters)
 
 
+_apart = ""
+
+
+def saved_apart() -> str:
+    """For errors: why the processes of a launcher disturb each other, after a space; else empty."""
+    return f". {_apart}" if _apart else ""
+
+
 @cache
-def _warn_if_launched() -> None:
-    """Says, once, that a process which a launcher started with others belongs to no job."""
-    world = os.environ.get("WORLD_SIZE", "1")
-    if "RANK" in os.environ and world != "1" and sys.modules.get("torch") is not None:
-        warnings.warn(
-            f"WORLD_SIZE is {world}, but torch.distributed is not initialised: this process saves "
-            "alone. Call torch.distributed.init_process_group() before, on all ranks",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+def _warn_once(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+
+def _launched_apart() -> str:
+    """Says that a process which a launcher started with others belongs to no job; else empty."""
+    for index, count in _LAUNCHED:
+        world = _number(count)
+        is_script = count == _OF_SLURM_JOB and _number(index) == 0
+        if index in os.environ and world > 1 and not is_script:
+            return _apart_text(index, count)
+    return ""
+
+
+_CALLS = {
+    "torch": "torch.distributed.init_process_group()",
+    "jax": "jax.distributed.initialize()",
+}
+
+
+def _apart_text(index: str, count: str) -> str:
+    imported = [name for name in _CALLS if sys.modules.get(name) is not None] or list(_CALLS)
+    missing = " and ".join(f"{name}.distributed" for name in imported)
+    calls = " or ".join(_CALLS[name] for name in imported)
+    return (
+        f"{count} is {os.environ[count]}, but {missing} "
+        f"{'is' if len(imported) == 1 else 'are'} not initialised: each process saves alone, this "
+        f"one with {index}={os.environ[index]}. Call {calls} before, on all processes. Without "
+        'them, pass options=SaveOptions(group=unickpt.ProcessGroup(int(os.environ["'
+        f'{index}"]), int(os.environ["{count}"]), session)), where session is a name that is new '
+        "for each run. A process that shall save alone has ProcessGroup(0, 1, session)"
+    )
 
 
 def jobs_of(adapters: Sequence[Framework]) -> list[Group]:

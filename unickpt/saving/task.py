@@ -15,9 +15,7 @@ from unickpt.commit import progress_reports, replicas
 from unickpt.commit.attempt import Attempt
 from unickpt.commit.messages import Record, Totals, WriteMore
 from unickpt.commit.progress_reports import Report
-from unickpt.errors import (
-    SaveTimeout,
-)
+from unickpt.errors import SaveConflict, SaveTimeout
 from unickpt.format.index import Index
 from unickpt.frameworks.host_memory import share
 from unickpt.frameworks.leaves import adapters
@@ -274,7 +272,7 @@ class SaveTask:
                 self._attempt.discard()
             if error is raised:
                 raise
-            raise error from raised
+            raise error from (None if isinstance(error, SaveConflict) else raised)
 
     # --- running -------------------------------------------------------------------------------
 
