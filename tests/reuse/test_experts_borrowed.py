@@ -165,7 +165,7 @@ def test_a_base_that_is_gone_stops_the_save_and_the_next_one_is_whole(
         real = SaveTask._publish
 
         def publish(*arguments: Any) -> None:  # what it borrows was taken
-            StepFolder(run).remove(0)
+            paths.resolve(f"{run}/step_0").remove(paths.context())
             real(*arguments)
 
         with monkeypatch.context() as patch:

@@ -135,7 +135,7 @@ def test_only_what_changed_is_sent(run: Run) -> None:
     run.check(3, now)
     if not run.links:
         unickpt.copy(run.path(3), run.local / "whole")
-        StepFolder(run.root).remove(0)
+        paths.resolve(run.path(0)).remove(paths.context())
         assert same(unickpt.load(run.local / "whole"), now)
 
 
@@ -263,7 +263,7 @@ def test_a_base_that_somebody_removes_meanwhile(run: Run, monkeypatch: pytest.Mo
 
     def vanishing(*arguments: Any) -> Any:
         found = real(*arguments)
-        StepFolder(run.root).remove(0)
+        paths.resolve(run.path(0)).remove(paths.context())
         return found
 
     with run.open() as steps:

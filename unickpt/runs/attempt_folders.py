@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 
 import tensorstore as ts
 
-from unickpt.commit import version
-from unickpt.errors import StorageError, UnickptError
+from unickpt.commit import borrowers, version
+from unickpt.errors import SaveConflict, StorageError, UnickptError
 from unickpt.format import borrowed
+from unickpt.quoting import some
 from unickpt.reading import checkpoint
 from unickpt.storage import errors
 from unickpt.storage.errors import Failed
@@ -19,6 +20,21 @@ from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST, RETIRED
 
 FOLDER = "processes"
+
+
+class Needed(SaveConflict):
+    """A checkpoint was not removed, because others borrow from it.
+
+    Arguments:
+        location: of the checkpoint.
+        borrowers: the names of the others.
+    """
+
+    def __init__(self, location: Location, borrowers: Sequence[str]) -> None:
+        super().__init__(
+            f"{location} has chunks of {some(borrowers)}, which did not write them again; remove "
+            "these first"
+        )
 
 
 class Unremoved(StorageError):
@@ -100,6 +116,21 @@ def remove_attempts(location: Location, attempts: Iterable[str], context: ts.Con
     location.remove_empty()
 
 
+def check_unneeded(location: Location, context: ts.Context) -> None:
+    """Checks that no checkpoint beside one borrows from it.
+
+    Raises:
+        Needed: names those that do.
+        StorageError: the storage failed.
+    """
+    try:
+        names = borrowers.of(location, context)
+    except Failed as error:
+        raise errors.writing_failed(error, str(location)) from error
+    if names:
+        raise Needed(location, names)
+
+
 def remove_checkpoint(location: Location, context: ts.Context) -> None:
     """Removes a checkpoint: first its manifest, atomically, then its files.
 
@@ -107,9 +138,11 @@ def remove_checkpoint(location: Location, context: ts.Context) -> None:
     links: only removes the link itself.
 
     Raises:
+        Needed: others borrow from it; nothing was removed.
         Unremoved: files are left; it has no manifest any more.
         StorageError: it could not be removed.
     """
+    check_unneeded(location, context)
     try:
         if location.link is not None:
             location.unlink()

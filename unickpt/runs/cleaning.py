@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from unickpt.errors import CheckpointExists, LaterStepsExist, StorageError
 from unickpt.quoting import some
-from unickpt.runs.attempt_folders import Unremoved
+from unickpt.runs.attempt_folders import Needed, Unremoved
 from unickpt.runs.retention import Retention
 from unickpt.runs.step_folder import Branch
 from unickpt.runs.tiers import Newer, Tier, Tiers, TierVersions, compare
@@ -177,7 +177,7 @@ class Cleaning:
     ) -> None:
         self._tiers, self._retention, self._in_use = tiers, retention, in_use
         self._retires = retires
-        self._retired: set[tuple[int, str]] | None = None  # those of earlier jobs are looked for
+        self._retired: dict[Tier, set[tuple[int, str]]] = {}  # after a first look, of each tier
         self._work = SerialExecutor(
             "unickpt clean", lambda error: _log.warning("cleaning up: %s", error)
         )
@@ -214,51 +214,70 @@ class Cleaning:
         if self._tiers.local is not None:
             self._clean_local(self._tiers.local, there)
         # Only by the steps in the root: a step that is not copied yet must not remove another
-        # there.
-        expendable = self.expendable(there, [])
-        # The first of two steps may be needed only until the second is removed.
-        left = [step for step in expendable if not self._remove(step)]
-        left = [step for step in left if not self._remove(step)]
-        if self._retires:
-            self._retire(left)
-
-    def _retire(self, steps: Sequence[int]) -> None:
-        """Retires steps of the root that others borrow from, each of which borrows again, so that
-        they would all stay; removes what of such steps nobody needs any more."""
-        root = self._tiers.root
-        if self._retired is None:
-            self._retired = root.retired()
-        for step in steps:
+        # there. The newest first, because it may be the only one that borrows from the others.
+        for step in sorted(self.expendable(there, []), reverse=True):
             with self._in_use.removing(step) as is_free:
-                if is_free:
-                    _log.info("removing %s, but for what others borrow", root.path(step))
-                    digest = root.retire(step)
-                    self._retired |= set() if digest is None else {(step, digest)}
+                if is_free and self._remove(self._tiers.root, step, retires=self._retires):
                     self.forget(step)
-        for step, digest in sorted(self._retired):
-            if root.remove_retired(step, digest):
-                self._retired.discard((step, digest))
+        for tier in self._tiers.all:
+            self._remove_retired(tier)
 
-    def _remove(self, step: int) -> bool:
-        """Removes a step from the root, unless it is in use, or a later one has chunks in it."""
-        with self._in_use.removing(step) as is_free:
-            if not is_free or self._tiers.root.borrowers(step):
-                return False
-            _log.info("removing %s", self._tiers.root.path(step))
-            self._remove_from(self._tiers.root, step)
-            self.forget(step)
-            return True
+    def remove(self, steps: Collection[int]) -> None:
+        """Removes steps from both tiers, also those that rules keep; but no step that is in use or
+        that others borrow from, unless it can be retired."""
+        there = {tier: set(tier.committed()) for tier in self._tiers.all}
+        for step in sorted(steps, reverse=True):
+            holders = [tier for tier in self._tiers.all if step in there[tier]]
+            with self._in_use.removing(step) as is_free:
+                # Each version that does not count first; if one stays, so do the others.
+                if is_free and all(
+                    self._remove(tier, step, retires=self._retires)
+                    for tier in self._tiers.newest_last(step, holders)
+                ):
+                    self.forget(step)
+        for tier in self._tiers.all:
+            self._remove_retired(tier)
 
-    def _remove_from(self, tier: Tier, step: int) -> None:
-        """Removes a step; if that fails, it is told once, and tried again after the next save."""
+    def _remove(self, tier: Tier, step: int, *, retires: bool) -> bool:
+        """Removes a step from a tier, unless another step there borrows from it; the only place
+        that removes steps in the background.
+
+        Arguments:
+            retires: whether a step that others borrow from is removed for all but these. Otherwise
+                it stays.
+
+        Returns:
+            Whether it is not there any more. A failure is told once, and tried again after the next
+            save.
+        """
         try:
             tier.remove(step)
+            _log.info("removed %s", tier.path(step))
+            return True
+        except Needed:
+            if not retires:
+                return False
+            digest = tier.retire(step)
+            if digest is not None and tier in self._retired:
+                self._retired[tier].add((step, digest))
+            _log.info("removed %s, but for what others borrow", tier.path(step))
+            return True
         except StorageError as error:
             if (tier, step) not in self._told:
                 _log.warning("cleaning up: %s; tried again after each save", error)
             self._told.add((tier, step))
             if isinstance(error, Unremoved):
                 self._left[tier, step] = error.attempts
+            return isinstance(error, Unremoved)
+
+    def _remove_retired(self, tier: Tier) -> None:
+        """Removes what is left of retired steps that no step needs any more; those of earlier jobs
+        too, which may have saved with other arguments."""
+        if tier not in self._retired:
+            self._retired[tier] = tier.retired()
+        for step, digest in sorted(self._retired[tier]):
+            if tier.remove_retired(step, digest):
+                self._retired[tier].discard((step, digest))
 
     def _remove_left(self) -> None:
         """Removes what earlier removals have left."""
@@ -270,23 +289,24 @@ class Cleaning:
 
     def _clean_local(self, local: Tier, there: Sequence[int]) -> None:
         here = local.committed()
-        expendable = self.expendable(there, here)
-        for step in here:
+        expendable = set(self.expendable(there, here))
+        for step in reversed(here):
             with self._in_use.removing(step) as is_free:
-                if is_free and self._may_go(local, step, step in expendable, step == here[-1]):
-                    self._remove_from(local, step)
+                if is_free:
+                    self._clean_step(local, step, step in expendable, step == here[-1])
 
-    def _may_go(self, local: Tier, step: int, is_expendable: bool, is_newest: bool) -> bool:
-        """Whether the local tier no longer needs a step."""
+    def _clean_step(self, local: Tier, step: int, is_expendable: bool, is_newest: bool) -> None:
+        """Removes a step from the local tier if that no longer needs it."""
         versions = compare(local, self._tiers.root, step)
         version = versions.local
         if version is None:
-            return False
+            return
         if versions.newer is Newer.ROOT and version.attempt not in self.own:
-            self._log_stale(local, step, versions)
-            return True
+            self._remove_stale(local, step, versions)
+            return
         is_copied = versions.newer is Newer.SAME and version.name in self.copied
-        return not is_newest and (is_copied or is_expendable) and not local.borrowers(step)
+        if not is_newest and (is_copied or is_expendable):
+            self._remove(local, step, retires=self._retires)
 
     def remove_abandoned(self) -> None:
         """Removes steps from the local tier that do not count; see `compare`. If the root is away,
@@ -298,7 +318,7 @@ class Cleaning:
         """
         if self._tiers.local is None:
             return
-        for step in self._tiers.local.committed():
+        for step in reversed(self._tiers.local.committed()):
             try:
                 versions = compare(self._tiers.local, self._tiers.root, step)
             except StorageError as error:
@@ -308,23 +328,29 @@ class Cleaning:
                 return
             if versions.is_abandoned:
                 self._tiers.local.lease.take()
-                self._log_stale(self._tiers.local, step, versions)
-                self._tiers.local.remove(step)
+                self._remove_stale(self._tiers.local, step, versions)
 
-    def _log_stale(self, local: Tier, step: int, versions: TierVersions) -> None:
+    def _remove_stale(self, local: Tier, step: int, versions: TierVersions) -> None:
+        """Removes a step that does not count from the local tier; steps that count may borrow from
+        it."""
         where = self._tiers.root.location
         _log.warning("removing %s, which is %s in %s", local.path(step), versions.fault, where)
+        self._remove(local, step, retires=True)
 
     def expendable(self, there: Sequence[int], here: Sequence[int]) -> list[int]:
         """The steps in the root and in the local tier that no rule keeps."""
-        tiers = {**dict.fromkeys(here, self._tiers.local), **dict.fromkeys(there, self._tiers.root)}
-        if self._retention.keep_best is not None:
-            for step, tier in tiers.items():
-                if step not in self._metrics and tier is not None:
-                    self._metrics[step] = tier.metrics(step)
-        metrics = {step: self._metrics.get(step, {}) for step in tiers}
+        metrics = self.metrics(there, here)
         # The step just saved stays, even if a step of another run has a higher number.
         kept = () if self.newest is None else (self.newest,)
         if self._tiers.roles is not None:
             return self._tiers.roles.expendable(self._retention, metrics, kept)
         return self._retention.expendable(metrics, kept)
+
+    def metrics(self, there: Sequence[int], here: Sequence[int]) -> dict[int, Mapping[str, float]]:
+        """The metrics of the steps in the root and in the local tier, as far as rules need them."""
+        tiers = {**dict.fromkeys(here, self._tiers.local), **dict.fromkeys(there, self._tiers.root)}
+        if self._retention.keep_best is not None:
+            for step, tier in tiers.items():
+                if step not in self._metrics and tier is not None:
+                    self._metrics[step] = tier.metrics(step)
+        return {step: self._metrics.get(step, {}) for step in tiers}

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from unickpt.errors import (
@@ -36,6 +36,23 @@ from unickpt.storage import paths
 from unickpt.storage.locations import Location
 
 _log = logging.getLogger("unickpt")
+
+
+@dataclass(eq=False)
+class _Save:
+    """A save that has begun, on one process.
+
+    Arguments:
+        step: its step; another save of the same step may have begun.
+        overwrite: whether it may replace a step.
+        attempt: its name, once it is its turn.
+        lineage: what it replaces and follows, if it is to be copied.
+    """
+
+    step: int
+    overwrite: bool
+    attempt: str = ""
+    lineage: Lineage | None = None
 
 
 class Housekeeping:
@@ -71,7 +88,6 @@ class Housekeeping:
             )
         self.recent: int | None = None
         """The step that this process saved or loaded last."""
-        self._lineages: dict[int, tuple[str, Lineage]] = {}  # of saves in flight; see `_check`
 
     def hooks(self, step: int, metrics: Mapping[str, float], overwrite: bool) -> SaveCallbacks:
         """The hooks of a save of a step that begins now, on process 0.
@@ -80,18 +96,18 @@ class Housekeeping:
             metrics: as for `Checkpointer.save`.
             overwrite: whether it may replace a step.
         """
-        others = self.hooks_of_others(step, overwrite)
+        save = _Save(step, overwrite)
 
         def begin() -> None:
             self._check_rated(metrics)
-            others.begin()
+            self._begin(save)
 
         return replace(
-            others,
+            self._hooks(save),
             begin=begin,
-            prepare=lambda attempt: self._prepare(step, overwrite, attempt),
-            check=lambda: self._check(step),
-            committed=lambda: self._committed(step, metrics),
+            prepare=lambda attempt: self._prepare(save, attempt),
+            check=lambda: self._check(save),
+            committed=lambda: self._committed(save, metrics),
         )
 
     def _check_rated(self, metrics: Mapping[str, float]) -> None:
@@ -111,12 +127,14 @@ class Housekeeping:
 
     def hooks_of_others(self, step: int, overwrite: bool) -> SaveCallbacks:
         """The hooks on the other processes."""
-        save = object()
+        return self._hooks(_Save(step, overwrite))
+
+    def _hooks(self, save: _Save) -> SaveCallbacks:
         return SaveCallbacks(
-            begin=lambda: self._begin(save, step, overwrite),
-            committed=lambda: self._is_newest(step),
-            failed=lambda error: self._order.failed.__setitem__(step, error),
-            ended=lambda: self._ended(save, step),
+            begin=lambda: self._begin(save),
+            committed=lambda: self._is_newest(save.step),
+            failed=lambda error: self._order.failed.__setitem__(save.step, error),
+            ended=lambda: self._in_use.end(save),
         )
 
     def find_base(self, reuses: bool) -> str | None:
@@ -144,7 +162,7 @@ class Housekeeping:
         """See `Cleaning.remove_abandoned`."""
         self._cleaning.remove_abandoned()
 
-    def remove(self, steps: Iterable[int]) -> None:
+    def remove(self, steps: Collection[int]) -> None:
         """Removes steps from both tiers, the newest first; nothing else may be in progress.
 
         Raises:
@@ -156,9 +174,10 @@ class Housekeeping:
         there = {tier: tier.committed() for tier in self._tiers.all}
         for step in sorted(steps, reverse=True):
             holders = [tier for tier in self._tiers.all if step in there[tier]]
-            for tier in holders:
-                self._check_not_needed(tier, step)
-            for tier in holders:
+            for tier in holders:  # from all of them, or from none
+                tier.check_unneeded(step)
+            self._tiers.keep_later(step, steps, fsync=self._options.fsync)
+            for tier in self._tiers.newest_last(step, holders):
                 _log.info("removing %s", tier.path(step))
                 tier.remove(step)
             self._cleaning.forget(step)
@@ -178,14 +197,6 @@ class Housekeeping:
         self.remove(roles.behind)
         roles.record(fsync=self._options.fsync)
 
-    def _check_not_needed(self, tier: Tier, step: int) -> None:
-        needed = tier.borrowers(step)
-        if needed:
-            raise SaveConflict(
-                f"{tier.path(step)} has chunks of {', '.join(needed[:3])}, which did not write "
-                "them again; remove these first"
-            )
-
     def wait(self) -> None:
         """Waits until all steps are copied and old ones removed; raises nothing."""
         if self._copying is not None:
@@ -196,8 +207,9 @@ class Housekeeping:
         """Releases the folders for other jobs."""
         self._tiers.close()
 
-    def _begin(self, save: object, step: int, overwrite: bool) -> None:
+    def _begin(self, save: _Save) -> None:
         """Runs within the call; makes no request over a network."""
+        step = save.step
         self._order.check_order(step, [s for s in self._in_use.saved if s > step])
         for tier in self._tiers.all:
             tier.check_no_link(step)
@@ -206,11 +218,12 @@ class Housekeeping:
                 with nullcontext() if tier is self._tiers.first else suppress(StorageError):
                     self._order.check_newest(step, tier)
         if not self._tiers.first.location.is_remote:
-            self._order.check_failed(step, overwrite)
+            self._order.check_failed(step, save.overwrite)
         self._in_use.begin(save, step)
 
-    def _prepare(self, step: int, overwrite: bool, attempt: str) -> None:
+    def _prepare(self, save: _Save, attempt: str) -> None:
         """Runs before anything of a step is written."""
+        step, save.attempt = save.step, attempt
         session = attempt.rpartition("-")[0]
         self._tiers.first.check_no_checkpoint()
         is_new = self._tiers.first.lease.take()  # until now, another job may have saved here
@@ -219,7 +232,7 @@ class Housekeeping:
         self._tiers.first.open(self._in_use.saved, session)
         self._in_use.wait_for_removal(step)
         self._order.check_newest(step, self._tiers.first)
-        self._order.check_failed(step, overwrite)
+        self._order.check_failed(step, save.overwrite)
         if self._tiers.local is None or self._copying is None:
             return
         self._copying.session = session
@@ -228,8 +241,8 @@ class Housekeeping:
             self._tiers.root.check_no_checkpoint()
             self._order.check_newest(step, self._tiers.root)
         follows = self._followed(self._tiers.local)
-        supersedes = self._superseded(self._tiers.local, self._copying, step, overwrite, attempt)
-        self._lineages[step] = attempt, Lineage(tuple(supersedes), frozenset(follows))
+        supersedes = self._superseded(self._tiers.local, self._copying, save)
+        save.lineage = Lineage(tuple(supersedes), frozenset(follows))
 
     def _followed(self, local: Tier) -> set[str]:
         """The versions that a save follows: the newest in the root, and those in the local tier
@@ -250,22 +263,21 @@ class Housekeeping:
         later = {version.name for step, version in there.items() if step >= newest[0]}
         return {newest[1].name, *later}
 
-    def _superseded(
-        self, local: Tier, copying: Copying, step: int, overwrite: bool, attempt: str
-    ) -> list[str]:
-        """The versions of a step that an attempt to save it in the local tier supersedes."""
+    def _superseded(self, local: Tier, copying: Copying, save: _Save) -> list[str]:
+        """The versions of its step that a save in the local tier supersedes."""
+        step = save.step
         here, names = local.version(step), list[str]()
         if here is not None:
             names = [*local.lineage(step, here).supersedes, here.name]
         try:
             there = self._tiers.root.version(step)
         except StorageError:  # it may be away; then copying finds out
-            if overwrite:
-                copying.unseen.add(attempt)
+            if save.overwrite:
+                copying.unseen.add(save.attempt)
             return names
         if there is None:
             return names
-        if not overwrite:
+        if not save.overwrite:
             raise CheckpointExists(
                 f"{self._tiers.root.path(step)} already holds a checkpoint; pass overwrite=True"
             )
@@ -277,27 +289,23 @@ class Housekeeping:
         self._cleaning.newest = self.recent = step
         self._order.committed(step)
 
-    def _check(self, step: int) -> None:
+    def _check(self, save: _Save) -> None:
         """Runs right before its commit."""
-        if step in self._lineages:
-            attempt, lineage = self._lineages[step]
-            self._tiers.first.record_lineage(step, attempt, lineage, fsync=self._options.fsync)
+        if save.lineage is not None:
+            self._tiers.first.record_lineage(
+                save.step, save.attempt, save.lineage, fsync=self._options.fsync
+            )
         self._tiers.first.lease.check()
 
-    def _committed(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _committed(self, save: _Save, metrics: Mapping[str, float]) -> None:
         """Runs after its commit."""
-        self._is_newest(step)
-        self._cleaning.committed(step, metrics)
+        self._is_newest(save.step)
+        self._cleaning.committed(save.step, metrics)
         if self._copying is None:
             self._cleaning.start()
         else:
-            self._cleaning.own.add(self._lineages[step][0])
+            self._cleaning.own.add(save.attempt)
             self._copying.start()
-
-    def _ended(self, save: object, step: int) -> None:
-        """Runs at the end of its save, whether it succeeded or not."""
-        self._lineages.pop(step, None)
-        self._in_use.end(save)
 
 
 class Removal:

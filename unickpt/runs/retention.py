@@ -96,15 +96,29 @@ class Retention:
         """
         if self.keeps_all:
             return []
+        kept = set(protected).union(*self.kept(steps).values())
+        return [step for step in sorted(steps) if step not in kept]
+
+    def kept(self, steps: Mapping[int, Metrics]) -> dict[str, set[int]]:
+        """The steps that each rule keeps, by a text that names the rule.
+
+        Arguments:
+            steps: all committed steps with their metrics.
+        """
         ordered = sorted(steps)
-        kept = set(ordered[-(self.keep_last or 1) :]) | set(self._best(steps))
+        kept = {"the newest": set(ordered[-1:])}
+        if self.keep_last is not None:
+            kept[f"keep_last={self.keep_last}"] = set(ordered[-self.keep_last :])
         if self.keep_every is not None:
-            kept |= {step for step in ordered if step % self.keep_every == 0}
+            every = {step for step in ordered if step % self.keep_every == 0}
+            kept[f"keep_every={self.keep_every}"] = every
+        if self.keep_best is not None:
+            kept[f"keep_best={self.keep_best} by {self.metric}"] = set(self._best(steps))
         if self.keep is not None:
-            kept |= {step for step in ordered if self.keep(step)}
+            kept["keep"] = {step for step in ordered if self.keep(step)}
         if self.keep_among is not None:
-            kept |= set(self.keep_among(ordered))
-        return [step for step in ordered if step not in kept and step not in protected]
+            kept["keep_among"] = set(self.keep_among(ordered))
+        return kept
 
     def _best(self, steps: Mapping[int, Metrics]) -> list[int]:
         if self.keep_best is None or self.metric is None:

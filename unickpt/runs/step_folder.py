@@ -20,6 +20,7 @@ from unickpt.errors import (
     CheckpointExists,
     CheckpointNotFound,
     CheckpointReplaced,
+    StorageError,
     UnickptError,
     UnsupportedFormat,
 )
@@ -255,10 +256,16 @@ class StepFolder:
                 return committed[-1], version
 
     def metrics(self, step: int) -> Mapping[str, float]:
-        """The metrics that a step was saved with; empty if they cannot be read."""
+        """The metrics that a step was saved with; empty if it has none, or is damaged.
+
+        Raises:
+            StorageError: the storage failed; the step may be one of the best.
+        """
         try:
             found = checkpoint.open(self.path(step)).metadata[RESERVED]["metrics"]
             return {str(name): float(value) for name, value in found.items()}
+        except StorageError:
+            raise
         except (UnickptError, KeyError, TypeError, ValueError, AttributeError) as error:
             _log.warning("%s: its metrics cannot be read: %s", self.path(step), error)
             return {}
@@ -270,10 +277,20 @@ class StepFolder:
         symbolic links: only removes the link itself.
 
         Raises:
+            Needed: other steps borrow from it; nothing was removed.
             Unremoved: files are left, for `remove_rest`; `remove_orphans` recognises them, too.
             StorageError: it could not be removed.
         """
         attempt_folders.remove_checkpoint(self.at(step), self._context)
+
+    def check_unneeded(self, step: int) -> None:
+        """Checks that no other step here borrows from one.
+
+        Raises:
+            Needed: names those that do.
+            StorageError: the storage failed.
+        """
+        attempt_folders.check_unneeded(self.at(step), self._context)
 
     def remove_rest(self, step: int, attempts: Sequence[str]) -> None:
         """Removes what `remove` could not.

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from unickpt.commit.lease import Lease
@@ -239,6 +239,45 @@ class Tiers:
                     *(self.local.path(step), versions.fault, self.root.location),
                 )
         return [tier for tier in found if branch.has(tier, step)]
+
+    def newest_last(self, step: int, holders: Sequence[Tier]) -> list[Tier]:
+        """The tiers that have a step, that with its current version last: a job that is killed
+        while it removes the step from one after the other leaves that version, or none.
+
+        Raises:
+            StorageError: a storage failed.
+        """
+        if self.local is None or len(holders) < 2:
+            return list(holders)
+        is_local = compare(self.local, self.root, step).newer is Newer.LOCAL
+        return [self.root, self.local] if is_local else [self.local, self.root]
+
+    def keep_later(self, removed: int, others: Collection[int], *, fsync: bool) -> None:
+        """Records, before the newest step of the root is removed, that the steps that only the
+        local tier has stay: they now follow the step before it.
+
+        Arguments:
+            removed: the step.
+            others: steps that are removed, too.
+            fsync: whether the record must survive a power failure.
+
+        Raises:
+            StorageError: a storage failed.
+        """
+        newest, before = self.root.newest(), self.root.before(removed)
+        if self.local is None or newest is None or newest[0] != removed or before is None:
+            return
+        next_newest = self.root.version(before)
+        for step in self.local.committed():
+            versions = compare(self.local, self.root, step)
+            local = versions.local
+            if step in others or local is None or versions.root is not None:
+                continue
+            lineage = self.local.lineage(step, local)
+            if versions.is_abandoned or lineage.follows is None or next_newest is None:
+                continue
+            kept = replace(lineage, follows=lineage.follows | {next_newest.name})
+            self.local.record_lineage(step, local.attempt, kept, fsync=fsync)
 
     def not_found(self, step: int, steps: Sequence[int]) -> CheckpointNotFound:
         """The error that a step is not among those that are committed."""
