@@ -12,7 +12,19 @@ import typer
 from typer.core import TyperGroup
 
 import unickpt
-from unickpt.cli import clean, convert, diff, inspect, ls, merge, presets, report, rules, verify
+from unickpt.cli import (
+    clean,
+    convert,
+    diff,
+    inspect,
+    ls,
+    merge,
+    presets,
+    prune,
+    report,
+    rules,
+    verify,
+)
 from unickpt.cli.output import FAILED, fail, warn
 from unickpt.cli.saves import watch
 from unickpt.errors import RuleWarning, UnickptError
@@ -73,11 +85,12 @@ def unickpt_command(
     unickpt export runs/llama llama-hf --to hf   write one for another system
     unickpt merge runs/llama average --last 5   make one of several: averages, TIES and others
     unickpt clean runs/llama                 remove what failed saves left
+    unickpt prune runs/llama --keep-last 3   remove steps that no rule keeps
     unickpt presets                          the rules that come with unickpt
     unickpt rules observe convert:to_hf --example runs/jax/100   rules from a converter
 
-    Exit codes: 0 for success, 1 if verify finds damage, diff finds a difference, or clean is not
-    confirmed, 2 for every other error.
+    Exit codes: 0 for success, 1 if verify finds damage, diff finds a difference, or clean
+    or prune is not confirmed, 2 for every other error.
     """
 
 
@@ -94,6 +107,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "export": convert.export,
     "merge": merge.command,
     "clean": clean.command,
+    "prune": prune.command,
     "presets": presets.command,
 }
 for name, command in COMMANDS.items():

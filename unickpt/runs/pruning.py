@@ -1,0 +1,196 @@
+"""Pruning: removes the steps of an existing run that no rule keeps, as a Checkpointer with these
+rules would, without a training job."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from unickpt.commit.lease import holder
+from unickpt.errors import CheckpointNotFound, UnickptError
+from unickpt.format.index import RESERVED
+from unickpt.quoting import some
+from unickpt.reading import checkpoint
+from unickpt.runs.arguments import roles_of
+from unickpt.runs.cleaning import Cleaning, StepsInUse
+from unickpt.runs.retention import Retention
+from unickpt.runs.tiers import Tier, Tiers
+from unickpt.storage import errors, paths
+from unickpt.storage.errors import Failed
+
+
+@dataclass(frozen=True)
+class PrunePlan:
+    """What pruning removes, and why the other steps stay.
+
+    Arguments:
+        removed: the steps that go, ascending.
+        borrowed: those of them whose files stay in part, with the steps that borrow from them.
+        kept: the other steps, with the reasons.
+    """
+
+    removed: Sequence[int]
+    borrowed: Mapping[int, Sequence[str]]
+    kept: Mapping[int, Sequence[str]]
+
+
+class PruneRun:
+    """A run whose steps are pruned.
+
+    Arguments:
+        root, local, roles: as for `Checkpointer`.
+        retention: which steps to keep.
+
+    Raises:
+        ValueError: no rule is given; or `roles` cannot be combined with `local`, or lacks `root`.
+        InvalidPath: a path does not name a storage.
+        StorageError: a storage failed.
+
+    Example:
+        >>> import numpy as np, unickpt
+        >>> with unickpt.Checkpointer("memory://run/prune") as ckpt:
+        ...     for step in range(5):
+        ...         _ = ckpt.save(step, {"w": np.ones(3)})
+        >>> run = PruneRun("memory://run/prune", Retention(keep_last=1, keep_every=2))
+        >>> plan = run.plan()
+        >>> plan.removed, plan.kept[2]
+        ([1, 3], ['keep_every=2'])
+        >>> run.remove(plan)
+        [1, 3]
+    """
+
+    def __init__(
+        self,
+        root: paths.PathLike,
+        retention: Retention,
+        *,
+        local: paths.PathLike | None = None,
+        roles: Sequence[paths.PathLike] = (),
+    ) -> None:
+        if retention.keeps_all:
+            raise ValueError("say which steps to keep, such as keep_last=3; all others are removed")
+        tier = Tier(root)
+        others = roles_of(tier, roles, {"local": local})
+        self._tiers = Tiers(tier, None if local is None else Tier(local), others)
+        self._retention = retention
+
+    @property
+    def holder(self) -> str | None:
+        """Describes the job that saves into the run now; None if none is visible.
+
+        Raises:
+            StorageError: a storage failed.
+        """
+        for tier in self._tiers.all:
+            try:
+                found = holder(tier.location)
+            except Failed as error:
+                raise errors.reading_failed(error, str(tier.location)) from error
+            if found is not None:
+                return found
+        return None
+
+    def plan(self) -> PrunePlan:
+        """What to remove; changes nothing.
+
+        Raises:
+            CheckpointNotFound: the run has no step.
+            CheckpointExists: it is a single checkpoint.
+            ValueError: no step has the metric by which the best are kept.
+            StorageError: a storage failed.
+        """
+        self._tiers.root.check_no_checkpoint()
+        cleaning = self._cleaning(retires=False)
+        there, here = self._committed()
+        steps = sorted({*there, *here})
+        if not steps:
+            raise CheckpointNotFound(f"no step is committed in {self._tiers.root.location}")
+        metrics = cleaning.metrics(there, here)
+        self._check_metric(metrics)
+        # A step that is not copied yet removes none from the root.
+        expendable = set(cleaning.expendable(there, here))
+        expendable -= {*there} - {*cleaning.expendable(there, [])}
+        removed, borrowed = self._unneeded(expendable, retires=self._has_experts(steps[-1]))
+        roles = self._tiers.roles
+        counting = steps if roles is None else roles.complete(steps)
+        kept_by = self._retention.kept({step: metrics[step] for step in counting})
+        kept: dict[int, Sequence[str]] = {}
+        for step in steps:
+            if step in removed:
+                continue
+            rules = [rule for rule, among in kept_by.items() if step in among]
+            needing = [f"{some(borrowed.pop(step))} borrow from it"] if step in borrowed else []
+            kept[step] = [*rules, *needing] or [self._other_reason(step, there)]
+        return PrunePlan(sorted(removed), borrowed, kept)
+
+    def remove(self, plan: PrunePlan) -> list[int]:
+        """Removes the steps of a plan that still may go.
+
+        A process that is killed meanwhile leaves each step whole or removed; `unickpt clean`
+        removes remains.
+
+        Returns:
+            The steps that are gone.
+
+        Raises:
+            SaveConflict: a job saves into the run.
+            StorageError: a storage failed.
+        """
+        try:
+            for tier in self._tiers.all:
+                tier.lease.take()
+            going = sorted({*plan.removed} & {*self.plan().removed})
+            there, here = self._committed()
+            retires = self._has_experts(max({*there, *here}))
+            self._cleaning(retires=retires).remove(going)
+            there, here = self._committed()
+            return [step for step in going if step not in {*there, *here}]
+        finally:
+            self._tiers.close()
+
+    def _cleaning(self, *, retires: bool) -> Cleaning:
+        return Cleaning(self._tiers, self._retention, StepsInUse(), retires=retires)
+
+    def _committed(self) -> tuple[list[int], list[int]]:
+        """The steps in the root and in the local tier."""
+        local = self._tiers.local
+        return self._tiers.root.committed(), [] if local is None else local.committed()
+
+    def _check_metric(self, metrics: Mapping[int, Mapping[str, float]]) -> None:
+        """Refuses to keep the best steps by a metric that none has: all would be removed."""
+        retention = self._retention
+        if not any(map(retention.rates, metrics.values())):
+            names = some(sorted({name for found in metrics.values() for name in found}))
+            raise ValueError(
+                f"no step in {self._tiers.root.location} has metric={retention.metric!r}, by which "
+                f"keep_best={retention.keep_best} keeps steps; they have {names or 'no metrics'}"
+            )
+
+    def _has_experts(self, newest: int) -> bool:
+        """Whether the run saves some experts at a time, so that each step borrows from those before
+        it, and they are retired instead of kept, as its Checkpointer does."""
+        try:
+            reader = checkpoint.open(self._tiers.path(newest))
+            return "experts" in reader.metadata.get(RESERVED, {})
+        except (UnickptError, TypeError):
+            return False
+
+    def _unneeded(
+        self, steps: Collection[int], *, retires: bool
+    ) -> tuple[set[int], dict[int, Sequence[str]]]:
+        """Which of some steps can be removed, and those that steps that stay borrow from."""
+        removed, borrowed = set[int](), dict[int, Sequence[str]]()
+        for step in sorted(steps, reverse=True):
+            gone = {f"step_{other}" for other in removed}
+            names = {name for tier in self._tiers.all for name in tier.borrowers(step)} - gone
+            if names:
+                borrowed[step] = sorted(names)
+            if retires or not names:
+                removed.add(step)
+        return removed, borrowed
+
+    def _other_reason(self, step: int, there: Collection[int]) -> str:
+        """Why a step stays that no rule keeps."""
+        if self._tiers.roles is not None:
+            return "another role may be saving it"
+        return "the newest in the root" if step in there else "the newest in the local tier"
