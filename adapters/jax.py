@@ -16,6 +16,7 @@ from unickpt.adapters.jax_group import JaxGroup, only_this_process
 from unickpt.adapters.jax_group import group as group
 from unickpt.adapters.jax_group import group_of as group_of
 from unickpt.adapters.jax_routers import RouterTokens as RouterTokens
+from unickpt.adapters.jax_settings import unchecked
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, overlap
 from unickpt.arrays.dtypes import Array
@@ -52,7 +53,8 @@ def source(leaf: Any, group: Group) -> ArraySource:
     identity = ("jax", id(leaf))
     prng = None
     if _is_key(leaf.dtype):
-        prng, leaf = str(jax.random.key_impl(leaf)), jax.random.key_data(leaf)
+        with unchecked():
+            prng, leaf = str(jax.random.key_impl(leaf)), jax.random.key_data(leaf)
     shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
     dtypes.name_of(dtype)
     pieces: dict[Box, Any] = {}
@@ -150,6 +152,10 @@ def _sampler(pieces: Mapping[Box, Any]) -> Sample:
     """Gathers elements on the devices of the pieces, and copies them to the host later."""
 
     def sample(at: tuple[Array, ...]) -> Callable[[], Array]:
+        with unchecked():
+            return gather(at)
+
+    def gather(at: tuple[Array, ...]) -> Callable[[], Array]:
         parts = []
         for box, data in pieces.items():
             start, stop = box.start or (0,), box.stop or (1,)
@@ -163,8 +169,9 @@ def _sampler(pieces: Mapping[Box, Any]) -> Sample:
 
         def bring() -> Array:
             out = np.empty(len(at[0]), np.dtype(parts[0][1].dtype))
-            for inside, found in parts:
-                out[inside] = np.asarray(found)
+            with unchecked():
+                for inside, found in parts:
+                    out[inside] = np.asarray(found)
             return out
 
         return bring
@@ -178,7 +185,8 @@ def _map(do: Callable[[Any], Any], pieces: Mapping[Box, Any]) -> dict[Box, Any]:
 
 def _clone(data: Any) -> Any:
     try:
-        return jax.numpy.copy(data)
+        with unchecked():
+            return jax.numpy.copy(data)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error):
             raise MemoryError(str(error)) from error
@@ -264,7 +272,8 @@ def fence(optimizer: Any, wait: Callable[[], None]) -> Fence | None:
 
 
 class JaxTarget:
-    """A new array with the sharding of `like`; without one, on JAX's default device.
+    """A new array with the sharding of `like`; without one, on JAX's default device. If `like` has
+    a device layout of its own, the array has it too.
 
     JAX uses the buffers without a copy where it can. It never writes to such memory, not even for
     donated arrays, so that replicas on several devices may share a buffer.
@@ -286,7 +295,7 @@ class JaxTarget:
                 "True) first, or load into a NumPy array"
             )
         self._weak = bool(getattr(leaf, "weak_type", False))
-        self.sharding = _wanted_sharding(leaf)
+        self.sharding, self._device_layout = _wanted_sharding(leaf), _device_layout(leaf)
         self._index, self.boxes, self.processes = _places(self.sharding, shape)
 
     def buffer(self, position: int) -> Array:
@@ -298,10 +307,13 @@ class JaxTarget:
         return np.ndarray(box.shape, self.dtype, raw, -raw.ctypes.data % _ALIGNMENT)
 
     def finish(self, buffers: Sequence[Array]) -> Any:
-        array = self._made(buffers)
-        if self._weak:
-            array = _weakener(self.sharding)(array)
-        return array if self._impl is None else jax.random.wrap_key_data(array, impl=self._impl)
+        with unchecked():
+            array = self._made(buffers)
+            if self._weak:
+                array = _weakener(self.sharding)(array)
+            if self._device_layout is not None:
+                array = _laid_out(array, self._device_layout)
+            return array if self._impl is None else jax.random.wrap_key_data(array, impl=self._impl)
 
     def _made(self, buffers: Sequence[Array]) -> Any:
         if self.sharding is None:
@@ -343,7 +355,8 @@ def _wanted_sharding(leaf: Any) -> Sharding | None:
     _check_reduced(sharding)
     if not isinstance(sharding, NamedSharding):
         if isinstance(leaf, jax.Array) and _is_key(leaf.dtype):
-            physical: Sharding = jax.random.key_data(leaf).sharding
+            with unchecked():
+                physical: Sharding = jax.random.key_data(leaf).sharding
             return physical
         return sharding
     if isinstance(sharding.mesh, AbstractMesh):
@@ -356,6 +369,21 @@ def _wanted_sharding(leaf: Any) -> Sharding | None:
             )
         return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
     return sharding
+
+
+def _device_layout(leaf: Any) -> Any:
+    """How devices keep the elements of an array, as `jax.experimental.layout` says it; None for
+    what has no such layout, and with JAX before 0.7."""
+    return getattr(getattr(leaf, "format", None), "layout", None)
+
+
+def _laid_out(array: Any, layout: Any) -> Any:
+    """An array in a device layout."""
+    present = array.format.layout
+    same_order = present.major_to_minor == layout.major_to_minor
+    if same_order and layout.tiling in (None, present.tiling):
+        return array
+    return jax.device_put(array, type(array.format)(layout, array.sharding))
 
 
 def _check_reduced(sharding: Any) -> None:

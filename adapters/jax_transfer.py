@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from unickpt.adapters.jax_settings import unchecked
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.frameworks.protocol import Transfer
@@ -73,7 +74,8 @@ class _Arriving:
         """The pieces in host memory; waits until they are there."""
         with self._lock:
             if self._views is None:
-                self._views = {box: np.asarray(part) for box, part in self._parts.items()}
+                with unchecked():
+                    self._views = {box: np.asarray(part) for box, part in self._parts.items()}
             return self._views
 
 
@@ -88,6 +90,11 @@ def transfer(gather: Gather, pieces: Mapping[Box, Any], boxes: Sequence[Box]) ->
     Returns:
         The copies; None if the devices cannot do it, or there is no room.
     """
+    with unchecked():
+        return _transfer(gather, pieces, boxes)
+
+
+def _transfer(gather: Gather, pieces: Mapping[Box, Any], boxes: Sequence[Box]) -> Transfer | None:
     parts: dict[Box, Any] = {}
     lost = sum(box.size for box in boxes)
     for box, data in pieces.items():
@@ -109,6 +116,11 @@ def transfer(gather: Gather, pieces: Mapping[Box, Any], boxes: Sequence[Box]) ->
 
 def copied(data: Any, box: Box, make_buffer: Callable[[], Array]) -> Array:
     """A copy of a box of an array on a device; waits for it."""
+    with unchecked():
+        return _copied(data, box, make_buffer)
+
+
+def _copied(data: Any, box: Box, make_buffer: Callable[[], Array]) -> Array:
     part = data if box.shape == data.shape else _cut(data, box)
     sharding = _on_host(part.sharding)
     arriving = None if sharding is None else _Arriving.of({box: part}, [sharding], passing=True)

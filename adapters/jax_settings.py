@@ -1,0 +1,34 @@
+"""JAX: settings that check computations, which a save or a load is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import jax
+
+_SETTINGS = (
+    "jax_debug_nans",
+    "jax_debug_infs",
+    "jax_transfer_guard_host_to_device",
+    "jax_transfer_guard_device_to_device",
+    "jax_transfer_guard_device_to_host",
+)
+
+
+def unchecked() -> AbstractContextManager[None]:
+    """In this thread, JAX neither looks for NaNs and infinities nor refuses transfers.
+
+    `jax_debug_nans`, `jax_debug_infs` and `jax_transfer_guard` find mistakes in a training step.
+    Stored arrays may hold NaNs, and to transfer arrays is what a save or load is for.
+    """
+    # To enter three contexts takes a third as long as to make a small array.
+    if any(getattr(jax.config, name) not in (False, None, "allow") for name in _SETTINGS):
+        return _unchecked()
+    return nullcontext()
+
+
+@contextmanager
+def _unchecked() -> Iterator[None]:
+    with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
+        yield
