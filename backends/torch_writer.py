@@ -17,7 +17,7 @@ from unickpt.trees import tree_json
 class TorchWriter:
     """One file that `torch.load(..., weights_only=True)` reads."""
 
-    suffixes: ClassVar[Sequence[str]] = (".pt", ".pth", ".bin")
+    suffixes: ClassVar[Sequence[str]] = (".pt", ".pth", ".bin", ".ckpt", ".pth.tar")
 
     def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
         refuse("torch", torch_layout.missing_dtypes(index), {})

@@ -40,6 +40,23 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert json.loads(told)["arrays"] == 5
 
 
+def test_the_suffix_of_the_destination_chooses_the_format(tmp_path: Path) -> None:
+    save(tmp_path / "c")
+    run("convert", tmp_path / "c", tmp_path / "a.safetensors")
+    run("export", tmp_path / "c", tmp_path / "b.npz")
+    assert (tmp_path / "a.safetensors").is_file()
+    assert (tmp_path / "b.npz").is_file()
+    run("diff", tmp_path / "a.safetensors", tmp_path / "b.npz")
+    for command, name, words in [
+        ("convert", "x.gguf", "does not write .gguf files"),
+        ("export", "x.gguf", "does not write .gguf files"),
+        ("export", "x", "say with --to which format"),
+        ("import", "x.pt", "does not fit unickpt's own format"),
+    ]:
+        assert words in run(command, tmp_path / "c", tmp_path / name, code=2)
+        assert not (tmp_path / name).exists()
+
+
 def test_mistakes_are_told(tmp_path: Path) -> None:
     save(tmp_path / "c")
     assert "universal" in run("export", "--help")

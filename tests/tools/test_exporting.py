@@ -408,3 +408,43 @@ def test_a_killed_export_leaves_nothing_that_reads_as_a_checkpoint(
         with pytest.raises(unickpt.CheckpointNotFound):
             unickpt.open(target)
         unickpt.convert(source, target, to=to, options=FAST)
+
+
+SUFFIXES = [
+    ("x.safetensors", "safetensors"), ("x.npz", "npz"), ("x.pt", "torch"), ("x.pth", "torch"),
+    ("x.bin", "torch"), ("X.SafeTensors", "safetensors"), ("x.pth.tar", "torch"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "format"), SUFFIXES)
+def test_the_suffix_of_the_destination_chooses_the_format(
+    name: str, format: str, tmp_path: Path
+) -> None:
+    state = {"w": np.arange(6, dtype=np.float32).reshape(2, 3)}
+    unickpt.save(tmp_path / "c", state, options=FAST)
+    unickpt.convert(tmp_path / "c", tmp_path / name, options=FAST)
+    assert (tmp_path / name).is_file()
+    written = unickpt.open(tmp_path / name)
+    assert written.reader.format == format
+    assert written["w"][...].tobytes() == state["w"].tobytes()
+    unickpt.convert(tmp_path / "c", tmp_path / name, to=format, overwrite=True, options=FAST)
+
+
+def test_a_suffix_that_does_not_fit_the_format_is_an_error(tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "c", {"w": np.ones(3)}, options=FAST)
+    for name, to, words in [
+        ("x.gguf", None, r"does not write \.gguf files.*\.safetensors"),
+        ("x.h5", None, r"does not write \.h5 files"),
+        ("x.ckpt", None, r"'torch' or 'lightning'; pass to="),
+        ("x.npz", "safetensors", r"\.npz does not fit the format 'safetensors'"),
+        ("x.safetensors", "hf", r"\.safetensors does not fit the format 'hf'"),
+        ("x.pt", "unickpt", r"unickpt's own format, which is a folder"),
+        ("x.onnx", "torch", r"\.onnx does not fit"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            unickpt.convert(tmp_path / "c", tmp_path / name, to=to, options=FAST)
+        assert not (tmp_path / name).exists()
+    unickpt.convert(tmp_path / "c", tmp_path / "x.ckpt", to="torch", options=FAST)
+    assert (tmp_path / "x.ckpt").is_file()
+    unickpt.convert(tmp_path / "c", tmp_path / "step_2.5", options=FAST)
+    assert unickpt.open(tmp_path / "step_2.5").reader.format == "unickpt"

@@ -24,6 +24,7 @@ from unickpt.cli.options import (
     To,
     Under,
     Verify,
+    checked_format,
     read_rules,
     save_options,
     source_of,
@@ -104,6 +105,7 @@ def command(
     unickpt convert runs/hf runs/jax/tuned --rules my.rules --inverse --like runs/jax/step_100
     unickpt convert runs/jax/step_100 small --quantize '**/step=none' --quantize 'opt/**=uint8'
     unickpt convert llama-Q4_K_M.gguf runs/llama --hint dequantize=float32
+    unickpt convert model.pth model.safetensors
     torchrun --nproc-per-node 8 -m unickpt.cli convert s3://b/jax s3://b/hf --rules my.rules
 
     --json prints {url, arrays, bytes, chunks, processes, seconds, quantized: {name: {largest_error,
@@ -124,6 +126,9 @@ def command(
     options = save_options(budget, compression, quantize)
     arguments: dict[str, Any] = {"rules": wanted, "like": like, "options": options}
     arguments |= {"overwrite": overwrite, "verify": verify}
+    arguments["to"] = to = checked_format(None, destination)
+    if to != writers.OWN and (compression or quantize):
+        fail(f"--compression and --quantize are of unickpt's own format, not {to}")
     _make("converted", source, opened, destination, as_json, **arguments)
 
 
@@ -153,7 +158,7 @@ def _cells(row: PreviewRow) -> list[StyledText]:
 def export(
     source: Where,
     destination: Annotated[str, typer.Argument(help="A path or URL: a folder, or one file.")],
-    to: To,
+    to: To = None,
     rules: RulesName = None,
     inverse: Inverse = False,
     size: Sizes = None,
@@ -194,11 +199,11 @@ def export(
 
     \b
     unickpt export runs/llama/step_100 llama-hf --to hf --config meta-llama --rules my.rules
-    unickpt export runs/llama/step_100 model.safetensors --to safetensors --under model
+    unickpt export runs/llama/step_100 model.safetensors --under model
     unickpt export runs/llama/step_100 s3://bucket/dcp --to dcp
     unickpt export runs/llama/step_100 out/checkpoint-100 --to trainer
     unickpt export runs/gpt/global_step100 universal --to universal
-    unickpt export llama-Q4_K_M.gguf llama.safetensors --to safetensors --hint dequantize=float32
+    unickpt export llama-Q4_K_M.gguf llama.safetensors --hint dequantize=float32
     torchrun --nproc-per-node 8 -m unickpt.cli export runs/llama/step_100 dcp --to dcp
 
     --json prints {url, arrays, bytes, chunks, processes, seconds}. Fields are only ever added.
@@ -213,6 +218,9 @@ def export(
     }
     of_format: Any = {name: value for name, value in given.items() if value is not None}
     arguments: dict[str, Any] = {"rules": read_rules(rules, inverse, size), "overwrite": overwrite}
+    to = checked_format(to, destination)
+    if to == writers.OWN:
+        fail(f"say with --to which format to write: {', '.join(writers.names())}")
     try:
         writers.make(to, of_format)
     except (ValueError, TypeError) as error:
@@ -256,6 +264,7 @@ def import_(
 
     options = save_options(budget)
     arguments: dict[str, Any] = {"rules": wanted, "overwrite": overwrite, "options": options}
+    arguments["to"] = checked_format(writers.OWN, destination)
     _make("imported", source, opened, destination, as_json, check=check, **arguments)
 
 

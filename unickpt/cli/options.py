@@ -68,7 +68,14 @@ Quantize = Annotated[
         "int2, bfloat16 or none, as in --quantize 'opt/**=uint8'. The first that matches counts.",
     ),
 ]
-To = Annotated[str, typer.Option("--to", help=f"The format: {', '.join(writers.names())}.")]
+To = Annotated[
+    str | None,
+    typer.Option(
+        "--to",
+        help=f"The format: {', '.join(writers.names())}. By default, the suffix of the destination "
+        "says it.",
+    ),
+]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace a checkpoint at the destination.")
 ]
@@ -150,3 +157,11 @@ def named_values(option: str, given: list[str] | None, expected: str) -> dict[st
         except ValueError:
             found[name] = text
     return found
+
+
+def checked_format(to: str | None, destination: str) -> str:
+    """The format to write, or a message and the end."""
+    try:
+        return writers.chosen(to, destination)
+    except ValueError as error:
+        fail(str(error))

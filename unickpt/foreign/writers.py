@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from unickpt.format.writer import Writer
 from unickpt.quoting import quoted
+from unickpt.storage import paths
 
 # Classes in modules of `unickpt.backends`.
 _BUILT_IN = {
@@ -25,6 +27,20 @@ _BUILT_IN = {
     "accelerate": ("accelerate_writer", "AccelerateWriter"),
 }
 
+
+OWN = "unickpt"
+"""The name of unickpt's own format."""
+# What the suffix of a destination says, if nothing else does.
+_BY_SUFFIX = {
+    ".safetensors": "safetensors", ".npz": "npz",
+    ".pt": "torch", ".pth": "torch", ".bin": "torch", ".pth.tar": "torch",
+}  # fmt: skip
+# Suffixes of formats that several writers have, or none.
+_OTHER_SUFFIXES = (
+    ".ckpt", ".gguf", ".h5", ".hdf5", ".keras", ".msgpack", ".npy", ".onnx", ".tflite", ".mlmodel",
+    ".pb", ".pkl", ".pickle", ".joblib", ".nemo", ".mar", ".pt2", ".eqx", ".skops", ".json",
+    ".zip", ".tar", ".gz",
+)  # fmt: skip
 
 _registered: dict[str, Callable[..., Writer]] = {}
 
@@ -60,6 +76,55 @@ def _maker(format: str) -> Callable[..., Writer]:
     module, name = _BUILT_IN[format]
     found = getattr(importlib.import_module(f"unickpt.backends.{module}"), name)
     return cast(Callable[..., Writer], found)
+
+
+def chosen(to: str | None, path: paths.PathLike) -> str:
+    """The format to write: the one that is requested, or what the suffix of the destination says.
+
+    Arguments:
+        to: the name of a format; None if only the path says it.
+        path: the destination.
+
+    Returns:
+        The name of a format; `OWN` if neither says one.
+
+    Raises:
+        ValueError: the suffix is that of another format, or of one that unickpt does not write.
+
+    Example:
+        >>> chosen(None, "model.safetensors"), chosen(None, "runs/step_1"), chosen("hf", "llama")
+        ('safetensors', 'unickpt', 'hf')
+    """
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
+    suffixes = sorted((*_BY_SUFFIX, *_OTHER_SUFFIXES), key=len, reverse=True)
+    suffix = next((suffix for suffix in suffixes if text.lower().endswith(suffix)), None)
+    meant = _BY_SUFFIX.get(suffix or "")
+    if suffix is None or to in _registered or (to is not None and to == meant):
+        return to or OWN
+    if to is not None:
+        if to in names() and suffix in getattr(_maker(to), "suffixes", ()):
+            return to
+        kind = "unickpt's own format, which is a folder" if to == OWN else f"the format {to!r}"
+        raise ValueError(
+            f"{quoted(text)}: the suffix {suffix} does not fit {kind}; choose another path or "
+            "format"
+        )
+    if meant is None:
+        raise ValueError(_without_writer(text, suffix))
+    return meant
+
+
+def _without_writer(path: str, suffix: str) -> str:
+    """The error for a suffix that does not say which format to write."""
+    fitting = [name for name in names() if suffix in getattr(_maker(name), "suffixes", ())]
+    if fitting:
+        formats = " or ".join(map(quoted, fitting))
+        return f"{quoted(path)}: the suffix {suffix} can be {formats}; pass to= (export --to)"
+    return (
+        f"{quoted(path)}: unickpt does not write {suffix} files. It writes {', '.join(_BY_SUFFIX)} "
+        f"and, with to= (export --to), {', '.join(names())}; for a folder of unickpt's own format, "
+        "choose a path without such a suffix"
+    )
 
 
 def make(format: str, options: Mapping[str, Any]) -> Writer:

@@ -40,9 +40,6 @@ from unickpt.tools.exporting import export
 from unickpt.tools.slabs import AHEAD, WRITER, Buffered, SlabSource, check_rest, read_boxes
 from unickpt.trees import tree
 
-OWN = "unickpt"
-"""The name of unickpt's own format."""
-
 
 def convert(
     source: checkpoint.Source,
@@ -55,7 +52,7 @@ def convert(
     verify: bool = True,
     options: SaveOptions | None = None,
     progress: Progress = None,
-    to: str = OWN,
+    to: str | None = None,
     **format_options: Any,
 ) -> SaveReport:
     """Makes a checkpoint from another one through rules, without holding all of it in memory.
@@ -77,9 +74,10 @@ def convert(
             another system's format, which has none, against the source.
         options: as for `save`; `budget_bytes` bounds the memory of the whole conversion.
         progress: as `SaveOptions.progress`, which it replaces.
-        to: the format: unickpt's own, or "hf", "safetensors", "dcp", "orbax", "torch", "npz",
+        to: the format: "unickpt", or "hf", "safetensors", "dcp", "orbax", "torch", "npz",
             "universal", "trainer", "accelerate", "lightning" or "keras"; see
-            docs/formats/writing.md.
+            docs/formats/writing.md. By default, the suffix of the destination says it:
+            .safetensors, .npz, .pt, .pth and .bin (torch); without one, it is unickpt's own.
         format_options: of that format, such as `max_shard_size="5GB"` of "hf".
 
     Returns:
@@ -91,8 +89,8 @@ def convert(
         LoadMismatch: data would be lost: a cast is not exact, arrays that become one differ, a
             `PerProcess` leaf was saved by a different number of processes; or `like` has another
             dtype.
-        ValueError, TypeError: `like` without rules; there is no such format, or it has no such
-            option.
+        ValueError, TypeError: `like` without rules; there is no such format, it has no such
+            option, or the suffix of the destination is that of another format.
         UnsupportedLeaf: the format cannot hold something; nothing was written.
         UnickptError: all that `save` raises.
 
@@ -107,7 +105,7 @@ def convert(
     options = SaveOptions.or_default(options)
     if progress is not None:
         options = replace(options, progress=progress)
-    writer = _writer(to, format_options, options)
+    writer = _writer(writers.chosen(to, destination), format_options, options)
     stored = checkpoint.opened(source, under).reader.checking()
     view = convertible(stored, rules, like)
     stored.check_total(view.index.arrays.values())
@@ -194,7 +192,7 @@ def check_written(destination: paths.PathLike) -> None:
 
 def _writer(to: str, format_options: Mapping[str, Any], options: SaveOptions) -> Writer | None:
     """The writer of another system's format; None for unickpt's own."""
-    if to == OWN:
+    if to == writers.OWN:
         if format_options:
             raise TypeError(
                 f"unickpt's own format has no option {quoted(min(format_options))}; say to= which "

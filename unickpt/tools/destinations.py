@@ -171,7 +171,7 @@ def destination(
     """
     folder, file = path, None
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
-    if text.endswith(tuple(suffixes)) and not os.path.isdir(text):
+    if text.lower().endswith(tuple(suffixes)) and not os.path.isdir(text):
         above, _, file = text.rpartition("/")
         folder = above or ("/" if text.startswith("/") else ".")
     location = paths.resolve(folder, whole=file is not None)

@@ -14,6 +14,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, cut, flat_range_to_boxes
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import CheckpointExists, CheckpointNotFound, MergeError
+from unickpt.foreign import writers
 from unickpt.format.index import CONVERSION, RESERVED, ArrayEntry
 from unickpt.frameworks.host_memory import HostBuffers, MemoryBudget
 from unickpt.frameworks.leaves import adapters
@@ -163,7 +164,8 @@ def merge(
         CheckpointExists: the destination is in use, or is one of the sources.
         CheckpointNotFound, CheckpointCorrupt: of a source.
         RuleError, LoadMismatch: as `convert`.
-        ValueError, TypeError: the arguments do not fit the method.
+        ValueError, TypeError: the arguments do not fit the method; the destination has the suffix
+            of another format's files.
         UnickptError: all that `save` raises.
 
     Example:
@@ -180,6 +182,7 @@ def merge(
     method = merge_methods.method_of(how)
     if allow_nonfinite and not method.is_linear:
         raise ValueError(f"how={method.name!r} cannot merge NaN and infinite elements")
+    writers.chosen(writers.OWN, destination)  # refuses names of files
     budget, _ = budgets(options)
     asked = MergeRequest(sources, method, weights, base, last, rules, integers, budget)
     plan = plan_merge(asked)
