@@ -753,3 +753,38 @@ checkpointer.save(1, numbers(1))
 def test_a_program_that_ends_copies_first(run: Run, processes: Processes) -> None:
     processes.finish([processes.start(LAST_COPY, run.root, run.local)])
     assert same(run.in_root(1), numbers(1))
+
+
+# --- which steps are the best ---------------------------------------------------------------------
+
+
+def test_the_best_step_is_found_by_the_version_that_only_the_local_tier_has(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job was killed before it had copied a version that is better than the one in the root."""
+    with run.open() as checkpointer:
+        checkpointer.save(1, numbers(1), metrics={"loss": 2.0}, wait=True)
+        checkpointer.save(2, numbers(2), metrics={"loss": 3.0}, wait=True)
+    with monkeypatch.context() as inner:
+        inner.setattr(tier_copies, "copy_version", no_copy)
+        checkpointer = run.open()
+        checkpointer.save(2, numbers(20), metrics={"loss": 1.0}, overwrite=True, wait=True)
+        with pytest.raises(StorageError):
+            checkpointer.close()
+    with run.open(keep_best=1, metric="loss") as checkpointer:
+        checkpointer.save(3, numbers(3), metrics={"loss": 4.0})
+        checkpointer.wait()
+        assert checkpointer.steps() == [2, 3]
+        assert same(run.in_root(2), numbers(20))
+
+
+def test_the_best_step_is_found_by_the_version_that_another_job_saved(run: Run) -> None:
+    with run.open(keep_best=1, metric="loss") as checkpointer:
+        checkpointer.save(1, numbers(1), metrics={"loss": 2.0}, wait=True)
+        checkpointer.release()
+        with run.open() as other:
+            other.save(1, numbers(10), metrics={"loss": 5.0}, overwrite=True, wait=True)
+            other.save(2, numbers(2), metrics={"loss": 4.0}, wait=True)
+        checkpointer.save(3, numbers(3), metrics={"loss": 6.0})
+        checkpointer.wait()
+        assert checkpointer.steps() == [2, 3]

@@ -207,6 +207,10 @@ class Cleaning:
         """Records that a step was removed."""
         self._metrics.pop(step, None)
 
+    def forget_metrics(self) -> None:
+        """Records that another job may have replaced steps."""
+        self._metrics.clear()
+
     def clean(self) -> None:
         """Removes the steps that no rule keeps, and copied steps from the local tier."""
         self._remove_left()
@@ -348,9 +352,17 @@ class Cleaning:
 
     def metrics(self, there: Sequence[int], here: Sequence[int]) -> dict[int, Mapping[str, float]]:
         """The metrics of the steps in the root and in the local tier, as far as rules need them."""
-        tiers = {**dict.fromkeys(here, self._tiers.local), **dict.fromkeys(there, self._tiers.root)}
+        steps = {*there, *here}
         if self._retention.keep_best is not None:
-            for step, tier in tiers.items():
-                if step not in self._metrics and tier is not None:
-                    self._metrics[step] = tier.metrics(step)
-        return {step: self._metrics.get(step, {}) for step in tiers}
+            for step in steps - self._metrics.keys():
+                self._metrics[step] = self._current_tier(step, there, here).metrics(step)
+        return {step: self._metrics.get(step, {}) for step in steps}
+
+    def _current_tier(self, step: int, there: Sequence[int], here: Sequence[int]) -> Tier:
+        """The tier that has the current version of a step; `there`, `here`: as for `expendable`."""
+        root, local = self._tiers.root, self._tiers.local
+        if local is None or step not in here:
+            return root
+        if step not in there or compare(local, root, step).newer is Newer.LOCAL:
+            return local
+        return root

@@ -229,6 +229,8 @@ class Housekeeping:
         is_new = self._tiers.first.lease.take()  # until now, another job may have saved here
         if is_new or not self._tiers.first.location.is_remote:
             self._order.forget(self._tiers.first)
+        if is_new:
+            self._cleaning.forget_metrics()
         self._tiers.first.open(self._in_use.saved, session)
         self._in_use.wait_for_removal(step)
         self._order.check_newest(step, self._tiers.first)
