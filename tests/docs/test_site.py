@@ -99,7 +99,7 @@ def test_pages_that_docstrings_name_are_links_to_them(site: Path) -> None:
 
 def test_every_command_and_option_is_described(site: Path) -> None:
     page = (site / "cli.html").read_text()
-    for command in ("inspect", "verify", "convert", "import", "merge", "clean"):
+    for command in ("inspect", "verify", "convert", "import", "merge", "clean", "prune"):
         assert f'id="{command}"' in page
     for option in ("--hint NAME=VALUE", "--like", "--no-verify", "--dry-run"):
         assert f"<code>{option}" in page, option
