@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import tokenize
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from unickpt.foreign import loose_files
 from unickpt.foreign.elements import FileRange
 from unickpt.foreign.file_ranges import ArrayTable, RangeReader, TensorSource, row_major
 from unickpt.foreign.files import Files
+from unickpt.foreign.flat_names import can_nest, nested_name
 from unickpt.foreign.headers import sizes
 from unickpt.foreign.loose_files import open_kind
 from unickpt.foreign.zip_files import DEFLATED, STORED, Member, ZipFile
@@ -31,7 +32,7 @@ from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted, shortened
 from unickpt.storage.errors import Failed, reading_failed
-from unickpt.trees import tree, tree_json
+from unickpt.trees import tree
 
 _MAGIC = b"\x93NUMPY"
 MOST_HEADER = 10_000  # as NumPy's own limit for files that are not trusted
@@ -99,9 +100,10 @@ class NpzReader(RangeReader):
         self._zip = ZipFile(files, name)
         self._deflated: dict[str, tuple[Member, NpyHeader]] = {}
         table = ArrayTable()
-        name_of = _nested if _can_nest(self._zip.members.values()) else _flat
+        is_nested = can_nest(map(_text, self._zip.members.values()))
+        name_of = nested_name if is_nested else tree.component
         for member in self._zip.members.values():
-            array = name_of(member)
+            array = name_of(_text(member))
             if array in table.entries:
                 raise self._zip.damaged(f"two arrays are called {quoted(array)}")
             header, where = self._header(member)
@@ -210,18 +212,5 @@ def parsed(data: bytes, where: str) -> NpyHeader:
     return NpyHeader(name, shape, fortran, dtype.byteorder == ">", stream.tell())
 
 
-def _flat(member: Member) -> str:
-    return tree.component(member.name.removesuffix(".npy"))
-
-
-def _nested(member: Member) -> str:
-    return "/".join(map(tree.component, member.name.removesuffix(".npy").split("/")))
-
-
-def _can_nest(members: Iterable[Member]) -> bool:
-    """Whether no array has the name of what would contain others."""
-    try:
-        tree_json.from_names(dict.fromkeys(map(_nested, members)))
-    except (ValueError, RecursionError):
-        return False
-    return True
+def _text(member: Member) -> str:
+    return member.name.removesuffix(".npy")

@@ -11,7 +11,7 @@ import numpy as np
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
-from unickpt.foreign.flat_names import flat_names, plain_values, refuse
+from unickpt.foreign.flat_names import flat_names, nested_name, plain_values, refuse
 from unickpt.foreign.zip_layout import Content, ZipLayout
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.writer import Plan, PlannedFile
@@ -61,7 +61,7 @@ def _header(entry: ArrayEntry) -> bytes:
 
 def _shown(names: dict[str, str]) -> dict[str, str]:
     """The names as unickpt reads them: as containers, unless one is both a leaf and a container."""
-    nested = {name: "/".join(map(tree.component, text.split("/"))) for name, text in names.items()}
+    nested = {name: nested_name(text) for name, text in names.items()}
     try:
         tree_json.from_names(nested.values())
     except ValueError:

@@ -28,6 +28,7 @@ from unickpt.foreign.file_ranges import (
     whole,
 )
 from unickpt.foreign.files import Files
+from unickpt.foreign.flat_names import SEPARATOR, can_nest, nested_name
 from unickpt.foreign.headers import sizes
 from unickpt.foreign.loose_files import FoundFiles, open_kind
 from unickpt.format.coverage import check_boxes
@@ -114,18 +115,19 @@ class SafetensorsReader(RangeReader):
         where: Mapping[str, str] | None,
     ) -> None:
         pieces = _pieces(files, headers, where)
+        metadata = {k: v for header in headers.values() for k, v in header.metadata.items()}
+        metadata.pop(_SHARDING, None)
+        is_nested = metadata.pop(SEPARATOR, None) == "/" and can_nest(pieces)
+        name_of = nested_name if is_nested else tree.component
         table = ArrayTable()
         for name, (dtype, of_tensor) in pieces.items():
-            component = tree.component(name)
             try:
-                table.put(_entry(component, dtype, of_tensor), of_tensor)
+                table.put(_entry(name_of(name), dtype, of_tensor), of_tensor)
             except CoverageError as error:
                 raise CheckpointCorrupt(
                     f"{files.location}: the pieces of {quoted(name)} do not make it up; are files "
                     f"missing? {error}"
                 ) from error
-        metadata = {k: v for header in headers.values() for k, v in header.metadata.items()}
-        metadata.pop(_SHARDING, None)
         super().__init__(files, table.index(metadata), table.boxes)
 
 

@@ -18,7 +18,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.backends.safetensors.reader import DTYPES
 from unickpt.errors import UnsupportedLeaf
-from unickpt.foreign.flat_names import flat_names, plain_values, refuse
+from unickpt.foreign.flat_names import SEPARATOR, are_nested, flat_names, plain_values, refuse
 from unickpt.format.index import RESERVED, ArrayEntry, Index
 from unickpt.format.writer import Data, Plan, PlannedFile, text_file
 from unickpt.trees import tree
@@ -39,9 +39,9 @@ class SafetensorsWriter:
     def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
         names = _names(index, "safetensors")
         entries = {name: index.arrays[name] for name in names}
-        metadata = _metadata(index)
+        metadata = _metadata(index, names)
         planned = _file(file or "model.safetensors", entries, names, metadata, last=True)
-        return Plan((planned,), {n: tree.component(text) for n, text in names.items()})
+        return Plan((planned,), _shown(names))
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class HuggingFaceWriter:
         names = _names(index, "hf")
         entries = {name: index.arrays[name] for name in names}
         shards = _shards(entries, min(_size(self.max_shard_size), most_bytes))
-        metadata, count = _metadata(index), len(shards)
+        metadata, count = _metadata(index, names), len(shards)
         files = _beside(self.config, self.dtype)
         where = dict[str, str]()
         for number, shard in enumerate(shards, 1):
@@ -89,8 +89,7 @@ class HuggingFaceWriter:
             told = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
             told_as = json.dumps(told, indent=2, sort_keys=True) + "\n"
             files.append(text_file("model.safetensors.index.json", told_as, last=True))
-        shown = {n: tree.component(text) for n, text in names.items()}
-        return Plan(tuple(files), shown, casts=casts)
+        return Plan(tuple(files), _shown(names), casts=casts)
 
 
 def _is_float(dtype: str) -> bool:
@@ -122,10 +121,17 @@ def _names(index: Index, format: str) -> dict[str, str]:
     return {name: names[name] for name in index.arrays}
 
 
-def _metadata(index: Index) -> dict[str, str]:
+def _shown(names: Mapping[str, str]) -> dict[str, str]:
+    """The names as unickpt reads them."""
+    if are_nested(names):
+        return {name: name for name in names}
+    return {name: tree.component(text) for name, text in names.items()}
+
+
+def _metadata(index: Index, names: Mapping[str, str]) -> dict[str, str]:
     """The checkpoint's metadata that are texts; transformers asks for `format`."""
     texts = {k: v for k, v in index.metadata.items() if isinstance(v, str) and k != RESERVED}
-    return {"format": "pt", **texts}
+    return {"format": "pt", **texts, **({SEPARATOR: "/"} if are_nested(names) else {})}
 
 
 def _file(

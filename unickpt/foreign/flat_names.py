@@ -40,6 +40,37 @@ def flat_names(index: Index) -> dict[str, str]:
     return found
 
 
+SEPARATOR = "unickpt.separator"
+"""The key in the metadata of a file whose names are the keys of containers, joined by "/"."""
+
+
+def nested_name(text: str) -> str:
+    """The name of the leaf with these keys, joined by "/".
+
+    Example:
+        >>> nested_name("model/__w")
+        'model/%5F_w'
+    """
+    return "/".join(map(tree.component, text.split("/")))
+
+
+def can_nest(texts: Iterable[str]) -> bool:
+    """Whether no leaf has the name of what would contain others."""
+    try:
+        tree_json.from_names(dict.fromkeys(map(nested_name, texts)))
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def are_nested(names: Mapping[str, str]) -> bool:
+    """Whether `nested_name` restores all names from the texts of `flat_names`, some of which have
+    containers."""
+    return any("/" in name for name in names) and all(
+        nested_name(text) == name for name, text in names.items()
+    )
+
+
 def plain_values(index: Index) -> dict[str, str]:
     """What is wrong with each leaf that is no array, for formats of arrays alone; for `refuse`."""
     return {name: f"a plain {type(value).__name__}" for name, value in index.values.items()}
