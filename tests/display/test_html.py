@@ -219,7 +219,15 @@ def test_a_report_of_a_comparison_folds_what_is_alike() -> None:
     found = shown(report)
     assert "l.{0..999}.w" in found.cells
     assert {"3", "0.125", "0.5"} <= set(found.cells)
-    assert repr(report) == "DiffReport(different: 1001 arrays compared, 1000 shape, 1 value)"
+    summary = "different: 1001 arrays compared, 1000 shape, 1 value"
+    assert repr(report) == f"DiffReport({summary})"
+    assert [line.split() for line in str(report).splitlines()[1:]] == [
+        ["name", "differs", "in", "first", "second", "unequal", "max", "abs", "max", "rel"],
+        ["l.{0..999}.w", "shape", "(2,)", "(3,)"],
+        ["b", "value", "3", "0.125", "0.5"],
+    ]
+    assert str(report).startswith(f"{summary}\n")
+    assert str(same) == "the same: 3 arrays compared"
 
 
 def test_rules_show_as_they_are_written() -> None:

@@ -100,9 +100,21 @@ def name_of(dtype: DType) -> str:
     if dtype.kind in "mM" and _TIME.fullmatch(little.name):
         return little.name
     raise TypeError(
-        f"dtype {dtype} cannot be stored{_HINTS.get(dtype.kind, '')}; supported are "
+        f"dtype {dtype} cannot be stored{_hint(dtype)}; supported are "
         f"{', '.join(supported())}, datetime64 and timedelta64"
     )
+
+
+def _hint(dtype: DType) -> str:
+    """What to store instead of an array of an unsupported dtype."""
+    if dtype.names == ("float0",):  # of JAX, for gradients of integers
+        return ", and has no values: leave it out, or store None in its place"
+    if dtype.kind == "V" and dtype.names is None:  # as those of ml_dtypes are
+        if dtype.name.startswith("void"):
+            return ", store x.view(numpy.uint8)"
+        wide = {"u": "numpy.uint8", "i": "numpy.int8"}.get(dtype.name[0], "numpy.float32")
+        return f", store x.astype({wide}), and call .astype({dtype.name!r}) after the load"
+    return _HINTS.get(dtype.kind, "")
 
 
 @lru_cache(maxsize=256)

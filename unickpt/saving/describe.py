@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -178,7 +178,12 @@ def describe(
     """
     node = root
     if not isinstance(root, tree.Node | tree.Leaf):
-        node = tree.flatten(root, leaf_test(among), lambda obj, name: expand(obj, name, among))
+        node = tree.flatten(
+            root,
+            leaf_test(among),
+            lambda obj, name: expand(obj, name, among),
+            problem_of=problem_finder(group, options, among),
+        )
     found = _Leaves(group, options, among, keys)
     for leaf in tree.leaves(node):
         found.add(leaf.name, leaf.value)
@@ -203,6 +208,19 @@ def describe(
         processes=group.count,
     )
     return Description(index, found.sources, found.blobs, found.experts)
+
+
+def problem_finder(
+    group: Group, options: SaveOptions, among: Sequence[Adapter]
+) -> Callable[[str, Any], str | None]:
+    """A function that says why a leaf, with its name, cannot be stored."""
+
+    def problem_of(name: str, value: Any) -> str | None:
+        described = _Leaves(group, options, among, None)
+        described.add(name, value)
+        return next(iter(described.bad), None)
+
+    return problem_of
 
 
 def unstorable(bad: list[str]) -> UnsupportedLeaf:

@@ -36,7 +36,7 @@ from unickpt.frameworks.protocol import Adapter, ArraySource, Fragment, Memory, 
 from unickpt.frameworks.sections import Encoded
 from unickpt.reuse.expert_keys import ExpertKeys
 from unickpt.reuse.partial_save import Expert, PartialSave
-from unickpt.saving.describe import Description, checked_metadata, unstorable
+from unickpt.saving.describe import Description, checked_metadata, problem_finder, unstorable
 from unickpt.saving.options import SaveOptions
 from unickpt.saving.snapshot_policy import SnapshotMethod, SnapshotPolicy
 from unickpt.saving.task import SaveTask
@@ -433,7 +433,8 @@ class PlanCache:
             values = leaves_of(root, plan.skeleton, level)
             if values is not None and plan.recognise(values) and self._take(plan):
                 return SameTree(plan, values, group)
-        return tree.flatten(root, leaf_test(among), expand_once)
+        problem = problem_finder(group, options, among)
+        return tree.flatten(root, leaf_test(among), expand_once, problem_of=problem)
 
     def _take(self, plan: CachedPlan) -> bool:
         with self._lock:

@@ -52,7 +52,8 @@ class ArrayDifference:
 
 @dataclass(frozen=True, repr=False)
 class DiffReport:
-    """What `diff` found; `same` if nothing differs except layouts.
+    """What `diff` found; `same` if nothing differs except layouts. As text, it has a row for each
+    difference.
 
     Arguments:
         differences: a row for each leaf that differs.
@@ -81,21 +82,37 @@ class DiffReport:
         same = "the same" if self.same else "different"
         return f"{same}: {self.arrays} arrays compared" + (f", {counts}" if counts else "")
 
-    def _repr_html_(self) -> str:
-        """The differences, those that are alike folded, for notebooks."""
-        from unickpt.display import html  # here, so that importing unickpt stays fast
+    def __str__(self) -> str:
+        rows = [_HEADINGS, *self._rows[:_MOST_ROWS]] if self.differences else []
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        more = len(self._rows) - _MOST_ROWS
+        lines += [f"  ... and {more} more rows"] if more > 0 else []
+        return "\n".join([self._summary, *lines])
 
-        alike: dict[tuple[Any, ...], list[str]] = {}
+    @property
+    def _rows(self) -> list[tuple[str, ...]]:
+        """The differences, those that are alike folded."""
+        alike: dict[tuple[str, ...], list[str]] = {}
         for row in self.differences:
             values = (row.unequal, row.max_abs, row.max_rel)
             texts = tuple("" if value is None else f"{value:.4g}" for value in values)
             alike.setdefault((row.problem, row.first, row.second, *texts), []).append(row.name)
-        rows = [
-            (name, *texts) for texts, names in alike.items() for name in name_ranges.fold_all(names)
+        return [
+            (name or "(root)", *texts)
+            for texts, names in alike.items()
+            for name in name_ranges.fold_all(names)
         ]
-        headings = ("name", "problem", "first", "second", "unequal", "max abs", "max rel")
-        drawn = html.table(headings, rows, len(rows))
-        return html.page("DiffReport", "", [self._summary], drawn)
+
+    def _repr_html_(self) -> str:
+        from unickpt.display import html  # here, so that importing unickpt stays fast
+
+        rows = self._rows
+        return html.page("DiffReport", "", [self._summary], html.table(_HEADINGS, rows, len(rows)))
+
+
+_HEADINGS = ("name", "differs in", "first", "second", "unequal", "max abs", "max rel")
+_MOST_ROWS = 100
 
 
 def diff(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import enum
+import io
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -12,6 +13,8 @@ from pathlib import PurePath
 
 def hint(obj: object) -> str:
     """What to store instead of an object that is neither a leaf nor a container."""
+    if type(obj).__module__.partition(".")[0] == "omegaconf":
+        return "store OmegaConf.to_container(x, resolve=True)"
     if isinstance(obj, enum.Enum):
         return "store x.name, from which Type[name] restores it"
     for kinds, text in _hints():
@@ -46,5 +49,7 @@ def _hints() -> Iterable[tuple[tuple[type, ...], str]]:
         ((bytes,), "store bytes(x)"),
         (_CODE, "leave it out: code is not stored"),
         ((type(...), type(NotImplemented)), "leave it out"),
+        ((io.BytesIO, io.StringIO), "store x.getvalue()"),
+        ((io.IOBase,), "leave it out: open files are not stored"),
         ((Iterator,), "store list(x), which exhausts the iterator"),
     )

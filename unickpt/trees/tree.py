@@ -134,8 +134,16 @@ def join(prefix: str, part: str) -> str:
     return f"{prefix}/{part}" if prefix else part
 
 
+def _no_problem(name: str, value: Any) -> str | None:
+    return None
+
+
 def flatten(
-    tree: Any, is_leaf: IsLeaf, expand: Expand, what: str = "the tree cannot be stored"
+    tree: Any,
+    is_leaf: IsLeaf,
+    expand: Expand,
+    what: str = "the tree cannot be stored",
+    problem_of: Callable[[str, Any], str | None] = _no_problem,
 ) -> Node | Leaf:
     """Splits a tree into its structure and leaves.
 
@@ -144,6 +152,8 @@ def flatten(
         is_leaf: whether an object is a leaf.
         expand: expands the frameworks' own containers; called before dataclasses are expanded.
         what: what is impossible with a tree that is refused, for the error.
+        problem_of: why a leaf cannot be stored, with its name; called only of trees that are
+            refused, so that all problems are reported together.
 
     Raises:
         UnsupportedLeaf: names every object that is neither a leaf nor a container, every bad key,
@@ -152,6 +162,8 @@ def flatten(
     bad: list[str] = []
     root = _flatten(tree, "", is_leaf, expand, bad, ())
     if bad:
+        found = [problem_of(x.name, x.value) for x in leaves(root) if is_leaf(x.value)]
+        bad += [problem for problem in found if problem]
         raise UnsupportedLeaf(f"{what}:\n" + "\n".join(f"  {line}" for line in bad))
     return root
 
@@ -173,8 +185,11 @@ def _flatten(
     elif len(stack) >= MAX_DEPTH:
         problem = f"nested deeper than {MAX_DEPTH} levels"
     else:
-        level = level_of(obj, name, expand)
-        problem = _level_problem(level) if level is not None else _leaf_problem(obj)
+        try:
+            level = level_of(obj, name, expand)
+            problem = _level_problem(level) if level is not None else _leaf_problem(obj)
+        except UnsupportedLeaf as error:
+            problem = str(error).removeprefix(f"{name!r}: ")
     if level is None or problem:
         bad.append(f"{quoted(name) if name else 'the root'}: {problem}")
         return Leaf(name, obj)
@@ -276,14 +291,44 @@ def _expand_builtin(obj: Any) -> Expansion | None:
         kind = "ordereddict" if isinstance(obj, OrderedDict) else "dict"
         return Expansion(kind, keys, tuple(obj.values()), lambda xs: _refill(obj, keys, xs))
     if isinstance(obj, list):
-        return Expansion("list", tuple(range(len(obj))), tuple(obj), list)
+        make_list: Rebuild = list if type(obj) is list else lambda xs: _list_like(obj, xs)
+        return Expansion("list", tuple(range(len(obj))), tuple(obj), make_list)
     if isinstance(obj, tuple) and hasattr(obj, "_fields"):
         make = type(obj)
         fields = tuple(obj._fields)
         return Expansion("namedtuple", fields, tuple(obj), lambda xs: make(*xs), make.__name__)
     if isinstance(obj, tuple):
-        return Expansion("tuple", tuple(range(len(obj))), tuple(obj), tuple)
+        make_tuple: Rebuild = tuple if type(obj) is tuple else lambda xs: _tuple_like(obj, xs)
+        return Expansion("tuple", tuple(range(len(obj))), tuple(obj), make_tuple)
     return None
+
+
+def _list_like(template: list[Any], values: list[Any]) -> list[Any]:
+    """A list of the class of another one, with its attributes."""
+    new = copy.copy(template)
+    list.__setitem__(new, slice(None), values)
+    return new
+
+
+def _tuple_like(template: tuple[Any, ...], values: list[Any]) -> Any:
+    """A tuple of the class of another one, with its attributes.
+
+    Raises:
+        UnsupportedLeaf: the class takes other arguments than the elements.
+    """
+    make: Any = type(template)
+    try:
+        try:
+            new = tuple.__new__(make, values)
+        except TypeError:  # of a class that is written in C, as torch.Size
+            new = make(values)
+    except Exception as error:
+        raise UnsupportedLeaf(
+            f"a {make.__name__} of `like` cannot be made of its elements: {error}; pass tuple(x)"
+        ) from error
+    if hasattr(template, "__dict__"):
+        new.__dict__.update(template.__dict__)
+    return new
 
 
 def _refill(template: dict[Any, Any], keys: tuple[Any, ...], values: list[Any]) -> Any:
