@@ -101,8 +101,7 @@ def expand_optimizer(obj: Any, name: str, stored: StoredTree | None) -> Expansio
         return None  # not torch's own format; its state_dict is stored as it is
     count = sum(len(group["params"]) for group in inner.param_groups)
     keys: Sequence[str | int] = range(count) if names is None else names
-    fresh: Mapping[int, Any] = {}
-    misfits: Collection[int] = ()
+    fresh, misfits = dict[int, Any](), frozenset[int]()
     if stored is not None:
         fresh, misfits = fresh_state(inner, keys, state["state"], join(name, "state"), stored)
         if not any(state["state"].values()):
@@ -136,16 +135,20 @@ def expand_optimizer(obj: Any, name: str, stored: StoredTree | None) -> Expansio
         in_our_order({"state": {}, "param_groups": groups})
 
     def rebuild(children: list[Any]) -> Any:
-        loaded = in_our_order(children[0])
-        # `mismatched="keep"` kept slots that do not fit; the optimizer makes its own.
-        slots = {key: value for key, value in loaded["state"].items() if key not in misfits}
-        loaded = {**loaded, "state": slots}
+        loaded = _without_state(in_our_order(children[0]), misfits)
         optimizer.load_state_dict(loaded)
         undo_casts(inner, loaded["state"])
         return obj
 
     kind = type(optimizer).__name__
     return Expansion("wrapper", ("state_dict",), (state,), rebuild, kind, check)
+
+
+def _without_state(loaded: Mapping[str, Any], params: Collection[int]) -> dict[str, Any]:
+    """A loaded `state_dict` without the state of some parameters: of those, with mismatches kept,
+    that stored slots do not fit. The optimizer makes its own."""
+    slots = {key: value for key, value in loaded["state"].items() if key not in params}
+    return {**loaded, "state": slots}
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[Any]:

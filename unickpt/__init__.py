@@ -54,6 +54,7 @@ if _CHECKING:
     from unickpt.tools.copying import copy
     from unickpt.tools.difference import diff
     from unickpt.tools.merging import merge
+    from unickpt.tools.nonfinite import find_nonfinite
     from unickpt.tools.verification import verify
 
 __all__ = [
@@ -83,6 +84,7 @@ __all__ = [
     "convert",
     "copy",
     "diff",
+    "find_nonfinite",
     "load",
     "merge",
     "merge_methods",
@@ -106,6 +108,7 @@ _LATER = {
     "convert": "tools.conversion",
     "copy": "tools.copying",
     "diff": "tools.difference",
+    "find_nonfinite": "tools.nonfinite",
     "merge": "tools.merging",
     "merge_methods": "tools.merge_methods",
     "report": "reporting.html_report",

@@ -110,3 +110,23 @@ def test_mistakes(function: str, example: str, message: str) -> None:
     code, _, err = run("observe", function, "--example", example)
     assert code == 2
     assert message in err
+
+
+def test_a_part_of_a_checkpoint_is_an_example() -> None:
+    Path("parts.py").write_text("def turn(state):\n    return {'up.weight': state['up'].T}\n")
+    code, out, _ = run("observe", "parts:turn", "--example", "a", "--under", "params")
+    assert (code, "up [i o] <-> up.weight [o i]" in out) == (0, True)
+    Path("shapes.json").write_text('{"up": [3, 4]}')
+    code, _, err = run("observe", "parts:turn", "--example", "shapes.json", "--under", "params")
+    assert (code, "--under is for a checkpoint" in err) == (2, True)
+
+
+def test_an_error_of_the_converter_is_shown_with_the_names_of_the_example() -> None:
+    Path("wrong.py").write_text("def turn(state):\n    return {'up.weight': state['up'].T}\n")
+    code, _, err = run("observe", "wrong:turn", "--example", "a")
+    said = " ".join(err.split())
+    assert code == 2
+    assert "the converter turn raised KeyError: 'up'" in said
+    assert "wrong.py:2" in said
+    assert "the example has 2 arrays: 'params/up', 'params/norm'" in said
+    assert "--under NAME" in said

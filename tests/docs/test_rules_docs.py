@@ -61,7 +61,7 @@ def check_back(
 def test_the_other_texts_of_the_page_are_read() -> None:
     blocks = DOCS.split("```")[1::2]
     plain = [block for block in blocks if block.startswith("\n")]
-    assert len(plain) == 3
+    assert len(plain) == 4
     for text in plain:
         assert parser.parse(text)
 

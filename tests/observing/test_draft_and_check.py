@@ -210,3 +210,19 @@ def test_only_some_chunks_are_read(tmp_path: Path) -> None:
 def test_rules_that_do_not_fit(square: Any) -> None:
     with pytest.raises(RuleError, match=r"'v'.*is asked for, but no stored array"):
         Rules.parse("w <-> w").check({"w": square}, {"w": square, "v": square})
+
+
+@pytest.mark.parametrize("number", [5, 2.5, True])
+def test_a_plain_number_is_checked_against_an_array(number: Any, tmp_path: Path) -> None:
+    dtype = {int: np.int32, float: np.float32, bool: np.bool_}[type(number)]
+    w = np.ones(3, np.float32)
+    unickpt.save(tmp_path / "array", {"w": w, "step": np.asarray(number, dtype)})
+    unickpt.save(tmp_path / "plain", {"w2": w, "step": number})
+    unickpt.save(tmp_path / "other", {"w2": w, "step": type(number)(0)})
+    unickpt.save(tmp_path / "text", {"w2": w, "step": "5"})
+    rules = Rules.parse("w <-> w2\nstep <-> step")
+    assert rules.check(tmp_path / "array", tmp_path / "plain")
+    assert rules.inverse.check(tmp_path / "plain", tmp_path / "array")
+    for other in ("other", "text"):
+        assert "step" in rules.check(tmp_path / "array", tmp_path / other).differences
+        assert "step" in rules.inverse.check(tmp_path / other, tmp_path / "array").differences

@@ -277,3 +277,51 @@ def problem_of(text: str) -> str | None:
 def test_any_text_is_rules_or_an_error_that_points(pieces: list[str]) -> None:
     problem = problem_of(" ".join(pieces))
     assert problem is None or (problem.startswith("rules, line ") and problem.endswith("^"))
+
+
+# --- the inverse of an included file --------------------------------------------------------------
+
+OUTER = """
+include "inner.rules" inverse under a/ <-> b.
+"""
+INNER = """
+w [o i] + 1 <-> kernel [i o]   i=3
+lift opt/mu/{p} <-> state/{p}/avg law=gradient
+lift opt/count <-> state/{p}/step
+convention rope: half <-> interleaved
+include "deep.rules" under x. <-> y/
+"""
+
+
+def test_files_include_the_inverse_of_files(tmp_path: Path) -> None:
+    (tmp_path / "outer.rules").write_text(OUTER)
+    (tmp_path / "inner.rules").write_text(INNER)
+    (tmp_path / "deep.rules").write_text("d <-> e\n")
+    (tmp_path / "twice.rules").write_text('include "outer.rules" inverse\n')
+    rules = Rules.load(tmp_path / "outer.rules")
+    assert str(rules) == "a/kernel [i o] <-> b.w [o i] + 1  i=3\na/y/e [...] <-> b.x.d [...]"
+    (convention,) = rules.conventions
+    assert (convention.left, convention.right) == ("interleaved", "half")
+    slots = [rule for rule in rules.rules if rule.lifted]
+    assert any("a/state/kernel/avg" in str(slot.left[0][0].pattern.name) for slot in slots)  # type: ignore[index]
+    (shared,) = rules.shared
+    assert (shared.left.name, shared.right.single) != (shared.right.name, shared.left.single)
+    assert shared.right.single == "b.opt/count"
+    twice = Rules.load(tmp_path / "twice.rules")
+    assert str(twice) == str(rules.inverse)
+
+
+def test_a_preset_is_included_as_its_inverse() -> None:
+    once = Rules.parse("include transformers-llama inverse under model. <-> params/")
+    other = Rules.parse("include transformers-llama under params/ <-> model.")
+    assert str(once) == str(other.inverse)
+    adam = "include optax-adam {} under {} for {}\nmodel/w <-> params/w\n"
+    inverse = adam.format("inverse", "optim/ <-> opt_state/", "model/{p} <-> params/{p}")
+    assert len([rule for rule in Rules.parse(inverse).rules if rule.lifted]) == 2
+
+
+def test_functions_are_not_included_as_their_inverse(tmp_path: Path) -> None:
+    (tmp_path / "f.rules").write_text("a [n] <-> b [n] via f\n")
+    (tmp_path / "outer.rules").write_text('include "f.rules" inverse\n')
+    with pytest.raises(RuleSyntaxError, match=r"cannot be included as its inverse.*calls 'f'"):
+        Rules.load(tmp_path / "outer.rules")

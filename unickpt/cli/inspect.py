@@ -15,6 +15,7 @@ from rich.text import Text
 import unickpt
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.cli import fragment_map
+from unickpt.cli.nonfinite import Nonfinite, count_nonfinite
 from unickpt.cli.options import HintOption, Under, parsed_hints
 from unickpt.cli.output import (
     AsJson,
@@ -62,13 +63,15 @@ def command(
             "--timing", help="How long the save took: its phases, and the slowest processes."
         ),
     ] = False,
+    nonfinite: Nonfinite = False,
     under: Under = "",
     hint: HintOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Show a checkpoint's tree, or one array, or how long its save took.
 
-    Only the index is read, so this is fast for a checkpoint of any size.
+    Only the index is read, so this is fast for a checkpoint of any size. --nonfinite reads all
+    arrays of floats.
 
     \b
     unickpt inspect runs/step_100
@@ -76,6 +79,7 @@ def command(
     unickpt inspect runs/step_100 params/layers/0/mlp/up
     unickpt inspect s3://bucket/runs/step_100 --json | jq .totals
     unickpt inspect runs/step_100 --timing
+    unickpt inspect runs/step_100 --nonfinite
 
     Of an array, a map shows its fragments as they were when it was saved: p is the process and d
     the device of the mesh, counted row-major, that held one.
@@ -106,10 +110,14 @@ def command(
     With NAME of an array, --json prints that array alone, with fragments as
     [{start, stop, processes}] and parts as [{url, start, stop, chunk, grid}].
     """
-    if timing and (name is not None or array is not None):
-        raise typer.BadParameter("--timing is about the whole checkpoint, not about NAME")
+    if (timing or nonfinite) and (name is not None or array is not None):
+        option = "--timing" if timing else "--nonfinite"
+        raise typer.BadParameter(f"{option} is about the whole checkpoint, not about NAME")
     if name is not None and array is not None and name != array:
         raise typer.BadParameter("give NAME or --array, not two different names")
+    if nonfinite:
+        count_nonfinite(path, hint, as_json, under)
+        return
     checkpoint = unickpt.open(path, hints=parsed_hints(hint))
     if under:
         checkpoint = checkpoint.under(under)

@@ -17,7 +17,7 @@ import typer
 
 import unickpt
 from unickpt import Rules
-from unickpt.cli.options import HintOption, Inverse, Sizes, read_rules, source_of
+from unickpt.cli.options import HintOption, Inverse, Sizes, Under, read_rules, source_of
 from unickpt.cli.output import DIFFERENT, AsJson, Where, console, fail, print_json
 from unickpt.trees import tree, tree_json
 
@@ -44,6 +44,7 @@ def observe(
         ),
     ],
     output: _Output = None,
+    under: Under = "",
     framework: Annotated[
         str, typer.Option("--framework", help="Whose arrays it gets: numpy, torch or jax.")
     ] = "numpy",
@@ -61,6 +62,7 @@ def observe(
 
     \b
     unickpt rules observe convert_llama:to_hf --example runs/jax/step_100 -o llama.rules
+    unickpt rules observe convert_llama:to_hf --example runs/jax/step_100 --under params
     unickpt rules observe ./convert.py:to_hf --example shapes.json --framework torch
 
     What cannot be a rule, such as a quantiser, is refused with the element that shows it, and
@@ -71,7 +73,7 @@ def observe(
     """
     found = Rules.observe(
         _function(function),
-        _example(example),
+        _example(example, under),
         strict=not partial,
         framework=framework,
         name=function,
@@ -186,10 +188,13 @@ def _module(name: str) -> Any:
     return module
 
 
-def _example(given: str) -> Any:
-    """A checkpoint, or a tree of shapes."""
+def _example(given: str, under: str) -> Any:
+    """A checkpoint or a part of it, or a tree of shapes."""
     if not given.endswith(".json") or not Path(given).is_file():
-        return unickpt.open(given)
+        checkpoint = unickpt.open(given)
+        return checkpoint.under(under) if under else checkpoint
+    if under:
+        fail(f"--under is for a checkpoint; {given} is a file of shapes")
     try:
         shapes = json.loads(Path(given).read_text(encoding="utf-8"))
         leaves = {name: _leaf(shape) for name, shape in shapes.items()}

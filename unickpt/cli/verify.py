@@ -8,6 +8,7 @@ import typer
 from rich.text import Text
 
 import unickpt
+from unickpt.cli.nonfinite import Nonfinite, count_nonfinite
 from unickpt.cli.options import HintOption, source_of
 from unickpt.cli.output import (
     DAMAGED,
@@ -25,7 +26,9 @@ from unickpt.quoting import counted, size_text
 from unickpt.tools.verification import VerifyReport
 
 
-def command(path: Where, hint: HintOption = None, as_json: AsJson = False) -> None:
+def command(
+    path: Where, nonfinite: Nonfinite = False, hint: HintOption = None, as_json: AsJson = False
+) -> None:
     """Read a whole checkpoint and compare every byte with its digest.
 
     Exits with 1 if anything is damaged, missing, or does not belong there.
@@ -33,6 +36,12 @@ def command(path: Where, hint: HintOption = None, as_json: AsJson = False) -> No
     \b
     unickpt verify runs/step_100
     unickpt verify s3://bucket/runs/step_100 --json
+    unickpt verify runs --nonfinite
+
+    With --nonfinite, it reads the arrays of floats alone, compares their bytes with the digests,
+    and exits with 1 if any element is NaN or infinite. Of a folder, it reads the checkpoints in the
+    order of their steps, up to the first that has any. --json then prints {url, ok, checked,
+    checkpoints, arrays: [{name, nan, infinite, elements, first}]}.
 
     --json prints {url, ok, arrays, chunks, bytes, seconds, damage, unverified}, damage being a
     list of {array, box, process, reason}; array and box are empty, and process is null, where the
@@ -41,6 +50,10 @@ def command(path: Where, hint: HintOption = None, as_json: AsJson = False) -> No
 
     Fields are only ever added.
     """
+    if nonfinite:
+        if not count_nonfinite(path, hint, as_json).ok:
+            raise typer.Exit(DAMAGED)
+        return
     with transfer(path) as progress:
         report = unickpt.verify(source_of(path, hint), progress=progress)
     if as_json:

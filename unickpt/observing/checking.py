@@ -24,6 +24,7 @@ from unickpt.rules.observed import RulesCheck
 from unickpt.rules.plan import Fact, LeafKind, Made
 from unickpt.rules.planner import make_plan
 from unickpt.rules.rule_set import Rules
+from unickpt.trees import tree_json
 
 _SMALL = 1 << 22
 _SHORT = 4
@@ -79,11 +80,12 @@ def check(rules: Rules, left: Any, right: Any, *, probes: int, rtol: float) -> R
     compared, arrays = 0, 0
     for name, made_as in names.items():
         made = plan.made[made_as]
-        source = made.carried
-        if source is not None and source in have.values:
-            ours, theirs = have.values[source], want.values.get(name)
-            if ours != theirs:
-                found[name] = f"it is {theirs!r}, and would be made as {ours!r} by `{made.rule}`"
+        if made.carried in have.values or name in want.values:
+            differing = _unequal_values(name, made, have, want)
+            if differing is not None:
+                theirs, ours = map(repr, differing)
+                found[name] = f"it is {theirs}, and would be made as {ours} by `{made.rule}`"
+            continue
         if made.carried is not None or made.function is not None:
             continue
         arrays += 1
@@ -96,6 +98,31 @@ def check(rules: Rules, left: Any, right: Any, *, probes: int, rtol: float) -> R
                 found[name] = _difference(name, made, at, have, want)
                 break
     return RulesCheck(arrays, compared, found)
+
+
+def _unequal_values(name: str, made: Made, have: Side, want: Side) -> tuple[Any, Any] | None:
+    """What the right side holds and what would be made, where one of the two is a plain value; None
+    if they are equal. A 0-d array is compared as its number, as `load` takes it."""
+    theirs: Any = want.values.get(name)
+    ours: Any = have.values.get(made.carried or "")
+    if name in want.arrays:
+        theirs = _number(want.whole(name), ours)
+    elif made.carried is None and made.function is None:
+        ours = _number(in_memory.elements(made, Box.whole(made.fact.shape), have.read), theirs)
+    is_plain = not (isinstance(ours, np.ndarray) or isinstance(theirs, np.ndarray))
+    return (
+        None
+        if is_plain and (ours == theirs or (ours != ours and theirs != theirs))
+        else (theirs, ours)
+    )
+
+
+def _number(array: Array, other: Any) -> Any:
+    """A 0-d array as a plain number, which is the other one if the array holds that as well as its
+    dtype can."""
+    if array.shape != () or not tree_json.is_kind(other, array.dtype):
+        return array
+    return other if _equal(array, np.asarray(other, array.dtype), 0) else array.item()
 
 
 def _equal(one: Array, other: Array, rtol: float) -> Array:

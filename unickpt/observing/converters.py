@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -15,6 +16,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.dtypes import Array, DType
 from unickpt.errors import RuleError
 from unickpt.frameworks import leaves
+from unickpt.quoting import counted, some
 from unickpt.reading import checkpoint
 from unickpt.trees import tree, tree_json
 
@@ -106,9 +108,25 @@ class Converter:
         given = tree.rebuild(
             example.node, lambda name: values[name] if name in values else example.plain[name]
         )
-        found = self._function(given)
+        try:
+            found = self._function(given)
+        except Exception as error:
+            raise RuleError(self._failure(error)) from error
         arrays_found, self.plain = leaves_in(given if found is None else found)
         return arrays_found
+
+    def _failure(self, error: Exception) -> str:
+        """What a converter raised, and what the example has."""
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        names = list(self._example.arrays)
+        return (
+            f"the converter {getattr(self._function, '__name__', self._function)} raised "
+            f"{type(error).__name__}: {error}\n"
+            f"the example has {counted(len(names), 'array')}: {some(list(map(repr, names)))}\n"
+            "if the converter takes a part of a checkpoint, give that part: "
+            "unickpt.open(path).under(name), on the command line --under NAME\n"
+            f"raised at {place.filename}:{place.lineno}"
+        )
 
 
 def arrays_in(found: Any) -> dict[str, Array]:

@@ -254,7 +254,10 @@ class WhereLine:
 
 @dataclass(frozen=True)
 class IncludeLine:
-    """`include target under left <-> right for prefix <-> prefix`: another file, or a preset."""
+    """`include target under left <-> right for prefix <-> prefix`: another file, or a preset.
+
+    With `inverse`, its sides are exchanged before prefixes are put before its names.
+    """
 
     position: SourcePosition = field(compare=False)
     target: str
@@ -262,6 +265,7 @@ class IncludeLine:
     domain: tuple[Name, Name] | None = None
     default: bool = False
     sizes: tuple[tuple[str, int], ...] = ()
+    inverse: bool = False
 
 
 @dataclass(frozen=True)
@@ -280,6 +284,7 @@ Statement = RuleLine | LiftLine | WhereLine | IncludeLine | ConventionLine
 def included(statement: Statement, line: IncludeLine) -> Statement:
     """A statement of an included file: its names after prefixes, its lifts for some parameters."""
     under = line.under
+    statement = _inverse(statement, line) if line.inverse else statement
     match statement:
         case RuleLine(left=left, right=right):
             sides = [_prefixed_side(s, p) for s, p in zip((left, right), under, strict=True)]
@@ -301,6 +306,33 @@ def included(statement: Statement, line: IncludeLine) -> Statement:
                 domain=statement.domain or line.domain,
                 default=statement.default or line.default,
             )
+    return statement
+
+
+def _inverse(statement: Statement, line: IncludeLine) -> Statement:
+    """A statement with its sides exchanged.
+
+    Raises:
+        RuleSyntaxError: it has a function, whose inverse only the call knows that gives it.
+    """
+    match statement:
+        case RuleLine(function=function) if function is not None:
+            raise syntax_error(
+                f"{line.target!r} cannot be included as its inverse: a rule in it calls "
+                f"{function!r}. Use the property `inverse` of its Rules",
+                line.position,
+            )
+        case LiftLine(domain=domain) | IncludeLine(domain=domain) if domain is not None:
+            statement = replace(statement, domain=(domain[1], domain[0]))
+    match statement:
+        case RuleLine(left=left, right=right):
+            return replace(statement, left=right, right=left)
+        case LiftLine(left=expr, right=other):
+            return replace(statement, left=other, right=expr)
+        case ConventionLine(left=meaning, right=opposite):
+            return replace(statement, left=opposite, right=meaning)
+        case IncludeLine(under=(a, b)):
+            return replace(statement, under=(b, a), inverse=not statement.inverse)
     return statement
 
 

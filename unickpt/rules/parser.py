@@ -139,6 +139,7 @@ class _Parser(LineScanner):
         target = self._quoted() if self.sees('"') else self.match(_TARGET)
         if not target:
             raise self.fail("expected the name of a preset, or of a file in quotes")
+        inverse = bool(self.word("inverse"))
         under = ("", "")
         if self.word("under"):
             left = self._prefix()
@@ -146,7 +147,7 @@ class _Parser(LineScanner):
             under = (left, self._prefix())
         domain = self._domain()
         sizes = self._sizes() if self.word("where") or self._sees_size() else ()
-        return IncludeLine(position, target, under, domain, sizes=sizes)
+        return IncludeLine(position, target, under, domain, sizes=sizes, inverse=inverse)
 
     def _prefix(self) -> str:
         prefix = self.match(_LITERAL) or ""

@@ -1,0 +1,169 @@
+"""find_nonfinite(): counts NaN and infinity in a checkpoint, or finds the first step with any."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.box import Box, cut
+from unickpt.arrays.dtypes import Array
+from unickpt.errors import CheckpointNotFound
+from unickpt.format import chunk_grid
+from unickpt.format.index import ArrayEntry
+from unickpt.format.reader import Reader
+from unickpt.frameworks.host_memory import HostBuffers
+from unickpt.loading.views import StoredView
+from unickpt.progress import Progress, ProgressFunction, reporting
+from unickpt.reading import checkpoint
+from unickpt.reading.listing import checkpoints_below
+from unickpt.reading.options import LoadOptions
+from unickpt.tools.slabs import read_boxes
+
+_BATCH_BYTES = 64 << 20  # of elements that are read together
+
+
+class NonfiniteArray(NamedTuple):
+    """An array with elements that are not finite.
+
+    Arguments:
+        name: of the array.
+        nan, infinite: how many elements are NaN, and positive or negative infinity.
+        elements: how many there are.
+        first: the index of the first one of these in the order of reading.
+    """
+
+    name: str
+    nan: int
+    infinite: int
+    elements: int
+    first: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class NonfiniteReport:
+    """The result of `find_nonfinite`; `ok` is True if all elements are finite.
+
+    Arguments:
+        url: the checkpoint; of several, the first with such elements, else the last one.
+        arrays: the arrays with such elements.
+        checked: how many arrays of floating-point or complex numbers were read.
+        checkpoints: how many checkpoints were read.
+    """
+
+    url: str
+    arrays: tuple[NonfiniteArray, ...]
+    checked: int
+    checkpoints: int = 1
+
+    @property
+    def ok(self) -> bool:
+        return not self.arrays
+
+
+def find_nonfinite(path: checkpoint.Source, *, progress: Progress = None) -> NonfiniteReport:
+    """Counts NaN and infinity in all arrays of a checkpoint, or finds the first step with any.
+
+    Each stored chunk is read once, and its digest is compared. Memory is bounded (about 128 MiB).
+
+    Arguments:
+        path: a checkpoint: a local path, a URL, or what `unickpt.open` returned. Or a folder of
+            checkpoints, such as a run, which are read in the order of their steps until one has
+            elements that are not finite.
+        progress: True for a bar, or a function of the bytes read so far and in total.
+
+    Returns:
+        Which arrays have how many, and the index of the first.
+
+    Raises:
+        CheckpointNotFound: no committed checkpoint exists there.
+        CheckpointCorrupt: stored bytes do not match their digest.
+        All that `open` and `load` raise.
+
+    Example:
+        >>> import numpy as np, unickpt
+        >>> _ = unickpt.save("memory://run/nan", {"w": np.array([1.0, np.nan, np.inf])})
+        >>> unickpt.find_nonfinite("memory://run/nan").arrays
+        (NonfiniteArray(name='w', nan=1, infinite=1, elements=3, first=(1,)),)
+    """
+    with reporting(progress, "reading") as told:
+        try:
+            return checkpoint.again(lambda: _report(path, told))
+        except CheckpointNotFound:
+            steps = [] if isinstance(path, checkpoint.Checkpoint) else checkpoints_below(path)
+            if not steps:
+                raise
+        for count, step in enumerate(steps, 1):
+            report = replace(checkpoint.again(partial(_report, step.path, told)), checkpoints=count)
+            if not report.ok:
+                break
+        return report
+
+
+def _report(path: checkpoint.Source, told: ProgressFunction) -> NonfiniteReport:
+    opened = checkpoint.opened(path)
+    stored = opened.reader
+    entries = [entry for entry in stored.index.arrays.values() if _has_nonfinite(entry)]
+    total, done = sum(entry.nbytes for entry in entries), 0
+    counts = {entry.name: np.zeros(2, np.int64) for entry in entries}
+    first: dict[str, tuple[int, ...]] = {}
+    for entry, box, data in _pieces(stored, entries):
+        bad = ~np.isfinite(data)
+        if bad.any():
+            counts[entry.name] += int(np.isnan(data).sum()), int(np.isinf(data).sum())
+            place = np.unravel_index(int(bad.argmax()), bad.shape)
+            index = tuple(int(start + at) for start, at in zip(box.start, place, strict=True))
+            first.setdefault(entry.name, index)
+        done += data.nbytes
+        told(done, total)
+    found = []
+    for entry in entries:
+        if entry.name in first:
+            nan, infinite = map(int, counts[entry.name])
+            elements = math.prod(entry.shape)
+            found.append(NonfiniteArray(entry.name, nan, infinite, elements, first[entry.name]))
+    return NonfiniteReport(opened.url, tuple(found), len(entries))
+
+
+def _has_nonfinite(entry: ArrayEntry) -> bool:
+    """Whether the dtype of an array has NaN or infinity."""
+    dtype = dtypes.from_name(entry.dtype)
+    return dtype.kind == "c" or dtypes.kind(dtype) == "float"
+
+
+def _pieces(stored: Reader, entries: list[ArrayEntry]) -> Iterator[tuple[ArrayEntry, Box, Array]]:
+    """All elements of some arrays, in pieces of chunks; the memory of each is used again."""
+    view, buffers = StoredView(stored), HostBuffers(_BATCH_BYTES)
+    batch: list[tuple[ArrayEntry, Box]] = []
+    nbytes = 0
+    for entry, box in _boxes(entries):
+        size = box.size * dtypes.from_name(entry.dtype).itemsize
+        if batch and nbytes + size > _BATCH_BYTES:
+            yield from _read(view, batch, buffers)
+            batch, nbytes = [], 0
+        batch.append((entry, box))
+        nbytes += size
+    yield from _read(view, batch, buffers)
+
+
+def _read(
+    view: StoredView, batch: list[tuple[ArrayEntry, Box]], buffers: HostBuffers
+) -> Iterator[tuple[ArrayEntry, Box, Array]]:
+    read = read_boxes(view, batch, LoadOptions(verify=True), buffers)
+    for (entry, box), (data, memory) in zip(batch, read, strict=True):
+        yield entry, box, data
+        buffers.give(memory)
+
+
+def _boxes(entries: list[ArrayEntry]) -> Iterator[tuple[ArrayEntry, Box]]:
+    for entry in entries:
+        most = _BATCH_BYTES // dtypes.from_name(entry.dtype).itemsize
+        for _, part in chunk_grid.numbered_parts(entry):
+            for number in range(part.count):
+                for box in cut(part.chunk_box(number), most):
+                    yield entry, box
