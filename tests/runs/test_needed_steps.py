@@ -17,7 +17,7 @@ from support.saving import same as same_arrays
 
 import unickpt
 from unickpt import Checkpointer, Experts, SaveConflict, SaveOptions, UnsupportedLeaf
-from unickpt.runs import attempt_folders, tier_copies
+from unickpt.runs import attempt_folders, orphans, tier_copies
 from unickpt.runs.step_folder import StepFolder
 from unickpt.saving import writer
 from unickpt.storage import paths
@@ -241,6 +241,24 @@ def test_a_checkpoint_that_others_need_is_not_removed(
     assert unickpt.verify(tmp_path / "b").ok
 
 
+def test_what_a_renamed_checkpoint_borrows_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "link", refuse)
+    with Checkpointer(tmp_path, reuse=True, keep_last=1, options=OPTIONS) as steps:
+        for step in (1, 2):
+            steps.save(step, state(step), wait=True)
+            steps.wait()
+        os.rename(tmp_path / "step_2", tmp_path / "best")  # so that retention does not remove it
+        unickpt.save(tmp_path / "step_2", state(2), options=OPTIONS)
+        steps.save(3, state(3), wait=True)
+        steps.wait()
+        with pytest.raises(SaveConflict, match="step_1 has chunks of best"):
+            steps.delete(1)
+        assert same(unickpt.load(tmp_path / "best"), state(2))
+        assert unickpt.verify(tmp_path / "best").ok
+
+
 # --- a second save of a step in flight -----------------------------------------------------------
 
 
@@ -314,6 +332,32 @@ def test_retired_steps_go_when_the_run_continues_without_experts(
     frozen = ["step_10"] if how else []  # it wrote what step 11 borrows
     assert folders_of(root)[-1] == "step_11"
     assert set(folders_of(root)) <= {"step_11", "step_7", *frozen}
+
+
+def test_clean_removes_retired_steps_that_nothing_needs(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(orphans, "RECENT_S", 0.0)
+    experts = Experts({"experts/{x}": 1})
+    with Checkpointer(root, keep_last=1, experts=experts, options=OPTIONS) as steps:
+        for step in range(8):
+            steps.save(step, state(step), wait=True)
+            steps.wait()
+    assert orphans.find(root).orphans == (), "the newest step needs all of them"
+    if os.path.isdir(f"{root}/step_7"):  # people rename what they want to keep
+        os.rename(f"{root}/step_7", f"{root}/best")
+        assert orphans.find(root).orphans == ()
+        os.rename(f"{root}/best", f"{root}/step_7")
+    expected = unickpt.load(f"{root}/step_7")
+    unickpt.copy(f"{root}/step_7", f"{root}/whole")
+    paths.resolve(f"{root}/step_7").remove(paths.context())
+    found = orphans.find(root)
+    assert {orphan.kind for orphan in (*found.orphans, *found.unknown)} == {"retired"}
+    assert len({*found.orphans, *found.unknown}) == 5
+    removed = orphans.clean(root, [*found.orphans, *found.unknown])
+    assert len(removed) == 5
+    assert folders_of(root) == ["whole"]
+    assert same(unickpt.load(f"{root}/whole"), expected)
 
 
 # --- processes that die --------------------------------------------------------------------------

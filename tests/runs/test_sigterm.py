@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 from support.processes import Processes
 
+from unickpt import Checkpointer
 from unickpt.runs.save_triggers import SigtermHandler
 
 
@@ -90,6 +93,7 @@ def test_a_handler_is_removed_by_another_thread(program_calls: list[int]) -> Non
 
 SOURCE = """
 import os, signal, sys, threading
+from unickpt import Checkpointer
 from unickpt.runs.save_triggers import SigtermHandler
 
 def die():
@@ -122,3 +126,16 @@ def test_sigterm_ends_the_program_after_all_are_closed(case: str, processes: Pro
     out, err = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGTERM, err
     assert out.split() == ["ours", "ours", *([str(-signal.SIGTERM)] if case == "fork" else [])]
+
+
+def test_a_checkpointer_that_is_forgotten_handles_no_signal(
+    tmp_path: Path, program_calls: list[int]
+) -> None:
+    program = signal.getsignal(signal.SIGTERM)
+    checkpointer = Checkpointer(tmp_path, preemption=True)
+    assert signal.getsignal(signal.SIGTERM) != program
+    del checkpointer
+    gc.collect()
+    assert signal.getsignal(signal.SIGTERM) == program
+    terminate()
+    assert len(program_calls) == 1

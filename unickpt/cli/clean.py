@@ -43,11 +43,12 @@ def command(
     """Remove what failed and killed saves left in a folder of checkpoints, or in one checkpoint.
 
     Shows what it would remove, asks, and removes exactly that: folders in which a save never
-    committed a checkpoint, attempts that no checkpoint uses, and leftover lock files. What killed
-    exports left beside local destinations is removed, too; a checkpoint that one had moved away to
-    replace it (kind "replaced") is put back. It never removes a checkpoint, a file that no save has
-    written, what was written in the last 15 minutes, or anything through a symbolic link, and
-    nothing while a job saves there.
+    committed a checkpoint, attempts that no checkpoint uses, leftover lock files, and steps that
+    were removed but for what others borrowed, and that nothing needs any more (kind "retired").
+    What killed exports left beside local destinations is removed, too; a checkpoint that one had
+    moved away to replace it (kind "replaced") is put back. It never removes a checkpoint, a file
+    that no save has written, what was written in the last 15 minutes, or anything through a
+    symbolic link, and nothing while a job saves there.
 
     \b
     unickpt clean runs/llama

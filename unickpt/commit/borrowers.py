@@ -11,6 +11,7 @@ from unickpt.errors import CheckpointNotFound, UnickptError
 from unickpt.format import borrowed, ocdbt_reader
 from unickpt.format.index import BaseEntry
 from unickpt.storage.locations import Location
+from unickpt.storage.ocdbt import MANIFEST
 
 
 def mark(location: Location, bases: Sequence[BaseEntry], context: ts.Context) -> None:
@@ -40,8 +41,9 @@ def of(location: Location, context: ts.Context) -> list[str]:
     found = version.version_at(location)
     if found is None:
         return []
-    names = borrowed.marked(location, found.attempt, context)
-    return [name for name in sorted(names) if _borrows(location, name)]
+    marked = borrowed.marked(location, found.attempt, context)
+    names = [name for name in sorted(marked) if _borrows(location, name)]
+    return names or _renamed(location, marked, context)
 
 
 def need_retired(location: Location, digest: str, context: ts.Context) -> bool:
@@ -61,12 +63,38 @@ def need_retired(location: Location, digest: str, context: ts.Context) -> bool:
     names = borrowed.marked(location, version.version_of(manifest).attempt, context)
     # The newest of them is probably there, and the others are not looked at.
     newest_first = sorted(names, key=lambda name: (len(name), name), reverse=True)
-    return any(_borrows(location, name, digest) for name in newest_first)
+    return any(_borrows(location, name, digest) for name in newest_first) or bool(
+        _renamed(location, names, context, digest)
+    )
+
+
+def _renamed(
+    base: Location, marked: Sequence[str], context: ts.Context, digest: str | None = None
+) -> list[str]:
+    """The checkpoints beside one that borrow from it, but had another name when they were saved: on
+    local disks, people rename what they want to keep.
+
+    Arguments:
+        base: the other one.
+        marked: the names of those that borrowed from it; not looked at again.
+        context: for the storage.
+        digest: as for `_borrows`.
+    """
+    parent = base.parent
+    if not marked or not base.is_local or parent is None:
+        return []
+    others = set(parent.folders_with(MANIFEST, context)) - {".", *marked}
+    return [name for name in sorted(others) if _borrows(base, name, digest)]
 
 
 def _borrows(base: Location, name: str, digest: str | None = None) -> bool:
-    """Whether a checkpoint that may borrow from another one still does; from the one with this
-    manifest, if it is given."""
+    """Whether a checkpoint borrows from another one beside it, or cannot be read now.
+
+    Arguments:
+        base: the other one.
+        name: of the folder of the first.
+        digest: of the manifest of the other one, if only that counts.
+    """
     try:
         reader = ocdbt_reader.open(borrowed.sibling(base, name))
     except CheckpointNotFound:

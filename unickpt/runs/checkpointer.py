@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -156,7 +157,10 @@ class Checkpointer:
         if chosen is not None:
             self._partial = PartialSaves(chosen, self._tiers.first, self._queue.wait_ended)
         self._fences = fences_of(optimizers, self._queue.fence)
-        self._sigterm = SigtermHandler(self._triggers.request_stop) if when.preemption else None
+        self._sigterm: SigtermHandler | None = None
+        if when.preemption:
+            self._sigterm = SigtermHandler(self._triggers.request_stop)
+            weakref.finalize(self, self._sigterm.remove).atexit = False
         self._branch = Branch(after if after is None else step_number(after, "after="))
         self._housekeeping = Housekeeping(
             *(self._tiers, retention, self._options, self._branch, self._queue.errors.add),

@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 
 import tensorstore as ts
 
+from unickpt.commit import borrowers, version
 from unickpt.commit.lease import Lease, holder
+from unickpt.format import borrowed
 from unickpt.format.borrowed import MARKS
 from unickpt.reading.listing import natural
 from unickpt.runs import attempt_folders
@@ -24,7 +26,7 @@ from unickpt.storage import data_files, errors, local_folders, paths
 from unickpt.storage.errors import Failed
 from unickpt.storage.local_folders import LOCK_SUFFIX, StoredFile
 from unickpt.storage.locations import Location
-from unickpt.storage.ocdbt import MANIFEST
+from unickpt.storage.ocdbt import MANIFEST, RETIRED
 from unickpt.tools import destinations
 
 # Longer than the default timeout, during which processes may wait without writing.
@@ -40,7 +42,7 @@ _OURS = (
 _BELOW = f"{FOLDER}/"
 
 UNFINISHED, UNUSED, LOCK = "unfinished", "unused", "lock"
-EXPORT, REPLACED = "export", "replaced"
+EXPORT, REPLACED, RETIRED_STEP = "export", "replaced", "retired"
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class Orphan:
         kind: "unfinished": a folder without a committed checkpoint; "unused": an attempt to save a
             checkpoint that another attempt committed; "lock": a lock file; "export": what a killed
             export wrote; "replaced": the checkpoint that a killed export was about to replace,
-            which is missing in its place, and is put back.
+            which is missing in its place, and is put back; "retired": a step that was removed but
+            for what others borrowed, of whom none is left.
         files: number of files.
         nbytes: bytes of all files, if known.
         age_s: seconds since the last write; None if the storage does not say.
@@ -104,6 +107,8 @@ def _in_folder(
     own = [f for f in files if not f.name.startswith(".") and not _is_lock(f.name)]
     below = [f for f in own if f.name.startswith(_BELOW)]
     attempts = _attempts(below)
+    if any(f.name.startswith(RETIRED) for f in own):
+        yield from _unneeded_retired(prefix, location, attempts, context)
     if any(f.name == MANIFEST for f in own):
         for attempt in _unused_attempts(location, attempts, context):
             yield _orphan(prefix, UNUSED, location, {attempt: attempts[attempt]}, context)
@@ -114,6 +119,27 @@ def _in_folder(
             yield replace(lock, name=prefix + lock.name)
     elif attempts and len(below) == len(own) and all(map(_all_ours, attempts.values())):
         yield _orphan(prefix, UNFINISHED, location, attempts, context)
+
+
+def _unneeded_retired(
+    prefix: str,
+    location: Location,
+    attempts: Mapping[str, Sequence[StoredFile]],
+    context: ts.Context,
+) -> Iterator[Orphan]:
+    """The retired steps in a folder that nothing borrows from any more."""
+    committed = list[str]()
+    if location.has_file(MANIFEST, context):
+        committed = attempt_folders.attempts_of_checkpoint(location, context)
+    for digest in location.child(RETIRED).folders(context):
+        manifest = borrowed.retired_manifest(location, digest, context)
+        attempt = "" if manifest is None else version.version_of(manifest).attempt
+        files = attempts.get(attempt, ())
+        if attempt in committed or not files or not _all_ours(files):
+            continue
+        if not borrowers.need_retired(location, digest, context):
+            orphan = _orphan(prefix, RETIRED_STEP, location, {attempt: files}, context)
+            yield replace(orphan, name=f"{prefix}{RETIRED}/{digest}")
 
 
 def locks_of_marks(
@@ -316,6 +342,12 @@ def _remove(location: Location, orphan: Orphan, context: ts.Context) -> bool:
     folder = orphan.attempts[0].partition(f"{attempt_folders.FOLDER}/")[0]
     names = [path.rpartition("/")[2] for path in orphan.attempts]
     at = location.child(folder) if folder else location
+    if orphan.kind == RETIRED_STEP:
+        digest = orphan.name.rpartition("/")[2]
+        is_needed = borrowers.need_retired(at, digest, context)
+        if not is_needed:
+            attempt_folders.remove_retired(at, digest, context)
+        return not is_needed
     with at.manifest_locked(_LOCK_S):  # under which saves commit, after a look at their files
         if at.has_file(MANIFEST, context) and not set(names).isdisjoint(
             attempt_folders.attempts_in_use(at, context)
