@@ -31,7 +31,6 @@ from unickpt.frameworks.protocol import (
     Memory,
     Read,
     Sample,
-    Token,
     whole_source,
 )
 from unickpt.trees.tree import Expansion
@@ -63,9 +62,10 @@ def source(leaf: Any, group: Group) -> ArraySource:
         pieces.setdefault(boxes_at[shard.device], shard.data)
     pieces = {box: data for box, data in pieces.items() if not box.empty}
     read, memory = partial(_gather, pieces), _memory(pieces, leaf.sharding)
+    sample = _sampler(pieces)
     if leaf.is_fully_addressable and group.count > 1:
         # Without a mesh over processes it is like a NumPy array: every process has its own copy.
-        whole = whole_source(shape, dtype, group, read, identity, memory, _sampler(pieces))
+        whole = whole_source(shape, dtype, group, read, identity, memory, sample)
         return replace(whole, prng=prng)
     is_alone = leaf.is_fully_addressable and jax.process_index() > 0
     members = only_this_process() if is_alone else members_of(group)
@@ -75,7 +75,7 @@ def source(leaf: Any, group: Group) -> ArraySource:
         holders: Mapping[Box, tuple[int, ...]] = {box: known_of[box] for box in pieces}
     else:
         holders = _local(layout, shape, group.index)  # boxes may span devices; `_gather` joins them
-    fragments = tuple(Fragment(box, of, read, memory) for box, of in holders.items())
+    fragments = tuple(Fragment(box, of, read, memory, sample) for box, of in holders.items())
     known = None if layout is not None else boxes
     return ArraySource(shape, dtype, fragments, layout, known, identity, prng)
 
@@ -85,7 +85,14 @@ def facts(leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Hashable]]:
     return (said, [leaf.is_deleted() for leaf in leaves]), list(map(id, leaves))
 
 
-token = Token
+def tokens(leaves: Sequence[Any]) -> Sequence[Hashable]:
+    """Not the identity of an immutable array: memory of torch or NumPy may be behind it (dlpack,
+    `device_put`), and JAX does not record that."""
+    if all(_on_cpu(leaf.sharding) for leaf in leaves):
+        return [None] * len(leaves)
+    from unickpt.adapters import jax_digests  # only where there are devices
+
+    return jax_digests.tokens([None if _on_cpu(leaf.sharding) else leaf for leaf in leaves])
 
 
 def copier(out: Sequence[Array]) -> Callable[[Sequence[Any], Sequence[int] | None], None]:
@@ -161,6 +168,8 @@ def _sampler(pieces: Mapping[Box, Any]) -> Sample:
             start, stop = box.start or (0,), box.stop or (1,)
             bounds = list(zip(at, start, stop, strict=True))
             inside = np.all([(a <= i) & (i < b) for i, a, b in bounds], axis=0)
+            if not inside.any():
+                continue
             where = tuple(i[inside] - a for i, a, _ in bounds)
             if _on_cpu(data.sharding):
                 parts.append((inside, np.atleast_1d(np.asarray(data))[where]))

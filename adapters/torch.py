@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from unickpt.adapters import torch_digests
 from unickpt.adapters.torch_cuda import (
     buffer_for_cuda,
     pinned,
@@ -44,7 +45,6 @@ from unickpt.adapters.torch_optimizer import (
     is_optimizer,
 )
 from unickpt.adapters.torch_routers import RouterTokens as RouterTokens
-from unickpt.adapters.torch_tokens import token as token
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.strided_copy import may_overlap
@@ -89,7 +89,7 @@ def source(leaf: Any, group: Group) -> ArraySource:
         tensor, shape = held.tensor, held.shape
         changed = None if type(leaf) is Part else _changed(tensor)
         memory = _facts(held, (0,) * len(shape), changed)
-        sample = None if held.on_host else sampler(tensor, _copied)
+        sample = None if held.on_host else sampler(tensor, (0,) * len(shape))
         dtype, read = TO_NUMPY[tensor.dtype], _reader(held, (0,) * len(shape))
         return whole_source(shape, dtype, group, read, _tie(held), memory, sample)
     held = _TensorMemory(_local(leaf, shard))
@@ -98,7 +98,8 @@ def source(leaf: Any, group: Group) -> ArraySource:
         # Optimizers change local tensors without incrementing any version counter.
         memory = _facts(held, shard.box.start, None)
         read = _reader(held, shard.box.start)
-        fragments = (Fragment(shard.box, shard.replicas, read, memory),)
+        sample = None if held.on_host else sampler(held.tensor, shard.box.start)
+        fragments = (Fragment(shard.box, shard.replicas, read, memory, sample),)
     shape = _shape(leaf)
     identity = (_tie(held), shape, shard.layout)
     return ArraySource(shape, TO_NUMPY[leaf.dtype], fragments, shard.layout, identity=identity)
@@ -140,6 +141,23 @@ def _plain_local(leaf: Any) -> tuple[torch.Tensor, Hashable]:
     if not is_dtensor(leaf) or type(leaf._local_tensor) not in _PLAIN:
         raise TypeError(f"a {type(leaf).__name__} is described by `source` only")
     return leaf._local_tensor, sharding_of(leaf)
+
+
+def tokens(leaves: Sequence[Any]) -> Sequence[Hashable]:
+    parts = list(map(_hashable_part, leaves))
+    digests = torch_digests.tokens([part for part, _ in parts])
+    specs = (spec for _, spec in parts)
+    return [None if d is None else (d, spec) for d, spec in zip(digests, specs, strict=True)]
+
+
+def _hashable_part(leaf: Any) -> tuple[torch.Tensor | None, Hashable]:
+    """This rank's part of a tensor, and how the tensor is sharded; None if it has no plain part."""
+    if type(leaf) in _PLAIN_TYPES:
+        return leaf, None
+    try:
+        return _plain_local(leaf)
+    except TypeError:
+        return None, None
 
 
 def copier(out: Sequence[Array]) -> Callable[[Sequence[Any], Sequence[int] | None], None]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -120,24 +122,62 @@ def transfer(
     return Transfer(read, last.synchronize, go_first)
 
 
-def sampler(tensor: torch.Tensor, copied: Callable[..., Array]) -> Sample:
-    """A function that gathers elements on a device, and copies them to the host later.
+def sampler(tensor: torch.Tensor, start: tuple[int, ...]) -> Sample:
+    """A function that gathers elements on a device; all that were gathered before any of them is
+    needed on the host come there in one transfer.
 
     Arguments:
         tensor: on the device.
-        copied: copies a tensor into memory that a function makes, within a context.
+        start: the indices of its first element in the global array.
     """
 
     def sample(at: tuple[Array, ...]) -> Callable[[], Array]:
-        where = tuple(torch.from_numpy(index).to(tensor.device) for index in at)
+        local = (i - a for i, a in zip(at, start or (0,), strict=True))
+        where = tuple(torch.from_numpy(index).to(tensor.device) for index in local)
         bits = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
-        found = (bits if bits.ndim else bits.reshape(1))[where]
-        then, dtype = stream_after_training(tensor.device), TO_NUMPY[tensor.dtype]
-
-        def bring() -> Array:
-            out = np.empty(tuple(found.shape), TO_NUMPY[found.dtype])
-            return copied(found, lambda: out, then).view(dtype)
-
-        return bring
+        gathered = (bits if bits.ndim else bits.reshape(1))[where]
+        data = gathered.detach().resolve_conj().resolve_neg().contiguous().view(torch.uint8)
+        dtype, bring = TO_NUMPY[tensor.dtype], _Gathered.add(data)
+        return lambda: bring().view(dtype)
 
     return sample
+
+
+class _Gathered:
+    """Bytes that were gathered on a device, and are not needed on the host yet."""
+
+    _open: ClassVar[dict[torch.device, _Gathered]] = {}
+    _adding = threading.Lock()
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._parts: list[torch.Tensor] = []
+        self._afters: list[Callable[[], AbstractContextManager[None]]] = []
+        self._values: list[Array] = []
+
+    @classmethod
+    def add(cls, data: torch.Tensor) -> Callable[[], Array]:
+        """Adds bytes, flat; returns a function that returns them on the host."""
+        device = data.device
+        with cls._adding:
+            batch = cls._open.setdefault(device, cls())
+            batch._parts.append(data)
+            batch._afters.append(stream_after_training(device))
+            number = len(batch._parts) - 1
+        return lambda: batch._bring(device)[number]
+
+    def _bring(self, device: torch.device) -> list[Array]:
+        with self._adding:
+            if self._open.get(device) is self:
+                del self._open[device]
+        with self._lock:
+            if self._parts:
+                for after in self._afters:
+                    with after():
+                        pass  # from here on the stream waits for the gather
+                with self._afters[-1]():
+                    data = torch.cat(self._parts).cpu().numpy()
+                ends = list(itertools.accumulate(part.numel() for part in self._parts))
+                self._values = np.split(data, ends[:-1])
+                self._parts, self._afters = [], []
+        return self._values

@@ -18,15 +18,22 @@ from support.saving import same
 import unickpt
 from unickpt import Checkpointer, Experts, SaveOptions
 from unickpt.reuse import unchanged
+from unickpt.reuse.array_samples import ArraySample
 from unickpt.storage.local_files import RegularFiles
 
 CHUNK = 4096
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No chunk is, of which it is said that it did not change."""
-    monkeypatch.setattr(unchanged, "_probes", lambda arrays: {})
+def nothing_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what the program says; and small arrays count as if they were large."""
+    monkeypatch.setattr(unchanged, "LEAST_BYTES", 0)
+    monkeypatch.setattr(unchanged, "_due", lambda *_: ())
+    monkeypatch.setattr(ArraySample, "differs", lambda *_: None)
+
+
+EVERYTHING = {"**": True}
+"""Said of the first save of a run, so that the second one knows what the first one saw."""
 
 
 def options(**more: Any) -> SaveOptions:
@@ -62,7 +69,7 @@ def test_with_a_local_tier(tmp_path: Path) -> None:
     with Checkpointer(root, local=tmp_path / "local", reuse=True, options=options()) as run:
         for step in range(4):
             rows = train(state, step)
-            told = None if step == 0 else {"frozen": False, "w": rows}
+            told = EVERYTHING if step == 0 else {"frozen": False, "w": rows}
             report = run.save(step, state, changed=told).result()
             if step:
                 assert report.staged_bytes <= CHUNK + state["b"].nbytes
@@ -96,7 +103,7 @@ def test_in_object_storage(
     with Checkpointer(run_url, reuse=reuse, options=options()) as run:
         for step in range(5):
             rows = train(state, step)
-            told = None if step == 0 else {"frozen": False, "w": rows}
+            told = EVERYTHING if step == 0 else {"frozen": False, "w": rows}
             report = run.save(step, state, changed=told).result()
             if step:
                 assert report.reused_bytes >= state["frozen"].nbytes
@@ -113,7 +120,7 @@ def test_chunks_whose_files_can_no_longer_be_linked_are_copied(
     """They go while the others are written: what was to be taken is read and written instead."""
     state = tree()
     with Checkpointer(tmp_path, reuse=True, options=options()) as run:
-        run.save(0, state, wait=True)
+        run.save(0, state, changed=EVERYTHING, wait=True)
         real, links = RegularFiles.link, list[str]()
 
         def link(self: RegularFiles, path: str, destination: str, *, fsync: bool) -> bool:
@@ -142,7 +149,7 @@ def test_long_chains_of_patches(
             rows = np.zeros(512, bool)
             rows[rng.integers(0, 512, 3)] = True
             state["w"][rows, ::9] += 1
-            told = {"frozen": False, "w": rows, "b": False} if step else None
+            told = {"frozen": False, "w": rows, "b": False} if step else EVERYTHING
             report = run.save(step, state, changed=told, wait=True).result()
             patched += report.patched_chunks
             run.wait()
@@ -176,7 +183,7 @@ def test_with_experts_in_turn(storage: str, tmp_path: Path) -> None:
     with Checkpointer(root, reuse=True, experts=Experts({key: 1}), options=options()) as run:
         for step in range(8):
             state = experts(step)
-            told = {"frozen": False} if step else None
+            told = {"frozen": False} if step else EVERYTHING
             report = run.save(step, state, changed=told, wait=True).result()
             at = f"{root}/step_{step}"
             found = unickpt.load(at)
@@ -196,7 +203,7 @@ def test_experts_that_are_said_not_to_have_changed(tmp_path: Path) -> None:
     not change since: its newest state is another one than what that step has."""
     key, state = "experts/{x}/**", experts(0)
     with Checkpointer(tmp_path, reuse=True, experts=Experts({key: 1}), options=options()) as run:
-        run.save(0, state, wait=True)
+        run.save(0, state, changed=EVERYTHING, wait=True)
         for step in range(1, 10):
             told: dict[str, Any] = {"dense": False, "frozen": False}
             if step == 2:
@@ -217,7 +224,7 @@ def test_quantised_arrays_are_looked_at(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, reuse="patch", options=made) as run:
         for step in range(4):
             rows = train(state, step)
-            told = {"frozen": False, "w": rows, "q": False} if step else None
+            told = {"frozen": False, "w": rows, "q": False} if step else EVERYTHING
             run.save(step, state, changed=told, wait=True)
             found = unickpt.load(tmp_path / f"step_{step}")
             assert same({n: found[n] for n in tree()}, {n: state[n] for n in tree()})
@@ -236,7 +243,7 @@ def test_with_roles(tmp_path: Path) -> None:
     for step in range(3):
         for run, state in zip(runs, states, strict=True):
             rows = train(state, step)
-            told = {"frozen": False, "w": rows} if step else None
+            told = {"frozen": False, "w": rows} if step else EVERYTHING
             run.save(step, state, changed=told, wait=True)
             run.wait()
     for folder, state in zip(folders, states, strict=True):
@@ -265,7 +272,10 @@ import numpy as np
 import unickpt
 from unickpt import Checkpointer, SaveOptions
 from unickpt.reuse import unchanged
-unchanged._probes = lambda arrays: {}
+from unickpt.reuse.array_samples import ArraySample
+unchanged.LEAST_BYTES = 0
+unchanged._due = lambda *_: ()
+ArraySample.differs = lambda *_: None
 options = SaveOptions(chunk_bytes=4096, fsync=False)
 rng = np.random.default_rng(5)
 state = {"frozen": rng.random((64, 64)), "w": rng.random((512, 64)), "step": 0}
@@ -279,7 +289,7 @@ with Checkpointer(sys.argv[1], reuse=True, keep_last=3, options=options) as run:
         rows[step % 512] = True
         state["w"][rows] += step
         state["step"] = step
-        run.save(step, state, changed={"frozen": False, "w": rows} if step else None)
+        run.save(step, state, changed={"frozen": False, "w": rows} if step else {"**": True})
         print(step, flush=True)
 """
 
@@ -325,7 +335,9 @@ def test_after_going_back(back: str, tmp_path: Path) -> None:
     with Checkpointer(tmp_path, reuse=True, options=options()) as run:
         for step in range(4):
             rows = train(state, step)
-            run.save(step, state, changed={"frozen": False, "w": rows} if step else None, wait=True)
+            run.save(
+                step, state, changed={"frozen": False, "w": rows} if step else EVERYTHING, wait=True
+            )
             states.append({name: each.copy() for name, each in state.items()})
         if back == "drop":
             state = run.load(step=1)

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ from unickpt import (
 from unickpt.adapters import jax as jax_adapter
 from unickpt.adapters import torch as torch_adapter
 from unickpt.frameworks import host_memory
-from unickpt.saving import snapshot
-from unickpt.saving.background import SaveCallbacks, SaveQueue, SaveRequest
+from unickpt.saving import saver, snapshot
+from unickpt.saving.background import PendingSave, SaveCallbacks, SaveQueue, SaveRequest
 from unickpt.saving.snapshot_policy import SnapshotMethod, SnapshotPolicy
 from unickpt.saving.staging_memory import HostMemoryPool
 from unickpt.saving.task import SaveEvent
@@ -368,12 +368,18 @@ def test_lazily_copied_tensors_may_change_after_the_fence(writing: Gate, tmp_pat
     assert (found["n"] == np.arange(300_000)).all()
 
 
+def save_lazily(path: Path, tree: dict[str, torch.Tensor]) -> PendingSave:
+    """As if an optimizer owned all tensors, whose steps would wait."""
+    owners: set[Hashable] = {tensor.untyped_storage()._cdata for tensor in tree.values()}
+    return saver.begin(SaveRequest(path, tree, LAZY, owners=owners))
+
+
 @pytest.mark.parametrize("ask", ["wait_staged", "result"])
 def test_a_tensor_that_changes_before_the_fence_is_an_error(
     ask: str, copying: Gate, tmp_path: Path
 ) -> None:
     tree = {"same": torch.ones(500_000), "w": torch.arange(500_000.0)}
-    pending = unickpt.save_async(tmp_path / "c", tree, options=LAZY)
+    pending = save_lazily(tmp_path / "c", tree)
     tree["w"] += 1
     copying.opened.set()
     with pytest.raises(StateChanged, match=r"'w' was changed .*optimizers=.*staging=\"copy\""):
@@ -387,7 +393,7 @@ def test_a_tensor_that_changes_before_the_fence_is_an_error(
 def test_a_change_is_found_even_if_nobody_waits_at_the_fence(writing: Gate, tmp_path: Path) -> None:
     """Whether it came before or after the copy depends on luck, which no loop should rely on."""
     tree = {"w": torch.arange(500_000.0)}
-    pending = unickpt.save_async(tmp_path / "c", tree, options=LAZY)
+    pending = save_lazily(tmp_path / "c", tree)
     assert writing.reached.wait(30)
     tree["w"] += 1
     writing.opened.set()
@@ -398,17 +404,24 @@ def test_a_change_is_found_even_if_nobody_waits_at_the_fence(writing: Gate, tmp_
 def test_what_would_change_without_a_trace_is_never_lazy(copying: Gate, tmp_path: Path) -> None:
     norm = torch.nn.BatchNorm1d(400)
     array, generator = np.zeros(300_000), torch.get_rng_state()
-    tree = {"norm": norm, "numpy": array, "rng": generator}
+    weight = torch.nn.Parameter(torch.zeros(20_000, 64))
+    optimizer = torch.optim.SGD([weight], lr=1, fused=True)
+    tree = {"norm": norm, "numpy": array, "rng": generator, "weight": weight}
     before = {k: v.clone() for k, v in norm.state_dict().items()}
     pending = unickpt.save_async(tmp_path / "c", tree, options=LAZY)
     norm(torch.randn(8, 400))
     array += 1
+    weight.grad = torch.zeros_like(weight)
+    weight.grad[77] = 1
+    optimizer.step()
+    weight.data[99] += 1
     assert not torch.equal(norm.state_dict()["running_mean"], before["running_mean"])
     copying.opened.set()
     pending.result(30)
     found = unickpt.load(tmp_path / "c")
     assert all(np.array_equal(found["norm"][k], v.numpy()) for k, v in before.items())
     assert not found["numpy"].any()
+    assert not found["weight"].any()
 
 
 @pytest.fixture
@@ -596,7 +609,7 @@ def test_waiting_may_take_too_long(writing: Gate, tmp_path: Path) -> None:
 
 
 def test_not_staged_in_time(copying: Gate, tmp_path: Path) -> None:
-    pending = unickpt.save_async(tmp_path / "c", {"w": torch.ones(MIB)}, options=LAZY)
+    pending = save_lazily(tmp_path / "c", {"w": torch.ones(MIB)})
     with pytest.raises(TimeoutError, match="not staged within"):
         pending.wait_staged(0.01)
     copying.opened.set()
@@ -913,8 +926,7 @@ def test_memory_of_a_save_that_fails_while_it_is_staged_is_given_back(
     monkeypatch.setattr(SnapshotPolicy, "_decide", decided)
     monkeypatch.setattr(snapshot, "stage", staged)
     monkeypatch.setattr(snapshot.Snapshot, "__init__", keeping_area)
-    options = SaveOptions(staging="lazy", fsync=False)
-    pending = unickpt.save_async(tmp_path / "c", {"a": changing, "b": behind}, options=options)
+    pending = save_lazily(tmp_path / "c", {"a": changing, "b": behind})
     assert began.wait(30)
     changing.add_(1)
     with pytest.raises(unickpt.StateChanged):

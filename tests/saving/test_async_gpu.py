@@ -14,6 +14,7 @@ from support.saving import same
 
 import unickpt
 from unickpt import Box, Checkpointer, Experts, LocalFragments, SaveOptions, StateChanged
+from unickpt.adapters import torch_digests
 from unickpt.frameworks.host_memory import HostBuffers
 
 pytestmark = pytest.mark.gpu
@@ -63,10 +64,26 @@ def test_work_that_is_queued_behind_the_call_changes_nothing(tmp_path: Path) -> 
 @cuda
 def test_a_cuda_tensor_that_changes_before_the_fence_is_an_error(tmp_path: Path) -> None:
     tree = {f"w{i}": torch.randn(8192, 4096, device="cuda") for i in range(8)}
-    pending = unickpt.save_async(tmp_path / "c", tree, options=SaveOptions(staging="lazy"))
-    tree["w7"].add_(1)
-    with pytest.raises(StateChanged, match="'w7'"):
-        pending.result(60)
+    optimizer = torch.optim.SGD(list(tree.values()))
+    options = SaveOptions(staging="lazy")
+    with Checkpointer(tmp_path, optimizers=[optimizer], options=options) as run:
+        pending = run.save(0, tree)
+        tree["w7"].add_(1)
+        with pytest.raises(StateChanged, match="'w7'"):
+            pending.result(60)
+
+
+@cuda
+@pytest.mark.parametrize("mode", ["auto", "lazy", "device", "copy"])
+def test_a_fused_step_after_the_call_is_not_saved(mode: Any, tmp_path: Path) -> None:
+    """No version counter shows it."""
+    w = torch.nn.Parameter(torch.zeros(8192, 4096, device="cuda"))
+    optimizer = torch.optim.SGD([w], lr=1, fused=True)
+    w.grad = torch.ones_like(w)
+    pending = unickpt.save_async(tmp_path / "c", {"w": w}, options=SaveOptions(staging=mode))
+    optimizer.step()
+    pending.result(60)
+    assert not unickpt.load(tmp_path / "c")["w"].any()
 
 
 @cuda
@@ -129,9 +146,46 @@ def test_what_did_not_change_on_a_gpu_is_neither_copied_nor_written(tmp_path: Pa
 
 
 @cuda
+def test_a_fused_step_on_a_gpu_is_saved(tmp_path: Path) -> None:
+    """As of an adapter beside frozen weights; no version counter shows it."""
+    frozen = torch.randn(1000, 1000, device="cuda")
+    adapter = torch.nn.Parameter(torch.zeros(64, 1000, device="cuda"))
+    norm = torch.nn.BatchNorm1d(20_000).cuda()
+    optimizer = torch.optim.AdamW([adapter], lr=0.1, fused=True)
+    state = {"frozen": frozen, "adapter": adapter, "norm": norm}
+    options = SaveOptions(changed="tracked", fsync=False)
+    with Checkpointer(tmp_path, reuse=True, options=options) as run:
+        for step in range(5):
+            adapter.grad = torch.randn_like(adapter)
+            optimizer.step()
+            norm(torch.randn(16, 20_000, device="cuda"))
+            report = run.save(step, state).result()
+            assert not step or report.written_bytes < frozen.nbytes
+            found = unickpt.load(tmp_path / f"step_{step}")
+            assert same(found["adapter"], adapter.detach().cpu().numpy())
+            assert same(found["frozen"], frozen.cpu().numpy())
+            assert same(found["norm"]["running_mean"], norm.running_mean.cpu().numpy())
+
+
+@cuda
+def test_digests_on_a_gpu_are_those_on_the_host() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64):
+        tensor = torch.randn(1001, 703).to(dtype)
+        for part in (tensor, tensor.t(), tensor[1:, 3:], tensor[0, 0]):
+            there = part.to("cuda")
+            own = torch_digests.digest(there.clone(memory_format=torch.contiguous_format))
+            expected = torch_digests.digest(part.clone(memory_format=torch.contiguous_format))
+            assert torch.equal(own.cpu(), expected)
+    tensor = torch.zeros(5 << 20, device="cuda")
+    (token,) = torch_digests.tokens([tensor])
+    tensor[77] = 1
+    assert torch_digests.tokens([tensor]) != [token]
+
+
+@cuda
 def test_a_wrong_word_about_a_gpu_tensor_is_an_error(tmp_path: Path) -> None:
     state = {"w": torch.randn(300, 300, device="cuda")}
-    unickpt.save(tmp_path / "0", state)
+    unickpt.save(tmp_path / "0", state, options=SaveOptions(changed={"w": True}))
     state["w"].add_(1)
     told = SaveOptions(base=tmp_path / "0", changed={"w": False})
     with pytest.raises(StateChanged, match="'w'"):

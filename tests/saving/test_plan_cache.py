@@ -6,7 +6,7 @@ import gc
 import os
 import weakref
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -443,7 +443,8 @@ def test_modules_and_optimizers_are_recognised(saves: Saves) -> None:
 def test_a_save_that_failed_leaves_no_plan(queued: Saves) -> None:
     tree = {"w": torch.ones(1 << 19)}
     lazy = SaveOptions(staging="lazy", fsync=False)
-    pending = queued.queue.save(SaveRequest(queued.folder / "0", tree, lazy))
+    owners: set[Hashable] = {tree["w"].untyped_storage()._cdata}  # as of an optimizer that waits
+    pending = queued.queue.save(SaveRequest(queued.folder / "0", tree, lazy, owners=owners))
     tree["w"] += 1
     with pytest.raises(StateChanged):
         pending.result()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -357,6 +357,16 @@ def numbered_parts(entry: ArrayEntry) -> Iterator[tuple[int, Part]]:
     for part in parts(entry):
         yield first, part
         first += part.count
+
+
+def parts_of(entry: ArrayEntry, boxes: Iterable[Box]) -> list[Part]:
+    """As `parts`; before all boxes of an array are known, the parts of one process.
+
+    Arguments:
+        entry: the array.
+        boxes: what this process holds of it.
+    """
+    return [box_part(entry, box) for box in boxes] if entry.boxes == () else parts(entry)
 
 
 def box_part(entry: ArrayEntry, box: Box) -> Part:

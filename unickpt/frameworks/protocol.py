@@ -5,7 +5,6 @@ The core knows arrays only as `ArraySource` (to save) and `ArrayTarget` (to load
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -209,29 +208,6 @@ class StoredTree(Mapping[str, Any]):
         return node if here == name else None
 
 
-class Token:
-    """Equal to another one of the same object with the same facts, as long as the object exists;
-    does not keep it alive.
-
-    Arguments:
-        of: the object.
-        facts: compared, too.
-    """
-
-    __slots__ = ("_facts", "_of")
-
-    def __init__(self, of: object, *facts: object) -> None:
-        self._of, self._facts = weakref.ref(of), facts
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Token):
-            return NotImplemented
-        own = self._of()
-        return own is not None and own is other._of() and self._facts == other._facts
-
-    __hash__ = None  # type: ignore[assignment]  # only compared
-
-
 class Adapter(Protocol):
     """The interface of a module under `unickpt.adapters`."""
 
@@ -271,9 +247,15 @@ class Adapter(Protocol):
         """Functions that read leaves where they are, all whole or immutable and in the memory of
         the host, and unchanged until the save has ended; what `facts` says of them is known."""
 
-    def token(self, leaf: Any) -> Token | None:
-        """What is equal later if the leaf is the same array, and was not changed as far as the
-        framework knows; None if it knows nothing of this one."""
+    def tokens(self, leaves: Sequence[Any]) -> Sequence[Hashable]:
+        """What proves that arrays have not changed since an earlier call.
+
+        Returns:
+            For each array a value that is equal to an earlier one only if what this process holds
+            of the array is equal to what it held then: a digest of the content, which the
+            accelerator computes. None if the array lies in the memory of the host, where a save
+            hashes it anyway, or cannot be hashed.
+        """
 
     def target(self, leaf: Any) -> ArrayTarget:
         """Describes an array to load into. Raises as `source`."""

@@ -1,20 +1,22 @@
-"""What of a state did not change since the base of a save, and so is neither staged nor hashed.
+"""Skipping unchanged arrays: `SaveOptions.changed`.
 
-That is known by what the program says (`SaveOptions.changed`), and, with "tracked", by what a
-framework knows of its arrays: JAX's never change, so the same object is the same array; torch
-counts the changes of a storage. Check-N-Run (Eisenman et al., NSDI 2022) tracks rows in the same
-way.
+What a save skips, it takes from the save before. The evidence is
+- with "tracked": a digest of the content, which an accelerator computes (`Adapter.tokens`);
+- with False or rows: the word of the program. Each save compares a sample of each such array with
+  the save before (`array_samples`), and hashes one of `TURNS` chunks; the chunks take turns, so
+  that all were hashed after `TURNS` saves. A wrong word is an error, which names the array.
 
-A few chunks of what is said to be unchanged are looked at all the same. One that did change is an
-error, which names the array.
+All else is staged and hashed, as without `changed`. Check-N-Run (Eisenman et al., NSDI 2022) tracks
+rows in the same way.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
+from zlib import crc32
 
 import numpy as np
 
@@ -22,14 +24,21 @@ from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.names import matches
 from unickpt.errors import StateChanged, StorageError
+from unickpt.format import chunk_grid
 from unickpt.format.index import ArrayEntry, Index
+from unickpt.frameworks.protocol import ArraySource, Fragment
 from unickpt.quoting import quoted
+from unickpt.reuse.array_samples import ArraySample, Sampler
 
 Changed = Literal["tracked"] | Mapping[str, Any]
 """See `SaveOptions.changed`."""
 _ALL = "tracked"
-_LOOKED_AT = 64  # one chunk of so many
-_CHUNK_BYTES = 8 << 20
+TURNS = 17
+"""After so many saves every chunk was hashed. Prime, so that this also holds for two sequences of
+saves that go on from the same one in turns."""
+LEAST_BYTES = 64 << 10
+"""A process stages what it holds of a smaller array: a sample would take longer."""
+Start = tuple[int, ...]
 
 
 def check(changed: object) -> None:
@@ -58,25 +67,28 @@ def check(changed: object) -> None:
 def _rows(what: Any) -> Array | None:
     """Bools, one for each row; None if it is something else."""
     try:
-        found = np.asarray(what)
+        rows = np.asarray(what)
     except (TypeError, ValueError, RuntimeError):
         return None
-    return found if found.dtype == np.bool_ and found.ndim == 1 else None
+    return rows if rows.dtype == np.bool_ and rows.ndim == 1 else None
 
 
 @dataclass(frozen=True)
 class SeenState:
-    """The arrays of a save, for the next one.
+    """The arrays of a save, by which the next one knows what did not change.
 
     Arguments:
-        url, attempt: of the checkpoint; the attempt is empty if another program made it.
-        tokens: by the array's name what is equal in the next save if it is the same array, and
-            nobody has changed it.
+        url, attempt: identify the checkpoint.
+        tokens: the tokens of the arrays that are tracked, by name.
+        samples: of the arrays of which the program may say what changed.
+        turns: counts the saves that go on from here.
     """
 
     url: str
     attempt: str
     tokens: Mapping[str, object] = field(default_factory=dict)
+    samples: Mapping[str, ArraySample] = field(default_factory=dict)
+    turns: Iterator[int] = field(default_factory=itertools.count)
 
 
 @dataclass(frozen=True)
@@ -85,13 +97,14 @@ class Unchanged:
 
     Arguments:
         rows: by the name of an array the rows that changed; None if none did.
-        attempt: that made the base of which this is true; None if it is true of any.
-        probes: by the name of an array indices of elements: chunks with these are looked at.
+        attempt: that made the base.
+        due: by the name of an array the chunks that are hashed all the same, by the indices of
+            their first elements; None for all of them.
     """
 
     rows: Mapping[str, Array | None]
-    attempt: str | None = None
-    probes: Mapping[str, Array] = field(default_factory=dict)
+    attempt: str
+    due: Mapping[str, Collection[Start] | None] = field(default_factory=dict)
 
     def claims(self, name: str, box: Box) -> bool:
         """Whether a box of an array is as in the base, as far as is known."""
@@ -100,18 +113,22 @@ class Unchanged:
         rows = self.rows[name]
         return rows is None or not rows[box.start[0] : box.stop[0]].any()
 
-    def spares(self, name: str, box: Box) -> bool:
-        """Whether a box need not be looked at."""
+    def skips(self, name: str, box: Box) -> bool:
+        """Whether nothing of a box that consists of chunks is staged."""
         if not self.claims(name, box):
             return False
-        probes = self.probes.get(name)
-        if probes is None:
-            return True
-        inside = (probes >= np.array(box.start)) & (probes < np.array(box.stop))
-        return not inside.all(axis=1).any()
+        starts = self.due.get(name, ())
+        return starts is not None and not any(_is_in(start, box) for start in starts)
+
+    def skips_chunk(self, name: str, box: Box) -> bool:
+        """Whether a chunk is not staged."""
+        if not self.claims(name, box):
+            return False
+        starts = self.due.get(name, ())
+        return starts is not None and box.start not in starts
 
     def check_base(self, base: Index | None, where: object) -> None:
-        """Checks that the base is the one, and has the arrays as they are.
+        """Checks that the base is the save that was seen.
 
         Arguments:
             base: its index; None if there is none, or it cannot be used.
@@ -120,23 +137,15 @@ class Unchanged:
         Raises:
             StorageError: what is said to be unchanged was neither staged, nor can it be taken.
         """
-        if base is None or self.attempt not in (None, base.attempt):
+        if base is None or self.attempt != base.attempt:
             why = "is not there or is damaged" if base is None else "is another one"
             raise StorageError(
-                f"{where}: the checkpoint of which chunks were to be taken, as they did not change "
-                f"since (`changed`), {why}. Nothing was saved; the next save looks at all"
+                f"{where}: the checkpoint that has the chunks which did not change (`changed`) "
+                f"{why}. Nothing was saved; the next save hashes everything"
             )
-        for name in self.rows:
-            theirs = base.arrays.get(name)
-            if theirs is not None and theirs.quantized is not None:
-                raise StorageError(
-                    f"{where}: array {name!r} did not change (`changed`), but the checkpoint of "
-                    f"which it was to be taken has it as {theirs.quantized}, and here it is stored "
-                    "as it is. Nothing was saved; save it once without `changed`"
-                )
 
     def check(self, name: str, box: Box, before: int | None, digest: int) -> None:
-        """Checks a chunk that was looked at, and is as in the base, as far as is known.
+        """Checks a chunk that was hashed, and is as in the base, as far as is known.
 
         Arguments:
             name, box: which one.
@@ -147,38 +156,39 @@ class Unchanged:
             StateChanged: it changed.
         """
         if before not in (None, digest):
-            raise StateChanged(
-                f"array {name!r} {box} is said not to have changed since the step before "
-                "(`SaveOptions.changed`), but it did. A few chunks are looked at in each save; "
-                "other changes may have been missed since: save all once without `changed`, and "
-                "find out who changes it"
-            )
+            raise wrong_word(name, box)
 
 
-def unchanged(
-    changed: Changed,
-    arrays: Mapping[str, ArrayEntry],
-    token_of: Callable[[str], object],
-    before: SeenState | None,
-    apart: Collection[str] = (),
-) -> tuple[Unchanged | None, Mapping[str, object]]:
-    """Finds out what need not be looked at.
+def wrong_word(name: str, box: Box) -> StateChanged:
+    """The error that the program was wrong about an array."""
+    return StateChanged(
+        f"array {name!r} {box} is said not to have changed since the step before "
+        "(`SaveOptions.changed`), but it did. A save compares only a sample, and hashes each chunk "
+        f"in one of {TURNS} saves, so earlier steps may lack this change, or others: find out what "
+        "changes the array, and save without `changed`. Nothing was saved; the next save hashes "
+        "everything"
+    )
+
+
+def _is_in(start: Start, box: Box) -> bool:
+    return all(a <= i < b for i, a, b in zip(start, box.start, box.stop, strict=True))
+
+
+def words_of(
+    changed: Changed, arrays: Mapping[str, ArrayEntry], apart: Collection[str] = ()
+) -> dict[str, bool | Literal["tracked"] | Array]:
+    """What the program says of each array.
 
     Arguments:
         changed: see `SaveOptions.changed`.
         arrays: of the save.
-        token_of: the token of an array, see `SeenState`.
-        before: the base, as far as it is known; None if there is none.
         apart: arrays that the base need not have as they were in the save before: all experts.
-
-    Returns:
-        None if that is nothing; and the tokens of the arrays that are tracked.
 
     Raises:
         ValueError: a pattern matches no array, or has another number of rows.
     """
     patterns: Mapping[str, Any] = {"**": _ALL} if isinstance(changed, str) else changed
-    unused, found, tokens = set(patterns), dict[str, Array | None](), dict[str, object]()
+    unused, words = set(patterns), dict[str, Any]()
     for name, entry in arrays.items():
         pattern = next((p for p in patterns if matches(p, name)), None)
         if pattern is None:
@@ -186,26 +196,18 @@ def unchanged(
         unused.discard(pattern)
         if entry.quantized is not None or name in apart:
             continue  # what a base has of it is not what it is, or was
-        what = patterns[pattern]
-        if isinstance(what, str):
-            token = tokens[name] = token_of(name)
-            if before is not None and token is not None and before.tokens.get(name) == token:
-                found[name] = None
-        elif isinstance(what, bool | np.bool_):
-            if not what:
-                found[name] = None
-        else:
-            found[name] = _checked_rows(pattern, entry, what)
+        word = patterns[pattern]
+        if not isinstance(word, str):
+            is_one = isinstance(word, bool | np.bool_)
+            word = bool(word) if is_one else _checked_rows(pattern, entry, word)
+        words[name] = word
     unused.discard("**")  # there may be nothing else
     if unused:
         raise ValueError(
             f"SaveOptions.changed: {quoted(sorted(unused))} match no array, or only arrays that an "
             f"earlier pattern matches; there are {quoted(list(arrays))}"
         )
-    if not found:
-        return None, tokens
-    made = Unchanged(found, None if before is None else before.attempt or None)
-    return replace(made, probes=_probes({name: arrays[name] for name in found})), tokens
+    return words
 
 
 def _checked_rows(pattern: str, entry: ArrayEntry, what: Any) -> Array:
@@ -219,15 +221,72 @@ def _checked_rows(pattern: str, entry: ArrayEntry, what: Any) -> Array:
     return rows
 
 
-def _probes(arrays: Mapping[str, ArrayEntry]) -> dict[str, Array]:
-    """Elements whose chunks are looked at: others in each save, on average one chunk of
-    `_LOOKED_AT`, and at least one."""
-    sizes = {n: e.nbytes for n, e in arrays.items() if e.nbytes}
-    counts = {n: int(s / (_LOOKED_AT * _CHUNK_BYTES) + random.random()) for n, s in sizes.items()}
-    if sizes and not any(counts.values()):
-        counts[random.choices(list(sizes), list(sizes.values()))[0]] = 1
+def find_unchanged(
+    words: Mapping[str, bool | Literal["tracked"] | Array],
+    arrays: Mapping[str, tuple[ArrayEntry, ArraySource]],
+    tokens: Mapping[str, object],
+    before: SeenState | None,
+) -> tuple[Unchanged | None, Mapping[str, ArraySample]]:
+    """Finds out what is as in the save before.
+
+    Arguments:
+        words: from `words_of`.
+        arrays: those of the save that are large enough, as they are now.
+        tokens: of those of them that are tracked.
+        before: that save; None if nothing is known of it.
+
+    Returns:
+        None if that is nothing; and samples of what is not tracked.
+
+    Raises:
+        StateChanged: the program is wrong about an array.
+    """
+    rows = dict[str, Array | None]()
+    told = {name: source for name, (_, source) in arrays.items() if name not in tokens}
+    sampler = Sampler(told)
+    known = SeenState("", "") if before is None else before
+    for name in arrays:
+        word = words[name]
+        if name in tokens:
+            if tokens[name] is not None and known.tokens.get(name) == tokens[name]:
+                rows[name] = None
+        elif word is not True:
+            some = word if isinstance(word, np.ndarray) else None
+            if sampler.compare(name, known.samples.get(name), some):
+                rows[name] = some
+    samples, wrong = sampler.finish()
+    if wrong is not None:
+        raise wrong_word(*wrong)
+    if before is None or not rows:
+        return None, samples
+    turn = next(before.turns) % TURNS
+    due = {name: _due(*arrays[name], turn) for name in rows if name not in tokens}
+    return Unchanged(rows, before.attempt, due), samples
+
+
+def _due(entry: ArrayEntry, source: ArraySource, turn: int) -> Collection[Start] | None:
+    """The chunks of an array whose turn it is; None for all.
+
+    On an accelerator all chunks of an array come in the same turn: a save may clone all of an array
+    of which it stages anything.
+    """
+    offset = crc32(entry.name.encode()) + turn
+    if any(fragment.memory.on_device for fragment in source.fragments):
+        return () if offset % TURNS else None
     return {
-        name: np.array([[random.randrange(n) for n in arrays[name].shape] for _ in range(count)])
-        for name, count in counts.items()
-        if count
+        part.chunk_box(number).start
+        for part, first, run in _runs(entry, source.fragments)
+        for number in run[-(offset + first + run.start) % TURNS :: TURNS]
     }
+
+
+def _runs(
+    entry: ArrayEntry, fragments: Sequence[Fragment]
+) -> Iterator[tuple[chunk_grid.Part, int, range]]:
+    """The chunks of fragments: the part, the number of its first chunk, and chunks in it."""
+    first = 0
+    for part in chunk_grid.parts_of(entry, [fragment.box for fragment in fragments]):
+        for fragment in fragments:
+            for run in part.runs_in(fragment.box):
+                yield part, first, run
+        first += part.count

@@ -92,8 +92,8 @@ class Checkpointer:
         experts: save only some experts of a mixture of experts at a time, see `Experts`.
         optimizers: torch optimizers. Their parameters and state on an accelerator (with
             `SaveOptions(staging="lazy")` also on the host) are copied during forward and backward,
-            and their next `step` waits for the copy. So is what of them does not fit into
-            `SaveOptions.budget_bytes` on the host. Until then nothing else may change them. A
+            and their next `step`, fused or not, waits for the copy. So is what of them does not fit
+            into `SaveOptions.budget_bytes` on the host. Until then nothing else may change them. A
             change that torch's version counters show is an error (`StateChanged`); changes through
             `.data`, and of DTensors outside of `step`, are not detected on an accelerator. On the
             host, every change of what does not fit is.
@@ -222,9 +222,9 @@ class Checkpointer:
                 by layer, counts by the expert's number, or those of all experts in order. The layer
                 is what stands in the names of arrays before the expert's number, or the name of a
                 stacked array, or a key of `Experts`. Process 0's are used.
-            changed: with `reuse`, what changed since the last call that returned, or since the step
-                that was loaded if there was none: see `SaveOptions.changed`, which says it of what
-                this does not name. Process by process, of the arrays that each has.
+            changed: with `reuse`, what changed since the last call: see `SaveOptions.changed`,
+                which says it of what this does not name. Process by process, of the arrays that
+                each has.
             metadata: as for `unickpt.save`.
             overwrite: replace the step if it exists.
 
@@ -244,6 +244,33 @@ class Checkpointer:
             UnickptError: an earlier background error that was not raised yet; this save did not
                 start.
         """
+        with self._queue.following():
+            request = self._request(
+                *(step, tree, wait, metrics, tokens, changed, metadata, overwrite)
+            )
+            try:
+                pending = self._queue.save(request)
+            except BaseException:
+                if self._partial is not None:
+                    self._partial.forget()
+                raise
+        self._saved_at = time.monotonic()
+        if wait:
+            pending.result()
+        return pending
+
+    def _request(
+        self,
+        step: int,
+        tree: Any,
+        wait: bool,
+        metrics: Mapping[str, float] | None,
+        tokens: TokensSeen | None,
+        changed: Mapping[str, Any] | Literal["tracked"] | None,
+        metadata: Mapping[str, Any] | None,
+        overwrite: bool,
+    ) -> SaveRequest:
+        """What `save` requests; arguments and errors as there."""
         self._check_open()
         step = step_number(step)
         group = self._group()
@@ -270,7 +297,7 @@ class Checkpointer:
             )
         counts = self._restores
         metadata_of = step_metadata if counts is None else counts.counting(step_metadata)
-        request = SaveRequest(
+        return SaveRequest(
             self._tiers.first.path(step),
             tree,
             knowing(counts.options() if counts else self._options, changed, self._reuses),
@@ -282,16 +309,6 @@ class Checkpointer:
             partial=begin,
             waits=wait,
         )
-        try:
-            pending = self._queue.save(request)
-        except BaseException:
-            if self._partial is not None:
-                self._partial.forget()
-            raise
-        self._saved_at = time.monotonic()
-        if wait:
-            pending.result()
-        return pending
 
     def wait(self) -> None:
         """Waits until all saves are committed and copied to `root`, and old steps are removed.
@@ -381,7 +398,7 @@ class Checkpointer:
             raise ValueError("no step was loaded; give the step: drop_later_steps(step)")
         kept = step_number(self.loaded_step if step is None else step)
         group = self._group()
-        return self._forgotten(self._removal.drop_later(kept, group, self._drain))
+        return self._forgotten(self._removal.drop_later(kept, group, self._drain), newest=kept)
 
     def delete(self, step: int) -> None:
         """Removes a step, even if a rule such as `keep_last` keeps it.
@@ -402,10 +419,13 @@ class Checkpointer:
         self._removal.delete(step_number(step), self._group(), self._drain)
         self._forgotten([step])
 
-    def _forgotten(self, removed: list[int]) -> list[int]:
-        """The steps that were removed; no later save refers to them."""
+    def _forgotten(self, removed: list[int], newest: int | None = None) -> list[int]:
+        """The steps that were removed; no later save refers to them, but to `newest`."""
         if self._partial is not None:
             self._partial.removed(removed)
+        if self._housekeeping.recent in removed:
+            self._housekeeping.recent = newest
+            self._queue.forget()
         return removed
 
     # --- finding and loading -------------------------------------------------------------------
@@ -499,6 +519,7 @@ class Checkpointer:
     def _has_loaded(self, step: int, group: Group) -> None:
         self.loaded_step = step
         self._housekeeping.loaded(step)
+        self._queue.forget()
         if group.index == 0:
             for tier in self._tiers.holders(step, self._branch)[:1]:
                 self._branch.continue_from(tier, step)

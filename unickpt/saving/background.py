@@ -11,11 +11,11 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from unickpt.errors import ForkedProcess, ProcessFailed, SaveTimeout, out_of_memory
 from unickpt.reuse.expert_keys import ExpertKeys
@@ -29,6 +29,9 @@ from unickpt.storage import paths
 from unickpt.storage.locations import Location
 from unickpt.threads import collection_paused, step_back
 from unickpt.trees import tree
+
+if TYPE_CHECKING:
+    from unickpt.reuse.unchanged import SeenState
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,7 @@ class PendingSave:
         """Where the checkpoint will be."""
         self._task, self._snapshot, self._previous = task, snapshot, previous
         self._callbacks, self._errors, self._events = callbacks, errors, task.events
-        self.attempt, self.tokens = task.attempt, task.tokens
+        self.seen = task.seen
         self._finished: Future[None] = Future()
         """Done when the save is over, and its `SaveOptions.metrics` was called."""
         self._report: SaveReport | None = None
@@ -411,7 +414,7 @@ class SaveQueue:
         self._beginning = threading.RLock()  # `SaveOptions.metrics` may save on another thread
         self._area, self._plans = HostMemoryPool(), PlanCache(_MOST)
         self._pending: list[PendingSave] = []
-        self._was_refused = False  # the last call raised, so that nothing is known of what it saved
+        self._is_forgotten = False  # the state is no longer that of the last call
         self.errors = BackgroundErrors()
 
     def save(self, request: SaveRequest) -> PendingSave:
@@ -421,12 +424,11 @@ class SaveQueue:
             Exception: also the error of an earlier save, if it was not raised before.
         """
         self._check_process(f"{request.path}: ")
-        with self._beginning, ExitStack() as undo:
+        with self._beginning, self.following(), ExitStack() as undo:
             undo.callback(request.callbacks.ended)
-            undo.callback(setattr, self, "_was_refused", True)
             pending = self._begin(request)
             undo.pop_all()
-            self._was_refused = False
+            self._is_forgotten = False
             pending.stage(request.waits)
         return pending
 
@@ -466,19 +468,44 @@ class SaveQueue:
             metadata, partial = request.metadata(), request.partial(task.attempt)
         found = self._plans.describe(task, request.tree, metadata, partial)
         if task.options.changed is not None:
-            from unickpt.saving import seen  # only where it is asked for
+            from unickpt.saving import unchanged_arrays  # only where it is asked for
 
-            last, given = self._pending[-1] if self._pending else None, task.options.base
             with task.failing():
-                base = seen.base_of(
-                    given,
-                    request.find_base(),
-                    None if last is None else (last.url, last.attempt, last.tokens),
-                    in_flight=last is not None and not last.done(),
-                    failed=self._was_refused or (last is not None and last._failure is not None),
-                )
-            task.tokens = seen.tell(task, found, base)
+                before = self._seen_before(task.options.base, request.find_base())
+            task.seen = unchanged_arrays.skip_unchanged(task, found, before)
         return found, None if partial is None else partial.keys
+
+    def _seen_before(
+        self, given: paths.PathLike | None, newest: paths.PathLike | None
+    ) -> SeenState | None:
+        """The last save, if `SaveOptions.changed` refers to it: the words are about what the last
+        call saved, and it is the base.
+
+        Arguments:
+            given: `SaveOptions.base`.
+            newest: the base that was found, as far as the saves have ended.
+        """
+        last = self._pending[-1] if self._pending and not self._is_forgotten else None
+        if last is None or last._failure is not None:
+            return None
+        base = newest if given is None else given
+        if base is not None and paths.resolve(base).url == last.url:
+            return last.seen
+        # It will be the newest, if a save that is in flight may be one.
+        return last.seen if given is None and base is not None and not last.done() else None
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """An error here raises in a call that saves: nothing is known of what it was about."""
+        try:
+            yield
+        except BaseException:
+            self.forget()
+            raise
+
+    def forget(self) -> None:
+        """The next save skips nothing: the state may be another one than that of the last call."""
+        self._is_forgotten = True
 
     def fence(self) -> None:
         """Waits until the state of all saves may change; their errors are reported elsewhere."""

@@ -72,7 +72,7 @@ class Description:
 
     def borrows(self, name: str, box: Box) -> bool:
         """Whether a box of an array is not saved, but taken from the step before."""
-        if self.unchanged is not None and self.unchanged.spares(name, box):
+        if self.unchanged is not None and self.unchanged.skips(name, box):
             return True
         return self.leaves_out(name, box)
 

@@ -66,14 +66,13 @@ class SaveOptions(CommonOptions):
             "reference": immutable arrays (JAX's) are kept by reference. Those on an accelerator
             are read in the background, and must not be donated before
             `PendingSave.wait_staged`. All others are copied before the call returns, as by "auto".
-            "lazy": copied in the background; nothing may be changed or freed before
-            `PendingSave.wait_staged`. Small arrays, NumPy arrays, and DTensors that no optimizer of
-            `Checkpointer(optimizers=...)` guards are copied before the call returns. An earlier
-            change raises `StateChanged` if it is detected. Always detected: changes that torch's
-            version counters record, and host memory that is freed. Other changes (through `.data`
-            or NumPy, and of DTensors) are detected on the host only if they touch one of about 64
-            sampled elements of each array, so a changed row is usually not detected; on an
-            accelerator they are never detected.
+            "lazy": what the optimizers of `Checkpointer(optimizers=...)` own is copied in the
+            background, on the host, too; their next step waits for it. Immutable arrays are as with
+            "reference". All others are cloned on the accelerator, or copied before the call
+            returns: many changes leave no trace (fused optimizers, batch norm, `.data`). Nothing
+            but its optimizer may change what is copied in the background before
+            `PendingSave.wait_staged`. An earlier change raises `StateChanged` if torch's version
+            counter or, on the host, one of about 64 sampled elements of each array shows it.
             "device": arrays on an accelerator are cloned there if it has room, and copied to the
             host in the background.
         fsync: whether to flush files and directories to disk before the save returns.
@@ -130,14 +129,14 @@ class SaveOptions(CommonOptions):
         changed: what changed since `base`, or since the step before of a `Checkpointer(reuse=...)`:
             what did not is neither staged nor read nor hashed. A dict of patterns of names (as of
             `quantize`; the first that matches counts), with False for arrays that did not change,
-            True for those to look at, an array of bools with one for each row (along the first
-            axis) that says which changed, or "tracked". "tracked", also in place of the dict for
-            all arrays: JAX's are unchanged if they are the same objects as in the save before in
-            this process, which tracked them, too; torch's plain tensors if their version counters
-            are the same and, on the host, about 64 sampled elements (changes through `.data` are
-            not counted); all others are looked at. A few chunks are looked at in each save anyway:
-            if one of these did change, the save fails with `StateChanged`. If the save before has
-            failed, everything is looked at.
+            True for those to hash, an array of bools with one for each row (along the first axis)
+            that says which changed, or "tracked". "tracked", also in place of the dict for all
+            arrays: tensors and JAX arrays on an accelerator are skipped if a digest of their
+            content, which the accelerator computes in the call, is that of the save before; all
+            others are hashed. Of what False and rows skip, each save compares a sample of each
+            array and hashes a part, in turns; if something did change, the save fails with
+            `StateChanged`. Nothing is skipped unless the save before in this process had `changed`,
+            too, and did not fail, nor in the first save after a load (docs/reuse.md).
         quantize: which arrays are stored with fewer bits, and so not exactly (docs/quantize.md):
             patterns of their names, in which `*` is any text within a component and `**` any
             number of components, with "uint8", "int4", "int3" or "int2" (codes of 8, 4, 3 or 2

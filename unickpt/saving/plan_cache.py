@@ -10,7 +10,7 @@ experts that take turns, only those are looked at whose turn it is.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import chain
@@ -82,7 +82,7 @@ class _Together:
             some = [
                 n
                 for n, (name, source) in enumerate(zip(self.names, sources, strict=True))
-                if source.assumed or not told.spares(name, source.fragments[0].box)
+                if source.assumed or not told.skips(name, source.fragments[0].box)
             ]
             sources, reads = [sources[n] for n in some], [reads[n] for n in some]
         at = self.at if some is None else [self.at[n] for n in some]
@@ -309,6 +309,21 @@ class SameTree:
     def arrays(self) -> Mapping[str, Any]:
         """The arrays as they are now, by their names."""
         return {name: self._values[number] for number, name in self.plan.arrays}
+
+    def sources(self, names: Collection[str]) -> Mapping[str, ArraySource]:
+        """Arrays as they are now, by their names; none that this save leaves out."""
+        both = zip(self._others, self.others, strict=True)
+        sources = {other.name: source for other, source in both if other.name in names}
+        for group in self._together:
+            members = [n for n, name in enumerate(group.names) if name in names]
+            reads = group.adapter.kept([self._values[group.at[n]] for n in members])
+            for n, read in zip(members, reads, strict=True):
+                source = group.sources[n]
+                fragments = tuple(
+                    Fragment(f.box, f.replicas, read, _PRIVATE) for f in source.fragments
+                )
+                sources[group.names[n]] = source.with_fragments(fragments)
+        return sources
 
     def assumed(self) -> Iterator[tuple[int, ArraySource, bool]]:
         """The assumed replicas: their numbers, sources, and whether these stay as they are."""

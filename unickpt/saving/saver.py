@@ -138,8 +138,8 @@ def _save(job: SaveTask, root: Any, metadata: Mapping[str, Any] | None) -> SaveR
             known = found.plan
         elif isinstance(found, Node) and plans.is_repeated(job.description.sources):
             known = plans.learn(found, job, job.description.sources, None)
-    tell = nullcontext() if job.options.changed is None else _telling(job, found)
-    with tell:
+    skipping = nullcontext() if job.options.changed is None else _skipping(job, found)
+    with skipping:
         if isinstance(found, SameTree):
             with job.failing():
                 found.refer()
@@ -151,25 +151,22 @@ def _save(job: SaveTask, root: Any, metadata: Mapping[str, Any] | None) -> SaveR
 
 
 @contextmanager
-def _telling(job: SaveTask, described: SameTree | Node | Leaf) -> Iterator[None]:
-    """Says of a save what did not change since its base; remembers what the next one asks for."""
-    from unickpt.reuse.unchanged import SeenState  # only where it is asked for
-    from unickpt.saving import seen
+def _skipping(job: SaveTask, described: SameTree | Node | Leaf) -> Iterator[None]:
+    """Has a save skip what did not change since its base; remembers the save for the next one."""
+    from unickpt.saving import unchanged_arrays  # only where it is asked for
 
-    last = _seen(os.getpid())
-    with job.failing():
-        given = job.options.base
-        known = None if given is None else last.get(paths.resolve(given).url)
-        before = None if known is None else (known.url, known.attempt, known.tokens)
-        base = seen.base_of(given, None, before, in_flight=False, failed=False)
+    last, base = _seen(os.getpid()), job.options.base
+    base_url = None if base is None else paths.resolve(base).url
+    before = None if base_url is None else last.get(base_url)
     try:
-        tokens = seen.tell(job, described, base)
+        seen = unchanged_arrays.skip_unchanged(job, described, before)
         yield
     except BaseException:
-        if base is not None:  # it may be another one by now
-            last.pop(base.url, None)
+        if base_url is not None:  # it may be another one by now
+            last.pop(base_url, None)
         raise
-    last[job.location.url] = SeenState(job.location.url, job.attempt, tokens)
+    last.pop(seen.url, None)  # the newest comes last
+    last[seen.url] = seen
     while len(last) > _MOST_SEEN:
         last.pop(next(iter(last)))
 

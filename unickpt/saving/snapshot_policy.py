@@ -32,9 +32,6 @@ from unickpt.saving.options import SaveOptions
 from unickpt.saving.write_plan import DirectSource, WriteItem, naming
 
 _log = logging.getLogger("unickpt")
-# Smaller arrays are not worth the risk: changes of batch norm's statistics are not detectable. And
-# to sample one that is much smaller takes as long as to copy it.
-_LAZY_BYTES = 1 << 18
 _SAMPLES = 64
 
 
@@ -119,7 +116,7 @@ class SnapshotPolicy:
     def _decide(self, fragment: Fragment, dtype: DType) -> tuple[SnapshotMethod, Fragment]:
         nbytes = fragment.box.size * dtype.itemsize
         if fragment.memory.on_device:
-            return self._decide_on_device(fragment, nbytes)
+            return self._decide_on_device(fragment)
         memory = fragment.memory
         immutable = not memory.mutable and not self._written.shares(memory)
         if self._mode != "copy" and immutable and memory.keep is not None:
@@ -128,7 +125,7 @@ class SnapshotPolicy:
             self.copied_bytes += nbytes
             private = Memory(mutable=False)
             return SnapshotMethod.REFERENCE, _read_by(fragment, _copied(fragment, dtype), private)
-        lazily = memory.mutable and self._is_lazy(memory, nbytes)
+        lazily = memory.mutable and self._is_lazy(memory)
         lazy = _lazily(fragment) if lazily else None
         return (
             (SnapshotMethod.COPY_NOW, fragment)
@@ -136,9 +133,9 @@ class SnapshotPolicy:
             else (SnapshotMethod.COPY_LATER, lazy)
         )
 
-    def _decide_on_device(self, fragment: Fragment, nbytes: int) -> tuple[SnapshotMethod, Fragment]:
+    def _decide_on_device(self, fragment: Fragment) -> tuple[SnapshotMethod, Fragment]:
         memory = fragment.memory
-        if self._is_lazy(memory, nbytes):
+        if self._is_lazy(memory):
             return SnapshotMethod.COPY_LATER, fragment
         # A copy to the host would wait for all work that is queued on the device.
         lazily = self._mode == "lazy" or (self._mode == "auto" and self._owners is not None)
@@ -158,15 +155,13 @@ class SnapshotPolicy:
             self._reads[memory] = memory.keep()
         return self._reads[memory]
 
-    def _is_lazy(self, memory: Memory, nbytes: int) -> bool:
+    def _is_lazy(self, memory: Memory) -> bool:
         if not memory.mutable:  # on a device; deletion is detected
             return self._mode in ("reference", "lazy")
-        if self._owners is not None:
-            # On the host some changes cannot be detected, and a copy costs little.
-            lazy = self._mode == "lazy" or (self._mode == "auto" and memory.on_device)
-            return lazy and memory.owner in self._owners
-        traced = memory.changed is not None and nbytes >= _LAZY_BYTES
-        return self._mode == "lazy" and traced
+        # Many writers do not count what they write (fused optimizers, batch norm, `.data`), so
+        # only memory may change later whose owner waits. On the host a copy costs little.
+        lazy = self._mode == "lazy" or (self._mode == "auto" and memory.on_device)
+        return lazy and self._owners is not None and memory.owner in self._owners
 
 
 class _Written:
@@ -200,8 +195,8 @@ def _read_by(fragment: Fragment, read: Read, memory: Memory) -> Fragment:
 def _lazily(fragment: Fragment) -> Fragment | None:
     """A fragment in host memory to copy in the background; None if that is not possible.
 
-    Freed memory is always detected; changes by the version counters of torch, and by a sample of
-    the elements, because `.data`, NumPy and steps on DTensors do not increment versions.
+    Its owner waits before it changes the memory. Freed memory is always detected; a change by
+    anybody else by the version counters of torch and a sample of the elements, if these show it.
     """
     if not guarded_copy.is_possible():
         return None

@@ -44,6 +44,7 @@ from unickpt.storage.locations import Location
 from unickpt.threads import Events, Ticker
 
 if TYPE_CHECKING:
+    from unickpt.reuse.unchanged import SeenState
     from unickpt.saving.compressing import Compressing
 
 
@@ -170,8 +171,8 @@ class SaveTask:
         self.working_bytes = share(options.budget_bytes, self.on_node)
         """Memory of this process to write with, in bytes."""
         self._has_begun = False  # to make folders
-        self.tokens: Mapping[str, object] = {}
-        """By which the next save knows arrays that did not change; only with `changed`."""
+        self.seen: SeenState | None = None
+        """By which the next save knows what did not change; only with `changed`."""
         self._samples: dict[int, Callable[[], int]] = {}
 
     def _become(self, state: SaveState) -> None:

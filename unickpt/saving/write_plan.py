@@ -151,18 +151,13 @@ def _held_items(description: Description) -> Iterator[WriteItem]:
         source = description.sources[name]
         selection = description.selection if name in description.experts else None
         fragments, assumed = source.fragments, source.assumed
-        declared = entry.boxes == ()
-        parts = (
-            [chunk_grid.box_part(entry, f.box) for f in fragments]
-            if declared
-            else chunk_grid.parts(entry)
-        )
+        parts = chunk_grid.parts_of(entry, [fragment.box for fragment in fragments])
         itemsize, first = source.dtype.itemsize, 0
-        # Nothing of it is looked at: it is saved in as few pieces as it has fragments.
+        # Nothing of it is staged: it is saved in as few pieces as it has fragments.
         is_lent = unchanged is not None and selection is None and entry.quantized is None
         for part in parts:
             for fragment in fragments:
-                if unchanged is not None and is_lent and unchanged.spares(name, fragment.box):
+                if unchanged is not None and is_lent and unchanged.skips(name, fragment.box):
                     for run in part.runs_in(fragment.box):
                         every = run == range(part.count)
                         boxes = [part.box] if every else map(part.chunk_box, run)
@@ -178,7 +173,7 @@ def _held_items(description: Description) -> Iterator[WriteItem]:
                     expert, borrowed = None, False
                     if selection is not None:
                         expert, borrowed = selection.of(name, box)
-                    if unchanged is not None and unchanged.spares(name, box):
+                    if unchanged is not None and unchanged.skips_chunk(name, box):
                         borrowed = True
                     of = array, entry, part, number, at, box, nbytes
                     yield WriteItem(*of, fragment, assumed, expert, borrowed)

@@ -164,10 +164,11 @@ def async_save(
         state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist,
             use_collectives: as for `save`.
         async_checkpointer_type: THREAD.
-        async_stager: None, or a `DefaultStager`. With its `use_async_staging` the state is copied
-            in the background (`SaveOptions(staging="lazy")`), and must not change before
-            `staging_completion`; else it may change when this returns. The stager itself copies
-            nothing.
+        async_stager: None, or a `DefaultStager`. With its `use_async_staging` the state must not
+            change before `staging_completion`; else it may change when this returns. On an
+            accelerator it is cloned there and copied in the background
+            (`SaveOptions(staging="lazy")`); on the host it is copied before this returns. The
+            stager itself copies nothing.
 
     Returns:
         A future of the save's report; an `AsyncSaveResponse` if the state is copied in the
