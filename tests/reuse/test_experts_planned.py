@@ -24,7 +24,7 @@ from unickpt.adapters.torch import NamedOptimizer
 from unickpt.reuse.expert_keys import ExpertKeys
 from unickpt.reuse.experts import ExpertRecord
 from unickpt.reuse.partial_save import PartialSave
-from unickpt.saving import plan_cache, snapshot_policy, task, write_plan
+from unickpt.saving import plan_cache, task, write_plan
 from unickpt.saving.write_plan import WritePlan
 
 EXPERTS = 4
@@ -135,9 +135,7 @@ def test_a_save_of_some_experts_is_recognised(
     staging: Any,
     recognised: list[bool],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(snapshot_policy, "_LAZY_BYTES", 100_000)
     state, history, pendings = changing(framework), list[Any](), list[Any]()
     options = SaveOptions(fsync=False, staging=staging)
     with Checkpointer(tmp_path, experts=Experts(KEYS), options=options) as run:

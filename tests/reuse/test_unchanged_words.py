@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.processes import Processes
 from support.saving import same
 
 import unickpt
@@ -292,3 +293,46 @@ def test_arrays_that_become_others_are_saved(tmp_path: Path) -> None:
             state |= other
             run.save(step, state, changed={"w": False, "**": False}, wait=True)
             assert same(unickpt.load(run.path(step)), state)
+
+
+JOB = """
+import sys
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+import unickpt
+from unickpt.reuse import unchanged
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2,))
+torch.manual_seed(3)
+w = distribute_tensor(torch.randn(2000, 64), mesh, [Shard(0)])
+plain = torch.randn(900, 64)
+options = unickpt.SaveOptions(chunk_bytes=16384, fsync=False, timeout_s=60)
+state, errors = {"w": w, "plain": plain}, []
+with unickpt.Checkpointer(sys.argv[1], reuse=True, options=options) as run:
+    for step in range(2 * unchanged.TURNS):
+        if step == 3 and dist.get_rank() == 1:
+            w.to_local()[555, 7] += 1  # nobody says so
+        try:
+            run.save(step, state, changed={"**": False}).result()
+        except unickpt.UnickptError as error:
+            errors.append((step, type(error).__name__))
+full = w.full_tensor()
+if dist.get_rank() == 0:
+    assert run.steps()[-1] == 2 * unchanged.TURNS - 1, run.steps()
+    found = unickpt.load(run.path(run.steps()[-1]))
+    assert torch.equal(torch.as_tensor(found["w"]), full)
+    assert torch.equal(torch.as_tensor(found["plain"]), plain)
+(first, name), = errors
+assert 3 <= first < 3 + unchanged.TURNS, errors
+assert name == ("StateChanged" if dist.get_rank() else "ProcessFailed"), errors
+dist.destroy_process_group()
+"""
+
+
+def test_a_wrong_word_of_one_process_fails_the_save_of_all(
+    processes: Processes, tmp_path: Path
+) -> None:
+    """And later ones hold what each process has."""
+    processes.finish(processes.torch(2, JOB, tmp_path / "run"))
