@@ -92,7 +92,8 @@ def tokens(leaves: Sequence[Any]) -> Sequence[Hashable]:
         return [None] * len(leaves)
     from unickpt.adapters import jax_digests  # only where there are devices
 
-    return jax_digests.tokens([None if _on_cpu(leaf.sharding) else leaf for leaf in leaves])
+    with unchecked():
+        return jax_digests.tokens([None if _on_cpu(leaf.sharding) else leaf for leaf in leaves])
 
 
 def copier(out: Sequence[Array]) -> Callable[[Sequence[Any], Sequence[int] | None], None]:
