@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from unickpt.cli import (
     rules,
     verify,
 )
-from unickpt.cli.output import FAILED, fail, warn
+from unickpt.cli.output import drop_output, fail, warn
 from unickpt.cli.saves import watch
 from unickpt.errors import RuleWarning, UnickptError
 
@@ -33,17 +32,26 @@ from unickpt.errors import RuleWarning, UnickptError
 class _CommandGroup(TyperGroup):
     """Prints the library's errors as messages, without a traceback."""
 
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().make_context(*args, **options)
+        except BrokenPipeError:  # while it prints its help
+            drop_output()
+            raise typer.Exit from None
+
     def invoke(self, ctx: Any) -> Any:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("always", RuleWarning)
                 warnings.showwarning = lambda message, *_: warn(str(message))
-                return super().invoke(ctx)
+                returned = super().invoke(ctx)
+                sys.stdout.flush()
+                return returned
         except UnickptError as error:
             fail(str(error))
-        except BrokenPipeError:  # such as by `| head`; 1 would say that something is damaged
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(FAILED) from None
+        except BrokenPipeError:  # such as by `| head`
+            drop_output()
+            raise typer.Exit from None
         except OSError as error:  # the library's own are UnickptErrors
             fail(f"the output cannot be written: {error}")
 
@@ -90,7 +98,8 @@ def unickpt_command(
     unickpt rules observe convert:to_hf --example runs/jax/100   rules from a converter
 
     Exit codes: 0 for success, 1 if verify finds damage, diff finds a difference, or clean
-    or prune is not confirmed, 2 for every other error.
+    or prune is not confirmed, 2 for every other error; the same if the output is cut, as
+    by `| head`.
     """
 
 

@@ -29,6 +29,7 @@ from unickpt.cli.output import (
     print_json,
     print_rows,
     transfer,
+    verdict,
 )
 from unickpt.quoting import counted, size_text
 
@@ -73,13 +74,12 @@ def command(
             rtol=rtol,
             progress=progress,
         )
-    if as_json:
-        rows = [{k: _finite(v) for k, v in asdict(row).items()} for row in report.differences]
-        print_json({**asdict(report), "same": report.same, "differences": rows})
-    else:
-        _print_report(report)
-    if not report.same:
-        raise typer.Exit(DIFFERENT)
+    with verdict(0 if report.same else DIFFERENT):
+        if as_json:
+            rows = [{k: _finite(v) for k, v in asdict(row).items()} for row in report.differences]
+            print_json({**asdict(report), "same": report.same, "differences": rows})
+        else:
+            _print_report(report)
 
 
 def _finite(value: Any) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -23,18 +25,27 @@ from unickpt.cli.output import (
 from unickpt.errors import CheckpointNotFound, UnickptError
 from unickpt.foreign.loose_files import SeveralCheckpoints
 from unickpt.quoting import size_text
+from unickpt.reading.checkpoint import Checkpoint, open_reader
 from unickpt.reading.listing import Listed, checkpoints_below, natural, other_folders
 from unickpt.runs import orphans
+from unickpt.runs.orphans import OrphanSearch
+from unickpt.storage import paths
 
 _OPEN_AT_ONCE = 8
+_MOST_DEPTH, _MOST_FOLDERS = 4, 2000  # to search below a folder that has no checkpoints itself
 _NUMERIC = ("arrays", "bytes", "new", "processes")
 
 
 def command(
-    root: Annotated[str, typer.Argument(help="A directory, or a URL: file, s3, gs or memory.")],
+    root: Annotated[
+        str, typer.Argument(help="A directory, a file, or a URL: file, s3, gs or memory.")
+    ],
     as_json: AsJson = False,
 ) -> None:
     """List the checkpoints in a folder, also those of other systems, and what failed saves left.
+
+    A local folder without checkpoints is searched four levels deep: a cache of the Hugging Face
+    Hub, or a folder of several models. Of a file, its own row is shown.
 
     What failed saves left behind is shown below the list, and `unickpt clean` removes it. A
     checkpoint whose index cannot be read is listed with the reason.
@@ -42,6 +53,8 @@ def command(
     \b
     unickpt ls runs/llama
     unickpt ls s3://bucket/runs/llama --json
+    unickpt ls ~/.cache/huggingface/hub
+    unickpt ls model.safetensors
 
     --json prints {root, checkpoints: [{name, path, format, created, arrays, bytes, new_bytes,
     processes, error}], orphans: [{name, kind, files, bytes, age_s}], under_way: [the same],
@@ -50,13 +63,15 @@ def command(
     Fields are only ever added. Where error is not null, the facts before it are null. under_way may
     be of saves in progress; holder is the job that saves here, or null.
     """
-    with ThreadPoolExecutor(_OPEN_AT_ONCE) as pool:
-        found = list(pool.map(_listed_json, checkpoints_below(root)))
-        for others in pool.map(_foreign_json, other_folders(root)):
-            known = {facts["name"] for facts in found}
-            found += [facts for facts in others if facts["name"] not in known]
-    found.sort(key=lambda facts: natural(facts["name"]))
-    left = orphans.find(root)
+    location = paths.resolve(root, or_file=True, whole=True)
+    if location.is_local and location.is_file(paths.context()):
+        found = [_listed_json(Listed(Path(str(location)).name, root))]
+        left = OrphanSearch((), (), (), None)
+    else:
+        with ThreadPoolExecutor(_OPEN_AT_ONCE) as pool:
+            found = _search(root, pool)
+        found.sort(key=lambda facts: natural(facts["name"]))
+        left = orphans.find(root)
     if as_json:
         beside = {
             "orphans": rows_json(left.orphans),
@@ -77,11 +92,54 @@ def command(
     print_kept(left)
 
 
+def _search(root: str, pool: ThreadPoolExecutor) -> list[dict[str, Any]]:
+    """The facts of the checkpoints in a folder; if it has none, of those in the folders below.
+
+    In object storage only the folder itself is searched: each level costs a listing.
+    """
+    found, folders = _level(Listed(".", root), pool)
+    depth = _MOST_DEPTH if paths.resolve(root, whole=True).is_local else 1
+    for _ in range(1, depth):
+        if found:
+            break
+        deeper: list[Listed] = []
+        for folder in folders[:_MOST_FOLDERS]:
+            with suppress(UnickptError):  # such as a folder that this user may not read
+                rows, below = _level(folder, pool)
+                found += rows
+                deeper += below
+        folders = deeper
+    return found
+
+
+def _level(above: Listed, pool: ThreadPoolExecutor) -> tuple[list[dict[str, Any]], list[Listed]]:
+    """The facts of the checkpoints directly in a folder, and the folders that are none."""
+    known = [_below(above, listed) for listed in checkpoints_below(above.path)]
+    found = list(pool.map(_listed_json, known))
+    folders = [_below(above, listed) for listed in other_folders(above.path)]
+    empty: list[Listed] = []
+    for folder, rows in zip(folders, pool.map(_foreign_json, folders), strict=True):
+        names = {facts["name"] for facts in found}
+        found += [facts for facts in rows if facts["name"] not in names]
+        if not rows and folder.name != above.name:
+            empty.append(folder)
+    return found, empty
+
+
+def _below(above: Listed, listed: Listed) -> Listed:
+    """A folder with its name below the root."""
+    if above.name == ".":
+        return listed
+    inner = above.name if listed.name == "." else f"{above.name}/{listed.name}"
+    return Listed(inner, listed.path)
+
+
 def _foreign_json(listed: Listed) -> list[dict[str, Any]]:
     """The facts of a folder that may be a checkpoint of another system, or contain some that are
     files."""
     try:
-        return [_facts(listed)]
+        reader = open_reader(paths.resolve(listed.path))
+        return [] if reader is None else [_facts_of(listed, Checkpoint(reader))]
     except CheckpointNotFound:
         return []
     except SeveralCheckpoints as error:
@@ -104,7 +162,10 @@ def _unknown(listed: Listed, error: UnickptError) -> dict[str, Any]:
 
 
 def _facts(listed: Listed) -> dict[str, Any]:
-    checkpoint = unickpt.open(listed.path)
+    return _facts_of(listed, unickpt.open(listed.path))
+
+
+def _facts_of(listed: Listed, checkpoint: Checkpoint) -> dict[str, Any]:
     index = checkpoint.index
     return {
         "name": listed.name,

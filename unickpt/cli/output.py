@@ -52,6 +52,24 @@ def print_json(body: Any) -> None:
     print(json.dumps(body, indent=2))
 
 
+def drop_output() -> None:
+    """Writes all further output nowhere, after its reader has closed the pipe."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def verdict(code: int) -> Iterator[None]:
+    """Prints the report of a command, and ends it with an exit code, also if the reader closes the
+    pipe before it has all of it."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        drop_output()
+    if code:
+        raise typer.Exit(code)
+
+
 def warn(message: str) -> None:
     console(stderr=True).print(Text.assemble(("warning: ", "bold yellow"), clean(message, "\n")))
 

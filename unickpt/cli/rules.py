@@ -18,7 +18,7 @@ import typer
 import unickpt
 from unickpt import Rules
 from unickpt.cli.options import HintOption, Inverse, Sizes, Under, read_rules, source_of
-from unickpt.cli.output import DIFFERENT, AsJson, Where, console, fail, print_json
+from unickpt.cli.output import DIFFERENT, AsJson, Where, console, fail, print_json, verdict
 from unickpt.trees import tree, tree_json
 
 app = typer.Typer(
@@ -131,12 +131,11 @@ def check(
     wanted = read_rules(rules, inverse, size)
     assert wanted is not None
     found = wanted.check(source_of(left, hint), right, probes=probes)
-    if as_json:
-        print_json({"same": bool(found), **asdict(found)})
-    else:
-        console().print(str(found))
-    if not found:
-        raise typer.Exit(DIFFERENT)
+    with verdict(0 if found else DIFFERENT):
+        if as_json:
+            print_json({"same": bool(found), **asdict(found)})
+        else:
+            console().print(str(found))
 
 
 def _write(found: Rules, output: Path | None, as_json: bool) -> None:

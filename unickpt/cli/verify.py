@@ -21,6 +21,7 @@ from unickpt.cli.output import (
     print_json,
     print_rows,
     transfer,
+    verdict,
 )
 from unickpt.quoting import counted, size_text
 from unickpt.tools.verification import VerifyReport
@@ -56,12 +57,11 @@ def command(
         return
     with transfer(path) as progress:
         report = unickpt.verify(source_of(path, hint), progress=progress)
-    if as_json:
-        print_json({**asdict(report), "ok": report.ok})
-    else:
-        _print_report(report)
-    if not report.ok:
-        raise typer.Exit(DAMAGED)
+    with verdict(0 if report.ok else DAMAGED):
+        if as_json:
+            print_json({**asdict(report), "ok": report.ok})
+        else:
+            _print_report(report)
 
 
 def _print_report(report: VerifyReport) -> None:
