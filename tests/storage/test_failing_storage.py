@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
+import shutil
 import subprocess
 import threading
 import time
@@ -194,6 +197,36 @@ def test_a_full_disk_fails_the_save_and_keeps_the_old(small_disk: Path) -> None:
     assert sound(path, 3)
 
 
+def test_a_full_disk_is_an_error_that_says_how_much_is_needed_and_free(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    (small_disk / "filler").write_bytes(bytes(1 << 20))
+    tree = {"w": np.ones(150_000)}
+    source = tmp_path / "source"
+    unickpt.save(source, tree)
+
+    def save_with_tiers() -> None:
+        with unickpt.Checkpointer(small_disk / "run", local=tmp_path / "local") as run:
+            run.save(1, tree, wait=True)
+
+    for number, act in enumerate(
+        (
+            lambda path: unickpt.save(path, tree),
+            lambda path: unickpt.save_async(path, tree).result(),
+            lambda path: unickpt.convert(source, path),
+            lambda path: unickpt.convert(source, f"{path}.safetensors", to="safetensors"),
+            lambda path: unickpt.copy(source, path),
+            lambda path: save_with_tiers(),
+        )
+    ):
+        with pytest.raises(StorageError, match="No space left on device") as caught:
+            act(small_disk / str(number))
+        text = str(caught.value)
+        assert re.search(r"1\.2 MB to write, and 1\.0 MB were free before\. Remove", text), text
+        for left in small_disk.glob(f"{number}*"):
+            shutil.rmtree(left)  # `copy` resumes from what is there
+
+
 def test_a_disk_without_any_room_left(small_disk: Path) -> None:
     path = small_disk / "c"
     unickpt.save(path, numbers(1))
@@ -206,3 +239,61 @@ def test_a_disk_without_any_room_left(small_disk: Path) -> None:
     (small_disk / "filler").unlink()
     unickpt.save(path, numbers(3), overwrite=True)
     assert sound(path, 3)
+
+
+def test_a_file_that_fails_when_it_is_closed_fails_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS, which sends data at the latest then."""
+    real = os.close
+
+    def close(handle: int) -> None:
+        at = os.readlink(f"/proc/self/fd/{handle}")
+        real(handle)
+        if "/d/" in at:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    unickpt.save(tmp_path / "c", numbers(1))
+    monkeypatch.setattr(os, "close", close)
+    with pytest.raises(StorageError) as caught:
+        unickpt.save(tmp_path / "c", numbers(2), overwrite=True)
+    text = str(caught.value)
+    assert re.search(rf"cannot close {tmp_path}/c/processes/.*: Disk quota exceeded; this", text)
+    assert "but the quota of this user or project is used up" in text
+    assert sound(tmp_path / "c", 1)
+
+
+def test_a_lock_that_fails_when_it_is_closed_fails_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.close
+
+    def close(handle: int) -> None:
+        at = os.readlink(f"/proc/self/fd/{handle}")
+        real(handle)
+        if at.endswith("lock"):
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "close", close)
+    for number in (1, 2):
+        unickpt.save(tmp_path / "c", numbers(number), overwrite=True)
+    with unickpt.Checkpointer(tmp_path / "run") as run:
+        run.save(1, numbers(1), wait=True)
+    assert sound(tmp_path / "c", 2)
+
+
+def test_a_probe_of_links_that_cannot_be_removed_fails_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.unlink
+
+    def unlink(path: str, **options: object) -> None:
+        if str(path).endswith("/probe"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        real(path, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    with unickpt.Checkpointer(tmp_path, reuse=True) as run:
+        for step in (1, 2):
+            run.save(step, numbers(1), wait=True)
+    assert sound(tmp_path / "step_2", 1)

@@ -88,6 +88,8 @@ class Attempt:
         self.writers: tuple[Mapping[str, float], ...] = ()
         """The statistics in each process's record, once the coordinator has committed."""
         self.merged: Merged | None = None  # likewise: what all processes saved
+        self.planned_bytes = 0
+        """What this process has to write, for messages."""
 
     @cached_property
     def _waits(self) -> Waits:
@@ -169,7 +171,9 @@ class Attempt:
             pass  # reading the storage fails too; its first error is more useful
         if not isinstance(error, Failed):
             return error
-        return errors.writing_failed(error, f"saving to {self.location}")
+        partial = str(self._folder.spec["path"])
+        room = self.location.room_text(error, self.planned_bytes, partial)
+        return errors.writing_failed(error, f"saving to {self.location}", room)
 
     def publish(self, record: Record, kind: str = OK) -> None:
         """Publishes this process's record, which ends its part."""

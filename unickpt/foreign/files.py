@@ -12,7 +12,13 @@ from unickpt.foreign.crc32 import ChecksummedRanges, Parts, Range
 from unickpt.storage import paths
 from unickpt.storage.errors import Damaged
 from unickpt.storage.kvstore import KvStore
-from unickpt.storage.local_files import FolderBoundary, check_regular, open_to_read, system_calls
+from unickpt.storage.local_files import (
+    FolderBoundary,
+    check_regular,
+    close_quietly,
+    open_to_read,
+    system_calls,
+)
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
 
@@ -215,7 +221,7 @@ class Files:
             return
         with self._opened(file) as handle:
             while out:
-                with system_calls():
+                with system_calls("read", self._folder + file):
                     count = os.preadv(handle, [out], offset)
                 if count == 0:
                     raise Damaged(f"{self._folder + file} ends at byte {offset}")
@@ -239,10 +245,12 @@ class Files:
             self._inside.add(file)
         handle = open_to_read(at)
         try:
-            check_regular(os.fstat(handle), at)
+            with system_calls("read", at):
+                facts = os.fstat(handle)
+            check_regular(facts, at)
             yield handle
         finally:
-            os.close(handle)
+            close_quietly(handle)
 
 
 class CheckedFiles(Files):

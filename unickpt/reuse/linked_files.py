@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 
 from unickpt.format.chains import Value
 from unickpt.format.chunk_grid import Part
@@ -11,7 +12,7 @@ from unickpt.format.index import ArrayEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.reuse.shares import Chunk, Place, Places
 from unickpt.storage.btree.nodes import DataReference
-from unickpt.storage.errors import Damaged
+from unickpt.storage.errors import Damaged, Failed
 from unickpt.storage.local_files import RegularFiles
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
@@ -42,13 +43,17 @@ class LinkedFiles:
 
     def are_possible(self) -> bool:
         """Whether both checkpoints are in one file system, and it has links."""
-        self._folder.make()
+        try:
+            self._folder.make()
+        except Failed:
+            return False
         probe = f"{self._folder.spec['path']}{_PROBE}"
         is_linked = self._files.link(MANIFEST, probe, fsync=False)
-        if is_linked:
-            os.unlink(probe)
-        else:  # else it is about to be used
-            os.rmdir(str(self._folder.spec["path"]))
+        with suppress(OSError):  # what stays here is in no checkpoint
+            if is_linked:
+                os.unlink(probe)
+            else:  # else it is about to be used
+                os.rmdir(str(self._folder.spec["path"]))
         return is_linked
 
     def find_all(self, chunks: Sequence[Chunk]) -> Sequence[Places | None]:

@@ -26,7 +26,7 @@ from unickpt.runs.cleaning import Cleaning, StepsInUse
 from unickpt.runs.step_folder import StepFolder
 from unickpt.runs.tiers import Newer, Tier, Tiers, TierVersions, compare
 from unickpt.saving.options import SaveOptions
-from unickpt.storage import errors, paths
+from unickpt.storage import errors, local_folders, paths
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
@@ -216,7 +216,9 @@ def copy_version(
         if isinstance(error, CheckpointCorrupt):
             raise CheckpointCorrupt(f"{where}: {error}; nothing was copied") from error
         if isinstance(error, Failed):
-            raise errors.writing_failed(error, where) from error
+            files = local_folders.walk_all(str(origin.spec["path"])) if origin.is_local else ()
+            room = destination.room_text(error, sum(file.nbytes or 0 for file in files))
+            raise errors.writing_failed(error, where, room) from error
         raise
     if not is_current:
         _undo(root, step, version, replaced)

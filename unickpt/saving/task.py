@@ -342,7 +342,7 @@ class SaveTask:
             *(self._attempt, self.description, self.working_bytes, source, base, reuses, told),
             encodes=None if chosen is None else chosen.encode,
         )
-        total = sum(item.nbytes for item in plan.own)
+        self._attempt.planned_bytes = total = sum(item.nbytes for item in plan.own)
         ticker.start(partial(self._report_progress, writer, total))
         record = writer.write_all(plan.own)
         if base is not None and base.growth is not None:

@@ -17,7 +17,7 @@ import tensorstore as ts
 from unickpt.storage import paths
 from unickpt.storage.btree.builder import MOST_INLINE
 from unickpt.storage.kvstore import KvStore
-from unickpt.storage.local_files import system_calls
+from unickpt.storage.local_files import close_quietly, system_calls
 from unickpt.storage.locations import Location
 
 FOLDER = "d"
@@ -116,22 +116,27 @@ class _LocalFile(DataFile):
     def close(self) -> None:
         try:
             self._flush()
-            if self._fsync and self._handle >= 0:
-                with system_calls():
-                    os.fsync(self._handle)
+            if self._handle >= 0:
+                if self._fsync:
+                    with system_calls("flush", self._at):
+                        os.fsync(self._handle)
+                handle, self._handle = self._handle, -1
+                with system_calls("close", self._at):
+                    os.close(handle)
         finally:
             self.abandon()
 
     def abandon(self) -> None:
         handle, self._handle = self._handle, -1
         if handle >= 0:
-            os.close(handle)
+            close_quietly(handle)
 
     def _append(self, part: memoryview, look: Callable[[memoryview], object] | None) -> None:
         if len(part) > _TOGETHER_BYTES:
             self._flush()
             pieces = [part[at : at + self._most] for at in range(0, len(part), self._most)]
-            with system_calls():  # here, so that next to no Python runs between the pieces
+            # Here, so that next to no Python runs between the pieces.
+            with system_calls("write", self._at):
                 self._open()
                 for piece in pieces:
                     if look is not None:
@@ -150,7 +155,7 @@ class _LocalFile(DataFile):
     def _flush(self) -> None:
         waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
         if waiting:
-            with system_calls():
+            with system_calls("write", self._at):
                 self._open()
                 self._write(waiting[0] if len(waiting) == 1 else memoryview(b"".join(waiting)))
 

@@ -58,11 +58,12 @@ def reading_failed(error: Failed, where: str) -> CheckpointCorrupt | StorageErro
     return StorageError(f"{where}: the storage failed: {error}")
 
 
-def writing_failed(error: Failed, where: str) -> StorageError:
+def writing_failed(error: Failed, where: str, room: str = "") -> StorageError:
     """What users get for any other failure, which never means a damaged checkpoint.
 
     Arguments:
         error: the failure.
         where: the path, for the message.
+        room: how much room was needed and free; see `Location.room_text`.
     """
-    return StorageError(f"{where}: the storage failed: {error}")
+    return StorageError(f"{where}: the storage failed: {error}{room}")

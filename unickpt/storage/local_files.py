@@ -203,23 +203,26 @@ class RegularFiles:
             Failed: the storage failed.
         """
         with self.opened(reference.path) as handle:
-            size, end = os.fstat(handle).st_size, reference.offset + reference.length
+            at = self.folder + reference.path
+            with system_calls("read", at):
+                size = os.fstat(handle).st_size
+            end = reference.offset + reference.length
             # A hole takes no space and reads as zeros, and valid nodes never have thousands of
             # zeros in a row. So gigabytes of zeros are refused before they take memory.
             no_hole = may_be_sparse or not _has_hole(handle, reference.offset, end)
             if size < end or not no_hole:
                 raise Damaged(
-                    f"{self.folder + reference.path} has no bytes {reference.offset} to {end}: "
+                    f"{at} has no bytes {reference.offset} to {end}: "
                     f"its size is {size}, or it has a hole"
                 )
-            parts, at = [], reference.offset
-            while at < end:
-                with system_calls():
-                    part = os.pread(handle, end - at, at)
+            parts, offset = [], reference.offset
+            while offset < end:
+                with system_calls("read", at):
+                    part = os.pread(handle, end - offset, offset)
                 if not part:
-                    raise Damaged(f"{self.folder + reference.path} ends at byte {at}")
+                    raise Damaged(f"{at} ends at byte {offset}")
                 parts.append(part)
-                at += len(part)
+                offset += len(part)
         return b"".join(parts)
 
     def check_if_present(self, path: str) -> None:
@@ -250,7 +253,7 @@ class _OpenFile:
         self.handle = handle
 
     def __del__(self) -> None:
-        os.close(self.handle)
+        close_quietly(self.handle)
 
 
 _MOST_KEPT = 32  # of the file descriptors that a process may have, often 1,024
@@ -354,10 +357,8 @@ _flush_data = getattr(os, "fdatasync", os.fsync)
 
 def _flush(path: str) -> None:
     handle = open_to_read(path)
-    try:
+    with closing(handle, path), system_calls("flush", path):
         _flush_data(handle)
-    finally:
-        os.close(handle)
 
 
 def open_to_read(path: str) -> int:
@@ -401,12 +402,51 @@ def _has_hole(handle: int, start: int, end: int) -> bool:
         return False
 
 
+# What to do about errors of file systems that are not complete.
+_ADVICE = {
+    errno.ESPIPE: "this file system writes a file only from its beginning to its end. Mount it "
+    "with a cache for writes (rclone: --vfs-cache-mode writes), or write to another one",
+}
+
+
 @contextmanager
-def system_calls() -> Iterator[None]:
-    """Wraps file operations of the operating system only: their errors become `Failed`."""
+def system_calls(operation: str = "", path: str = "") -> Iterator[None]:
+    """Wraps file operations of the operating system only: their errors become `Failed`.
+
+    Arguments:
+        operation: what they do, for errors without a path, as those of open files.
+        path: of the file.
+    """
     try:
         yield
     except Failed:
         raise
     except OSError as error:
-        raise Failed(str(error), error.errno) from error
+        reason = str(error)
+        if operation and error.filename is None:
+            reason = f"cannot {operation} {path}: {error.strerror}"
+        if error.errno in _ADVICE:
+            reason += f": {_ADVICE[error.errno]}"
+        raise Failed(reason, error.errno) from error
+
+
+@contextmanager
+def closing(handle: int, path: str) -> Iterator[None]:
+    """Closes a file that was written, which some file systems send only then.
+
+    Raises:
+        Failed: it cannot be closed, and the block had no error.
+    """
+    try:
+        yield
+    except BaseException:
+        close_quietly(handle)
+        raise
+    with system_calls("close", path):
+        os.close(handle)
+
+
+def close_quietly(handle: int) -> None:
+    """Closes a file that was only read or locked, or whose data are given up."""
+    with suppress(OSError):
+        os.close(handle)

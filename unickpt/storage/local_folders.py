@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from unickpt.storage.errors import Failed, LockHeld
-from unickpt.storage.local_files import check_regular, system_calls
+from unickpt.storage.local_files import check_regular, close_quietly, closing, system_calls
 from unickpt.storage.ocdbt import MANIFEST
 
 LOCK_SUFFIX = ".__lock"
@@ -126,6 +126,30 @@ def remove_made(path: str, count: int) -> None:
             at = os.path.dirname(at)
 
 
+def free_bytes(path: str, partial: str) -> int:
+    """How many bytes are free for this user in the file system of a folder, once another folder in
+    it is removed.
+
+    Arguments:
+        path: of the folder, which need not exist.
+        partial: the path of the other one; empty for none.
+
+    Raises:
+        OSError: the file system does not say it.
+    """
+    folder = path.rstrip("/")
+    while not os.path.isdir(folder) and folder not in ("", "/"):
+        folder = os.path.dirname(folder)
+    facts = os.statvfs(folder or "/")
+    written = 0
+    for above, _, names in os.walk(partial) if partial else ():
+        for name in names:
+            with suppress(OSError):
+                file = os.lstat(os.path.join(above, name))
+                written += file.st_blocks * 512 if file.st_nlink == 1 else 0
+    return facts.f_bavail * facts.f_frsize + written
+
+
 def exchange(one: str, other: str) -> bool:
     """Exchanges two names at once; False if this system or file system cannot.
 
@@ -150,10 +174,8 @@ def sync_folder(path: str) -> None:
     """Syncs the entries of a folder. Raises Failed."""
     with system_calls():
         handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    with closing(handle, path), system_calls("flush the folder", path):
+        os.fsync(handle)
 
 
 def sync(path: str, top: str, made: int = 1) -> None:
@@ -227,7 +249,7 @@ def locked(path: str, what: str, timeout_s: float) -> Iterator[None]:
     finally:
         with suppress(OSError):
             os.unlink(name)
-        os.close(handle)
+        close_quietly(handle)
 
 
 _held: set[int] = set()
@@ -261,12 +283,14 @@ class FileLock:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(handle, 4096, 0).decode(errors="replace")
-            os.close(handle)
+            holder = ""
+            with suppress(OSError):  # rclone reads no file that is open for writing
+                holder = os.pread(handle, 4096, 0).decode(errors="replace")
+            close_quietly(handle)
             raise LockHeld(self._name, holder) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
-                os.close(handle)
+                close_quietly(handle)
                 raise Failed(f"{self._name}: {error}", error.errno) from error
             self._warn(error)
         self._handle = handle
@@ -308,7 +332,7 @@ class FileLock:
     def release(self) -> None:
         if self._handle in _held:
             _held.discard(self._handle)
-            os.close(self._handle)
+            close_quietly(self._handle)
 
 
 def _text_of(name: str) -> tuple[os.stat_result, str]:
@@ -319,7 +343,7 @@ def _text_of(name: str) -> tuple[os.stat_result, str]:
         check_regular(facts, name)
         return facts, os.pread(handle, 4096, 0).decode(errors="replace")
     finally:
-        os.close(handle)
+        close_quietly(handle)
 
 
 def _is_lock_of(line: str, facts: os.stat_result) -> bool:
@@ -332,7 +356,7 @@ def _is_lock_of(line: str, facts: os.stat_result) -> bool:
 def _forget_held() -> None:
     """Forgets held locks in a forked child, which would keep the locks of a dead parent."""
     for handle in _held:
-        os.close(handle)
+        close_quietly(handle)
     _held.clear()
 
 
@@ -354,7 +378,7 @@ def _open_lock(name: str) -> int:
             raise Failed(f"{name} is not a regular file; remove it") from None
         raise
     if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
+        close_quietly(handle)
         raise Failed(f"{name} is not a regular file; remove it")
     return handle
 
@@ -371,16 +395,16 @@ def _acquire(name: str, timeout_s: float) -> int | None:
                     return handle
         except BlockingIOError:
             if time.monotonic() > deadline:
-                os.close(handle)
+                close_quietly(handle)
                 raise LockHeld(name) from None
         except OSError as error:
-            os.close(handle)
+            close_quietly(handle)
             if error.errno not in _NO_LOCKS:
                 raise
             with suppress(FileNotFoundError):
                 os.unlink(name)
             return None
-        os.close(handle)
+        close_quietly(handle)
         time.sleep(_LOCK_PAUSE_S)
 
 
@@ -402,7 +426,7 @@ def _exclusive(name: str, timeout_s: float) -> Iterator[None]:
         with suppress(OSError):  # someone may have removed it and a third process created it
             if os.path.samestat(os.fstat(handle), os.stat(name)):
                 os.unlink(name)
-        os.close(handle)
+        close_quietly(handle)
 
 
 def _make_exclusively(name: str, timeout_s: float) -> int:

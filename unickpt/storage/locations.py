@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 import tensorstore as ts
 
+from unickpt.storage.errors import Failed
 from unickpt.storage.kvstore import KvStore
 from unickpt.storage.local_files import RegularFiles
 from unickpt.storage.local_folders import FileLock, StoredFile
@@ -212,6 +213,16 @@ class Location:
     def sync(self, top: Location, made: int = 1) -> None:
         """Makes the folders from `top` down to this one durable, and above `top` as many as were
         made with it."""
+
+    def room_text(self, error: Failed, needed: int, partial: str = "") -> str:
+        """For errors: how much room was needed and free, if a lack of it is what failed.
+
+        Arguments:
+            error: what failed.
+            needed: bytes to write.
+            partial: the path of a folder with what was written, which is removed after a failure.
+        """
+        return ""
 
     # --- locks ---------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import tensorstore as ts
 
 from unickpt.errors import InvalidPath, StorageError
+from unickpt.quoting import size_text
 from unickpt.storage import local_folders, ocdbt, schemes
 from unickpt.storage.errors import Failed, MissingFolder
 from unickpt.storage.kvstore import KvStore
@@ -188,6 +189,17 @@ class LocalLocation(Location):
 
     def sync(self, top: Location, made: int = 1) -> None:
         local_folders.sync(self.path, top.spec["path"], made)
+
+    def room_text(self, error: Failed, needed: int, partial: str = "") -> str:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return ""
+        with suppress(OSError):
+            free = size_text(local_folders.free_bytes(self.path, partial))
+            text = f"; this process has {size_text(needed)} to write, and {free} were free before"
+            if error.errno == errno.EDQUOT:
+                text += ", but the quota of this user or project is used up"
+            return f"{text}. Remove what is not needed, or write to another disk"
+        return ""
 
     def manifest_locked(self, timeout_s: float) -> AbstractContextManager[None]:
         return local_folders.manifest_locked(self.path, timeout_s)

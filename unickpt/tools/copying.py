@@ -123,7 +123,9 @@ def copy(
     except CheckpointCorrupt as error:
         raise CheckpointCorrupt(f"{where}: {error}") from error
     except Failed as error:
-        raise errors.writing_failed(error, where) from error
+        nbytes = sum(entry.nbytes for entry in reader.index.arrays.values())
+        room = there.room_text(error, nbytes, str(there.spec["path"]))
+        raise errors.writing_failed(error, where, room) from error
     index = reader.index
     nbytes = sum(entry.nbytes for entry in index.arrays.values())
     took = time.monotonic() - started

@@ -26,7 +26,7 @@ from unickpt.errors import (
 from unickpt.format.writer import PlannedFile
 from unickpt.reading import checkpoint
 from unickpt.storage import local_folders, paths
-from unickpt.storage.local_files import system_calls
+from unickpt.storage.local_files import closing, system_calls
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
 
@@ -72,6 +72,8 @@ class ExportDestination(ABC):
         self._lease: Lease | None = None  # where several exports could write the same files
         self.readable: paths.PathLike = self.name
         """Where all that was written can be read before `commit`."""
+        self.partial = ""
+        """The path of a folder with what was written, which a failure removes."""
 
     @cached_property
     def context(self) -> ts.Context:
@@ -189,7 +191,7 @@ class LocalDestination(ExportDestination):
         top = os.path.realpath(str(folder.spec["path"]))
         self._final = top if file is None else os.path.join(top, file)
         above, self._name = os.path.split(self._final)
-        self._work = os.path.join(above, f"{self._beside}.partial")
+        self.partial = self._work = os.path.join(above, f"{self._beside}.partial")
         self._old = os.path.join(above, f"{self._beside}.old")
         self.readable = self._work if file is None else os.path.join(self._work, file)
         self._overwrite = self._committed = False
@@ -222,23 +224,22 @@ class LocalDestination(ExportDestination):
         local_folders.make(os.path.dirname(at))
         with system_calls():
             handle = os.open(at, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
 
-            def write(offset: int, data: memoryview) -> None:
-                with system_calls():
-                    while data:
-                        count = os.pwrite(handle, data, offset)
-                        offset, data = offset + count, data[count:]
+        def write(offset: int, data: memoryview) -> None:
+            with system_calls("write", at):
+                while data:
+                    count = os.pwrite(handle, data, offset)
+                    offset, data = offset + count, data[count:]
 
+        with closing(handle, at):
             yield write
-            with system_calls():
+            with system_calls("write", at):
                 # Only ever to its full size, whoever does it.
                 if os.fstat(handle).st_size < file.size:
                     os.ftruncate(handle, file.size)
-                if self.fsync:
+            if self.fsync:
+                with system_calls("flush", at):
                     os.fsync(handle)
-        finally:
-            os.close(handle)
 
     def read(self, file: str) -> bytes:
         with system_calls(), open(os.path.join(self._work, file), "rb") as there:

@@ -170,7 +170,9 @@ class ExportJob:
         try:
             yield
         except Failed as error:
-            raise writing_failed(error, f"exporting to {self._to.name}") from error
+            nbytes = sum(map(self._pieces.nbytes, self._plan.files))
+            room = self._to.folder.room_text(error, nbytes, self._to.partial)
+            raise writing_failed(error, f"exporting to {self._to.name}", room) from error
 
     @contextmanager
     def _together(self) -> Iterator[None]:
