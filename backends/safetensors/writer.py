@@ -22,6 +22,7 @@ from unickpt.foreign.flat_names import SEPARATOR, are_nested, flat_names, plain_
 from unickpt.format.index import RESERVED, ArrayEntry, Index
 from unickpt.format.writer import Data, Plan, PlannedFile, text_file
 from unickpt.trees import tree
+from unickpt.trees.moments import moments_among
 
 _NAMES = {name: code for code, name in DTYPES.items()}
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -67,6 +68,7 @@ class HuggingFaceWriter:
             raise ValueError(f"dtype={self.dtype!r} is no floating-point dtype of safetensors")
 
     def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
+        _check_model(index)
         casts = _casts(index, self.dtype)
         index = replace(
             index,
@@ -90,6 +92,24 @@ class HuggingFaceWriter:
             told_as = json.dumps(told, indent=2, sort_keys=True) + "\n"
             files.append(text_file("model.safetensors.index.json", told_as, last=True))
         return Plan(tuple(files), _shown(names), casts=casts)
+
+
+def _check_model(index: Index) -> None:
+    """Refuses a whole training step: `from_pretrained` looks up the names of the model alone, and
+    takes random numbers for weights that it does not find.
+
+    Raises:
+        UnsupportedLeaf: there are moments of an optimizer.
+    """
+    moments = moments_among(index.arrays, {n: e.shape for n, e in index.arrays.items()})
+    if moments:
+        more = f" and {len(moments) - 1} more" if len(moments) > 1 else ""
+        raise UnsupportedLeaf(
+            f"array {moments[0]!r}{more} look like moments of an optimizer, and from_pretrained "
+            'knows the names of a model alone. Export the model, as under="model" or --under '
+            "model; or through rules that make the names of the model's class and drop the rest "
+            '(docs/howto/convert.md). to="safetensors" writes one file with any names'
+        )
 
 
 def _is_float(dtype: str) -> bool:

@@ -183,3 +183,27 @@ def test_to_s3_with_the_index_last(
         unickpt.convert(tmp_path / "c", "s3://hf-export/models/b", **options)
     with pytest.raises(unickpt.CheckpointNotFound):
         unickpt.open("s3://hf-export/models/b")
+
+
+def test_a_whole_training_step_is_no_model(tmp_path: Path) -> None:
+    params, mu, nu = ({"up": {"kernel": np.full((3, 5), n, np.float32)}} for n in (1, 2, 3))
+    count = np.zeros((), np.int32)
+    steps = {
+        "jax": {"params": params, "opt_state": [{"count": count, "mu": mu, "nu": nu}]},
+        "torch": {
+            "model": {"up.weight": np.ones((5, 3), np.float32)},
+            "optim": {"state": {"up.weight": {"exp_avg": np.ones((5, 3), np.float32)}}},
+        },
+    }
+    for name, step in steps.items():
+        unickpt.save(tmp_path / name, step)
+        part = next(iter(step))
+        with pytest.raises(UnsupportedLeaf) as caught:
+            unickpt.convert(tmp_path / name, tmp_path / f"{name}-hf", to="hf")
+        said = str(caught.value)
+        assert "look like moments of an optimizer" in said
+        assert f"pass under={part!r} (1 array)" in said
+        assert "docs/howto/convert.md" in said
+        assert not (tmp_path / f"{name}-hf").exists()
+        unickpt.convert(tmp_path / name, tmp_path / f"{name}-hf", to="hf", under=part)
+        unickpt.convert(tmp_path / name, tmp_path / f"{name}.safetensors", to="safetensors")

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from unickpt.errors import LoadMismatch
 from unickpt.format.index import ArrayEntry
+from unickpt.trees.moments import moments_among
 from unickpt.trees.name_ranges import natural
 
 # A slot of torch's optimizers, under the number or the name of its parameter.
@@ -18,14 +19,6 @@ _SLOT = re.compile(
 _SETTING = re.compile(r"((?:.*/)?)param_groups/([^/]+)/([^/]+).*")
 _PARAMETER = re.compile(r"((?:.*/)?)param_groups/[^/]+/params/[^/]+")
 _NOT_SETTINGS = ("params", "param_names")
-
-# Components of the names of moments: of torch's optimizers; and of optax', which parameters may
-# have as well, so that an array counts as one only beside an array of its shape with the same end.
-_MOMENTS = {
-    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg",
-    "acc_delta", "row_var", "col_var",
-}  # fmt: skip
-_TWINS = {"mu", "nu", "m", "v", "mom", "momentum", "trace", "velocity", "sum_of_squares"}
 
 _NOTHING_REQUESTED = (
     "the optimizer in `like` has nothing under {name!r}: a state_dict() is empty before the first "
@@ -146,7 +139,11 @@ def _new_parameters(rows: Sequence[Row], requested: Collection[str]) -> list[str
 
 
 def check_moments(
-    where: str, requested: Mapping[str, Any], loaded: Collection[str], stored: Stored
+    where: str,
+    requested: Mapping[str, Any],
+    loaded: Collection[str],
+    unused: Collection[str],
+    entries: Mapping[str, ArrayEntry],
 ) -> None:
     """Checks that no optimizer of torch stays without state while its moments are stored.
 
@@ -154,7 +151,8 @@ def check_moments(
         where: the checkpoint, for messages.
         requested: the leaves of `like`.
         loaded: the names of those that are loaded.
-        stored: what is stored.
+        unused: the names of stored leaves that nothing takes, or that a rule drops.
+        entries: all stored arrays by name.
 
     Raises:
         LoadMismatch: names the optimizer, the stored arrays, and what to do.
@@ -164,7 +162,8 @@ def check_moments(
         state = f"{prefix}state/"
         if any(name.startswith(state) for name in loaded) or _has_no_slots(prefix, requested):
             continue
-        moments = sorted(stored.moments(), key=natural)
+        shapes = {name: entry.shape for name, entry in entries.items()}
+        moments = sorted(moments_among(unused, shapes), key=natural)
         if moments:
             raise LoadMismatch(
                 _MOMENTS_UNUSED.format(
@@ -174,41 +173,6 @@ def check_moments(
                     skip=f"{prefix}**",
                 )
             )
-
-
-class Stored:
-    """The stored arrays, and which of them are not used.
-
-    Arguments:
-        entries: all arrays by name.
-        unused: the names of leaves that nothing takes, or that a rule drops.
-    """
-
-    def __init__(self, entries: Mapping[str, ArrayEntry], unused: Collection[str]) -> None:
-        self._entries, self._unused = entries, unused
-
-    def moments(self) -> list[str]:
-        """The names of arrays that are not used and look like moments."""
-        unused = {name: self._entries[name] for name in self._unused if name in self._entries}
-        parts = {name: name.split("/") for name in unused}
-        moments = [name for name in unused if not _MOMENTS.isdisjoint(parts[name])]
-        twins = [name for name in unused if not _TWINS.isdisjoint(parts[name])]
-        ends = self._ends() if twins else frozenset[tuple[str, tuple[int, ...]]]()
-        for name in twins:
-            at = max(i for i, part in enumerate(parts[name]) if part in _TWINS)
-            end = "/".join(parts[name][at + 1 :])
-            if end and (end, unused[name].shape) in ends:
-                moments.append(name)
-        return moments
-
-    def _ends(self) -> frozenset[tuple[str, tuple[int, ...]]]:
-        """The ends of the names of arrays that are not called as moments are, with the shapes."""
-        found = set()
-        for name, entry in self._entries.items():
-            parts = name.split("/")
-            if _TWINS.isdisjoint(parts):
-                found |= {("/".join(parts[at:]), entry.shape) for at in range(len(parts))}
-        return frozenset(found)
 
 
 def _has_no_slots(prefix: str, requested: Mapping[str, Any]) -> bool:

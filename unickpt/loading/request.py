@@ -403,8 +403,7 @@ def compare(view: CheckpointView, asked: LoadRequest, policy: Policy) -> LoadRep
         lost = [found.missing(name) for name in found.kept]
         raise LoadMismatch(mismatch.nothing_fits(where, [*lost, *unexpected]))
     unused = [name for name in (*skipped, *view.dropped) if selection.has(name)]
-    stored_arrays = optimizers.Stored(stored.index.entries, unused)
-    optimizers.check_moments(where, asked.leaves, found.loaded, stored_arrays)
+    optimizers.check_moments(where, asked.leaves, found.loaded, unused, stored.index.entries)
     return LoadReport(
         where,
         tuple(found.loaded),
