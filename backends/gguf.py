@@ -26,7 +26,7 @@ from unickpt.foreign.file_ranges import ArrayTable, RangeReader, TensorSource
 from unickpt.foreign.files import Files
 from unickpt.foreign.headers import Cursor, is_size
 from unickpt.foreign.loose_files import FoundFiles, open_kind
-from unickpt.format.reader import Reader
+from unickpt.format.reader import BlockType, Reader
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Damaged
 from unickpt.trees import tree
@@ -182,6 +182,7 @@ class GgufReader(RangeReader):
         headers = _headers(files, name)
         self.version = str(headers[0].version)
         table, packed = ArrayTable(), dict[str, str]()
+        blocks: dict[str, BlockType] = {}
         for header in headers:
             ends: list[tuple[int, int, str]] = []
             for tensor in header.tensors:
@@ -191,11 +192,13 @@ class GgufReader(RangeReader):
                     raise header.damaged(f"two tensors are called {quoted(tensor.name)}")
                 if found.dtype == "uint8":
                     packed[array] = header.kind_name(tensor.kind)
+                    blocks[array] = BlockType(packed[array], tensor.shape)
                 table.add(array, found)
                 ends.append((tensor.offset, tensor.offset + nbytes, tensor.name))
             header.check_places(ends)
         metadata = {**_metadata(headers), **({"quantized": packed} if packed else {})}
         super().__init__(files, table.index(metadata), table.boxes)
+        self.blocks = blocks
 
 
 def _headers(files: Files, name: str) -> Sequence[_GGUFHeader]:

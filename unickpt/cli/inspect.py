@@ -6,7 +6,7 @@ import difflib
 import json
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -57,6 +57,10 @@ def command(
     everything: Annotated[
         bool, typer.Option("--all", help="One row for every leaf, also for layers that are alike.")
     ] = False,
+    sort: Annotated[
+        Literal["name", "size"],
+        typer.Option("--sort", help="size: the arrays alone, the largest first."),
+    ] = "name",
     timing: Annotated[
         bool,
         typer.Option(
@@ -76,6 +80,7 @@ def command(
     \b
     unickpt inspect runs/step_100
     unickpt inspect runs/step_100 opt_state
+    unickpt inspect runs/step_100 --sort size
     unickpt inspect runs/step_100 params/layers/0/mlp/up
     unickpt inspect s3://bucket/runs/step_100 --json | jq .totals
     unickpt inspect runs/step_100 --timing
@@ -91,16 +96,17 @@ def command(
     beside      files in its folder that could be taken for it, and are not part of it
     meshes      [{axes, shape, processes}]
     arrays      [{name, shape, dtype, bytes, mesh, spec, fragments, chunk, chunks, parts, prng,
-                quantized, patched}]
+                quantized, patched, block}]
                 mesh: place in meshes, or null; spec: the mesh axes that split each dimension;
                 quantized: null, or {codes, largest_error, largest_relative_error};
-                patched, the number of chunks that are patches
+                patched, the number of chunks that are patches; block: null, or {type, shape}
+                of an array of GGUF that is stored as blocks, such as Q8_0
     ties        {name: name of the array it is tied to}
     values      {name: plain value}; what JSON lacks is an object as in docs/format.md; an object
                 that only its class can read is {opaque: name of the class, size}
     per_process {name: [bytes of each process's value]}
-    totals      {arrays, elements, bytes, chunks, reused_bytes, bases: the names of checkpoints
-                beside it without which it cannot be read}
+    totals      {arrays, elements, by_dtype: {dtype: {arrays, bytes}}, bytes, chunks, reused_bytes,
+                bases: the names of checkpoints beside it without which it cannot be read}
 
     With --timing, --json prints {url, timing}: null if it was not kept, or {processes, collected,
     merged, began, at, seconds, done, waited, blocked, written, stored, reused, staged, chunks},
@@ -130,7 +136,7 @@ def command(
     elif as_json:
         print_json(_checkpoint_json(checkpoint))
     else:
-        _print_checkpoint(checkpoint, everything)
+        _print_checkpoint(checkpoint, everything, sort == "size")
 
 
 def _inspect_timing(checkpoint: Checkpoint, everything: bool, as_json: bool) -> None:
@@ -162,7 +168,28 @@ def _chosen(index: Index) -> str:
     return f"{names} of {counted(len(found), 'array')}" if found else ""
 
 
-def _print_checkpoint(checkpoint: Checkpoint, everything: bool) -> None:
+def _by_dtype(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
+    """The number of arrays of each dtype and their bytes, the most bytes first."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, entry in checkpoint.index.arrays.items():
+        block = checkpoint.reader.blocks.get(name)
+        dtype = entry.dtype if block is None else block.name
+        count, nbytes = found.get(dtype, (0, 0))
+        found[dtype] = count + 1, nbytes + entry.nbytes
+    return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+
+
+def _elements(checkpoint: Checkpoint) -> int:
+    """The number of elements of all arrays; of blocks, those that they stand for."""
+    blocks = checkpoint.reader.blocks
+    shapes = (
+        blocks[name].shape if name in blocks else entry.shape
+        for name, entry in checkpoint.index.arrays.items()
+    )
+    return sum(map(math.prod, shapes))
+
+
+def _print_checkpoint(checkpoint: Checkpoint, everything: bool, by_size: bool) -> None:
     out, index = console(), checkpoint.index
     out.print(Text(clean(checkpoint.reader.label), "bold"))
     compression = ", ".join(str(c["name"]) for c in index.codecs) or _chosen(index) or "none"
@@ -181,21 +208,42 @@ def _print_checkpoint(checkpoint: Checkpoint, everything: bool) -> None:
     for number, mesh in enumerate(meshes):
         out.print(clean(f"mesh {number if len(meshes) > 1 else ''}".strip() + _mesh(mesh)))
     out.print()
-    _print_rows(out, tree_table.outline(index, str(checkpoint.location), unfolded=everything))
+    blocks = checkpoint.reader.blocks
+    if by_size:
+        rows = tree_table.array_rows(index, blocks)
+    else:
+        where = str(checkpoint.location)
+        rows = tree_table.outline(index, where, unfolded=everything, blocks=blocks)
+    _print_rows(out, rows)
     out.print()
     out.print(_totals(checkpoint))
+    dtypes = _by_dtype(checkpoint)
+    if len(dtypes) > 1:
+        texts = [
+            f"{size_text(nbytes)} {clean(dtype)} ({counted(count, 'array')})"
+            for dtype, (count, nbytes) in dtypes.items()
+        ]
+        out.print(Text.assemble(("by dtype: ", "bold"), ", ".join(texts)))
     for line in _experts(checkpoint):
         out.print(line)
 
 
 def _print_rows(out: Console, rows: Sequence[tree_table.OutlineRow]) -> None:
-    table = new_table(
-        "name", "shape", "dtype", "layout", "fragments", "bytes", right=("fragments", "bytes")
-    )
-    print_rows(out, table, map(_cells, rows))
+    columns = ["name", "shape", "dtype", "layout", "fragments", "bytes"]
+    cells = [_cells(row) for row in rows]
+    if all(row.facts is None or _is_whole(row.facts) for row in rows):
+        del columns[3:5]
+        cells = [[*texts[:3], *texts[5:]] for texts in cells]
+    table = new_table(*columns, right=("fragments", "bytes"))
+    print_rows(out, table, cells)
     if any(row.count > 1 for row in rows):
         note = "xN: N that are alike, in one row; its bytes are those of all. --all shows each."
         out.print(Text(note, "dim"))
+
+
+def _is_whole(facts: tree_table.TreeRowFacts) -> bool:
+    """Whether a leaf has no layout to show: one fragment, on one device."""
+    return facts.layout in ("", "-") and (facts.kind != "array" or (facts.fragments or 0) <= 1)
 
 
 def _cells(row: tree_table.OutlineRow) -> list[StyledText]:
@@ -232,7 +280,7 @@ def _mesh(mesh: Mesh) -> str:
 
 def _totals(checkpoint: Checkpoint) -> Text:
     index = checkpoint.index
-    elements = sum(math.prod(entry.shape) for entry in index.arrays.values())
+    elements = _elements(checkpoint)
     pieces = [
         f"{counted(len(index.arrays), 'array')} of {counted(elements, 'element')}, "
         f"{size_text(checkpoint.nbytes)} in {counted(index.chunks, 'chunk')}"
@@ -301,6 +349,7 @@ def _checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
                 "mesh": None if entry.layout is None else meshes[entry.layout.mesh],
                 "fragments": tree_table.fragment_count(entry),
                 "parts": len(checkpoint[name].parts),
+                "block": _block_json(checkpoint, name),
             }
             for name, entry in index.arrays.items()
         ],
@@ -309,13 +358,22 @@ def _checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
         "per_process": {n: [size for size, _ in e.blobs] for n, e in index.per_process.items()},
         "totals": {
             "arrays": len(index.arrays),
-            "elements": sum(math.prod(entry.shape) for entry in index.arrays.values()),
+            "elements": _elements(checkpoint),
+            "by_dtype": {
+                dtype: {"arrays": count, "bytes": nbytes}
+                for dtype, (count, nbytes) in _by_dtype(checkpoint).items()
+            },
             "bytes": checkpoint.nbytes,
             "chunks": index.chunks,
             "reused_bytes": index.reused,
             "bases": [base.name for base in index.bases],
         },
     }
+
+
+def _block_json(checkpoint: Checkpoint, name: str) -> dict[str, Any] | None:
+    block = checkpoint.reader.blocks.get(name)
+    return None if block is None else {"type": block.name, "shape": block.shape}
 
 
 def _value_json(value: tree_json.Plain) -> Any:
@@ -374,7 +432,9 @@ def _inspect_one(checkpoint: Checkpoint, name: str, everything: bool, as_json: b
         fail(_unknown(checkpoint, name))
     else:
         where = str(checkpoint.location)
-        _print_rows(out, tree_table.outline(index, where, below=name, unfolded=everything))
+        blocks = checkpoint.reader.blocks
+        rows = tree_table.outline(index, where, below=name, unfolded=everything, blocks=blocks)
+        _print_rows(out, rows)
 
 
 def _unknown(checkpoint: Checkpoint, name: str) -> str:
@@ -427,6 +487,11 @@ def _facts(checkpoint: Checkpoint, array: StoredArray, entry: ArrayEntry) -> lis
         ("fragments", _fragments_fact(entry, array)),
         ("chunks", f"{sum(part.count for part in parts):,} of up to {shape_text(entry.chunk)}"),
     ]
+    block = checkpoint.reader.blocks.get(entry.name)
+    if block is not None:
+        count = counted(math.prod(block.shape), "element")
+        text = f"{block.name}, blocks for {shape_text(block.shape)}  ({count})"
+        facts.insert(2, ("stands for", text))
     if entry.quantized is not None:
         facts.insert(2, ("stored as", _quantized_fact(entry)))
     if entry.patched:
@@ -488,6 +553,7 @@ def _one_array_json(
     return {
         **_array_json(array, entry),
         "tied_to": None if entry.name == array.name else entry.name,
+        "block": _block_json(checkpoint, entry.name),
         "mesh": mesh and {"axes": mesh.axes, "shape": mesh.shape, "processes": mesh.processes},
         "fragments": [
             {"start": box.start, "stop": box.stop, "processes": holders}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -116,6 +117,7 @@ StyledText = tuple[str, str]
 """A text, and its style."""
 
 MANY_ROWS = 500
+_LEAST_NAME = 24
 
 
 def print_rows(out: Console, table: Table, rows: Iterable[Sequence[StyledText]]) -> None:
@@ -127,8 +129,11 @@ def print_rows(out: Console, table: Table, rows: Iterable[Sequence[StyledText]])
     waiting = iter(rows)
     first = list(itertools.islice(waiting, MANY_ROWS + 1))
     if len(first) <= MANY_ROWS:
+        width = _room_of_names(out, table, first)
         for row in first:
-            table.add_row(*(Text(text, style) for text, style in row))
+            (name, style), *others = row
+            cells = [(wrapped(name, width), style), *others]
+            table.add_row(*(Text(text, style) for text, style in cells))
         out.print(table)
         return
     headings = [(str(column.header), "") for column in table.columns]
@@ -138,6 +143,31 @@ def print_rows(out: Console, table: Table, rows: Iterable[Sequence[StyledText]])
     for row in itertools.chain([headings], first, waiting):
         padded = map(_padded, (text for text, _ in row), widths, right)
         out.file.write("  ".join(padded).rstrip() + "\n")
+
+
+def _room_of_names(out: Console, table: Table, rows: Sequence[Sequence[StyledText]]) -> int:
+    """The columns of a terminal that the other cells leave for the first ones."""
+    lines = [[str(column.header) for column in table.columns], *([t for t, _ in r] for r in rows)]
+    widths = [max(map(cell_len, column)) for column in itertools.zip_longest(*lines, fillvalue="")]
+    return max(_LEAST_NAME, out.width - sum(widths[1:]) - 2 * len(widths[1:]))
+
+
+def wrapped(name: str, width: int) -> str:
+    """A name in lines that break behind a slash or a dot, as far as these are there.
+
+    Example:
+        >>> wrapped("model.decoder.layer", 15).splitlines()
+        ['model.decoder.', '  layer']
+    """
+    if cell_len(name) <= width or name != name.rstrip():
+        return name
+    indent = " " * (len(name) - len(name.lstrip()) + 2)
+    lines = [""]
+    for piece in re.findall(r"[^/.]*[/.]?", name):
+        if lines[-1].strip() and cell_len(lines[-1] + piece) > width:
+            lines.append(indent)
+        lines[-1] += piece
+    return "\n".join(lines)
 
 
 def plain_cells(texts: Iterable[str]) -> list[StyledText]:

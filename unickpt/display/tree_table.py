@@ -11,12 +11,16 @@ from typing import Any
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.errors import CheckpointCorrupt
 from unickpt.format.index import ArrayEntry, Index
+from unickpt.format.reader import BlockType
 from unickpt.quantized import codes
 from unickpt.trees import name_ranges, tree, tree_json
 
 # Two equal items are easy to read as two rows.
 _FOLD_FROM = 3
 _VALUE_WIDTH = 48
+# Lists with more plain values than this, such as states of random generators, are one row.
+_LONG_LIST = 16
+_NO_BLOCKS: Mapping[str, BlockType] = {}
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,12 @@ class OutlineRow:
 
 
 def outline(
-    index: Index, where: str, *, below: str = "", unfolded: bool = False
+    index: Index,
+    where: str,
+    *,
+    below: str = "",
+    unfolded: bool = False,
+    blocks: Mapping[str, BlockType] = _NO_BLOCKS,
 ) -> list[OutlineRow]:
     """The rows of a checkpoint's table.
 
@@ -80,6 +89,7 @@ def outline(
         where: its path, for messages.
         below: name of a container; shows only its contents.
         unfolded: one row for every leaf.
+        blocks: the type and the shape of arrays that are stored as blocks; see `Reader.blocks`.
 
     Raises:
         CheckpointCorrupt: the tree in the index is invalid.
@@ -89,7 +99,7 @@ def outline(
         node = tree_json.from_json(index.tree)
     except tree_json.BadTree as error:
         raise CheckpointCorrupt(f"{where}: the index is damaged: {error}") from None
-    root = _item(node, "", "", index, _mesh_labels(index))
+    root = _item(node, "", "", _Labels(index, _mesh_labels(index), blocks))
     for part in below.split("/") if below else ():
         found = [child for child in root.children if child.label == part]
         if not found:
@@ -159,33 +169,48 @@ def _mesh_labels(index: Index) -> Mapping[Mesh, str]:
     return {m: f" on mesh {k}" for k, m in enumerate(meshes)} if len(meshes) > 1 else {}
 
 
-def _item(
-    node: tree.Node | tree.Leaf,
-    label: str,
-    name: str,
-    index: Index,
-    mesh_labels: Mapping[Mesh, str],
-) -> OutlineItem:
+@dataclass(frozen=True)
+class _Labels:
+    """What the facts of leaves are taken from."""
+
+    index: Index
+    meshes: Mapping[Mesh, str]
+    blocks: Mapping[str, BlockType]
+
+
+def _item(node: tree.Node | tree.Leaf, label: str, name: str, labels: _Labels) -> OutlineItem:
     if isinstance(node, tree.Leaf):
-        return OutlineItem(label, _facts(name, index, mesh_labels))
+        return OutlineItem(label, _facts(name, labels))
     if node.kind == "wrapper":
-        inner = _item(node.children[0], label, name, index, mesh_labels)
+        inner = _item(node.children[0], label, name, labels)
         return replace(inner, type_name=node.type_name or inner.type_name)
     names = tree.child_names(node.kind, node.keys, name)
     prefix = len(name) + 1 if name else 0
     children = tuple(
-        _item(child, child_name[prefix:], child_name, index, mesh_labels)
+        _item(child, child_name[prefix:], child_name, labels)
         for child, child_name in zip(node.children, names, strict=True)
     )
     return OutlineItem(label, None, children, node.type_name)
 
 
-def _facts(name: str, index: Index, mesh_labels: Mapping[Mesh, str]) -> TreeRowFacts:
+def array_rows(index: Index, blocks: Mapping[str, BlockType] = _NO_BLOCKS) -> list[OutlineRow]:
+    """A row for each array, the largest first."""
+    labels = _Labels(index, _mesh_labels(index), blocks)
+    rows = [OutlineRow(0, n, 1, _facts(n, labels), e.nbytes) for n, e in index.arrays.items()]
+    return sorted(rows, key=lambda row: -row.nbytes)
+
+
+def _facts(name: str, labels: _Labels) -> TreeRowFacts:
+    index = labels.index
+    if name in labels.blocks:
+        block, entry = labels.blocks[name], index.arrays[name]
+        count = fragment_count(entry)
+        return TreeRowFacts("array", block.shape, block.name, "-", count, entry.nbytes)
     if name in index.arrays:
         entry = index.arrays[name]
         layout = layout_text(entry.layout)
         if entry.layout is not None:
-            layout += mesh_labels.get(entry.layout.mesh, "")
+            layout += labels.meshes.get(entry.layout.mesh, "")
         dtype = codes.joined(entry.dtype, entry.quantized)
         if entry.prng is not None:
             dtype += " key"
@@ -217,8 +242,27 @@ def _alike(item: OutlineItem) -> tuple[Any, ...]:
     return (item.type_name, *((c.label, _alike(c)) for c in item.children))
 
 
+def _as_line(item: OutlineItem) -> OutlineItem | None:
+    """A long list of plain values of several types as one value; None for anything else."""
+    facts = [child.facts for child in item.children if child.label.isdigit()]
+    values = [f.values[0] for f in facts if f is not None and f.kind == "value" and f.values]
+    is_long = len(values) == len(item.children) > _LONG_LIST
+    if not is_long or any(isinstance(value, tree.Opaque) for value in values):
+        return None
+    kinds = dict.fromkeys("None" if v is None else type(v).__name__ for v in values)
+    dtype = f"{len(values):,} values: {', '.join(kinds)}"
+    return replace(
+        item,
+        children=(),
+        facts=TreeRowFacts("value", None, dtype, "", None, 0, values=tuple(values)),
+    )
+
+
 def _fold(item: OutlineItem) -> OutlineItem:
     """Merges children whose names differ only in numbers; then merges within them."""
+    line = _as_line(item)
+    if line is not None:
+        return line
     groups: dict[Any, list[OutlineItem]] = {}
     for child in item.children:
         # Children without a number in their name stay separate, since siblings differ in name.

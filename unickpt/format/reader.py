@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
+from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -63,6 +65,19 @@ class ParallelMap(Protocol):
     def __call__(self, function: Callable[[T], U], items: Sequence[T]) -> Iterable[U]: ...
 
 
+@dataclass(frozen=True)
+class BlockType:
+    """What the bytes of an array stand for, if NumPy has no dtype for it.
+
+    Arguments:
+        name: of the type, as its library calls it.
+        shape: of the array that is stored as blocks.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+
+
 class Reader(Protocol):
     """An opened checkpoint of one format. Its methods are called from several threads.
 
@@ -92,6 +107,8 @@ class Reader(Protocol):
     """Whether the format keeps checksums of more than a chunk, which `checking` compares."""
     beside: Sequence[str] = ()
     """Files in the same folder that could be taken for a checkpoint, and are not part of it."""
+    blocks: Mapping[str, BlockType] = MappingProxyType({})
+    """The arrays whose elements are the bytes of blocks, by name; what people are shown of them."""
     under: str = ""
     """The beginning that the names of all leaves had, if this is a part of a checkpoint."""
 

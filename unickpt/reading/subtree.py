@@ -45,6 +45,7 @@ class Subtree(Reader):
         index = whole.index
         self.format, self.version, self.location = whole.format, whole.version, whole.location
         self.lacks, self.most_per_byte, self.beside = whole.lacks, whole.most_per_byte, whole.beside
+        self.blocks = self._inner(whole.blocks)
         self.has_wide_checksums = whole.has_wide_checksums
         if not any(self._is_in(name) for name in index.names):
             raise LoadMismatch(_nothing(whole, under))
