@@ -6,6 +6,8 @@ import os
 import secrets
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +155,50 @@ def test_a_step_whose_newest_version_is_local_is_deleted_whole(
         assert removed == [str(run.root / "step_2"), str(run.local / "step_2")]
         assert steps.steps() == [1]
         steps.close()
+
+
+@pytest.mark.parametrize("is_needed", [False, True])
+def test_retention_brings_no_older_version_back(
+    is_needed: bool, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, copy = os.link, tier_copies.copy_version
+    monkeypatch.setattr(os, "link", lambda a, b: refuse() if "/root" in str(b) else real(a, b))
+    run.save(1, 2)
+
+    def copy_others(root: Any, source: Any, step: int, *arguments: Any) -> bool:
+        if step == 2:
+            no_copy()
+        return copy(root, source, step, *arguments)
+
+    removed = list[str]()
+    remove = StepFolder.remove
+    monkeypatch.setattr(tier_copies, "copy_version", copy_others)
+    with run.open(reuse=is_needed) as steps:
+        steps.load()
+        steps.save(2, state(20), overwrite=True).result(30)
+        with pytest.raises(unickpt.StorageError, match="the network is down"):
+            steps.wait()
+        assert same(steps.load(step=2), state(20))
+        if is_needed:  # the version in the root
+            marked = paths.resolve(run.root / "step_2")
+            unickpt.save(run.root / "best", state(2), options=replace(OPTIONS, base=str(marked)))
+
+    def watch(folder: StepFolder, step: int) -> None:
+        remove(folder, step)
+        removed.append(folder.path(step))
+
+    monkeypatch.setattr(StepFolder, "remove", watch)
+    with run.open(keep_last=1) as steps:
+        steps.load()
+        for step in (3, 4):
+            steps.save(step, state(step)).result(30)
+            with suppress(unickpt.StorageError):
+                steps.wait()
+        assert steps.steps() == ([2, 4] if is_needed else [4])
+        if is_needed:
+            assert same(steps.load(step=2), state(20))
+    two = [path for path in removed if path.endswith("step_2")]
+    assert two == ([] if is_needed else [str(run.root / "step_2"), str(run.local / "step_2")])
 
 
 # --- steps that others borrow from ---------------------------------------------------------------

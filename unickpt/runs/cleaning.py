@@ -215,11 +215,13 @@ class Cleaning:
         """Removes the steps that no rule keeps, and copied steps from the local tier."""
         self._remove_left()
         there = self._tiers.root.committed()
-        if self._tiers.local is not None:
-            self._clean_local(self._tiers.local, there)
         # Only by the steps in the root: a step that is not copied yet must not remove another
-        # there. The newest first, because it may be the only one that borrows from the others.
-        for step in sorted(self.expendable(there, []), reverse=True):
+        # there.
+        expendable = set(self.expendable(there, []))
+        if self._tiers.local is not None:
+            self._clean_local(self._tiers.local, there, expendable)
+        # The newest first, because it may be the only one that borrows from the others.
+        for step in sorted(expendable, reverse=True):
             with self._in_use.removing(step) as is_free:
                 if is_free and self._remove(self._tiers.root, step, retires=self._retires):
                     self.forget(step)
@@ -291,15 +293,25 @@ class Cleaning:
                     tier.remove_rest(step, attempts)
                     del self._left[tier, step]
 
-    def _clean_local(self, local: Tier, there: Sequence[int]) -> None:
+    def _clean_local(self, local: Tier, there: Sequence[int], in_root: set[int]) -> None:
+        """Removes the steps that the local tier no longer needs.
+
+        Arguments:
+            there: the steps in the root.
+            in_root: those of them that no rule keeps there; those that are removed, or have to
+                stay, are taken out.
+        """
         here = local.committed()
         expendable = set(self.expendable(there, here))
         for step in reversed(here):
             with self._in_use.removing(step) as is_free:
                 if is_free:
-                    self._clean_step(local, step, step in expendable, step == here[-1])
+                    is_expendable = step in expendable and step != here[-1]
+                    self._clean_step(local, step, is_expendable, step == here[-1], in_root)
 
-    def _clean_step(self, local: Tier, step: int, is_expendable: bool, is_newest: bool) -> None:
+    def _clean_step(
+        self, local: Tier, step: int, is_expendable: bool, is_newest: bool, in_root: set[int]
+    ) -> None:
         """Removes a step from the local tier if that no longer needs it."""
         versions = compare(local, self._tiers.root, step)
         version = versions.local
@@ -309,7 +321,13 @@ class Cleaning:
             self._remove_stale(local, step, versions)
             return
         is_copied = versions.newer is Newer.SAME and version.name in self.copied
-        if not is_newest and (is_copied or is_expendable):
+        if versions.newer is Newer.LOCAL and versions.root is not None:
+            # First the version that it replaces, which would count again.
+            is_expendable = is_expendable and step in in_root
+            in_root.discard(step)
+            if is_expendable:
+                is_expendable = self._remove(self._tiers.root, step, retires=self._retires)
+        if is_expendable or (is_copied and not is_newest):
             self._remove(local, step, retires=self._retires)
 
     def remove_abandoned(self) -> None:
