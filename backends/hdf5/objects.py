@@ -290,19 +290,19 @@ class HDF5Object:
 
     # --- attributes -----------------------------------------------------------------------------
 
-    def text(self, name: str) -> str | None:
-        """The attribute of a name, if it is a text."""
+    def text(self, name: str, most: int = _MOST_TEXT) -> str | None:
+        """The attribute of a name, if it is a text of at most so many bytes."""
         every = [data for kind, flags, data, _ in self._messages if kind == _ATTRIBUTE]
         for data in every:
             if _attribute_name(data) == name.encode():
-                return self._value(data)
+                return self._value(data, most)
         info = self._message(_ATTRIBUTES)
         for data in self._dense(info[0], 8) if info is not None else ():
             if _attribute_name(data) == name.encode():
-                return self._value(data)
+                return self._value(data, most)
         return None
 
-    def _value(self, data: bytes) -> str | None:
+    def _value(self, data: bytes, most: int) -> str | None:
         version = data[0]
         name, kind, space = struct.unpack_from("<HHH", data, 2)
         at, padded = 8 + (version == 3), 8 if version == 1 else 1
@@ -315,10 +315,12 @@ class HDF5Object:
             text = value[: integer(found[4:8])]
         elif found[0] & 15 == 9 and found[1] & 15 == 1:
             length, heap, number = struct.unpack_from("<IQI", value)
-            text = self._global(heap, number)[: min(length, _MOST_TEXT)]
+            if length > most:
+                return None
+            text = self._global(heap, number)[:length]
         else:
             return None
-        return text.rstrip(b"\0 ").decode(errors="replace") if len(text) <= _MOST_TEXT else None
+        return text.rstrip(b"\0 ").decode(errors="replace") if len(text) <= most else None
 
     def _global(self, heap: int, number: int) -> bytes:
         """An object of a heap of the whole file."""

@@ -49,6 +49,9 @@ _MOST_RANK = 32
 # it by this factor, and all together by so many bytes more.
 _MOST_REPEATED, _SMALL = 1032, 64 << 20
 _LAYERS, _VARIABLES = "layers", "vars"
+# Attributes of a file into which Keras saved a whole model.
+_CONFIGURATION = ("model_config", "training_config", "keras_version", "backend")
+_MOST_CONFIGURATION = 64 << 20
 _IN_KERAS, _KERAS_METADATA = "model.weights.h5", "metadata.json"
 # What is compressed is unpacked into memory.
 _MOST_UNPACKED, _MOST_JSON = 256 << 20, 1 << 20
@@ -196,7 +199,8 @@ class Hdf5Reader(RangeReader):
                     table.boxes[array] = (where,)
             self._check_total(table.entries)
             table.aliases.update(found.aliases)
-            index = table.index()
+            texts = {key: root.text(key, _MOST_CONFIGURATION) for key in _CONFIGURATION}
+            index = table.index({key: text for key, text in texts.items() if text is not None})
         self.groups = {*found.groups.values()}
         """The paths of the file's groups."""
         super().__init__(files, index, table.boxes)

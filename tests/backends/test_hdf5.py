@@ -153,7 +153,7 @@ def test_damaged_keras_files_are_named(zipped: Path) -> None:
     zipped.write_bytes(changed)
     damage = unickpt.verify(zipped).damage
     assert "model.weights.h5 does not match its checksum" in damage[-1].reason
-    for to in ("own", "again.npz"):
+    for to in ("own", "again"):
         with pytest.raises(CheckpointCorrupt, match=r"model\.weights\.h5 does not match its check"):
             unickpt.convert(zipped, zipped.parent / to)
     assert unickpt.verify(foreign.folder(ZIPPED)).unverified == ""
@@ -494,3 +494,17 @@ def test_a_shard_that_is_missing_or_another_is_named(sharded: Path, tmp_path: Pa
     (path / "model_00001.weights.h5").unlink()
     with pytest.raises(CheckpointCorrupt, match=r"model_00001\.weights\.h5 is missing"):
         unickpt.open(path)
+
+
+@pytest.mark.parametrize("latest", [False, True])
+def test_the_configuration_of_a_whole_model_is_metadata(latest: bool, tmp_path: Path) -> None:
+    h5py = pytest.importorskip("h5py")
+    long = '{"layers": "' + "x" * 200_000 + '"}'
+    with h5py.File(tmp_path / "m.h5", "w", libver="latest" if latest else "earliest") as file:
+        file.attrs["model_config"] = long
+        file.attrs["keras_version"] = np.bytes_(b"2.3.1")
+        file.create_dataset("model_weights/dense/kernel:0", data=np.ones((2, 2), "f4"))
+    found = unickpt.open(tmp_path / "m.h5")
+    assert found.metadata == {"model_config": long, "keras_version": "2.3.1"}
+    unickpt.convert(found, tmp_path / "own")
+    assert unickpt.open(tmp_path / "own").metadata["model_config"] == long
