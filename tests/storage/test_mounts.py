@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from support import mounts, s3_server
 from support.processes import Processes
+from typer.testing import CliRunner
 
 import unickpt
 from unickpt import StorageError
+from unickpt.cli.app import app
 
 pytestmark = pytest.mark.integration
 SEQUENTIAL = {"rclone"}  # writes a file only from its beginning to its end
@@ -155,3 +157,32 @@ def check_export(kind: str, mount: Path) -> None:
     unickpt.convert(mount / "arrays", mount / "dcp", to="dcp")
     unickpt.convert(mount / "arrays", mount / "dcp", to="dcp", overwrite=True)
     assert np.array_equal(unickpt.load(mount / "dcp")["w"], arrays["w"])  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_on_a_read_only_mount_is_read_by_all_that_only_read(tmp_path: Path) -> None:
+    folder, mount = tmp_path / "folder", tmp_path / "mnt"
+    with unickpt.Checkpointer(folder) as run:
+        run.save(1, state(1), wait=True)
+    mount.mkdir()
+    try:
+        if os.geteuid():
+            raise mounts.NoMount("to mount needs root")
+        mounts.run("mount", "--bind", folder, mount)
+        mounts.run("mount", "-o", "remount,bind,ro", mount)
+    except mounts.NoMount as error:
+        pytest.skip(str(error))
+    try:
+        step = mount / "step_1"
+        assert is_state(unickpt.load(step), 1)
+        assert unickpt.verify(step).ok
+        assert is_state(unickpt.Checkpointer(mount).load(), 1)
+        assert unickpt.Checkpointer(mount).steps() == [1]
+        for command in (["inspect", str(step)], ["verify", str(step)], ["ls", str(mount)]):
+            done = CliRunner().invoke(app, command)
+            assert done.exit_code == 0, done.output
+        with pytest.raises(StorageError, match="Read-only file system"):
+            unickpt.save(step, state(2), overwrite=True)
+        with pytest.raises(StorageError, match="Read-only file system"):
+            unickpt.Checkpointer(mount).save(2, state(2), wait=True)
+    finally:
+        mounts.run("umount", "--lazy", mount)

@@ -104,3 +104,31 @@ def test_nothing_is_there(tmp_path: Path) -> None:
         with pytest.raises(CheckpointNotFound, match="no checkpoint at"):
             unickpt.verify(path)
     assert os.listdir(tmp_path) == [], "looking leaves no trace"
+
+
+NAMES = ["a b", "100%", "%41", "a%2Fb", "ü日本", "e\u0301", " lead", "trail ", "new\nline", "a:b"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_of_folders_are_taken_as_they_are(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    unickpt.save(path, {"w": 1})
+    unickpt.save(path, {"w": 2}, overwrite=True)
+    with unickpt.Checkpointer(tmp_path / f"{name}-run") as run:
+        run.save(1, {"w": 3}, wait=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([name, f"{name}-run"])
+    assert unickpt.load(path) == {"w": 2}
+    assert unickpt.load(tmp_path / f"{name}-run" / "step_1") == {"w": 3}
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "日" * 85])
+def test_the_longest_names_hold_checkpoints(name: str, tmp_path: Path) -> None:
+    unickpt.save(tmp_path / name, {"w": 1})
+    unickpt.save(tmp_path / name, {"w": 2}, overwrite=True)
+    assert unickpt.load(tmp_path / name) == {"w": 2}
+    with pytest.raises(unickpt.InvalidPath, match="File name too long; give a shorter one"):
+        unickpt.save(tmp_path / f"{name}y", {"w": 1})
+    unickpt.save(tmp_path / "arrays", {"w": np.ones(3)})
+    with pytest.raises(unickpt.InvalidPath, match=r"too long .*at most \d+ bytes"):
+        unickpt.convert(tmp_path / "arrays", tmp_path / f"{name[:-1]}z", to="dcp")
+    assert sorted(os.listdir(tmp_path)) == sorted([name, "arrays"])

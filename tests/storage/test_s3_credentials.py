@@ -252,3 +252,65 @@ def test_a_profile_without_keys_is_named(home: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("AWS_PROFILE", "sso")
     with pytest.raises(StorageError, match=r"export-credentials --profile sso --format env"):
         save("sso")
+
+
+# --- permissions --------------------------------------------------------------------------------
+
+
+def become_user(moto: str, patch: pytest.MonkeyPatch, *denied: str) -> None:
+    """Signs with the key of a new user, who may do all but some actions."""
+    import boto3  # which moto needs, too
+
+    keys = {"aws_access_key_id": "anyone", "aws_secret_access_key": "anything"}
+    users = boto3.client("iam", endpoint_url=moto, region_name="us-east-1", **keys)
+    name = f"user-{'-'.join(denied).replace(':', '-')}"
+    users.create_user(UserName=name)
+    allowed = {"Effect": "Allow", "Action": "s3:*", "Resource": "*"}
+    refused = {"Effect": "Deny", "Action": list(denied), "Resource": "*"}
+    policy = json.dumps({"Version": "2012-10-17", "Statement": [allowed, refused]})
+    users.put_user_policy(UserName=name, PolicyName="policy", PolicyDocument=policy)
+    key = users.create_access_key(UserName=name)["AccessKey"]
+    patch.setenv("AWS_ACCESS_KEY_ID", key["AccessKeyId"])
+    patch.setenv("AWS_SECRET_ACCESS_KEY", key["SecretAccessKey"])
+    patch.delenv("AWS_SESSION_TOKEN", raising=False)
+
+
+def check_permissions(patch: pytest.MonkeyPatch) -> None:
+    from moto import settings
+
+    patch.setattr(settings, "INITIAL_NO_AUTH_ACTION_COUNT", 0.0)
+
+
+def test_a_bucket_that_denies_lists_loads_checkpoints_and_refuses_saves(
+    home: Path, moto: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_keys(monkeypatch, "KEY")
+    save("listless")
+    become_user(moto, monkeypatch, "s3:ListBucket")
+    check_permissions(monkeypatch)
+    assert unickpt.load("s3://bucket/listless")["w"].tolist() == [1, 1, 1]
+    assert unickpt.verify("s3://bucket/listless").ok
+    for act in (lambda: save("listless"), unickpt.Checkpointer("s3://bucket/run").steps):
+        with pytest.raises(StorageError, match=r"403: check the credentials and their perm.* key "):
+            act()
+
+
+def test_a_bucket_that_denies_deletion_keeps_more_steps_and_says_so(
+    home: Path, moto: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    become_user(moto, monkeypatch, "s3:DeleteObject")
+    check_permissions(monkeypatch)
+    with unickpt.Checkpointer("s3://bucket/undeleted", keep_last=1) as run:
+        for step in range(3):
+            run.save(step, TREE, wait=True)
+        run.wait()
+        assert run.steps() == [0, 1, 2]
+        assert run.load()["w"].tolist() == [1, 1, 1]
+    warned = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert any("AccessDenied" in record.getMessage() for record in warned), warned
+
+
+@pytest.mark.parametrize("path", ["a%0Ab", "a/%09/b"])
+def test_control_characters_in_a_path_are_refused(path: str) -> None:
+    with pytest.raises(unickpt.InvalidPath, match="contains a control character"):
+        save(path)

@@ -124,4 +124,6 @@ def bucket_and_path(url: str) -> tuple[str, str]:
         )
     if path and any(part in ("", ".", "..") for part in path.split("/")):
         raise InvalidPath(f"{url!r}: the path contains an empty name, '.' or '..'")
+    if any(ord(character) < ord(" ") for character in path):
+        raise InvalidPath(f"{url!r}: the path contains a control character, as a line's end")
     return parts.netloc, path and path + "/"

@@ -20,6 +20,7 @@ from unickpt.errors import (
     CheckpointCorrupt,
     CheckpointExists,
     CheckpointNotFound,
+    InvalidPath,
     StorageError,
     UnsupportedFormat,
 )
@@ -35,6 +36,7 @@ _MOST_OBJECT = 5 << 30  # of one request to S3
 # That may take half of the budget.
 _SHARE_OF_OBJECT = 6
 _LOCK_S = 60.0  # of what takes moments
+_MOST_NAME_BYTES = 255  # of a file or folder, on all common file systems
 _LEASE = ".exporting"
 _WAIT = "wait for it, or choose another path. One that was killed is noticed within a minute"
 # What killed exports leave beside local destinations: what was written, or what it was exchanged
@@ -193,6 +195,13 @@ class LocalDestination(ExportDestination):
         above, self._name = os.path.split(self._final)
         self.partial = self._work = os.path.join(above, f"{self._beside}.partial")
         self._old = os.path.join(above, f"{self._beside}.old")
+        surplus = len(os.fsencode(os.path.basename(self._work))) - _MOST_NAME_BYTES
+        if surplus > 0:
+            most = len(os.fsencode(self._name)) - surplus
+            raise InvalidPath(
+                f"{self._final}: the name is too long for an export, which is first written beside "
+                f"its place with a longer name; give it at most {most} bytes"
+            )
         self.readable = self._work if file is None else os.path.join(self._work, file)
         self._overwrite = self._committed = False
         self._missing = local_folders.count_missing(above)
