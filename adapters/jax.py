@@ -21,6 +21,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, overlap
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.layout import Layout, Mesh
+from unickpt.arrays.memory_region import MemoryRegion
 from unickpt.errors import UnsupportedLeaf
 from unickpt.frameworks.members import Members
 from unickpt.frameworks.process_group import Group, members_of
@@ -307,6 +308,11 @@ class JaxTarget:
         self._weak = bool(getattr(leaf, "weak_type", False))
         self.sharding, self._device_layout = _wanted_sharding(leaf), _device_layout(leaf)
         self._index, self.boxes, self.processes = _places(self.sharding, shape)
+
+    span: tuple[int, int] | None = None  # new arrays
+
+    def regions(self) -> Sequence[MemoryRegion]:
+        return ()
 
     def buffer(self, position: int) -> Array:
         box = self.boxes[position]

@@ -12,6 +12,7 @@ import numpy as np
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
+from unickpt.arrays.memory_region import MemoryRegion
 from unickpt.arrays.strided_copy import may_overlap
 from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import ArraySource, Fence, Memory, Read, whole_source
@@ -108,6 +109,14 @@ class NumpyTarget:
                 "filled; copy it first"
             )
         self.identity = _tie(leaf) if self.in_place else None
+        self.span = None if self.identity is None else _span(array)
+
+    def regions(self) -> Sequence[MemoryRegion]:
+        if self.span is None:
+            return ()
+        array = np.asarray(self.leaf)
+        address = array.__array_interface__["data"][0]
+        return (MemoryRegion("cpu", address, array.shape, array.strides, array.itemsize),)
 
     def buffer(self, position: int) -> Array:
         if self.in_place and self.leaf.dtype.isnative:

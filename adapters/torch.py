@@ -47,6 +47,7 @@ from unickpt.adapters.torch_optimizer import (
 from unickpt.adapters.torch_routers import RouterTokens as RouterTokens
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
+from unickpt.arrays.memory_region import MemoryRegion
 from unickpt.arrays.strided_copy import may_overlap
 from unickpt.errors import StateChanged
 from unickpt.frameworks.process_group import Group, alone
@@ -280,7 +281,11 @@ def _facts(
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    begin, nbytes = _where(tensor)
+    return _ends(_where(tensor))
+
+
+def _ends(where: tuple[int, int]) -> tuple[int, int]:
+    begin, nbytes = where
     return begin, begin + nbytes
 
 
@@ -356,8 +361,17 @@ class TorchTarget:
         self.boxes: Sequence[Box] = () if box is None else (box,)
         held = _TensorMemory(local)
         self.identity: Hashable = None if self.abstract else _tie(held)
+        self.span = None if self.abstract or not local.numel() else _ends(held.where)
         self._filled: Any = None if self.abstract else leaf
         self._inspect(held)
+
+    def regions(self) -> Sequence[MemoryRegion]:
+        if self.span is None:
+            return ()
+        local, size = self._local, self._local.element_size()
+        strides = tuple(stride * size for stride in local.stride())
+        device, shape = str(local.device), tuple(local.shape)
+        return (MemoryRegion(device, local.data_ptr(), shape, strides, size),)
 
     def _materialise(self) -> None:
         if self._filled is not None:

@@ -24,6 +24,7 @@ from unickpt.adapters.torch_modules import fsdp1
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.layout import Layout, Mesh
+from unickpt.arrays.memory_region import MemoryRegion
 from unickpt.errors import LoadMismatch, UnsupportedLeaf
 from unickpt.frameworks.leaves import placed
 from unickpt.frameworks.process_group import Group
@@ -81,6 +82,14 @@ class ShardedTarget:
         self.boxes: Sequence[Box] = [_box(shard.metadata) for shard in shards]
         self.processes = len(_ranks(leaf))
         self.identity: Hashable = ("torch", id(leaf))
+
+    @property
+    def span(self) -> tuple[int, int] | None:
+        spans = [each.span for each in self._inner if each.span is not None]
+        return (min(spans)[0], max(end for _, end in spans)) if spans else None
+
+    def regions(self) -> Sequence[MemoryRegion]:
+        return [region for each in self._inner for region in each.regions()]
 
     def buffer(self, position: int) -> Array:
         return self._inner[position].buffer(0)

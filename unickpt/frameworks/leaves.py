@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, flat_range_to_boxes, overlap
 from unickpt.arrays.dtypes import Array
+from unickpt.arrays.memory_region import MemoryRegion
 from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import (
     Adapter,
@@ -345,6 +346,14 @@ class LocalTarget:
             raise TypeError("LocalFragments without any fragment need a dtype, e.g. 'float32'")
         self.dtype = dtype
         self.boxes: Sequence[Box] = tuple(box for box, _ in marked.fragments)
+
+    @property
+    def span(self) -> tuple[int, int] | None:
+        spans = [each.span for each in self.inner if each.span is not None]
+        return (min(spans)[0], max(end for _, end in spans)) if spans else None
+
+    def regions(self) -> Sequence[MemoryRegion]:
+        return [region for each in self.inner for region in each.regions()]
 
     def buffer(self, position: int) -> Array:
         return self.inner[position].buffer(0)

@@ -14,6 +14,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array, DType
 from unickpt.arrays.layout import Layout
+from unickpt.arrays.memory_region import MemoryRegion
 from unickpt.frameworks.process_group import Group
 from unickpt.trees import tree
 from unickpt.trees.tree import Expansion
@@ -146,6 +147,8 @@ class ArrayTarget(Protocol):
     share memory, and None if loading allocates new memory; `abstract` leaves hold no data to keep;
     `prng` is the implementation of a typed PRNG key. `processes` says over how many processes the
     leaf is distributed, replicas included: if one of them loads it, all others probably do.
+    `span` are the addresses (begin, end) between which the memory lies that loading fills, and
+    `regions` returns that of each box; None and none if loading allocates new memory.
     """
 
     shape: tuple[int, ...]
@@ -155,6 +158,11 @@ class ArrayTarget(Protocol):
     identity: Hashable
     abstract: bool
     prng: str | None
+
+    @property
+    def span(self) -> tuple[int, int] | None: ...
+
+    def regions(self) -> Sequence[MemoryRegion]: ...
 
     def buffer(self, position: int) -> Array: ...
 

@@ -16,6 +16,8 @@ from unickpt.frameworks.leaves import PerProcess, PerProcessValues, Sections, ad
 from unickpt.frameworks.process_group import current_group, launched_together, within
 from unickpt.frameworks.protocol import Adapter, ArrayTarget, StoredTree
 from unickpt.frameworks.sections import Encoded, StoredValue
+from unickpt.loading import mismatch
+from unickpt.loading.overlaps import Overlaps
 from unickpt.loading.report import LoadReport, untyped
 from unickpt.loading.request import LoadRequest, Patterns, Policy, Selection, compare, is_number
 from unickpt.loading.views import CheckpointView, StoredView, jobs_of
@@ -307,7 +309,9 @@ class _Loading:
             if is_number(value, stored[name])
         }
         by_array, same = _by_array(targets, stored, leaves)
-        found = read(view.checkpoint, jobs_of(view, by_array))
+        overlaps = Overlaps(by_array)
+        jobs = jobs_of(view, overlaps.separate(by_array))
+        found = _filled(view, overlaps, read(view.checkpoint, jobs))
         done |= {name: found[maker] for name, maker in same.items()}
         try:
             return tree.rebuild(asked.node, done.__getitem__, asked.left_out.keys())
@@ -332,6 +336,22 @@ class _Loading:
 def _leaves_of(index: Index) -> dict[str, Any]:
     """The arrays under each of their names, and the values."""
     return {**index.entries, **index.values}
+
+
+def _filled(
+    view: CheckpointView, overlaps: Overlaps, found: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """What was read, of which leaves with shared memory are filled now.
+
+    Raises:
+        LoadMismatch: other values are stored for each of two leaves that share memory.
+    """
+    rows = overlaps.differences(found)
+    if rows:
+        error = LoadMismatch(mismatch.message(str(view.checkpoint.location), rows))
+        error.add_note(_HALF)
+        raise error
+    return {**found, **overlaps.finish(found)}
 
 
 def _by_array(

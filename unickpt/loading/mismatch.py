@@ -27,6 +27,8 @@ _ADVICE = {
     "value": "the dtype cannot hold the plain int: ask for a wider dtype, or a plain 0",
     "member": "the enumeration in `like` has no member of the stored value: ask for a plain value",
     "PRNG key": "a typed key loads only into a key of the same implementation",
+    "overlap": "two leaves of `like` share a part of their memory, for which different values are "
+    "stored; copy one of them before loading",
     "tied": "two leaves of `like` share memory; untie them before loading",
 }
 _TRANSPOSED = (
