@@ -236,3 +236,21 @@ def test_any_facts_are_decoded_or_refused(name: str, args: Any, state: Any) -> N
         return
     if isinstance(made, Tensor):
         assert made.nbytes <= 8 * 16
+
+
+@pytest.mark.integration
+def test_a_configuration_of_omegaconf_is_what_it_holds(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    conf = pytest.importorskip("omegaconf").OmegaConf
+    held = {
+        "layers": [1, 2],
+        "lr": 0.1,
+        "none": None,
+        "other": "${lr}",
+        "on": True,
+        "in": {"a": {}},
+    }
+    torch.save({"cfg": conf.create(held), "w": torch.ones(2)}, tmp_path / "x.pt")
+    found = unickpt.open(tmp_path / "x.pt")
+    assert unickpt.load(found)["cfg"] == held
+    assert not any(isinstance(value, unickpt.Opaque) for value in found.values.values())

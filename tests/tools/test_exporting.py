@@ -477,3 +477,28 @@ def test_names_of_one_file_that_cannot_be_containers_stay_flat(tmp_path: Path) -
 
     save_file({"a": np.ones(2), "a/b": np.ones(3)}, tmp_path / "x", {"unickpt.separator": "/"})
     assert sorted(unickpt.open(tmp_path / "x")) == ["a", "a%2Fb"]
+
+
+def test_the_parts_that_can_be_exported_are_found_at_any_depth(tmp_path: Path) -> None:
+    state = {
+        "model": {"state_dict": {"w": np.ones(2), "b": np.ones(2)}, "args": {"a": 1, "b": 2}},
+        "ema": {"x": {"w": np.ones(3)}, "decay": 0.5},
+        "epoch": 1,
+    }
+    unickpt.save(tmp_path / "c", state, options=FAST)
+    with pytest.raises(UnsupportedLeaf) as caught:
+        unickpt.convert(tmp_path / "c", tmp_path / "x.safetensors", options=FAST)
+    told = str(caught.value)
+    assert "under='model/state_dict' (2 arrays), or under='ema/x' (1 array)" in told
+    assert "--under model/state_dict" in told
+    unickpt.convert(
+        tmp_path / "c", tmp_path / "x.safetensors", under="model/state_dict", options=FAST
+    )
+    assert sorted(unickpt.open(tmp_path / "x.safetensors")) == ["b", "w"]
+
+
+def test_an_object_that_cannot_be_exported_is_named_with_its_class(tmp_path: Path) -> None:
+    state = {"w": np.ones(2), "conf": unickpt.Opaque("my.Config", pickle.dumps(1))}
+    unickpt.save(tmp_path / "c", state, options=FAST)
+    with pytest.raises(UnsupportedLeaf, match=r"'conf' is an object of the class my\.Config"):
+        unickpt.convert(tmp_path / "c", tmp_path / "x.pt", options=FAST)

@@ -23,6 +23,7 @@ from unickpt.trees import tree_json
 
 _MOST_RANK = 64  # NumPy's own limit
 _DTYPE = re.compile(r"[biufcSU][0-9]{1,9}")
+_NONE = object()  # what stands for None, where None says that an object is not known
 _ORDERS = {"<": False, "|": False, ">": True}
 
 
@@ -39,6 +40,8 @@ def decoded(found: PickledObject) -> Any:
     """
     decode = _KNOWN.get(found.name)
     made = None if decode is None or found.named else decode(found)
+    if made is _NONE:
+        return None
     return found if made is None else made
 
 
@@ -189,6 +192,18 @@ def _record(found: PickledObject) -> Any:
     return found.state if isinstance(found.state, dict) else None
 
 
+def _omegaconf(key: str) -> Callable[[PickledObject], Any]:
+    """What a container or a node of OmegaConf holds; interpolations (`${a}`) stay texts."""
+
+    def decode(found: PickledObject) -> Any:
+        if not isinstance(found.state, dict) or key not in found.state:
+            return None
+        held = found.state[key]
+        return _NONE if held is None else held
+
+    return decode
+
+
 def _sequence(found: PickledObject) -> Any:
     items = found.args[0] if found.args else ()
     return [*items, *found.appended] if isinstance(items, (list, tuple)) else None
@@ -215,6 +230,14 @@ _KNOWN: Mapping[str, Callable[[PickledObject], Any]] = {
     **dict.fromkeys(("collections.deque", "builtins.frozenset"), _sequence),
     "__builtin__.frozenset": _sequence,
     "collections.Counter": _counter,
+    **{
+        f"omegaconf.{kind.lower()}.{kind}": _omegaconf("_content")
+        for kind in ("DictConfig", "ListConfig")
+    },
+    **{
+        f"omegaconf.nodes.{kind}Node": _omegaconf("_val")
+        for kind in ("Any", "String", "Integer", "Float", "Boolean", "Bytes", "Path", "Enum")
+    },
     "torch._tensor._rebuild_from_type_v2": _dtensor,
     "torch._utils._rebuild_device_tensor_from_numpy": _from_numpy,
     "torch._utils._rebuild_xla_tensor": _from_numpy,

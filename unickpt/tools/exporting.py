@@ -32,6 +32,7 @@ from unickpt.trees import tree_json
 from unickpt.trees.tree import Opaque
 
 _MOST_LINES = 10
+_MOST_PARTS = 4
 
 
 def export(
@@ -128,12 +129,12 @@ def _check_leaves(index: Index, left_out: Set[str], per_process: bool) -> None:
         per_process: whether it holds leaves that differ by process.
     """
     values = index.values.items()
-    opaque = [name for name, v in values if isinstance(v, Opaque) and name not in left_out]
+    opaque = {n: v.class_name for n, v in values if isinstance(v, Opaque) and n not in left_out}
     apart = set() if per_process else index.per_process.keys() - left_out
     found = [f"{name!r} differs by process" for name in sorted(apart)]
-    found += [f"{name!r} is an object of an unknown class" for name in opaque]
+    found += [f"{name!r} is an object of the class {kind}" for name, kind in opaque.items()]
     if found:
-        name = min(apart, default="") or opaque[0]
+        name = min(apart, default="") or next(iter(opaque))
         raise UnsupportedLeaf(
             f"{some(found)}, which only unickpt's own format can hold; drop it by a rule: "
             f"{name} <-> drop"
@@ -144,19 +145,33 @@ def _parts_text(view: CheckpointView, source: str) -> str:
     """What to do first if a format of arrays cannot hold a training step: to export its model."""
     if isinstance(view, RuledView) or view.checkpoint.under:
         return ""
-    index, counts = view.index, Counter[str]()
-    tops = {name.partition("/")[0] for name in (*index.values, *index.per_process)}
-    for name in index.entries:
-        top, inner, _ = name.partition("/")
-        if inner and top not in tops:
-            counts[top] += 1
+    counts = _parts_of_arrays(view.index)
     if not counts:
         return ""
-    parts = [f"under={top!r} ({counted(n, 'array')})" for top, n in counts.items()]
+    shown = counts.most_common(_MOST_PARTS)
+    parts = [f"under={part!r} ({counted(n, 'array')})" for part, n in shown]
+    more = f", and {len(counts) - len(shown)} others" if len(counts) > len(shown) else ""
     return (
-        f"{source} has more than arrays. To export a part of it, pass {', or '.join(parts)}; on "
-        f"the command line, --under {next(iter(counts))}. Of the whole,\n"
+        f"{source} has more than arrays. To export a part of it, pass {', or '.join(parts)}{more}; "
+        f"on the command line, --under {shown[0][0]}. Of the whole,\n"
     )
+
+
+def _parts_of_arrays(index: Index) -> Counter[str]:
+    """The largest containers in which all leaves are arrays, and how many these are."""
+    mixed = {
+        name[:at]
+        for name in (*index.values, *index.per_process)
+        for at in range(len(name))
+        if name[at] == "/"
+    }
+    counts = Counter[str]()
+    for name in index.entries:
+        ends = [at for at in range(len(name)) if name[at] == "/"]
+        part = next((name[:at] for at in ends if name[:at] not in mixed), None)
+        if part is not None:
+            counts[part] += 1
+    return counts
 
 
 def written(to: ExportDestination, part: str = "") -> Reader:
