@@ -417,6 +417,21 @@ def test_nnx_modules_and_optimizers_as_they_are(tmp_path: Path) -> None:
     assert [step(loaded) for _ in range(3)] == [step(trained) for _ in range(3)]
 
 
+@pytest.mark.skipif(not hasattr(nnx, "Pytree"), reason="modules of this flax are no pytrees")
+def test_nnx_modules_of_like_are_not_filled_but_can_be_updated(tmp_path: Path) -> None:
+    trained, model = Net(nnx.Rngs(0)), Net(nnx.Rngs(1))
+    model.again, trained.again = model.up, trained.up  # the same module at two places
+    kernel = np.asarray(model.up.kernel[...])
+    unickpt.save(tmp_path / "c", {"model": trained})
+    loaded = unickpt.load(tmp_path / "c", {"model": model})
+    assert loaded["model"] is not model
+    np.testing.assert_array_equal(model.up.kernel[...], kernel)
+    np.testing.assert_array_equal(loaded["model"].up.kernel[...], trained.up.kernel[...])
+    nnx.update(model, nnx.state(loaded["model"]))
+    np.testing.assert_array_equal(model.up.kernel[...], trained.up.kernel[...])
+    assert model.again is model.up
+
+
 def test_nodes_whose_children_share_a_key(tmp_path: Path) -> None:
     @jax.tree_util.register_pytree_with_keys_class
     class Twice(Pair):
