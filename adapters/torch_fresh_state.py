@@ -29,6 +29,7 @@ _SLOTS = {
     "Adafactor": ("step",),
     "Muon": ("momentum_buffer",),
 }
+_COUNTERS = {"step", "eta", "mu", "mu_product"}
 # Slots that these optimizers make only with certain settings.
 _OPTIONAL_SLOTS = ("max_exp_avg_sq", "momentum_buffer", "grad_avg")
 
@@ -40,10 +41,11 @@ def required_slots(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 
 
 def _slots_like_parameters(optimizer: torch.optim.Optimizer) -> frozenset[str]:
-    """The slots that have the shape of their parameter, or are counters."""
+    """The slots that have the shape of their parameter."""
     required = required_slots(optimizer)
-    is_sgd = type(optimizer) is torch.optim.SGD
-    return frozenset((*required, *_OPTIONAL_SLOTS)) if required or is_sgd else frozenset()
+    if not required and type(optimizer) is not torch.optim.SGD:
+        return frozenset()
+    return frozenset((*required, *_OPTIONAL_SLOTS)) - _COUNTERS
 
 
 def fresh_state(
