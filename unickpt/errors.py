@@ -132,7 +132,8 @@ class SaveTimeout(UnickptError, TimeoutError):
 
 
 class StateChanged(UnickptError, RuntimeError):
-    """An array was changed, donated or deleted before an asynchronous save staged it."""
+    """An array was changed, donated or deleted before an asynchronous save staged it, or is said not
+    to have changed (`SaveOptions.changed`), but did."""
 
 
 class ReplicasDiffer(UserWarning):

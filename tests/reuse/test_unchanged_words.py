@@ -153,11 +153,12 @@ def test_without_a_base_nothing_is_skipped(tmp_path: Path) -> None:
 ACTIONS = ["rows", "frozen", "torch", "load", "delete", "raise", "overwrite", "nothing said", "two"]
 
 
-@settings(max_examples=40, deadline=None)
+@pytest.mark.integration
+@settings(max_examples=20, deadline=None)
 @given(
     actions=st.lists(st.sampled_from(ACTIONS), min_size=4, max_size=10),
     reuse=st.sampled_from([True, "patch", "compare"]),
-    compression=st.sampled_from([None, None, "zstd"]),
+    compression=st.sampled_from([None, "zstd", "auto"]),
     seed=st.integers(0, 99),
 )
 def test_right_words_never_fail_and_lose_nothing(
@@ -260,6 +261,38 @@ def test_a_wrong_word_is_an_error_within_all_turns(
         assert re.search(r"'w' \[.*said not to have changed.*hashes everything", str(error))
         run.save(90, state, changed={"w": False}, wait=True)
         assert np.array_equal(run.load(step=90)["w"], np.asarray(array))
+
+
+@pytest.mark.integration
+@settings(max_examples=4, deadline=None)
+@given(seed=st.integers(0, 999), reuse=st.sampled_from([True, "patch"]))
+def test_whatever_is_said_no_change_is_missing_for_longer_than_all_turns(
+    seed: int, reuse: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Words that are wrong now and then, about single elements, with loads and removals between."""
+    root, state, rng = tmp_path_factory.mktemp("run"), state_of(seed), np.random.default_rng(seed)
+    names, missing = ("frozen", "rows", "torch"), 0
+    with Checkpointer(root, reuse=reuse, keep_last=3, options=OPTIONS) as run:
+        for step in range(50):
+            said: dict[str, Any] = dict.fromkeys(names, False)
+            if rng.random() < 0.3:
+                said["rows"] = rng.random(400) < 0.5
+            if rng.random() < 0.2:  # a change of which nothing is said, or perhaps that it is none
+                state[str(rng.choice(names))][int(rng.integers(200)), int(rng.integers(64))] += 1
+            event = rng.random()
+            if step and event < 0.03:
+                run.load()
+            elif step and event < 0.06:
+                run.delete(max(run.steps()))
+            try:
+                run.save(step, state, changed=said, wait=True)
+            except StateChanged:
+                missing = 0
+                continue
+            is_whole = same(unickpt.load(run.path(step)), state)
+            missing = 0 if is_whole else missing + 1
+            assert missing < unchanged.TURNS
+            assert unickpt.verify(run.path(step)).ok
 
 
 @pytest.mark.parametrize("kind", ["numpy", "accelerator"])
