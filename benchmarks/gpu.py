@@ -81,11 +81,16 @@ def turn(made: Any, name: str, path: Path, *, check: bool) -> tuple[float, float
 def in_background(staging: str) -> Save:
     """How unickpt saves."""
     import unickpt
+    from unickpt.saving import saver
+    from unickpt.saving.background import SaveRequest
 
     options = unickpt.SaveOptions(staging=staging, fsync=False, budget_bytes=64 << 30)  # type: ignore[arg-type]
 
     def save(path: Path, state: Any) -> Callable[[], None]:
-        pending = unickpt.save_async(path, state, options=options)
+        owners = None
+        if staging == "lazy":  # as if an optimizer owned all tensors
+            owners = {tensor.untyped_storage()._cdata for tensor in state.values()}
+        pending = saver.begin(SaveRequest(path, state, options, owners=owners))
         return lambda: pending.result() and None
 
     return save

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -76,6 +76,16 @@ def save_options(nbytes: int, staging: str) -> Any:
     return unickpt.SaveOptions(staging=staging, budget_bytes=3 * nbytes + (64 << 20))
 
 
+def save_lazily(path: Path, state: Mapping[str, Any], nbytes: int) -> Any:
+    """Saves tensors of which all are copied in the background, as of an optimizer that waits."""
+    from unickpt.saving import saver
+    from unickpt.saving.background import SaveRequest
+
+    owners: set[Hashable] = {tensor.untyped_storage()._cdata for tensor in state.values()}
+    options = save_options(nbytes, "lazy")
+    return saver.begin(SaveRequest(path, state, options, owners=owners))
+
+
 class UnickptTorchCopy(Unickpt, contenders.UnickptTorch):
     name = "unickpt torch copy"
     staging = "copy"
@@ -85,7 +95,10 @@ class UnickptTorchCopy(Unickpt, contenders.UnickptTorch):
 class UnickptTorchLazy(Unickpt, contenders.UnickptTorch):
     name = "unickpt torch lazy"
     staging = "lazy"
-    note = "fsyncs files and directories"
+    note = "fsyncs files and directories; as if an optimizer owned all tensors"
+
+    def begin(self, path: Path, state: Any) -> None:
+        self.pending = save_lazily(path, state, sum(leaf.nbytes for leaf in state.values()))
 
 
 class UnickptTorchDevice(Unickpt, contenders.UnickptTorch):

@@ -132,8 +132,8 @@ class SaveTimeout(UnickptError, TimeoutError):
 
 
 class StateChanged(UnickptError, RuntimeError):
-    """An array was changed, donated or deleted before an asynchronous save staged it, or is said not
-    to have changed (`SaveOptions.changed`), but did."""
+    """An array was changed, donated or deleted before an asynchronous save staged it; or it
+    changed, although `SaveOptions.changed` says that it did not."""
 
 
 class ReplicasDiffer(UserWarning):
