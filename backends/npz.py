@@ -208,7 +208,10 @@ def parsed(data: bytes, where: str) -> NpyHeader:
     try:
         name = dtypes.name_of(dtype.newbyteorder("="))
     except TypeError as error:
-        raise UnsupportedFormat(f"{where} has the dtype {quoted(str(dtype))}") from error
+        raise UnsupportedFormat(
+            f"{where} has the dtype {quoted(str(dtype))}, which unickpt lacks; load it with NumPy, "
+            "and save the arrays of numbers alone"
+        ) from error
     return NpyHeader(name, shape, fortran, dtype.byteorder == ">", stream.tell())
 
 

@@ -26,6 +26,9 @@ def test_columns_that_say_nothing_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(safetensors({"w": np.ones((4, 2), np.float32)}))
     heading = next(x for x in inspected(tmp_path / "x").splitlines() if x.startswith("name"))
     assert heading.split() == ["name", "shape", "dtype", "bytes"]
+    lines = inspected(tmp_path / "x").splitlines()
+    assert "format safetensors" in lines
+    assert "total: 1 array of 8 elements, 32 B" in lines
 
 
 def test_the_largest_arrays_come_first(tmp_path: Path) -> None:

@@ -483,6 +483,7 @@ def test_the_parts_that_can_be_exported_are_found_at_any_depth(tmp_path: Path) -
     state = {
         "model": {"state_dict": {"w": np.ones(2), "b": np.ones(2)}, "args": {"a": 1, "b": 2}},
         "ema": {"x": {"w": np.ones(3)}, "decay": 0.5},
+        "optimizer": {"state": [np.ones(2)] * 9, "lr": 0.1},
         "epoch": 1,
     }
     unickpt.save(tmp_path / "c", state, options=FAST)

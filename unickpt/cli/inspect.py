@@ -196,8 +196,12 @@ def _print_checkpoint(checkpoint: Checkpoint, everything: bool, by_size: bool) -
     facts = [f"format {clean(_format(checkpoint))}"]
     if index.created:
         facts.append(f"created {clean(date_text(index.created))} by {clean(index.library)}")
-    facts.append(counted(index.processes, "process", "processes"))
-    out.print(", ".join([*facts, f"compression {clean(compression)}"]))
+    is_own = checkpoint.reader.format == ocdbt_reader.FORMAT
+    if is_own or index.processes > 1:
+        facts.append(counted(index.processes, "process", "processes"))
+    if is_own or compression != "none":  # how files of others are compressed is not in the index
+        facts.append(f"compression {clean(compression)}")
+    out.print(", ".join(facts))
     if index.metadata:
         text = json.dumps(index.metadata, ensure_ascii=False)
         out.print(clean(f"metadata {tree_table.shorten(text, 400)}"))
@@ -281,9 +285,10 @@ def _mesh(mesh: Mesh) -> str:
 def _totals(checkpoint: Checkpoint) -> Text:
     index = checkpoint.index
     elements = _elements(checkpoint)
+    chunks = f" in {counted(index.chunks, 'chunk')}" if index.chunks else ""
     pieces = [
         f"{counted(len(index.arrays), 'array')} of {counted(elements, 'element')}, "
-        f"{size_text(checkpoint.nbytes)} in {counted(index.chunks, 'chunk')}"
+        f"{size_text(checkpoint.nbytes)}{chunks}"
     ]
     if index.bases and checkpoint.reader.under:
         names = ", ".join(quoted(base.name) for base in index.bases)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Set
@@ -33,6 +34,7 @@ from unickpt.trees.tree import Opaque
 
 _MOST_LINES = 10
 _MOST_PARTS = 4
+_OPTIMIZER = re.compile(r"(^|/)(opt|optim|optimizer|optimizers|opt_state|optimizer_states?)(/|$)")
 
 
 def export(
@@ -148,13 +150,21 @@ def _parts_text(view: CheckpointView, source: str) -> str:
     counts = _parts_of_arrays(view.index)
     if not counts:
         return ""
-    shown = counts.most_common(_MOST_PARTS)
+    ordered = sorted(counts.items(), key=lambda item: (_is_optimizers(item[0]), -item[1]))
+    shown = ordered[:_MOST_PARTS]
     parts = [f"under={part!r} ({counted(n, 'array')})" for part, n in shown]
     more = f", and {len(counts) - len(shown)} others" if len(counts) > len(shown) else ""
+    is_module = any(part.endswith("/_parameters") for part in counts)
+    module = " It is a whole module of torch: save its state_dict() there for all its arrays."
+    module = module if is_module else ""
     return (
         f"{source} has more than arrays. To export a part of it, pass {', or '.join(parts)}{more}; "
-        f"on the command line, --under {shown[0][0]}. Of the whole,\n"
+        f"on the command line, --under {shown[0][0]}.{module} Of the whole,\n"
     )
+
+
+def _is_optimizers(part: str) -> bool:
+    return _OPTIMIZER.search(part) is not None
 
 
 def _parts_of_arrays(index: Index) -> Counter[str]:
