@@ -242,6 +242,14 @@ def target(leaf: Any) -> JaxTarget:
     return JaxTarget(leaf)
 
 
+def empty(entry: Any, example: Any = None) -> Any:
+    make: Any = jax.ShapeDtypeStruct
+    words = make(entry.shape, dtypes.from_name(entry.dtype))
+    if entry.prng is None:
+        return words
+    return jax.eval_shape(partial(jax.random.wrap_key_data, impl=entry.prng), words)
+
+
 def expand(obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion | None:
     try:
         pairs, treedef = jax.tree_util.tree_flatten_with_path(obj, is_leaf=lambda x: x is not obj)

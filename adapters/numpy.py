@@ -76,6 +76,10 @@ def target(leaf: Any) -> NumpyTarget:
     return NumpyTarget(leaf, _checked(leaf))
 
 
+def empty(entry: Any, example: Any = None) -> Array:
+    return np.empty(entry.shape, dtypes.from_name(entry.dtype))
+
+
 def expand(obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion | None:
     return None
 

@@ -45,6 +45,7 @@ from unickpt.adapters.torch_optimizer import (
     is_optimizer,
 )
 from unickpt.adapters.torch_routers import RouterTokens as RouterTokens
+from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.memory_region import MemoryRegion
@@ -303,6 +304,12 @@ def target(leaf: Any) -> ArrayTarget:
 
         return ShardedTarget(leaf, TorchTarget)
     return TorchTarget(leaf)
+
+
+def empty(entry: Any, example: Any = None) -> Any:
+    dtype = FROM_NUMPY.get(dtypes.from_name(entry.dtype))
+    device = "meta" if example is None else example.device
+    return None if dtype is None else torch.empty(entry.shape, dtype=dtype, device=device)
 
 
 def expand(obj: Any, name: str, stored: StoredTree | None) -> Expansion | None:

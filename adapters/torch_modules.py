@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from unickpt.adapters.torch_distributed import group as group
+from unickpt.adapters.torch_extra_state import with_extra_states
 from unickpt.errors import LoadMismatch, UnsupportedLeaf
+from unickpt.frameworks.protocol import StoredTree
 from unickpt.trees.tree import Expansion, Leaf, Node, component, join
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -113,11 +115,9 @@ def _canonical(module: torch.nn.Module, name: str, kinds: dict[type, str]) -> st
     return ".".join(parts)
 
 
-def expand_module(
-    obj: torch.nn.Module, name: str, stored: Mapping[str, Any] | None
-) -> Expansion | None:
-    """Expands modules with wrappers, under canonical names; and, to load into, modules with
-    parameters on the meta device, and those that resize their tensors.
+def expand_module(obj: torch.nn.Module, name: str, stored: StoredTree | None) -> Expansion | None:
+    """Expands modules with wrappers, under canonical names; and all modules to load into, of which
+    some have parameters on the meta device, resize their tensors, or have an extra state.
 
     Raises:
         UnsupportedLeaf: DeepSpeed has partitioned its parameters, which are empty now.
@@ -130,7 +130,7 @@ def expand_module(
     state = obj.state_dict(keep_vars=True) if stored is not None else {}
     meta = any(map(_is_meta, state.values()))
     wrapped, resizes = not meta and is_wrapped(obj), bool(stored) and _has_own_load(obj)
-    if not (meta or wrapped or resizes):
+    if stored is None and not wrapped:
         return None
     if not meta:
         state = obj.state_dict()
@@ -142,6 +142,8 @@ def expand_module(
         state = _resized(
             obj, state, {old: join(name, component(n)) for old, n in names.items()}, stored or {}
         )
+    if stored is not None:
+        state = with_extra_states(state, names, name, stored)
 
     def rebuild(children: list[Any]) -> Any:
         obj.load_state_dict(_renamed(children[0], given), **({"assign": True} if meta else {}))

@@ -109,6 +109,8 @@ def rank(folder: Path, rounds: int) -> None:
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors")) >> 20
         found = {"torch": torch.__version__, "transformers": transformers.__version__}
         print(json.dumps({**seconds, "mib": size, "versions": found}))
+    loaded.clear()
+    gc.collect()  # frees the models first: see "terminate called" in docs/troubleshooting.md
     dist.destroy_process_group()
 
 

@@ -27,6 +27,7 @@ imports and an empty start; `private` is that without mapped files, such as the 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -364,6 +365,8 @@ def child(options: argparse.Namespace) -> None:
     if ranks > 1:
         import torch.distributed as dist
 
+        del model
+        gc.collect()  # frees it first: see "terminate called" in docs/troubleshooting.md
         dist.destroy_process_group()
 
 

@@ -17,6 +17,7 @@ call, from the page cache.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import random
 import shutil
@@ -77,6 +78,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
         report(saves, loads)
+    del manager, managers, trainer
+    gc.collect()  # frees the model first: see "terminate called" in docs/troubleshooting.md
     dist.destroy_process_group()
 
 

@@ -6,6 +6,7 @@ The model is transformers' LlamaForCausalLM. AdamW goes on with the moments that
 """
 
 import argparse
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,6 @@ def main() -> None:
     parser.add_argument("--further", type=int, default=0, help="steps after the save")
     parser.add_argument("--logits", help="where to write the logits of the first batch, as .npy")
     arguments = parser.parse_args()
-    dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
     model = make_model(config_of(unickpt.open(arguments.load)))
@@ -94,9 +94,11 @@ def main() -> None:
             print(f"step {step} loss {mean.item():.6f}", flush=True)
     if not arguments.further:
         unickpt.save(arguments.save, {**tree, "step": last})
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    dist.init_process_group("gloo")
     main()
+    gc.collect()  # frees the model first: see "terminate called" in docs/troubleshooting.md
+    dist.destroy_process_group()

@@ -4,6 +4,7 @@ It never imports JAX: the checkpoint itself tells which arrays there are.
 """
 
 import argparse
+import gc
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -54,7 +55,6 @@ def main() -> None:
     parser.add_argument("--load", required=True, help="the checkpoint to load")
     parser.add_argument("--save", required=True, help="where to save it again")
     arguments = parser.parse_args()
-    dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("fsdp", "tp"))
     report("start", mesh=dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=True)))
 
@@ -71,8 +71,10 @@ def main() -> None:
 
     saved = unickpt.save(arguments.save, tree)
     report("saved", arrays=saved.arrays, bytes=saved.bytes, seconds=saved.seconds)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
+    dist.init_process_group("gloo")
     main()
+    gc.collect()  # frees the tensors first: see "terminate called" in docs/troubleshooting.md
+    dist.destroy_process_group()

@@ -94,7 +94,8 @@ class MissingPackage(UnickptError, ImportError):
 
 
 class HintError(UnickptError, ValueError):
-    """A hint is of a wrong type or value, or the format of the checkpoint does not take it."""
+    """A hint is of a wrong type or value, or the format of the checkpoint does not take it; or a
+    folder holds two checkpoints, and no hint says which one is meant."""
 
 
 class UnsupportedLeaf(UnickptError, TypeError):

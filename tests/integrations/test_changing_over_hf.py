@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.forks import Forks
-from support.processes import GLOO_IS_IDLE, free_port
+from support.processes import free_port
 
 import unickpt
 
@@ -140,7 +140,7 @@ def run(server: Forks, source: str, mode: str, folder: Path, world: int) -> tupl
     """The exit codes of a job's processes, and the last line of the first one."""
     port, out = free_port(), folder.parent / f"{mode}.npz"
     ranks = [
-        server.start(GLOO_IS_IDLE + BEGIN + source, mode, str(folder), str(out), rank, world, port)
+        server.start(BEGIN + source, mode, str(folder), str(out), rank, world, port)
         for rank in range(world)
     ]
     ended = server.wait_all(ranks)

@@ -15,27 +15,6 @@ from support.forked import Forked
 
 PROCESS_TIMEOUT_S = 120
 
-# A gloo thread that still holds a finished collective's tensors aborts the process if Python is
-# already finalizing (github.com/pytorch/pytorch/pull/179291), so wait until all of them sleep.
-GLOO_IS_IDLE = """
-def wait():
-    import glob, time
-    idle = 0
-    while idle < 3:
-        time.sleep(0.005)
-        idle += 1
-        for task in glob.glob("/proc/self/task/*/stat"):
-            try:
-                with open(task) as status:
-                    text = status.read()
-                if "(pt_gloo_runloop)" in text and "(pt_gloo_runloop) S" not in text:
-                    idle = 0
-            except OSError:
-                pass  # the thread has ended
-__import__("atexit").register(wait)
-del wait
-"""
-
 
 def free_port() -> int:
     """Below those that the system gives to outgoing connections, which may take it meanwhile."""
@@ -83,7 +62,7 @@ class Processes:
                 "MASTER_PORT": port,
                 "OMP_NUM_THREADS": "1",
             }
-            script = self._script(GLOO_IS_IDLE + source)
+            script = self._script(source)
             ranks.append(Forked(script, [*map(str, arguments)], {**os.environ, **env}))
             self.started.append(ranks[-1])
         return ranks

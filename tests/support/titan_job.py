@@ -13,6 +13,7 @@ waited for the manager.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
@@ -208,8 +209,9 @@ def main() -> None:
     finally:
         trainer.close()
     print(f"waited {sum(trainer.waited_s)!r}", flush=True)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    gc.collect()  # frees the model first: see "terminate called" in docs/troubleshooting.md
+    dist.destroy_process_group()

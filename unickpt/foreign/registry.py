@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol, cast
 
-from unickpt.errors import CheckpointCorrupt, HintError, UnsupportedFormat
+from unickpt.errors import CheckpointCorrupt, HintError, UnickptError, UnsupportedFormat
 from unickpt.foreign import other_kinds
 from unickpt.foreign.files import Files
 from unickpt.foreign.loose_files import SeveralCheckpoints
@@ -16,6 +16,7 @@ from unickpt.quoting import quoted, some
 from unickpt.storage import paths
 from unickpt.storage.errors import Failed, reading_failed
 from unickpt.storage.locations import Location
+from unickpt.storage.ocdbt import MANIFEST
 
 
 class Format(Protocol):
@@ -51,6 +52,11 @@ _BUILT_IN = (
     "gguf",
     "npz",
     "npy",
+)
+# Files that other systems write into the top of a folder that is a checkpoint. Weights are not
+# among them: users put those for inference beside the state of a run.
+_MARKERS = frozenset(
+    (".metadata", "_CHECKPOINT_METADATA", "latest", "latest_checkpointed_iteration.txt")
 )
 
 _registered: list[Format] = []
@@ -96,6 +102,31 @@ def open_foreign(location: Location, hints: Mapping[str, Any]) -> Reader | None:
             return None
         raise reading_failed(error, str(location)) from error
     return reader
+
+
+def check_alone(own: Reader) -> None:
+    """Checks that no other system has saved into the folder of a checkpoint of ours.
+
+    Looks only into local folders: elsewhere, listing would take a request for every opening.
+
+    Raises:
+        HintError: one has, so that nothing says which checkpoint is meant.
+    """
+    if own.location.is_remote:
+        return
+    files = Files(own.location)
+    try:
+        marker = next((name for name in files.here if name in _MARKERS), None)
+        other = None if marker is None else _first(files, {})
+    except (UnickptError, Failed):
+        return  # not a checkpoint, or not a complete one
+    if other is not None:
+        raise HintError(
+            f"{own.location} holds two checkpoints: one of the format {own.format!r} "
+            f"({MANIFEST}), and one of the format {other.format!r} ({marker}). Say which one "
+            f'you mean: unickpt.open(path, hints={{"format": {other.format!r}}}), or '
+            f"--hint format={other.format} on the command line; or remove the files of the other"
+        )
 
 
 def open_file(location: Location, hints: Mapping[str, Any]) -> Reader:

@@ -14,6 +14,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, flat_range_to_boxes, overlap
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.memory_region import MemoryRegion
+from unickpt.frameworks.grown_state import MakeArray, first_array, with_grown
 from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import (
     Adapter,
@@ -36,6 +37,18 @@ def adapters() -> list[Adapter]:
     loaded = [name for name in _FRAMEWORKS if sys.modules.get(name) is not None]
     modules = [importlib.import_module(f"unickpt.adapters.{n}") for n in [*loaded, "numpy"]]
     return [cast(Adapter, module) for module in modules]
+
+
+def adapter_named(framework: str) -> Adapter:
+    """The adapter of a framework, which is imported.
+
+    Raises:
+        ValueError: there is none of this name.
+        ImportError: the framework is not installed.
+    """
+    if framework not in _FRAMEWORKS:
+        raise ValueError(f'framework={framework!r} is none of "numpy", "torch" and "jax"')
+    return cast(Adapter, importlib.import_module(f"unickpt.adapters.{framework}"))
 
 
 def adapter_of(leaf: Any, adapters: Sequence[Adapter]) -> Adapter | None:
@@ -135,7 +148,16 @@ def expand(
         return obj
 
     state = obj.state_dict()
+    if stored is not None:
+        state = with_grown(state, name, stored, _array_maker(state, adapters))
     return tree.Expansion("wrapper", ("state_dict",), (state,), rebuild, type(obj).__name__)
+
+
+def _array_maker(state: Any, adapters: Sequence[Adapter]) -> MakeArray | None:
+    """Makes arrays of the framework whose arrays are in a state; None if none are."""
+    array = first_array(state, lambda value: adapter_of(value, adapters) is not None)
+    adapter = adapter_of(array, adapters)
+    return None if adapter is None else lambda entry: adapter.empty(entry, array)
 
 
 def _is_stateful(obj: Any) -> bool:

@@ -268,6 +268,15 @@ class Adapter(Protocol):
     def target(self, leaf: Any) -> ArrayTarget:
         """Describes an array to load into. Raises as `source`."""
 
+    def empty(self, entry: Any, example: Any = None) -> Any:
+        """An array to load a stored one into; None if the framework does not have its dtype.
+
+        Arguments:
+            entry: of the stored array.
+            example: an array on whose device it is to be. None for the default device; the
+                array may be abstract then.
+        """
+
     def expand(self, obj: Any, name: str, stored: StoredTree | None) -> Expansion | None:
         """Expands one level of a container of this framework; None for other objects.
 

@@ -9,10 +9,16 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from unickpt.errors import LoadMismatch
-from unickpt.format.index import RESERVED, Index
+from unickpt.format.index import RESERVED, ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.frameworks import per_process
-from unickpt.frameworks.leaves import PerProcess, PerProcessValues, Sections, adapters
+from unickpt.frameworks.leaves import (
+    PerProcess,
+    PerProcessValues,
+    Sections,
+    adapter_named,
+    adapters,
+)
 from unickpt.frameworks.process_group import current_group, launched_together, within
 from unickpt.frameworks.protocol import Adapter, ArrayTarget, StoredTree
 from unickpt.frameworks.sections import Encoded, StoredValue
@@ -56,6 +62,7 @@ class LoadArguments(TypedDict, total=False):
     unexpected: Literal["error", "skip"]
     mismatched: Literal["error", "keep"]
     cast: bool
+    framework: Literal["numpy", "torch", "jax"]
     strict_experts: bool
     options: LoadOptions | None
 
@@ -113,6 +120,7 @@ def load(
     unexpected: Literal["error", "skip"] = "error",
     mismatched: Literal["error", "keep"] = "error",
     cast: bool = False,
+    framework: Literal["numpy", "torch", "jax"] = "numpy",
     return_report: bool = False,
     strict_experts: bool = False,
     options: LoadOptions | None = None,
@@ -156,6 +164,9 @@ def load(
             what `like` holds.
         cast: whether to convert between dtypes of the same kind: floats to floats, integers to
             integers that hold all values. Never from one kind to another.
+        framework: whose arrays a load without `like` returns: "numpy", "torch" (tensors in host
+            memory) or "jax" (arrays on the default device). An array of a dtype that torch does not
+            have stays a NumPy array.
         return_report: whether to also return a `LoadReport`. Its text is always logged to the
             logger "unickpt" at level INFO.
         strict_experts: refuse a checkpoint that has the state of some experts as of an earlier step
@@ -180,7 +191,15 @@ def load(
         >>> _ = unickpt.save("memory://run/load", {"w": np.arange(3), "step": 7})
         >>> unickpt.load("memory://run/load")
         {'w': array([0, 1, 2]), 'step': 7}
+        >>> import torch
+        >>> unickpt.load("memory://run/load", framework="torch")["w"]
+        tensor([0, 1, 2])
     """
+    if like is not None and framework != "numpy":
+        raise ValueError(
+            f"framework={framework!r} is for a load without `like`: the arrays of `like` say of "
+            "which framework they are; leave out one of the two"
+        )
     policy = Policy(
         _chosen("missing", missing, "keep") or not strict,
         _chosen("unexpected", unexpected, "skip") or not strict,
@@ -189,7 +208,13 @@ def load(
         Selection.of(only, skip),
     )
     loading = _Loading(
-        rules, under, policy, strict_experts, LoadOptions.or_default(options), adapters()
+        rules,
+        under,
+        policy,
+        strict_experts,
+        LoadOptions.or_default(options),
+        adapters(),
+        None if framework == "numpy" else adapter_named(framework),
     )
     # Fills everything again; processes that exchange all start again together.
     found, report = checkpoint.again(lambda: loading.load(path, like))
@@ -215,6 +240,7 @@ class _Loading:
     strict_experts: bool
     options: LoadOptions
     among: Sequence[Adapter]
+    framework: Adapter | None
 
     def load(self, path: checkpoint.Source, like: Any) -> tuple[Any, LoadReport]:
         """One attempt to load; see `checkpoint.again`."""
@@ -257,7 +283,7 @@ class _Loading:
         aliases = {name: of for name, of in index.aliases.items() if name not in left_out}
         arrays = {n: e for n, e in index.arrays.items() if n not in left_out - {*aliases.values()}}
         stored.check_total(arrays.values())
-        targets = {name: {name: NewTarget(entry)} for name, entry in arrays.items()}
+        targets = {name: {name: self._new_target(entry)} for name, entry in arrays.items()}
         found = read(view.checkpoint, jobs_of(view, targets))
         done |= {**{name: found[name] for name in targets}, **index.values}
         done |= {alias: done[name] for alias, name in aliases.items()}
@@ -272,6 +298,12 @@ class _Loading:
             untyped=tuple(untyped(node)),
         )
         return tree.rebuild(node, done.__getitem__), report
+
+    def _new_target(self, entry: ArrayEntry) -> ArrayTarget:
+        array = None if self.framework is None else self.framework.empty(entry)
+        if self.framework is None or array is None:
+            return NewTarget(entry)
+        return self.framework.target(array)
 
     def _load_like(self, stored: Reader, like: Any, read: ReadArrays) -> tuple[Any, LoadReport]:
         view: CheckpointView

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
 from typing import Any, TypeVar
 
-from unickpt.errors import CheckpointNotFound, CheckpointReplaced, out_of_memory
+from unickpt.errors import CheckpointNotFound, CheckpointReplaced, HintError, out_of_memory
 from unickpt.foreign import registry
 from unickpt.format import ocdbt_reader
 from unickpt.format.reader import Reader
 from unickpt.format.timing import Timing
-from unickpt.quoting import counted, printable, size_text
+from unickpt.quoting import counted, printable, quoted, size_text
 from unickpt.reading.not_found import nothing_at
 from unickpt.reading.stored_array import StoredArray
 from unickpt.storage import paths
@@ -21,6 +21,9 @@ from unickpt.trees import tree_json
 T = TypeVar("T")
 Hints = Mapping[str, Any]
 
+_FORMAT_HINT = "format"
+OWN: Hints = {_FORMAT_HINT: ocdbt_reader.FORMAT}
+"""Hints for a folder that may hold another system's checkpoint too."""
 # How often a reader starts again because a save replaced the checkpoint.
 _OPENINGS = 50
 _READINGS = 20
@@ -33,7 +36,8 @@ def open(path: paths.PathLike, *, hints: Hints | None = None) -> Checkpoint:
         path: a local path or a URL (file, memory, s3, gs) of a folder; or of a file, if another
             system's checkpoint is one.
         hints: facts that the files of another system's checkpoint do not tell, by name;
-            docs/formats tells which ones a format takes.
+            docs/formats tells which ones a format takes. `{"format": "unickpt"}`, or the name of
+            another format, is needed where one folder holds checkpoints of two.
 
     If a save replaces the checkpoint during the call, the new one is opened.
 
@@ -42,7 +46,8 @@ def open(path: paths.PathLike, *, hints: Hints | None = None) -> Checkpoint:
         CheckpointReplaced: saves replaced it repeatedly, faster than it could be opened.
         CheckpointCorrupt: its index is damaged.
         UnsupportedFormat: it was written by a newer unickpt, or holds what unickpt cannot read.
-        HintError: the format does not take a hint, or not such a value.
+        HintError: the format does not take a hint, or not such a value; or the folder holds
+            checkpoints of two formats, and no hint says which one is meant.
 
     Example:
         >>> import numpy as np, unickpt
@@ -113,21 +118,36 @@ def open_reader(location: Location, hints: Hints | None = None) -> Reader | None
         CheckpointNotFound: a database is there that is no checkpoint of a known format.
         All that `registry.open_foreign` raises.
     """
-    given, no_checkpoint = hints or {}, None
+    others = dict(hints or {})
+    format = others.pop(_FORMAT_HINT, None)
     if location.is_local and location.is_file(paths.context()):
-        return registry.open_file(location, given)
+        reader: Reader | None = registry.open_file(location, others)
+    else:
+        reader = _open_folder(location, others, format)
+    if reader is not None and format not in (None, reader.format):
+        raise HintError(
+            f"{location} is of the format {reader.format!r}, and the hint says {quoted(format)}; "
+            "leave the hint out"
+        )
+    return reader
+
+
+def _open_folder(location: Location, hints: Hints, format: str | None) -> Reader | None:
+    own, no_checkpoint = None, None
     try:
         own = ocdbt_reader.open(location)
     except CheckpointNotFound as error:  # a database, which other systems use too
-        own, no_checkpoint = None, error
-    if own is not None:
-        if given:
-            registry.check_hints(own, given)
+        no_checkpoint = error
+    if own is not None and format is None:
+        registry.check_alone(own)
+    if own is not None and format in (None, own.format):
+        if hints:
+            registry.check_hints(own, hints)
         return own
-    reader = registry.open_foreign(location, given)
+    reader = registry.open_foreign(location, hints)
     if reader is None and no_checkpoint is not None:
         raise no_checkpoint
-    return reader
+    return own if reader is None else reader
 
 
 class Checkpoint(Mapping[str, "StoredArray"]):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import io
 import keyword
 import re
 import unicodedata
@@ -300,6 +301,8 @@ def _expand_builtin(obj: Any) -> Expansion | None:
     if isinstance(obj, tuple):
         make_tuple: Rebuild = tuple if type(obj) is tuple else lambda xs: _tuple_like(obj, xs)
         return Expansion("tuple", tuple(range(len(obj))), tuple(obj), make_tuple)
+    if isinstance(obj, io.BytesIO):
+        return Expansion("wrapper", ("value",), (obj.getvalue(),), _bytes_io, "BytesIO")
     return None
 
 
@@ -329,6 +332,10 @@ def _tuple_like(template: tuple[Any, ...], values: list[Any]) -> Any:
     if hasattr(template, "__dict__"):
         new.__dict__.update(template.__dict__)
     return new
+
+
+def _bytes_io(children: list[Any]) -> io.BytesIO:
+    return io.BytesIO(children[0])
 
 
 def _refill(template: dict[Any, Any], keys: tuple[Any, ...], values: list[Any]) -> Any:

@@ -117,7 +117,7 @@ class LoadStrategy(megatron_torch.TorchDistLoadShardedStrategy):
         if not is_ours(folder):
             found: dict[str, Any] = super().load_tensors_metadata(checkpoint_dir, *megatrons)
             return found
-        return StoredItems(checkpoint.open(folder), folder).tensors()
+        return StoredItems(checkpoint.open(folder, hints=checkpoint.OWN), folder).tensors()
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> dict[str, Any]:
         """The stored tensors and objects, without data, by key."""
@@ -125,7 +125,7 @@ class LoadStrategy(megatron_torch.TorchDistLoadShardedStrategy):
         if not is_ours(folder):
             found: dict[str, Any] = super().load_sharded_metadata(checkpoint_dir)
             return found
-        stored = StoredItems(checkpoint.open(folder), folder)
+        stored = StoredItems(checkpoint.open(folder, hints=checkpoint.OWN), folder)
         # What Megatron's optimizer asks for by the keys of its buckets, is stored by other ones.
         return {**stored.objects(), **stored.tensors(), **self._buckets.metadata()}
 
@@ -150,7 +150,7 @@ def is_ours(folder: str) -> bool:
         return config is not None and config.sharded_backend == BACKEND  # the error says the rest
     if not os.path.exists(os.path.join(folder, ".metadata")):
         return True
-    return common.belongs(folder, checkpoint.open(folder))
+    return common.belongs(folder, checkpoint.open(folder, hints=checkpoint.OWN))
 
 
 def _check_version(folder: str) -> None:
