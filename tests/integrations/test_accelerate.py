@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import signal
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -31,6 +33,7 @@ from unickpt.integrations.accelerate import (  # noqa: E402
     save_state,
     save_state_async,
 )
+from unickpt.saving.writer import ChunkWriter  # noqa: E402
 
 EXAMPLE = Path(TESTS).parent.joinpath("examples", "hf_accelerate.py").read_text()
 
@@ -179,6 +182,41 @@ def test_a_scaler_and_a_stateful_loader_are_saved(make: Callable[..., Any], tmp_
     load_state(accelerator, tmp_path / "c")
     assert accelerator.scaler.get_scale() == 8.0
     assert next(iter(batches)).item() == 3
+
+
+def test_the_oldest_is_removed_from_the_folder_where_the_save_began(
+    make: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        names = ProjectConfiguration("run", automatic_checkpoint_naming=True)
+        job = Job(make(project_config=names))
+        for _ in range(2):
+            save_state(job.accelerator)
+    monkeypatch.chdir(first)
+    names = ProjectConfiguration(
+        "run", automatic_checkpoint_naming=True, total_limit=1, iteration=2
+    )
+    job, gone = Job(make(project_config=names)), threading.Event()
+    real = ChunkWriter.write_all
+
+    def write_all(*arguments: Any, **named: Any) -> Any:
+        assert gone.wait(60)
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(ChunkWriter, "write_all", write_all)
+    ended = threading.Event()
+    pending = save_state_async(job.accelerator)
+    pending.add_done_callback(ended.set)  # after the removal
+    monkeypatch.chdir(second)
+    unickpt.copy(second / "run/checkpoints/checkpoint_1", second / "run/checkpoints/checkpoint_2")
+    gone.set()
+    pending.result()
+    assert ended.wait(60)
+    there = [sorted(os.listdir(folder / "run" / "checkpoints")) for folder in (first, second)]
+    assert there == [["checkpoint_2"], ["checkpoint_0", "checkpoint_1", "checkpoint_2"]]
 
 
 def test_automatic_names_go_on_and_the_oldest_are_removed(

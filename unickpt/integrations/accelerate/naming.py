@@ -89,7 +89,7 @@ class Excess:
         configuration = accelerator.project_configuration
         self._accelerator = accelerator
         self._limit = configuration.total_limit
-        self._path = path
+        self._path = paths.absolute(path, or_file=True)  # the program may go elsewhere meanwhile
         self._works = (
             configuration.automatic_checkpoint_naming
             and self._limit is not None
