@@ -53,11 +53,6 @@ _BUILT_IN = (
     "npz",
     "npy",
 )
-# Files that other systems write into the top of a folder that is a checkpoint. Weights are not
-# among them: users put those for inference beside the state of a run.
-_MARKERS = frozenset(
-    (".metadata", "_CHECKPOINT_METADATA", "latest", "latest_checkpointed_iteration.txt")
-)
 
 _registered: list[Format] = []
 
@@ -104,20 +99,18 @@ def open_foreign(location: Location, hints: Mapping[str, Any]) -> Reader | None:
     return reader
 
 
-def check_alone(own: Reader) -> None:
+def check_alone(own: Reader, marker: str) -> None:
     """Checks that no other system has saved into the folder of a checkpoint of ours.
 
-    Looks only into local folders: elsewhere, listing would take a request for every opening.
+    Arguments:
+        own: our checkpoint.
+        marker: a file in its folder that may be of another one.
 
     Raises:
         HintError: one has, so that nothing says which checkpoint is meant.
     """
-    if own.location.is_remote:
-        return
-    files = Files(own.location)
     try:
-        marker = next((name for name in files.here if name in _MARKERS), None)
-        other = None if marker is None else _first(files, {})
+        other = _first(Files(own.location), {})
     except (UnickptError, Failed):
         return  # not a checkpoint, or not a complete one
     if other is not None:

@@ -21,6 +21,10 @@ from unickpt.trees import tree_json
 T = TypeVar("T")
 Hints = Mapping[str, Any]
 
+# Files that other systems write into the top of a folder that is a checkpoint. Weights are not
+# among them: users put those for inference beside the state of a run. Only local folders are
+# searched: elsewhere, each file would be a request.
+_MARKERS = (".metadata", "_CHECKPOINT_METADATA", "latest", "latest_checkpointed_iteration.txt")
 _FORMAT_HINT = "format"
 OWN: Hints = {_FORMAT_HINT: ocdbt_reader.FORMAT}
 """Hints for a folder that may hold another system's checkpoint too."""
@@ -138,8 +142,11 @@ def _open_folder(location: Location, hints: Hints, format: str | None) -> Reader
         own = ocdbt_reader.open(location)
     except CheckpointNotFound as error:  # a database, which other systems use too
         no_checkpoint = error
-    if own is not None and format is None:
-        registry.check_alone(own)
+    if own is not None and format is None and location.is_local:
+        context = paths.context()
+        for marker in _MARKERS:
+            if location.has_file(marker, context):
+                registry.check_alone(own, marker)
     if own is not None and format in (None, own.format):
         if hints:
             registry.check_hints(own, hints)
