@@ -6,9 +6,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from hashlib import blake2b
 from typing import Any
 from urllib.parse import urlsplit
+
+import xxhash
 
 from unickpt.errors import InvalidPath
 from unickpt.storage import schemes
@@ -19,7 +20,7 @@ _METADATA_TIMEOUT_S = 1.0
 # Settings of a profile with which TensorStore gets keys.
 _KEY_SETTINGS = ("aws_access_key_id", "role_arn", "credential_process")
 _SSO_SETTINGS = ("sso_session", "sso_start_url")
-_DIGEST_BYTES = 3
+_DIGEST_MASK = (1 << 24) - 1  # fits into nanoseconds below a second
 
 
 def spec(url: str) -> dict[str, Any]:
@@ -169,8 +170,7 @@ class CredentialSource:
 
     def __init__(self, spec: Mapping[str, str], text: str, *state: object) -> None:
         self.spec, self.text = spec, text
-        data = repr(state).encode()
-        self.digest = int.from_bytes(blake2b(data, digest_size=_DIGEST_BYTES).digest(), "big")
+        self.digest = xxhash.xxh32_intdigest(repr(state).encode()) & _DIGEST_MASK
 
     @classmethod
     def current(cls) -> CredentialSource:

@@ -65,7 +65,7 @@ def test_a_state_that_lacks_a_slot_is_refused_before_anything_is_written(
 
 
 def test_the_slots_that_are_required_are_those_that_torch_creates(tmp_path: Path) -> None:
-    from unickpt.adapters.torch_optimizer import _SLOTS
+    from unickpt.adapters.torch_fresh_state import _SLOTS
 
     for name in sorted(_SLOTS.keys() - {"SparseAdam", "Muon"}):
         tree = stepped(of(getattr(torch.optim, name)))

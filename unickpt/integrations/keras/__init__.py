@@ -190,9 +190,8 @@ class UnickptCheckpoint(MonitorCallback):
         ValueError: an argument is invalid.
 
     Example:
-        >>> import os
-        >>> UnickptCheckpoint("runs/a", save_freq=100, max_to_keep=3, resume=True).directory
-        'runs/a'
+        >>> UnickptCheckpoint("runs/a", save_freq=100, max_to_keep=3, resume=True).max_to_keep
+        3
     """
 
     best: Any
