@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from unickpt.trees.name_ranges import fold_all
 from unickpt.trees.tree import Leaf, Node, child_names
@@ -37,6 +38,8 @@ class LoadReport:
             held, stored or not.
         untyped: without `like`, containers that are not of the class that was saved, because none
             is looked up by its name: name, class, what it is instead. So dataclasses are dicts.
+        new_objects: objects of `like` that are not filled, because their framework builds new ones
+            (Flax NNX modules, dataclasses): name, class. Use the objects that the load returns.
 
     Example:
         >>> import numpy as np, unickpt
@@ -59,6 +62,7 @@ class LoadReport:
     older_experts: tuple[tuple[str, int, int], ...] = ()
     left_out: tuple[str, ...] = ()
     untyped: tuple[tuple[str, str, str], ...] = ()
+    new_objects: tuple[tuple[str, str], ...] = ()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -72,6 +76,7 @@ class LoadReport:
             "renamed": len(self.renamed),
             "older experts": len(self.older_experts),
             "untyped": len(self.untyped),
+            "new objects": len(self.new_objects),
         }
         return {"loaded": len(self.loaded), **{kind: n for kind, n in counts.items() if n}}
 
@@ -99,6 +104,7 @@ class LoadReport:
             *_rows("renamed", ((old, _rest(old, new)) for old, new in self.renamed)),
             *_rows("older", ((_expert(k, n), f"of step {of}") for k, n, of in self.older_experts)),
             *_rows("untyped", ((name, _class_text(of, now)) for name, of, now in self.untyped)),
+            *_rows("new", ((name or "/", _new_text(kind)) for name, kind in self.new_objects)),
         ]
 
     def __repr__(self) -> str:
@@ -130,6 +136,30 @@ def untyped(node: Node | Leaf, name: str = "") -> Iterator[tuple[str, str, str]]
     names = child_names(node.kind, node.keys, name)
     for child, child_name in zip(node.children, names, strict=True):
         yield from untyped(child, child_name)
+
+
+def new_objects(node: Node | Leaf, name: str = "") -> Iterator[tuple[str, str]]:
+    """The outermost mutable objects of `like` of which a load returns new ones: name, class."""
+    if isinstance(node, Leaf):
+        return
+    if node.kind == "object" and _is_mutable(node.original):
+        yield name, node.type_name
+        return
+    for child, key_name in zip(node.children, child_names(node.kind, node.keys, name), strict=True):
+        if isinstance(child, Node):
+            yield from new_objects(child, key_name)
+
+
+def _is_mutable(container: Any) -> bool:
+    """Whether a program may expect that a container is filled; arrays are."""
+    if not hasattr(container, "__dict__") or hasattr(container, "dtype"):
+        return False
+    parameters = getattr(type(container), "__dataclass_params__", None)
+    return parameters is None or not parameters.frozen
+
+
+def _new_text(kind: str) -> str:
+    return f"{kind or 'object'}: the load returned a new one, that of `like` was not filled"
 
 
 def _class_text(saved: str, now: str) -> str:
