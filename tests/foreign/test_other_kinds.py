@@ -126,7 +126,9 @@ def test_a_sound_file_of_another_kind_is_named_with_the_way_out(name: str, tmp_p
     assert "damaged" not in message
 
 
-@pytest.mark.parametrize("data", [LFS, gzip.compress(b"x" * 1000), b"<html>login</html>"])
+@pytest.mark.parametrize(
+    "data", [LFS, gzip.compress(b"x" * 1000), b"<html>login</html>"], ids=["LFS", "gzip", "HTML"]
+)
 @pytest.mark.parametrize(
     "name", ["model.safetensors", "pytorch_model.bin", "x.pt", "x.ckpt", "x.gguf", "x.h5", "x.npz"]
 )
