@@ -365,6 +365,31 @@ def test_files_of_lightnings_own_are_loaded_removed_and_never_overwritten(tmp_pa
     assert names(tmp_path) == []
 
 
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_a_file_in_the_way_of_save_last_is_named_before_the_training(tmp_path: Path) -> None:
+    from lightning.fabric.plugins.io import TorchCheckpointIO
+
+    trainer(tmp_path, TorchCheckpointIO(), save_last=True).fit(Model("single"), DATA)
+    trained: list[int] = []
+
+    class Counting(Model):
+        def on_train_batch_start(self, *_: Any) -> None:
+            trained.append(1)
+
+    def resume(path: Path) -> Any:
+        job = trainer(tmp_path, UnickptCheckpointIO(), save_last=True)
+        job.fit_loop.epoch_loop.max_steps = 5
+        job.fit(Counting("single"), DATA, ckpt_path=path)
+
+    with pytest.raises(unickpt.CheckpointExists, match=r"last\.ckpt is a file.*\.old, and resume"):
+        resume(tmp_path / "last.ckpt")
+    assert trained == []
+    (tmp_path / "last.ckpt").rename(tmp_path / "last.ckpt.old")  # as the message says
+    resume(tmp_path / "last.ckpt.old")
+    assert len(trained) == 2
+    assert step_of(tmp_path / "last.ckpt") == 5
+
+
 def test_the_newest_checkpoint_is_found(tmp_path: Path) -> None:
     io = UnickptCheckpointIO(background=False)
     assert last_checkpoint(tmp_path / "none") is None

@@ -26,7 +26,12 @@ from unickpt.errors import CheckpointNotFound, InvalidPath
 from unickpt.frameworks.process_group import Group, alone
 from unickpt.integrations.engines import check_same_kind
 from unickpt.integrations.lightning import engines
-from unickpt.integrations.lightning.saves import SaveDestination, Saves, must_wait
+from unickpt.integrations.lightning.saves import (
+    SaveDestination,
+    Saves,
+    check_last_can_be_saved,
+    must_wait,
+)
 from unickpt.integrations.lightning.values import ToSave, read
 from unickpt.loading import loader
 from unickpt.reading import checkpoint
@@ -153,6 +158,8 @@ class UnickptCheckpointIO(_CheckpointIO):
 
         Raises:
             TypeError: an argument cannot be honoured; names it.
+            CheckpointExists: a `ModelCheckpoint` of this job would save where a file of Lightning's
+                own is; says what to move.
             UnickptError: as `unickpt.load`.
         """
         if state is not None:
@@ -162,8 +169,9 @@ class UnickptCheckpointIO(_CheckpointIO):
             )
         Saves.wait_for_all()
         if _is_file(path) or _is_in_memory(path):
-            found: dict[str, Any] = _torch_io().load_checkpoint(path, map_location, weights_only)
-            return found
+            loaded: dict[str, Any] = _torch_io().load_checkpoint(path, map_location, weights_only)
+            check_last_can_be_saved(loaded)
+            return loaded
         if not isinstance(map_location, str | torch.device | None):
             raise TypeError(
                 f"map_location= is a {type(map_location).__name__}; give a device, or leave it "

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from unickpt.errors import SaveTimeout, StorageError, UnickptError
+from unickpt.errors import CheckpointExists, SaveTimeout, StorageError, UnickptError
 from unickpt.runs import attempt_folders
 from unickpt.saving.background import SaveCallbacks, SaveQueue, SaveRequest
 from unickpt.saving.options import SaveOptions, SaveReport
@@ -261,6 +261,41 @@ def must_wait(path: str) -> bool:
         for callback in trainer.checkpoint_callbacks
         if hasattr(callback, "save_last")
     )
+
+
+def check_last_can_be_saved(loaded: Mapping[str, Any]) -> None:
+    """Checks, before a job resumes, that it can save where `save_last` will.
+
+    Lightning goes on with the name of the resumed run's last checkpoint, which may be a file that
+    its own plugin wrote. Files are never overwritten, so the first save would end the job.
+
+    Arguments:
+        loaded: what the job resumes from.
+
+    Raises:
+        CheckpointExists: names the file.
+    """
+    trainer = _calling_trainer()
+    if trainer is None or trainer.state.fn != "fit":
+        return
+    states = loaded.get("callbacks", {}).values()
+    last = {s["last_model_path"]: s["dirpath"] for s in states if s.keys() >= _LAST}
+    for callback in trainer.checkpoint_callbacks:
+        folder = getattr(callback, "dirpath", None)
+        if not getattr(callback, "save_last", None) or folder is None:
+            continue
+        for path, folder_then in last.items():
+            is_resumed = os.path.realpath(folder) == os.path.realpath(folder_then)
+            if is_resumed and os.path.isfile(path) and not os.path.islink(path):
+                raise CheckpointExists(
+                    f"{path} is a file that Lightning's own plugin wrote, and "
+                    "ModelCheckpoint(save_last=True) would save there; files are never "
+                    f"overwritten. Before training, move it, such as to {path}.old, and resume "
+                    "from there, or give the ModelCheckpoint another dirpath"
+                )
+
+
+_LAST = frozenset(("last_model_path", "dirpath"))
 
 
 def _calling_trainer() -> Any:
