@@ -44,6 +44,22 @@ def test_a_folder_with_two_checkpoints_is_refused_and_both_are_named(read: str, 
         READS[read](path)
 
 
+def test_a_save_that_was_killed_before_it_removed_what_it_replaced_counts(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    torch_dcp.save({"n": 1}, checkpoint_id=path, no_dist=True)
+    left = {file.name: file.read_bytes() for file in path.iterdir()}
+    dcp.save({"n": 2}, checkpoint_id=path, no_dist=True)
+    assert not (path / ".metadata").exists()
+    for name, content in left.items():  # as if it had been killed after the commit
+        (path / name).write_bytes(content)
+    assert unickpt.load(path)["n"] == 2
+    dcp.save({"n": 3}, checkpoint_id=path, no_dist=True)
+    assert not {*left} & {file.name for file in path.iterdir()}
+    torch_dcp.save({"n": 4}, checkpoint_id=path, no_dist=True)
+    with pytest.raises(unickpt.HintError, match="two checkpoints"):
+        unickpt.load(path)
+
+
 def test_a_run_names_both_checkpoints_of_a_step(tmp_path: Path) -> None:
     with unickpt.Checkpointer(tmp_path) as run:
         run.save(1, {"n": 1}, wait=True)

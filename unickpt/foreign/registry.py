@@ -7,10 +7,13 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol, cast
 
+import xxhash
+
 from unickpt.errors import CheckpointCorrupt, HintError, UnickptError, UnsupportedFormat
 from unickpt.foreign import other_kinds
 from unickpt.foreign.files import Files
 from unickpt.foreign.loose_files import SeveralCheckpoints
+from unickpt.format.index import REPLACED
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted, some
 from unickpt.storage import paths
@@ -109,6 +112,8 @@ def check_alone(own: Reader, marker: str) -> None:
     Raises:
         HintError: one has, so that nothing says which checkpoint is meant.
     """
+    if _has_replaced(own, marker):
+        return
     try:
         other = _first(Files(own.location), {})
     except (UnickptError, Failed):
@@ -120,6 +125,18 @@ def check_alone(own: Reader, marker: str) -> None:
             f'you mean: unickpt.open(path, hints={{"format": {other.format!r}}}), or '
             f"--hint format={other.format} on the command line; or remove the files of the other"
         )
+
+
+def _has_replaced(own: Reader, marker: str) -> bool:
+    """Whether our checkpoint replaced the one of a marker, and only did not live to remove it."""
+    replaced = own.index.metadata.get(REPLACED)
+    if not isinstance(replaced, Mapping) or marker not in replaced:
+        return False
+    try:
+        with open(os.path.join(str(own.location), marker), "rb") as file:
+            return bool(replaced[marker] == xxhash.xxh3_64_hexdigest(file.read()))
+    except OSError:
+        return False
 
 
 def open_file(location: Location, hints: Mapping[str, Any]) -> Reader:

@@ -30,6 +30,9 @@ NEWEST_FORMAT = (4, 0)
 """Of a checkpoint whose arrays have codecs of their own."""
 RESERVED = "unickpt"
 """The metadata key under which `Checkpointer` stores `step`, and process 0's `metrics`."""
+REPLACED = "unickpt.replaced"
+"""The metadata key for the files of another system that a checkpoint replaced: their xxh3 digests,
+by name."""
 OF_THE_WHOLE = ("orbax",)
 """Keys of metadata that say what the tree as a whole consists of, and mean nothing for a part."""
 CONVERSION = "conversion"

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from unickpt.errors import ProcessFailed
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.process_group import alone, current_group, within
-from unickpt.integrations.dcp.destination import destination
+from unickpt.integrations.dcp.destination import destination, replaced_metadata
 from unickpt.integrations.dcp.file_system import FileSystemReader, FileSystemWriter
 from unickpt.integrations.dcp.storage import (
     StorageReader,
@@ -141,7 +141,8 @@ def save(
     options = _together(writer.options, process_group, no_dist)
     state, overwrite = to_save(state_dict), writer.overwrite
     to = destination(writer.checkpoint_id, overwrite=overwrite)
-    report = saver.run(SaveTask(to.location, overwrite, options), state)
+    task = SaveTask(to.location, overwrite, options)
+    report = saver.run(task, state, replaced_metadata(to))
     to.committed()
     return report
 
@@ -193,7 +194,10 @@ def async_save(
     state, overwrite = to_save(state_dict), writer.overwrite
     to = destination(writer.checkpoint_id, overwrite=overwrite)
     callbacks = SaveCallbacks(committed=to.committed)
-    request = SaveRequest(to.location, state, options, overwrite, callbacks=callbacks)
+    metadata = replaced_metadata(to)
+    request = SaveRequest(
+        to.location, state, options, overwrite, lambda: metadata, callbacks=callbacks
+    )
     pending = saver.begin(request)
     upload = SaveFuture(pending)
     if not later:

@@ -36,7 +36,7 @@ from unickpt.arrays.box import Box
 from unickpt.errors import CheckpointReplaced, InvalidPath, LoadMismatch, UnsupportedLeaf
 from unickpt.frameworks.leaves import LocalFragments
 from unickpt.frameworks.process_group import ProcessGroup, new_session
-from unickpt.integrations.dcp.destination import destination
+from unickpt.integrations.dcp.destination import destination, replaced_metadata
 from unickpt.loading.views import StoredView, jobs_of
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
@@ -140,7 +140,8 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         state = PlannedState(plan, planner)
         to = destination(self.checkpoint_id, overwrite=self.overwrite)
         options = replace(self.options, group=group)
-        saver.run(SaveTask(to.location, self.overwrite, options), state)
+        task = SaveTask(to.location, self.overwrite, options)
+        saver.run(task, state, replaced_metadata(to))
         to.committed()
         return _done(state.results())
 
