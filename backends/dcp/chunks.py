@@ -110,11 +110,11 @@ def zstandard(file: str) -> Any:
     """
     try:
         return importlib.import_module("zstandard")
-    except ImportError:
+    except ImportError as error:
         raise UnsupportedFormat(
             f"{file} is compressed with zstd (stream.zstd/1); to read it, install the library: "
             "pip install 'unickpt[zstd]'"
-        ) from None
+        ) from error
 
 
 class ChunkFinder:

@@ -114,7 +114,7 @@ def test_flags_of_schedulers_come_and_go(name: str, tmp_path: Path) -> None:
     path = stored(older, tmp_path / name)
     _, report = unickpt.load(path, newer, return_report=True)
     assert report.kept == ("plateau/default_min_lr", "sequence/_schedulers/0/_is_initial")
-    assert report.skipped == ("plateau/verbose", "sequence/_schedulers/0/verbose")
+    assert report.skipped == ("plateau/verbose",)  # dicts within grow, as by load_state_dict
     assert newer["sequence"].last_epoch == 1
     assert newer["plateau"].best == 0.5
     assert newer["plateau"].default_min_lr == 0

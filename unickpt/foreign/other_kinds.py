@@ -15,6 +15,7 @@ from functools import cached_property
 
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign.files import Files
+from unickpt.foreign.loose_files import is_legacy
 from unickpt.foreign.zip_files import ZipFile
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Damaged
@@ -117,9 +118,11 @@ def _named(pattern: str) -> Callable[[Sample], bool]:
 
 
 def _is_pickle(sample: Sample) -> bool:
-    """Whether a file is a pickle; of protocols 0 and 1 by how those of dicts, lists and objects
-    begin."""
+    """Whether a file is a pickle, but none of `torch.save`; of protocols 0 and 1 by how those of
+    dicts, lists and objects begin."""
     head = sample.head
+    if is_legacy(head):
+        return False  # it claims to be one of torch's, and may be damaged
     binary = head[:1] == b"\x80" and 2 <= head[1] <= 5 if len(head) > 1 else False
     text = re.match(rb"\(?[dl]p[0-9]+\r?\n|[\]}]q|c[A-Za-z_][\w.]*\r?\n[A-Za-z_]\w*\r?\n", head)
     return binary or text is not None
@@ -443,6 +446,8 @@ def refusal_instead(
     """
     if files.single is not None:
         return refusal(files, files.single)
+    if isinstance(error.__cause__, ImportError):
+        return None  # the format knows the file, and says which library it needs
     for name in sorted({*files.looked_at, *files.here})[:_MOST_FILES]:
         if name in str(error):
             kinds = KINDS if _WEIGHTS.fullmatch(name) else DOWNLOADS
