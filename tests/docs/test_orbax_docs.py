@@ -16,7 +16,19 @@ grain = pytest.importorskip("grain.python")
 pytest.importorskip("orbax.checkpoint")  # else Grain has no arguments for it
 pytestmark = pytest.mark.integration  # imports Orbax and Grain
 PAGE = Path(TESTS).parent.joinpath("docs", "integrations", "orbax.md").read_text()
-MANAGER, VERSION_1, LOADERS, PART = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+HANDLERS, MANAGER, VERSION_1, LOADERS, PART = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+
+
+def test_in_orbaxs_own_managers(tmp_path: Path) -> None:
+    names: dict[str, Any] = {"path": tmp_path / "run"}
+    exec(HANDLERS, names)
+    state = {"w": jax.numpy.ones(3)}
+    with names["manager"] as manager:
+        manager.save(4, args=names["ocp"].args.StandardSave(state))
+    assert unickpt.load(tmp_path / "run" / "4" / "default")["w"].tolist() == [1, 1, 1]
+    with names["context"]:
+        names["v1"].save(tmp_path / "v1", state)
+    assert unickpt.load(tmp_path / "v1" / "state")["w"].tolist() == [1, 1, 1]
 
 
 def test_coming_from_orbax(tmp_path: Path) -> None:

@@ -92,4 +92,12 @@ def __getattr__(name: str) -> Any:
         import unickpt.integrations.orbax.v1 as v1
 
         return v1
+    if name in ("Handler", "registry"):  # which need Orbax
+        from unickpt.integrations.orbax import handler
+
+        return getattr(handler, name)
+    if name == "v1_registry":
+        from unickpt.integrations.orbax.v1_handler import v1_registry
+
+        return v1_registry
     return names.of_orbax("", name, _INSTEAD)
