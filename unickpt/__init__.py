@@ -5,7 +5,7 @@
     Checkpointer          the steps of a run: when to save, what to keep (Retention, SaveEvery)
     Rules                 names and axes of two sides, in both directions
     convert, copy, merge  whole checkpoints, also for other systems
-    verify, diff, report  check, compare, see
+    verify, diff, report  check, compare, see; find_nonfinite: NaN and infinity
     PerProcess, ProcessGroup, SaveOptions, LoadOptions, Experts, Restores, Function, Opaque
 
 Errors are in `unickpt.errors`, results and layouts in `unickpt.types`, trainers in

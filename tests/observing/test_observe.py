@@ -393,12 +393,14 @@ def test_an_example_without_arrays() -> None:
         Rules.observe(lambda state: state, {"w": (3,)}, framework="tf")
 
 
-def test_an_error_of_the_converter_is_its_own() -> None:
+def test_an_error_of_the_converter_is_shown_with_the_names_of_the_example() -> None:
     def convert(state: State) -> State:
         raise KeyError("model.norm")
 
-    with pytest.raises(KeyError, match=r"model\.norm"):
+    message = r"(?s)convert raised KeyError: 'model\.norm'.*the example has 1 array: 'w'"
+    with pytest.raises(RuleError, match=message) as caught:
         Rules.observe(convert, {"w": (3,)})
+    assert isinstance(caught.value.__cause__, KeyError)
 
 
 # --- forms of converters --------------------------------------------------------------------------

@@ -37,8 +37,14 @@ def tree() -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unchanged, "_probes", lambda arrays: {})
+def no_chunk_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of arrays of any size."""
+    monkeypatch.setattr(unchanged, "LEAST_BYTES", 0)
+    monkeypatch.setattr(unchanged, "_due", lambda *_: ())
+
+
+ALL_CHANGED = {"**": True}
+"""For the save to which the next one refers: it takes the samples."""
 
 
 def is_stored(path: Path | str, state: Any) -> None:
@@ -88,7 +94,7 @@ def test_an_array_that_did_not_change_is_one_piece_of_work(
 ) -> None:
     root = str(tmp_path) if storage == "file" else "memory://spans/one"
     state, made = tree(), list[str]()
-    unickpt.save(f"{root}/0", state, options=options())
+    unickpt.save(f"{root}/0", state, options=options(changed=ALL_CHANGED))
     known = {"w": False, "frozen": False}
 
     def noted(kind: Any, name: str) -> Any:
@@ -122,8 +128,9 @@ def test_what_one_looks_at_divides_an_array(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = tree()
-    unickpt.save(tmp_path / "a", state, options=options())
-    monkeypatch.setattr(unchanged, "_probes", lambda arrays: {"w": np.array([[100, 3], [401, 0]])})
+    unickpt.save(tmp_path / "a", state, options=options(changed=ALL_CHANGED))
+    due = {"w": {(96, 0), (400, 0)}}
+    monkeypatch.setattr(unchanged, "_due", lambda entry, *_: due.get(entry.name, ()))
     state["b"] += 1
     told = options(base=tmp_path / "a", changed={"w": False, "frozen": False})
     report = unickpt.save(tmp_path / "b", state, options=told)
@@ -139,7 +146,7 @@ def test_of_a_file_that_is_hardly_used_the_chunks_are_written_again(tmp_path: Pa
     unickpt.save(tmp_path / "a", state, options=options())
     state["w"][17] += 1
     state["x"] += 1
-    unickpt.save(tmp_path / "b", state, options=options(base=tmp_path / "a"))
+    unickpt.save(tmp_path / "b", state, options=options(base=tmp_path / "a", changed=ALL_CHANGED))
     del state["x"]  # which was most of the new file
     told = options(base=tmp_path / "b", changed={"w": False, "frozen": False, "b": False})
     report = unickpt.save(tmp_path / "c", state, options=told)
@@ -155,7 +162,7 @@ def test_of_a_file_that_cannot_be_linked_the_chunks_are_written_again(
     state = tree()
     unickpt.save(tmp_path / "a", state, options=options())
     state["w"][264:] += 1  # so that the chunks of `w` are in two files
-    unickpt.save(tmp_path / "b", state, options=options(base=tmp_path / "a"))
+    unickpt.save(tmp_path / "b", state, options=options(base=tmp_path / "a", changed=ALL_CHANGED))
     linked = LinkedFiles._linked
 
     def sometimes(share: LinkedFiles, path: str) -> str | None:
@@ -175,7 +182,7 @@ def test_of_a_file_that_cannot_be_linked_the_chunks_are_written_again(
 def test_a_file_that_is_damaged_is_noticed(how: str, tmp_path: Path) -> None:
     """What is not written cannot be taken either: the save fails, and nothing is committed."""
     state = tree()
-    unickpt.save(tmp_path / "a", state, options=options())
+    unickpt.save(tmp_path / "a", state, options=options(changed=ALL_CHANGED))
     files = (path for path in (tmp_path / "a" / "processes").rglob("*") if path.is_file())
     file = max(files, key=lambda path: path.stat().st_size)
     if how == "gone":
@@ -196,7 +203,7 @@ import numpy as np, torch, torch.distributed as dist
 import unickpt
 from unickpt.reuse import unchanged
 
-unchanged._probes = lambda arrays: {}
+unchanged.LEAST_BYTES, unchanged._due = 0, lambda *_: ()
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 options = unickpt.SaveOptions(

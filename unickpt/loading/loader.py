@@ -24,7 +24,7 @@ from unickpt.frameworks.protocol import Adapter, ArrayTarget, StoredTree
 from unickpt.frameworks.sections import Encoded, StoredValue
 from unickpt.loading import mismatch
 from unickpt.loading.overlaps import Overlaps
-from unickpt.loading.report import LoadReport, new_objects, untyped
+from unickpt.loading.report import LoadReport, untyped
 from unickpt.loading.request import LoadRequest, Patterns, Policy, Selection, compare, is_number
 from unickpt.loading.views import CheckpointView, StoredView, jobs_of
 from unickpt.progress import ProgressFunction, reporting
@@ -319,7 +319,6 @@ class _Loading:
             keep, strict = policy.keep_mismatched, policy.is_strict
             view = through(stored, self.rules, dict(asked.facts), strict=strict, keep_misfits=keep)
         report = compare(view, asked, policy)
-        report = replace(report, new_objects=tuple(new_objects(asked.node)))
         view.check(self.options)
         return self._read_like(view, asked, report, read), report
 

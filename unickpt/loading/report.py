@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from unickpt.trees.name_ranges import fold_all
 from unickpt.trees.tree import Leaf, Node, child_names
@@ -136,26 +135,6 @@ def untyped(node: Node | Leaf, name: str = "") -> Iterator[tuple[str, str, str]]
     names = child_names(node.kind, node.keys, name)
     for child, child_name in zip(node.children, names, strict=True):
         yield from untyped(child, child_name)
-
-
-def new_objects(node: Node | Leaf, name: str = "") -> Iterator[tuple[str, str]]:
-    """The outermost mutable objects of `like` of which a load returns new ones: name, class."""
-    if isinstance(node, Leaf):
-        return
-    if node.kind == "object" and _is_mutable(node.original):
-        yield name, node.type_name
-        return
-    for child, key_name in zip(node.children, child_names(node.kind, node.keys, name), strict=True):
-        if isinstance(child, Node):
-            yield from new_objects(child, key_name)
-
-
-def _is_mutable(container: Any) -> bool:
-    """Whether a program may expect that a container is filled; arrays are."""
-    if not hasattr(container, "__dict__") or hasattr(container, "dtype"):
-        return False
-    parameters = getattr(type(container), "__dataclass_params__", None)
-    return parameters is None or not parameters.frozen
 
 
 def _new_text(kind: str) -> str:

@@ -413,6 +413,7 @@ def compare(view: CheckpointView, asked: LoadRequest, policy: Policy) -> LoadRep
         tuple(sorted(found.cast, key=_natural_first)),
         tuple((stored, name) for name, stored in sorted(view.renamed.items())),
         left_out=tuple(sorted(asked.left_out, key=natural)),
+        new_objects=tuple(_new_objects(asked.node)),
     )
 
 
@@ -500,3 +501,25 @@ def _asked(value: Any, target: ArrayTarget | None) -> str:
     if isinstance(value, str):  # the name of a parameter, in an optimizer
         return f"plain str {quoted(value)}"
     return "a PerProcess" if isinstance(value, PerProcess) else f"plain {type(value).__name__}"
+
+
+def _new_objects(node: tree.Node | tree.Leaf, name: str = "") -> Iterator[tuple[str, str]]:
+    """The outermost mutable objects of `like` of which a load returns new ones: name, class."""
+    if isinstance(node, tree.Leaf):
+        return
+    if node.kind == "object" and _is_mutable(node.original):
+        yield name, node.type_name
+        return
+    for child, key_name in zip(
+        node.children, tree.child_names(node.kind, node.keys, name), strict=True
+    ):
+        if isinstance(child, tree.Node):
+            yield from _new_objects(child, key_name)
+
+
+def _is_mutable(container: Any) -> bool:
+    """Whether a program may expect that a container is filled; arrays are."""
+    if not hasattr(container, "__dict__") or hasattr(container, "dtype"):
+        return False
+    parameters = getattr(type(container), "__dataclass_params__", None)
+    return parameters is None or not parameters.frozen

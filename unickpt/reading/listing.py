@@ -53,6 +53,7 @@ def checkpoints_below(root: paths.PathLike | Location) -> list[Listed]:
     except MissingFolder:
         raise CheckpointNotFound(f"no directory at {location}") from None
     except Failed as error:
+        paths.resolve(location.url, whole=True)  # InvalidPath, if a file is in its place by now
         raise errors.reading_failed(error, str(location)) from error
     return [Listed(name, _path(location, name)) for name in sorted(names, key=natural)]
 

@@ -67,7 +67,7 @@ def register(scheme: Scheme) -> None:
 
 def find(name: str) -> Scheme | None:
     """The scheme of a name, in upper or lower case; None if there is none."""
-    scheme = _schemes().get(name.lower())
+    scheme = _find(name.lower())
     if scheme is not None and scheme.name not in _used:
         _used.add(scheme.name)
         resources.cache_clear()
@@ -76,7 +76,7 @@ def find(name: str) -> Scheme | None:
 
 def names() -> list[str]:
     """The names of all schemes; those of unickpt first."""
-    others = (name for name in _schemes() if name not in _BUILT_IN)
+    others = (name for name in _registered if name not in _BUILT_IN)
     return [*_BUILT_IN, *others]
 
 
@@ -100,14 +100,14 @@ kvstore.describe_credentials(_credentials)
 
 
 def _used_schemes() -> list[Scheme]:
-    return [scheme for name, scheme in _schemes().items() if name in _used]
+    return [scheme for name in sorted(_used) if (scheme := _find(name)) is not None]
 
 
-def _schemes() -> Mapping[str, Scheme]:
-    for name in _BUILT_IN:
-        if name not in _registered:
-            importlib.import_module(f"unickpt.backends.{name}")
-    return _registered
+def _find(name: str) -> Scheme | None:
+    """The scheme of a name; imports its module only now, if it is one of unickpt's."""
+    if name in _BUILT_IN and name not in _registered:
+        importlib.import_module(f"unickpt.backends.{name}")
+    return _registered.get(name)
 
 
 def bucket_and_path(url: str) -> tuple[str, str]:

@@ -83,7 +83,7 @@ def find_nonfinite(path: checkpoint.Source, *, progress: Progress = None) -> Non
     Raises:
         CheckpointNotFound: no committed checkpoint exists there.
         CheckpointCorrupt: stored bytes do not match their digest.
-        All that `open` and `load` raise.
+        UnickptError: as `open` and `load`.
 
     Example:
         >>> import numpy as np, unickpt

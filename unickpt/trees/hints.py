@@ -49,7 +49,7 @@ def _hints() -> Iterable[tuple[tuple[type, ...], str]]:
         ((bytes,), "store bytes(x)"),
         (_CODE, "leave it out: code is not stored"),
         ((type(...), type(NotImplemented)), "leave it out"),
-        ((io.BytesIO, io.StringIO), "store x.getvalue()"),
+        ((io.StringIO,), "store x.getvalue()"),
         ((io.IOBase,), "leave it out: open files are not stored"),
         ((Iterator,), "store list(x), which exhausts the iterator"),
     )
