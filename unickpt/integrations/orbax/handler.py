@@ -31,7 +31,7 @@ unickpt wrote this folder. Orbax alone cannot read it; its handler can:
     from unickpt.integrations.orbax import registry
     manager = ocp.CheckpointManager(path, handler_registry=registry())
 
-To give the step back to Orbax: unickpt convert FOLDER NEW_FOLDER --to orbax
+To give the step back to Orbax: unickpt export FOLDER NEW_FOLDER --to orbax
 """
 
 
