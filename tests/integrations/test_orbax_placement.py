@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,8 @@ def test_fewer_devices(processes: Processes, tmp_path: Path) -> None:
     (one,) = processes.finish(processes.jax(1, 2, FEWER, tmp_path / "a"))
     assert "ArrayImpl 1 780.0" in one
     same = processes.finish(processes.jax(2, 4, FEWER, tmp_path / "a"))
-    assert all("ArrayImpl 8 780.0" in output for output in same), same
+    # Gloo writes lines of its own, also between the words of ours.
+    assert all(re.search(r"(?s)ArrayImpl 8.*780\.0", output) for output in same), same
     two = processes.finish(processes.jax(2, 2, FEWER, tmp_path / "a"))
     for output in two:
         assert "array 'w' was on 8 devices of another job, and this one has 4 in 2" in output
