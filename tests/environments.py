@@ -53,6 +53,7 @@ class Environment:
     ci: bool = False
     python: str | None = None
     npm: tuple[str, ...] = ()
+    prepare: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     fast: bool = False
     without: tuple[str, ...] = ()
@@ -120,6 +121,8 @@ def set_up(environment: Environment) -> bool:
     if environment.npm:
         npm = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--no-save"]
         _call(environment, [*npm, "--prefix", environment.folder, *environment.npm])
+    for program in environment.prepare:
+        _call(environment, [environment.executable, "-c", program])
     mark.write_text(wanted)
     return True
 
@@ -182,8 +185,8 @@ def oldest_requirements() -> list[str]:
 
 def _digest(environment: Environment, base: str) -> str:
     """Of all that decides on what is installed."""
-    parts: list[Any] = [base, environment.install, environment.npm, dict(environment.variables)]
-    parts += [_constraints(environment)]
+    parts: list[Any] = [base, environment.install, environment.npm, environment.prepare]
+    parts += [dict(environment.variables), _constraints(environment)]
     if environment.python is None:
         parts.append(sys.prefix)
     else:  # its requirements may be those of unickpt
