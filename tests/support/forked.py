@@ -1,42 +1,97 @@
-"""Processes that are forked from a server that has imported torch, with the interface of `Popen`.
+"""Processes that are forked from servers that have imported a framework, each like a `Popen`.
 
-Importing torch takes a rank two to three seconds of a core. What a rank does at import time is the
-same for all of them; what differs, they get before they run: environment, arguments, output.
+Importing torch or JAX takes a process seconds of a core. What it does at import time is the same in
+all of them; what differs, they get before they run: environment, arguments, folder, output. All
+else is as in an interpreter of their own: a server runs no thread and starts no backend, so each
+process has its own, may join others, die and leave behind what it likes.
+
+Run as a script this is a server. It takes orders from the socket on its standard input.
 """
 
 from __future__ import annotations
 
+import array
 import atexit
+import builtins
 import contextlib
-import multiprocessing
+import gc
+import importlib
+import json
 import os
-import runpy
+import selectors
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import traceback
+import types
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
-from multiprocessing import reduction
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-PRELOADED = (
-    "numpy",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "unickpt.adapters.torch",
-)
+# What a server imports, by the frameworks that its processes use.
+PRELOADED = {
+    (): ("unickpt", "unickpt.runs.checkpointer"),
+    ("jax",): ("jax.experimental.multihost_utils", "unickpt.adapters.jax"),
+    ("torch",): (
+        "numpy",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+        "unickpt.adapters.torch",
+    ),
+}
+ORDER_BYTES = 1 << 17  # more than the environment of any process
+
+
+class Server:
+    """A process that has imported modules and forks others; it ends with this one.
+
+    Arguments:
+        modules: what it imports.
+    """
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._lock = threading.Lock()
+        path = os.pathsep.join(filter(None, sys.path))
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", __file__, *modules],
+            stdin=theirs,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        theirs.close()
+        atexit.register(self.close, os.getpid())
+
+    def close(self, owner: int) -> None:
+        """Ends the server, and what it has started."""
+        if os.getpid() == owner:  # not in a fork of it
+            self._orders.close()
+            self._process.wait()
+
+    def start(self, order: Mapping[str, Any], outputs: Sequence[int]) -> tuple[int, socket.socket]:
+        """Starts a process; returns its id, and the socket that tells its exit code."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        files = array.array("i", [theirs.fileno(), *outputs])
+        with self._lock, theirs:
+            self._orders.sendmsg(
+                [json.dumps(order).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)]
+            )
+        told = ours.recv(100)
+        assert told, f"the server of processes has ended: {self._process.wait()}"
+        return int(told), ours
 
 
 @cache
-def _context() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["support.forked", *PRELOADED])
-    return context
+def _server(frameworks: tuple[str, ...]) -> Server:
+    # Those of all frameworks together, for what uses several.
+    return Server([name for each in (frameworks or ((),)) for name in _preloaded(each)])
+
+
+def _preloaded(framework: Any) -> tuple[str, ...]:
+    return PRELOADED[(framework,) if framework else ()]
 
 
 class Forked:
@@ -46,34 +101,45 @@ class Forked:
         script: its path.
         arguments: of the script.
         env: its whole environment.
+        frameworks: which of "jax" and "torch" it has imported when it begins, sorted.
     """
 
-    def __init__(self, script: Path, arguments: Sequence[str], env: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        script: Path,
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        frameworks: tuple[str, ...] = ("torch",),
+    ) -> None:
         pipes = [os.pipe(), os.pipe()]
         self.stdout, self.stderr = (open(fd) for fd, _ in pipes)  # noqa: SIM115 - closed by `communicate`
-        self._process = _context().Process(
-            target=_Script(script, arguments, dict(env), [fd for _, fd in pipes])
-        )
-        self._process.start()
+        self.args, self.returncode = [str(script), *arguments], None
+        order = {"argv": self.args, "env": dict(env), "folder": os.getcwd()}
+        self.pid, self._end = _server(frameworks).start(order, [fd for _, fd in pipes])
         for _, fd in pipes:
             os.close(fd)
-        pid = self._process.pid
-        assert pid is not None
-        self.pid, self.args = pid, [str(script), *arguments]
-        self.returncode: int | None = None
+
+    returncode: int | None
 
     def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = self._process.exitcode
-        return self.returncode
+        return self._ended(0)
 
     def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        code = self.poll()
+        code = self._ended(timeout)
         if code is None:
             assert timeout is not None
             raise subprocess.TimeoutExpired(self.args, timeout)
         return code
+
+    def _ended(self, timeout: float | None) -> int | None:
+        if self.returncode is None:
+            self._end.settimeout(timeout)
+            with contextlib.suppress(TimeoutError, BlockingIOError):
+                told = self._end.recv(100)
+                # The server was killed, and its processes with it.
+                self.returncode = int(told) if told else -signal.SIGKILL
+                self._end.close()
+        return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         found: dict[int, str] = {}
@@ -99,50 +165,126 @@ class Forked:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
 
-class _Script:
-    """What the process does: as `python -W ignore script arguments...`."""
+# --- in the server --------------------------------------------------------------------------------
 
-    def __init__(
-        self, script: Path, arguments: Sequence[str], env: dict[str, str], outputs: Sequence[Any]
-    ) -> None:
-        self._script, self._arguments, self._env, self._outputs = script, arguments, env, outputs
 
-    def __reduce__(self) -> Any:  # while it is sent to the process
-        outputs = [reduction.DupFd(fd) for fd in self._outputs]
-        return _Script, (self._script, self._arguments, self._env, outputs)
+def _serve(modules: Sequence[str]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests' process handles it
+    orders = socket.socket(fileno=os.dup(0))
+    for module in modules:
+        importlib.import_module(module)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # the collector of a process need not write to all that it has from here
+    ended, wake = os.pipe()
+    os.set_blocking(ended, False)
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    running: dict[int, socket.socket] = {}
+    selector = selectors.DefaultSelector()
+    selector.register(orders, selectors.EVENT_READ)
+    selector.register(ended, selectors.EVENT_READ)
+    while True:
+        ready = {key.fileobj for key, _ in selector.select()}
+        if ended in ready:
+            os.read(ended, 1 << 16)
+            _reap(running)
+        if orders in ready and not _take(orders, running, (ended, wake)):
+            break
+    for pid in running:  # the tests' process is gone
+        os.kill(pid, signal.SIGKILL)
+    os._exit(0)
 
-    def __call__(self) -> None:
-        for target, output in enumerate(self._outputs, 1):
-            fd = output.detach()
-            os.dup2(fd, target)
+
+def _reap(running: dict[int, socket.socket]) -> None:
+    """Tells how processes ended."""
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        with running.pop(pid) as told, contextlib.suppress(BrokenPipeError):
+            told.send(str(os.waitstatus_to_exitcode(status)).encode())
+
+
+def _take(orders: socket.socket, running: dict[int, socket.socket], own: tuple[int, int]) -> bool:
+    """Follows an order; False if there will be no more."""
+    data, files, _, _ = socket.recv_fds(orders, ORDER_BYTES, 3)
+    if not data:
+        return False
+    told = socket.socket(fileno=files[0])
+    pid = os.fork()
+    if pid == 0:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for each in (orders, told, *running.values()):
+            each.close()
+        for fd in own:
             os.close(fd)
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", 1, closefd=False)  # noqa: SIM115
-        _run(self._script, self._arguments, self._env)
+        _become(json.loads(data), files[1:])
+    running[pid] = told
+    for fd in files[1:]:
+        os.close(fd)
+    told.send(str(pid).encode())
+    return True
 
 
-def _run(script: Path, arguments: Sequence[str], env: dict[str, str]) -> None:
-    multiprocessing.set_start_method(None, force=True)  # of the script's own processes
-    os.environ.clear()
-    os.environ.update(env)
-    torch = sys.modules["torch"]
-    torch.set_num_threads(int(env.get("OMP_NUM_THREADS", 1)))
-    warnings.simplefilter("ignore")
-    sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.parent))
-    code = 0
+# --- in a process ---------------------------------------------------------------------------------
+
+
+def _become(order: Mapping[str, Any], outputs: Sequence[int]) -> None:
+    """Does what `python -W ignore script arguments...` does, and ends."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for target, output in enumerate((nothing, *outputs)):
+        os.dup2(output, target)
+        os.close(output)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", 1, closefd=False)  # noqa: SIM115
+    code = 1
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        _prepare(order)
+        script = order["argv"][0]
+        main = types.ModuleType("__main__")
+        main.__file__, main.__builtins__ = script, builtins  # type: ignore[attr-defined]
+        sys.modules["__main__"] = main
+        exec(compile(Path(script).read_bytes(), script, "exec"), main.__dict__)
+        code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
-        code = 1
     threading._shutdown()  # type: ignore[attr-defined]  # as an interpreter that ends
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)
+
+
+def _prepare(order: Mapping[str, Any]) -> None:
+    os.chdir(order["folder"])
+    os.environ.clear()
+    os.environ.update(order["env"])
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    warnings.simplefilter("ignore")
+    sys.argv = list(order["argv"])
+    first = str(Path(sys.argv[0]).parent)
+    path = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    sys.path[:0] = [each for each in (first, *path) if each not in sys.path]
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # `random` does it by itself
+
+
+if __name__ == "__main__":
+    del sys.path[0]  # the folder of this file
+    _serve(sys.argv[1:])

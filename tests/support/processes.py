@@ -40,6 +40,7 @@ class Processes:
     def start(
         self, source: str, *arguments: object, env: dict[str, str] | None = None
     ) -> subprocess.Popen[str]:
+        """Starts an interpreter."""
         process = subprocess.Popen(
             [sys.executable, "-W", "ignore", str(self._script(source)), *map(str, arguments)],
             env={**os.environ, **(env or {})},
@@ -47,6 +48,23 @@ class Processes:
             stderr=subprocess.PIPE,
             text=True,
         )
+        self.started.append(process)
+        return process
+
+    def forked(
+        self,
+        source: str,
+        *arguments: object,
+        of: tuple[str, ...],
+        env: dict[str, str] | None = None,
+    ) -> Any:
+        """Starts a process that has imported what takes long, and else is like an interpreter.
+
+        Arguments:
+            of: its frameworks, "jax" or "torch" or both, sorted; none if empty.
+        """
+        script = self._script(source)
+        process: Any = Forked(script, [*map(str, arguments)], {**os.environ, **(env or {})}, of)
         self.started.append(process)
         return process
 
@@ -62,9 +80,7 @@ class Processes:
                 "MASTER_PORT": port,
                 "OMP_NUM_THREADS": "1",
             }
-            script = self._script(source)
-            ranks.append(Forked(script, [*map(str, arguments)], {**os.environ, **env}))
-            self.started.append(ranks[-1])
+            ranks.append(self.forked(source, *arguments, of=("torch",), env=env))
         return ranks
 
     def jax(
@@ -80,9 +96,10 @@ class Processes:
         )
         at = f"127.0.0.1:{free_port()}"
         return [
-            self.start(
+            self.forked(
                 head + source,
                 *arguments,
+                of=("jax",),
                 env={
                     "JAX_AT": at,
                     "JAX_WORLD": str(world),
