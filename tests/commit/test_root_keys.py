@@ -260,3 +260,10 @@ def test_an_index_with_other_blocks_is_refused(tmp_path: Path, blocks: list[Any]
     sealed = body + b',"xxh3":"%016x"}' % xxhash.xxh3_64_intdigest(body)
     with pytest.raises(CheckpointCorrupt, match="digest_blocks"):
         index_json.decode(sealed, "here")
+
+
+def test_metadata_that_many_arrays_share_is_stored_once(tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "c", {f"layer_{n}": {"w": np.ones(3, np.uint8)} for n in range(9)})
+    [file] = (tmp_path / "c").glob("processes/*/root/0")
+    assert file.read_bytes().count(b'"node_type":"group"') == 1
+    assert file.read_bytes().count(b'"node_type":"array"') == 1

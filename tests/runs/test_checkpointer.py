@@ -320,6 +320,13 @@ def test_a_step_that_cannot_be_removed_does_no_harm(
         assert checkpointer.steps() == [3], "what failed is tried again"
 
 
+def test_a_save_that_is_waited_for_has_removed_old_steps(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, keep_last=1, options=FAST) as checkpointer:
+        for step in range(4):
+            checkpointer.save(step, numbers(step), wait=True)
+            assert checkpointer.steps() == [step]
+
+
 # --- debris --------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, product
@@ -232,7 +233,8 @@ class _DataFiles:
     def place_all(
         self, values: Mapping[str, bytes], chunks: Chunks
     ) -> tuple[dict[str, ValuePlace], bytes]:
-        """Writes values; returns where each will be by its key, and all that nodes hold themselves.
+        """Writes values; returns where each will be by its key, and all that nodes hold themselves:
+        what is small and used once.
 
         Arguments:
             values: by their keys.
@@ -240,10 +242,8 @@ class _DataFiles:
         """
         inline, nbytes = [chunks.inline], len(chunks.inline)
         placed: dict[bytes, ValuePlace] = {}  # arrays of one shape share their metadata
-        for value in values.values():
-            if value in placed:
-                continue
-            if len(value) <= builder.MOST_INLINE:
+        for value, uses in Counter(values.values()).items():
+            if uses == 1 and len(value) <= builder.MOST_INLINE:
                 placed[value] = builder.INLINE, nbytes, len(value)
                 inline.append(value)
                 nbytes += len(value)

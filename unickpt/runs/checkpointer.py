@@ -215,7 +215,7 @@ class Checkpointer:
         Arguments:
             step: its number, not negative.
             tree: as for `unickpt.save`.
-            wait: return only after the commit.
+            wait: return only after the commit, and without `local` after old steps are removed.
             metrics: numbers by which `Retention(keep_best=)` chooses, stored in the metadata;
                 process 0's are used. With `experts`, "tokens/<layer>/<number>" is one of `tokens`.
             tokens: with `experts`, how many tokens each expert has seen since the start of the run:
@@ -257,6 +257,8 @@ class Checkpointer:
         self._saved_at = time.monotonic()
         if wait:
             pending.result()
+            if self._tiers.local is None:
+                self._housekeeping.wait()
         return pending
 
     def _request(
