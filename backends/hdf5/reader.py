@@ -1,8 +1,8 @@
 """HDF5 files of Keras, and others that hold nothing but arrays.
 
-Sources: keras/src/saving/saving_lib.py and the HDF5 file format specification. libhdf5 takes no
-part: some files crash it, or let it run without end. Links to other files are refused. A `.keras`
-file is a zip file with such a file in it, as a rule without compression.
+Sources: keras/src/saving/saving_lib.py and the HDF5 file format specification. pyfive parses them;
+libhdf5 takes no part, since some files crash it, or let it run without end. Links to other files
+are refused. A `.keras` file is a zip file with such a file in it, as a rule without compression.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ import numpy as np
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
-from unickpt.backends.hdf5.blocks import HDF5Blocks
 from unickpt.backends.hdf5.chunks import HDF5Chunk, HDF5Storage, storage
-from unickpt.backends.hdf5.objects import HDF5Object, root_of
+from unickpt.backends.hdf5.objects import HDF5File, HDF5Object
 from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
 from unickpt.foreign.elements import FileRange
 from unickpt.foreign.file_ranges import (
@@ -56,8 +55,6 @@ _IN_KERAS, _KERAS_METADATA = "model.weights.h5", "metadata.json"
 # What is compressed is unpacked into memory.
 _MOST_UNPACKED, _MOST_JSON = 256 << 20, 1 << 20
 _ZIP = b"PK\x03\x04"
-# What a damaged structure leads to in Python.
-_DAMAGES = (struct.error, LookupError, ValueError, TypeError, ArithmeticError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -242,20 +239,20 @@ class Hdf5Reader(RangeReader):
             names = {}
         for link in group.links:
             told = f"{self._where}: {quoted('/'.join((*path, link.name)))}"
-            if link.at is None:
+            if link.address is None:
                 raise UnsupportedFormat(f"{told} is a link, which could lead to other files")
-            item, at = HDF5Object(group.blocks, link.at), (*path, names.get(link.name, link.name))
+            item, at = group.file.object(link.address), (*path, names.get(link.name, link.name))
             if item.is_dataset:
                 name = "/".join(map(tree.component, at))
-                first = found.by_address.setdefault(item.at, name)
+                first = found.by_address.setdefault(item.address, name)
                 if first == name:
                     found.datasets[name] = item
                 else:
                     found.aliases[name] = first
             elif item.is_group:
-                if item.at in found.groups:
+                if item.address in found.groups:
                     raise UnsupportedFormat(f"{told} is a group with several names")
-                found.groups[item.at] = "/".join((*stored, link.name))
+                found.groups[item.address] = "/".join((*stored, link.name))
                 self._walk(item, at, (*stored, link.name), found, named)
             else:
                 raise UnsupportedFormat(f"{told} is neither a group nor a dataset")
@@ -269,8 +266,8 @@ class Hdf5Reader(RangeReader):
         if how.begin is not None:
             size = math.prod(shape) * dataset.type.size
             if how.size < size:
-                raise dataset.blocks.damaged(f"{quoted(name)} has {how.size} bytes of {size}")
-            if self._stored.unpacked is None:
+                raise dataset.file.damaged(f"{quoted(name)} has {how.size} bytes of {size}")
+            if self._stored.unpacked is None and how.inline is None:
                 where = self._box(dataset, shape, how.begin)
                 return whole(name, shape, dtype, where), where
             self._storages[name] = replace(how, chunk=shape)
@@ -361,10 +358,12 @@ class Hdf5Reader(RangeReader):
     def _read_chunk(self, how: HDF5Storage, chunk: HDF5Chunk, local: Box, out: Array) -> None:
         """Reads a part of a chunk."""
         shape = how.chunk or ()
-        if not how.filters and self._stored.unpacked is None:
-            read_box(self._files, self._box(how.dataset, shape, chunk.at), local, out)
+        begin, unpacked = self._stored.begin + chunk.begin, self._stored.unpacked
+        if how.inline is not None:
+            begin, unpacked = 0, how.inline
+        if not how.filters and unpacked is None:
+            read_box(self._files, self._box(how.dataset, shape, chunk.begin), local, out)
             return
-        begin, unpacked = self._stored.begin + chunk.at, self._stored.unpacked
         if unpacked is not None:
             data = unpacked[begin : begin + chunk.size]
         else:
@@ -389,7 +388,7 @@ def _root(files: Files, name: str, stored: _HDF5Place) -> HDF5Object:
             return unpacked[at : at + count]
         return files.read(name, begin + at, count)
 
-    return root_of(HDF5Blocks(f"{files.location}: {name}", stored.size, read))
+    return HDF5File(f"{files.location}: {name}", stored.size, read).root
 
 
 def layer_names(files: Files, name: str) -> LayerNames:
@@ -405,13 +404,15 @@ def layer_names(files: Files, name: str) -> LayerNames:
 
 @contextmanager
 def _damages(what: str) -> Iterator[None]:
-    """Where what a damaged structure leads to is an error of its own."""
+    """Where any error of pyfive is one of this package."""
     try:
         yield
     except (UnickptError, Failed):
         raise
-    except _DAMAGES as error:
-        raise CheckpointCorrupt(f"{what}: {error!r}") from error
+    except NotImplementedError as error:
+        raise UnsupportedFormat(f"{what}, or pyfive does not read such files: {error}") from error
+    except Exception as error:
+        raise CheckpointCorrupt(f"{what}: pyfive cannot parse it: {error!r}") from error
 
 
 def _layer_names(root: HDF5Object) -> LayerNames:
@@ -422,16 +423,17 @@ def _layer_names(root: HDF5Object) -> LayerNames:
     while waiting:
         path, group = waiting.pop()
         for link in group.links:
-            if link.at is None or link.at in seen or len(path) > tree.MAX_DEPTH:
+            if link.address is None or link.address in seen or len(path) > tree.MAX_DEPTH:
                 continue  # which `_walk` refuses
-            seen.add(link.at)
-            item = HDF5Object(root.blocks, link.at)
+            seen.add(link.address)
+            item = root.file.object(link.address)
             if not item.is_group:
                 continue
             waiting.append(((*path, link.name), item))
             if path[-1:] == (_LAYERS,):
-                variables = [one.at for one in item.links if one.name == _VARIABLES and one.at]
-                name = HDF5Object(root.blocks, variables[0]).text("name") if variables else None
+                addresses = [each.address for each in item.links if each.name == _VARIABLES]
+                variables = root.file.object(addresses[0]) if addresses and addresses[0] else None
+                name = variables.text("name") if variables is not None else None
                 names.setdefault(path, {})[link.name] = name or link.name
     return names
 
@@ -446,7 +448,7 @@ def _dtype(dataset: HDF5Object, told: str) -> str:
             return dtypes.name_of(found.dtype.newbyteorder("="))
     except TypeError:
         pass
-    raise UnsupportedFormat(f"{told} has {found.told}; only numbers are read")
+    raise UnsupportedFormat(f"{told} has {found.description}; only numbers are read")
 
 
 def _chunk(chunk: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:

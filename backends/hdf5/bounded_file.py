@@ -1,0 +1,111 @@
+"""The file object from which pyfive reads, with bounds on all that it can be led to read.
+
+HDF5 files are untrusted. pyfive believes the sizes and addresses that a file declares: a structure
+that leads back to itself, or in which much refers to the same bytes, ends at these bounds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from unickpt.errors import CheckpointCorrupt
+
+_PAGE, _PAGES = 64 << 10, 256  # bytes, and how many are cached
+# Nothing is read twice but small structures that several objects use.
+_REREADS, _SPARE = 8, 1 << 20
+_LEAST = 32  # each read costs at least as many bytes
+
+
+@dataclass
+class BoundedFile:
+    """The bytes of an HDF5 file as a file object, for one thread at a time.
+
+    Arguments:
+        where: the file, for messages.
+        size: its bytes.
+        fetch: reads bytes, by offset and count.
+    """
+
+    where: str
+    size: int
+    fetch: Callable[[int, int], bytes]
+    closed: bool = False
+    _pages: OrderedDict[int, bytes] = field(default_factory=OrderedDict)
+    _fetched_pages: set[int] = field(default_factory=set)
+    _offset: int = 0
+    _charged: int = 0
+    _fetched: int = 0
+    _limit: float = float("inf")
+    _least: int = _LEAST
+
+    def tell(self) -> int:
+        """The offset of the next read."""
+        return self._offset
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Sets the offset of the next read."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._offset, os.SEEK_END: self.size}[whence]
+        self._offset = base + offset
+        return self._offset
+
+    def read(self, count: int = -1) -> bytes:
+        """Reads bytes, all that are requested.
+
+        Raises:
+            CheckpointCorrupt: the file is shorter, or too much is read again and again.
+        """
+        offset = self._offset
+        count = self.size - offset if count < 0 else count
+        if offset < 0 or count < 0 or offset + count > self.size:
+            raise self.damaged(f"it needs bytes {offset} to {offset + count}, and has {self.size}")
+        self._check_limit(count)  # before memory is allocated
+        first, last = offset // _PAGE, (offset + max(0, count - 1)) // _PAGE
+        data = b"".join(self._page(number) for number in range(first, last + 1))
+        self.charge(count)
+        self._offset += count
+        return data[offset - first * _PAGE :][:count]
+
+    def charge(self, count: int) -> None:
+        """Counts bytes that were read, or copied from what was read.
+
+        Raises:
+            CheckpointCorrupt: they are too many for the file.
+        """
+        self._check_limit(count)
+        self._charged += max(count, self._least)
+        new = min(_PAGE * len(self._fetched_pages), self.size)
+        if max(self._charged, self._fetched) > _SPARE + _REREADS * new:
+            raise self.damaged("its structures lead back to themselves")
+
+    def _check_limit(self, count: int) -> None:
+        if self._charged + count > self._limit:
+            raise self.damaged(f"a structure before byte {self._offset} is too large")
+
+    @contextmanager
+    def at_most(self, count: int, least: int = _LEAST) -> Iterator[None]:
+        """Limits what is read within the block to so many bytes; a read costs at least `least`."""
+        before = self._limit, self._least
+        self._limit, self._least = min(before[0], self._charged + count), least
+        try:
+            yield
+        finally:
+            self._limit, self._least = before
+
+    def _page(self, number: int) -> bytes:
+        data = self._pages.pop(number, None)
+        if data is None:
+            data = self.fetch(number * _PAGE, min(_PAGE, self.size - number * _PAGE))
+            self._fetched += len(data)
+            self._fetched_pages.add(number)
+        self._pages[number] = data
+        if len(self._pages) > _PAGES:
+            self._pages.popitem(last=False)
+        return data
+
+    def damaged(self, reason: str) -> CheckpointCorrupt:
+        """The error for a damaged file."""
+        return CheckpointCorrupt(f"{self.where} is damaged: {reason}")
