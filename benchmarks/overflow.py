@@ -1,14 +1,14 @@
 """How long save_async stops a training loop when the state does not fit into its memory.
 
     python benchmarks/overflow.py                                  # 1 GiB, a budget of a quarter
-    python benchmarks/overflow.py --mib 4096 --part 8 --dir /some/disk --spill /other/disk
+    python benchmarks/overflow.py --mib 4096 --part 8 --dir /some/disk
 
 The state is torch parameters and momenta on the host, and the storage takes so many MB/s (the disk
 under --dir, slowed down), as shared storage does. The loop changes everything right after the call
 returns: by the optimizer's step, which waits where it must. In turns, in an order shuffled anew:
 
 fits: a budget that holds the state. wait: no optimizer is named, so the call must wait.
-drain: Checkpointer(optimizers=...). spill: SaveOptions(spill=...). both: both.
+drain: Checkpointer(optimizers=...).
 
 Round 0 warms up and is not counted; what was saved is compared bit for bit in every round.
 """
@@ -33,8 +33,8 @@ from rich.table import Table
 import unickpt
 from unickpt.storage import data_files
 
-COLUMNS = ("call", "step", "committed", "waited", "staged", "drained", "spilled")
-WAYS = ("fits", "wait", "drain", "spill", "both")
+COLUMNS = ("call", "step", "committed", "waited", "staged", "drained")
+WAYS = ("fits", "wait", "drain")
 ARRAY = 4 << 20  # elements
 
 
@@ -46,13 +46,12 @@ def main() -> None:
     found: dict[str, list[dict[str, float]]] = {way: [] for way in options.ways}
     with (
         fresh_directory(options.dir) as directory,
-        fresh_directory(options.spill or options.dir) as spill,
         slowed(options.rate),
     ):
         print_facts(console, machine_facts(directory))
         for round_ in range(options.rounds + 1):
             for way in random.sample(options.ways, len(options.ways)):
-                numbers = measure(training, way, options, directory / f"{round_}-{way}", spill)
+                numbers = measure(training, way, options, directory / f"{round_}-{way}")
                 if round_:
                     found[way].append(numbers)
     budget = options.mib / options.part
@@ -81,7 +80,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--dir", default=".", help="a fresh directory is made in here, and removed")
-    parser.add_argument("--spill", help="likewise, for spilled copies (default: as --dir)")
     return parser.parse_args()
 
 
@@ -123,16 +121,15 @@ def slowed(rate: float) -> Iterator[None]:
 
 
 def measure(
-    training: Training, way: str, options: argparse.Namespace, path: Path, spill: Path
+    training: Training, way: str, options: argparse.Namespace, path: Path
 ) -> dict[str, float]:
     """One save, and one step of the optimizer right after it."""
     nbytes = options.mib << 20
     saving = unickpt.SaveOptions(
         budget_bytes=2 * nbytes + (64 << 20) if way == "fits" else nbytes // options.part,
-        spill=spill if way in ("spill", "both") else None,
         fsync=False,
     )
-    optimizers = [training.optimizer] if way in ("drain", "both") else []
+    optimizers = [training.optimizer] if way == "drain" else []
     expected = {name: tensor.clone() for name, tensor in training.tree.items()}
     with unickpt.Checkpointer(path, optimizers=optimizers, options=saving) as run:
         began = time.perf_counter()
@@ -152,7 +149,6 @@ def measure(
         "waited": report.budget_wait_s,
         "staged": report.staged_bytes,
         "drained": report.drained_bytes,
-        "spilled": report.spilled_bytes,
     }
 
 

@@ -256,7 +256,7 @@ def of_torch() -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("made", [of_jax, pytest.param(of_torch, marks=cuda)])
-@pytest.mark.parametrize("feature", ["spill", "tiers", "experts", "patches"])
+@pytest.mark.parametrize("feature", ["budget", "tiers", "experts", "patches"])
 @pytest.mark.parametrize("mode", ["auto", "copy", "lazy", "device"])
 def test_what_changes_after_the_call_meets_other_features(
     mode: Any, feature: str, made: Any, tmp_path: Path
@@ -264,7 +264,7 @@ def test_what_changes_after_the_call_meets_other_features(
     small = {"budget_bytes": 24 << 20, "chunk_bytes": 4 << 20}
     options: dict[str, Any] = {"staging": mode, "fsync": False, "timeout_s": 60}
     arguments: dict[str, dict[str, Any]] = {
-        "spill": {"options": SaveOptions(spill=tmp_path / "spilled", **small, **options)},
+        "budget": {"options": SaveOptions(**small, **options)},
         "tiers": {"options": SaveOptions(**options), "local": tmp_path / "local"},
         "experts": {"options": SaveOptions(**options), "reuse": True},
         "patches": {"options": SaveOptions(**options), "reuse": "patch"},

@@ -1,14 +1,9 @@
-"""What becomes of a state that does not fit into the budget: wait, drain, spill."""
+"""What becomes of a state that does not fit into the budget: the call waits, or it is drained."""
 
 from __future__ import annotations
 
-import errno
-import logging
-import os
-import re
-import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +15,12 @@ from support.saving import in_job
 
 import unickpt
 from unickpt import Checkpointer, SaveOptions, SaveReport
+from unickpt.arrays.box import Box
+from unickpt.frameworks.protocol import Fragment, Memory, Transfer
 from unickpt.saving.background import SaveQueue, SaveRequest
+from unickpt.saving.snapshot_policy import SnapshotMethod, SnapshotPolicy
+from unickpt.saving.staging_memory import HostMemoryPool
 from unickpt.saving.writer import ChunkWriter
-from unickpt.storage import spill_files
-from unickpt.storage.spill_files import SpillFiles, file_system_of
 
 MIB = 1 << 20
 SMALL: dict[str, Any] = {"budget_bytes": 8 * MIB, "chunk_bytes": MIB, "fsync": False}
@@ -44,52 +41,136 @@ def assert_saved(path: Path, count: int = 6) -> None:
     assert unickpt.verify(path).ok
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Path:
-    folder = tmp_path / "spilled"
-    if file_system_of(str(tmp_path)) in ("tmpfs", "ramfs"):
-        pytest.skip("the folder of the tests is in memory")
-    return folder
+class Storage:
+    """Nothing is written to it before `open`."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._opened, self._patch = threading.Event(), patch
+        self.open, real = self._opened.set, ChunkWriter.write_all
+
+        def write_all(writer: ChunkWriter, items: Any) -> Any:
+            assert self._opened.wait(30)
+            return real(writer, items)
+
+        patch.setattr(ChunkWriter, "write_all", write_all)
+
+    def open_when_memory_is_short(self) -> None:
+        """Opens a while after a save began to wait for memory."""
+        real = HostMemoryPool.wait_and_reserve
+
+        def wait_and_reserve(pool: HostMemoryPool, *arguments: Any) -> None:
+            threading.Timer(0.3, self.open).start()
+            real(pool, *arguments)
+
+        self._patch.setattr(HostMemoryPool, "wait_and_reserve", wait_and_reserve)
 
 
 @pytest.fixture
-def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Nothing is written to the storage before it is set."""
-    opened, real = threading.Event(), ChunkWriter.write_all
-
-    def write_all(self: ChunkWriter, items: Any) -> Any:
-        assert opened.wait(30)
-        return real(self, items)
-
-    monkeypatch.setattr(ChunkWriter, "write_all", write_all)
-    yield opened
-    opened.set()
+def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Storage]:
+    made = Storage(monkeypatch)
+    yield made
+    made.open()
 
 
 # --- waiting ---------------------------------------------------------------------------------
 
 
-def test_without_a_fence_and_a_folder_the_call_waits_and_says_so(
-    tmp_path: Path, storage: threading.Event, caplog: pytest.LogCaptureFixture
+def test_without_a_fence_the_call_waits_and_says_so(
+    tmp_path: Path, storage: Storage, caplog: pytest.LogCaptureFixture
 ) -> None:
     tree = tensors()
-    threading.Timer(0.3, storage.set).start()
+    storage.open_when_memory_is_short()
     pending = unickpt.save_async(tmp_path / "c", tree, options=SaveOptions(**SMALL))
     overwrite(tree)
     report = pending.result(30)
     assert_saved(tmp_path / "c")
-    assert (report.drained_bytes, report.spilled_bytes) == (0, 0)
+    assert report.drained_bytes == 0
     assert report.staged_bytes == 24 * MIB
     assert 0.1 < report.budget_wait_s <= report.blocked_s
     assert report.writers[0]["budget_wait_s"] == report.budget_wait_s
     assert "SaveOptions.budget_bytes (0.00629 GB)" in caplog.text
-    assert "SaveOptions.spill" in caplog.text
 
 
 def test_what_fits_does_not_wait(tmp_path: Path) -> None:
     report = unickpt.save_async(tmp_path / "c", tensors()).result(30)
     assert report.staged_bytes == 24 * MIB
-    assert (report.drained_bytes, report.spilled_bytes, report.budget_wait_s) == (0, 0, 0)
+    assert (report.drained_bytes, report.budget_wait_s) == (0, 0)
+
+
+@pytest.mark.parametrize("budget_bytes", [1, 3 * MIB, 17 * MIB])
+def test_states_of_any_size_save_within_any_budget(budget_bytes: int, tmp_path: Path) -> None:
+    """Chunks of 5 MiB are larger than the budget, or than what one save leaves to the next."""
+    options = SaveOptions(budget_bytes=budget_bytes, chunk_bytes=5 * MIB, fsync=False)
+    with Checkpointer(tmp_path, options=options, keep_last=None) as run:
+        pending = []
+        for step in range(4):
+            tree = tensors()
+            pending.append(run.save(step, tree))
+            overwrite(tree)
+        assert [report.result(30).staged_bytes for report in pending] == [24 * MIB] * 4
+        for step in range(4):
+            assert_saved(Path(run.path(step)))
+
+
+def test_a_save_waits_for_the_memory_of_the_save_before(tmp_path: Path, storage: Storage) -> None:
+    with Checkpointer(tmp_path, options=SaveOptions(**SMALL), keep_last=None) as run:
+        first = run.save(1, tensors(1))  # takes 4 of 6 MiB until the storage is there
+        storage.open_when_memory_is_short()
+        tree = tensors(2)
+        second = run.save(2, tree)
+        overwrite(tree)
+        assert first.result(30).budget_wait_s == 0
+        assert second.result(30).budget_wait_s > 0.1
+        assert_saved(Path(run.path(2)), 2)
+
+
+def on_device(self: SnapshotPolicy, fragment: Fragment, dtype: Any) -> Any:
+    """Has a device copy the fragment, which keeps the copy until the save ends."""
+
+    def read(box: Box, _: object) -> np.ndarray:
+        return np.array(fragment.read(box, pytest.fail))
+
+    def transfer(boxes: Sequence[Box]) -> Transfer:
+        copies = {box: read(box, None) for box in boxes}
+        return Transfer(lambda box, _: copies[box], wait=lambda: None)
+
+    memory = Memory(on_device=True, transfer=transfer)
+    return SnapshotMethod.COPY_NOW, Fragment(fragment.box, fragment.replicas, read, memory)
+
+
+@pytest.mark.parametrize("budget_mib", [2, 8, 10, 40])
+def test_what_devices_transfer_leaves_memory_for_the_rest(
+    budget_mib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrays of 2 MiB in chunks of 1 MiB: three, or four, would take all of the memory."""
+    monkeypatch.setattr(SnapshotPolicy, "_decide", on_device)
+    tree = {f"w{i}": torch.full((MIB // 2,), float(i)) for i in range(6)}
+    options = SaveOptions(budget_bytes=budget_mib * MIB, chunk_bytes=MIB, fsync=False)
+    pending = unickpt.save_async(tmp_path / "c", tree, options=options)
+    overwrite(tree)
+    report = pending.result(30)
+    assert report.staged_bytes == 12 * MIB
+    assert (report.budget_wait_s == 0) == (budget_mib == 40)
+    assert_saved(tmp_path / "c")
+
+
+def test_replicas_that_do_not_fit_hold_the_call_up_until_the_commit(tmp_path: Path) -> None:
+    """Every process keeps what others should write, until the commit."""
+
+    def save(group: Any, gate: threading.Barrier) -> tuple[bool, SaveReport]:
+        tree = tensors(8)
+        options = SaveOptions(group=group, budget_bytes=64 * MIB, chunk_bytes=MIB, fsync=False)
+        pending = SaveQueue().save(SaveRequest(tmp_path / "c", tree, options))
+        was_done = (tmp_path / "c" / "manifest.ocdbt").exists()
+        gate.wait(30)
+        overwrite(tree)
+        return was_done, pending.result(30)
+
+    gate = threading.Barrier(4)
+    for was_done, report in in_job(4, lambda group: save(group, gate)):
+        assert was_done, "the call waited for the commit"
+        assert report.budget_wait_s > 0
+    assert_saved(tmp_path / "c", 8)
 
 
 # --- draining --------------------------------------------------------------------------------
@@ -119,9 +200,7 @@ class Training:
         return {name: tensor.numpy().copy() for name, tensor in self.tree.items()}
 
 
-def test_what_does_not_fit_is_copied_before_the_next_step(
-    tmp_path: Path, storage: threading.Event
-) -> None:
+def test_what_does_not_fit_is_copied_before_the_next_step(tmp_path: Path, storage: Storage) -> None:
     training = Training()
     with Checkpointer(
         tmp_path, optimizers=[training.optimizer], options=SaveOptions(**SMALL)
@@ -129,12 +208,11 @@ def test_what_does_not_fit_is_copied_before_the_next_step(
         expected = training.values()
         pending = run.save(1, training.tree)  # returns although nothing can be written yet
         assert not pending.done()
-        threading.Timer(0.3, storage.set).start()
+        threading.Timer(0.3, storage.open).start()
         training.step()
         report = pending.result(30)
         assert 24 * MIB - 6 * MIB <= report.drained_bytes <= 24 * MIB
         assert report.staged_bytes == 24 * MIB
-        assert report.spilled_bytes == 0
         assert report.budget_wait_s < 0.1
         found = run.load(step=1)
     assert found.keys() == expected.keys()
@@ -151,22 +229,22 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", list(CHANGES))
 def test_any_other_change_of_what_is_drained_is_an_error(
-    change: str, tmp_path: Path, storage: threading.Event
+    change: str, tmp_path: Path, storage: Storage
 ) -> None:
     training = Training()
     options = SaveOptions(**SMALL)
     with Checkpointer(tmp_path, optimizers=[training.optimizer], options=options) as run:
         pending = run.save(1, {"first": training.parameters[:2], "last": training.parameters[2]})
         CHANGES[change](training.parameters[2])
-        storage.set()
+        storage.open()
         with pytest.raises(unickpt.StateChanged, match=r"'last'.*did not fit.*budget_bytes"):
             pending.result(30)
         assert run.latest() is None
 
 
-def test_what_no_optimizer_owns_is_not_drained(tmp_path: Path, storage: threading.Event) -> None:
+def test_what_no_optimizer_owns_is_not_drained(tmp_path: Path, storage: Storage) -> None:
     training, others = Training(1), tensors()
-    threading.Timer(0.3, storage.set).start()
+    storage.open_when_memory_is_short()
     options = SaveOptions(**SMALL)
     with Checkpointer(tmp_path, optimizers=[training.optimizer], options=options) as run:
         pending = run.save(1, others)
@@ -178,259 +256,19 @@ def test_what_no_optimizer_owns_is_not_drained(tmp_path: Path, storage: threadin
 
 
 @pytest.mark.parametrize("staging", ["copy", "reference"])
-def test_who_asks_for_copies_gets_copies(
-    staging: Any, tmp_path: Path, storage: threading.Event
-) -> None:
+def test_who_asks_for_copies_gets_copies(staging: Any, tmp_path: Path, storage: Storage) -> None:
     training = Training()
-    threading.Timer(0.2, storage.set).start()
+    storage.open_when_memory_is_short()
     options = SaveOptions(staging=staging, **SMALL)
     with Checkpointer(tmp_path, optimizers=[training.optimizer], options=options) as run:
         assert run.save(1, training.tree).result(30).drained_bytes == 0
-
-
-# --- spilling --------------------------------------------------------------------------------
-
-
-def test_what_does_not_fit_goes_to_files(
-    tmp_path: Path, disk: Path, storage: threading.Event
-) -> None:
-    tree = tensors()
-    tree["turned"] = torch.arange(MIB, dtype=torch.float32).reshape(1024, 1024).T
-    tree["bools"] = torch.ones(2 * MIB, dtype=torch.bool)
-    tree["half"] = torch.full((MIB,), 3.0, dtype=torch.bfloat16)
-    turned = tree["turned"].numpy().copy()
-    pending = unickpt.save_async(tmp_path / "c", tree, options=SaveOptions(spill=disk, **SMALL))
-    overwrite(tree)
-    assert not pending.done()
-    assert os.listdir(disk) == []
-    storage.set()
-    report = pending.result(30)
-    assert report.spilled_bytes >= 24 * MIB
-    assert report.staged_bytes + report.spilled_bytes == 32 * MIB
-    assert report.staged_bytes <= 6 * MIB
-    assert report.drained_bytes == 0
-    assert report.budget_wait_s == 0
-    found = unickpt.load(tmp_path / "c")
-    assert np.array_equal(found["turned"], turned)
-    assert found["bools"].all()
-    assert (found["half"] == 3).all()
-    assert_saved(tmp_path / "c")
-    assert os.listdir(disk) == []
-
-
-def test_the_fence_opens_early_if_what_is_drained_is_spilled(
-    tmp_path: Path, disk: Path, storage: threading.Event
-) -> None:
-    training = Training()
-    options = SaveOptions(spill=disk, **SMALL)
-    with Checkpointer(tmp_path / "run", optimizers=[training.optimizer], options=options) as run:
-        expected = training.values()
-        pending = run.save(1, training.tree)
-        training.step()  # although nothing can be written yet
-        assert not pending.done()
-        storage.set()
-        report = pending.result(30)
-        assert report.spilled_bytes + report.staged_bytes == 24 * MIB
-        assert report.drained_bytes >= 18 * MIB
-        found = run.load(step=1)
-    assert all(np.array_equal(found[name], expected[name]) for name in expected)
-
-
-def test_chunks_are_gone_from_memory_and_disk_after_every_save(tmp_path: Path, disk: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    for number in range(3):
-        tree = tensors()
-        options = SaveOptions(spill=disk, **SMALL)
-        unickpt.save_async(tmp_path / str(number), tree, options=options).result(30)
-        assert_saved(tmp_path / str(number))
-    assert len(os.listdir("/proc/self/fd")) <= before + 2
-
-
-def test_a_file_ends_when_nothing_in_it_is_needed(
-    disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(spill_files, "_FILE_BYTES", 2000)
-    files = SpillFiles(str(disk))
-    slots = [files.reserve(1000) for _ in range(5)]
-    assert all(slots)
-    data = np.arange(250, dtype=np.float32)
-    opened = [slot._file for slot in slots if slot is not None]
-    assert len(set(opened)) == 3
-    for number, slot in enumerate(slots):
-        assert slot is not None
-        assert slot.write(data + number)
-    for number, slot in enumerate(slots):
-        assert slot is not None
-        found = np.empty_like(data)
-        slot.read(found)
-        assert np.array_equal(found, data + number)
-        slot.free()
-    assert [file.is_open for file in opened] == [False] * 4 + [True]
-    files.close()
-    assert not opened[-1].is_open
-
-
-@pytest.mark.parametrize("fails", [1, 5, 12])
-def test_a_disk_that_fails_does_not_fail_the_save(
-    fails: int,
-    tmp_path: Path,
-    disk: Path,
-    storage: threading.Event,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    real, calls = os.pwrite, []
-
-    def pwrite(number: int, data: Any, offset: int) -> int:
-        calls.append(number)
-        if len(calls) == fails:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(number, data[: max(1, len(data) // 2)], offset)  # a piece at a time
-
-    monkeypatch.setattr(spill_files.os, "pwrite", pwrite)
-    threading.Timer(0.3, storage.set).start()
-    tree = tensors()
-    pending = unickpt.save_async(tmp_path / "c", tree, options=SaveOptions(spill=disk, **SMALL))
-    overwrite(tree)
-    report = pending.result(30)
-    assert_saved(tmp_path / "c")
-    assert report.staged_bytes + report.spilled_bytes == 24 * MIB
-    assert report.budget_wait_s > 0, "the rest waited"
-    assert "No space left on device" in caplog.text
-
-
-def test_a_disk_that_is_nearly_full_is_left_alone(
-    tmp_path: Path, disk: Path, storage: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(spill_files, "_KEPT_FREE", 1)
-    threading.Timer(0.2, storage.set).start()
-    pending = unickpt.save_async(
-        tmp_path / "c", tensors(), options=SaveOptions(spill=disk, **SMALL)
-    )
-    assert pending.result(30).spilled_bytes == 0
-    assert_saved(tmp_path / "c")
-
-
-def test_a_disk_that_also_gets_the_checkpoint_keeps_room_for_it(disk: Path) -> None:
-    system = os.statvfs(disk.parent)
-    free, total = (n * system.f_frsize for n in (system.f_bavail, system.f_blocks))
-    if free < total // 20 + (1 << 30):
-        pytest.skip("the disk is nearly full")
-    new = str(disk.parent / "new" / "c")
-    for beside, has_room in (((new, MIB), True), ((new, free), False), (("/proc", free), True)):
-        files = SpillFiles(str(disk), beside)
-        assert (files.reserve(MIB) is not None) == has_room
-        files.close()
-
-
-@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no /dev/shm")
-def test_a_folder_in_memory_is_refused(
-    tmp_path: Path, storage: threading.Event, caplog: pytest.LogCaptureFixture
-) -> None:
-    threading.Timer(0.2, storage.set).start()
-    options = SaveOptions(spill="/dev/shm", **SMALL)
-    pending = unickpt.save_async(tmp_path / "c", tensors(), options=options)
-    assert pending.result(30).spilled_bytes == 0
-    assert "is in memory (tmpfs), so nothing is spilled" in caplog.text
-
-
-def test_a_folder_that_cannot_be_made(
-    tmp_path: Path, storage: threading.Event, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").write_text("")
-    threading.Timer(0.2, storage.set).start()
-    options = SaveOptions(spill=tmp_path / "file" / "in", **SMALL)
-    pending = unickpt.save_async(tmp_path / "c", tensors(), options=options)
-    assert pending.result(30).spilled_bytes == 0
-    assert "nothing is spilled" in caplog.text
-
-
-@pytest.mark.parametrize("spill", ["s3://bucket/x", "file:///x", "", 3])
-def test_a_folder_that_is_none(spill: Any) -> None:
-    expected = re.escape(f"spill={spill!r} must be the path of a folder")
-    with pytest.raises(ValueError, match=expected):
-        SaveOptions(spill=spill)
-
-
-def test_what_the_disk_has_lost_is_an_error(
-    tmp_path: Path, disk: Path, storage: threading.Event, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.CRITICAL)
-    queue, tree = SaveQueue(), tensors()
-    pending = queue.save(SaveRequest(tmp_path / "c", tree, SaveOptions(spill=disk, **SMALL)))
-    spill = pending._snapshot._places.spill
-    assert spill is not None
-    (file,) = spill.files._files
-    os.pwrite(file.number, b"\x01", MIB // 2)
-    storage.set()
-    with pytest.raises(unickpt.StorageError, match=r"array 'w1'.*a spilled copy is damaged"):
-        pending.result(30)
-    assert queue._area._held == 0
-    assert not file.is_open
-
-
-def test_replicas_are_spilled_rather_than_held_up_until_the_commit(
-    tmp_path: Path, disk: Path
-) -> None:
-    """Every process keeps a copy of what others should write, until the commit."""
-
-    def save(spill: Path | None, group: Any, gate: threading.Barrier) -> tuple[bool, SaveReport]:
-        tree = tensors(8)
-        options = SaveOptions(
-            group=group, budget_bytes=64 * MIB, chunk_bytes=MIB, fsync=False, spill=spill
-        )
-        queue = SaveQueue()
-        where = tmp_path / ("with" if spill else "without")
-        pending = queue.save(SaveRequest(where, tree, options))
-        was_done = (where / "manifest.ocdbt").exists()
-        gate.wait(30)
-        overwrite(tree)
-        return was_done, pending.result(30)
-
-    for spill in (disk, None):
-        gate = threading.Barrier(4)
-        for found in in_job(4, lambda group, s=spill, g=gate: save(s, group, g)):
-            was_done, report = found
-            if spill is None:
-                assert was_done, "the call waited for the commit"
-                assert report.budget_wait_s > 0
-            else:
-                assert report.spilled_bytes > 0
-                assert report.staged_bytes <= 12 * MIB
-                assert report.budget_wait_s == 0
-        assert_saved(tmp_path / ("with" if spill else "without"), 8)
-
-
-def test_nothing_is_left_of_a_process_that_is_killed(
-    processes: Processes, tmp_path: Path, disk: Path
-) -> None:
-    source = """
-import os, signal, sys, numpy as np, unickpt
-from unickpt.storage import spill_files
-writes, real = [], os.pwrite
-def pwrite(number, data, offset):
-    writes.append(number)
-    if len(writes) == 4:
-        print(os.path.basename(os.readlink(f"/proc/self/fd/{number}")), flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(number, data, offset)
-spill_files.os.pwrite = pwrite
-options = unickpt.SaveOptions(spill=sys.argv[2], budget_bytes=8 << 20, chunk_bytes=1 << 20)
-tree = {f"w{i}": np.ones(1 << 20, np.float32) for i in range(6)}
-unickpt.save_async(sys.argv[1], tree, options=options)
-"""
-    process = processes.start(source, tmp_path / "c", disk)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL
-    assert out.strip().endswith("(deleted)"), "it was writing to a file without a name"
-    assert os.listdir(disk) == []
 
 
 # --- several processes of a node -------------------------------------------------------------
 
 RANKS = """
 import sys, torch, torch.distributed as dist, unickpt
-root, spill = sys.argv[1:]
+root = sys.argv[1]
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
@@ -442,10 +280,8 @@ def anonymous():
     with open("/proc/self/smaps_rollup") as file:
         return sum(int(line.split()[1]) << 10 for line in file if line.startswith("Anonymous:"))
 def save(name, budget_bytes):
-    options = unickpt.SaveOptions(budget_bytes=budget_bytes, chunk_bytes=MIB, fsync=False,
-                                  spill=spill or None)
-    pending = unickpt.save_async(f"{root}/{name}", tree, options=options)
-    return pending
+    options = unickpt.SaveOptions(budget_bytes=budget_bytes, chunk_bytes=MIB, fsync=False)
+    return unickpt.save_async(f"{root}/{name}", tree, options=options)
 save("warm", 8 * MIB).result()
 dist.barrier()
 from unickpt.saving.staging_memory import HostMemoryPool
@@ -460,24 +296,20 @@ after = anonymous()
 for tensor in tree.values():
     tensor.to_local().add_(1)
 report = pending.result()
-print(most[0], after - before, report.staged_bytes, report.spilled_bytes)
+print(most[0], after - before, report.staged_bytes)
 dist.barrier()
 dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("spills", [False, True])
-def test_the_ranks_of_a_node_share_its_budget(
-    spills: bool, processes: Processes, tmp_path: Path, disk: Path
-) -> None:
+def test_the_ranks_of_a_node_share_its_budget(processes: Processes, tmp_path: Path) -> None:
     """They hold 128 MiB, and may use 64 MiB, of which 16 are to write with."""
-    outputs = processes.finish(processes.torch(4, RANKS, tmp_path, disk if spills else ""))
-    found = [list(map(int, out.split())) for out in outputs]
-    held, grown, staged, spilled = (sum(column) for column in zip(*found, strict=True))
+    outputs = processes.finish(processes.torch(4, RANKS, tmp_path))
+    columns = zip(*(map(int, out.split()) for out in outputs), strict=True)
+    held, grown, staged = map(sum, columns)
     assert 0 < held <= 48 * MIB
     assert grown <= 64 * MIB + 16 * MIB, "and what Python takes"
-    assert staged + spilled == 128 * MIB
-    assert (spilled > 0) == spills
+    assert staged == 128 * MIB
     whole = unickpt.load(tmp_path / "c")
     assert all((whole[f"w{i}"] == i).all() for i in range(8))
 

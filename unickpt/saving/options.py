@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -30,13 +29,6 @@ def _is_shape(value: Any) -> bool:
     return isinstance(value, tuple | list) and all(
         isinstance(n, Integral) and int(n) > 0 for n in value
     )
-
-
-def _is_local_path(value: Any) -> bool:
-    if not isinstance(value, str | os.PathLike):
-        return False
-    text = os.fspath(value)
-    return isinstance(text, str) and bool(text) and "://" not in text
 
 
 _SLOWEST = 10  # processes that a report shows
@@ -87,13 +79,9 @@ class SaveOptions(CommonOptions):
             memory (what control groups allow counts), but not more than half of what is available
             at the first save; without staging, 1 GiB for each process suffices. What of a state
             does not fit is copied later, behind the steps of `Checkpointer(optimizers=...)`, where
-            that is safe (see `staging`); else written to `spill`; else the call waits for the
-            storage. `SaveReport` says which. The memory of the copies of small arrays, at most a
-            sixteenth of the share, is kept for the next save of the same tree.
-        spill: a folder on a local disk for copies that have no room in memory. Nothing remains of
-            them when the process ends. If the disk is full (a twentieth of it is left free, and,
-            if it is also the checkpoint's, room for the checkpoint) or fails, or the folder is in
-            memory, as /dev/shm is, the call waits as without it.
+            that is safe (see `staging`); for the rest the call waits, for the save before it and
+            for the storage. `SaveReport` says how long. The memory of the copies of small arrays,
+            at most a sixteenth of the share, is kept for the next save of the same tree.
         chunk_bytes: target size of a chunk, the unit of writing, reading and checking. Where an
             array is cut, its chunks may have half of that, but at least 4 MiB, to end where the
             shards of 2, 4 or 8 processes would.
@@ -183,7 +171,6 @@ class SaveOptions(CommonOptions):
     staging: Staging = "auto"
     fsync: bool = True
     budget_bytes: int | MemoryBudget | None = None
-    spill: str | os.PathLike[str] | None = None
     chunk_bytes: int = 8 << 20
     chunk_shape: tuple[int, ...] | None = None
     compression: Compression | None = None
@@ -205,8 +192,6 @@ class SaveOptions(CommonOptions):
             raise ValueError(f"staging {self.staging!r} is not one of {', '.join(STAGINGS)}")
         self.check_common()
         check_number("chunk_bytes", self.chunk_bytes)
-        if self.spill is not None and not _is_local_path(self.spill):
-            raise ValueError(f"spill={self.spill!r} must be the path of a folder on a local disk")
         if self.chunk_shape is not None and not _is_shape(self.chunk_shape):
             raise ValueError(
                 f"chunk_shape={self.chunk_shape!r} must be a tuple of positive integers"
@@ -255,11 +240,10 @@ class SaveReport:
         staged_bytes: bytes that were copied to host memory, in the call or in the background.
         drained_bytes: bytes that did not fit into `SaveOptions.budget_bytes` when it was their
             turn, and were copied in the background as memory became free.
-        spilled_bytes: bytes that were copied to files in `SaveOptions.spill`.
         budget_wait_s: seconds of the call for which it waited because of `budget_bytes`.
         writers: on the coordinator only, the statistics of each process: `bytes` and `chunks`
             written, `reused_bytes`, `stored_bytes`, `seconds` that took, `blocked_s`,
-            `staged_bytes`, `drained_bytes`, `spilled_bytes`, `budget_wait_s`; and what
+            `staged_bytes`, `drained_bytes`, `budget_wait_s`; and what
             `unickpt.open(path).timing` makes of it: when each of its phases began and how long it
             took, and its host's time when it was asked to save.
         bases: on the coordinator only, the names of the checkpoints in the same folder that have
@@ -299,7 +283,6 @@ class SaveReport:
     stored_bytes: int = 0
     quantized: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     drained_bytes: int = 0
-    spilled_bytes: int = 0
     budget_wait_s: float = 0.0
     bases: tuple[str, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
 from unickpt.arrays.dtypes import Array
-from unickpt.errors import CoverageError, StorageError
+from unickpt.errors import CoverageError
 from unickpt.format import codec
 from unickpt.frameworks.host_memory import stage
 from unickpt.frameworks.protocol import ArraySource, Fragment
@@ -21,20 +21,16 @@ from unickpt.saving.snapshot_policy import (
     SnapshotMethod,
     SnapshotPolicy,
 )
-from unickpt.saving.spilling import SpilledChunk
 from unickpt.saving.staging_memory import (
     ChunkKey,
-    CopyPlace,
+    CopyMemory,
     HostMemoryPool,
-    NoSlot,
-    Places,
     StagedPlan,
     key,
     plan_staging,
 )
 from unickpt.saving.task import SaveEvent, SaveState, SaveTask
 from unickpt.saving.write_plan import DirectSource, Staged, StagedChunk, WriteItem, WritePlan
-from unickpt.storage.spill_files import Slot
 
 
 class Snapshot:
@@ -65,13 +61,13 @@ class Snapshot:
         self._events = task.events
         self._changed = self._events.changed
         writes = partial(self._events.happened, SaveEvent.WRITABLE)
-        self._places = Places(task, area, waited_s, lambda: self._abandoned, writes)
-        self._budget, self.working_bytes = self._places.budget, self._places.working_bytes
+        self._memory = CopyMemory(task, area, waited_s, lambda: self._abandoned, writes)
+        self._budget, self.working_bytes = self._memory.budget, self._memory.working_bytes
         self._direct = DirectSource(self.working_bytes)
         self._plan: StagedPlan | None = None
         self._changes = Changes(self._direct)
-        self._copying: dict[SnapshotMethod, OrderedCopy[CopyPlace]] = {}
-        self._staged: dict[ChunkKey, StagedChunk | SpilledChunk] = {}
+        self._copying: dict[SnapshotMethod, OrderedCopy[None]] = {}
+        self._staged: dict[ChunkKey, StagedChunk] = {}
         self._references: dict[ChunkKey, WriteItem] = {}
         self._error: BaseException | None = None
         described = task.description
@@ -88,7 +84,7 @@ class Snapshot:
             self.sources, self.cached = same.keep(capture, described), same.plan
         self.methods: Mapping[Fragment, SnapshotMethod] = capture.methods
         """How each fragment of them is kept."""
-        self._places.count(copied=capture.copied_bytes)
+        self._memory.count(copied=capture.copied_bytes)
         self._used = capture.used
         self.has_now = SnapshotMethod.COPY_NOW in self._used
 
@@ -104,14 +100,14 @@ class Snapshot:
 
     @property
     def staged(self) -> Staged:
-        return self._places.facts
+        return self._memory.facts
 
     def prepare(self) -> None:
         """Determines what is copied while the caller waits, and what of it is put off."""
         if self.has_now:
             deferred = self._planned().deferred
             self._changes.remember(deferred)
-            self._places.count(drained=sum(item.nbytes for item in deferred))
+            self._memory.count(drained=sum(item.nbytes for item in deferred))
 
     def plan(self) -> WritePlan:
         """Determines the chunks and the order in which they are staged and written."""
@@ -124,7 +120,7 @@ class Snapshot:
                 return StagedPlan()
             if self._plan is None:
                 writes = self._writes()
-                self._plan = plan = plan_staging(writes, self._capture, self._places)
+                self._plan = plan = plan_staging(writes, self._capture, self._memory)
                 self._wait_for_commit = plan.waits_for_commit
                 self._references = {key(i): i for i in plan.items[SnapshotMethod.REFERENCE]}
                 self._changes.watch(plan.items[SnapshotMethod.COPY_LATER])
@@ -140,9 +136,9 @@ class Snapshot:
         if self.has_now:
             with self.failing():
                 self._transfer(SnapshotMethod.COPY_NOW)
-                self._places.go_first()
+                self._memory.go_first()
                 self._copies(SnapshotMethod.COPY_NOW).run()
-        self._places.returns(waits_for_commit=self._wait_for_commit and not self.has_later)
+        self._memory.returns(waits_for_commit=self._wait_for_commit and not self.has_later)
         if not self.has_later:
             self._end()
         elif not self.is_fenced and not self._wait_for_commit:
@@ -151,12 +147,11 @@ class Snapshot:
     def _transfer(self, method: SnapshotMethod) -> None:
         """Has devices copy to the host what they can, without waiting for it."""
         plan = self._planned()
-        items, never = plan.items[method], plan.never_in_memory
-        wanted = [item for item in items if key(item) not in never]
+        items = plan.items[method]
         try:
-            arriving = self._places.transfer(wanted)
+            arriving = self._memory.transfer(items, plan.spare_bytes)
         except BaseException:
-            for item in wanted:
+            for item in items:
                 self._changes.check(item)  # a clearer error than that of reading a deleted array
             raise
         if arriving:
@@ -173,7 +168,7 @@ class Snapshot:
             self._transfer(SnapshotMethod.COPY_LATER)
             self._events.happened(SaveEvent.TRANSFERRING)
             self._copies(SnapshotMethod.COPY_LATER).run(alone=True)
-            self._places.wait_transferred()
+            self._memory.wait_transferred()
             if not self._wait_for_commit:
                 self._events.happened(SaveEvent.SAFE)
             self._copies(SnapshotMethod.CLONE).run(alone=True)
@@ -216,60 +211,27 @@ class Snapshot:
             self._fail(error)  # staging may still be copying; it ends itself
             raise
 
-    def _copies(self, method: SnapshotMethod) -> OrderedCopy[CopyPlace]:
+    def _copies(self, method: SnapshotMethod) -> OrderedCopy[None]:
         """What makes the copies of a kind."""
         with self._changed:
             if method not in self._copying:
                 plan = self._planned()
                 deferred = frozenset(plan.deferred)
 
-                def find_place(item: WriteItem) -> CopyPlace:
-                    in_memory = key(item) not in plan.never_in_memory
-                    return self._places.find(item, in_memory=in_memory, counted=item in deferred)
+                def reserve(item: WriteItem) -> None:
+                    self._memory.reserve(item, item in deferred)
 
                 stopped = lambda: self._error is not None  # noqa: E731
                 items = plan.items[method]
-                self._copying[method] = OrderedCopy(items, find_place, self._keep, stopped)
+                self._copying[method] = OrderedCopy(items, reserve, self._keep, stopped)
             return self._copying[method]
 
-    def _keep(self, item: WriteItem, place: CopyPlace) -> None:
-        if isinstance(place, Slot):
-            if (spilled := self._spill(item, place)) is not None:
-                self._has(item, spilled)
-                self._places.count(spilled=item.nbytes)
-                return
-            # The file could not be written. Waiting for memory might last forever: chunks that are
-            # written after this one may have it.
-            place = self._find_other(item)
-        if place is NoSlot.NOWHERE:
-            self._refer(item)
-        else:
-            self._has(item, self._copied(item))
-            self._places.count(copied=item.nbytes)
-
-    def _find_other(self, item: WriteItem) -> CopyPlace:
-        """A place for a chunk for which there is none in a file."""
-        if key(item) in self._planned().never_in_memory:
-            return NoSlot.NOWHERE
-        self._area.reserve_anyway(item.nbytes)
-        return NoSlot.MEMORY
-
-    def _refer(self, item: WriteItem) -> None:
-        """Keeps a spare chunk without a copy: the state may change only after the commit."""
-        self._wait_for_commit = True
+    def _keep(self, item: WriteItem, _: None) -> None:
+        copied = self._copied(item)
         with self._changed:
-            self._references[key(item)] = item
+            self._staged[key(item)] = copied
             self._changed.notify_all()
-
-    def _has(self, item: WriteItem, found: StagedChunk | SpilledChunk) -> None:
-        with self._changed:
-            self._staged[key(item)] = found
-            self._changed.notify_all()
-
-    def _spill(self, item: WriteItem, slot: Slot) -> SpilledChunk | None:
-        spill = self._places.spill
-        assert spill is not None, "it has the slot"
-        return spill.write(item, slot, self._changes)
+        self._memory.count(copied=item.nbytes)
 
     def _copied(self, item: WriteItem) -> StagedChunk:
         """A copy in memory, which is reserved."""
@@ -314,7 +276,7 @@ class Snapshot:
                     return False
         elif not self._events.wait(SaveEvent.SAFE, timeout):
             return False
-        self._places.go_first()  # this thread's work may be queued elsewhere than the caller's
+        self._memory.go_first()  # this thread's work may be queued elsewhere than the caller's
         self.settle()
         return True
 
@@ -354,36 +316,22 @@ class Snapshot:
             )
 
     def fetch(self, item: WriteItem) -> StagedChunk:
-        found, release = self._find(item), partial(self._release, key(item))
+        found = self._find(item)
         if isinstance(found, WriteItem):
             return self._fetch_reference(found)
-        if isinstance(found, SpilledChunk):
-            return self._read_back(found, release)
-        return replace(found, release=release)
+        return replace(found, release=partial(self._release, key(item)))
 
     def digest(self, item: WriteItem) -> int:
         found = self._find(item)
         if isinstance(found, StagedChunk):
             return codec.digest_as_stored(item.entry, found.data)
-        if isinstance(found, WriteItem):
-            staged = self._fetch_reference(found)
-        else:
-            staged = self._read_back(found, lambda: None)
+        staged = self._fetch_reference(found)
         try:
             return codec.digest_as_stored(item.entry, staged.data)
         finally:
             staged.release()
 
-    def _read_back(self, found: SpilledChunk, release: Callable[[], None]) -> StagedChunk:
-        try:
-            return found.fetch(release)
-        except StorageError as error:
-            raise StorageError(
-                f"array {found.item.entry.name!r} {found.item.box}: {error}. The checkpoint was "
-                "not saved; use another folder"
-            ) from error
-
-    def _find(self, item: WriteItem) -> StagedChunk | SpilledChunk | WriteItem:
+    def _find(self, item: WriteItem) -> StagedChunk | WriteItem:
         """Waits until a chunk is kept: in a copy, or where this item reads it."""
         of = key(item)
         with self._changed:
@@ -431,7 +379,7 @@ class Snapshot:
         self._events.wait(SaveEvent.STAGED)
         for of in list(self._staged):
             self._release(of)
-        self._places.close()
+        self._memory.close()
         if self.cached is not None and self._task.state is SaveState.COMMITTED:
             self.cached.give_back()
         self._plan = self.cached = None

@@ -414,7 +414,7 @@ class Changes:
         if item in self._digests:
             why = (
                 " Its copy was put off, because it did not fit into SaveOptions.budget_bytes: "
-                "allow more, or use SaveOptions.spill."
+                "allow more."
             )
         return StateChanged(
             f"array {item.entry.name!r} was changed in place, donated or deleted after the "

@@ -1,28 +1,22 @@
-"""Where copies of chunks go: into memory, within a budget; into files; or nowhere yet; and which
-chunks are copied when."""
+"""Memory for copies of chunks, within a budget, and which chunks are copied when."""
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
 
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import StateChanged
 from unickpt.frameworks import host_memory
 from unickpt.frameworks.host_memory import MOST_WORKING, HostBuffers, share
 from unickpt.frameworks.protocol import Memory, Transfer
-from unickpt.saving.snapshot_policy import SnapshotMethod, SnapshotPolicy
-from unickpt.saving.spilling import Spill
+from unickpt.saving.snapshot_policy import BACKGROUND, SnapshotMethod, SnapshotPolicy
 from unickpt.saving.task import SaveTask
 from unickpt.saving.write_plan import Staged, WriteItem, WritePlan, naming
-from unickpt.storage.paths import LocalLocation
-from unickpt.storage.spill_files import Slot, SpillFiles
 
 
 class HostMemoryPool:
@@ -46,11 +40,6 @@ class HostMemoryPool:
         """How many bytes fit into the budget now."""
         with self._changed:
             return max(0, budget_bytes - self._held)
-
-    def reserve_anyway(self, nbytes: int) -> None:
-        """Reserves `nbytes` even if they do not fit."""
-        with self._changed:
-            self._held += nbytes
 
     def reserve(self, nbytes: int, budget_bytes: int) -> bool:
         """Reserves `nbytes` if they fit into the budget, or if nothing else is held."""
@@ -102,18 +91,8 @@ _log = logging.getLogger("unickpt")
 _WARN_S = 0.1
 
 
-class NoSlot(Enum):
-    """Where a copy goes that is not in a file."""
-
-    MEMORY = auto()
-    NOWHERE = auto()
-
-
-CopyPlace = Slot | NoSlot
-
-
-class Places:
-    """The places for the copies of one save.
+class CopyMemory:
+    """The memory for the copies of one save.
 
     Arguments:
         job: the save.
@@ -139,10 +118,6 @@ class Places:
         """Memory to write with, in bytes."""
         self.budget = total - self.working_bytes
         """Memory for copies, in bytes."""
-        self.spill: Spill | None = None
-        if options.spill is not None:
-            folder = os.path.abspath(os.path.expanduser(options.spill))
-            self.spill = Spill(_files(folder, job), self.working_bytes)
         self.calling = True
         """Whether the caller of the save waits for the copies."""
         self._lock = threading.Lock()
@@ -155,29 +130,18 @@ class Places:
         """How many bytes of copies fit into memory now."""
         return self._area.room(self.budget)
 
-    @property
-    def can_spill(self) -> bool:
-        """Whether there are files for copies."""
-        return self.spill is not None and self.spill.files.usable
-
-    def find(self, item: WriteItem, *, in_memory: bool = True, counted: bool = False) -> CopyPlace:
-        """A place for a copy; waits until there is one.
+    def reserve(self, item: WriteItem, counted: bool) -> None:
+        """Reserves memory for a copy; waits until it is free.
 
         Arguments:
             item: what to copy.
-            in_memory: whether memory is a place for it; if not, there may be none.
             counted: whether it is counted as drained already.
 
         Raises:
             Abandoned: the save was abandoned meanwhile.
         """
-        if in_memory and self._area.reserve(item.nbytes, self.budget):
-            return NoSlot.MEMORY
-        slot = None if self.spill is None else self.spill.files.reserve(item.nbytes)
-        if slot is not None:
-            return slot
-        if not in_memory:
-            return NoSlot.NOWHERE
+        if self._area.reserve(item.nbytes, self.budget):
+            return
         self._writes()
         began = time.perf_counter()
         self._area.wait_and_reserve(item.nbytes, self.budget, self._abandoned)
@@ -185,10 +149,14 @@ class Places:
             self.count(waited_s=time.perf_counter() - began)
         elif not counted:
             self.count(drained=item.nbytes)
-        return NoSlot.MEMORY
 
-    def transfer(self, items: Sequence[WriteItem]) -> list[WriteItem]:
+    def transfer(self, items: Sequence[WriteItem], spare_bytes: int) -> list[WriteItem]:
         """Has devices copy chunks to the host where they can and it fits, without waiting for them.
+
+        Arguments:
+            items: the chunks.
+            spare_bytes: memory to leave for all other copies, because that of transfers is released
+                when the save ends.
 
         Returns:
             These chunks, as they are read where they arrive.
@@ -203,7 +171,9 @@ class Places:
         arriving: list[WriteItem] = []
         for memory, chunks in of.items():
             nbytes = sum(item.nbytes for item in chunks)
-            if nbytes > self.budget or not self._area.reserve(nbytes, self.budget):
+            if self._transferred + nbytes + spare_bytes > self.budget:
+                continue
+            if not self._area.reserve(nbytes, self.budget):
                 continue
             assert memory.transfer is not None, "only such are among them"
             self._transferred += nbytes
@@ -235,17 +205,14 @@ class Places:
             if transfer.wait is not None:
                 transfer.wait()
 
-    def count(
-        self, *, copied: int = 0, drained: int = 0, spilled: int = 0, waited_s: float = 0.0
-    ) -> None:
-        """Counts bytes that were copied to memory, were put off, or were copied to files."""
+    def count(self, *, copied: int = 0, drained: int = 0, waited_s: float = 0.0) -> None:
+        """Counts bytes that were copied, or whose copies were put off, and seconds of waiting."""
         with self._lock:
-            known = self._staged
+            before = self._staged
             self._staged = Staged(
-                known.staged_bytes + copied,
-                known.drained_bytes + drained,
-                known.spilled_bytes + spilled,
-                known.budget_wait_s + waited_s,
+                before.staged_bytes + copied,
+                before.drained_bytes + drained,
+                before.budget_wait_s + waited_s,
             )
 
     def returns(self, *, waits_for_commit: bool) -> None:
@@ -257,7 +224,7 @@ class Places:
             _log.warning(
                 "staging blocked the caller for %.2f s, because the copies exceed this process's "
                 "share of SaveOptions.budget_bytes (%.3g GB), so that it waited for the storage; "
-                "raise it, or name a local folder in SaveOptions.spill",
+                "raise it",
                 *(waited_s, self.budget / 1e9),
             )
 
@@ -270,22 +237,11 @@ class Places:
         return replace(self._staged, budget_wait_s=self._staged.budget_wait_s + waited_s)
 
     def close(self) -> None:
-        """Gives up the files, and the memory that was transferred to; called when nothing is in
-        them that is needed."""
+        """Gives up the memory that was transferred to; called when it is not needed."""
         with suppress(Exception):  # a device that failed cannot be waited for
             self.wait_transferred()
         self._transfers = []
         self._area.unreserve(self._transferred)
-        if self.spill is not None:
-            self.spill.files.close()
-
-
-def _files(folder: str, job: SaveTask) -> SpillFiles:
-    beside = None
-    if isinstance(job.location, LocalLocation):
-        arrays = job.description.index.arrays.values()
-        beside = job.location.path, sum(entry.nbytes for entry in arrays)
-    return SpillFiles(folder, beside)
 
 
 ChunkKey = tuple[int, int]
@@ -305,34 +261,35 @@ class StagedPlan:
         writes: what this process holds and writes.
         items: the chunks by how they are kept, in the order in which they are copied.
         deferred: those to be copied later because they do not fit.
-        never_in_memory: those whose copies may only be in files.
+        spare_bytes: memory that transfers leave for all other copies.
         waits_for_commit: whether the state may change only after the commit.
     """
 
     writes: WritePlan = field(default_factory=lambda: WritePlan((), ()))
     items: dict[SnapshotMethod, list[WriteItem]] = field(default_factory=_none)
     deferred: Sequence[WriteItem] = ()
-    never_in_memory: frozenset[ChunkKey] = frozenset()
+    spare_bytes: int = 0
     waits_for_commit: bool = False
 
 
-def plan_staging(writes: WritePlan, capture: SnapshotPolicy, places: Places) -> StagedPlan:
+def plan_staging(writes: WritePlan, capture: SnapshotPolicy, memory: CopyMemory) -> StagedPlan:
     """Plans how the chunks of a save are staged.
 
     Arguments:
         writes: what this process holds and writes.
         capture: decides how fragments are kept.
-        places: for copies.
+        memory: for copies.
     """
     spare = [item for item in writes.held if item.assumed and not item.borrowed]
     if spare:
         own = set(map(key, writes.own))
         spare = [item for item in spare if key(item) not in own]
-    held_back = _held_back(spare, writes.own, capture, places)
-    waits_for_commit = bool(held_back) and not places.can_spill
-    room = places.room
+    copied_spare = [item for item in spare if capture.methods[item.fragment] in _COPIES]
+    spare_bytes = sum(item.nbytes for item in copied_spare)
+    waits_for_commit = spare_bytes > 0 and spare_bytes > _spare_room(writes.own, memory)
+    room = memory.room
     if not waits_for_commit:
-        room -= sum(item.nbytes for item in spare if key(item) not in held_back)
+        room -= sum(item.nbytes for item in spare)
     planned, deferred = _deferring(writes.own, capture, room)
     planned.sort(key=lambda item: capture.methods[item.fragment].value)
     items = _none()
@@ -343,28 +300,21 @@ def plan_staging(writes: WritePlan, capture: SnapshotPolicy, places: Places) -> 
         copy = method in _COPIES and not waits_for_commit
         items[method if copy else SnapshotMethod.REFERENCE].append(item)
     writes = WritePlan(writes.held, planned)
-    return StagedPlan(writes, items, deferred, held_back, waits_for_commit)
+    copies = [item.nbytes for method in _COPIES | BACKGROUND for item in items[method]]
+    left = 0
+    if sum(copies) > memory.budget:  # else none has to wait for another
+        left = max(copies) + (0 if waits_for_commit else spare_bytes)
+    return StagedPlan(writes, items, deferred, left, waits_for_commit)
 
 
-def _held_back(
-    spare: Sequence[WriteItem], own: Sequence[WriteItem], capture: SnapshotPolicy, places: Places
-) -> frozenset[ChunkKey]:
-    """Of chunks that another process should write, those that have no room in memory.
+def _spare_room(own: Sequence[WriteItem], memory: CopyMemory) -> int:
+    """Bytes for copies of chunks that another process should write.
 
     If that process lacks them, this one must write them; so they are held until the commit. They
-    may have up to half of the memory. If the others find no place in a file, nothing is copied, and
-    the caller waits for the commit.
+    may have up to half of the memory. If they do not fit, none of them is copied, and the caller
+    waits for the commit.
     """
-    if not spare:
-        return frozenset()
-    room = places.budget // 2 - max((item.nbytes for item in kept(own)), default=0)
-    found = set()
-    for item in spare:
-        if capture.methods[item.fragment] in _COPIES:
-            room -= item.nbytes
-            if room < 0:
-                found.add(key(item))
-    return frozenset(found)
+    return memory.budget // 2 - max((item.nbytes for item in kept(own)), default=0)
 
 
 def _deferring(

@@ -265,7 +265,6 @@ class Staged:
 
     staged_bytes: int = 0
     drained_bytes: int = 0
-    spilled_bytes: int = 0
     budget_wait_s: float = 0.0
 
 
