@@ -1,4 +1,4 @@
-"""How long a training loop waits for Orbax's CheckpointManager, and for unickpt's in its place.
+"""How long a training loop waits for Orbax's CheckpointManager, with Orbax's handler and with ours.
 
     python benchmarks/orbax_wait.py                        # 256 MiB in 200 arrays, one process
     python benchmarks/orbax_wait.py --processes 2 --arrays 2000 --mib 64 --rounds 9
@@ -73,12 +73,13 @@ def run(options: argparse.Namespace, folder: Path) -> None:
     if options.processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"127.0.0.1:{options.port}", options.processes, options.index)
-    import orbax.checkpoint as theirs
-
-    import unickpt.integrations.orbax as ours
+    from unickpt.integrations.orbax import registry
 
     logging.getLogger("absl").setLevel(logging.ERROR)
-    contenders: dict[str, Any] = {"orbax": theirs, "unickpt": ours}
+    contenders: dict[str, Callable[[], dict[str, Any]]] = {
+        "orbax": dict,
+        "unickpt": lambda: {"handler_registry": registry()},
+    }
     times: dict[str, list[list[float]]] = {name: [] for name in contenders}
     state = make_state(options)
     for number in range(options.rounds + 1):
@@ -138,16 +139,26 @@ def make_state(options: argparse.Namespace) -> dict[str, Any]:
     return {"params": state}
 
 
-def turn(ocp: Any, state: Any, place: Path, *, check: bool) -> list[float]:
-    """The times of one contender, in the order of the columns."""
+def turn(
+    chosen: Callable[[], dict[str, Any]], state: Any, place: Path, *, check: bool
+) -> list[float]:
+    """The times of one contender, in the order of the columns.
+
+    Arguments:
+        chosen: makes the arguments of the manager that choose its handler.
+        state: what to save.
+        place: a new folder.
+        check: whether to compare what is restored.
+    """
     import jax
+    import orbax.checkpoint as ocp
 
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
     )
     args, options = ocp.args.StandardSave(state), ocp.CheckpointManagerOptions
     restored = []
-    with ocp.CheckpointManager(place / "a", options=options(max_to_keep=1)) as manager:
+    with ocp.CheckpointManager(place / "a", options=options(max_to_keep=1), **chosen()) as manager:
         began = perf_counter()
         waits = slowest(lambda: manager.save(1, args=args))
         whole = slowest(manager.wait_until_finished, began)
@@ -167,7 +178,7 @@ def turn(ocp: Any, state: Any, place: Path, *, check: bool) -> list[float]:
         same = jax.tree.map(lambda a, b: bool((a == b).all()), restored[0], state)
         assert all(jax.tree.leaves(same))
     at_once = options(enable_async_checkpointing=False)
-    with ocp.CheckpointManager(place / "b", options=at_once) as manager:
+    with ocp.CheckpointManager(place / "b", options=at_once, **chosen()) as manager:
         sync = slowest(lambda: manager.save(1, args=args))
     return [waits, whole, saving, sync, loading]
 

@@ -1,16 +1,17 @@
 """python examples/orbax_run.py runs/orbax 200
 
-A JAX job with Orbax's CheckpointManager; only one import differs. Started again, on any number of
-processes (jax.distributed), it goes on, also from steps that Orbax itself saved."""
+A JAX job with Orbax's own CheckpointManager; one argument differs. Started again, on any number of
+processes (jax.distributed), it resumes, also from steps that Orbax's own handler saved."""
 
 import sys
 
 import jax
 import jax.numpy as jnp
 import optax
+import orbax.checkpoint as ocp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-import unickpt.integrations.orbax as ocp  # instead of: import orbax.checkpoint as ocp
+from unickpt.integrations.orbax import registry
 
 mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
 optimizer = optax.adam(0.01)
@@ -31,7 +32,8 @@ def train_step(state, x):
 
 spec = lambda x: NamedSharding(mesh, PartitionSpec(*["data"][: x.ndim]))  # noqa: E731
 state = jax.tree.map(lambda x: jax.device_put(x, spec(x)), initialize())
-with ocp.CheckpointManager(sys.argv[1], options=ocp.CheckpointManagerOptions(max_to_keep=3)) as run:
+keep = ocp.CheckpointManagerOptions(max_to_keep=3)
+with ocp.CheckpointManager(sys.argv[1], options=keep, handler_registry=registry()) as run:
     if run.latest_step() is not None:
         state = run.restore(None, args=ocp.args.StandardRestore(state))
     for step in range((run.latest_step() or 0) + 1, int(sys.argv[2]) + 1):

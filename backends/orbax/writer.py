@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from unickpt.backends.orbax import step_writer
-from unickpt.backends.orbax.step_writer import STEP, TREE
 from unickpt.backends.orbax.tree_writer import unwrapped
 from unickpt.errors import UnsupportedLeaf
 from unickpt.format.index import Index
@@ -20,12 +19,11 @@ _LAYOUTS = ("", "tree", "step")
 
 @dataclass(frozen=True)
 class OrbaxWriter:
-    """A folder that `StandardCheckpointer.restore` reads, or a step of a `CheckpointManager`.
+    """A folder that `StandardCheckpointer` restores, or a step of a `CheckpointManager`.
 
     Arguments:
-        layout: "tree" for the folder of a tree; "step" for that of a step, with a folder for each
-            item. By default a step if a manager or checkpointer of `unickpt.integrations.orbax`
-            saved the checkpoint, else a tree.
+        layout: "tree", the default, for the folder of a tree; "step" for that of a step, which has
+            the tree as its item `default`.
 
     Raises:
         ValueError: the layout is none of these.
@@ -40,13 +38,11 @@ class OrbaxWriter:
 
     def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
         node = unwrapped(tree_json.from_json(index.tree))
-        chunk_bytes = min(CHUNK_BYTES, most_bytes)
-        items = step_writer.items_of(index, node) if self.layout != "tree" else TREE
-        if items is None or (self.layout == "step" and items.alone):
-            items = STEP if self.layout else TREE
-        if items is TREE and isinstance(node, tree.Leaf):
+        if isinstance(node, tree.Leaf):
             raise UnsupportedLeaf(
                 "Orbax stores trees, and this checkpoint is a single leaf; put it below a name by "
                 "a rule"
             )
-        return step_writer.plan(index, node, items, chunk_bytes)
+        chunk_bytes = min(CHUNK_BYTES, most_bytes)
+        is_step = self.layout == "step"
+        return step_writer.plan(index, node, is_step=is_step, chunk_bytes=chunk_bytes)

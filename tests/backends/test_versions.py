@@ -303,22 +303,24 @@ def test_each_layout_loads_into_a_train_state(name: str, cases: dict[str, Case])
 
 
 @of("jax")
-def test_a_run_of_orbax_goes_on_with_our_manager(
+def test_a_run_of_an_older_orbax_continues_with_our_handler(
     name: str, cases: dict[str, Case], tmp_path: Path
 ) -> None:
     case = cases[name]
-    import unickpt.integrations.orbax as ocp
+    import orbax.checkpoint as ocp
+
+    from unickpt.integrations.orbax import registry
 
     shutil.copytree(case.path / "run", tmp_path / "run")
     like = abstract_state("clipped")
-    with ocp.CheckpointManager(tmp_path / "run") as manager:
+    with ocp.CheckpointManager(tmp_path / "run", handler_registry=registry()) as manager:
         assert list(manager.all_steps()) == [3, 5]
         assert manager.metrics(3) == {"loss": 1 / 3}
         state, extra = ocp.args.StandardRestore(like), ocp.args.JsonRestore()
         found = manager.restore(5, args=ocp.args.Composite(state=state, extra=extra))
         check_state(found["state"], case, "run/5", "state/")
         assert found["extra"] == {"loss": 0.2, "step": 5}
-        untyped = manager.restore(3)
+        untyped = manager.restore(3, args=ocp.args.Composite(extra=extra))
         assert untyped["extra"] == {"loss": 1 / 3, "step": 3}
         saved = ocp.args.StandardSave(found["state"])
         manager.save(6, args=ocp.args.Composite(state=saved), metrics={"loss": 0.1})
@@ -326,11 +328,13 @@ def test_a_run_of_orbax_goes_on_with_our_manager(
         assert list(manager.all_steps()) == [3, 5, 6]
 
 
-def test_a_run_of_todays_nnx_goes_on_with_our_manager(cases: dict[str, Case]) -> None:
+def test_a_run_of_todays_nnx_continues_with_our_handler(cases: dict[str, Case]) -> None:
     like, case = abstract_variables(), cases["jax-0.10"]
-    import unickpt.integrations.orbax as ocp
+    import orbax.checkpoint as ocp
 
-    with ocp.CheckpointManager(case.path / "nnx") as manager:
+    from unickpt.integrations.orbax import registry
+
+    with ocp.CheckpointManager(case.path / "nnx", handler_registry=registry()) as manager:
         found = manager.restore(5, args=ocp.args.StandardRestore(like))
     check_variables(found, case)
 

@@ -2,73 +2,58 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support import TESTS
 
 import unickpt
 
 jax = pytest.importorskip("jax")
-grain = pytest.importorskip("grain.python")
-pytest.importorskip("orbax.checkpoint")  # else Grain has no arguments for it
-pytestmark = pytest.mark.integration  # imports Orbax and Grain
+ocp = pytest.importorskip("orbax.checkpoint")
+pytestmark = pytest.mark.integration  # imports Orbax
 PAGE = Path(TESTS).parent.joinpath("docs", "integrations", "orbax.md").read_text()
-HANDLERS, MANAGER, VERSION_1, LOADERS, PART = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+MANAGER, VERSION_1, RULES = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+(BACK,) = re.findall(r"```sh\n(.*?)```", PAGE, re.S)
 
 
-def test_in_orbaxs_own_managers(tmp_path: Path) -> None:
+def test_the_changed_line_and_the_way_back(tmp_path: Path) -> None:
     names: dict[str, Any] = {"path": tmp_path / "run"}
-    exec(HANDLERS, names)
-    state = {"w": jax.numpy.ones(3)}
-    with names["manager"] as manager:
-        manager.save(4, args=names["ocp"].args.StandardSave(state))
-    assert unickpt.load(tmp_path / "run" / "4" / "default")["w"].tolist() == [1, 1, 1]
-    with names["context"]:
-        names["v1"].save(tmp_path / "v1", state)
-    assert unickpt.load(tmp_path / "v1" / "state")["w"].tolist() == [1, 1, 1]
-
-
-def test_coming_from_orbax(tmp_path: Path) -> None:
-    sampler = grain.IndexSampler(9, grain.NoSharding(), num_epochs=1)
-    loader = grain.DataLoader(data_source=range(9), sampler=sampler, worker_count=0)
-    state = {"w": jax.numpy.zeros(3)}
-    names: dict[str, Any] = {
-        "path": str(tmp_path / "run"),
-        "state": state,
-        "abstract_state": jax.eval_shape(lambda: state),
-        "train": lambda state: {"w": state["w"] + 1},
-        "iterator": iter(loader),
-    }
     exec(MANAGER, names)
-    assert names["manager"].all_steps() == [6, 8, 10]
+    args = ocp.args.StandardSave({"w": jax.numpy.ones(3)})
+    with names["manager"] as manager:
+        manager.save(4, args=args)
+    assert unickpt.load(tmp_path / "run" / "4" / "default")["w"].tolist() == [1, 1, 1]
+    (tmp_path / "back").mkdir()
+    command = BACK.replace("unickpt export", f"{sys.executable} -m unickpt export")
+    env = {**os.environ, "PYTHONPATH": str(Path(TESTS).parent)}
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path, env=env)
+    with ocp.CheckpointManager(tmp_path / "back") as manager:
+        restored = manager.restore(4, args=ocp.args.StandardRestore({"w": jax.numpy.zeros(3)}))
+        assert restored["w"].tolist() == [1, 1, 1]
+
+
+def test_version_1(tmp_path: Path) -> None:
+    names: dict[str, Any] = {"path": tmp_path}
     exec(VERSION_1, names)
-    assert names["state"]["w"].tolist() == [10, 10, 10]
-    assert unickpt.Checkpointer(tmp_path / "run").steps() == [8, 10, 20]
-    exec("import unickpt.integrations.orbax as ocp\n" + LOADERS, names)
-    assert unickpt.Checkpointer(tmp_path / "run").latest() == 30
+    with names["checkpointer"] as checkpointer:
+        checkpointer.save(4, {"w": jax.numpy.ones(3)})
+    assert unickpt.load(tmp_path / "4" / "state")["w"].tolist() == [1, 1, 1]
 
 
-def test_a_part_of_orbaxs_own_step(tmp_path: Path) -> None:
-    state = {"w": jax.numpy.ones(3)}
-    names: dict[str, Any] = {
-        "orbax": pytest.importorskip("orbax.checkpoint.experimental.v1"),
-        "path": tmp_path,
-        "state": state,
-        "abstract_state": jax.eval_shape(lambda: state),
-    }
-    exec(PART, names)
-    assert names["state"]["w"].tolist() == [1, 1, 1]
-    assert unickpt.load(tmp_path / "1" / "model" / "unickpt")["w"].tolist() == [1, 1, 1]
-
-
-def test_every_option_has_a_row() -> None:
-    import dataclasses
-
-    from unickpt.integrations.orbax import CheckpointManagerOptions
-
-    options = PAGE.partition("## Options, one by one")[2]
-    for each in dataclasses.fields(CheckpointManagerOptions):
-        assert f"`{each.name}`" in options, each.name
+def test_rules(tmp_path: Path) -> None:
+    with ocp.CheckpointManager(tmp_path) as manager:
+        old = {"dense": {"kernel": np.arange(6.0).reshape(2, 3)}}
+        manager.save(1, args=ocp.args.StandardSave(old))
+    names: dict[str, Any] = {}
+    exec(MANAGER.partition("manager =")[0] + RULES, names)
+    with ocp.CheckpointManager(tmp_path, handler_registry=names["renaming"]) as manager:
+        like = ocp.args.StandardRestore({"linear": {"weight": np.zeros((3, 2))}})
+        restored = manager.restore(1, args=like)
+        assert restored["linear"]["weight"].tolist() == old["dense"]["kernel"].T.tolist()

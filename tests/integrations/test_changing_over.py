@@ -3,6 +3,7 @@ result is that of a job that nobody interrupted. So it is on the way back, by an
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -91,10 +92,11 @@ ORBAX_V1 = """
 import os, signal, sys
 import jax, jax.numpy as jnp, numpy as np, optax
 mode, folder, out, kind = sys.argv[1:]
+from orbax.checkpoint import v1 as ocp
+context = ocp.Context()
 if mode == "killed-ours":
-    from unickpt.integrations.orbax import v1 as ocp
-else:
-    from orbax.checkpoint import v1 as ocp
+    from unickpt.integrations.orbax import v1_registry
+    context.checkpointables.registry = v1_registry()
 if kind == "equinox":
     import equinox as eqx
     whole = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
@@ -106,7 +108,7 @@ else:
 tx = optax.adamw(0.1)
 state = {"params": params, "opt": tx.init(params), "step": 0}
 first = 1
-with ocp.training.Checkpointer(folder) as checkpointer:
+with ocp.training.Checkpointer(folder, context=context) as checkpointer:
     if checkpointer.latest is not None:
         is_array = lambda x: hasattr(x, "shape")
         # Orbax needs to be told shardings of what was exported; ours does not.
@@ -187,6 +189,9 @@ def test_orbax_of_version_1_and_back(processes: Processes, tmp_path: Path, kind:
     assert run("whole", "whole") == 0
     assert run("killed", "run") == -signal.SIGKILL
     assert run("killed-ours", "run") == -signal.SIGKILL
-    unickpt.convert(tmp_path / "run" / "step_6", tmp_path / "back" / "6", to="orbax")
+    ours, back = tmp_path / "run" / "6", tmp_path / "back" / "6"
+    assert (ours / "state" / "UNICKPT.txt").exists()
+    shutil.copytree(ours, back, ignore=shutil.ignore_patterns("state"))
+    unickpt.convert(ours / "state", back / "state", to="orbax")
     assert run("theirs", "back") == 0
     compare(tmp_path, "theirs")

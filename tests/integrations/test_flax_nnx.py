@@ -74,10 +74,11 @@ logging.disable(logging.ERROR)
 import jax, jax.numpy as jnp, optax
 from flax import nnx
 path, way, last = sys.argv[1], sys.argv[2], int(sys.argv[3])
-if way == "orbax":
-    import orbax.checkpoint as ocp
-else:
-    import unickpt.integrations.orbax as ocp
+import orbax.checkpoint as ocp
+chosen = {}
+if way == "unickpt":
+    from unickpt.integrations.orbax import registry
+    chosen = {"handler_registry": registry()}
 
 class Model(nnx.Module):
     def __init__(self, rngs):
@@ -94,7 +95,7 @@ def train(model, optimizer, x):
 
 model = Model(nnx.Rngs(0))
 optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
-with ocp.CheckpointManager(path) as manager:
+with ocp.CheckpointManager(path, **chosen) as manager:
     begin = manager.latest_step()
     if begin is not None:
         like = {"model": nnx.state(model), "optimizer": nnx.state(optimizer)}

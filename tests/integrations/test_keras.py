@@ -50,3 +50,40 @@ def test_the_other_backend_loads_every_bit_and_goes_on(
 
 def test_sharded_models_move_between_distributions(processes: Processes, tmp_path: Path) -> None:
     run(processes, "jax", "sharded", tmp_path)
+
+
+OWN_CALLBACK = """
+import logging, os, sys, warnings
+warnings.simplefilter("ignore")
+logging.disable(logging.ERROR)
+import keras, numpy as np
+import unickpt
+from orbax.checkpoint import v1
+from unickpt.integrations.orbax import TreeHandler
+
+def fit(begin, end):
+    own = keras.callbacks.OrbaxCheckpoint(sys.argv[1], max_to_keep=2)
+    x, y, which = np.ones((4, 3)), np.ones((4, 2)), {"initial_epoch": begin, "epochs": end}
+    model.fit(x, y, callbacks=[own], verbose=0, **which)
+
+model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)], name="m")
+model.compile("adam", "mse")
+fit(0, 1)
+v1.handlers.register_handler(TreeHandler, checkpointable_name="pytree")
+model.load_weights(sys.argv[1])  # a step of Orbax's own handler
+fit(1, 3)
+assert sorted(os.listdir(sys.argv[1])) == ["1", "2"], os.listdir(sys.argv[1])
+stored = unickpt.load(sys.argv[1] + "/2/pytree")["trainable_variables"]["m"]["dense"]
+assert np.array_equal(stored["kernel"], model.layers[0].kernel)
+model.layers[0].kernel.assign(np.zeros((3, 2)))
+model.load_weights(sys.argv[1])
+assert np.array_equal(stored["kernel"], model.layers[0].kernel)
+"""
+
+
+def test_keras_own_callback_stores_in_our_format_by_a_registered_handler(
+    processes: Processes, tmp_path: Path
+) -> None:
+    pytest.importorskip("orbax.checkpoint")
+    env = {"KERAS_BACKEND": "jax", "OMP_NUM_THREADS": "1"}
+    processes.finish([processes.start(OWN_CALLBACK, tmp_path / "run", env=env)])

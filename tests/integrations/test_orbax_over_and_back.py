@@ -1,8 +1,10 @@
-"""A job of Orbax's manager that is killed goes on here, is killed again, and goes on with Orbax
-from an export: only an import is changed, and the result is that of a job that nobody killed."""
+"""A job of Orbax's manager that is killed continues with our handler, is killed again, and goes
+back to Orbax's own by an export: one argument is changed, and the result is that of a job that
+nobody killed."""
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 
@@ -21,10 +23,11 @@ logging.disable(logging.ERROR)
 warnings.simplefilter("ignore")
 import jax, jax.numpy as jnp, numpy as np, optax
 folder, way, kind, die, out = sys.argv[1:]
-if way == "orbax":
-    import orbax.checkpoint as ocp
-else:
-    import unickpt.integrations.orbax as ocp
+import orbax.checkpoint as ocp
+chosen = {}
+if way == "unickpt":
+    from unickpt.integrations.orbax import registry
+    chosen = {"handler_registry": registry()}
 args, tx = ocp.args, optax.adamw(0.1)
 x = lambda step: jax.random.normal(jax.random.key(step), (16, 4))
 if kind == "nnx":
@@ -47,7 +50,7 @@ else:
 options = ocp.CheckpointManagerOptions(
     save_interval_steps=2, max_to_keep=None, best_fn=lambda metrics: metrics["loss"]
 )
-with ocp.CheckpointManager(folder, options=options) as manager:
+with ocp.CheckpointManager(folder, options=options, **chosen) as manager:
     begin = manager.latest_step()
     if begin is not None and kind == "nnx":
         found = manager.restore(begin, args=args.StandardRestore(state()))
@@ -92,8 +95,11 @@ def test_over_and_back(kind: str, processes: Processes, tmp_path: Path) -> None:
 
     run("run", "orbax", 5)
     assert run("run", "unickpt", 7) == "from 4\n"
-    assert [p.name for p in sorted((tmp_path / "run").glob("step_*"))] == ["step_6"]
-    unickpt.convert(tmp_path / "run" / "step_6", tmp_path / "back" / "6", to="orbax")
+    item = "default" if kind == "nnx" else "state"
+    ours, back = tmp_path / "run" / "6", tmp_path / "back" / "6"
+    assert (ours / item / "UNICKPT.txt").exists()
+    shutil.copytree(ours, back, ignore=shutil.ignore_patterns(item))
+    unickpt.convert(ours / item, back / item, to="orbax")
     assert run("back", "orbax") == "from 6\n"
     run("whole", "orbax")
     with np.load(tmp_path / "whole.npz") as whole, np.load(tmp_path / "back.npz") as back:

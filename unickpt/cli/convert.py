@@ -184,7 +184,7 @@ def export(
     ] = False,
     layout: Annotated[
         str | None,
-        typer.Option("--layout", help="orbax: tree or step; by default as it was saved."),
+        typer.Option("--layout", help="orbax: tree, the default, or step."),
     ] = None,
     overwrite: Overwrite = False,
     verify: Verify = True,

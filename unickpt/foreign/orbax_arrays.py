@@ -28,7 +28,7 @@ class SavedArrays:
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> SavedArrays:
-        """From `to_json`, as `unickpt.integrations.orbax` stores it in the metadata of a step."""
+        """From `to_json`, as `unickpt.integrations.orbax` stores it in the metadata of a tree."""
         numpy, meshes = found.get("numpy"), found.get("meshes", ())
         try:
             return cls(

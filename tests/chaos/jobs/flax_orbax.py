@@ -1,12 +1,12 @@
-"""Flax NNX with the `CheckpointManager` that replaces Orbax's."""
+"""Flax NNX with Orbax's `CheckpointManager` and our handler."""
 
 import jax
 import optax
+import orbax.checkpoint as ocp
 import target
 from flax import nnx
 
-import unickpt
-import unickpt.integrations.orbax as ocp
+from unickpt.integrations.orbax import registry
 
 
 def begin():
@@ -24,8 +24,7 @@ def update(model, optimizer):
 
 both = begin()
 kept = ocp.CheckpointManagerOptions(max_to_keep=target.KEPT)
-options = unickpt.SaveOptions(metrics=target.committed)
-with ocp.CheckpointManager(target.FOLDER, options=kept, unickpt={"options": options}) as run:
+with ocp.CheckpointManager(target.FOLDER, options=kept, handler_registry=registry()) as run:
     first = run.latest_step() or 0
     if first:
         graph, state = nnx.split(both)
@@ -34,6 +33,8 @@ with ocp.CheckpointManager(target.FOLDER, options=kept, unickpt={"options": opti
     for step in range(first + 1, target.STEPS + 1):
         update(*both)
         run.save(step, args=ocp.args.StandardSave(nnx.state(both)))
+        run.wait_until_finished()
+        target.committed(step)
 is_key = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
 leaves = jax.tree.leaves(nnx.state(both))
 leaves = [jax.random.key_data(x) if is_key(x) else x for x in leaves]

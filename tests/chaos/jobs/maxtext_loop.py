@@ -1,4 +1,4 @@
-"""MaxText's own train loop, with its manager over unickpt."""
+"""MaxText's own train loop, with our handler in Orbax's manager."""
 
 import logging
 import os
@@ -14,9 +14,8 @@ import unickpt
 from unickpt.integrations import maxtext
 
 logging.disable(logging.WARNING)
-metrics = lambda report: target.committed(report, 1)  # noqa: E731  # step 0 is saved after one
-maxtext.install({"options": unickpt.SaveOptions(metrics=metrics)})
-create = train_utils.create_checkpoint_manager
+maxtext.install()
+create, save = train_utils.create_checkpoint_manager, checkpointing.maybe_save_checkpoint
 
 
 def creates(*arguments):
@@ -28,14 +27,21 @@ def creates(*arguments):
     return manager
 
 
+def saves(manager, *arguments):
+    save(manager, *arguments)
+    checkpointing.wait_until_finished(manager)
+    for step in checkpointing.all_steps(manager):
+        target.committed(step + 1)  # step 0 is saved after one
+
+
 def end():
-    state = unickpt.load(f"{target.FOLDER}/run/checkpoints/step_{target.STEPS - 1}")["items"]
+    state = unickpt.load(f"{target.FOLDER}/run/checkpoints/{target.STEPS - 1}/items")
     leaves, _ = jax.tree.flatten_with_path(state)
     target.ended({jax.tree_util.keystr(path): leaf for path, leaf in leaves})
     target.leave()
 
 
-train_utils.create_checkpoint_manager = creates
+train_utils.create_checkpoint_manager, checkpointing.maybe_save_checkpoint = creates, saves
 settings = {
     **maxtext_job.SETTINGS,
     "base_output_directory": target.FOLDER,

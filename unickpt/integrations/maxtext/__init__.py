@@ -1,4 +1,4 @@
-"""MaxText's checkpoints over unickpt: one call before its train loop.
+"""MaxText's checkpoints in unickpt's format: one call before its train loop.
 
     from unickpt.integrations import maxtext
     maxtext.install()
@@ -14,31 +14,33 @@ from types import ModuleType
 from typing import Any
 
 from unickpt.errors import MissingPackage
-from unickpt.integrations.maxtext import names, tiers
+from unickpt.reading.options import LoadOptions
+from unickpt.saving.options import SaveOptions
 
 __all__ = ["install"]
 
-_SAVING = (
+_USE_VERSION_0 = (
     "common.checkpointing",
     "trainers.diloco.utils.spmd_diloco_checkpointing",
     "utils.layerwise_quantization",
     "utils.lora_utils",
     "utils.model_creation_utils",
 )
-"""MaxText's modules that save or load by Orbax."""
+"""MaxText's modules that save or load by Orbax's version 0."""
 
 
-def install(unickpt: Mapping[str, Any] | None = None) -> None:
-    """From here on, MaxText saves into and loads from checkpoints of unickpt.
+def install(
+    save_options: SaveOptions | None = None, load_options: LoadOptions | None = None
+) -> None:
+    """From here on, Orbax stores MaxText's states in unickpt's format.
 
-    Its functions stay as they are; what they call of Orbax is replaced by
-    `unickpt.integrations.orbax`, and the emergency and multi-tier managers by the same manager with
-    a local tier. Steps that Orbax saved are listed and loaded as before. Call it before the loop
-    begins; a second call replaces the arguments.
+    MaxText's functions and Orbax's managers stay as they are; only the handler of the item `items`
+    is ours. Steps that Orbax's own handler saved are loaded as before. Call it before the loop
+    begins; a second call replaces the options.
 
     Arguments:
-        unickpt: further arguments of `unickpt.Checkpointer`, such as {"reuse": True} or
-            {"options": unickpt.SaveOptions(...)}.
+        save_options: how to save; see `unickpt.SaveOptions`.
+        load_options: how to load; see `unickpt.LoadOptions`.
 
     Raises:
         MissingPackage: MaxText is not installed, or is older than 0.2.4.
@@ -49,17 +51,12 @@ def install(unickpt: Mapping[str, Any] | None = None) -> None:
         from maxtext.trainers.pre_train import train
         train.main(["train", "base.yml", "run_name=one"])
     """
-    more = dict(unickpt or {})
-    orbax = importlib.import_module("orbax.checkpoint")
-    replaced = {id(orbax): names.version_0(more), id(orbax.v1): names.version_1(more)}
-    for name in _SAVING:
-        _replace(_module(name), replaced)
-    tiers.install(
-        _module("common.checkpointing"),
-        _module("common.emergency_checkpointing"),
-        _module("utils.train_utils"),
-        _module("utils.max_utils"),
-    )
+    modules = [_module(name) for name in _USE_VERSION_0]
+    from unickpt.integrations.maxtext import handlers
+
+    handlers.register(save_options, load_options)
+    for module in modules:
+        _replace(module, handlers.replacements())
 
 
 def _module(name: str) -> ModuleType:
@@ -73,9 +70,8 @@ def _module(name: str) -> ModuleType:
         ) from error
 
 
-def _replace(module: ModuleType, replaced: Mapping[int, names.Names]) -> None:
-    """Replaces the modules that a module has imported, under whatever names."""
+def _replace(module: ModuleType, replacements: Mapping[int, Any]) -> None:
+    """Replaces what a module has imported, under whatever names."""
     for name, value in list(vars(module).items()):
-        key = value.replaces if isinstance(value, names.Names) else id(value)
-        if key in replaced:
-            setattr(module, name, replaced[key])
+        if id(value) in replacements:
+            setattr(module, name, replacements[id(value)])

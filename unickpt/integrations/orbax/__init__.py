@@ -1,103 +1,26 @@
-"""`orbax.checkpoint` over unickpt: change one import.
+"""unickpt inside Orbax's own managers: handlers that store trees in unickpt's format.
 
-    import unickpt.integrations.orbax as ocp  # instead of: import orbax.checkpoint as ocp
+    import orbax.checkpoint as ocp
+    from unickpt.integrations.orbax import registry
+    manager = ocp.CheckpointManager(path, handler_registry=registry())
 
-`CheckpointManager` has the surface of Orbax's version 0; `unickpt.integrations.orbax.v1` is for
-`orbax.checkpoint.v1`. Orbax need not be installed; its own `args`, options and policies are taken
-as well. What else Orbax's module has and neither saves nor restores, such as `type_handlers` and
-`multihost`, is Orbax's own here, where it is installed. docs/integrations/orbax.md says what
-differs, and what is refused.
+`v1_registry` is for a `Context` of `orbax.checkpoint.v1`. docs/integrations/orbax.md says what
+differs.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from unickpt.integrations.orbax import (
-    args,
-    checkpoint_managers,
-    checkpoint_utils,
-    checkpointers,
-    handlers,
-    names,
-    utils,
-)
-from unickpt.integrations.orbax.args import ArrayRestoreArgs, RestoreArgs, SaveArgs
-from unickpt.integrations.orbax.checkpointers import (
-    AsyncCheckpointer,
-    Checkpointer,
-    PyTreeCheckpointer,
-    StandardCheckpointer,
-)
-from unickpt.integrations.orbax.handlers import (
-    ArrayCheckpointHandler,
-    CompositeCheckpointHandler,
-    JaxRandomKeyCheckpointHandler,
-    JsonCheckpointHandler,
-    NumpyRandomKeyCheckpointHandler,
-    PyTreeCheckpointHandler,
-    StandardCheckpointHandler,
-)
-from unickpt.integrations.orbax.items import PLACEHOLDER
-from unickpt.integrations.orbax.manager import CheckpointManager
-from unickpt.integrations.orbax.options import (
-    AsyncOptions,
-    CheckpointManagerOptions,
-    FileOptions,
-)
-from unickpt.integrations.orbax.policies import MultiprocessingOptions
-from unickpt.integrations.orbax.run import StepAlreadyExistsError, StepNotFoundError
+from unickpt.integrations.orbax.handler import Handler, registry
 
-__all__ = [
-    "PLACEHOLDER",
-    "ArrayCheckpointHandler",
-    "ArrayRestoreArgs",
-    "AsyncOptions",
-    "CheckpointManager",
-    "CheckpointManagerOptions",
-    "FileOptions",
-    "JsonCheckpointHandler",
-    "MultiprocessingOptions",
-    "PyTreeCheckpointHandler",
-    "RestoreArgs",
-    "SaveArgs",
-    "StandardCheckpointHandler",
-    "StepAlreadyExistsError",
-    "StepNotFoundError",
-    "AsyncCheckpointer",
-    "Checkpointer",
-    "PyTreeCheckpointer",
-    "StandardCheckpointer",
-    "CompositeCheckpointHandler",
-    "JaxRandomKeyCheckpointHandler",
-    "NumpyRandomKeyCheckpointHandler",
-    "checkpoint_managers",
-    "checkpointers",
-    "handlers",
-    "utils",
-    "args",
-    "checkpoint_utils",
-]
+if TYPE_CHECKING:
+    from unickpt.integrations.orbax.v1_handler import TreeHandler, v1_registry
 
-# Where Orbax's own modules have these names.
-checkpoint_args, checkpoint_manager = args, checkpoint_managers
-
-_INSTEAD = {
-    **handlers._INSTEAD,
-    "experimental": "unickpt.integrations.orbax.v1; for the emergency managers "
-    'CheckpointManager(..., unickpt={"local": ...})',
-}
+__all__ = ["Handler", "TreeHandler", "registry", "v1_registry"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "v1":  # which is imported when it is asked for
-        import unickpt.integrations.orbax.v1 as v1
+    if name in ("TreeHandler", "v1_registry"):  # which need a later Orbax
+        from unickpt.integrations.orbax import v1_handler
 
-        return v1
-    if name in ("Handler", "registry"):  # which need Orbax
-        from unickpt.integrations.orbax import handler
-
-        return getattr(handler, name)
-    if name == "v1_registry":
-        from unickpt.integrations.orbax.v1_handler import v1_registry
-
-        return v1_registry
-    return names.of_orbax("", name, _INSTEAD)
+        return getattr(v1_handler, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
