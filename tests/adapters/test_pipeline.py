@@ -28,7 +28,7 @@ print(report.arrays, report.bytes, report.processes)
 
 def run(processes: Processes, path: Path, count: int, extra: str = "") -> list[tuple[str, str]]:
     arguments = [extra] if extra else []
-    started = [processes.start(STAGE, me, count, path, *arguments) for me in range(count)]
+    started = [processes.forked(STAGE, me, count, path, *arguments) for me in range(count)]
     return [p.communicate(timeout=60) for p in started]
 
 

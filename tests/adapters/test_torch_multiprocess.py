@@ -39,7 +39,7 @@ def test_tensors_of_tensors_and_of_fsdp1(processes: Processes, tmp_path: Path) -
     for world in (4, 2):  # two ranks read what four wrote
         check(processes, world, tmp_path, "support.sharded_ranks")
     pytest.importorskip("jax")
-    jax = processes.start(ON_FOUR_DEVICES, tmp_path, env={"XLA_FLAGS": FOUR_DEVICES})
+    jax = processes.forked(ON_FOUR_DEVICES, tmp_path, of=["jax"], env={"XLA_FLAGS": FOUR_DEVICES})
     processes.finish([jax])
 
 

@@ -46,7 +46,7 @@ def test_every_pair_of_worlds(processes: Processes, tmp_path: Path) -> None:
     others = [
         *processes.jax(2, 4, source, "jax2", tmp_path),
         *processes.torch(4, source, "torch4", tmp_path),
-        processes.start(source, "alone", tmp_path),
+        processes.forked(source, "alone", tmp_path),
     ]
     kinds = {"numpy": worlds.Numpy(), "torch": worlds.Torch(), "dtensor": worlds.DTensor(1, 1)}
     first, second = worlds.Jax((2, 2, 2)), worlds.Jax((4, 2), lambda d: d[::-1])

@@ -73,6 +73,6 @@ def test_the_way_is_short(what: str, most: int, processes: Processes) -> None:
 
     If this fails because the way got longer, say why in the commit, or make it shorter again.
     """
-    (out,) = processes.finish([processes.start(TRACED, what)])
+    (out,) = processes.finish([processes.forked(TRACED, what, of=("torch",))])
     entered = json.loads(out.splitlines()[-1])
     assert len(entered) <= most, "\n".join(entered)

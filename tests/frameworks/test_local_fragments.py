@@ -36,7 +36,7 @@ else:
 
 def run(processes: Processes, path: Path, cuts: list, mode: str = "save") -> list[str]:
     """Runs the job; returns what each process wrote to stderr."""
-    started = [processes.start(JOB, me, path, cuts, mode) for me in range(len(cuts))]
+    started = [processes.forked(JOB, me, path, cuts, mode) for me in range(len(cuts))]
     return [p.communicate(timeout=60)[1] for p in started]
 
 

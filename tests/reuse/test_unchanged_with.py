@@ -298,7 +298,7 @@ def test_after_kill_9_each_step_is_what_the_job_had(processes: Processes, tmp_pa
     rng = np.random.default_rng(5)
     frozen, first = rng.random((64, 64)), rng.random((512, 64))
     for _ in range(3):
-        job = processes.start(JOB, tmp_path / "run")
+        job = processes.forked(JOB, tmp_path / "run")
         time.sleep(4)
         os.kill(job.pid, signal.SIGKILL)
         job.wait()

@@ -288,7 +288,7 @@ def test_what_a_killed_job_left_for_a_step_that_is_not_the_newest_is_removed(
     monkeypatch.setattr(lease, "_EXPIRES_S", 0.5)
     monkeypatch.setattr(lease, "_SETTLES_S", 0.0)
     unickpt.save(f"{root}/step_1", numbers(1))
-    killed = processes.start(DYING, root)
+    killed = processes.forked(DYING, root)
     assert killed.wait(60) == -signal.SIGKILL
     unickpt.save(f"{root}/step_2", numbers(2))
     assert len(attempts_in(f"{root}/step_1")) == 2

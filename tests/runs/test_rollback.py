@@ -459,7 +459,7 @@ def test_a_reader_beside_retention_gets_the_newest_step(
     """The oldest step is kept for ever: what a reader falls back to, if it takes removal for
     damage, or lists no other one."""
     unickpt.save(tmp_path / "step_0", {"step": 0})
-    saver = processes.start(SAVER, tmp_path)
+    saver = processes.forked(SAVER, tmp_path)
     assert saver.stdout is not None
     saver.stdout.readline()
     newest = 1
@@ -524,7 +524,7 @@ def test_processes_list_again_together(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_lease_of_another_process_is_told_from_ones_own(
     processes: Processes, tmp_path: Path
 ) -> None:
-    other = processes.start(
+    other = processes.forked(
         "import sys, time, unickpt; c = unickpt.Checkpointer(sys.argv[1])\n"
         "c.save(1, {'a': 1}, wait=True); print('saved', flush=True); time.sleep(100)",
         tmp_path,

@@ -714,7 +714,7 @@ def test_a_job_killed_while_it_copies(
         moments += [("commit.root.Root:replace", "after")]
     runs = [Run(tmp_path / str(n), root and f"{root}/{n}") for n in range(len(moments))]
     jobs = [
-        processes.start(JOB, run.root, run.local, *moment)
+        processes.forked(JOB, run.root, run.local, *moment)
         for run, moment in zip(runs, moments, strict=True)
     ]
     for run, job, moment in zip(runs, jobs, moments, strict=True):
@@ -751,7 +751,7 @@ checkpointer.save(1, numbers(1))
 
 
 def test_a_program_that_ends_copies_first(run: Run, processes: Processes) -> None:
-    processes.finish([processes.start(LAST_COPY, run.root, run.local)])
+    processes.finish([processes.forked(LAST_COPY, run.root, run.local)])
     assert same(run.in_root(1), numbers(1))
 
 

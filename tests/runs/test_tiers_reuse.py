@@ -444,7 +444,7 @@ def test_a_job_killed_while_it_copies_what_is_new(
     now, place = state(), Path(run.root)
     runs = [Run(f"{place}/{n}", tmp_path / f"local{n}", run.links) for n in range(len(MOMENTS))]
     jobs = [
-        processes.start(JOB, each.root, each.local, int(run.links), *moment)
+        processes.forked(JOB, each.root, each.local, int(run.links), *moment)
         for each, moment in zip(runs, MOMENTS, strict=True)
     ]
     for each, job, moment in zip(runs, jobs, MOMENTS, strict=True):

@@ -41,12 +41,12 @@ print("kept", *run.steps(), flush=True)
 def test_what_keep_among_does_ends(
     processes: Processes, tmp_path: Path, keep: str, kept: str
 ) -> None:
-    (said,) = processes.finish([processes.start(KEEPS, tmp_path / "run", keep)])
+    (said,) = processes.finish([processes.forked(KEEPS, tmp_path / "run", keep)])
     assert f"kept {kept}" in said
 
 
 def test_keep_among_may_close_its_checkpointer(processes: Processes, tmp_path: Path) -> None:
-    (said,) = processes.finish([processes.start(KEEPS, tmp_path / "run", "closes")])
+    (said,) = processes.finish([processes.forked(KEEPS, tmp_path / "run", "closes")])
     assert "kept " in said  # which, depends on when it is called
 
 

@@ -28,16 +28,14 @@ import traceback
 import types
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 # What a server imports, by the frameworks that its processes use.
 PRELOADED = {
-    (): ("unickpt", "unickpt.runs.checkpointer"),
-    ("jax",): ("jax.experimental.multihost_utils", "unickpt.adapters.jax"),
-    ("torch",): (
-        "numpy",
+    "": ("unickpt", "unickpt.runs.checkpointer"),
+    "jax": ("jax.experimental.multihost_utils", "unickpt.adapters.jax"),
+    "torch": (
         "torch.distributed.fsdp",
         "torch.distributed.tensor",
         "unickpt.adapters.torch",
@@ -57,7 +55,7 @@ class Server:
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()
         path = os.pathsep.join(filter(None, sys.path))
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, "-W", "ignore", __file__, *modules],
             stdin=theirs,
             env={**os.environ, "PYTHONPATH": path},
@@ -69,10 +67,15 @@ class Server:
         """Ends the server, and what it has started."""
         if os.getpid() == owner:  # not in a fork of it
             self._orders.close()
-            self._process.wait()
+            self.process.wait()
 
-    def start(self, order: Mapping[str, Any], outputs: Sequence[int]) -> tuple[int, socket.socket]:
-        """Starts a process; returns its id, and the socket that tells its exit code."""
+    def start(self, order: Mapping[str, Any], outputs: Sequence[int]) -> Started:
+        """Starts a process.
+
+        Arguments:
+            order: `env` and `folder`, and either `argv`, of a script, or a `source` and its `ARGS`.
+            outputs: the files that are its standard output and standard error.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         files = array.array("i", [theirs.fileno(), *outputs])
         with self._lock, theirs:
@@ -80,18 +83,49 @@ class Server:
                 [json.dumps(order).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)]
             )
         told = ours.recv(100)
-        assert told, f"the server of processes has ended: {self._process.wait()}"
-        return int(told), ours
+        assert told, f"the server of processes has ended: {self.process.wait()}"
+        return Started(int(told), ours)
 
 
-@cache
-def _server(frameworks: tuple[str, ...]) -> Server:
-    # Those of all frameworks together, for what uses several.
-    return Server([name for each in (frameworks or ((),)) for name in _preloaded(each)])
+class Started:
+    """A process that a server has forked."""
+
+    def __init__(self, pid: int, end: socket.socket) -> None:
+        self.pid, self._end = pid, end
+        self.returncode: int | None = None
+
+    def ended(self, timeout: float | None = None) -> int | None:
+        """Its exit code (negative: the signal that killed it); None if it runs for longer."""
+        if self.returncode is None:
+            self._end.settimeout(timeout)
+            with contextlib.suppress(TimeoutError, BlockingIOError):
+                told = self._end.recv(100)
+                # None if the server was killed, and with it all that it had started.
+                self.returncode = int(told) if told else -signal.SIGKILL
+                self._end.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.ended(0) is None:
+            # One that has just ended is gone before the server has told its exit code.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
 
-def _preloaded(framework: Any) -> tuple[str, ...]:
-    return PRELOADED[(framework,) if framework else ()]
+_servers: dict[tuple[str, ...], Server] = {}
+
+
+def server(*modules: str) -> Server:
+    """The server that has imported these, of which a process has one."""
+    known = _servers.get(modules)
+    if known is None or known.process.poll() is not None:
+        known = _servers[modules] = Server(modules)
+    return known
+
+
+def servers() -> list[int]:
+    """The ids of all servers."""
+    return [each.process.pid for each in _servers.values()]
 
 
 class Forked:
@@ -101,7 +135,7 @@ class Forked:
         script: its path.
         arguments: of the script.
         env: its whole environment.
-        frameworks: which of "jax" and "torch" it has imported when it begins, sorted.
+        frameworks: which of "jax" and "torch" it has imported when it begins.
     """
 
     def __init__(
@@ -109,37 +143,31 @@ class Forked:
         script: Path,
         arguments: Sequence[str],
         env: Mapping[str, str],
-        frameworks: tuple[str, ...] = ("torch",),
+        frameworks: Sequence[str] = ("torch",),
     ) -> None:
         pipes = [os.pipe(), os.pipe()]
         self.stdout, self.stderr = (open(fd) for fd, _ in pipes)  # noqa: SIM115 - closed by `communicate`
-        self.args, self.returncode = [str(script), *arguments], None
+        self.args = [str(script), *arguments]
         order = {"argv": self.args, "env": dict(env), "folder": os.getcwd()}
-        self.pid, self._end = _server(frameworks).start(order, [fd for _, fd in pipes])
+        modules = [name for each in ("", *sorted(frameworks)) for name in PRELOADED[each]]
+        self._started = server(*modules).start(order, [fd for _, fd in pipes])
+        self.pid = self._started.pid
         for _, fd in pipes:
             os.close(fd)
 
-    returncode: int | None
+    @property
+    def returncode(self) -> int | None:
+        return self._started.returncode
 
     def poll(self) -> int | None:
-        return self._ended(0)
+        return self._started.ended(0)
 
     def wait(self, timeout: float | None = None) -> int:
-        code = self._ended(timeout)
+        code = self._started.ended(timeout)
         if code is None:
             assert timeout is not None
             raise subprocess.TimeoutExpired(self.args, timeout)
         return code
-
-    def _ended(self, timeout: float | None) -> int | None:
-        if self.returncode is None:
-            self._end.settimeout(timeout)
-            with contextlib.suppress(TimeoutError, BlockingIOError):
-                told = self._end.recv(100)
-                # The server was killed, and its processes with it.
-                self.returncode = int(told) if told else -signal.SIGKILL
-                self._end.close()
-        return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         found: dict[int, str] = {}
@@ -160,10 +188,7 @@ class Forked:
         return found.get(0, ""), found.get(1, "")
 
     def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            # One that has just ended is gone before the server has told its exit code.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+        self._started.send_signal(number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
@@ -242,7 +267,7 @@ def _take(orders: socket.socket, running: dict[int, socket.socket], own: tuple[i
 
 
 def _become(order: Mapping[str, Any], outputs: Sequence[int]) -> None:
-    """Does what `python -W ignore script arguments...` does, and ends."""
+    """Does what the order says, and ends."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     for target, output in enumerate((nothing, *outputs)):
         os.dup2(output, target)
@@ -251,11 +276,10 @@ def _become(order: Mapping[str, Any], outputs: Sequence[int]) -> None:
     code = 1
     try:
         _prepare(order)
-        script = order["argv"][0]
-        main = types.ModuleType("__main__")
-        main.__file__, main.__builtins__ = script, builtins  # type: ignore[attr-defined]
-        sys.modules["__main__"] = main
-        exec(compile(Path(script).read_bytes(), script, "exec"), main.__dict__)
+        if "source" in order:
+            exec(compile(order["source"], "<job>", "exec"), {"ARGS": order["ARGS"]})
+        else:
+            _run(order["argv"])
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -263,8 +287,9 @@ def _become(order: Mapping[str, Any], outputs: Sequence[int]) -> None:
             print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
-    threading._shutdown()  # type: ignore[attr-defined]  # as an interpreter that ends
-    atexit._run_exitfuncs()
+    if "source" not in order:
+        threading._shutdown()  # type: ignore[attr-defined]  # as an interpreter that ends
+        atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)
@@ -276,13 +301,20 @@ def _prepare(order: Mapping[str, Any]) -> None:
     os.environ.update(order["env"])
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    sys.modules["numpy"].random.seed()  # `random` does it by itself
     warnings.simplefilter("ignore")
-    sys.argv = list(order["argv"])
-    first = str(Path(sys.argv[0]).parent)
+
+
+def _run(argv: Sequence[str]) -> None:
+    """Does what `python -W ignore script arguments...` does."""
+    script, sys.argv = argv[0], list(argv)
+    first = str(Path(script).parent)
     path = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
     sys.path[:0] = [each for each in (first, *path) if each not in sys.path]
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()  # `random` does it by itself
+    main = types.ModuleType("__main__")
+    main.__file__, main.__builtins__ = script, builtins  # type: ignore[attr-defined]
+    sys.modules["__main__"] = main
+    exec(compile(Path(script).read_bytes(), script, "exec"), main.__dict__)
 
 
 if __name__ == "__main__":

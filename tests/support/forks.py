@@ -1,24 +1,20 @@
 """Real processes by the dozen: one that has imported unickpt forks the others, in milliseconds.
 
 Each has the environment of its caller when it starts, as a process of its own would.
-
-Run as a script this is that process: it takes a line of JSON per command from its standard input.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from support.forked import Started, server
 
 LIMIT_S = 60.0
 # unickpt, and what it imports at the first use of `Checkpointer`, `verify`, `copy` and rules.
@@ -47,6 +43,9 @@ class Ended:
 class Forks:
     """Starts processes that run a Python source text with `ARGS` defined.
 
+    They end as with `os._exit`: nobody waits for their threads, and what they registered with
+    `atexit` does not run.
+
     Arguments:
         folder: where their output goes.
         imports: modules that take long to import, besides unickpt.
@@ -55,104 +54,53 @@ class Forks:
 
     def __init__(self, folder: Path, *imports: str, env: Mapping[str, str] | None = None) -> None:
         self._folder, self._env = folder, dict(env or {})
-        self._server = subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__, *imports],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=self._environment(),
-        )
-        self._outputs: dict[int, Path] = {}
+        self._imports = (*IMPORTS, *imports)
+        self._running: dict[int, tuple[Started, Path]] = {}
+        self._count = 0
 
     def start(self, source: str, *arguments: object) -> int:
         """Starts a process and returns its id."""
-        out = self._folder / f"out_{len(self._outputs)}_{time.monotonic_ns()}"
-        env = self._environment()
-        pid: int = self._ask(start=source, arguments=arguments, out=str(out), env=env)
-        self._outputs[pid] = out
-        return pid
+        out = self._folder / f"out_{self._count}_{time.monotonic_ns()}"
+        self._count += 1
+        order = {
+            "source": source,
+            "ARGS": arguments,
+            "env": {**os.environ, **self._env},
+            "folder": os.getcwd(),
+        }
+        with open(out, "w") as file:
+            started = server(*self._imports).start(order, [file.fileno()] * 2)
+        self._running[started.pid] = started, out
+        return started.pid
 
     def kill(self, pid: int) -> None:
         """Kills a process that has not been waited for, ended or not."""
-        os.kill(pid, signal.SIGKILL)
+        self._running[pid][0].send_signal(signal.SIGKILL)
 
     def said(self, pid: int) -> str:
         """What a process has written until now."""
-        out = self._outputs[pid]
-        return out.read_text() if out.exists() else ""
+        return self._running[pid][1].read_text()
 
     def runs(self, pid: int) -> bool:
         """Whether a process that has not been waited for still runs."""
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
+        return self._running[pid][0].ended(0) is None
 
     def wait(self, pid: int) -> Ended:
         """Waits for the end of a process; kills it if that takes too long."""
-        deadline = time.monotonic() + LIMIT_S
-        while (code := self._ask(poll=pid)) is None:
-            if time.monotonic() > deadline:
-                self.kill(pid)
-                raise AssertionError(f"a process hangs; it said:\n{self.said(pid)}")
-            time.sleep(0.005)
+        code = self._running[pid][0].ended(LIMIT_S)
+        if code is None:
+            self.kill(pid)
+            raise AssertionError(f"a process hangs; it said:\n{self.said(pid)}")
         said = self.said(pid)
-        del self._outputs[pid]
+        del self._running[pid]
         return Ended(code, said)
 
     def wait_all(self, pids: list[int]) -> list[Ended]:
         return [self.wait(pid) for pid in pids]
 
     def close(self) -> None:
-        for pid in self._outputs:
-            self.kill(pid)
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        self._server.stdin.close()
-        self._server.wait()
-        self._server.stdout.close()
-
-    def _environment(self) -> dict[str, str]:
-        return {**os.environ, **self._env}
-
-    def _ask(self, **command: Any) -> Any:
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        self._server.stdin.write(json.dumps(command) + "\n")
-        self._server.stdin.flush()
-        return json.loads(self._server.stdout.readline())
-
-
-def _serve() -> None:
-    for module in (*IMPORTS, *sys.argv[1:]):
-        importlib.import_module(module)
-    for line in sys.stdin:
-        command = json.loads(line)
-        if "poll" in command:
-            pid, status = os.waitpid(command["poll"], os.WNOHANG)
-            answer = os.waitstatus_to_exitcode(status) if pid else None
-        else:
-            answer = os.fork()
-            if not answer:
-                _run(command)
-        print(json.dumps(answer), flush=True)
-
-
-def _run(command: dict[str, Any]) -> None:
-    code = 1
-    os.environ.clear()
-    os.environ.update(command["env"])
-    try:
-        out = os.open(command["out"], os.O_WRONLY | os.O_CREAT)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        exec(compile(command["start"], "<job>", "exec"), {"ARGS": command["arguments"]})
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-if __name__ == "__main__":
-    _serve()
+        """Kills what has not been waited for."""
+        for started, _ in self._running.values():
+            started.send_signal(signal.SIGKILL)
+            started.ended(LIMIT_S)
+        self._running.clear()

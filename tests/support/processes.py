@@ -7,6 +7,7 @@ import random
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -55,13 +56,16 @@ class Processes:
         self,
         source: str,
         *arguments: object,
-        of: tuple[str, ...],
+        of: Sequence[str] = (),
         env: dict[str, str] | None = None,
     ) -> Any:
         """Starts a process that has imported what takes long, and else is like an interpreter.
 
         Arguments:
-            of: its frameworks, "jax" or "torch" or both, sorted; none if empty.
+            of: its frameworks, "jax" or "torch" or both.
+            env: further environment variables. What is read when a module is imported, such as
+                `JAX_PLATFORMS`, comes too late; `start` is for those, and for what is about
+                interpreters: how they begin and end, and what they import.
         """
         script = self._script(source)
         process: Any = Forked(script, [*map(str, arguments)], {**os.environ, **(env or {})}, of)
