@@ -7,8 +7,15 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # A path in site-packages, which type checkers follow; setuptools' import hook they cannot follow.
 EDITABLE := --config-settings editable_mode=compat --editable
 
+# Tests start hundreds of interpreters, which would each compile all of unickpt.
+unexport PYTHONDONTWRITEBYTECODE
+# One process more than cores, as many tests wait for others, up to the memory of a laptop; each gets
+# files as a whole, whose set-up is done once, and takes from others at the end.
+WORKERS ?= 4
+SPREAD := -n $(WORKERS) --dist worksteal
+
 .PHONY: demo test test-fast test-trainers test-trainers-all test-oldest test-python test-gpu lint \
-	docs modules dist soak bench clean
+	docs durations modules dist soak bench clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -38,16 +45,20 @@ dist: .venv/installed
 	$(BIN)/python tests/dist.py dist
 
 test: lint
-	$(BIN)/python -m pytest -n 3 -m 'not slow and not trainers and not environment'
+	$(BIN)/python -m pytest $(SPREAD) -m 'not slow and not trainers and not environment'
+
+# Which tests have become slower than tests/durations.json says, by what the last runs took.
+durations:
+	@$(BIN)/python tests/durations.py
 
 # Jobs of whole trainers that are killed, change over and go back, and tests whose packages .venv
 # does not have: tests/environments.toml lists them, and which of them run here. Minutes.
 test-trainers: .venv/installed
-	$(BIN)/python -m pytest -n 3 -m 'trainers and not slow and not environment'
+	$(BIN)/python -m pytest $(SPREAD) -m 'trainers and not slow and not environment'
 	$(BIN)/python tests/environments.py --ci
 
 test-trainers-all: .venv/installed
-	$(BIN)/python -m pytest -n 3 -m 'trainers and not slow and not environment'
+	$(BIN)/python -m pytest $(SPREAD) -m 'trainers and not slow and not environment'
 	$(BIN)/python tests/environments.py --all
 
 # What needs no processes, no servers and no large libraries: seconds for a wing.

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from durations import Recorder
 from environments import environments
 from hypothesis import settings
 from support.counts import ChunkRead, chunks_read
@@ -60,6 +61,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--environment", choices=sorted(ENVIRONMENTS), help=text)
     text = "packages that are not there: tests that import them are skipped"
     parser.addoption("--without", default="", metavar="A,B", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Recorder(config), "durations")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -106,7 +106,7 @@ def test_a_skip_fails_in_the_environment_that_is_for_the_test(tmp_path: Path) ->
     tests = tmp_path / "tests"
     tests.mkdir()
     (tests / "support").symlink_to(Path(TESTS) / "support")
-    for name in ("conftest.py", "environments.py"):
+    for name in ("conftest.py", "durations.py", "environments.py"):
         (tests / name).write_text((Path(TESTS) / name).read_text())
     (tests / "environments.toml").write_text(
         '[one]\ninstall = ["x"]\ntests = ["tests/test_x.py", "tests/test_y.py::test_a"]\n'

@@ -1,0 +1,228 @@
+"""How long tests take: recorded by each run of whole files, compared with tests/durations.json.
+
+    python tests/durations.py            # what became slower since the file was stored
+    python tests/durations.py --store    # stores what the last runs took
+
+`cpu` is what a test and its processes computed. `seconds` is how long it took, less what it waited
+for a core. Both are in seconds and hardly grow with the machine's load; `seconds` of a test whose
+processes share the cores with others do, so a growth of these alone is no failure.
+
+The hooks are part of tests/conftest.py, which also fails a test that is not marked, so that it is
+one of `make test-fast`, and takes far longer than LIMIT_S.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.forked import servers
+
+ROOT = Path(__file__).resolve().parent.parent
+STORED = ROOT / "tests" / "durations.json"
+RECORD = "unickpt/durations"  # in pytest's cache
+MARKS = ("integration", "slow", "trainers", "environment", "gpu")  # of tests that may take long
+LIMIT_S = 1.5
+# In a run, it fails from here on: the same test takes this much longer on a busy machine, or if it
+# is the first that imports a framework. `make durations` lists all.
+CPU_LIMIT_S, LIMIT_OF_A_RUN_S = 2 * LIMIT_S, 3 * LIMIT_S
+LONG_S = 1.0  # tests that are stored by name
+SLOWER, SLOWER_S = 1.3, 1.0  # what counts as slower: so many times, and by so many seconds
+
+
+@dataclass(frozen=True)
+class Took:
+    """What a test took: see above."""
+
+    seconds: float
+    cpu: float
+    marked: bool
+
+
+# --- what a test takes ----------------------------------------------------------------------------
+
+
+def _of_servers() -> float:
+    """The CPU seconds of servers of processes, and of what they started and has ended."""
+    total = 0.0
+    for pid in servers():
+        try:
+            with open(f"/proc/{pid}/stat") as stat:
+                fields = stat.read().rpartition(")")[2].split()
+        except OSError:  # it was killed
+            continue
+        total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return total
+
+
+def _waited() -> float:
+    """For how many seconds the main thread of this process was ready, and had no core."""
+    try:
+        with open("/proc/self/schedstat") as stat:
+            return int(stat.read().split()[1]) / 1e9
+    except (OSError, IndexError):  # not Linux
+        return 0.0
+
+
+def too_long(took: Took) -> str | None:
+    """What to say of a test that is not marked."""
+    busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    if took.cpu <= CPU_LIMIT_S and took.seconds <= LIMIT_OF_A_RUN_S * busy:
+        return None
+    return (
+        f"it took {took.seconds:.1f} s ({took.cpu:.1f} s of a core). A test that is not marked may "
+        f"take {LIMIT_S} s: check less at a time, or mark it `integration` "
+        "(CONTRIBUTING.md, Edit and test)"
+    )
+
+
+class Recorder:
+    """A plugin of pytest."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._before = (0.0, 0.0, 0.0)
+        self._tests: dict[str, list[Any]] = {}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self) -> None:
+        self._before = sum(os.times()[:4]), _of_servers(), _waited()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, Any, Any]:
+        report = yield
+        now = sum(os.times()[:4]), _of_servers(), _waited()
+        own, others, waited = (
+            after - before for after, before in zip(now, self._before, strict=True)
+        )
+        self._before = now
+        marked = any(item.get_closest_marker(mark) for mark in MARKS)
+        seconds = max(0.0, call.duration - waited)
+        report.took = [seconds, own + max(0.0, others), marked]
+        text = None if marked or call.when != "call" else too_long(Took(seconds, own, marked))
+        if text and report.passed:
+            report.outcome, report.longrepr = "failed", text
+        return report
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """In the process that hears of all tests."""
+        if (took := getattr(report, "took", None)) is not None:
+            seconds, cpu, _ = self._tests.get(report.nodeid, (0.0, 0.0, False))
+            self._tests[report.nodeid] = [seconds + took[0], cpu + took[1], took[2]]
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        option, cache = self._config.option, getattr(self._config, "cache", None)
+        partly = (
+            option.keyword or getattr(option, "lf", False) or "not integration" in option.markexpr
+        )
+        partly = partly or any("::" in each for each in self._config.args)
+        if hasattr(self._config, "workerinput") or cache is None or partly or exitstatus > 1:
+            return
+        files = {name.partition("::")[0] for name in self._tests}
+        known = cache.get(RECORD, {})
+        known = {name: took for name, took in known.items() if name.partition("::")[0] not in files}
+        rounded = {
+            name: [round(took[0], 2), round(took[1], 2), took[2]]
+            for name, took in self._tests.items()
+        }
+        cache.set(RECORD, {**known, **rounded})
+
+
+# --- what they took before ------------------------------------------------------------------------
+
+
+def summary(tests: Mapping[str, Took]) -> dict[str, Any]:
+    """What is stored: sums of files, and tests that take long."""
+    files: dict[str, list[Took]] = {}
+    for name, took in sorted(tests.items()):
+        files.setdefault(name.partition("::")[0], []).append(took)
+    return {
+        "files": {
+            name: {
+                "tests": len(of),
+                "seconds": round(sum(each.seconds for each in of), 1),
+                "cpu": round(sum(each.cpu for each in of), 1),
+            }
+            for name, of in files.items()
+        },
+        "tests": {
+            name: {"seconds": round(took.seconds, 1), "cpu": round(took.cpu, 1)}
+            for name, took in sorted(tests.items())
+            if max(took.seconds, took.cpu) >= LONG_S
+        },
+    }
+
+
+def slower(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each file and test that computes more than before; of files that ran."""
+
+    def more(old: float, new: float) -> bool:
+        return new > SLOWER * old and new > old + SLOWER_S
+
+    for kind in ("files", "tests"):
+        for name, took in now[kind].items():
+            old = before[kind].get(name)
+            if old is None and kind == "tests" and name.partition("::")[0] not in before["files"]:
+                continue  # a new file's tests
+            was = old["cpu"] if old else 0.0
+            if more(was, took["cpu"]):
+                told = f"{was} s" if old else "less than a second" if kind == "tests" else "new"
+                yield f"{name}: {took['cpu']} s of a core, before {told}"
+
+
+def unmarked(tests: Mapping[str, Took]) -> Iterator[str]:
+    """A line for each test that should be marked, or shorter."""
+    for name, took in sorted(tests.items()):
+        if not took.marked and min(took.seconds, took.cpu) > LIMIT_S:
+            yield f"{name}: {took.seconds} s ({took.cpu} s of a core), and it has no mark"
+
+
+def recorded(root: Path = ROOT) -> dict[str, Took]:
+    """What the last runs took, of tests whose files are still there."""
+    file = root / ".pytest_cache" / "v" / RECORD
+    if not file.is_file():
+        sys.exit("no run was recorded yet: run `make test`, or pytest with some files, first")
+    tests = {name: Took(*took) for name, took in json.loads(file.read_text()).items()}
+    return {n: took for n, took in tests.items() if (root / n.partition("::")[0]).is_file()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--store", action="store_true", help="store what the last runs took")
+    arguments = parser.parse_args()
+    tests = recorded()
+    now = summary(tests)
+    before = json.loads(STORED.read_text()) if STORED.is_file() else {"files": {}, "tests": {}}
+    lines = [*slower(before, now), *unmarked(tests)]
+    print("\n".join(lines) or "nothing became slower")
+    total = sum(took.cpu for took in tests.values())
+    print(f"{len(tests)} tests in {len(now['files'])} files: {total:.0f} s of a core")
+    if arguments.store:
+        kept = {kind: {**before[kind], **now[kind]} for kind in ("files", "tests")}
+        kept["tests"] = {
+            name: took
+            for name, took in kept["tests"].items()
+            if name in now["tests"] or name.partition("::")[0] not in now["files"]
+        }
+        kept = {
+            kind: {
+                n: kept[kind][n] for n in sorted(kept[kind]) if (ROOT / n.split("::")[0]).is_file()
+            }
+            for kind in kept
+        }
+        STORED.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+        return 0
+    return int(bool(lines))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
