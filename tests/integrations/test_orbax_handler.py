@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,6 +20,10 @@ ocp = pytest.importorskip("orbax.checkpoint")
 import jax.numpy as jnp  # noqa: E402
 from jax.sharding import AxisType, NamedSharding, PartitionSpec  # noqa: E402
 from orbax.checkpoint import v1  # noqa: E402
+from orbax.checkpoint._src.metadata.pytree_metadata_options import (  # noqa: E402
+    PyTreeMetadataOptions,
+)
+from orbax.checkpoint._src.path import atomicity  # noqa: E402
 
 from unickpt.integrations.orbax import Handler, registry, v1_registry  # noqa: E402
 
@@ -134,12 +139,149 @@ def test_a_partial_restore_and_a_placeholder(tmp_path: Path) -> None:
         restored = checkpointer.restore(tmp_path / "c", args=ocp.args.StandardRestore(target))
         assert restored["w"] is ocp.PLACEHOLDER
         assert restored["n"] == 7
-        with pytest.raises(unickpt.LoadMismatch, match="w"):
+        # Programs look for these words of Orbax's.
+        with pytest.raises(unickpt.LoadMismatch, match=r"User-provided restore item(.|\n)*w "):
             checkpointer.restore(tmp_path / "c", args=ocp.args.StandardRestore({"n": 0}))
         with pytest.raises(ValueError, match="strict=False is not supported"):
             checkpointer.restore(
                 tmp_path / "c", args=ocp.args.StandardRestore(abstract(), strict=False)
             )
+
+
+class Moments(NamedTuple):
+    mean: Any
+    count: Any
+
+
+class Nothing(NamedTuple):
+    pass
+
+
+def test_without_an_abstract_tree_containers_are_those_of_orbax(tmp_path: Path) -> None:
+    tree: dict[str, Any] = {
+        "m": Moments(np.ones(2), 3),
+        "e": Nothing(),
+        "t": (1, (2.5, Nothing())),
+        "u": (),
+        "l": [],
+    }
+    tree |= {"d": {}, "i": {3: np.int64(4)}, "none": None, "s": "text", "b": True}
+    results = []
+    for handler in (ocp.PyTreeCheckpointHandler(), Handler()):
+        path = tmp_path / type(handler).__name__
+        with ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save(path, args=ocp.args.PyTreeSave(tree, custom_metadata={"k": 1}))
+            metadata = checkpointer.metadata(path).item_metadata
+            kinds = jax.tree.map(lambda leaf: (type(leaf).__name__, leaf.name), metadata.tree)
+            results.append((checkpointer.restore(path), kinds, metadata.custom_metadata))
+    (expected, *orbax), (restored, *ours) = results
+    expected["i"] = {"3": np.int64(4)}  # Orbax makes a number of Python of it
+    orbax[0]["i"] = {"3": ("ArrayMetadata", "i.3")}
+    assert jax.tree.structure(restored) == jax.tree.structure(expected)
+    assert jax.tree.all(jax.tree.map(np.array_equal, restored, expected))
+    assert ours == orbax
+    rich = PyTreeMetadataOptions(support_rich_types=True)
+    with ocp.Checkpointer(Handler(pytree_metadata_options=rich)) as checkpointer:
+        restored = checkpointer.restore(path)
+    assert restored["m"]._fields == ("mean", "count")
+    assert restored["t"][0] == 1
+    assert isinstance(restored["t"], tuple)
+
+
+def test_numpy_arrays_stay_numpy_under_an_abstract_array(tmp_path: Path) -> None:
+    tree: dict[str, Any] = {"x": np.arange(3.0), "lr": 0.5}
+    with ocp.CheckpointManager(tmp_path, handler_registry=registry()) as manager:
+        manager.save(1, args=ocp.args.StandardSave(tree))
+        manager.wait_until_finished()
+        like = jax.eval_shape(lambda: tree)
+        restored = manager.restore(1, args=ocp.args.StandardRestore(like))
+    for name, dtype in (("x", "float32"), ("lr", "float32")):  # as `like`
+        assert isinstance(restored[name], np.ndarray)
+        assert restored[name].dtype == dtype
+        assert np.array_equal(restored[name], tree[name])
+
+
+def test_devices_that_a_job_lacks_are_an_error_as_in_orbax(
+    processes: Processes, tmp_path: Path
+) -> None:
+    with ocp.CheckpointManager(tmp_path, handler_registry=registry()) as manager:
+        manager.save(1, args=ocp.args.StandardSave(state(1)))
+    program = """
+import logging, sys
+logging.disable(logging.ERROR)
+import jax, jax.numpy as jnp, numpy as np
+import orbax.checkpoint as ocp
+from unickpt.integrations.orbax import registry
+def attempt(like=None, **options):
+    try:
+        restored = manager.restore(1, args=ocp.args.StandardRestore(like, **options))
+        print(len(restored["w"].sharding.device_set))
+    except ValueError as error:
+        print(str(error).split(": ")[1])
+like = {"w": jax.ShapeDtypeStruct((8, 6), jnp.bfloat16), "n": 0, "x": [np.zeros(3)]}
+mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+with ocp.CheckpointManager(sys.argv[1], handler_registry=registry()) as manager:
+    print(manager.item_metadata(1)["w"].shape)
+    attempt()
+    attempt(like)
+    attempt(like, fallback_sharding=sharding)
+    attempt({**like, "w": jax.ShapeDtypeStruct((8, 6), jnp.bfloat16, sharding=sharding)})
+"""
+    env = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    (said,) = processes.finish([processes.start(program, tmp_path, env=env)])
+    error = (
+        "array 'w' was on 8 devices of another job, and this one has 4 in 1 processes; pass an "
+        "abstract tree with shardings"
+    )
+    assert said.splitlines() == ["(8, 6)", error, error, "4", "4"]
+
+
+def test_many_trees_in_one_step(tmp_path: Path) -> None:
+    names = [f"tree{number}" for number in range(4)]
+    with ocp.CheckpointManager(tmp_path, handler_registry=registry(*names)) as manager:
+        for step in range(2):
+            saves = {name: ocp.args.StandardSave({"x": np.full(3, step)}) for name in names}
+            manager.save(step, args=ocp.args.Composite(**saves))
+        manager.wait_until_finished()
+        restored = manager.restore(1)
+    assert {name: restored[name]["x"].tolist() for name in names} == dict.fromkeys(names, [1] * 3)
+
+
+@pytest.mark.parametrize("writer", ["orbax", "unickpt"])
+def test_what_a_killed_save_left_does_not_stop_the_next(writer: str, tmp_path: Path) -> None:
+    chosen = {"handler_registry": registry()} if writer == "unickpt" else {}
+    with ocp.CheckpointManager(tmp_path, **chosen) as manager:
+        manager.save(4, args=ocp.args.StandardSave(state(1)))
+    left = tmp_path / "4.orbax-checkpoint-tmp"
+    (tmp_path / "4").rename(left)
+    (left / "default").rename(left / "default.orbax-checkpoint-tmp")
+    with ocp.CheckpointManager(tmp_path, handler_registry=registry()) as manager:
+        assert manager.latest_step() is None
+        manager.save(4, args=ocp.args.StandardSave(state(2)))
+        manager.wait_until_finished()
+        assert_same(manager.restore(4), state(2))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's own
+def test_a_directory_that_orbax_cannot_create_fails_one_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no space left")
+
+    with ocp.CheckpointManager(tmp_path, handler_registry=registry()) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(atomicity, "_create_tmp_directory", fail)
+            patch.setattr(ocp.multihost, "coordination_timeout", lambda: 1)
+            manager.save(1, args=ocp.args.StandardSave(state(1)))
+            with pytest.raises(OSError, match="no space left"):
+                manager.wait_until_finished()
+        for step in (2, 3):  # the error is not raised again
+            manager.save(step, args=ocp.args.StandardSave(state(step)))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [2, 3]
+    gc.collect()  # warns of coroutines that Orbax never awaits
 
 
 def test_the_state_may_change_and_be_donated_when_the_call_returns(tmp_path: Path) -> None:
@@ -177,6 +319,25 @@ def test_version_1_saves_and_loads_through_us(tmp_path: Path) -> None:
             assert [checkpoint.step for checkpoint in run.checkpoints] == [2, 3]
             assert_same(run.load(run.latest, abstract()), state(3))
     assert unickpt.load(tmp_path / "run" / "3" / "state")["n"] == 3
+
+
+def test_version_1_takes_its_options_from_the_context(tmp_path: Path) -> None:
+    tree = {"w": jnp.ones(3), "x": np.ones(2, "float32"), "key": jax.random.key(0), "n": 3}
+    context = v1.Context()
+    context.checkpointables.registry = v1_registry()
+    context.array.saving.storage_options = v1.options.ArrayOptions.Saving.StorageOptions(
+        dtype=jnp.bfloat16
+    )
+    context.pytree.loading.partial_load = True
+    with context:
+        v1.save(tmp_path / "c", tree)
+        metadata = v1.metadata(tmp_path / "c").metadata
+        assert (metadata["w"].dtype, metadata["x"].dtype) == (jnp.bfloat16, jnp.bfloat16)
+        assert (type(metadata["w"]).__name__, metadata["n"]) == ("ArrayMetadata", 0)
+        assert type(metadata["x"]).__name__ == "NumpyMetadata"
+        loaded = v1.load(tmp_path / "c", {"w": metadata["w"]})
+    assert list(loaded) == ["w"]
+    assert loaded["w"].dtype == jnp.bfloat16
 
 
 JOB = """

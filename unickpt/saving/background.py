@@ -440,8 +440,10 @@ class SaveQueue:
             self.errors.raise_unless_refused()
         with collection_paused():
             found, keys = self._describe(task, request)
-        # Early, if that costs the caller no time; and again when it is this save's turn.
-        if not task.location.is_remote and task.location.exists():
+        # Early, if that costs the caller no time; and again when it is this save's turn. What
+        # `prepare` replaces is not checked before.
+        is_prepared = request.callbacks.prepare is _nothing
+        if is_prepared and not task.location.is_remote and task.location.exists():
             with task.failing():
                 task.check_destination()
         previous = self._pending[-1] if self._pending else None

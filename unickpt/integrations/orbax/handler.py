@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -12,7 +12,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_args import register_with_handler
 
-from unickpt.errors import SaveTimeout
 from unickpt.integrations.destination import Destination
 from unickpt.integrations.orbax.placement import described_placement
 from unickpt.integrations.orbax.restoring import METADATA, StoredTree
@@ -24,7 +23,8 @@ from unickpt.saving.background import PendingSave, SaveCallbacks, SaveRequest
 from unickpt.saving.options import SaveOptions
 
 MARKER = "UNICKPT.txt"
-_OF_ORBAX = ("_CHECKPOINT_METADATA", "commit_success.txt")  # files that Orbax writes beside a tree
+_NOT_REPLACED = (MARKER, "_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt")
+"""Files beside a tree that a handler or Orbax writes, also in an earlier try."""
 _MARKER_TEXT = """\
 unickpt wrote this folder. Orbax alone cannot read it; its handler can:
 
@@ -45,6 +45,8 @@ class Handler(ocp.handlers.AsyncCheckpointHandler):
         save_options: how to save; see `unickpt.SaveOptions`.
         load_options: how to load; see `unickpt.LoadOptions`.
         rules: map the names and axes of what is stored to those of the tree to restore.
+        pytree_metadata_options: Orbax's `PyTreeMetadataOptions`. By default, a restore without an
+            abstract tree gives lists and dicts in place of tuples and named tuples, as Orbax does.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, orbax.checkpoint as ocp
@@ -67,36 +69,38 @@ class Handler(ocp.handlers.AsyncCheckpointHandler):
         save_options: SaveOptions | None = None,
         load_options: LoadOptions | None = None,
         rules: Rules | None = None,
+        pytree_metadata_options: Any = None,
     ) -> None:
         self._save_options = SaveOptions.or_default(save_options)
         self._load_options, self._rules = load_options, rules
+        self._metadata_options = pytree_metadata_options
 
-    async def async_save(self, directory: Any, args: Any) -> list[Any]:
+    async def async_save(
+        self, directory: Any, item: Any = None, save_args: Any = None, args: Any = None
+    ) -> list[Future[None]]:
         """Stages a tree, and saves it in the background once Orbax has created the directory."""
-        created = threading.Event()
-        pending = self._begin(directory, args, created)
+        created = ocp.future.CommitFutureAwaitingContractedSignals(
+            _Nothing(), name=f"unickpt waits for {os.fspath(directory)}"
+        )
+        pending = self._begin(directory, args or Save(item, save_args), created.result)
+        return [as_future(pending)]
 
-        async def finish() -> None:
-            created.set()
-            await asyncio.to_thread(pending.result)
-
-        name = f"unickpt {os.fspath(directory)}"
-        return [ocp.future.CommitFutureAwaitingContractedSignals(finish(), name=name)]
-
-    def save(self, directory: Any, args: Any) -> None:
+    def save(
+        self, directory: Any, item: Any = None, save_args: Any = None, args: Any = None
+    ) -> None:
         """Saves a tree; returns when it is committed."""
-        created = threading.Event()
-        created.set()
-        self._begin(directory, args, created).result()
+        self._begin(directory, args or Save(item, save_args), lambda: None).result()
 
-    def _begin(self, directory: Any, args: Any, created: threading.Event) -> PendingSave:
-        tree = _cast(args.item, args.save_args)
+    def _begin(self, directory: Any, args: Any, wait_created: Callable[[], None]) -> PendingSave:
+        tree = args.item
+        if args.save_args is not None:
+            tree = cast(tree, _dtypes_of(args.save_args))
         path = os.fspath(directory)
-        return begin_save(path, tree, self._save_options, created, args.custom_metadata)
+        return begin_save(path, tree, self._save_options, wait_created, args.custom_metadata)
 
-    def restore(self, directory: Any, args: Any = None) -> Any:
+    def restore(self, directory: Any, item: Any = None, args: Any = None, **options: Any) -> Any:
         """Restores a tree; onto any mesh and any number of processes."""
-        return self._stored(directory).restore(Restore() if args is None else args)
+        return self._stored(directory).restore(args or Restore(item, **options))
 
     def metadata(self, directory: Any) -> Any:
         """The structure of a stored tree, as Orbax describes it."""
@@ -111,50 +115,63 @@ class Handler(ocp.handlers.AsyncCheckpointHandler):
         """Does nothing: no resources outlive a call."""
 
     def _stored(self, directory: Any) -> StoredTree:
-        return open_stored_tree(directory, self._rules, self._load_options)
+        checkpoint = open_checkpoint(os.fspath(directory))
+        return StoredTree(checkpoint, self._rules, self._load_options, self._metadata_options)
+
+
+class _Nothing:
+    """An awaitable that is done; unlike a coroutine, it may also never be awaited."""
+
+    def __await__(self) -> Iterator[None]:
+        return iter(())
 
 
 def begin_save(
     path: str,
     tree: Any,
     options: SaveOptions,
-    created: threading.Event,
+    wait_created: Callable[[], None],
     custom_metadata: Any = None,
 ) -> PendingSave:
-    """Stages a tree; a thread saves it as soon as its directory is there.
+    """Stages a tree; a thread saves it as soon as its directory exists.
 
     Arguments:
         path: of the directory.
         tree: what to save.
         options: of the save.
-        created: set when Orbax has created the directory.
+        wait_created: waits until Orbax has created the directory; an error fails the save.
         custom_metadata: for Orbax's metadata of the tree.
     """
-
-    def wait_for_directory(_: str) -> None:
-        if not created.wait(options.timeout_s):
-            raise SaveTimeout(f"{path}: Orbax did not create it within {options.timeout_s:g} s")
-
     own: dict[str, Any] = described_placement(tree)
     if custom_metadata is not None:
         own["custom_metadata"] = custom_metadata
-    callbacks = SaveCallbacks(prepare=wait_for_directory)
     return saver.begin(
         SaveRequest(
-            Destination.of(path, lambda _: (), _OF_ORBAX).location,
+            Destination.of(path, lambda _: (), _NOT_REPLACED).location,
             tree,
             options,
+            overwrite=True,  # Orbax has decided that; the directory may be there from a killed job
             metadata=lambda: {METADATA: own},
-            callbacks=callbacks,
+            callbacks=SaveCallbacks(prepare=lambda _: wait_created()),
         )
     )
 
 
-def open_stored_tree(
-    directory: Any, rules: Rules | None, options: LoadOptions | None
-) -> StoredTree:
-    """The tree in a directory, of unickpt or of Orbax."""
-    return StoredTree(open_checkpoint(os.fspath(directory)), rules, options)
+def as_future(pending: PendingSave) -> Future[None]:
+    """The outcome of a save for Orbax, which raises the error; the next save does not."""
+    outcome: Future[None] = Future()
+    outcome.set_running_or_notify_cancel()  # a save that has begun is not cancelled
+
+    def settle() -> None:
+        try:
+            pending.result()
+        except BaseException as error:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(None)
+
+    pending.add_done_callback(settle)
+    return outcome
 
 
 def write_marker(directory: Any) -> None:
@@ -203,15 +220,28 @@ def registry(*items: str, handler: Handler | None = None) -> Any:
     return made
 
 
-def _cast(tree: Any, save_args: Any) -> Any:
-    """The arrays of a tree in the dtypes of Orbax's `SaveArgs`."""
-    if not any(getattr(each, "dtype", None) is not None for each in jax.tree.leaves(save_args)):
-        return tree
+def _dtypes_of(save_args: Any) -> Callable[[Any, Any], Any]:
+    """The dtype of Orbax's `SaveArgs` for each path and leaf."""
+    leaves = jax.tree_util.tree_flatten_with_path(save_args)[0]
+    dtypes = {path: leaf.dtype for path, leaf in leaves if getattr(leaf, "dtype", None)}
+    return lambda path, _: dtypes.get(path)
 
-    def cast(leaf: Any, how: Any) -> Any:
-        dtype = getattr(how, "dtype", None)
-        if dtype is None:
+
+def cast(tree: Any, dtype_of: Callable[[Any, Any], Any]) -> Any:
+    """The arrays and numbers of a tree in other dtypes; random keys stay.
+
+    Arguments:
+        dtype_of: the dtype of a leaf, by its path and value; None for its own.
+    """
+
+    def cast_leaf(path: Any, leaf: Any) -> Any:
+        dtype = dtype_of(path, leaf)
+        if dtype is None or not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float):
             return leaf
-        return leaf.astype(dtype) if hasattr(leaf, "astype") else np.asarray(leaf, dtype)
+        if isinstance(leaf, int | float):
+            return np.asarray(leaf, dtype).item()
+        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
+            return leaf
+        return leaf.astype(dtype)
 
-    return jax.tree.map(cast, tree, save_args)
+    return jax.tree_util.tree_map_with_path(cast_leaf, tree)

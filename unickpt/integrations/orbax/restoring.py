@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from orbax.checkpoint._src.metadata.tree import build_default_tree_metadata  # has no other name
+from orbax.checkpoint._src.metadata.pytree_metadata_options import PYTREE_METADATA_OPTIONS
+from orbax.checkpoint._src.metadata.tree import build_default_tree_metadata, serialize_tree
 
 from unickpt.errors import LoadMismatch
 from unickpt.foreign.orbax_arrays import SavedArrays
@@ -33,6 +35,21 @@ _REFUSED: Mapping[str, tuple[Any, str]] = {
 }
 
 
+@dataclass(frozen=True)
+class ArrayElsewhere:
+    """A stored array that was distributed over devices which this job lacks.
+
+    Arguments:
+        shape, dtype: of the array.
+        error: if it is to be loaded as it was.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    error: LoadMismatch
+    sharding: None = None
+
+
 class StoredTree:
     """One tree in a checkpoint, of unickpt or of Orbax.
 
@@ -40,12 +57,20 @@ class StoredTree:
         checkpoint: the open checkpoint.
         rules: map its names and axes to those of the tree to restore.
         options: of the load.
+        metadata_options: Orbax's `PyTreeMetadataOptions`: whether a restore without an abstract
+            tree, and the metadata, have tuples and named tuples. By default they have lists and
+            dicts in their place.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, rules: Rules | None, options: LoadOptions | None
+        self,
+        checkpoint: Checkpoint,
+        rules: Rules | None = None,
+        options: LoadOptions | None = None,
+        metadata_options: Any = None,
     ) -> None:
         self._checkpoint, self._rules, self._options = checkpoint, rules, options
+        self._metadata_options = metadata_options or PYTREE_METADATA_OPTIONS
         own = checkpoint.metadata.get(METADATA)
         self._own: Mapping[str, Any] = own if isinstance(own, Mapping) else {}
         read = getattr(checkpoint.reader, "saved", None)
@@ -55,21 +80,59 @@ class StoredTree:
 
     def abstract(self) -> Any:
         """The stored tree: plain values, and for each array a target that is placed as it was."""
-        return tree.rebuild(StoredView(self._checkpoint.reader).node(), self._abstract_leaf)
+        return tree.rebuild(StoredView(self._checkpoint.reader).node(), self.leaf)
 
-    def _abstract_leaf(self, name: str) -> Any:
+    def leaf(self, name: str) -> Any:
+        """A plain value, an abstract array, or an `ArrayElsewhere`."""
         checkpoint = self._checkpoint
         if name in checkpoint.values:
             return checkpoint.values[name]
         if name not in checkpoint:
             return PerProcess()
-        return placement.target(checkpoint.index.entry(name), self._saved, str(checkpoint.location))
+        entry, where = checkpoint.index.entry(name), str(checkpoint.location)
+        try:
+            return placement.target(entry, self._saved, where, needs_devices=True)
+        except LoadMismatch as error:
+            array = checkpoint[name]
+            return ArrayElsewhere(tuple(array.shape), array.dtype, error)
 
     def metadata(self, directory: Any) -> Any:
         """Orbax's `TreeMetadata` of the stored tree."""
-        node = StoredView(self._checkpoint.reader).node()
-        leaves = tree.rebuild(node, lambda name: self._leaf_metadata(name, directory))
+        leaves = self.described(lambda name: self._leaf_metadata(name, directory))
         return build_default_tree_metadata(leaves, custom_metadata=self._own.get("custom_metadata"))
+
+    def described(self, describe_leaf: Callable[[str], Any]) -> Any:
+        """The stored tree in Orbax's containers.
+
+        Arguments:
+            describe_leaf: makes a leaf of a name.
+        """
+        node = StoredView(self._checkpoint.reader).node()
+        return self._as_orbax(tree.rebuild(node, describe_leaf))
+
+    def array_metadata(self, name: str) -> tuple[Any, Any]:
+        """Orbax's descriptions of an array's sharding and of its storage."""
+        leaf, array = self.leaf(name), self._checkpoint[name]
+        sharding, chunk = getattr(leaf, "sharding", None), array.chunk
+        if sharding is None and isinstance(leaf, jax.ShapeDtypeStruct) and array.layout is not None:
+            sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        if sharding is None:
+            return None, ocp.metadata.StorageMetadata(chunk_shape=chunk, write_shape=None)
+        kind = ocp.metadata.NamedShardingMetadata
+        if isinstance(sharding, jax.sharding.SingleDeviceSharding):
+            kind = ocp.metadata.SingleDeviceShardingMetadata
+        shard = sharding.shard_shape(array.shape)
+        storage = ocp.metadata.StorageMetadata(chunk_shape=chunk, write_shape=shard)
+        return kind.from_jax_sharding(sharding), storage
+
+    def _as_orbax(self, restored: Any) -> Any:
+        """A tree with the containers that Orbax gives without an abstract tree."""
+        if jax.tree_util.all_leaves([restored]):
+            return restored
+        if not self._metadata_options.support_rich_types:
+            # `serialize_tree` keeps empty named tuples; Orbax stores none of them.
+            restored = jax.tree.map(_none_if_empty, restored, is_leaf=_is_empty_named_tuple)
+        return serialize_tree(restored, self._metadata_options)
 
     def _leaf_metadata(self, name: str, directory: Any) -> Any:
         checkpoint, own = self._checkpoint, name.replace("/", ".")
@@ -78,24 +141,21 @@ class StoredTree:
             if isinstance(value, str):
                 return ocp.metadata.StringMetadata(name=own, directory=directory)
             if isinstance(value, int | float):
-                dtype = jax.dtypes.canonicalize_dtype(type(value))
+                dtype = np.asarray(value).dtype
                 return ocp.metadata.ScalarMetadata(
                     name=own, directory=directory, shape=(), sharding=None, dtype=dtype
                 )
             return value
         if name not in checkpoint:
             return None
-        array = checkpoint[name]
-        try:
-            sharding = getattr(self._abstract_leaf(name), "sharding", None)
-        except LoadMismatch:  # it was on devices that this job lacks
-            sharding = None
+        array, (sharding, storage) = checkpoint[name], self.array_metadata(name)
         return ocp.metadata.ArrayMetadata(
             name=own,
             directory=directory,
             shape=tuple(array.shape),
-            sharding=_sharding_metadata(sharding),
+            sharding=sharding,
             dtype=array.dtype,
+            storage=storage,
         )
 
     # --- restore -----------------------------------------------------------------------------
@@ -116,15 +176,20 @@ class StoredTree:
         leaves = _Targets(self, _by_path(restore_args), args)
         like = jax.tree_util.tree_map_with_path(leaves.target, target)
         holes = _names_of_holes(like)
-        restored = load(
-            self._checkpoint,
-            like,
-            rules=None if args.item is None else self._rules,
-            cast=True,
-            skip=holes,
-            unexpected="skip" if partial else "error",
-            options=self._options,
-        )
+        try:
+            restored = load(
+                self._checkpoint,
+                like,
+                rules=None if args.item is None else self._rules,
+                cast=True,
+                skip=holes,
+                unexpected="skip" if partial else "error",
+                options=self._options,
+            )
+        except LoadMismatch as error:
+            raise _in_words_of_orbax(error) from None
+        if args.item is None:
+            return self._as_orbax(restored)
         if not holes:
             return restored
         return jax.tree.map(lambda leaf: ocp.PLACEHOLDER if leaf is _HOLE else leaf, restored)
@@ -158,13 +223,22 @@ class _Targets:
         leaf = _without_metadata(leaf)
         if leaf is ocp.PLACEHOLDER:
             return _HOLE
+        if isinstance(leaf, ocp.RestoreArgs):
+            leaf, restore_args = object(), leaf
         if type(leaf) is object or (restore_args is not None and not hasattr(leaf, "shape")):
             leaf = self._stored_leaf(path) if self._stored_leaf(path) is not None else leaf
-        if isinstance(leaf, type) and leaf in _PLAIN_TYPES:
-            return leaf()
+        if isinstance(leaf, type):
+            return leaf() if leaf in _PLAIN_TYPES else self._of_type(path, leaf)
         if not hasattr(leaf, "shape"):
             return leaf
         return self._array(path, leaf, restore_args)
+
+    def _of_type(self, path: str, leaf_type: type) -> Any:
+        """What is stored, as a type of array."""
+        stored = self._stored_leaf(path)
+        if issubclass(leaf_type, np.ndarray) and hasattr(stored, "shape"):
+            return np.empty(stored.shape, stored.dtype)
+        return leaf_type if stored is None else stored
 
     def _array(self, path: str, leaf: Any, restore_args: Any) -> Any:
         if not getattr(restore_args, "strict", True):
@@ -175,18 +249,40 @@ class _Targets:
         shape = getattr(restore_args, "global_shape", None) or leaf.shape
         dtype = getattr(restore_args, "dtype", None) or leaf.dtype
         restore_type = getattr(restore_args, "restore_type", None)
-        if restore_type is np.ndarray or isinstance(leaf, np.ndarray | np.generic):
+        if restore_type is np.ndarray or not hasattr(leaf, "sharding"):
             return np.empty(tuple(shape), dtype)
         if restore_type in _PLAIN_TYPES:
             return restore_type()
         sharding = _sharding_of(restore_args) or self._sharding(leaf)
         if sharding is None and not isinstance(leaf, jax.Array):
-            sharding = getattr(self._stored_leaf(path), "sharding", None) or self._fallback
+            stored = self._stored_leaf(path)
+            if isinstance(stored, (np.ndarray, *_PLAIN_TYPES)) and self._fallback is None:
+                return np.empty(tuple(shape), dtype)
+            sharding = getattr(stored, "sharding", None) or self._fallback
+            if sharding is None and isinstance(stored, ArrayElsewhere):
+                raise stored.error
         return abstract_array(tuple(shape), dtype, sharding)
 
     def _sharding(self, leaf: Any) -> Any:
         layout = getattr(leaf, "format", None) if self._keeps_layout else None
         return layout or getattr(leaf, "sharding", None)
+
+
+def _is_empty_named_tuple(node: Any) -> bool:
+    return isinstance(node, tuple) and hasattr(node, "_fields") and not node
+
+
+def _none_if_empty(leaf: Any) -> Any:
+    return None if _is_empty_named_tuple(leaf) else leaf
+
+
+def _in_words_of_orbax(error: LoadMismatch) -> LoadMismatch:
+    """An error that begins as Orbax's, for which programs look, if the trees differ."""
+    message = str(error)
+    if "\nmissing: " not in message and "\nunexpected: " not in message:
+        return error
+    words = "User-provided restore item and on-disk value metadata tree structures do not match"
+    return LoadMismatch(f"{words}: {message}").with_traceback(error.__traceback__)
 
 
 def _check_arguments(args: Any) -> None:
@@ -234,12 +330,6 @@ def _sharding_of(restore_args: Any) -> Any:
     mesh = getattr(restore_args, "mesh", None)
     axes = getattr(restore_args, "mesh_axes", None)
     return None if mesh is None or axes is None else jax.sharding.NamedSharding(mesh, axes)
-
-
-def _sharding_metadata(sharding: Any) -> Any:
-    if not isinstance(sharding, jax.sharding.NamedSharding):
-        return None
-    return ocp.metadata.NamedShardingMetadata.from_jax_sharding(sharding)
 
 
 def _names_of_holes(like: Any) -> list[str]:

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from collections.abc import Awaitable
+from concurrent.futures import Future
 from typing import Any, ClassVar
 
+import jax
+import numpy as np
 import orbax.checkpoint as v0
 from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint.experimental.v1._src.context.context import get_context
+from orbax.checkpoint.experimental.v1._src.serialization.array_leaf_handler import ArrayMetadata
+from orbax.checkpoint.experimental.v1._src.serialization.numpy_leaf_handler import NumpyMetadata
 
-from unickpt.integrations.orbax.handler import (
-    begin_save,
-    open_stored_tree,
-    write_marker,
-)
-from unickpt.integrations.orbax.restoring import StoredTree
+from unickpt.errors import SaveTimeout
+from unickpt.integrations.orbax.handler import as_future, begin_save, cast, write_marker
+from unickpt.integrations.orbax.restoring import ArrayElsewhere, StoredTree
+from unickpt.reading.checkpoint import open as open_checkpoint
 from unickpt.reading.options import LoadOptions
 from unickpt.rules.rule_set import Rules
 from unickpt.saving.options import SaveOptions
 
 TREE_MARKER = "_METADATA"
 """The file by which Orbax's version 1 knows the folder of a tree."""
+_TheirHandler = ocp.handlers.PyTreeHandler
 
 
 class TreeHandler:
@@ -36,18 +40,32 @@ class TreeHandler:
     rules: ClassVar[Rules | None] = None
 
     def __init__(self) -> None:
-        self._orbax = ocp.handlers.PyTreeHandler()
+        self._orbax = _TheirHandler()
 
     async def save(self, directory: Any, checkpointable: Any) -> Awaitable[None]:
         """Stages a tree; the awaitable writes it once Orbax has created the directory."""
-        created = threading.Event()
-        path = os.fspath(directory.path)
-        pending = begin_save(path, checkpointable, self.save_options, created)
+        created: Future[None] = Future()
+        path, timeout_s = os.fspath(directory.path), v0.multihost.coordination_timeout()
+
+        def wait_created() -> None:
+            try:
+                created.result(timeout_s)
+            except TimeoutError:
+                message = f"{path}: Orbax did not create it within {timeout_s:g} s"
+                raise SaveTimeout(message) from None
+
+        tree = _cast_as_context_says(checkpointable)
+        pending = begin_save(path, tree, self.save_options, wait_created)
+        outcome = as_future(pending)
 
         async def finish() -> None:
-            folder = await directory.await_creation()
-            created.set()
-            await asyncio.to_thread(pending.result)
+            try:
+                folder = await directory.await_creation()
+            except BaseException as error:
+                created.set_exception(error)
+                raise
+            created.set_result(None)
+            await asyncio.wrap_future(outcome)
             if v0.multihost.is_primary_host(0):
                 write_marker(folder)
                 (folder / TREE_MARKER).write_text("{}")
@@ -56,14 +74,14 @@ class TreeHandler:
 
     async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Awaitable[Any]:
         """Loads a tree onto any mesh and any number of processes."""
-        stored = self._stored(directory)
-        partial = ocp.Context().pytree_options.loading.partial_load
+        partial = get_context().pytree_options.loading.partial_load
         args = v0.args.PyTreeRestore(abstract_checkpointable, partial_restore=partial)
-        return asyncio.to_thread(stored.restore, args)
+        return asyncio.to_thread(lambda: self._stored(directory).restore(args))
 
     async def metadata(self, directory: Any) -> Any:
-        """The stored tree, with an abstract array for each array."""
-        return self._stored(directory).abstract()
+        """The structure of the stored tree, as Orbax describes it."""
+        stored = self._stored(directory)
+        return stored.described(lambda name: _metadata(stored, name))
 
     def is_handleable(self, checkpointable: Any) -> bool:
         """Whether Orbax would save it as a tree."""
@@ -75,7 +93,9 @@ class TreeHandler:
         return handleable
 
     def _stored(self, directory: Any) -> StoredTree:
-        return open_stored_tree(directory, self.rules, self.load_options)
+        checkpoint = open_checkpoint(os.fspath(directory))
+        metadata_options = get_context().pytree_options.saving.pytree_metadata_options
+        return StoredTree(checkpoint, self.rules, self.load_options, metadata_options)
 
 
 def v1_registry(
@@ -104,18 +124,46 @@ def v1_registry(
     # Orbax stores the name of the class, so that another program finds it.
     made = {"__module__": TreeHandler.__module__, "__qualname__": TreeHandler.__qualname__}
     handler = type(TreeHandler.__name__, (TreeHandler,), {**made, **bound})
-    theirs = ocp.handlers.PyTreeHandler
     everything = ocp.handlers.global_registry()
     result = ocp.handlers.local_registry(include_global_registry=False)
     for kind, name in everything.get_all_entries():
-        if kind is not theirs:
+        if kind is not _TheirHandler:
             typestrs = everything.get_secondary_typestrs(kind)
             result.add(kind, checkpointable_name=name, secondary_typestrs=typestrs)
-    typestrs = [*everything.get_secondary_typestrs(theirs), _typestr(theirs)]
+    typestrs = [*everything.get_secondary_typestrs(_TheirHandler), _typestr(_TheirHandler)]
     result.add(handler, secondary_typestrs=typestrs)
     for name in ("state", *names):
         result.add(handler, checkpointable_name=name)
     return result
+
+
+def _metadata(stored: StoredTree, name: str) -> Any:
+    """What Orbax's metadata have for a stored leaf."""
+    leaf = stored.leaf(name)
+    if isinstance(leaf, str):
+        return "string"
+    if isinstance(leaf, int | float):
+        return type(leaf)(0)
+    if not isinstance(leaf, np.ndarray | jax.ShapeDtypeStruct | ArrayElsewhere):
+        return leaf
+    sharding, storage = stored.array_metadata(name)
+    if isinstance(leaf, np.ndarray):
+        return NumpyMetadata(leaf.shape, leaf.dtype, storage)
+    return ArrayMetadata(leaf.shape, leaf.dtype, sharding, storage)
+
+
+def _cast_as_context_says(tree: Any) -> Any:
+    """A tree with its arrays in the dtypes of the Context's `StorageOptions`."""
+    options = get_context().array_options.saving
+    general = getattr(options.storage_options, "dtype", None)
+    creator = options.scoped_storage_options_creator
+    if creator is None:
+        return tree if general is None else cast(tree, lambda _path, _leaf: general)
+
+    def dtype_of(path: Any, leaf: Any) -> Any:
+        return getattr(creator(path, leaf), "dtype", None) or general
+
+    return cast(tree, dtype_of)
 
 
 def _typestr(kind: type) -> str:
