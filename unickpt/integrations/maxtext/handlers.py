@@ -55,12 +55,14 @@ class Version0Handler(Handler):
             save_options=self.default_save_options, load_options=self.default_load_options
         )
 
-    def restore(self, directory: Any, args: Any = None) -> Any:
+    def restore(self, directory: Any, item: Any = None, args: Any = None, **options: Any) -> Any:
         """Restores a state; what older versions of MaxText did not save is left abstract."""
         if args is None:
-            return super().restore(directory)
+            args = Restore(item, **options)
+        if args.item is None:
+            return super().restore(directory, args=args)
         like = without_absent(directory, args.item)
-        return completed(super().restore(directory, replace(args, item=like)), args.item)
+        return completed(super().restore(directory, args=replace(args, item=like)), args.item)
 
     def finalize(self, directory: Any) -> None:
         """Leaves the file by which version 1 knows a tree, too: MaxText 0.2.5 loads by that."""
