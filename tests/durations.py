@@ -32,7 +32,7 @@ MARKS = ("integration", "slow", "trainers", "environment", "gpu")  # of tests th
 LIMIT_S = 1.5
 # In a run, it fails from here on: the same test takes this much longer on a busy machine, or if it
 # is the first that imports a framework. `make durations` lists all.
-CPU_LIMIT_S, LIMIT_OF_A_RUN_S = 2 * LIMIT_S, 3 * LIMIT_S
+LIMIT_OF_A_RUN_S = 3 * LIMIT_S
 LONG_S = 1.0  # tests that are stored by name
 SLOWER, SLOWER_S = 1.3, 1.0  # what counts as slower: so many times, and by so many seconds
 
@@ -74,7 +74,7 @@ def _waited() -> float:
 def too_long(took: Took) -> str | None:
     """What to say of a test that is not marked."""
     busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-    if took.cpu <= CPU_LIMIT_S and took.seconds <= LIMIT_OF_A_RUN_S * busy:
+    if took.cpu <= LIMIT_OF_A_RUN_S and took.seconds <= LIMIT_OF_A_RUN_S * busy:
         return None
     return (
         f"it took {took.seconds:.1f} s ({took.cpu:.1f} s of a core). A test that is not marked may "

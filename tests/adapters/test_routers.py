@@ -170,6 +170,7 @@ def test_counts_of_all_ranks(processes: Processes) -> None:
 # --- Flax -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.integration  # imports Flax
 def test_what_flax_sows(tmp_path: Path) -> None:
     jax = pytest.importorskip("jax")
     linen = pytest.importorskip("flax.linen")

@@ -542,6 +542,7 @@ ARRAYS = [
 ]
 
 
+@pytest.mark.integration  # thirty histories of saves take seconds
 @settings(max_examples=30)
 @given(st.lists(st.lists(st.integers(0, len(ARRAYS) - 1), max_size=4), min_size=2, max_size=5))
 @pytest.mark.parametrize("waits", [False, True])
