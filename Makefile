@@ -15,7 +15,7 @@ WORKERS ?= 4
 SPREAD := -n $(WORKERS) --dist worksteal
 
 .PHONY: demo test test-fast test-trainers test-trainers-all test-oldest test-python test-gpu lint \
-	docs durations modules dist soak bench clean
+	docs doors durations modules dist soak bench clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -31,10 +31,15 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/python tests/list_doors.py --check
 
 # The pages of docs/ as a site, without a network: open site/index.html.
 docs: .venv/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+# unickpt/_doors.py from the entry points in pyproject.toml.
+doors:
+	@python3 tests/list_doors.py
 
 # What every module is for.
 modules:

@@ -18,4 +18,4 @@ def spec(url: str) -> dict[str, Any]:
 
 # No locks of TensorStore's: only the manifest needs one; see `local_folders.manifest_locked`.
 _RESOURCES = {"file_io_locking": {"mode": "none"}}
-schemes.register(schemes.Scheme("file", spec, _RESOURCES, paths.LocalLocation))
+SCHEME = schemes.Scheme("file", spec, _RESOURCES, paths.LocalLocation)

@@ -12,4 +12,4 @@ def spec(url: str) -> dict[str, Any]:
     return {"driver": "memory", "path": path and path + "/"}
 
 
-schemes.register(schemes.Scheme("memory", spec))
+SCHEME = schemes.Scheme("memory", spec)

@@ -242,4 +242,4 @@ def _has_role(service: str) -> bool:
         metadata.close()
 
 
-schemes.register(schemes.Scheme("s3", spec, resources, credentials=credentials))
+SCHEME = schemes.Scheme("s3", spec, resources, credentials=credentials)

@@ -19,6 +19,7 @@ __all__ = [
     "MergeError",
     "MissingPackage",
     "OutOfMemory",
+    "PluginError",
     "ProcessFailed",
     "ReplicasDiffer",
     "RuleError",
@@ -91,6 +92,10 @@ class UnsupportedFormat(UnickptError, ValueError):
 
 class MissingPackage(UnickptError, ImportError):
     """An optional package is not installed; the message says how to install it."""
+
+
+class PluginError(UnickptError, ImportError):
+    """A plug-in of another package cannot be imported, or two packages have one of a name."""
 
 
 class HintError(UnickptError, ValueError):

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ from support import s3_server
 from typer.testing import CliRunner
 
 import unickpt
-from unickpt import Box, Layout, LocalFragments, Mesh, PerProcess
+from unickpt import Box, Layout, LocalFragments, Mesh, PerProcess, doors
 from unickpt.cli import fragment_map
 from unickpt.cli.app import app
-from unickpt.foreign import registry
 from unickpt.reading.listing import checkpoints_below
 
 
@@ -523,7 +521,7 @@ def test_output_that_cannot_be_written_is_no_damage(saved: str) -> None:
 )
 def test_the_help_of_a_command_explains_all_hints(command: str) -> None:
     told = "".join(run(command, "--help").split())
-    formats = [import_module(f"unickpt.backends.{name}") for name in registry._BUILT_IN]
+    formats = [door.open() for door in doors.ours("formats").values()]
     names = {name for each in formats for name in each.HINTS}
     assert len(names) >= 10
     for name in names:

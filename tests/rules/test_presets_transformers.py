@@ -15,7 +15,7 @@ import pytest
 
 import unickpt
 from unickpt import LoadMismatch, RuleError, Rules
-from unickpt.rules.rule_files import PRESETS
+from unickpt.rules.rule_files import preset_text
 
 pytestmark = pytest.mark.integration
 
@@ -328,7 +328,7 @@ def test_a_wrong_order_of_axes_is_noticed(preset: str, tmp_path: Path) -> None:
             return False
         return bits(pair(name).expected(modules[name])) == bits(pair(name).params(seed=1))
 
-    lines = (PRESETS / f"{preset}.rules").read_text().splitlines()
+    lines = preset_text(preset).splitlines()
     assert all(passes("\n".join(lines), name) for name in cases)
     for at, line in enumerate(lines):
         if turned(line) != line:

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator
 from pathlib import Path
 
 from unickpt import Rules
-from unickpt.rules.rule_files import PRESETS
+from unickpt.rules.rule_files import preset_text
 
 Texts = dict[str, list[str]]
 """The statements of a preset and of what it includes, by name."""
@@ -48,7 +48,7 @@ def broken(line: str) -> Iterator[str]:
 
 def statements(name: str) -> list[str]:
     """The statements of a preset, each on a line."""
-    text = (PRESETS / f"{name}.rules").read_text()
+    text = preset_text(name)
     joined = re.sub(r"\n\s+(?=<->|,)|(?<=[,=])\n\s+|(?<=<->)\n\s+", " ", text)
     return [line for line in joined.splitlines() if line and not line.startswith("#")]
 

@@ -15,6 +15,7 @@ from unickpt.cli import (
     clean,
     convert,
     diff,
+    doctor,
     inspect,
     ls,
     merge,
@@ -95,6 +96,7 @@ def unickpt_command(
     unickpt clean runs/llama                 remove what failed saves left
     unickpt prune runs/llama --keep-last 3   remove steps that no rule keeps
     unickpt presets                          the rules that come with unickpt
+    unickpt doctor s3://bucket/runs          what is installed, and what a path supports
     unickpt rules observe convert:to_hf --example runs/jax/100   rules from a converter
 
     Exit codes: 0 for success, 1 if verify finds damage, diff finds a difference, or clean
@@ -118,6 +120,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "clean": clean.command,
     "prune": prune.command,
     "presets": presets.command,
+    "doctor": doctor.command,
 }
 for name, command in COMMANDS.items():
     app.command(name)(command)

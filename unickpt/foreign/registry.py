@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol, cast
 
 import xxhash
 
-from unickpt.errors import CheckpointCorrupt, HintError, UnickptError, UnsupportedFormat
+from unickpt import doors
+from unickpt.errors import (
+    CheckpointCorrupt,
+    HintError,
+    PluginError,
+    UnickptError,
+    UnsupportedFormat,
+)
 from unickpt.foreign import other_kinds
 from unickpt.foreign.files import Files
 from unickpt.foreign.loose_files import SeveralCheckpoints
@@ -41,27 +47,12 @@ class Format(Protocol):
         """
 
 
-# Modules of `unickpt.backends`; a format comes before those whose files it uses.
-_BUILT_IN = (
-    "orbax.reader",
-    "bytecheckpoint.reader",
-    "megatron.reader",
-    "dcp.reader",
-    "deepspeed.reader",
-    "safetensors.reader",
-    "torch_files",
-    "flax_msgpack",
-    "hdf5.opening",
-    "gguf",
-    "npz",
-    "npy",
-)
-
 _registered: list[Format] = []
 
 
 def register(format: Format) -> None:
-    """Adds a format, which is asked after unickpt's own and before those of other systems.
+    """Adds a format, which is asked after unickpt's own and before those of other systems. A
+    package brings one for all programs by an entry point: see `unickpt.doors`.
 
     Example:
         >>> class Npy:
@@ -157,8 +148,13 @@ def open_file(location: Location, hints: Mapping[str, Any]) -> Reader:
 
 
 def _first(files: Files, hints: Mapping[str, Any]) -> Reader | None:
-    """What the first format that recognises a checkpoint makes of files."""
-    for format in _formats():
+    """What the first format that recognises a checkpoint makes of files.
+
+    Raises:
+        PluginError: none does what files there are, and another package's cannot be imported.
+    """
+    failed = list[PluginError]()
+    for format in _formats(files, failed):
         accepted = {name: hints[name] for name in format.HINTS if name in hints}
         try:
             reader = format.open(files, accepted)
@@ -172,6 +168,8 @@ def _first(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         if reader is not None:
             check_hints(reader, hints, format.HINTS)
             return reader
+    if failed and files.here:
+        raise failed[0]
     return None
 
 
@@ -213,8 +211,20 @@ def check_hints(reader: Reader, hints: Mapping[str, Any], known: Collection[str]
         )
 
 
-def _formats() -> Iterator[Format]:
-    """Formats of other systems; a module is imported only if those before it know nothing."""
+def _formats(files: Files, failed: list[PluginError]) -> Iterator[Format]:
+    """Formats of other systems; a module is imported only if those before it know nothing.
+
+    Arguments:
+        files: if there is not even a folder, no other package is asked.
+        failed: gets the errors of those that cannot be imported.
+    """
     yield from _registered
-    for name in _BUILT_IN:
-        yield cast(Format, importlib.import_module(f"unickpt.backends.{name}"))
+    for door in doors.ours("formats").values():
+        yield cast(Format, door.open())
+    if not (files.here or files.location.exists()):
+        return
+    for door in doors.others("formats").values():
+        try:
+            yield cast(Format, door.open())
+        except PluginError as error:
+            failed.append(error)

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+from unickpt import doors
 from unickpt.format.writer import Writer
 from unickpt.quoting import quoted
 from unickpt.storage import paths
-
-# Classes in modules of `unickpt.backends`.
-_BUILT_IN = {
-    "hf": ("safetensors.writer", "HuggingFaceWriter"),
-    "safetensors": ("safetensors.writer", "SafetensorsWriter"),
-    "dcp": ("dcp.writer", "DcpWriter"),
-    "orbax": ("orbax.writer", "OrbaxWriter"),
-    "keras": ("orbax.keras_writer", "KerasWriter"),
-    "torch": ("torch_writer", "TorchWriter"),
-    "lightning": ("lightning_writer", "LightningWriter"),
-    "npz": ("npz_writer", "NpzWriter"),
-    "universal": ("deepspeed.writer", "UniversalWriter"),
-    "trainer": ("trainer_writer", "TrainerWriter"),
-    "accelerate": ("accelerate_writer", "AccelerateWriter"),
-}
-
 
 OWN = "unickpt"
 """The name of unickpt's own format."""
@@ -46,7 +30,8 @@ _registered: dict[str, Callable[..., Writer]] = {}
 
 
 def register(name: str, make: Callable[..., Writer]) -> None:
-    """Adds a format into which checkpoints are exported.
+    """Adds a format into which checkpoints are exported. A package brings one for all programs by
+    an entry point: see `unickpt.doors`.
 
     Arguments:
         name: of the format, for `convert(to=)`.
@@ -55,7 +40,7 @@ def register(name: str, make: Callable[..., Writer]) -> None:
     Raises:
         ValueError: a format has the name already.
     """
-    if name in names():
+    if name in _registered or name in doors.ours("writers"):
         raise ValueError(f"a format is called {quoted(name)} already")
     _registered[name] = make
 
@@ -66,16 +51,20 @@ def unregister(name: str) -> None:
 
 
 def names() -> list[str]:
-    """The names of all formats."""
-    return [*_BUILT_IN, *_registered]
+    """The names of all formats of unickpt, and of those that were registered."""
+    return [*doors.ours("writers"), *_registered]
 
 
-def _maker(format: str) -> Callable[..., Writer]:
+def _maker(format: str) -> Callable[..., Writer] | None:
+    """What makes the writer of a format; None if there is none.
+
+    Raises:
+        PluginError: it is another package's, which cannot be imported.
+    """
     if format in _registered:
         return _registered[format]
-    module, name = _BUILT_IN[format]
-    found = getattr(importlib.import_module(f"unickpt.backends.{module}"), name)
-    return cast(Callable[..., Writer], found)
+    door = doors.find("writers", format)
+    return None if door is None else cast(Callable[..., Writer], door.open())
 
 
 def chosen(to: str | None, path: paths.PathLike) -> str:
@@ -102,7 +91,7 @@ def chosen(to: str | None, path: paths.PathLike) -> str:
     if suffix is None or to in _registered or (to is not None and to == meant):
         return to or OWN
     if to is not None:
-        if to in names() and suffix in getattr(_maker(to), "suffixes", ()):
+        if suffix in getattr(_maker(to), "suffixes", ()):
             return to
         kind = "unickpt's own format, which is a folder" if to == OWN else f"the format {to!r}"
         raise ValueError(
@@ -142,9 +131,10 @@ def make(format: str, options: Mapping[str, Any]) -> Writer:
         >>> make("hf", {"max_shard_size": "1GB"}).suffixes
         ()
     """
-    if format not in names():
-        raise ValueError(f"no format is called {quoted(format)}; there are {', '.join(names())}")
     make = _maker(format)
+    if make is None:
+        every = ", ".join([*names(), *doors.others("writers")])
+        raise ValueError(f"no format is called {quoted(format)}; there are {every}")
     known = list(inspect.signature(make).parameters)
     unknown = [option for option in options if option not in known]
     if unknown:

@@ -6,22 +6,23 @@ import difflib
 import errno
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from unickpt import doors
 from unickpt.errors import RuleError
 from unickpt.rules.ast import IncludeLine, syntax_error
 
-PRESETS = Path(__file__).parent / "presets"
 MOST_CHARACTERS = 16 << 20
 
 
 def presets() -> list[str]:
-    """The names of all presets."""
-    return sorted(path.stem for path in PRESETS.glob("*.rules"))
+    """The names of all presets: those of unickpt, then those of other packages."""
+    own = _files(doors.ours("presets"))
+    return [*sorted(own), *sorted(_files(doors.others("presets")).keys() - own)]
 
 
-def preset_text(name: str) -> str:
+def preset_file(name: str) -> Path:
     """The rule file of a preset.
 
     Raises:
@@ -29,15 +30,28 @@ def preset_text(name: str) -> str:
     """
     if not isinstance(name, str):
         raise RuleError(f"the name of a preset is a str, not of type {type(name).__name__}")
-    if name not in presets():
-        model = name.partition("-")[2] or name  # of another source: maxtext-qwen3, litgpt-qwen3
-        near = [known for known in presets() if model in known.split("-", 1)[1:]]
-        near = near or difflib.get_close_matches(name, presets(), n=1)
-        hint = f"presets are {', '.join(presets())}"
-        if near:
-            hint = f"did you mean {' or '.join(map(repr, near))}? `unickpt presets` lists all"
-        raise RuleError(f"there is no preset {name!r}; {hint}")
-    return (PRESETS / f"{name}.rules").read_text(encoding="utf-8")
+    for group in (doors.ours, doors.others):
+        path = _files(group("presets")).get(name)
+        if path is not None:
+            return path
+    model = name.partition("-")[2] or name  # of another source: maxtext-qwen3, litgpt-qwen3
+    near = [known for known in presets() if model in known.split("-", 1)[1:]]
+    near = near or difflib.get_close_matches(name, presets(), n=1)
+    hint = f"presets are {', '.join(presets())}"
+    if near:
+        hint = f"did you mean {' or '.join(map(repr, near))}? `unickpt presets` lists all"
+    raise RuleError(f"there is no preset {name!r}; {hint}")
+
+
+def preset_text(name: str) -> str:
+    """The text of a preset. Raises as `preset_file`."""
+    return preset_file(name).read_text(encoding="utf-8")
+
+
+def _files(packages: Mapping[str, doors.Door]) -> dict[str, Path]:
+    """The files of presets in packages, by the presets' names."""
+    folders = [Path(folder) for door in packages.values() for folder in door.open().__path__]
+    return {path.stem: path for folder in folders for path in folder.glob("*.rules")}
 
 
 def read_text(path: Path, opener: Callable[[str, int], int] | None = None) -> str:
@@ -61,23 +75,34 @@ def _open_regular(path: str, flags: int) -> int:
 
 
 def open_included(line: IncludeLine, folder: Path) -> tuple[str, str, Path]:
-    """The name of an included file, its text, and the folder for those that it includes."""
-    if line.target in presets():
-        return f"preset {line.target}", preset_text(line.target), PRESETS
-    path = folder / line.target
-    if os.path.isabs(line.target):
+    """The name of an included file, its text, and the folder for those that it includes.
+
+    A preset of unickpt comes before a file of its name, and that before one of another package.
+    """
+    name = line.target
+    if name in _files(doors.ours("presets")):
+        return _included_preset(name)
+    path = folder / name
+    if os.path.isabs(name):
         raise syntax_error(
-            f"{line.target!r} is absolute: give the path relative to this file", line.position
+            f"{name!r} is absolute: give the path relative to this file", line.position
         )
-    if "\0" in line.target:
+    if "\0" in name:
         raise syntax_error("a path has no NUL character", line.position)
     try:
         return str(path), read_text(path, _open_regular), path.parent
     except OSError as error:
-        near = difflib.get_close_matches(line.target, presets(), n=1)
+        if name in _files(doors.others("presets")):
+            return _included_preset(name)
+        near = difflib.get_close_matches(name, presets(), n=1)
         hint = f"Did you mean {near[0]!r}? " if near else ""
         raise syntax_error(
-            f"{line.target!r} is neither a preset nor a file ({path}: {error.strerror}). "
+            f"{name!r} is neither a preset nor a file ({path}: {error.strerror}). "
             f"{hint}Presets are {', '.join(presets())}",
             line.position,
         ) from None
+
+
+def _included_preset(name: str) -> tuple[str, str, Path]:
+    file = preset_file(name)
+    return f"preset {name}", preset_text(name), file.parent

@@ -32,8 +32,8 @@ from unickpt.rules.optimizer_slots import SharedState, lift
 from unickpt.rules.rule import Rule, exprs_of
 from unickpt.rules.rule_files import (
     MOST_CHARACTERS,
-    PRESETS,
     open_included,
+    preset_file,
     preset_text,
     presets,
     read_text,
@@ -235,7 +235,8 @@ class Rules:
         Raises:
             RuleError: there is none of that name; the message lists them.
         """
-        return _compile(preset_text(name), f"preset {name}", PRESETS, sizes or {}, {})
+        folder = preset_file(name).parent
+        return _compile(preset_text(name), f"preset {name}", folder, sizes or {}, {})
 
     @staticmethod
     def presets() -> list[str]:

@@ -148,8 +148,8 @@ class KvStore:
     ) -> Future[ts.KvStore.TimestampedStorageGeneration]:
         return _begin(self.raw.write, key, value, **options)
 
-    def list(self) -> Future[list[bytes]]:
-        return _begin(self.raw.list)
+    def list(self, **options: Any) -> Future[list[bytes]]:
+        return _begin(self.raw.list, **options)
 
     def delete_range(self, keys: ts.KvStore.KeyRange) -> Future[None]:
         return _begin(self.raw.delete_range, keys)

@@ -9,12 +9,12 @@ To add a storage that TensorStore has a driver for, register a scheme before its
     schemes.register(schemes.Scheme("minio", spec, s3.resources))  # of unickpt.backends
     unickpt.save("minio://bucket/run/1", state)
 
-The schemes of unickpt itself, one module each in `unickpt.backends`, register themselves likewise.
+A package brings a scheme for all programs by an entry point in the group `unickpt.schemes`, which
+leads to a `Scheme`, as unickpt's own do: see `unickpt.doors`.
 """
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,11 +22,11 @@ from functools import cache
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from unickpt.errors import InvalidPath
+from unickpt import doors
+from unickpt.errors import InvalidPath, PluginError
 from unickpt.storage import kvstore
 from unickpt.storage.locations import Location
 
-_BUILT_IN = ("file", "memory", "s3", "gs")
 _registered: dict[str, Scheme] = {}
 _used = {"file"}  # the schemes of the locations of this process
 
@@ -76,8 +76,7 @@ def find(name: str) -> Scheme | None:
 
 def names() -> list[str]:
     """The names of all schemes; those of unickpt first."""
-    others = (name for name in _registered if name not in _BUILT_IN)
-    return [*_BUILT_IN, *others]
+    return list(dict.fromkeys([*doors.ours("schemes"), *_registered, *doors.others("schemes")]))
 
 
 @cache  # every save and every load asks
@@ -104,10 +103,16 @@ def _used_schemes() -> list[Scheme]:
 
 
 def _find(name: str) -> Scheme | None:
-    """The scheme of a name; imports its module only now, if it is one of unickpt's."""
-    if name in _BUILT_IN and name not in _registered:
-        importlib.import_module(f"unickpt.backends.{name}")
-    return _registered.get(name)
+    """The scheme of a name; imports its module only now, if it is one of an entry point."""
+    if name not in _registered:
+        door = doors.find("schemes", name)
+        if door is None:
+            return None
+        scheme = door.open()
+        if not isinstance(scheme, Scheme) or scheme.name != name:
+            raise PluginError(f"{door} leads to {scheme!r}, not to a Scheme of its name")
+        register(scheme)
+    return _registered[name]
 
 
 def bucket_and_path(url: str) -> tuple[str, str]:

@@ -1,0 +1,62 @@
+"""doctor: what is installed, which plug-ins there are, and what a path supports."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from unickpt.cli.output import FAILED, AsJson, clean, print_json, verdict
+from unickpt.tools.doctor import DoctorReport, examine
+
+
+def command(
+    path: Annotated[
+        str | None,
+        typer.Argument(help="Also try this directory, or URL: file, s3, gs or memory."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tell what is installed and what a path supports; send this along when you report a bug.
+
+    \b
+    unickpt doctor                    versions, and the plug-ins of other packages
+    unickpt doctor s3://bucket/runs   also what can be done there: a small file is written
+
+    --json prints all, with the plug-ins of unickpt itself. Fields are only ever added. The
+    exit code is 2 if a plug-in cannot be used, or no checkpoint be saved at the path.
+    """
+    report = examine(path)
+    with verdict(0 if report.ok else FAILED):
+        if as_json:
+            print_json({**asdict(report), "ok": report.ok})
+        else:
+            _print(report)
+
+
+def _print(report: DoctorReport) -> None:
+    print(f"unickpt {report.version}, Python {report.python}")
+    for package in report.packages:
+        how = f"not installed: pip install 'unickpt[{package.extra}]'"
+        if not package.extra:
+            how = f"not installed, and needed: pip install {package.name}"
+        print(f"  {package.name:<14}{package.version or how}")
+    print("\nplug-ins")
+    own = [plugin for plugin in report.plugins if plugin.package == "unickpt"]
+    print(f"  {len(own)} of unickpt; formats: {_names(report, 'formats')}")
+    print(f"  schemes: {_names(report, 'schemes')}; formats to write: {_names(report, 'writers')}")
+    for plugin in report.plugins:
+        if plugin.package != "unickpt" or plugin.error:
+            name = f"{plugin.group} {plugin.name}, {plugin.package} ({plugin.target})"
+            print(clean(f"  {name}: {plugin.error or 'works'}"))
+    if report.url:
+        print(f"\n{clean(report.url)}")
+    for ability in report.abilities:
+        works = "yes" if ability.works else "NO" if ability.is_needed else "no"
+        print(clean(f"  {ability.name:<20}{works:<5}{ability.detail}").rstrip())
+
+
+def _names(report: DoctorReport, group: str) -> str:
+    usable = (p.name for p in report.plugins if p.group == group and not p.error)
+    return ", ".join(dict.fromkeys(usable))

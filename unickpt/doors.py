@@ -1,0 +1,128 @@
+"""Doors: formats, writers, schemes and presets by name, of unickpt itself and of other packages.
+
+A package brings them by entry points, such as
+
+    [project.entry-points."unickpt.formats"]
+    acme = "acme_checkpoints.reader"
+
+Each is imported when it is needed. Those of unickpt are listed in `_doors`, and asked first; those
+of other packages are looked up once per process, and only for what ours do not know.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+from unickpt._doors import DOORS
+from unickpt.errors import PluginError
+
+Group = Literal["formats", "presets", "schemes", "writers"]
+GROUPS: tuple[Group, ...] = ("formats", "presets", "schemes", "writers")
+_PREFIX = "unickpt."
+
+
+@dataclass(frozen=True)
+class Door:
+    """An entry point.
+
+    Arguments:
+        group: what it is.
+        name: its own.
+        target: a module, or `module:attribute`.
+        package: who has it, with its version; None for unickpt itself.
+    """
+
+    group: Group
+    name: str
+    target: str
+    package: str | None = None
+
+    def open(self) -> Any:
+        """What it leads to, which is imported.
+
+        Raises:
+            PluginError: another package's cannot be imported.
+            ImportError: one of unickpt cannot.
+        """
+        module, _, attribute = self.target.partition(":")
+        try:
+            leads_to = importlib.import_module(module)
+            return getattr(leads_to, attribute) if attribute else leads_to
+        except Exception as error:
+            if self.package is None:
+                raise
+            raise PluginError(
+                f"{self}, cannot be imported: {type(error).__name__}: {error}. Mend the package, "
+                "or uninstall it"
+            ) from error
+
+    def __str__(self) -> str:
+        """As messages name it."""
+        kind = self.group.removesuffix("s")
+        return f"the {kind} {self.name!r} of {self.package or 'unickpt'} ({self.target})"
+
+
+@cache
+def ours(group: Group) -> Mapping[str, Door]:
+    """Those of unickpt, by name, in the order of pyproject.toml."""
+    return {name: Door(group, name, target) for name, target in DOORS[group].items()}
+
+
+def others(group: Group) -> Mapping[str, Door]:
+    """Those of other packages whose names none of unickpt has.
+
+    Raises:
+        PluginError: two packages have one of the same name.
+    """
+    by_name = dict[str, Door]()
+    for door in _of_packages():
+        if door.group != group or door.name in ours(group):
+            continue
+        other = by_name.setdefault(door.name, door)
+        if other is not door:
+            raise PluginError(
+                f"{other.package} and {door.package} both have an entry point {door.name!r} in the "
+                f"group {_PREFIX}{group} ({other.target} and {door.target}). Uninstall one of them"
+            )
+    return by_name
+
+
+def find(group: Group, name: str) -> Door | None:
+    """The door of a name; None if there is none.
+
+    Raises:
+        PluginError: two packages have it.
+    """
+    return ours(group).get(name) or others(group).get(name)
+
+
+def every() -> Iterator[Door]:
+    """All doors: of unickpt, then of other packages, those too whose names are taken."""
+    for group in GROUPS:
+        yield from ours(group).values()
+    yield from _of_packages()
+
+
+@cache
+def _of_packages() -> tuple[Door, ...]:
+    """Those that other packages declare; the first of a name on the path counts, as for imports."""
+    from importlib import metadata  # here, so that importing unickpt stays fast
+
+    doors, known = list[Door](), {"unickpt"}
+    for package in metadata.distributions():
+        points = [p for p in package.entry_points if p.group.startswith(_PREFIX)]
+        if not points or package.name.lower() in known:
+            continue
+        known.add(package.name.lower())
+        for point in points:
+            group = point.group.removeprefix(_PREFIX)
+            doors += [
+                Door(each, point.name, point.value, f"{package.name} {package.version}")
+                for each in GROUPS
+                if each == group
+            ]
+    return tuple(sorted(doors, key=lambda door: (door.group, door.name, str(door.package))))
