@@ -1,35 +1,23 @@
-"""Receivers of SaveOptions(metrics=), each with the real package where it is installed."""
+"""Functions for SaveOptions(metrics=); those of docs/metrics.md with the real packages."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import os
-import sys
 import textwrap
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from support.forks import Forks
+from support.pages import snippets
 from support.processes import Processes
 
 import unickpt
 from unickpt import SaveOptions, SaveReport
-from unickpt.errors import MissingPackage, StorageError, UnickptError
-from unickpt.integrations.metrics import (
-    JsonLines,
-    MLflow,
-    OpenTelemetry,
-    TensorBoard,
-    WandB,
-    each,
-    figures,
-    step_of,
-)
+from unickpt.errors import StorageError
+from unickpt.integrations.metrics import JsonLines, each, figures, reference, step_of
 from unickpt.storage.database import digest_of
 
 TREE = {"w": np.arange(1000, dtype=np.float32), "n": np.ones(3)}
@@ -73,6 +61,13 @@ def test_json_lines_has_the_metrics_of_the_step_also_nan(tmp_path: Path) -> None
     assert report.metrics["loss"] == 0.5
     (line,) = (tmp_path / "saves.jsonl").read_text().splitlines()
     assert json.loads(line)["metrics"] == {"loss": 0.5, "norm": "nan"}
+
+
+def test_a_reference_says_which_checkpoint_it_is(tmp_path: Path) -> None:
+    report = saved(tmp_path / "step_7", None)
+    assert reference(report) == {**facts_of(tmp_path / "step_7"), **figures(report)}
+    assert reference(report, step=lambda report: 9)["step"] == 9
+    assert reference(report_of("memory://none/step_7"))["manifest_xxh3"] is None
 
 
 @pytest.mark.parametrize(
@@ -161,16 +156,6 @@ def test_each_receiver_is_called_also_after_one_that_fails(
     np.testing.assert_array_equal(unickpt.load(tmp_path / "step_7")["w"], TREE["w"])
 
 
-def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, make in [("wandb", WandB), ("mlflow", MLflow)]:
-        monkeypatch.setitem(sys.modules, module, None)
-        with pytest.raises(MissingPackage, match=f"pip install {module}"):
-            make()
-    monkeypatch.setitem(sys.modules, "opentelemetry.metrics", None)
-    with pytest.raises(MissingPackage, match="pip install opentelemetry-sdk"):
-        OpenTelemetry()
-
-
 def test_the_core_imports_no_receiver(processes: Processes) -> None:
     source = """
         import sys, unickpt
@@ -181,219 +166,100 @@ def test_the_core_imports_no_receiver(processes: Processes) -> None:
     assert processes.start(textwrap.dedent(source)).wait() == 0
 
 
-# --- TensorBoard ----------------------------------------------------------------------------------
+# --- the snippets of docs/metrics.md --------------------------------------------------------------
 
 
-class Scalars:
-    """A SummaryWriter as far as it is needed."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, tuple[float, int | None]] = {}
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> None:
-        assert tag not in self.found
-        self.found[tag] = scalar_value, global_step
-
-
-def test_any_writer_of_scalars_gets_the_figures_of_process_0(tmp_path: Path) -> None:
-    writer = Scalars()
-    report = saved(tmp_path / "step_7", TensorBoard(writer, prefix="save"))
-    expected = {f"save/{name}": (value, 7) for name, value in figures(report).items()}
-    assert writer.found == expected
-    TensorBoard(None)(report_of(process=3))
+def snippet(function: str) -> str:
+    """The snippet that defines a function."""
+    (found,) = (s.text for s in snippets("docs/metrics.md") if f"def {function}(" in s.text)
+    return found
 
 
 @pytest.mark.integration
 @pytest.mark.filterwarnings("ignore")  # of tensorboard and what it imports
 @pytest.mark.parametrize("module", ["torch.utils.tensorboard", "tensorboardX"])
-def test_a_real_summary_writer_writes_events(module: str, tmp_path: Path) -> None:
-    found: Any = pytest.importorskip(module, exc_type=ImportError)
+def test_tensorboard(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip(module, exc_type=ImportError)
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with found.SummaryWriter(str(tmp_path / "events")) as writer:
-        report = saved(tmp_path / "step_7", TensorBoard(writer))
-    events = EventAccumulator(str(tmp_path / "events")).Reload()
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(snippet("to_tensorboard").replace("torch.utils.tensorboard", module), names)
+    report = saved(tmp_path / "step_7", names["to_tensorboard"])
+    names["to_tensorboard"](report_of(process=3))
+    names["writer"].close()
+    events = EventAccumulator("events").Reload()
     (event,) = events.Scalars("checkpoint/seconds")
-    assert event.step == 7
-    assert event.value == pytest.approx(report.seconds)
+    assert (event.step, event.value) == (7, pytest.approx(report.seconds))
     assert {f"checkpoint/{name}" for name in figures(report)} == set(events.Tags()["scalars"])
 
 
-# --- OpenTelemetry --------------------------------------------------------------------------------
-
-
 @pytest.mark.integration
-def test_opentelemetry_records_seconds_and_bytes(tmp_path: Path) -> None:
+def test_opentelemetry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sdk: Any = pytest.importorskip("opentelemetry.sdk.metrics")
     export: Any = pytest.importorskip("opentelemetry.sdk.metrics.export")
     reader = export.InMemoryMetricReader()
     provider = sdk.MeterProvider([reader])
-    to = OpenTelemetry(provider.get_meter("test"), {"run": "a"})
-    reports = [saved(tmp_path / f"step_{n}", to) for n in range(2)]
-    to(report_of(process=1))
+    monkeypatch.setattr("opentelemetry.metrics.get_meter", provider.get_meter)
+    names: dict[str, Any] = {"unickpt": unickpt}
+    exec(snippet("to_opentelemetry"), names)
+    report = saved(tmp_path / "step_1", names["to_opentelemetry"])
+    names["to_opentelemetry"](report_of(process=1))
     data = reader.get_metrics_data()
     provider.shutdown()
-    (resource_metrics,) = data.resource_metrics
-    (scope,) = resource_metrics.scope_metrics
-    found = {metric.name: metric for metric in scope.metrics}
-    (duration,) = found["unickpt.save.duration"].data.data_points
-    assert (duration.count, found["unickpt.save.duration"].unit) == (3, "s")
-    assert duration.sum == pytest.approx(sum(r.seconds for r in reports) + 0.5)
-    assert dict(duration.attributes) == {"run": "a"}
-    phases = {p.attributes["phase"]: p for p in found["unickpt.save.phase"].data.data_points}
-    assert phases["write"].count == 3
-    assert phases["commit"].sum == pytest.approx(sum(r.phases["commit"] for r in reports))
-    (written,) = found["unickpt.save.written"].data.data_points
-    assert written.value == 3 * 4024
-    (size,) = found["unickpt.save.size"].data.data_points
-    assert size.value == 4024
-
-
-@pytest.mark.integration
-def test_opentelemetry_has_a_meter_of_its_own() -> None:
-    pytest.importorskip("opentelemetry.metrics")
-    OpenTelemetry()(report_of())  # to the global provider, which drops it if there is none
-
-
-# --- Weights & Biases -----------------------------------------------------------------------------
-
-
-class Run:
-    """A run of wandb as far as it is needed."""
-
-    id = "abc"
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[dict[str, Any], bool | None]] = []
-        self.defined: list[tuple[str, str | None]] = []
-        self.artifacts: list[Any] = []
-
-    def define_metric(self, name: str, step_metric: str | None = None) -> None:
-        self.defined.append((name, step_metric))
-
-    def log(self, row: dict[str, Any], commit: bool | None = None) -> None:
-        self.rows.append((row, commit))
-
-    def log_artifact(self, artifact: Any) -> None:
-        self.artifacts.append(artifact)
+    (scope,) = data.resource_metrics[0].scope_metrics
+    points = {metric.name: metric.data.data_points for metric in scope.metrics}
+    assert points["unickpt.save.duration"][0].sum == pytest.approx(report.seconds + 0.5)
+    phases = {point.attributes["phase"]: point for point in points["unickpt.save.phase"]}
+    assert phases["write"].sum == pytest.approx(report.phases["write"] + 0.25)
+    assert points["unickpt.save.written"][0].value == 2 * 4024
 
 
 @pytest.mark.integration
 @pytest.mark.filterwarnings("ignore")
-def test_wandb_refers_to_the_checkpoint(tmp_path: Path) -> None:
+def test_wandb(processes: Processes, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    run = Run()
-    path = tmp_path / "run" / "step_7"
-    report = saved(path, WandB(run, name="model"))
-    (artifact,) = run.artifacts
-    facts = {**facts_of(path), **figures(report)}
-    assert (artifact.name, artifact.type, dict(artifact.metadata)) == ("model", "checkpoint", facts)
-    entries = artifact.manifest.entries
-    references = {entry.ref for entry in entries.values() if entry.ref is not None}
-    assert f"file://{path}/manifest.ocdbt" in references
-    manifest = base64.b64encode(hashlib.md5((path / "manifest.ocdbt").read_bytes()).digest())
-    assert manifest.decode() not in {entry.digest for entry in entries.values()}  # nothing is read
-    (stored,) = [entry for entry in entries.values() if entry.ref is None]  # all that is uploaded
-    assert stored.path == "checkpoint.json"
-    assert json.loads(Path(stored.local_path).read_text()) == facts
-    ((row, commit),) = run.rows
-    assert commit is False  # with the next row of the loop, whose steps it does not disturb
-    assert row["checkpoint/step"] == 7
-    assert row["checkpoint/seconds"] == report.seconds
-    assert run.defined == [("checkpoint/step", None), ("checkpoint/*", "checkpoint/step")]
-
-
-@pytest.mark.integration
-@pytest.mark.filterwarnings("ignore")
-def test_wandb_offline_keeps_the_run_and_its_steps(processes: Processes, tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
-    source = """
-        import os, sys
-        os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-        import numpy as np, unickpt, wandb
-        from unickpt.integrations.metrics import WandB
-        folder = sys.argv[1]
-        run = wandb.init(project="p", dir=folder, settings=wandb.Settings(console="off"))
-        options = unickpt.SaveOptions(metrics=WandB())
-        pending = unickpt.save_async(f"{folder}/step_3", {"w": np.ones(9)}, options=options)
-        run.log({"loss": 1.0}, step=10)
-        pending.result()
-        run.log({"loss": 0.5}, step=11)
-        run.finish()
-    """
-    assert processes.start(textwrap.dedent(source), tmp_path).wait() == 0
+    source = f"""
+import os, sys
+os.environ |= {{"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_CONSOLE": "off"}}
+os.chdir(sys.argv[1])
+import numpy as np, unickpt
+{snippet("to_wandb")}
+options = unickpt.SaveOptions(metrics=to_wandb)
+pending = unickpt.save_async(sys.argv[1] + "/step_3", {{"w": np.ones(9)}}, options=options)
+run.log({{"loss": 1.0}}, step=10)
+pending.result()
+run.log({{"loss": 0.5}}, step=11)
+run.finish()
+"""
+    process = processes.start(source, tmp_path)
+    assert process.wait() == 0, process.communicate()
     (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     written = file.read_bytes()
-    for text in (b"checkpoint/seconds", b"manifest_xxh3", b"loss"):
+    for text in (b"checkpoint/seconds", b"manifest_xxh3", b"manifest.ocdbt", b"loss"):
         assert text in written
     assert (facts_of(tmp_path / "step_3")["manifest_xxh3"]).encode() in written
 
 
 @pytest.mark.integration
 @pytest.mark.filterwarnings("ignore")
-def test_wandb_records_the_url_where_it_cannot_refer_to_the_files(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    wandb: Any = pytest.importorskip("wandb")
-
-    def refuse(*_: object, **__: object) -> None:
-        raise ImportError("s3:// references require boto3")
-
-    monkeypatch.setattr(wandb.Artifact, "add_reference", refuse)
-    run = Run()
-    saved("memory://wandb/step_1", WandB(run))
-    (artifact,) = run.artifacts
-    assert artifact.metadata["url"] == "memory://wandb/step_1/"
-    assert "no reference to its files" in caplog.text
-
-
-def test_wandb_without_a_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=None))  # type: ignore[arg-type]
-    with pytest.raises(UnickptError, match=r"call wandb.init\(\)"):
-        WandB()(report_of())
-    WandB()(report_of(process=1))
-
-
-# --- MLflow ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.integration
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("store", ["file", "sqlite"])
-def test_mlflow_has_the_figures_and_the_reference(
-    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow: Any = pytest.importorskip("mlflow")
-    if store == "sqlite":
-        pytest.importorskip("sqlalchemy")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    pytest.importorskip("sqlalchemy")
     monkeypatch.chdir(tmp_path)  # mlflow puts its folders there
-    uri = f"sqlite:///{tmp_path}/mlflow.db" if store == "sqlite" else f"file://{tmp_path}/mlruns"
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
     mlflow.set_tracking_uri(uri)
-    with mlflow.start_run() as run:
-        report = saved(tmp_path / "step_7", MLflow())  # on a thread that knows no active run
-    client = mlflow.MlflowClient(uri)
-    found = client.get_run(run.info.run_id).data
+    names: dict[str, Any] = {}
+    exec(snippet("to_mlflow"), names)
+    report = saved(tmp_path / "step_7", names["to_mlflow"])  # on a thread without an active run
+    mlflow.end_run()
+    client, run_id = mlflow.MlflowClient(uri), names["run_id"]
     expected = {f"checkpoint/{name}": value for name, value in figures(report).items()}
-    assert found.metrics == pytest.approx(expected)
-    (point,) = client.get_metric_history(run.info.run_id, "checkpoint/seconds")
+    assert client.get_run(run_id).data.metrics == pytest.approx(expected)
+    (point,) = client.get_metric_history(run_id, "checkpoint/seconds")
     assert point.step == 7
-    assert found.tags["unickpt.checkpoint"] == report.url
     file = mlflow.artifacts.download_artifacts(
-        run_id=run.info.run_id, artifact_path="checkpoints/step_7.json", tracking_uri=uri
+        run_id=run_id, artifact_path="checkpoints/step_7.json", tracking_uri=uri
     )
-    assert json.loads(Path(file).read_text()) == {
-        **facts_of(tmp_path / "step_7"),
-        **figures(report),
-    }
-
-
-def test_mlflow_without_a_run_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    fake = SimpleNamespace(active_run=lambda: None)
-    monkeypatch.setitem(sys.modules, "mlflow", fake)  # type: ignore[arg-type]
-    saved(tmp_path / "step_1", MLflow())
-    assert "no run of MLflow was active" in caplog.text
-    assert unickpt.verify(tmp_path / "step_1").ok
+    assert json.loads(Path(file).read_text()) == reference(report)

@@ -1,35 +1,27 @@
-"""Receivers of `SaveOptions(metrics=)`: what each save did, in the tools that a team looks at.
+"""For functions that `SaveOptions(metrics=)` calls: what each save did, for any tool.
 
-    SaveOptions(metrics=TensorBoard(writer))
-    SaveOptions(metrics=each(JsonLines("saves.jsonl"), WandB(run)))
+    SaveOptions(metrics=JsonLines("saves.jsonl"))
+    SaveOptions(metrics=each(JsonLines("saves.jsonl"), lambda report: log(figures(report))))
 
-They import a tool when they are made, and only their own. An error of theirs is logged, and does
-not affect the save. `OpenTelemetry` and `JsonLines` record every process; the others process 0,
-which has the run.
+docs/metrics.md has such functions for TensorBoard, OpenTelemetry, Weights & Biases and MLflow.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
-import logging
 import os
 import re
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from datetime import UTC, datetime
 from typing import Any
 
-from unickpt._version import __version__
 from unickpt.commit.version import version_at
-from unickpt.errors import MissingPackage, StorageError, UnickptError
+from unickpt.errors import StorageError
 from unickpt.format.step_metrics import finite_or_text
 from unickpt.loading.report import LoadReport
 from unickpt.saving.options import SaveReport
 from unickpt.storage import paths
-
-_log = logging.getLogger("unickpt")
 
 Receiver = Callable[[SaveReport], None]
 """What `SaveOptions(metrics=)` takes."""
@@ -62,6 +54,35 @@ def figures(report: SaveReport) -> dict[str, float]:
     numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
     phases = {f"phase/{name}": seconds for name, seconds in report.phases.items()}
     return {**numbers, "gb_per_s": report.gb_per_s, **phases}
+
+
+def reference(report: SaveReport, step: StepOf = step_of) -> dict[str, Any]:
+    """What another system has to know of a checkpoint to find it, and to check that it is the same:
+    its URL, step and figures, and the digest of its manifest.
+
+    The digest is of the manifest that is there now: if another save has replaced the checkpoint
+    since, it is that one's.
+
+    Arguments:
+        report: of the save.
+        step: tells the step of a checkpoint.
+
+    Raises:
+        StorageError: the manifest cannot be read.
+
+    Example:
+        >>> import numpy as np, unickpt
+        >>> facts = reference(unickpt.save("memory://run/step_4", {"w": np.ones(2)}))
+        >>> facts["url"], facts["step"], facts["bytes"], len(facts["manifest_xxh3"])
+        ('memory://run/step_4/', 4, 16, 16)
+    """
+    version = version_at(paths.resolve(report.url))
+    return {
+        "url": report.url,
+        "step": step(report),
+        "manifest_xxh3": None if version is None else version.digest,
+        **figures(report),
+    }
 
 
 def each(*receivers: Receiver) -> Receiver:
@@ -134,186 +155,3 @@ class JsonLines:
                 raise StorageError(f"{path}: {written} of {len(line)} bytes of a line were written")
         finally:
             os.close(file)
-
-
-class OpenTelemetry:
-    """Records each save of each process in instruments of OpenTelemetry.
-
-    Histograms of seconds are `unickpt.save.duration`, `.blocked` and `.phase`, which has an
-    attribute `phase`; counters of bytes, `.written`, `.reused` and `.staged`; the bytes of the
-    checkpoint, from process 0, are the gauge `.size`. There is no attribute for the URL, because
-    each would make new time series.
-
-    Arguments:
-        meter: makes the instruments; by default of the global provider, under the name `unickpt`.
-        attributes: of everything that is recorded, such as the name of the run.
-
-    Raises:
-        MissingPackage: opentelemetry-api is not installed.
-    """
-
-    def __init__(self, meter: Any = None, attributes: Mapping[str, Any] | None = None) -> None:
-        if meter is None:
-            meter = _imported("opentelemetry.metrics", "opentelemetry-sdk").get_meter(
-                "unickpt", __version__
-            )
-        self._attributes = dict(attributes or {})
-        name, seconds, count = "unickpt.save.", meter.create_histogram, meter.create_counter
-        duration = seconds(f"{name}duration", "s", "from the call to the commit")
-        blocked = seconds(f"{name}blocked", "s", "the call blocked its caller")
-        self._phase = seconds(f"{name}phase", "s", "one phase of a save")
-        written = count(f"{name}written", "By", "chunks written")
-        reused = count(f"{name}reused", "By", "chunks not written again")
-        staged = count(f"{name}staged", "By", "copied to host memory")
-        self._seconds = {"seconds": duration, "blocked_s": blocked}
-        self._bytes = {"written_bytes": written, "reused_bytes": reused, "staged_bytes": staged}
-        self._size = meter.create_gauge(f"{name}size", "By", "all arrays of the checkpoint")
-
-    def __call__(self, report: SaveReport) -> None:
-        attributes = self._attributes
-        for name, histogram in self._seconds.items():
-            histogram.record(getattr(report, name), attributes)
-        for phase, seconds in report.phases.items():
-            self._phase.record(seconds, {**attributes, "phase": phase})
-        for name, counter in self._bytes.items():
-            counter.add(getattr(report, name), attributes)
-        if report.process == 0:
-            self._size.set(report.bytes, attributes)
-
-
-class TensorBoard:
-    """Writes the figures of process 0 as scalars.
-
-    Arguments:
-        writer: a `SummaryWriter` of torch or tensorboardX, or what has its `add_scalar`; on other
-            processes it may be None.
-        prefix: of the names of the scalars.
-        step: tells the step of a checkpoint.
-    """
-
-    def __init__(self, writer: Any, prefix: str = "checkpoint", step: StepOf = step_of) -> None:
-        self._writer, self._prefix, self._step = writer, prefix, step
-
-    def __call__(self, report: SaveReport) -> None:
-        if report.process != 0:
-            return
-        for name, value in figures(report).items():
-            self._writer.add_scalar(f"{self._prefix}/{name}", value, self._step(report))
-
-
-class WandB:
-    """Records each checkpoint in a run of Weights & Biases as a version of an artifact.
-
-    The artifact refers to the checkpoint: its data is not uploaded, only a file `checkpoint.json`
-    with what the metadata has too: URL, step, digest of the manifest and figures. These are also in
-    the next row of the run's history, as `checkpoint/...` over `checkpoint/step`.
-
-    Arguments:
-        run: a `wandb.Run`; by default the one that is active when process 0 has saved.
-        name: of the artifact; by default `checkpoint-<id of the run>`.
-        step: tells the step of a checkpoint.
-
-    Raises:
-        MissingPackage: wandb is not installed.
-    """
-
-    def __init__(self, run: Any = None, name: str = "", step: StepOf = step_of) -> None:
-        self._wandb = _imported("wandb", "wandb")
-        self._run, self._name, self._step = run, name, step
-        self._defined_in: Any = None
-
-    def __call__(self, report: SaveReport) -> None:
-        if report.process != 0:
-            return
-        run = self._run or self._wandb.run
-        if run is None:
-            raise UnickptError("there is no run of wandb; call wandb.init() or give WandB(run)")
-        if self._defined_in is not run:
-            # A step of their own: asynchronous saves end after later steps were logged.
-            run.define_metric("checkpoint/step")
-            run.define_metric("checkpoint/*", step_metric="checkpoint/step")
-            self._defined_in = run
-        facts = _reference(report, self._step)
-        name = self._name or f"checkpoint-{run.id}"
-        artifact = self._wandb.Artifact(name, type="checkpoint", metadata=facts)
-        try:
-            artifact.add_reference(report.url, checksum=False)
-        except Exception as error:  # such as a missing library of a cloud: the URL is recorded
-            _log.warning(
-                "%s: W&B has its URL, and no reference to its files: %s", report.url, error
-            )
-        with artifact.new_file("checkpoint.json") as file:
-            json.dump(facts, file)
-        run.log_artifact(artifact)
-        row = {f"checkpoint/{name}": value for name, value in figures(report).items()}
-        step = {} if facts["step"] is None else {"checkpoint/step": facts["step"]}
-        run.log({**row, **step}, commit=False)
-
-
-class MLflow:
-    """Records each checkpoint in a run of MLflow: the figures as metrics `checkpoint/...`, and a
-    file `checkpoints/<name>.json` with URL, step, digest of the manifest and figures.
-
-    The checkpoint's data is not uploaded. The tag `unickpt.checkpoint` is the newest one's URL.
-
-    Arguments:
-        run_id: of the run; by default the one that is active in this thread, because MLflow's
-            active run is unknown to the thread that saves.
-        tracking_uri: by default MLflow's own.
-        step: tells the step of a checkpoint.
-
-    Raises:
-        MissingPackage: mlflow is not installed.
-    """
-
-    def __init__(
-        self, run_id: str | None = None, tracking_uri: str | None = None, step: StepOf = step_of
-    ) -> None:
-        self._mlflow = _imported("mlflow", "mlflow")
-        active = self._mlflow.active_run() if run_id is None else None
-        self._run_id = run_id if active is None else active.info.run_id
-        self._uri, self._step = tracking_uri, step
-
-    def __call__(self, report: SaveReport) -> None:
-        if report.process != 0:
-            return
-        if self._run_id is None:
-            raise UnickptError(
-                "no run of MLflow was active when MLflow() was made; make it within "
-                "mlflow.start_run(), or give MLflow(run_id)"
-            )
-        facts = _reference(report, self._step)
-        client = self._mlflow.MlflowClient(self._uri)
-        now, step = time.time_ns() // 1_000_000, facts["step"] or 0
-        rows = [
-            self._mlflow.entities.Metric(f"checkpoint/{name}", value, now, step)
-            for name, value in figures(report).items()
-        ]
-        client.log_batch(self._run_id, metrics=rows)
-        name = report.url.rstrip("/").rpartition("/")[2]
-        client.log_dict(self._run_id, facts, f"checkpoints/{name}.json")
-        client.set_tag(self._run_id, "unickpt.checkpoint", report.url)
-
-
-def _reference(report: SaveReport, step: StepOf) -> dict[str, Any]:
-    """What another system has to know of a checkpoint to find it, and to see whether it is it.
-
-    The digest is of the manifest that is there now: if another save has replaced the checkpoint
-    since, it is that one's.
-    """
-    version = version_at(paths.resolve(report.url))
-    return {
-        "url": report.url,
-        "step": step(report),
-        "manifest_xxh3": None if version is None else version.digest,
-        **figures(report),
-    }
-
-
-def _imported(module: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingPackage(
-            f"this needs {package}, which cannot be imported ({error}): pip install {package}"
-        ) from error
