@@ -487,7 +487,8 @@ def _local(leaf: Any, shard: LocalShard) -> torch.Tensor:
         raise TypeError(
             f"placements {tuple(leaf.placements)} on {shard.layout.mesh} give this rank the box "
             f"{box}, but its local tensor has shape {tuple(local.shape)}; shards that are not "
-            "torch's own (dimensions cut into ceil-sized chunks) go into unickpt.LocalFragments"
+            "torch's own (dimensions cut into ceil-sized chunks) go into "
+            "unickpt.types.LocalFragments"
         )
     return local
 

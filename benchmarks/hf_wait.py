@@ -107,9 +107,9 @@ def make_turns(width: int, folder: Path) -> dict[str, Callable[[int], tuple[floa
             began = perf_counter()
             saved = save(path)
             waits = perf_counter() - began
-            if isinstance(saved, unickpt.PendingSave):
+            if isinstance(saved, unickpt.types.PendingSave):
                 saved.result()
-            elif not isinstance(saved, unickpt.SaveReport):
+            elif not isinstance(saved, unickpt.types.SaveReport):
                 flush(Path(path))
             everything = perf_counter() - began
             shutil.rmtree(path)

@@ -208,7 +208,7 @@ def change(arrays: dict[str, Any]) -> None:
         array += 1
 
 
-def timed(path: Path, tree: Any, options: SaveOptions) -> tuple[float, unickpt.SaveReport]:
+def timed(path: Path, tree: Any, options: SaveOptions) -> tuple[float, unickpt.types.SaveReport]:
     """The seconds of a save."""
     os.sync()
     started = time.perf_counter()

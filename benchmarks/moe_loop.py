@@ -39,8 +39,9 @@ import torch
 from torch import nn
 
 import unickpt
-from unickpt import Checkpointer, Experts, PendingSave, SaveOptions
+from unickpt import Checkpointer, Experts, SaveOptions
 from unickpt.adapters.torch import NamedOptimizer, RouterTokens
+from unickpt.types import PendingSave
 
 KEY = "**/layers/{l}/experts/{x}/**"
 EXPERTS, VOCABULARY, LENGTH = 8, 64, 64

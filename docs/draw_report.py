@@ -23,7 +23,7 @@ from support.browser import Browser, browser  # noqa: E402
 from support.report_cases import forge_step, large_timing  # noqa: E402
 
 import unickpt  # noqa: E402
-from unickpt import Mesh  # noqa: E402
+from unickpt.types import Mesh  # noqa: E402
 
 PROCESSES, SLOW = 4096, range(296, 304)
 STEPS, ARRAYS = range(200, 3200, 200), 432

@@ -24,7 +24,7 @@ def placements(shape: tuple[int, ...]) -> tuple[Placement, Placement]:
     return (Shard(0), Shard(1)) if len(shape) > 1 else (Replicate(), Replicate())
 
 
-def empty_like_stored(array: unickpt.StoredArray, mesh: DeviceMesh) -> DTensor:
+def empty_like_stored(array: unickpt.types.StoredArray, mesh: DeviceMesh) -> DTensor:
     """A DTensor to load a stored array into."""
     dtype = getattr(torch, array.dtype.name)
     split = placements(array.shape)

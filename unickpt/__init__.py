@@ -126,19 +126,9 @@ def __getattr__(name: str) -> _Any:
     elif name in _MODULES:
         found = _importlib.import_module(f"unickpt.{name}")
     else:
-        found = _of_older_programs(name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found
     return found
-
-
-def _of_older_programs(name: str) -> _Any:
-    """What was a name of `unickpt` before it had modules for its errors and types."""
-    if not name.startswith("_"):
-        for home in ("errors", "types"):
-            module = _importlib.import_module(f"unickpt.{home}")
-            if name in module.__all__:
-                return getattr(module, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

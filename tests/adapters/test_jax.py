@@ -548,7 +548,7 @@ def test_views_outlive_the_donation_of_their_array() -> None:
     whole = np.arange(1 << 12, dtype=np.float32)
     x = jax.device_put(whole, named((8,), P("data"))) + 0
     (held,) = adapter.source(x, alone()).fragments  # of all devices
-    boxes = [unickpt.Box((at,), (at + 512,)) for at in range(0, 1 << 12, 512)]
+    boxes = [unickpt.types.Box((at,), (at + 512,)) for at in range(0, 1 << 12, 512)]
     views = [(box, held.read(box, lambda: None)) for box in boxes]
     for _ in range(3):
         x = jax.jit(lambda x: x + 1, donate_argnums=0)(x)

@@ -87,7 +87,7 @@ def test_pieces_at_a_place_of_a_larger_array(mode: Any, tmp_path: Path) -> None:
     boxes = [Box((4, 0), (8, 10)), Box((0, 0), (4, 7)), Box((0, 7), (4, 10))]
     pieces = [(box, jnp.array(numbers[box.slices])) for box in boxes]
     options = unickpt.SaveOptions(staging=mode, chunk_bytes=64, fsync=False)
-    state = {"w": unickpt.LocalFragments((8, 10), pieces)}
+    state = {"w": unickpt.types.LocalFragments((8, 10), pieces)}
     pending = unickpt.save_async(tmp_path / "c", state, options=options)
     pending.wait_staged()
     for _, array in pieces:
@@ -129,7 +129,7 @@ def test_an_array_that_is_deleted_before_it_is_transferred(tmp_path: Path) -> No
         state["w"].delete()
         try:
             pending.result()
-        except unickpt.StateChanged as error:
+        except unickpt.errors.StateChanged as error:
             late.append(str(error))
         else:
             assert unickpt.load(tmp_path / str(number))["w"][-1] == 999 + number

@@ -166,5 +166,5 @@ def test_what_decides_how_to_train_is_never_missing_through_rules(
     kept, like = trained(), trained()
     del {"stored": kept, "asked": like}[lacking]["optim"].param_groups[0][key]
     unickpt.save(tmp_path / "c", {"o": kept["optim"], "m": kept["model"]})
-    with pytest.raises((LoadMismatch, unickpt.RuleError), match=key):
+    with pytest.raises((LoadMismatch, unickpt.errors.RuleError), match=key):
         unickpt.load(tmp_path / "c", like, rules=unickpt.Rules.parse(RULES))

@@ -557,11 +557,11 @@ def test_local_fragments_hold_tensors_in_both_directions(tmp_path: Path) -> None
     whole = random_tensor(torch.bfloat16, (5, 7))
     flat = whole.reshape(-1)
     pieces = [(0, flat[:9]), (9, flat[9:30]), (30, flat[30:])]
-    save(tmp_path / "c", {"w": unickpt.LocalFragments.flat((5, 7), pieces)})
+    save(tmp_path / "c", {"w": unickpt.types.LocalFragments.flat((5, 7), pieces)})
     like = torch.zeros(5, 7, dtype=torch.bfloat16)
     assert raw(unickpt.load(tmp_path / "c", {"w": like})["w"]) == raw(whole)
     cut = [(0, torch.zeros(17, dtype=torch.bfloat16)), (17, torch.zeros(18, dtype=torch.bfloat16))]
-    unickpt.load(tmp_path / "c", {"w": unickpt.LocalFragments.flat((5, 7), cut)})
+    unickpt.load(tmp_path / "c", {"w": unickpt.types.LocalFragments.flat((5, 7), cut)})
     assert raw(torch.cat([data for _, data in cut])) == raw(whole)
 
 

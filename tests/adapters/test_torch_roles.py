@@ -60,7 +60,7 @@ try:
         checkpointer.save(step, tree(step))
     checkpointer.wait()
     said = "saved"
-except unickpt.SaveTimeout as error:
+except unickpt.errors.SaveTimeout as error:
     said = str(error)
 print(said, flush=True)
 os._exit(0)  # torch waits for the rank that died

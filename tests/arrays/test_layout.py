@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from support.strategies import laid_out
 
-from unickpt import Box, Layout, Mesh
+from unickpt.types import Box, Layout, Mesh
 
 
 @given(laid_out())

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.counts import lines_run
 
-from unickpt import Box
 from unickpt.arrays import box
+from unickpt.types import Box
 
 
 def quadratic(boxes: list[Box]) -> bool:

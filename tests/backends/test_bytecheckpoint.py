@@ -18,9 +18,9 @@ from support.file_writers import TorchPickle, torch_zip
 from support.foreign import unpacked
 
 import unickpt
-from unickpt import CheckpointCorrupt, CheckpointNotFound, Rules, UnsupportedFormat
+from unickpt import CheckpointCorrupt, CheckpointNotFound, Rules
 from unickpt.backends.bytecheckpoint.flat_params import parts_of
-from unickpt.errors import UnickptError
+from unickpt.errors import UnickptError, UnsupportedFormat
 from unickpt.foreign import file_ranges
 from unickpt.foreign.pickle_objects import BadPickle, Global
 from unickpt.foreign.pickle_writer import PickledCall, dumps

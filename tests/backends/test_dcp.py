@@ -21,11 +21,11 @@ from support.forks import Forks
 from support.torch_versions import DCP_ALONE, needs_torch
 
 import unickpt
-from unickpt import CheckpointCorrupt, CheckpointNotFound, UnsupportedFormat
+from unickpt import CheckpointCorrupt, CheckpointNotFound
 from unickpt.backends.dcp import reader as dcp
 from unickpt.backends.dcp.chunks import decompressed
 from unickpt.backends.dcp.metadata import Metadata
-from unickpt.errors import UnickptError
+from unickpt.errors import UnickptError, UnsupportedFormat
 from unickpt.foreign import file_ranges
 from unickpt.foreign.files import Files
 from unickpt.storage.errors import Damaged

@@ -13,10 +13,10 @@ from support import deepspeed_cases, file_writers, foreign, s3_server
 from support.processes import Processes
 
 import unickpt
-from unickpt import CheckpointCorrupt, UnsupportedFormat
+from unickpt import CheckpointCorrupt
 from unickpt.arrays.layout import Layout
 from unickpt.backends.deepspeed import merging, patterns, states
-from unickpt.errors import HintError, UnickptError
+from unickpt.errors import HintError, UnickptError, UnsupportedFormat
 from unickpt.foreign.elements import FileRange
 from unickpt.foreign.file_ranges import TensorSource
 from unickpt.foreign.files import Files

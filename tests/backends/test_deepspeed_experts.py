@@ -11,7 +11,8 @@ import pytest
 from support import deepspeed_cases, foreign, s3_server
 
 import unickpt
-from unickpt import CheckpointCorrupt, UnsupportedFormat
+from unickpt import CheckpointCorrupt
+from unickpt.errors import UnsupportedFormat
 from unickpt.storage import paths
 from unickpt.storage.paths import resolve
 

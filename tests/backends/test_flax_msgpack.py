@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from support import foreign, s3_server
 
 import unickpt
-from unickpt import Checkpoint, CheckpointCorrupt, UnickptError, UnsupportedFormat
+from unickpt import Checkpoint, CheckpointCorrupt, UnickptError
 from unickpt.backends import flax_msgpack
+from unickpt.errors import UnsupportedFormat
 from unickpt.storage import paths
 from unickpt.storage.paths import resolve
 from unickpt.testing.readers import ReaderSuite, nested

@@ -19,9 +19,10 @@ from support import foreign, s3_server
 from typer.testing import CliRunner
 
 import unickpt
-from unickpt import CheckpointCorrupt, HintError, UnickptError, UnsupportedFormat
+from unickpt import CheckpointCorrupt, UnickptError
 from unickpt.backends import gguf
 from unickpt.cli.app import app
+from unickpt.errors import HintError, UnsupportedFormat
 from unickpt.foreign import file_ranges
 from unickpt.storage import paths
 from unickpt.storage.paths import resolve

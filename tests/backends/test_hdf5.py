@@ -22,11 +22,12 @@ from support import foreign, s3_server
 from typer.testing import CliRunner
 
 import unickpt
-from unickpt import CheckpointCorrupt, UnickptError, UnsupportedFormat
+from unickpt import CheckpointCorrupt, UnickptError
 from unickpt.backends.hdf5 import opening
 from unickpt.backends.hdf5 import reader as hdf5
 from unickpt.backends.hdf5.bounded_file import BoundedFile
 from unickpt.cli.app import app
+from unickpt.errors import UnsupportedFormat
 from unickpt.foreign import file_ranges
 from unickpt.storage import paths
 from unickpt.storage.paths import resolve

@@ -110,7 +110,9 @@ def test_what_cannot_become_a_file_of_lightning_is_refused(tmp_path: Path) -> No
     with pytest.raises(UnsupportedLeaf, match=r"no dict with 'state_dict'; `--to torch`"):
         unickpt.convert(tmp_path / "c", tmp_path / "c.ckpt", to="lightning")
     path = saved({"state_dict": {"w": torch.ones(3)}, "p": Path("a")}, tmp_path / "ours.ckpt")
-    with pytest.raises(unickpt.InvalidPath, match=r"one file: choose a path that ends in \.ckpt"):
+    with pytest.raises(
+        unickpt.errors.InvalidPath, match=r"one file: choose a path that ends in \.ckpt"
+    ):
         unickpt.convert(path, tmp_path / "theirs", to="lightning")
     renamed = unickpt.Rules.parse("p <-> q\ndefault {leaf...} <-> {leaf...}")
     with pytest.raises(UnsupportedLeaf, match=r"'p' is stored as a path, and rules renamed"):

@@ -18,8 +18,8 @@ from support.foreign import unpacked
 from support.torch_versions import DCP_ALONE
 
 import unickpt
-from unickpt import CheckpointCorrupt, CheckpointNotFound, LoadMismatch, UnsupportedFormat
-from unickpt.errors import UnickptError
+from unickpt import CheckpointCorrupt, CheckpointNotFound, LoadMismatch
+from unickpt.errors import UnickptError, UnsupportedFormat
 from unickpt.foreign import file_ranges
 from unickpt.storage.paths import context, resolve
 from unickpt.testing.readers import ReaderSuite

@@ -16,8 +16,9 @@ from support import file_writers
 from typer.testing import CliRunner
 
 import unickpt
-from unickpt import CheckpointCorrupt, Opaque, UnsupportedFormat
+from unickpt import CheckpointCorrupt, Opaque
 from unickpt.cli.app import app
+from unickpt.errors import UnsupportedFormat
 from unickpt.foreign import pickles
 from unickpt.foreign.pickle_objects import Global
 from unickpt.foreign.pickle_writer import PickledCall, dumps

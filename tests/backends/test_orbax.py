@@ -21,10 +21,10 @@ from support import foreign, s3_server
 from typer.testing import CliRunner
 
 import unickpt
-from unickpt import CheckpointCorrupt, CheckpointNotFound, LoadMismatch, UnsupportedFormat
+from unickpt import CheckpointCorrupt, CheckpointNotFound, LoadMismatch
 from unickpt.backends.orbax import zarr
 from unickpt.cli.app import app
-from unickpt.errors import UnickptError
+from unickpt.errors import UnickptError, UnsupportedFormat
 from unickpt.storage import paths
 from unickpt.storage.paths import resolve
 from unickpt.testing.readers import ReaderSuite, same

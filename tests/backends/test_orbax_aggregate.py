@@ -22,10 +22,10 @@ from test_orbax import a, quietly, same_trees, save
 from typer.testing import CliRunner
 
 import unickpt
-from unickpt import CheckpointCorrupt, CheckpointNotFound, UnsupportedFormat
+from unickpt import CheckpointCorrupt, CheckpointNotFound
 from unickpt.backends.orbax import zarr
 from unickpt.cli.app import app
-from unickpt.errors import UnickptError
+from unickpt.errors import UnickptError, UnsupportedFormat
 from unickpt.storage import paths
 from unickpt.storage.paths import resolve
 from unickpt.testing.readers import ReaderSuite, nested, same

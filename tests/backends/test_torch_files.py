@@ -17,8 +17,9 @@ import pytest
 from support import foreign, s3_server
 
 import unickpt
-from unickpt import Checkpoint, CheckpointCorrupt, Opaque, UnickptError, UnsupportedFormat
+from unickpt import Checkpoint, CheckpointCorrupt, Opaque, UnickptError
 from unickpt.backends import torch_files
+from unickpt.errors import UnsupportedFormat
 from unickpt.storage import paths
 from unickpt.storage.paths import resolve
 from unickpt.testing.readers import ReaderSuite, nested

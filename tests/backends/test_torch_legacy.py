@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from support import file_writers, foreign, s3_server
 
 import unickpt
-from unickpt import Checkpoint, CheckpointCorrupt, UnickptError, UnsupportedFormat
+from unickpt import Checkpoint, CheckpointCorrupt, UnickptError
+from unickpt.errors import UnsupportedFormat
 from unickpt.foreign.pickle_objects import Global, PersistentId
 from unickpt.foreign.pickle_writer import PickledCall, dumps
 from unickpt.storage import paths

@@ -73,7 +73,7 @@ def test_what_is_special_about_a_tensor_in_an_unknown_way_is_refused(
     import torch
 
     monkeypatch.setattr(torch._utils, "get_tensor_metadata", lambda tensor: told)
-    with pytest.raises((CheckpointCorrupt, unickpt.UnsupportedFormat), match="special"):
+    with pytest.raises((CheckpointCorrupt, unickpt.errors.UnsupportedFormat), match="special"):
         saved(tmp_path, {"w": torch.arange(4)})
 
 
@@ -215,7 +215,7 @@ def test_an_unknown_function_that_makes_a_tensor_is_refused_by_name(
     if nested:
         kind = torch._tensor._rebuild_from_type_v2
         unknown = Call(kind, _rebuild_of_a_later_torch, torch.Tensor, args, {})
-    with pytest.raises(unickpt.UnsupportedFormat) as caught:
+    with pytest.raises(unickpt.errors.UnsupportedFormat) as caught:
         saved(tmp_path, {"a": w, "fc.weight": unknown}, _use_new_zipfile_serialization=zipped)
     for words in ("fc.weight", "memory of a tensor", "save plain tensors"):
         assert words in str(caught.value)

@@ -133,7 +133,7 @@ def test_processes_write_ranges_of_one_file(to: str, tmp_path: Path) -> None:
 def test_a_zip_file_beyond_four_gigabytes(tmp_path: Path) -> None:
     """Its large member is a hole."""
     size = (1 << 32) + 5
-    layout = ZipLayout([Content("large", b"", "w", unickpt.Box((0,), (size,)), size),
+    layout = ZipLayout([Content("large", b"", "w", unickpt.types.Box((0,), (size,)), size),
                         Content("after", b"text")])  # fmt: skip
     path = tmp_path / "x.zip"
     with path.open("wb") as file:

@@ -16,10 +16,11 @@ from support import s3_server
 from typer.testing import CliRunner
 
 import unickpt
-from unickpt import Box, Layout, LocalFragments, Mesh, PerProcess, doors
+from unickpt import PerProcess, doors
 from unickpt.cli import fragment_map
 from unickpt.cli.app import app
 from unickpt.reading.listing import checkpoints_below
+from unickpt.types import Box, Layout, LocalFragments, Mesh
 
 
 def layer(seed: int) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def test_messages_and_reprs() -> None:
         with pytest.raises(unickpt.LoadMismatch) as caught:
             unickpt.load("a", asked)
         texts.append(str(caught.value))
-    with pytest.raises(unickpt.RuleError) as caught_rule:
+    with pytest.raises(unickpt.errors.RuleError) as caught_rule:
         unickpt.load("a", {"z": np.ones(3)}, rules=unickpt.Rules.parse("w [i] <-> z [i]"))
     texts.append(str(caught_rule.value))
     with pytest.raises(KeyError) as missing:

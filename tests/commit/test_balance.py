@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from support.processes import Processes
 from support.strategies import meshes
 
-from unickpt import Layout, Mesh
 from unickpt.commit import chunk_owners
 from unickpt.commit.chunk_owners import Shared
 from unickpt.format import chunk_grid
 from unickpt.format.index import ArrayEntry
+from unickpt.types import Layout, Mesh
 
 ITEMSIZE = 4
 Shape = tuple[int, ...]

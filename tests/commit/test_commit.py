@@ -16,23 +16,19 @@ from support.saving import files, in_job, numbers, same, save_in_job, session
 
 import unickpt
 from unickpt import (
-    Box,
     CheckpointExists,
     CheckpointNotFound,
-    CoverageError,
-    LocalFragments,
     PerProcess,
-    ProcessFailed,
     ProcessGroup,
     SaveConflict,
     SaveOptions,
-    SaveTimeout,
     StorageError,
     UnsupportedLeaf,
 )
 from unickpt.commit import attempt
 from unickpt.commit.attempt import Attempt
 from unickpt.commit.messages import Notes
+from unickpt.errors import CoverageError, ProcessFailed, SaveTimeout
 from unickpt.frameworks.leaves import adapters
 from unickpt.saving import writer
 from unickpt.saving.describe import describe
@@ -40,6 +36,7 @@ from unickpt.saving.write_plan import DirectSource, plan_writes
 from unickpt.storage import paths
 from unickpt.storage.data_files import DataFile
 from unickpt.storage.errors import Failed
+from unickpt.types import Box, LocalFragments
 
 
 def absent(path: Path) -> bool:

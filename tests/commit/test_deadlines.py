@@ -30,7 +30,7 @@ if rank == alone:
             every = unickpt.SaveEvery(seconds=9.0)
             with unickpt.Checkpointer(f"{root}/run", save_every=every, options=options) as c:
                 c.should_save(1)
-    except (unickpt.SaveTimeout, unickpt.ProcessFailed) as raised:
+    except (unickpt.errors.SaveTimeout, unickpt.errors.ProcessFailed) as raised:
         error = str(raised)
     print(json.dumps([error, time.monotonic() - began]), flush=True)
 done(rank).touch()

@@ -16,23 +16,16 @@ from support.processes import Processes
 from support.saving import in_job, session
 
 import unickpt
-from unickpt import (
-    Box,
-    LocalFragments,
-    ProcessGroup,
-    SaveConflict,
-    SaveOptions,
-    StateChanged,
-    StorageError,
-    UnickptError,
-)
+from unickpt import ProcessGroup, SaveConflict, SaveOptions, StorageError, UnickptError
 from unickpt.commit import attempt, merge, root
 from unickpt.commit.messages import Notes
+from unickpt.errors import StateChanged
 from unickpt.format import codec
 from unickpt.saving import snapshot, task, write_plan, writer
 from unickpt.storage import data_files
 from unickpt.storage.data_files import DataFile
 from unickpt.storage.errors import Failed
+from unickpt.types import Box, LocalFragments
 
 STATE = {f"w{i}": np.arange(100_000.0) + i for i in range(4)}
 # Several transactions, so that some are under way when a later one fails.

@@ -263,7 +263,7 @@ TREES = {
 def test_the_processes_write_as_much_each(tree: str, count: int) -> None:
     units = []
     for name, shape in TREES[tree].items():
-        layout = unickpt.Layout.replicated(len(shape), count)
+        layout = unickpt.types.Layout.replicated(len(shape), count)
         chunk, _ = chunk_grid.chunk_grid(shape, 4, layout, 8 << 20)
         entry = chunk_grid.ArrayEntry(name, shape, "float32", chunk, layout)
         (part,) = chunk_grid.parts(entry)

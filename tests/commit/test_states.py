@@ -11,9 +11,10 @@ import pytest
 from support.saving import numbers, save_in_job
 
 import unickpt
-from unickpt import ProcessFailed, SaveConflict, SaveOptions, StorageError
+from unickpt import SaveConflict, SaveOptions, StorageError
 from unickpt.commit.attempt import Attempt
 from unickpt.commit.attempt_state import NEXT, REMOVABLE, AttemptState
+from unickpt.errors import ProcessFailed
 from unickpt.saving.task import SaveTask
 from unickpt.saving.writer import ChunkWriter
 

@@ -58,7 +58,7 @@ options = unickpt.SaveOptions(timeout_s=float(sys.argv[4]), fsync=False)
 try:
     unickpt.save(path, {"w": torch.full((1000,), 1.0), "mine": unickpt.PerProcess(rank)},
                  options=options)
-except unickpt.SaveTimeout as error:
+except unickpt.errors.SaveTimeout as error:
     print("SaveTimeout", error, flush=True)
 print("ended", flush=True)
 time.sleep(1)

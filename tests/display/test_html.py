@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 import unickpt
-from unickpt import Box, Layout, LoadReport, Mesh, Rules, SaveOptions, SaveReport, quoting
+from unickpt import Rules, SaveOptions, quoting
 from unickpt.display import fragment_grid, html
 from unickpt.format.index import ArrayEntry
 from unickpt.reading.stored_array import StoredArray
 from unickpt.tools.difference import ArrayDifference, DiffReport
+from unickpt.types import Box, Layout, LoadReport, Mesh, SaveReport
 
 EVIL = "<script>alert('\"&\u202e\x1b[31m')</script>"
 MOST = 120_000  # characters

@@ -16,7 +16,7 @@ import xxhash
 from support import TESTS
 
 import unickpt
-from unickpt import Layout, LocalFragments, Mesh, PerProcess, SaveOptions
+from unickpt import PerProcess, SaveOptions
 from unickpt.arrays import dtypes
 from unickpt.display import tree_table
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
@@ -25,6 +25,7 @@ from unickpt.format.index import INDEX_KEY, ArrayEntry, Index
 from unickpt.quantized import values
 from unickpt.quantized.blocks import Blocks
 from unickpt.trees import tree, tree_json
+from unickpt.types import Layout, LocalFragments, Mesh
 
 HERE = Path(TESTS)
 DOCS = HERE.parent / "docs"

@@ -15,18 +15,17 @@ import pytest
 
 import unickpt
 from unickpt import (
-    Box,
     Checkpointer,
     CheckpointNotFound,
     LoadMismatch,
     LoadOptions,
-    LocalFragments,
     ProcessGroup,
     Rules,
     SaveOptions,
     UnsupportedLeaf,
 )
 from unickpt.loading.loader import LoadArguments
+from unickpt.types import Box, LocalFragments
 
 STATE = {"w": np.arange(6.0).reshape(2, 3), "step": 3, "b": {"x": np.ones(4)}}
 ONES = np.ones(4)
@@ -337,10 +336,10 @@ def test_an_endpoint_without_a_scheme_is_no_damage(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "127.0.0.1:9000")
-    with pytest.raises(unickpt.InvalidPath, match=r"must begin with http:// or https://"):
+    with pytest.raises(unickpt.errors.InvalidPath, match=r"must begin with http:// or https://"):
         unickpt.load("s3://bucket/step_1")
     for called, own in (("gcs", "gs"), ("s3a", "s3")):
-        with pytest.raises(unickpt.InvalidPath, match=f"did you mean {own}://"):
+        with pytest.raises(unickpt.errors.InvalidPath, match=f"did you mean {own}://"):
             unickpt.load(f"{called}://bucket/step_1")
 
 

@@ -87,5 +87,5 @@ def test_the_function_of_the_page(tmp_path: Path) -> None:
     unickpt.save(tmp_path / "c", {"steps": steps})
     made = unickpt.load(tmp_path / "c", rules=names["rules"])
     assert same(made["positions"], steps.cumsum(axis=0, dtype=np.int32))
-    with pytest.raises(unickpt.RuleError, match="no inverse"):
+    with pytest.raises(unickpt.errors.RuleError, match="no inverse"):
         _ = names["rules"].inverse

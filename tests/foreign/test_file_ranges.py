@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.foreign import count_reads
 
-from unickpt import Box, Checkpoint, CheckpointCorrupt
+from unickpt import Checkpoint, CheckpointCorrupt
 from unickpt.foreign import file_ranges
 from unickpt.foreign.elements import ConvertedElements, ElementRun, FileRange, Joined
 from unickpt.foreign.file_ranges import FileBox, RangeReader, of_boxes, whole
@@ -19,6 +19,7 @@ from unickpt.foreign.files import Files
 from unickpt.format.index import Index
 from unickpt.storage.paths import resolve
 from unickpt.trees import tree_json
+from unickpt.types import Box
 
 
 def reader(folder: Path, entry: Any, boxes: list[FileBox]) -> Checkpoint:

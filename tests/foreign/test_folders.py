@@ -12,7 +12,8 @@ import pytest
 from support.file_writers import safetensors, torch_zip
 
 import unickpt
-from unickpt import CheckpointCorrupt, CheckpointNotFound, UnsupportedFormat
+from unickpt import CheckpointCorrupt, CheckpointNotFound
+from unickpt.errors import UnsupportedFormat
 from unickpt.foreign.loose_files import SeveralCheckpoints
 
 

@@ -14,8 +14,9 @@ from support import file_writers, foreign, s3_server
 from typer.testing import CliRunner
 
 import unickpt
-from unickpt import CheckpointCorrupt, CheckpointNotFound, InvalidPath, UnsupportedFormat
+from unickpt import CheckpointCorrupt, CheckpointNotFound
 from unickpt.cli.app import app
+from unickpt.errors import InvalidPath, UnsupportedFormat
 from unickpt.storage import paths
 from unickpt.storage.paths import resolve
 

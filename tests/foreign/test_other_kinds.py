@@ -19,7 +19,8 @@ import pytest
 from support import file_writers
 
 import unickpt
-from unickpt import CheckpointCorrupt, UnsupportedFormat
+from unickpt import CheckpointCorrupt
+from unickpt.errors import UnsupportedFormat
 from unickpt.foreign import other_kinds
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 12345\n"

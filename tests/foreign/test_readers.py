@@ -64,7 +64,7 @@ def test_an_array_of_another_format_has_no_tensorstore(tmp_path: Path) -> None:
     assert reader is not None
     stored = unickpt.Checkpoint(reader)["w"]
     assert stored.url == ""
-    with pytest.raises(unickpt.UnsupportedFormat, match="npy folder"):
+    with pytest.raises(unickpt.errors.UnsupportedFormat, match="npy folder"):
         stored.tensorstore()
 
 
@@ -82,9 +82,11 @@ def test_hints_reach_the_format_that_takes_them_and_others_are_refused(tmp_path:
         assert unickpt.load(checkpoint)["w"].tolist() == [0, 1, 2]
         assert unickpt.diff(checkpoint, tmp_path / "own").same
         assert unickpt.verify(pickle.loads(pickle.dumps(checkpoint))).ok
-        with pytest.raises(unickpt.HintError, match=r"takes the hints known; leave out 'other'"):
+        with pytest.raises(
+            unickpt.errors.HintError, match=r"takes the hints known; leave out 'other'"
+        ):
             unickpt.open(tmp_path / "c", hints={"other": 1})
-        with pytest.raises(unickpt.HintError, match=r"'knwon' \(did you mean 'known'\?\)"):
+        with pytest.raises(unickpt.errors.HintError, match=r"'knwon' \(did you mean 'known'\?\)"):
             unickpt.open(tmp_path / "c", hints={"knwon": 1})
-    with pytest.raises(unickpt.HintError, match="takes no hints"):
+    with pytest.raises(unickpt.errors.HintError, match="takes no hints"):
         unickpt.open(tmp_path / "own", hints={"known": 1})

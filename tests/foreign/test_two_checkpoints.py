@@ -40,7 +40,9 @@ READS: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.parametrize("read", READS)
 def test_a_folder_with_two_checkpoints_is_refused_and_both_are_named(read: str, path: Path) -> None:
     message = r"two checkpoints: one of the format 'unickpt' \(manifest.ocdbt\), and one of the "
-    with pytest.raises(unickpt.HintError, match=message + r"format 'dcp' \(.metadata\).*hints="):
+    with pytest.raises(
+        unickpt.errors.HintError, match=message + r"format 'dcp' \(.metadata\).*hints="
+    ):
         READS[read](path)
 
 
@@ -56,7 +58,7 @@ def test_a_save_that_was_killed_before_it_removed_what_it_replaced_counts(tmp_pa
     dcp.save({"n": 3}, checkpoint_id=path, no_dist=True)
     assert not {*left} & {file.name for file in path.iterdir()}
     torch_dcp.save({"n": 4}, checkpoint_id=path, no_dist=True)
-    with pytest.raises(unickpt.HintError, match="two checkpoints"):
+    with pytest.raises(unickpt.errors.HintError, match="two checkpoints"):
         unickpt.load(path)
 
 
@@ -64,7 +66,7 @@ def test_a_run_names_both_checkpoints_of_a_step(tmp_path: Path) -> None:
     with unickpt.Checkpointer(tmp_path) as run:
         run.save(1, {"n": 1}, wait=True)
         torch_dcp.save({"n": 2}, checkpoint_id=run.path(1), no_dist=True)
-        with pytest.raises(unickpt.HintError, match="two checkpoints"):
+        with pytest.raises(unickpt.errors.HintError, match="two checkpoints"):
             run.load()
 
 
@@ -95,7 +97,9 @@ def test_deepspeeds_latest_counts_and_other_files_do_not(tmp_path: Path) -> None
 
 def test_a_hint_of_another_format_is_refused(tmp_path: Path) -> None:
     unickpt.save(tmp_path / "c", {"n": 1})
-    with pytest.raises(unickpt.HintError, match="of the format 'unickpt', and the hint says 'dcp'"):
+    with pytest.raises(
+        unickpt.errors.HintError, match="of the format 'unickpt', and the hint says 'dcp'"
+    ):
         unickpt.open(tmp_path / "c", hints={"format": "dcp"})
     np.savez(tmp_path / "x.npz", a=np.ones(2))
     assert unickpt.open(tmp_path / "x.npz", hints={"format": "npz"})["a"].shape == (2,)

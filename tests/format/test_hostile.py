@@ -19,12 +19,13 @@ from support.forging import array, crc32c, database, forge, forge_index, index_o
 from support.forks import Forks
 
 import unickpt
-from unickpt import Box, CheckpointCorrupt, Layout, LoadOptions, Mesh, UnickptError
+from unickpt import CheckpointCorrupt, LoadOptions, UnickptError
 from unickpt.data import Sections
 from unickpt.format import chunk_grid, codec, digest_table, index_json
 from unickpt.format import index as index_module
 from unickpt.format.index import ArrayEntry
 from unickpt.storage import local_files
+from unickpt.types import Box, Layout, Mesh
 
 ZSTD = ({"name": "zstd", "configuration": {"level": 3}},)
 BLOSC = (

@@ -13,10 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.strategies import laid_out, plain, shapes
 
-from unickpt import Box, CheckpointCorrupt, UnsupportedFormat
+from unickpt import CheckpointCorrupt
 from unickpt.arrays.layout import Layout, Mesh
+from unickpt.errors import UnsupportedFormat
 from unickpt.format import chunk_grid, codec, index_json
 from unickpt.format.index import ArrayEntry, Index, PerProcessEntry
+from unickpt.types import Box
 
 
 @st.composite

@@ -18,7 +18,8 @@ from support import TESTS
 
 import unickpt
 import unickpt.data
-from unickpt import PerProcess, PerProcessValues
+from unickpt import PerProcess
+from unickpt.types import PerProcessValues
 
 FIXTURES = Path(TESTS) / "fixtures"
 

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.strategies import laid_out
 
-from unickpt import Box, Layout, Mesh
 from unickpt.commit import chunk_owners
 from unickpt.commit.chunk_owners import Shared
 from unickpt.format import chunk_grid
 from unickpt.format.index import ArrayEntry
+from unickpt.types import Box, Layout, Mesh
 
 ITEMSIZE = 4
 

@@ -12,13 +12,14 @@ import torch
 from support.counts import lines_run
 
 import unickpt
-from unickpt import CheckpointNotFound, LocalFragments, PerProcess, SaveOptions, UnsupportedLeaf
+from unickpt import CheckpointNotFound, PerProcess, SaveOptions, UnsupportedLeaf
 from unickpt.data import Sections
 from unickpt.format import index_json, ocdbt_reader
 from unickpt.format.index import Index
 from unickpt.format.written_index import CheckedStructures, check_readable
 from unickpt.saving import describe
 from unickpt.storage import paths
+from unickpt.types import LocalFragments
 
 FAST = SaveOptions(fsync=False)
 MANY = np.ones((1,) * 32 + (2,))

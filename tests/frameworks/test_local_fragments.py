@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from support.processes import Processes
 
 import unickpt
-from unickpt import Box, LocalFragments
+from unickpt.types import Box, LocalFragments
 
 SHAPE = (7, 3, 5)
 GLOBAL = np.arange(105, dtype=np.float32).reshape(SHAPE)
 
 JOB = """
 import sys, numpy as np, unickpt
-from unickpt import LocalFragments, ProcessGroup, SaveOptions
+from unickpt import ProcessGroup, SaveOptions
+from unickpt.types import LocalFragments
 me, path, cuts, mode = int(sys.argv[1]), sys.argv[2], eval(sys.argv[3]), sys.argv[4]
 shape, flat = (7, 3, 5), np.arange(105, dtype=np.float32)
 mine = [(a, flat[a:b].copy()) for a, b in cuts[me]]
@@ -71,7 +72,7 @@ def test_holes_and_overlaps_are_named_by_all_processes(
 
 def test_a_job_of_one_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     part = LocalFragments(SHAPE, [(Box((0, 0, 0), (6, 3, 5)), GLOBAL[:6])])
-    with pytest.raises(unickpt.CoverageError, match=r"no process holds \[6:7, 0:3, 0:5\]"):
+    with pytest.raises(unickpt.errors.CoverageError, match=r"no process holds \[6:7, 0:3, 0:5\]"):
         unickpt.save(tmp_path / "c", {"x": part})
     assert list(tmp_path.iterdir()) == []
 

@@ -23,15 +23,9 @@ from support.processes import Processes
 from support.saving import in_job, save_in_job
 
 import unickpt
-from unickpt import (
-    LoadMismatch,
-    LoadOptions,
-    PerProcess,
-    PerProcessValues,
-    ProcessGroup,
-    UnsupportedLeaf,
-)
+from unickpt import LoadMismatch, LoadOptions, PerProcess, ProcessGroup, UnsupportedLeaf
 from unickpt.frameworks.sections import StoredValue
+from unickpt.types import PerProcessValues
 
 SAMPLES, BATCH = 240, 5
 EVERY = list(range(SAMPLES))

@@ -194,8 +194,8 @@ def test_a_future_of_a_save_that_fails(tmp_path: Path) -> None:
     options = unickpt.SaveOptions(group=unickpt.ProcessGroup(1, 2, "alone"), timeout_s=0.5)
     writer = dcp.StorageWriter(tmp_path / "c", options=options)
     future = dcp.async_save({"w": torch.ones(3)}, storage_writer=writer)
-    assert isinstance(future.exception(60), unickpt.SaveTimeout)
-    with pytest.raises(unickpt.SaveTimeout, match="process 0"):
+    assert isinstance(future.exception(60), unickpt.errors.SaveTimeout)
+    with pytest.raises(unickpt.errors.SaveTimeout, match="process 0"):
         future.result()
     # Whoever was told of it is not told again.
     dcp.async_save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "d").result()

@@ -204,7 +204,7 @@ def test_a_mirror_of_another_run_is_not_mixed(tmp_path: Path) -> None:
         ckpt.save(30, state(30))
     ckpt = checkpointer(tmp_path / "b", mirror)
     ckpt.save(10, state(10))
-    with pytest.raises(unickpt.LaterStepsExist, match=r"later .* 10: 30; .*drop_later"):
+    with pytest.raises(unickpt.errors.LaterStepsExist, match=r"later .* 10: 30; .*drop_later"):
         ckpt.wait()
     assert StepsFolder(*mirror).steps() == [30]
     ckpt.drop_later_steps(10)

@@ -129,7 +129,7 @@ def test_what_needs_pickle_is_refused_by_name_with_what_to_do(tmp_path: Path) ->
     ("types", "error", "words"),
     [
         ('{"x": ["path"]}', unickpt.CheckpointCorrupt, "'x' is not a path"),
-        ('{"x": ["os.system"]}', unickpt.UnsupportedFormat, "os.system"),
+        ('{"x": ["os.system"]}', unickpt.errors.UnsupportedFormat, "os.system"),
         ('{"x": "path"}', unickpt.CheckpointCorrupt, "unickpt_types"),
         ("[", unickpt.CheckpointCorrupt, "unickpt_types"),
     ],
@@ -336,7 +336,7 @@ def test_memory_is_that_of_fsspec_as_for_lightning(tmp_path: Path) -> None:
     assert io.load_checkpoint(path)["global_step"] == 3
     io.remove_checkpoint(path)
     assert not fsspec.filesystem("memory").exists(path)
-    with pytest.raises(unickpt.InvalidPath, match="that of one process"):
+    with pytest.raises(unickpt.errors.InvalidPath, match="that of one process"):
         Sharded(1, 1).save_checkpoint({}, path)
 
 
@@ -358,7 +358,7 @@ def test_files_of_lightnings_own_are_loaded_removed_and_never_overwritten(tmp_pa
     TorchCheckpointIO().save_checkpoint(checkpoint(4), path)
     io = UnickptCheckpointIO()
     assert io.load_checkpoint(path)["global_step"] == 4
-    with pytest.raises(unickpt.InvalidPath, match=r"last\.ckpt"):
+    with pytest.raises(unickpt.errors.InvalidPath, match=r"last\.ckpt"):
         io.save_checkpoint(checkpoint(5), path)
     assert io.load_checkpoint(path)["global_step"] == 4
     io.remove_checkpoint(path)
@@ -406,7 +406,7 @@ def test_the_newest_checkpoint_is_found(tmp_path: Path) -> None:
 
 
 def test_metrics_are_told_where_the_checkpoint_is(tmp_path: Path) -> None:
-    told: list[unickpt.SaveReport] = []
+    told: list[unickpt.types.SaveReport] = []
     io = UnickptCheckpointIO(unickpt.SaveOptions(metrics=told.append), background=False)
     io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
     assert [step_of(report.url) for report in told] == [1]

@@ -15,10 +15,11 @@ from support.pages import snippets
 from support.processes import Processes
 
 import unickpt
-from unickpt import SaveOptions, SaveReport
+from unickpt import SaveOptions
 from unickpt.errors import StorageError
 from unickpt.integrations.metrics import JsonLines, each, figures, reference, step_of
 from unickpt.storage.database import digest_of
+from unickpt.types import SaveReport
 
 TREE = {"w": np.arange(1000, dtype=np.float32), "n": np.ones(3)}
 
@@ -101,7 +102,7 @@ def test_json_lines_has_a_line_for_each_save(tmp_path: Path) -> None:
 
 def test_many_processes_append_whole_lines_to_one_file(forks: Forks, tmp_path: Path) -> None:
     source = """
-        from unickpt import SaveReport
+        from unickpt.types import SaveReport
         from unickpt.integrations.metrics import JsonLines
         file, process = ARGS[0], int(ARGS[1])
         to = JsonLines(file, step=lambda report: report.chunks)

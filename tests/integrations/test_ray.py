@@ -123,7 +123,7 @@ def test_names_and_file_systems_that_cannot_be_used_are_refused() -> None:
     assert ours.url_of(Checkpoint("b/run/step_1", pyarrow.fs.S3FileSystem(region="x"))) == (
         "s3://b/run/step_1"
     )
-    with pytest.raises(unickpt.InvalidPath, match="'mock'"):
+    with pytest.raises(unickpt.errors.InvalidPath, match="'mock'"):
         ours.url_of(Checkpoint("a", pyarrow.fs._MockFileSystem()))
     for name in ("", "..", "a/b"):
         with pytest.raises(ValueError, match="checkpoint_dir_name"):

@@ -219,7 +219,7 @@ def test_a_resume_that_would_go_wrong_is_refused(tmp_path: Path) -> None:
     with pytest.raises(unickpt.CheckpointExists, match="resume_from_checkpoint=True"):
         make(tmp_path).train()
     for name in ("step_2", "checkpoint-2"):  # the Trainer's name of it
-        with pytest.raises(unickpt.LaterStepsExist, match="drop_later_steps"):
+        with pytest.raises(unickpt.errors.LaterStepsExist, match="drop_later_steps"):
             make(tmp_path).train(resume_from_checkpoint=str(tmp_path / name))
     with pytest.raises(unickpt.LoadMismatch, match=r"4 samples .* 8 now"):
         make(tmp_path, per_device_train_batch_size=4).train(resume_from_checkpoint=True)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import unickpt
-from unickpt import LoadMismatch, RuleError, Rules
+from unickpt import LoadMismatch, Rules
+from unickpt.errors import RuleError
 
 torch = pytest.importorskip("torch")
 from unickpt.adapters.torch import NamedOptimizer  # noqa: E402  (after torch)

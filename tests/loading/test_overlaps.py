@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import unickpt
-from unickpt import Box, Checkpointer, LoadMismatch, LoadOptions, LocalFragments, SaveOptions
+from unickpt import Checkpointer, LoadMismatch, LoadOptions, SaveOptions
+from unickpt.types import Box, LocalFragments
 
 FAST = SaveOptions(fsync=False)
 

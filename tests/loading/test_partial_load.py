@@ -13,8 +13,10 @@ import pytest
 import torch
 
 import unickpt
-from unickpt import LoadMismatch, LoadReport, RuleError, Rules
+from unickpt import LoadMismatch, Rules
 from unickpt.adapters.torch import NamedOptimizer
+from unickpt.errors import RuleError
+from unickpt.types import LoadReport
 
 
 def load(stored: Any, like: Any, **options: Any) -> tuple[Any, LoadReport]:

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 import unickpt
-from unickpt import LoadMismatch, LoadOptions, LoadReport, RuleError, Rules
+from unickpt import LoadMismatch, LoadOptions, Rules
+from unickpt.errors import RuleError
 from unickpt.testing.thread_groups import Threads
+from unickpt.types import LoadReport
 
 PATH = "memory://selection/c"
 MAKERS: dict[str, Callable[[Any], Any]] = {

@@ -22,23 +22,15 @@ from support.saving import in_job
 from typer.testing import CliRunner
 
 import unickpt
-from unickpt import (
-    Box,
-    CheckpointCorrupt,
-    LoadOptions,
-    LocalFragments,
-    ProcessFailed,
-    Rules,
-    SaveOptions,
-    UnsupportedFormat,
-    UnsupportedLeaf,
-)
+from unickpt import CheckpointCorrupt, LoadOptions, Rules, SaveOptions, UnsupportedLeaf
 from unickpt.arrays import dtypes
 from unickpt.cli.app import app
+from unickpt.errors import ProcessFailed, UnsupportedFormat
 from unickpt.format import codec, index_json
 from unickpt.quantized import choice, values
 from unickpt.quantized import codes as kinds
 from unickpt.testing.thread_groups import Threads
+from unickpt.types import Box, LocalFragments
 
 SMALL = {"chunk_bytes": 4096, "fsync": False}
 QUANTIZED = {"optim/**": "uint8", "embed": "int4", "odd/*": "int3", "half": "int2", "r": "bfloat16"}

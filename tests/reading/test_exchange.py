@@ -20,21 +20,20 @@ from support.rule_cases import flat_names
 
 import unickpt
 from unickpt import (
-    Box,
     CheckpointCorrupt,
     CheckpointNotFound,
     LoadMismatch,
     LoadOptions,
-    LocalFragments,
-    ProcessFailed,
     ProcessGroup,
     Rules,
     SaveOptions,
 )
+from unickpt.errors import ProcessFailed
 from unickpt.format import index
 from unickpt.reading.collective_read import _moved_bytes
 from unickpt.reading.shared_read import schedule
 from unickpt.testing.thread_groups import Threads
+from unickpt.types import Box, LocalFragments
 
 HERE = Path(TESTS)
 RULES = """
@@ -60,7 +59,7 @@ def left() -> dict[str, np.ndarray]:
 def wanted(draw: st.DrawFn) -> tuple[Any, list[dict[str, list[Box]]]]:
     shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
     chunk = tuple(draw(st.integers(1, n)) for n in shape)
-    layout = unickpt.Layout.replicated(len(shape), 1)
+    layout = unickpt.types.Layout.replicated(len(shape), 1)
     entry = index.ArrayEntry("x", shape, "int16", chunk, layout)
 
     def box() -> Box:
@@ -102,7 +101,7 @@ def test_every_box_comes_out_of_chunks_that_one_process_reads(case: Any, budget:
 
 def test_the_reading_is_spread_evenly() -> None:
     """Replicas of all, and a chunk that only one needs."""
-    layout = unickpt.Layout.replicated(1, 1)
+    layout = unickpt.types.Layout.replicated(1, 1)
     entry = index.ArrayEntry("x", (64,), "int8", (4,), layout)
     whole, last = Box((0,), (64,)), Box((60,), (64,))
     rounds = schedule([entry], [{"x": [whole]}] * 3 + [{"x": [last]}], _moved_bytes, 1 << 20)
@@ -425,7 +424,7 @@ def test_a_rank_that_is_killed_is_an_error_soon(stored: Path, processes: Process
             begun = time.monotonic()
             try:
                 unickpt.load(sys.argv[1] + "/left", options=TOGETHER)
-            except unickpt.ProcessFailed as error:
+            except unickpt.errors.ProcessFailed as error:
                 assert "one of them may have ended" in str(error), error
                 assert time.monotonic() - begun < 60
                 print("told")

@@ -15,9 +15,10 @@ from support.forks import Forks
 from support.saving import files, in_job
 
 import unickpt
-from unickpt import Box, CheckpointCorrupt, LocalFragments, PerProcess, ProcessGroup, SaveOptions
+from unickpt import CheckpointCorrupt, PerProcess, ProcessGroup, SaveOptions
 from unickpt.storage import paths
 from unickpt.storage.database import Database
+from unickpt.types import Box, LocalFragments
 
 # Damages a checkpoint in every way of a list, one after the other, and tells what comes of it.
 PROBE = """

@@ -24,13 +24,14 @@ from support.processes import Processes
 from support.s3_server import make_bucket, use
 
 import unickpt
-from unickpt import Box, CheckpointCorrupt, LoadMismatch, LoadOptions, LocalFragments, SaveOptions
+from unickpt import CheckpointCorrupt, LoadMismatch, LoadOptions, SaveOptions
 from unickpt.format import chunk_grid, index
 from unickpt.frameworks import leaves
 from unickpt.reading import node_read
 from unickpt.reading.node_read import SharedMemory
 from unickpt.reading.node_rendezvous import Rendezvous, RendezvousEnded, rendezvous
 from unickpt.reading.shared_read import schedule
+from unickpt.types import Box, LocalFragments
 
 SMALL = SaveOptions(chunk_bytes=1 << 10, fsync=False)
 X = np.random.default_rng(0).random((64, 32))
@@ -88,7 +89,7 @@ def load(path: Path, like: Any, **options: Any) -> Any:
 def wanted(draw: st.DrawFn) -> tuple[Any, list[dict[str, list[Box]]]]:
     shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
     chunk = tuple(draw(st.integers(1, n)) for n in shape)
-    layout = unickpt.Layout.replicated(len(shape), 1)
+    layout = unickpt.types.Layout.replicated(len(shape), 1)
     entry = index.ArrayEntry("x", shape, "int16", chunk, layout)
 
     def box() -> Box:
@@ -112,7 +113,7 @@ class _Here(Rendezvous):
 
 
 def many_rounds() -> tuple[Any, list[dict[str, list[Box]]]]:
-    entry = index.ArrayEntry("x", (60,), "int16", (4,), unickpt.Layout.replicated(1, 1))
+    entry = index.ArrayEntry("x", (60,), "int16", (4,), unickpt.types.Layout.replicated(1, 1))
     return entry, [{"x": [Box((0,), (60,))]}] * 3
 
 

@@ -19,8 +19,9 @@ from support.numbered_trees import SHAPES, number_of, tree
 from support.processes import Processes
 
 import unickpt
-from unickpt import CheckpointCorrupt, CheckpointNotFound, CheckpointReplaced, StorageError
+from unickpt import CheckpointCorrupt, CheckpointNotFound, StorageError
 from unickpt.commit.attempt import Attempt
+from unickpt.errors import CheckpointReplaced
 from unickpt.format import chunk_store, codec, digest_table, index_json
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.loading import loader
@@ -67,7 +68,7 @@ while seen["load"] < rounds:
         try:
             assert (stored["rows"][3:9, ::7] == stored.values["number"]).all()
             seen["slices"] += 1
-        except unickpt.CheckpointReplaced:
+        except unickpt.errors.CheckpointReplaced:
             seen["replaced"] += 1
 print(json.dumps(seen))
 """
@@ -265,7 +266,9 @@ def test_a_directory_that_cannot_be_made_is_named(parent: str, reason: str) -> N
 
 def test_a_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
     for act in (lambda path: unickpt.save(path, tree(1)), unickpt.load, unickpt.verify):
-        with pytest.raises(unickpt.InvalidPath, match="File name too long; give a shorter one"):
+        with pytest.raises(
+            unickpt.errors.InvalidPath, match="File name too long; give a shorter one"
+        ):
             act(tmp_path / ("x" * 300))
 
 
@@ -345,7 +348,7 @@ for act in (
     try:
         act()
         print("fine")
-    except unickpt.ForkedProcess as error:
+    except unickpt.errors.ForkedProcess as error:
         print("told" if 'multiprocessing_context="spawn"' in str(error) else error)
     except Exception as error:
         print(type(error).__name__, error)

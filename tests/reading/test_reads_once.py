@@ -119,8 +119,11 @@ def test_a_mesh_that_holds_a_part_reads_a_part(
     rows = data.shape[0]
     x = jax.device_put(data, SHARDINGS["squares"]())
     unickpt.save(where, {"x": x}, options=options)
-    boxes = [unickpt.Box((0, 3), (rows // 2, 9)), unickpt.Box((rows // 2, 3), (rows // 2 + 1, 9))]
-    like = unickpt.LocalFragments(
+    boxes = [
+        unickpt.types.Box((0, 3), (rows // 2, 9)),
+        unickpt.types.Box((rows // 2, 3), (rows // 2 + 1, 9)),
+    ]
+    like = unickpt.types.LocalFragments(
         data.shape, [(box, np.zeros(box.shape, np.float32)) for box in boxes]
     )
     found, chunks, keys = counting(lambda: unickpt.load(where, {"x": like}))

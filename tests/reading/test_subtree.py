@@ -12,8 +12,9 @@ import torch
 from typer.testing import CliRunner
 
 import unickpt
-from unickpt import Box, LoadMismatch
+from unickpt import LoadMismatch
 from unickpt.cli.app import app
+from unickpt.types import Box
 
 
 def run(*arguments: str) -> str:
@@ -97,7 +98,7 @@ def test_parts_of_parts_and_pickles(step: str) -> None:
 def test_what_is_cut_into_parts_is_read_from_them(tmp_path: Path) -> None:
     data = np.arange(7 * 5, dtype=np.int32).reshape(7, 5)
     boxes = [Box((0, 0), (3, 5)), Box((3, 0), (7, 5))]
-    fragments = unickpt.LocalFragments((7, 5), [(box, data[box.slices]) for box in boxes])
+    fragments = unickpt.types.LocalFragments((7, 5), [(box, data[box.slices]) for box in boxes])
     unickpt.save(tmp_path / "c", {"m": {"w": fragments}, "w": np.zeros(3)})
     part = unickpt.open(tmp_path / "c").under("m")
     assert np.array_equal(part["w"][2:5, 1:], data[2:5, 1:])
@@ -138,7 +139,7 @@ def test_the_record_of_a_conversion_goes_with_its_arrays(tmp_path: Path) -> None
     rules = unickpt.Rules.parse("m/w [n] <-> m/w [n] * 2\nv <-> v")
     unickpt.convert(tmp_path / "a", tmp_path / "b", rules=rules)
     again = unickpt.Rules.parse("w [n] <-> w [n] * 2")
-    with pytest.raises(unickpt.RuleError, match="second time"):
+    with pytest.raises(unickpt.errors.RuleError, match="second time"):
         unickpt.load(tmp_path / "b", rules=again, under="m")
 
 

@@ -22,11 +22,12 @@ from support.report_cases import EVIL, forge_evil, forge_step, large_timing
 from support.saving import save_in_job
 
 import unickpt
-from unickpt import Checkpointer, CheckpointNotFound, InvalidPath, Mesh, SaveOptions, StorageError
-from unickpt.errors import UnickptError
+from unickpt import Checkpointer, CheckpointNotFound, SaveOptions, StorageError
+from unickpt.errors import InvalidPath, UnickptError
 from unickpt.format.timing import TIMING_KEY
 from unickpt.integrations.metrics import JsonLines
 from unickpt.reporting import html_report
+from unickpt.types import Mesh
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 

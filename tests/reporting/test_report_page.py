@@ -16,8 +16,9 @@ from support.report_cases import EVIL, forge_evil, forge_step, large_timing
 from support.saving import save_in_job
 
 import unickpt
-from unickpt import Checkpointer, Mesh, SaveOptions
+from unickpt import Checkpointer, SaveOptions
 from unickpt.integrations.metrics import JsonLines
+from unickpt.types import Mesh
 
 pytestmark = pytest.mark.integration
 

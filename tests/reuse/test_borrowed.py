@@ -18,16 +18,10 @@ from support.saving import in_job, same
 from typer.testing import CliRunner
 
 import unickpt
-from unickpt import (
-    CheckpointCorrupt,
-    Checkpointer,
-    CheckpointExists,
-    SaveConflict,
-    SaveOptions,
-    UnsupportedFormat,
-)
+from unickpt import CheckpointCorrupt, Checkpointer, CheckpointExists, SaveConflict, SaveOptions
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.cli.app import app
+from unickpt.errors import UnsupportedFormat
 from unickpt.format import borrowed, index_json
 from unickpt.format.index import ArrayEntry, BaseEntry, Index
 from unickpt.storage import paths
@@ -67,7 +61,7 @@ def tree() -> dict[str, Any]:
     }
 
 
-def save(path: str, state: Any, **options: Any) -> unickpt.SaveReport:
+def save(path: str, state: Any, **options: Any) -> unickpt.types.SaveReport:
     made = SaveOptions(chunk_bytes=CHUNK, fsync=False, **options)
     return unickpt.save(path, state, options=made)
 
@@ -193,7 +187,7 @@ def test_a_checkpoint_elsewhere_is_no_base(run: str) -> None:
 def test_several_processes(run: str) -> None:
     state = tree()
 
-    def work(group: unickpt.ProcessGroup, path: str, base: str | None) -> unickpt.SaveReport:
+    def work(group: unickpt.ProcessGroup, path: str, base: str | None) -> unickpt.types.SaveReport:
         made = SaveOptions(chunk_bytes=CHUNK, fsync=False, group=group, timeout_s=20, base=base)
         return unickpt.save(path, state, options=made)
 
@@ -202,7 +196,7 @@ def test_several_processes(run: str) -> None:
             state["w"][9 * n] += 1
         base = f"{run}/{n - 1}" if n else None
         reports = in_job(3, lambda group, n=n, base=base: work(group, f"{run}/{n}", base))
-        assert all(isinstance(report, unickpt.SaveReport) for report in reports), reports
+        assert all(isinstance(report, unickpt.types.SaveReport) for report in reports), reports
     assert sum(report.reused_bytes for report in reports) > 0.8 * reports[0].bytes
     assert [base.name for base in unickpt.open(f"{run}/2").index.bases] == ["0"]
     is_whole(f"{run}/2", state)

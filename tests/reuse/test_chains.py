@@ -20,11 +20,9 @@ from support.saving import in_job, same
 
 import unickpt
 from unickpt import (
-    Box,
     CheckpointCorrupt,
     Checkpointer,
     CheckpointExists,
-    LocalFragments,
     SaveConflict,
     SaveOptions,
     UnickptError,
@@ -33,6 +31,7 @@ from unickpt.format import chains, chunk_grid
 from unickpt.format.growth import Growth
 from unickpt.storage import paths
 from unickpt.tools import copying
+from unickpt.types import Box, LocalFragments
 
 CHUNK = 32 << 10
 SHAPE = (64, 2048)
@@ -53,7 +52,7 @@ def changed(state: dict[str, Any], share: float = 0.01) -> dict[str, Any]:
     return state | {"w": bits.view(state["w"].dtype), "step": state["step"] + 1}
 
 
-def save(path: Path | str, state: Any, **options: Any) -> unickpt.SaveReport:
+def save(path: Path | str, state: Any, **options: Any) -> unickpt.types.SaveReport:
     options = {"chunk_bytes": CHUNK, "fsync": False, "reuse": "patch", **options}
     return unickpt.save(path, state, options=SaveOptions(**options))
 

@@ -130,7 +130,7 @@ def test_one_process_sees_it(what: str, links: bool, tmp_path: Path) -> None:
     """What it cannot take it writes; the other one refers to its own."""
 
     def save(name: str, base: Path | None) -> int:
-        def one(group: Any) -> unickpt.SaveReport:
+        def one(group: Any) -> unickpt.types.SaveReport:
             options = SaveOptions(chunk_bytes=8192, fsync=False, base=base, group=group)
             return unickpt.save(tmp_path / name, {"frozen": FROZEN}, options=options)
 

@@ -188,10 +188,12 @@ def ranks(root: str, how: str, dense: str, k: str, layers: str) -> None:
             if how == "stacked":
                 layers[str(layer)] = {"up": DTensor.from_local(value, mesh, [Shard(0)])}
             else:
-                box = unickpt.Box((0, 0), (rows, 256))
+                box = unickpt.types.Box((0, 0), (rows, 256))
                 layers[str(layer)] = {
                     "experts": {
-                        str(2 * rank + x): unickpt.LocalFragments((rows, 256), [(box, value[x])])
+                        str(2 * rank + x): unickpt.types.LocalFragments(
+                            (rows, 256), [(box, value[x])]
+                        )
                         for x in range(2)
                     }
                 }

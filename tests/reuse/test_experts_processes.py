@@ -18,7 +18,8 @@ from support.processes import Processes
 from support.saving import in_job
 
 import unickpt
-from unickpt import Box, Checkpointer, Experts, LocalFragments, ProcessGroup, SaveOptions
+from unickpt import Checkpointer, Experts, ProcessGroup, SaveOptions
+from unickpt.types import Box, LocalFragments
 
 EXPERTS, ROWS, COLUMNS = 4, 24, 100
 KEYS = {"own/{x}/*": 1, "plain/{x}/w": 1, "same/{x}": 1, "stacked/*": (0, 1)}
@@ -206,9 +207,9 @@ def test_processes_that_choose_differently_save_nothing(tmp_path: Path) -> None:
         return found
 
     first, second = job(tmp_path, 2, work)
-    assert isinstance(first[1], unickpt.CoverageError)
+    assert isinstance(first[1], unickpt.errors.CoverageError)
     assert "would be of two steps" in str(first[1])
-    assert isinstance(second[1], unickpt.ProcessFailed)
+    assert isinstance(second[1], unickpt.errors.ProcessFailed)
     assert not (tmp_path / "step_2" / "manifest.ocdbt").exists()
     steps = check(tmp_path / "step_3")
     assert {s for of in steps.values() for s in of.values()} == {3}
@@ -235,7 +236,7 @@ def test_replicas(compared: bool, tmp_path: Path) -> None:
     if compared:
         assert in_job(2, options) == [None, None]
     else:
-        with pytest.warns(unickpt.ReplicasDiffer):
+        with pytest.warns(unickpt.errors.ReplicasDiffer):
             assert in_job(2, options) == [None, None]
     for step in range(1, 5):
         check(tmp_path / f"step_{step}")

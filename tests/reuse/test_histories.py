@@ -184,7 +184,7 @@ class Folder:
                 assert same(found, expected)
                 assert report.ok, report.damage
 
-    def check_damage(self, step: int, error: Exception, report: unickpt.VerifyReport) -> None:
+    def check_damage(self, step: int, error: Exception, report: unickpt.types.VerifyReport) -> None:
         assert self.may_be_damaged(step), error
         assert not report.ok
         words = ("'w'", "'h'", "which is missing", "was replaced")

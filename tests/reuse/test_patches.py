@@ -18,19 +18,13 @@ from support.saving import in_job, same
 from typer.testing import CliRunner
 
 import unickpt
-from unickpt import (
-    Box,
-    CheckpointCorrupt,
-    Checkpointer,
-    LoadOptions,
-    LocalFragments,
-    SaveOptions,
-    UnsupportedFormat,
-)
+from unickpt import CheckpointCorrupt, Checkpointer, LoadOptions, SaveOptions
 from unickpt.cli.app import app
+from unickpt.errors import UnsupportedFormat
 from unickpt.format import chunk_grid, codec, index_json, patches
 from unickpt.saving import write_plan
 from unickpt.tools import copying
+from unickpt.types import Box, LocalFragments
 
 CHUNK = 4096
 COUNT = 16
@@ -54,7 +48,7 @@ def changed(state: dict[str, Any], share: float = 0.01, seed: int = 0) -> dict[s
     return state | {"w": bits.view(state["w"].dtype), "step": state["step"] + 1}
 
 
-def save(path: Path | str, state: Any, **options: Any) -> unickpt.SaveReport:
+def save(path: Path | str, state: Any, **options: Any) -> unickpt.types.SaveReport:
     options = {"chunk_bytes": CHUNK, "fsync": False, "reuse": "patch", **options}
     return unickpt.save(path, state, options=SaveOptions(**options))
 

@@ -36,7 +36,7 @@ def tree() -> dict[str, Any]:
     }
 
 
-def save(path: Path, state: Any, **options: Any) -> unickpt.SaveReport:
+def save(path: Path, state: Any, **options: Any) -> unickpt.types.SaveReport:
     made = SaveOptions(chunk_bytes=CHUNK, fsync=False, **options)
     return unickpt.save(path, state, options=made)
 

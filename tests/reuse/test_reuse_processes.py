@@ -16,7 +16,8 @@ from support.forks import Forks
 from support.saving import in_job, same
 
 import unickpt
-from unickpt import Box, LocalFragments, SaveOptions
+from unickpt import SaveOptions
+from unickpt.types import Box, LocalFragments
 
 ROWS, CHUNK = 96, 2048
 
@@ -83,12 +84,12 @@ def check(path: Path, step: int) -> None:
 
 
 def save_together(path: Path, step: int, count: int, base: Path | None) -> list[Any]:
-    def save(group: unickpt.ProcessGroup) -> unickpt.SaveReport:
+    def save(group: unickpt.ProcessGroup) -> unickpt.types.SaveReport:
         options = SaveOptions(group=group, chunk_bytes=CHUNK, fsync=False, timeout_s=20, base=base)
         return unickpt.save(path, state_of(step, group.index, count), options=options)
 
     reports = in_job(count, save)
-    assert all(isinstance(report, unickpt.SaveReport) for report in reports), reports
+    assert all(isinstance(report, unickpt.types.SaveReport) for report in reports), reports
     return reports
 
 
@@ -119,7 +120,7 @@ def test_another_number_of_processes(before: int, after: int, tmp_path: Path) ->
 
 def test_a_process_whose_replica_differs_gives_none_of_its_chunks(tmp_path: Path) -> None:
     def save(path: Path, base: Path | None, differs: bool) -> list[Any]:
-        def work(group: unickpt.ProcessGroup) -> unickpt.SaveReport:
+        def work(group: unickpt.ProcessGroup) -> unickpt.types.SaveReport:
             options = SaveOptions(
                 group=group, chunk_bytes=CHUNK, fsync=False, timeout_s=20, base=base
             )
@@ -129,7 +130,7 @@ def test_a_process_whose_replica_differs_gives_none_of_its_chunks(tmp_path: Path
         return in_job(2, work)
 
     save(tmp_path / "0", None, False)
-    with pytest.warns(unickpt.ReplicasDiffer):
+    with pytest.warns(unickpt.errors.ReplicasDiffer):
         reports = save(tmp_path / "1", tmp_path / "0", True)
     assert reports[0].replicas_differ == ("same",)
     assert np.array_equal(unickpt.load(tmp_path / "1")["same"], full(0))

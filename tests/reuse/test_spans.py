@@ -137,7 +137,7 @@ def test_what_one_looks_at_divides_an_array(
     assert report.written_bytes == state["b"].nbytes
     is_stored(tmp_path / "b", state)
     state["w"][401] += 1
-    with pytest.raises(unickpt.StateChanged, match="'w'"):
+    with pytest.raises(unickpt.errors.StateChanged, match="'w'"):
         unickpt.save(tmp_path / "c", state, options=told)
 
 

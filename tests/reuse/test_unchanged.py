@@ -20,10 +20,11 @@ from support.processes import Processes
 from support.saving import same
 
 import unickpt
-from unickpt import Checkpointer, SaveOptions, StateChanged, StorageError
+from unickpt import Checkpointer, SaveOptions, StorageError
 from unickpt.adapters import jax as jax_adapter
 from unickpt.adapters import torch_digests
 from unickpt.arrays.box import Box
+from unickpt.errors import StateChanged
 from unickpt.format.chunk_grid import parts
 from unickpt.frameworks.protocol import ArraySource, Fragment, Memory
 from unickpt.reuse import unchanged

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from support.recognised import note_recognised
 
 import unickpt
-from unickpt import Checkpointer, SaveOptions, StateChanged
+from unickpt import Checkpointer, SaveOptions
+from unickpt.errors import StateChanged
 from unickpt.reuse import unchanged
 from unickpt.reuse.array_samples import ArraySample
 from unickpt.saving import saver

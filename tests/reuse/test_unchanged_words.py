@@ -17,8 +17,9 @@ from support.processes import Processes
 from support.saving import same
 
 import unickpt
-from unickpt import Checkpointer, SaveOptions, StateChanged
+from unickpt import Checkpointer, SaveOptions
 from unickpt.adapters import jax as jax_adapter
+from unickpt.errors import StateChanged
 from unickpt.reuse import unchanged
 from unickpt.reuse.array_samples import ArraySample
 

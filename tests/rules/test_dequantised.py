@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unickpt
-from unickpt import Function, LoadMismatch, RuleError, Rules
+from unickpt import Function, LoadMismatch, Rules
 from unickpt.arrays.box import Box
+from unickpt.errors import RuleError
 
 
 @st.composite

@@ -15,7 +15,8 @@ import pytest
 from support.rule_cases import flat_names, flat_tree
 
 import unickpt
-from unickpt import RuleError, Rules
+from unickpt import Rules
+from unickpt.errors import RuleError
 
 pytestmark = pytest.mark.integration
 

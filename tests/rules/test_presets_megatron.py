@@ -14,7 +14,8 @@ from support.foreign import unpacked
 from support.torch_versions import DCP_ALONE
 
 import unickpt
-from unickpt import Checkpoint, RuleError, Rules
+from unickpt import Checkpoint, Rules
+from unickpt.errors import RuleError
 
 torch = pytest.importorskip("torch")
 

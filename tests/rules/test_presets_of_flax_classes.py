@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import unickpt
-from unickpt import LoadMismatch, RuleError, Rules
+from unickpt import LoadMismatch, Rules
+from unickpt.errors import RuleError
 
 pytestmark = [
     pytest.mark.integration,

@@ -18,7 +18,8 @@ from support.preset_cases import Arrays, PresetCase, digest, numbers, shapes_of
 from support.rule_cases import flat_names, flat_tree
 
 import unickpt
-from unickpt import LoadMismatch, RuleError, Rules
+from unickpt import LoadMismatch, Rules
+from unickpt.errors import RuleError
 from unickpt.observing.agreement import through
 
 CASES = [*preset_cases.all_cases()]

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import unickpt
-from unickpt import RuleError, Rules
+from unickpt import Rules
+from unickpt.errors import RuleError
 
 pytestmark = pytest.mark.integration
 

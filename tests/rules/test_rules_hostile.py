@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unickpt
-from unickpt import RuleError, Rules, RuleSyntaxError
+from unickpt import Rules
 from unickpt.arrays.names import matches
 from unickpt.backends.deepspeed.patterns import BadPattern, of_list
+from unickpt.errors import RuleError, RuleSyntaxError
 from unickpt.rules.ast import Enumeration, Linear, Name, SourcePosition, Text
 from unickpt.rules.name_patterns import Pattern
 

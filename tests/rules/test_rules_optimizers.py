@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import unickpt
-from unickpt import LoadMismatch, RuleError, Rules
+from unickpt import LoadMismatch, Rules
 from unickpt.adapters.torch import NamedOptimizer
+from unickpt.errors import RuleError
 from unickpt.testing.readers import nested
 
 SIZES = (5, 7, 3)

@@ -10,7 +10,8 @@ import pytest
 from support.rule_cases import flat_names, flat_tree
 
 import unickpt
-from unickpt import LoadMismatch, RuleError, Rules
+from unickpt import LoadMismatch, Rules
+from unickpt.errors import RuleError
 
 
 def arrays(text: str) -> dict[str, Any]:
@@ -557,7 +558,8 @@ def test_values_go_where_they_are_asked_for(tmp_path: Path) -> None:
 
 def test_functions(tmp_path: Path) -> None:
     """A function of two arrays of another shape, box by box, and back."""
-    from unickpt import Box, Function
+    from unickpt import Function
+    from unickpt.types import Box
 
     asked: list[str] = []
 
@@ -576,7 +578,7 @@ def test_functions(tmp_path: Path) -> None:
     found = unickpt.load(tmp_path / "c", rules=rules)
     assert np.array_equal(found["a"], np.outer(x, y))
     assert np.array_equal(found["b"], np.outer(y, x))
-    part = unickpt.LocalFragments((5, 7), [(Box((1, 2), (3, 6)), np.empty((2, 4)))])
+    part = unickpt.types.LocalFragments((5, 7), [(Box((1, 2), (3, 6)), np.empty((2, 4)))])
     unickpt.load(tmp_path / "c", {"a": part}, rules=rules, strict=False)
     assert np.array_equal(part.fragments[0][1], np.outer(x, y)[1:3, 2:6])
     assert asked[-1] == "[1:3, 2:6]"
@@ -589,7 +591,8 @@ def test_functions(tmp_path: Path) -> None:
 
 def test_functions_without_a_region_move_axes(tmp_path: Path) -> None:
     """Of every element: through transposes, stacked layers, shards, two inputs, and back."""
-    from unickpt import Box, Function
+    from unickpt import Function
+    from unickpt.types import Box
 
     log = Function(lambda box, x: np.log(x))
     negexp = Function(lambda box, x: -np.exp(x), inverse=Function(lambda box, x: np.log(-x)))
@@ -609,7 +612,7 @@ def test_functions_without_a_region_move_axes(tmp_path: Path) -> None:
         assert np.array_equal(made[f"layers.{i}.A"], -np.exp(stored["ssm/A"][i].T))
     assert np.array_equal(made["w"], -np.exp(np.concatenate([stored["w/a"].T, stored["w/b"].T])))
     assert np.array_equal(made["uv"], stored["u"].T + stored["v"])
-    part = unickpt.LocalFragments((12, 4), [(Box((5, 1), (9, 3)), np.empty((4, 2)))])
+    part = unickpt.types.LocalFragments((12, 4), [(Box((5, 1), (9, 3)), np.empty((4, 2)))])
     unickpt.load(tmp_path / "c", {"w": part}, rules=rules, strict=False)
     assert np.array_equal(part.fragments[0][1], made["w"][5:9, 1:3])
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.rule_cases import flat_names, flat_tree
 
 import unickpt
-from unickpt import Box, LoadOptions, Rules, SaveOptions
+from unickpt import LoadOptions, Rules, SaveOptions
 from unickpt.arrays.index_map import Digit, linear_index, pull
 from unickpt.format.index import ArrayEntry
 from unickpt.frameworks.protocol import ArrayTarget
@@ -22,6 +22,7 @@ from unickpt.loading.ruled_view import through
 from unickpt.loading.views import jobs_of
 from unickpt.reading.chunk_reader import read_arrays
 from unickpt.reading.targets import NewTarget
+from unickpt.types import Box
 
 AXES = "abcde"
 SIZES = dict(zip(AXES, (2, 3, 4, 5, 7), strict=True))  # distinct: no wrong transpose can pass

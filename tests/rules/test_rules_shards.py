@@ -94,8 +94,8 @@ def test_one_of_eight_shards_reads_about_an_eighth(
         size = x.shape[dim] // 8
         start = [size * 3 if d == dim else 0 for d in range(2)]
         stop = [size * 4 if d == dim else n for d, n in enumerate(x.shape)]
-        box = unickpt.Box(tuple(start), tuple(stop))
-        like[name] = unickpt.LocalFragments(x.shape, [(box, np.empty(box.shape, x.dtype))])
+        box = unickpt.types.Box(tuple(start), tuple(stop))
+        like[name] = unickpt.types.LocalFragments(x.shape, [(box, np.empty(box.shape, x.dtype))])
     unickpt.load(stored, like, rules=Rules.parse(RULES))
     for name, x in expected.items():
         ((box, data),) = like[name].fragments
@@ -117,7 +117,7 @@ def test_one_of_eight_shards_reads_about_an_eighth(
     assert read == needed
 
 
-def _needs(source: str, chunk: unickpt.Box, dim: int) -> bool:
+def _needs(source: str, chunk: unickpt.types.Box, dim: int) -> bool:
     """Whether an element of a chunk goes into the fourth of eight shards of what it makes."""
     marks = {name: np.zeros(x.shape, np.float32) for name, x in left().items()}
     marks[source][chunk.slices] = 1

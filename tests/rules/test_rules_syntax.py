@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unickpt import Function, RuleError, Rules, RuleSyntaxError, RuleWarning
+from unickpt import Function, Rules
+from unickpt.errors import RuleError, RuleSyntaxError, RuleWarning
 
 # The text of a rule, where the caret stands (as the text from there on), and the message.
 WRONG = [

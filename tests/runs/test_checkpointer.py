@@ -23,10 +23,7 @@ from unickpt import (
     CheckpointExists,
     CheckpointNotFound,
     Experts,
-    InvalidPath,
-    LaterStepsExist,
     LoadMismatch,
-    ProcessFailed,
     ProcessGroup,
     SaveConflict,
     SaveEvery,
@@ -35,6 +32,7 @@ from unickpt import (
     UnsupportedLeaf,
 )
 from unickpt.commit import lease
+from unickpt.errors import InvalidPath, LaterStepsExist, ProcessFailed
 from unickpt.runs import tier_copies
 from unickpt.runs.retention import Retention
 from unickpt.runs.step_folder import StepFolder

@@ -49,19 +49,13 @@ from support.run_model import (
 )
 
 import unickpt
-from unickpt import (
-    Checkpointer,
-    CheckpointExists,
-    LaterStepsExist,
-    PendingSave,
-    SaveConflict,
-    StorageError,
-    UnsupportedLeaf,
-)
+from unickpt import Checkpointer, CheckpointExists, SaveConflict, StorageError, UnsupportedLeaf
 from unickpt.commit.attempt import Attempt
+from unickpt.errors import LaterStepsExist
 from unickpt.runs import orphans
 from unickpt.saving.writer import ChunkWriter
 from unickpt.storage import paths
+from unickpt.types import PendingSave
 
 _FEW, _MANY = 25, 20_000
 """How many runs `make test` and `make soak` try."""

@@ -52,7 +52,7 @@ def test_options_show_what_differs_from_their_defaults() -> None:
         def __eq__(self, other: object) -> bool:
             raise ZeroDivisionError
 
-        def __call__(self, report: unickpt.SaveReport) -> None: ...
+        def __call__(self, report: unickpt.types.SaveReport) -> None: ...
 
     assert repr(SaveOptions(metrics=Odd())) == "SaveOptions(metrics=<Odd>)"
 

@@ -21,12 +21,12 @@ from unickpt import (
     CheckpointCorrupt,
     Checkpointer,
     CheckpointNotFound,
-    LaterStepsExist,
     SaveConflict,
     SaveEvery,
     SaveOptions,
     StorageError,
 )
+from unickpt.errors import LaterStepsExist
 from unickpt.runs import roles as roles_module
 from unickpt.runs.step_folder import StepFolder
 

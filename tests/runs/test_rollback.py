@@ -18,14 +18,12 @@ from unickpt import (
     Checkpointer,
     CheckpointExists,
     CheckpointNotFound,
-    CoverageError,
-    LaterStepsExist,
-    ProcessFailed,
     ProcessGroup,
     SaveConflict,
     SaveOptions,
     StorageError,
 )
+from unickpt.errors import CoverageError, LaterStepsExist, ProcessFailed
 from unickpt.runs import tier_copies
 from unickpt.runs.retention import Retention
 from unickpt.runs.step_folder import StepFolder

@@ -351,7 +351,7 @@ def test_a_save_waits_for_the_removal_of_its_step(
         cleaning.start()
         assert removes.wait(30)
         pending = checkpointer.save(1, numbers(3), overwrite=True)
-        with pytest.raises(unickpt.SaveTimeout):
+        with pytest.raises(unickpt.errors.SaveTimeout):
             pending.result(0.3)
         goes_on.set()
         cleaning.join(30)

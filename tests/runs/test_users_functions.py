@@ -61,7 +61,7 @@ if not child:
     for function in (run.wait, run.close, lambda: run.save(2, {"w": 1})):
         try:
             function()
-        except unickpt.ForkedProcess as error:
+        except unickpt.errors.ForkedProcess as error:
             print("refused:", error, flush=True)
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0

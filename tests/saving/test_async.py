@@ -25,17 +25,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import unickpt
-from unickpt import (
-    CheckpointExists,
-    CheckpointNotFound,
-    SaveOptions,
-    SaveTimeout,
-    StateChanged,
-    StorageError,
-    UnsupportedLeaf,
-)
+from unickpt import CheckpointExists, CheckpointNotFound, SaveOptions, StorageError, UnsupportedLeaf
 from unickpt.adapters import jax as jax_adapter
 from unickpt.adapters import torch as torch_adapter
+from unickpt.errors import SaveTimeout, StateChanged
 from unickpt.frameworks import host_memory
 from unickpt.saving import saver, snapshot
 from unickpt.saving.background import PendingSave, SaveCallbacks, SaveQueue, SaveRequest
@@ -125,7 +118,7 @@ def tensors() -> dict[str, Any]:
         "scalar": np.float32(3),
         "tied": large,
         "empty": torch.zeros(0, 3),
-        "fragments": unickpt.LocalFragments.flat((90_000,), [(0, torch.rand(90_000))]),
+        "fragments": unickpt.types.LocalFragments.flat((90_000,), [(0, torch.rand(90_000))]),
         "mine": unickpt.PerProcess({"seen": torch.arange(7)}),
     }
 
@@ -137,7 +130,7 @@ def overwrite(tree: Any) -> None:
             leaf.copy_(torch.zeros_like(leaf)) if leaf.dtype == torch.bool else leaf.fill_(77)
         elif isinstance(leaf, np.ndarray):
             leaf[...] = 77
-        elif isinstance(leaf, unickpt.LocalFragments):
+        elif isinstance(leaf, unickpt.types.LocalFragments):
             leaf.fragments[0][1].fill_(77)
 
 
@@ -592,7 +585,9 @@ def test_an_error_while_staging_reaches_the_caller(
 
     with monkeypatch.context() as patch:
         patch.setattr(snapshot, "stage", fail)
-        with pytest.raises(unickpt.OutOfMemory, match="/c: out of memory: no more") as caught:
+        with pytest.raises(
+            unickpt.errors.OutOfMemory, match="/c: out of memory: no more"
+        ) as caught:
             unickpt.save_async(tmp_path / "c", {"w": np.ones(100_000)})
     assert any("'w'" in note for note in caught.value.__notes__)
     unickpt.save_async(tmp_path / "c", {"w": np.ones(100_000)}).result(30)
@@ -709,9 +704,9 @@ def test_who_waits_at_the_fence_is_not_kept_by_a_thread_that_has_stepped_back(
 
 
 def test_metrics_are_told_and_may_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    told: list[unickpt.SaveReport] = []
+    told: list[unickpt.types.SaveReport] = []
 
-    def tell(report: unickpt.SaveReport) -> None:
+    def tell(report: unickpt.types.SaveReport) -> None:
         told.append(report)
         raise RuntimeError("the dashboard is down")
 
@@ -732,12 +727,12 @@ def test_metrics_are_told_and_may_fail(tmp_path: Path, caplog: pytest.LogCapture
 class Telling:
     """A function for `SaveOptions.metrics`, and what it did and raised, save by save."""
 
-    def __init__(self, work: Callable[[unickpt.SaveReport], object]) -> None:
+    def __init__(self, work: Callable[[unickpt.types.SaveReport], object]) -> None:
         self._work = work
         self.urls: list[str] = []
         self.errors: list[BaseException | None] = []
 
-    def __call__(self, report: unickpt.SaveReport) -> None:
+    def __call__(self, report: unickpt.types.SaveReport) -> None:
         error: BaseException | None = None
         try:
             self._work(report)
@@ -760,10 +755,10 @@ def within(seconds: float, work: Callable[[], Any]) -> Any:
 
 
 def test_metrics_may_wait_for_their_own_save(tmp_path: Path) -> None:
-    pending: list[unickpt.PendingSave] = []
+    pending: list[unickpt.types.PendingSave] = []
     begun = threading.Event()
 
-    def look(report: unickpt.SaveReport) -> None:
+    def look(report: unickpt.types.SaveReport) -> None:
         assert begun.wait(30)
         pending[0].wait_staged()
         assert pending[0].done()
@@ -780,7 +775,7 @@ def test_metrics_may_wait_for_their_own_save(tmp_path: Path) -> None:
 def test_who_waits_for_a_save_waits_for_its_metrics(tmp_path: Path) -> None:
     reached, go_on = threading.Event(), threading.Event()
 
-    def stop(report: unickpt.SaveReport) -> None:
+    def stop(report: unickpt.types.SaveReport) -> None:
         reached.set()
         assert go_on.wait(30)
 
@@ -788,7 +783,7 @@ def test_who_waits_for_a_save_waits_for_its_metrics(tmp_path: Path) -> None:
     first = queue.save(SaveRequest(tmp_path / "1", numbers(1), options))
     assert reached.wait(30)
     assert not first.done()
-    with pytest.raises(unickpt.SaveTimeout):
+    with pytest.raises(unickpt.errors.SaveTimeout):
         first.result(0.01)
     good(queue, tmp_path / "2")
     second = queue._pending[-1]
@@ -806,7 +801,7 @@ def test_who_waits_for_a_save_waits_for_its_metrics(tmp_path: Path) -> None:
 def test_metrics_may_use_the_checkpointer(verb: str, tmp_path: Path) -> None:
     """While the loop has as many saves in flight as there may be, and then waits for them."""
 
-    def work(report: unickpt.SaveReport) -> None:
+    def work(report: unickpt.types.SaveReport) -> None:
         step = int(report.url.rstrip("/").rpartition("_")[2])
         if verb == "save":
             if step < 1000:
@@ -833,7 +828,7 @@ def test_metrics_may_use_the_checkpointer(verb: str, tmp_path: Path) -> None:
             try:
                 checkpointer.save(step, {"w": np.ones(9), "step": step})
                 saved.append(step)
-            except unickpt.LaterStepsExist:
+            except unickpt.errors.LaterStepsExist:
                 assert verb == "save"
             except ValueError:
                 assert verb == "close"
@@ -843,11 +838,13 @@ def test_metrics_may_use_the_checkpointer(verb: str, tmp_path: Path) -> None:
     saved = within(60, loop)
     assert len(saved) > 0
     assert [url for url in telling.urls if int(url) < 1000] == [str(step) for step in saved]
-    assert [e for e in telling.errors if not isinstance(e, unickpt.LaterStepsExist | None)] == []
+    assert [
+        e for e in telling.errors if not isinstance(e, unickpt.errors.LaterStepsExist | None)
+    ] == []
 
 
 def test_metrics_that_raise_anything_hold_up_nothing(tmp_path: Path) -> None:
-    def leave(report: unickpt.SaveReport) -> None:
+    def leave(report: unickpt.types.SaveReport) -> None:
         raise SystemExit(3)
 
     options = SaveOptions(metrics=Telling(leave), fsync=False)
@@ -871,7 +868,7 @@ def test_the_program_waits_for_metrics(processes: Processes, tmp_path: Path) -> 
 
 
 def test_metrics_of_a_save_that_is_waited_for(tmp_path: Path) -> None:
-    def again(report: unickpt.SaveReport) -> None:
+    def again(report: unickpt.types.SaveReport) -> None:
         if not (tmp_path / "b").exists():
             unickpt.save_async(tmp_path / "b", unickpt.load(report.url)).result()
 
@@ -929,10 +926,10 @@ def test_memory_of_a_save_that_fails_while_it_is_staged_is_given_back(
     pending = save_lazily(tmp_path / "c", {"a": changing, "b": behind})
     assert began.wait(30)
     changing.add_(1)
-    with pytest.raises(unickpt.StateChanged):
+    with pytest.raises(unickpt.errors.StateChanged):
         pending.wait_staged()
     threading.Timer(0.3, may_end.set).start()  # the writer has noticed by then
-    with pytest.raises(unickpt.StateChanged):
+    with pytest.raises(unickpt.errors.StateChanged):
         pending.result(30)
     for thread in threading.enumerate():
         if thread.name.startswith("unickpt stage"):

@@ -13,9 +13,11 @@ import torch
 from support.saving import same
 
 import unickpt
-from unickpt import Box, Checkpointer, Experts, LocalFragments, SaveOptions, StateChanged
+from unickpt import Checkpointer, Experts, SaveOptions
 from unickpt.adapters import torch_digests
+from unickpt.errors import StateChanged
 from unickpt.frameworks.host_memory import HostBuffers
+from unickpt.types import Box, LocalFragments
 
 pytestmark = pytest.mark.gpu
 

@@ -23,17 +23,9 @@ from support.saving import files, in_job, numbers, same
 from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 
 import unickpt
-from unickpt import (
-    Checkpointer,
-    InvalidPath,
-    ProcessFailed,
-    ProcessGroup,
-    SaveConflict,
-    SaveOptions,
-    SaveTimeout,
-    StorageError,
-)
+from unickpt import Checkpointer, ProcessGroup, SaveConflict, SaveOptions, StorageError
 from unickpt.commit import attempt, lease
+from unickpt.errors import InvalidPath, ProcessFailed, SaveTimeout
 from unickpt.storage import paths
 
 LONG_S = 30.0  # what is waited for takes a fraction of it; only a hang takes longer

@@ -19,19 +19,13 @@ from support.forks import Forks
 from support.saving import files, in_job, same
 
 import unickpt
-from unickpt import (
-    Box,
-    CheckpointCorrupt,
-    Checkpointer,
-    LocalFragments,
-    ProcessGroup,
-    SaveOptions,
-    UnsupportedFormat,
-)
+from unickpt import CheckpointCorrupt, Checkpointer, ProcessGroup, SaveOptions
 from unickpt.arrays import dtypes
 from unickpt.commit import chosen_codecs
+from unickpt.errors import UnsupportedFormat
 from unickpt.format import blosc_frames, chunk_grid, codec, index_json
 from unickpt.saving import compressing
+from unickpt.types import Box, LocalFragments
 
 CHUNK = 64 << 10
 
@@ -62,7 +56,7 @@ def state() -> dict[str, Any]:
     }
 
 
-def save(path: Path | str, tree: Any, **options: Any) -> unickpt.SaveReport:
+def save(path: Path | str, tree: Any, **options: Any) -> unickpt.types.SaveReport:
     made = {"compression": "auto", "chunk_bytes": CHUNK, "fsync": False, **options}
     return unickpt.save(path, tree, options=SaveOptions(**made))
 
@@ -356,7 +350,7 @@ def test_processes_need_not_find_the_same(
     first: Any, second: Any, expected: str, tmp_path: Path
 ) -> None:
     reports = in_two(tmp_path / "c", halves(first, second))
-    assert all(isinstance(report, unickpt.SaveReport) for report in reports), reports
+    assert all(isinstance(report, unickpt.types.SaveReport) for report in reports), reports
     assert chosen(tmp_path / "c") == {"w": expected, "all": "blosc"}
     whole = {"w": np.concatenate([first, second]), "all": weights(99, 999)}
     is_whole(tmp_path / "c", whole)
@@ -409,7 +403,9 @@ def test_a_contradiction_is_refused_by_name(
         return real(index, chunks, records, names)
 
     monkeypatch.setattr(chosen_codecs, "settled", settled)
-    with pytest.raises(unickpt.CoverageError, match="array 'w': some processes compressed it"):
+    with pytest.raises(
+        unickpt.errors.CoverageError, match="array 'w': some processes compressed it"
+    ):
         save(tmp_path / "c", {"w": weights(200, 700)})
 
 

@@ -177,11 +177,11 @@ child = os.fork()
 if not child:
     try:
         pending.result()
-    except unickpt.ForkedProcess as error:
+    except unickpt.errors.ForkedProcess as error:
         print("refused:", error, flush=True)
     try:
         checkpointer.save(2, {{}})
-    except unickpt.ForkedProcess as error:
+    except unickpt.errors.ForkedProcess as error:
         print("refused:", error, flush=True)
     time.sleep(1.5)
     sys.exit(0)

@@ -21,10 +21,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import unickpt
-from unickpt import LocalFragments, PerProcess, SaveOptions, StateChanged
+from unickpt import PerProcess, SaveOptions
 from unickpt.arrays import guarded_copy
+from unickpt.errors import StateChanged
 from unickpt.frameworks import host_memory
 from unickpt.saving import snapshot, snapshot_policy, write_plan
+from unickpt.types import LocalFragments
 
 MODES = ["auto", "copy", "reference", "lazy", "device"]
 

@@ -14,13 +14,14 @@ from support.processes import Processes
 from support.saving import in_job
 
 import unickpt
-from unickpt import Checkpointer, SaveOptions, SaveReport
+from unickpt import Checkpointer, SaveOptions
 from unickpt.arrays.box import Box
 from unickpt.frameworks.protocol import Fragment, Memory, Transfer
 from unickpt.saving.background import SaveQueue, SaveRequest
 from unickpt.saving.snapshot_policy import SnapshotMethod, SnapshotPolicy
 from unickpt.saving.staging_memory import HostMemoryPool
 from unickpt.saving.writer import ChunkWriter
+from unickpt.types import SaveReport
 
 MIB = 1 << 20
 SMALL: dict[str, Any] = {"budget_bytes": 8 * MIB, "chunk_bytes": MIB, "fsync": False}
@@ -237,7 +238,7 @@ def test_any_other_change_of_what_is_drained_is_an_error(
         pending = run.save(1, {"first": training.parameters[:2], "last": training.parameters[2]})
         CHANGES[change](training.parameters[2])
         storage.open()
-        with pytest.raises(unickpt.StateChanged, match=r"'last'.*did not fit.*budget_bytes"):
+        with pytest.raises(unickpt.errors.StateChanged, match=r"'last'.*did not fit.*budget_bytes"):
             pending.result(30)
         assert run.latest() is None
 

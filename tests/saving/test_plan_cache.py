@@ -22,7 +22,8 @@ from support.recognised import note_recognised
 from support.saving import in_job
 
 import unickpt
-from unickpt import PerProcess, ProcessGroup, SaveOptions, StateChanged, UnsupportedLeaf
+from unickpt import PerProcess, ProcessGroup, SaveOptions, UnsupportedLeaf
+from unickpt.errors import StateChanged
 from unickpt.saving import plan_cache, saver
 from unickpt.saving.background import SaveQueue, SaveRequest
 from unickpt.trees import tree as trees
@@ -521,7 +522,7 @@ def test_replicas_that_begin_to_differ_are_noticed(waits: bool, tmp_path: Path) 
             found.append(report.replicas_differ)
         return found
 
-    with pytest.warns(unickpt.ReplicasDiffer):
+    with pytest.warns(unickpt.errors.ReplicasDiffer):
         found = in_job(2, work)
     assert found[0] == [(), (), ("s",), ("s", "l")], found[0]
 

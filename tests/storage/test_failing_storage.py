@@ -19,7 +19,8 @@ from support.forks import Forks
 from support.saving import files, numbers, save_in_job, sound
 
 import unickpt
-from unickpt import InvalidPath, ProcessFailed, StorageError, UnsupportedFormat
+from unickpt import StorageError
+from unickpt.errors import InvalidPath, ProcessFailed, UnsupportedFormat
 from unickpt.storage import local_folders
 
 
@@ -67,7 +68,7 @@ def test_a_place_where_nobody_can_write(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="/proc/unickpt"):
         unickpt.save("/proc/unickpt/step_1", numbers(1))
     for error in save_in_job("/proc/unickpt/step_1", 2, lambda index: numbers(1), timeout_s=2):
-        assert isinstance(error, StorageError | ProcessFailed | unickpt.SaveTimeout)
+        assert isinstance(error, StorageError | ProcessFailed | unickpt.errors.SaveTimeout)
         assert "/proc/unickpt" in str(error)
 
 

@@ -51,7 +51,7 @@ def test_save_load_overwrite_verify(path: str, count: int, bucket: Bucket) -> No
     with pytest.raises(CheckpointExists, match="already holds a checkpoint"):
         unickpt.save(url, numbers(2))
     for saved in save_in_job(url, count, lambda index: numbers(2), overwrite=True):
-        assert isinstance(saved, unickpt.SaveReport), saved
+        assert isinstance(saved, unickpt.types.SaveReport), saved
     assert sound(url, 2)
     folder = path.replace("%25", "%") + "/"
     keys = [name.removeprefix(folder) for name in bucket.objects]
@@ -95,7 +95,7 @@ def test_of_two_jobs_one_wins(overwrite: bool, bucket: Bucket) -> None:
         assert won, outcomes
         assert overwrite or len(won) == 1
         for outcome in outcomes:
-            ok = isinstance(outcome, unickpt.SaveReport | SaveConflict | CheckpointExists)
+            ok = isinstance(outcome, unickpt.types.SaveReport | SaveConflict | CheckpointExists)
             assert ok, outcome
         assert any(sound(url, n) for n in won)
 

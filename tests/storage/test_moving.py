@@ -12,7 +12,8 @@ import tensorstore as ts
 from support.saving import numbers, save_in_job, sound
 
 import unickpt
-from unickpt import CheckpointReplaced, SaveOptions
+from unickpt import SaveOptions
+from unickpt.errors import CheckpointReplaced
 
 
 def test_a_checkpoint_can_be_moved_and_copied(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import tensorstore as ts
 from support.saving import numbers, save_in_job, sound
 
 import unickpt
-from unickpt import CheckpointExists, CheckpointNotFound, InvalidPath
+from unickpt import CheckpointExists, CheckpointNotFound
+from unickpt.errors import InvalidPath
 
 ODD_NAMES = ["a b", "ä ö 漢", "100%", "a%20b", "a'b\"c", "x|y", "q?r#s", "~", "-rf", "a:b", "[c]*"]
 
@@ -126,9 +127,9 @@ def test_the_longest_names_hold_checkpoints(name: str, tmp_path: Path) -> None:
     unickpt.save(tmp_path / name, {"w": 1})
     unickpt.save(tmp_path / name, {"w": 2}, overwrite=True)
     assert unickpt.load(tmp_path / name) == {"w": 2}
-    with pytest.raises(unickpt.InvalidPath, match="File name too long; give a shorter one"):
+    with pytest.raises(unickpt.errors.InvalidPath, match="File name too long; give a shorter one"):
         unickpt.save(tmp_path / f"{name}y", {"w": 1})
     unickpt.save(tmp_path / "arrays", {"w": np.ones(3)})
-    with pytest.raises(unickpt.InvalidPath, match=r"too long .*at most \d+ bytes"):
+    with pytest.raises(unickpt.errors.InvalidPath, match=r"too long .*at most \d+ bytes"):
         unickpt.convert(tmp_path / "arrays", tmp_path / f"{name[:-1]}z", to="dcp")
     assert sorted(os.listdir(tmp_path)) == sorted([name, "arrays"])

@@ -169,7 +169,7 @@ def test_s3_of_two_jobs_one_wins(overwrite: bool, s3: Server) -> None:
         assert won, outcomes
         assert overwrite or len(won) == 1
         for outcome in outcomes:
-            ok = isinstance(outcome, unickpt.SaveReport | SaveConflict | CheckpointExists)
+            ok = isinstance(outcome, unickpt.types.SaveReport | SaveConflict | CheckpointExists)
             assert ok, outcome
         assert any(sound(url, n) for n in won)
 

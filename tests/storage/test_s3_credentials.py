@@ -312,5 +312,5 @@ def test_a_bucket_that_denies_deletion_keeps_more_steps_and_says_so(
 
 @pytest.mark.parametrize("path", ["a%0Ab", "a/%09/b"])
 def test_control_characters_in_a_path_are_refused(path: str) -> None:
-    with pytest.raises(unickpt.InvalidPath, match="contains a control character"):
+    with pytest.raises(unickpt.errors.InvalidPath, match="contains a control character"):
         save(path)

@@ -12,8 +12,9 @@ import pytest
 from support.saving import numbers
 
 import unickpt
-from unickpt import CheckpointExists, InvalidPath
+from unickpt import CheckpointExists
 from unickpt.backends import s3
+from unickpt.errors import InvalidPath
 from unickpt.storage import paths, schemes
 from unickpt.storage.locations import Location
 from unickpt.storage.paths import LocalLocation

@@ -473,7 +473,7 @@ def a_folder_may_be_removed_as_soon_as_a_load_returns(root: Path) -> None:
     dist.barrier()
     mine = {"w": torch.zeros(8 if dist.get_rank() else 9)}
     dcp.save({"w": numbers(8)}, checkpoint_id=root / "short")
-    error = unickpt.ProcessFailed if dist.get_rank() else unickpt.LoadMismatch
+    error = unickpt.errors.ProcessFailed if dist.get_rank() else unickpt.LoadMismatch
     with fails(error, text="another rank" if dist.get_rank() else "like"):
         dcp.load(mine, checkpoint_id=root / "short")
 
@@ -500,7 +500,7 @@ def a_folder_of_torch_is_gone_on_with(root: Path) -> None:
     like = {"w": torch.zeros(8)}
     dcp.load(like, checkpoint_id=path)
     assert same(like["w"], full)
-    with fails(unickpt.CheckpointExists, unickpt.ProcessFailed, text="other files"):
+    with fails(unickpt.CheckpointExists, unickpt.errors.ProcessFailed, text="other files"):
         dcp.save(ours(1), storage_writer=dcp.StorageWriter(path, overwrite=False))
     dist.barrier()
     with fails(BaseException, text="its state is broken"):
@@ -526,7 +526,7 @@ def a_rank_that_fails_fails_the_save_everywhere_and_leaves_the_last(root: Path) 
     path = root / "faults"
     dcp.save({"w": spread(numbers(8), 4, [Shard(0)])}, checkpoint_id=path)
     broken = {"w": spread(numbers(8) + 1, 4, [Shard(0)]), "bad": Faulty(1)}
-    mine = (ValueError,) if dist.get_rank() == 1 else (unickpt.ProcessFailed,)
+    mine = (ValueError,) if dist.get_rank() == 1 else (unickpt.errors.ProcessFailed,)
     with fails(*mine, text="its state is broken"):
         dcp.save(broken, checkpoint_id=path)
     dist.barrier()

@@ -13,10 +13,10 @@ import numpy as np
 import tensorstore as ts
 import xxhash
 
-from unickpt import Box
 from unickpt.format import chunk_grid, digest_table, index_json
 from unickpt.format import index as index_module
 from unickpt.format.index import ArrayEntry, Index
+from unickpt.types import Box
 
 
 def database(path: Path | str, *, plain: bool = False) -> ts.KvStore:

@@ -12,7 +12,8 @@ READER = """
 import json, resource
 import numpy as np
 import unickpt
-from unickpt import Box, LoadOptions
+from unickpt import LoadOptions
+from unickpt.types import Box
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024

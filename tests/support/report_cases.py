@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from support.forging import array, forge_index, index_of
-from unickpt import Layout, Mesh
 from unickpt.format import timing
 from unickpt.format.index import RESERVED
 from unickpt.format.timing import TIMING_KEY, Timing
+from unickpt.types import Layout, Mesh
 
 EVIL = "</script><img src=x onerror=\"window.pwned='yes'\">\u2028\u202e<!--<script>"
 

@@ -48,7 +48,7 @@ class Role(NamedTuple):
     def loading(self, **more: Any) -> unickpt.LoadOptions:
         return unickpt.LoadOptions(group=self.group, timeout_s=60, **more)
 
-    def save(self, path: Path, tree: Any, **more: Any) -> unickpt.SaveReport:
+    def save(self, path: Path, tree: Any, **more: Any) -> unickpt.types.SaveReport:
         return unickpt.save(path, tree, options=self.saving(**more))
 
 
@@ -147,8 +147,10 @@ def what_is_stored_does_not_depend_on_where_a_role_is(folder: Path) -> None:
                 "w": spread(numbers(7, 5), role.mesh, [Shard(0)]),
                 "all": spread(numbers(7, 5), role.mesh, [Replicate()]),
                 "plain": numbers(3, 11),
-                "own": unickpt.LocalFragments((3, 2), [(unickpt.Box((at, 0), (at + 1, 2)),
-                                                        torch.full((1, 2), float(at)))]),
+                "own": unickpt.types.LocalFragments(
+                    (3, 2),
+                    [(unickpt.types.Box((at, 0), (at + 1, 2)), torch.full((1, 2), float(at)))],
+                ),
                 "rng": unickpt.PerProcess(at),
             }  # fmt: skip
             role.save(path, tree)
@@ -197,7 +199,9 @@ def replicas_are_those_of_the_role(folder: Path) -> None:
         check(path, "p", plain)
     if role.name == "actor":
         differing = plain + (dist.get_rank() == 3)
-        error = unickpt.CoverageError if dist.get_rank() == 0 else unickpt.ProcessFailed
+        error = (
+            unickpt.errors.CoverageError if dist.get_rank() == 0 else unickpt.errors.ProcessFailed
+        )
         words = ("'p'", "different on process 2 than on process 0", "in order, ranks 0, 2, 3")
         fails(
             error,
@@ -277,7 +281,7 @@ def what_one_rank_cannot_load_fails_on_those_of_its_role(folder: Path) -> None:
     if role.name == "critic":
         load()
     else:
-        error = unickpt.LoadMismatch if bad else unickpt.ProcessFailed
+        error = unickpt.LoadMismatch if bad else unickpt.errors.ProcessFailed
         fails(error, load, *(() if bad else ("rank 2 failed: LoadMismatch",)))
 
 
@@ -413,7 +417,7 @@ def a_rank_that_does_not_save_is_named(folder: Path) -> None:
     if rank in (2, 3):
         words = (f"rank {rank} in the group of ranks 0, 2, 3", "waited for rank 0, which did not")
         save = role.save
-        fails(unickpt.SaveTimeout, lambda: save(folder / "b", tree, timeout_s=1), *words)
+        fails(unickpt.errors.SaveTimeout, lambda: save(folder / "b", tree, timeout_s=1), *words)
     elif role.name == "critic":
         role.save(folder / "critic2", tree)
     dist.barrier()
@@ -425,7 +429,7 @@ def a_rank_that_does_not_save_is_named(folder: Path) -> None:
         with unickpt.Checkpointer(folder / "run", save_every=every, options=options) as run:
             others = "ranks 2, 3" if rank == 0 else "ranks 0, 3"
             words = (f"rank {rank} in the group of ranks 0, 2, 3", f"waited for {others}, but not")
-            fails(unickpt.SaveTimeout, lambda: run.should_save(1), *words)
+            fails(unickpt.errors.SaveTimeout, lambda: run.should_save(1), *words)
     dist.barrier()
 
 
@@ -442,7 +446,7 @@ def a_rank_that_cannot_save_stops_its_own_role(folder: Path) -> None:
             fails(unickpt.UnsupportedLeaf, lambda: role.save(path, tree), "'bad'")  # noqa: B023
         else:
             words = ("process 1 failed", "'bad'", "in order, ranks 0, 2, 3 of torch.distributed")
-            fails(unickpt.ProcessFailed, lambda: role.save(path, tree), *words)  # noqa: B023
+            fails(unickpt.errors.ProcessFailed, lambda: role.save(path, tree), *words)  # noqa: B023
 
 
 if __name__ == "__main__":

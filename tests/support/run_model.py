@@ -16,17 +16,10 @@ import ml_dtypes
 import numpy as np
 
 import unickpt
-from unickpt import (
-    Checkpointer,
-    Experts,
-    PendingSave,
-    Restores,
-    Retention,
-    SaveOptions,
-    UnickptError,
-)
+from unickpt import Checkpointer, Experts, Restores, Retention, SaveOptions, UnickptError
 from unickpt.runs import orphans
 from unickpt.storage import paths
+from unickpt.types import PendingSave
 
 Array = np.ndarray[Any, Any]
 

@@ -216,7 +216,7 @@ def fsdp1_in_two_groups_of_two(folder: Path) -> None:
     if dist.get_rank() == 3:
         weight["0.weight"].local_shards()[0].tensor.add_(1)
     words = ("'w/0.weight'", "hold different data")
-    error = unickpt.CoverageError if dist.get_rank() == 0 else unickpt.ProcessFailed
+    error = unickpt.errors.CoverageError if dist.get_rank() == 0 else unickpt.errors.ProcessFailed
     fails(error, lambda: save(folder / "d", {"w": weight}), *words)
 
 
@@ -357,7 +357,7 @@ def parts_that_should_be_equal_are_compared(folder: Path) -> None:
     tree = {"w": spread(float8(16, 6), mesh, [Shard(0)])}
     tree["w"].to_local()._scale_inv.fill_(dist.get_rank() // 3)
     words = ("'w/scale_inv'", "processes 0 and 3 hold different data")
-    error = unickpt.CoverageError if dist.get_rank() == 0 else unickpt.ProcessFailed
+    error = unickpt.errors.CoverageError if dist.get_rank() == 0 else unickpt.errors.ProcessFailed
     fails(error, lambda: save(folder / "c", tree), *words)
 
 
@@ -369,7 +369,7 @@ def shards_that_cut_blocks_are_refused(folder: Path) -> None:
     weight = DTensor.from_local(
         local, mesh, [Shard(0)], run_check=False, shape=torch.Size((14, 3)), stride=(3, 1)
     )
-    error = unickpt.ProcessFailed if dist.get_rank() == 3 else unickpt.UnsupportedLeaf
+    error = unickpt.errors.ProcessFailed if dist.get_rank() == 3 else unickpt.UnsupportedLeaf
     fails(error, lambda: save(folder / "c", {"w": weight}), "do not begin and end with blocks")
 
 
@@ -377,7 +377,7 @@ def shards_that_cut_blocks_are_refused(folder: Path) -> None:
 def a_rank_without_rows_does_not_know_the_parts(folder: Path) -> None:
     weight = spread(KINDS["blocks"](1), init_device_mesh("cpu", (4,)), [Shard(0)])
     empty = spread(float8(6, 6), init_device_mesh("cpu", (4,)), [Shard(0)])
-    error = unickpt.UnsupportedLeaf if dist.get_rank() == 3 else unickpt.ProcessFailed
+    error = unickpt.UnsupportedLeaf if dist.get_rank() == 3 else unickpt.errors.ProcessFailed
     fails(error, lambda: save(folder / "c", {"v": weight, "w": empty}), "'w'", "over fewer ranks")
 
 
@@ -446,7 +446,7 @@ def each_rank_has_the_state_of_some_parameters(folder: Path) -> None:
     # Now ranks have states that they do not use any more: that is noticed.
     strict = unickpt.SaveOptions(fsync=False, check_replicas=True)
     fails(
-        unickpt.CoverageError if dist.get_rank() == 0 else unickpt.ProcessFailed,
+        unickpt.errors.CoverageError if dist.get_rank() == 0 else unickpt.errors.ProcessFailed,
         lambda: unickpt.save(folder / "d", objects(other, fresh), options=strict),
         "differ between processes",
     )

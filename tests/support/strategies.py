@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from unickpt import Layout, Mesh
+from unickpt.types import Layout, Mesh
 
 AXES = ("a", "b", "c", "d")
 

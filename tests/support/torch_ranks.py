@@ -77,11 +77,11 @@ def spread(full: Any, mesh: DeviceMesh, placements: Sequence[Any]) -> Any:
     return distribute_tensor(full, mesh, placements, src_data_rank=None)
 
 
-def save(path: Path, tree: Any, options: unickpt.SaveOptions = SMALL) -> unickpt.SaveReport:
+def save(path: Path, tree: Any, options: unickpt.SaveOptions = SMALL) -> unickpt.types.SaveReport:
     return unickpt.save(path, tree, options=options)
 
 
-def check(path: Path, name: str, full: Any) -> unickpt.StoredArray:
+def check(path: Path, name: str, full: Any) -> unickpt.types.StoredArray:
     """What is stored is the global tensor, whoever asks."""
     stored = unickpt.open(path)[name]
     like = got = torch.zeros_like(full)
@@ -106,7 +106,7 @@ def fails(error: type[Exception], action: Callable[[], Any], *words: str) -> Non
 def refused_here_alone(rank: int, path: Path, tree: Any, *words: str) -> None:
     """One rank cannot save; the others are told why, within seconds, and nothing is committed."""
     started = time.monotonic()
-    error = unickpt.UnsupportedLeaf if dist.get_rank() == rank else unickpt.ProcessFailed
+    error = unickpt.UnsupportedLeaf if dist.get_rank() == rank else unickpt.errors.ProcessFailed
     fails(error, lambda: save(path, tree), *words)
     assert time.monotonic() - started < 10
     dist.barrier()
@@ -407,7 +407,7 @@ def a_mesh_per_replica(folder: Path) -> None:
     like = spread(torch.zeros(7, 4), mine, [Shard(1)])
     unickpt.load(folder / "c", {"w": like})
     assert raw(like) == raw(spread(numbers(7, 4), mine, [Shard(1)]))
-    error = unickpt.CoverageError if dist.get_rank() == 0 else unickpt.ProcessFailed
+    error = unickpt.errors.CoverageError if dist.get_rank() == 0 else unickpt.errors.ProcessFailed
     differ = spread(numbers(7, 4) + dist.get_rank() // 2, mine, [Shard(0)])
     fails(error, lambda: save(folder / "d", {"w": differ}), "array 'w'", "different data")
 
@@ -579,11 +579,11 @@ SHAPE = (7, 5)
 CUTS = {4: [(0, 4, 4, 21, 35), (0, 11, 12, 30, 35)]}
 
 
-def flat(cuts: Sequence[int], data: Any) -> unickpt.LocalFragments:
+def flat(cuts: Sequence[int], data: Any) -> unickpt.types.LocalFragments:
     """This rank's flat range of a whole; one rank's may be empty."""
     start, stop = cuts[dist.get_rank()], cuts[dist.get_rank() + 1]
     mine = [(start, data.reshape(-1)[start:stop].clone())] if start < stop else []
-    return unickpt.LocalFragments.flat(SHAPE, mine, dtype="bfloat16")
+    return unickpt.types.LocalFragments.flat(SHAPE, mine, dtype="bfloat16")
 
 
 @ranks(4)
@@ -607,10 +607,10 @@ def flat_ranges_of_a_sharded_optimizer(folder: Path) -> None:
 @ranks(4)
 def flat_ranges_that_overlap_or_leave_a_hole(folder: Path) -> None:
     rank = dist.get_rank()
-    error = unickpt.CoverageError if rank == 0 else unickpt.ProcessFailed
+    error = unickpt.errors.CoverageError if rank == 0 else unickpt.errors.ProcessFailed
 
-    def part(start: int, stop: int) -> unickpt.LocalFragments:
-        return unickpt.LocalFragments.flat(SHAPE, [(start, torch.ones(stop - start))])
+    def part(start: int, stop: int) -> unickpt.types.LocalFragments:
+        return unickpt.types.LocalFragments.flat(SHAPE, [(start, torch.ones(stop - start))])
 
     bounds = [(0, 10), (10, 20), (20, 30), (30, 35)]
     overlapping = part(*[*bounds[:2], (15, 30), bounds[3]][rank])
@@ -661,13 +661,13 @@ def shards_of_other_sizes_are_refused(folder: Path) -> None:
         torch.ones(3 if rank == 2 else 1 if rank == 3 else 2, 4), line, [Shard(0)],
         run_check=False, shape=torch.Size((12, 4)), stride=(4, 1),
     )  # fmt: skip
-    error = unickpt.UnsupportedLeaf if rank in (2, 3) else unickpt.ProcessFailed
+    error = unickpt.UnsupportedLeaf if rank in (2, 3) else unickpt.errors.ProcessFailed
     words = ("'w'", "has shape", "LocalFragments")
     fails(error, lambda: save(folder / "own", {"w": own}), *words)
     # distribute_tensor cuts uneven strided shards in another way than FSDP2 does.
     mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
     strided = [_StridedShard(0, split_factor=2), Shard(0)]
-    error = unickpt.UnsupportedLeaf if rank >= 4 else unickpt.ProcessFailed
+    error = unickpt.UnsupportedLeaf if rank >= 4 else unickpt.errors.ProcessFailed
     odd = spread(numbers(7, 4), mesh, strided)
     fails(error, lambda: save(folder / "odd", {"w": odd}), "'w'", "_StridedShard", "has shape")
     save(folder / "even", {"w": spread(numbers(12, 4), mesh, strided)})
@@ -707,7 +707,7 @@ def a_leaf_that_one_rank_cannot_save(folder: Path) -> None:
 @ranks(4)
 def ranks_that_disagree(folder: Path) -> None:
     rank = dist.get_rank()
-    error = unickpt.CoverageError if rank == 0 else unickpt.ProcessFailed
+    error = unickpt.errors.CoverageError if rank == 0 else unickpt.errors.ProcessFailed
     shapes = torch.ones(3 if rank == 3 else 2)
     fails(error, lambda: save(folder / "shape", {"w": shapes}), "'w'", "[2]", "[3]")
 

@@ -14,7 +14,8 @@ from support.processes import Processes
 from support.rule_cases import flat_names
 
 import unickpt
-from unickpt import CheckpointCorrupt, LoadMismatch, RuleError, Rules, SaveOptions
+from unickpt import CheckpointCorrupt, LoadMismatch, Rules, SaveOptions
+from unickpt.errors import RuleError
 from unickpt.loading.provenance import Provenance
 
 RULES = """
@@ -304,7 +305,9 @@ def test_diff_through_rules_finds_a_flipped_bit(tmp_path: Path) -> None:
 
 def test_diff_of_layouts(tmp_path: Path) -> None:
     unickpt.save(tmp_path / "a", {"w": np.ones((4, 2))})
-    two = unickpt.LocalFragments((4, 2), [(unickpt.Box((0, 0), (4, 2)), np.ones((4, 2)))])
+    two = unickpt.types.LocalFragments(
+        (4, 2), [(unickpt.types.Box((0, 0), (4, 2)), np.ones((4, 2)))]
+    )
     unickpt.save(tmp_path / "b", {"w": two})
     assert unickpt.diff(tmp_path / "a", tmp_path / "b").differences == ()
     found = unickpt.diff(tmp_path / "a", tmp_path / "b", layout=True)

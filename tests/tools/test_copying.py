@@ -15,14 +15,8 @@ from support import s3_server
 from support.saving import in_job, same
 
 import unickpt
-from unickpt import (
-    CheckpointCorrupt,
-    CheckpointExists,
-    CheckpointNotFound,
-    PerProcess,
-    SaveOptions,
-    UnsupportedFormat,
-)
+from unickpt import CheckpointCorrupt, CheckpointExists, CheckpointNotFound, PerProcess, SaveOptions
+from unickpt.errors import UnsupportedFormat
 from unickpt.tools import copying
 
 CHUNK = 4096
@@ -49,7 +43,7 @@ def state(step: int = 0) -> dict[str, Any]:
     return {"w": rows, "n": np.arange(7), "empty": np.zeros((0, 2)), "step": step}
 
 
-def save(path: Path | str, step: int = 0, **options: Any) -> unickpt.SaveReport:
+def save(path: Path | str, step: int = 0, **options: Any) -> unickpt.types.SaveReport:
     made = SaveOptions(chunk_bytes=CHUNK, fsync=False, **options)
     return unickpt.save(path, state(step), options=made, metadata={"of": "a run"})
 
@@ -98,12 +92,14 @@ def test_values_of_processes_are_copied(tmp_path: Path, monkeypatch: pytest.Monk
     without_links(monkeypatch)
     for name, base in (("a", None), ("b", tmp_path / "a")):
 
-        def work(group: Any, name: str = name, base: Path | None = base) -> unickpt.SaveReport:
+        def work(
+            group: Any, name: str = name, base: Path | None = base
+        ) -> unickpt.types.SaveReport:
             tree = state() | {"own": PerProcess(group.index + 1)}
             options = SaveOptions(chunk_bytes=CHUNK, group=group, base=base, timeout_s=20)
             return unickpt.save(tmp_path / name, tree, options=options)
 
-        assert all(isinstance(r, unickpt.SaveReport) for r in in_job(3, work))
+        assert all(isinstance(r, unickpt.types.SaveReport) for r in in_job(3, work))
     unickpt.copy(tmp_path / "b", tmp_path / "c")
     shutil.rmtree(tmp_path / "a")
     assert unickpt.load(tmp_path / "c")["own"].values == (1, 2, 3)

@@ -20,12 +20,12 @@ import unickpt
 from unickpt import (
     CheckpointCorrupt,
     CheckpointExists,
-    ProcessFailed,
     Rules,
     SaveConflict,
     SaveOptions,
     UnsupportedLeaf,
 )
+from unickpt.errors import ProcessFailed
 from unickpt.frameworks.host_memory import HostBuffers
 from unickpt.loading.ruled_view import through
 from unickpt.loading.views import StoredView

@@ -19,7 +19,8 @@ from support.processes import Processes
 from support.saving import files
 
 import unickpt
-from unickpt import Checkpoint, MergeError, SaveOptions
+from unickpt import Checkpoint, SaveOptions
+from unickpt.errors import MergeError
 from unickpt.reading.listing import checkpoints_below
 from unickpt.tools.merge_methods import Search, Weighted
 from unickpt.tools.merge_trials import Trial, balanced, pareto_front

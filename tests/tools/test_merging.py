@@ -22,7 +22,8 @@ from support.processes import Processes
 from support.saving import files, in_job
 
 import unickpt
-from unickpt import MergeError, PerProcess, Rules, SaveOptions, merge_methods
+from unickpt import PerProcess, Rules, SaveOptions, merge_methods
+from unickpt.errors import MergeError
 from unickpt.testing.thread_groups import Threads
 from unickpt.tools.merge_methods import ByMetric, ByStep, Dare, Ema, Slerp, Ties
 from unickpt.tools.slabs import read_boxes
@@ -280,8 +281,8 @@ def test_sources_of_other_layouts_chunks_formats_dtypes_and_names(tmp_path: Path
 
     def rows(group: unickpt.ProcessGroup) -> None:
         at = slice(30 * group.index, 30 * group.index + 30)
-        box = unickpt.Box((0, at.start, 0), (2, at.stop, 80))
-        part = unickpt.LocalFragments((2, 60, 80), [(box, up[1][:, at])])
+        box = unickpt.types.Box((0, at.start, 0), (2, at.stop, 80))
+        part = unickpt.types.LocalFragments((2, 60, 80), [(box, up[1][:, at])])
         options = SaveOptions(group=group, fsync=False, timeout_s=20)
         unickpt.save(tmp_path / "b", {"up": part}, options=options)
 
@@ -579,7 +580,7 @@ def test_processes_that_merge_different_sources_fail(tmp_path: Path) -> None:
         unickpt.merge(paths, tmp_path / "m", options=options)
 
     first, second = in_job(2, run)
-    assert isinstance(first, unickpt.CoverageError), first
+    assert isinstance(first, unickpt.errors.CoverageError), first
     assert "different metadata" in str(first)
     assert isinstance(second, unickpt.UnickptError), second
     with pytest.raises(unickpt.CheckpointNotFound):

@@ -68,6 +68,11 @@ def test_every_public_name_is_there() -> None:
         from unickpt import marge  # noqa: F401
 
 
+def test_errors_and_types_have_one_home() -> None:
+    for name in {*unickpt.errors.__all__, *unickpt.types.__all__} - {*unickpt.__all__}:
+        assert not hasattr(unickpt, name), name
+
+
 def test_type_checkers_see_what_is_imported_later() -> None:
     """Each late name is imported from the same module under `if _CHECKING`, and nothing else is."""
     source = ast.parse(Path(unickpt.__file__).read_text())

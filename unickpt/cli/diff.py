@@ -9,7 +9,6 @@ import typer
 from rich.text import Text
 
 import unickpt
-from unickpt import ArrayDifference, DiffReport
 from unickpt.cli.options import (
     HintOption,
     Inverse,
@@ -32,6 +31,7 @@ from unickpt.cli.output import (
     verdict,
 )
 from unickpt.quoting import counted, size_text
+from unickpt.types import ArrayDifference, DiffReport
 
 
 def command(

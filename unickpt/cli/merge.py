@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 import unickpt
-from unickpt import MergeReport, merge_methods
+from unickpt import merge_methods
 from unickpt.cli.options import (
     BudgetOption,
     Compression,
@@ -39,6 +39,7 @@ from unickpt.cli.output import (
 )
 from unickpt.quoting import counted
 from unickpt.tools.merge_sources import MergePlan, MergeRequest, plan_merge
+from unickpt.types import MergeReport
 
 _PARAMETER = "a parameter and its value, such as density=0.3"
 

@@ -27,8 +27,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from unickpt import SaveReport
 from unickpt.quoting import counted, printable, size_text
+from unickpt.types import SaveReport
 
 DAMAGED, DIFFERENT, FAILED = 1, 1, 2
 _MOST_TEXT = 1000  # characters of a name, or of a fact; JSON has all

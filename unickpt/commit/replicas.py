@@ -23,7 +23,8 @@ _SHOWN = 8
 _ADVICE = (
     "Plain tensors and arrays are assumed to be equal on every process that has them. Values that "
     "differ by process belong in unickpt.PerProcess; shards in a DTensor, an array with a "
-    "NamedSharding, or unickpt.LocalFragments. If they should be equal, find out why they are not"
+    "NamedSharding, or unickpt.types.LocalFragments. If they should be equal, find out why they "
+    "are not"
 )
 
 

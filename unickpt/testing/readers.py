@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 import unickpt
-from unickpt import Box, CheckpointCorrupt, CheckpointNotFound, LoadMismatch, Rules
+from unickpt import CheckpointCorrupt, CheckpointNotFound, LoadMismatch, Rules
 from unickpt.foreign import file_ranges
 from unickpt.format.reader import Request
 from unickpt.testing.thread_groups import Threads
+from unickpt.types import Box
 
 ROWS, COLUMNS = 11, 70
 
@@ -213,7 +214,7 @@ class ReaderSuite:
         def part(index: int, options: Any) -> Any:
             box = Box((index * 5, 0), (5 + index * 6, COLUMNS))
             fragment = np.zeros(box.shape, np.float32)
-            like = unickpt.LocalFragments(expected.shape, [(box, fragment)])
+            like = unickpt.types.LocalFragments(expected.shape, [(box, fragment)])
             tree = self.tree("layers/0/w", like)
             found = unickpt.load(path, tree, strict=False, options=options)
             return at(found, self.w).fragments
