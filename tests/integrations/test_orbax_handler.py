@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from support.processes import Processes
+from support.processes import PROCESS_TIMEOUT_S, Processes
 
 import unickpt
 
@@ -398,30 +398,55 @@ def test_a_job_that_changes_over_and_is_killed_ends_as_one_that_nobody_killed(
         assert all(np.array_equal(whole[name], back[name]) for name in whole.files)
 
 
-def test_processes_save_together(processes: Processes, tmp_path: Path) -> None:
-    program = """
-import logging, sys, warnings
+TOGETHER = """
+import logging, os, signal, sys, warnings
 logging.disable(logging.ERROR)
 warnings.simplefilter("ignore")
-import jax, jax.numpy as jnp, numpy as np
+import jax, numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from unickpt.integrations.orbax import registry
+from unickpt.integrations.orbax import handler
+folder, die = sys.argv[1:]
+begin_save = handler.begin_save
+
+def dying(path, tree, options, wait_created, *more):
+    def wait_and_die():
+        wait_created()
+        assert os.path.isdir(path), path
+        os.kill(os.getpid(), signal.SIGKILL)
+    return begin_save(path, tree, options, wait_and_die, *more)
+
 mesh = jax.make_mesh((jax.device_count(),), ("d",), axis_types=(AxisType.Auto,))
 rows = NamedSharding(mesh, PartitionSpec("d"))
 w = jax.make_array_from_callback((8, 3), rows, lambda at: np.arange(24.0).reshape(8, 3)[at])
-with ocp.CheckpointManager(sys.argv[1], handler_registry=registry()) as manager:
-    for step in range(2):
+with ocp.CheckpointManager(folder, handler_registry=handler.registry()) as manager:
+    begin = 0 if manager.latest_step() is None else manager.latest_step() + 1
+    for step in range(begin, 3):
+        if str(step) == die:
+            handler.begin_save = dying
         manager.save(step, args=ocp.args.StandardSave({"w": w + step, "step": step}))
     manager.wait_until_finished()
-    restored = manager.restore(1)
-    assert restored["step"] == 1 and restored["w"].sharding == rows, restored
+    restored = manager.restore(2)
+    assert restored["step"] == 2 and restored["w"].sharding == rows, restored
     for shard in restored["w"].addressable_shards:
-        assert np.array_equal(shard.data, np.arange(24.0).reshape(8, 3)[shard.index] + 1)
-print("same")
+        assert np.array_equal(shard.data, np.arange(24.0).reshape(8, 3)[shard.index] + 2)
+print("from", begin)
 """
-    jobs = processes.jax(2, 2, program, tmp_path / "run")
-    assert all("same" in said for said in processes.finish(jobs))
-    stored = unickpt.load(tmp_path / "run" / "1" / "default")
-    assert np.array_equal(stored["w"], np.arange(24.0).reshape(8, 3) + 1)
-    assert unickpt.open(tmp_path / "run" / "1" / "default").index.processes == 2
+
+
+def test_processes_that_are_killed_before_our_commit_leave_no_such_step(
+    processes: Processes, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    for job in processes.jax(2, 2, TOGETHER, run, 1):
+        assert job.wait(PROCESS_TIMEOUT_S) == -signal.SIGKILL
+    assert sorted(path.name for path in run.iterdir()) == ["0", "1.orbax-checkpoint-tmp"]
+    for chosen in ({"handler_registry": registry()}, {}):
+        with ocp.CheckpointManager(run, **chosen) as manager:
+            assert manager.all_steps() == [0]
+    said = processes.finish(processes.jax(2, 2, TOGETHER, run, None))
+    assert all("from 1" in lines for lines in said)
+    for step in range(3):
+        assert unickpt.open(run / str(step) / "default").index.processes == 2
+        stored = unickpt.load(run / str(step) / "default")
+        assert np.array_equal(stored["w"], np.arange(24.0).reshape(8, 3) + step)
