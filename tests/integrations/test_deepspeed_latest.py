@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,13 @@ to = paths.resolve(f"{folder}/{tag}")
 request = SaveRequest(to, {"w": np.ones(3)}, SaveOptions(), overwrite=True, callbacks=callbacks)
 saver.begin(request).result()
 """
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    running = Forks(tmp_path_factory.mktemp("out"), "unickpt.integrations.deepspeed.latest")
+    yield running
+    running.close()
 
 
 def save(forks: Forks, folder: Path, tag: str, killed: str = "") -> None:

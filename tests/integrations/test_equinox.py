@@ -206,7 +206,7 @@ print("fine")
 
 def test_shapes_with_shardings(processes: Processes, tmp_path: Path) -> None:
     env = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    job = processes.start(SHARDED, tmp_path / "c", env=env)
+    job = processes.forked(SHARDED, tmp_path / "c", of=["jax"], env=env)
     assert processes.finish([job]) == ["fine\n"]
 
 
