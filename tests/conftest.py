@@ -15,6 +15,7 @@ import pytest
 from durations import Recorder
 from environments import environments
 from hypothesis import settings
+from support import s3_server
 from support.counts import ChunkRead, chunks_read
 from support.forks import Forks
 from support.processes import Processes
@@ -153,6 +154,7 @@ def moto() -> Iterator[str]:
     """The address of an S3 server on this machine."""
     from moto.server import ThreadedMotoServer  # slow to import
 
+    s3_server.list_modules_once()
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
     host, port = server.get_host_and_port()
