@@ -180,6 +180,8 @@ def test_without_an_abstract_tree_containers_are_those_of_orbax(tmp_path: Path) 
     assert jax.tree.structure(restored) == jax.tree.structure(expected)
     assert jax.tree.all(jax.tree.map(np.array_equal, restored, expected))
     assert ours == orbax
+    with ocp.Checkpointer(Handler()) as checkpointer, pytest.raises(ValueError, match="sorting"):
+        checkpointer.save(tmp_path / "mixed", args=ocp.args.PyTreeSave({1: 2, "a": 3}))
     rich = PyTreeMetadataOptions(support_rich_types=True)
     with ocp.Checkpointer(Handler(pytree_metadata_options=rich)) as checkpointer:
         restored = checkpointer.restore(path)

@@ -142,6 +142,7 @@ def begin_save(
         wait_created: waits until Orbax has created the directory; an error fails the save.
         custom_metadata: for Orbax's metadata of the tree.
     """
+    jax.tree.structure(tree)  # refuses what a restore could not flatten, as keys of mixed types
     own: dict[str, Any] = described_placement(tree)
     if custom_metadata is not None:
         own["custom_metadata"] = custom_metadata

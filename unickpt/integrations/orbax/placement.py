@@ -57,17 +57,13 @@ def _numpy_names(saved: Any, leaves: Sequence[Any]) -> list[str] | bool:
     return numpy if any(isinstance(leaf, jax.Array) for leaf in named.values()) else bool(numpy)
 
 
-def target(
-    entry: ArrayEntry, saved: SavedArrays, where: str, *, needs_devices: bool = False
-) -> Any:
+def target(entry: ArrayEntry, saved: SavedArrays, where: str) -> Any:
     """What to load an array into, so that it is as it was saved; a NumPy array also if JAX would
     truncate it.
 
     Arguments:
         saved: more about all arrays.
         where: the checkpoint, for messages.
-        needs_devices: a job of one process must have the devices of a distributed array, too;
-            otherwise that is loaded whole onto JAX's default device.
 
     Raises:
         LoadMismatch: it was distributed over devices that the processes of this job do not have.
@@ -81,18 +77,14 @@ def target(
         shape, dtype = key.shape, key.dtype
     elif saved.is_numpy(entry.name) is True or is_truncated(dtype):
         return np.empty(shape, dtype)
-    sharding = _sharding(entry, saved, len(shape), where, needs_devices)
-    return abstract_array(shape, dtype, sharding)
+    return abstract_array(shape, dtype, _sharding(entry, saved, len(shape), where))
 
 
-def _sharding(
-    entry: ArrayEntry, saved: SavedArrays, rank: int, where: str, needs_devices: bool
-) -> NamedSharding | None:
+def _sharding(entry: ArrayEntry, saved: SavedArrays, rank: int, where: str) -> NamedSharding | None:
     """The sharding of an array; None for JAX's default device.
 
     Arguments:
         rank: of the array; that of the data of a random key is larger.
-        needs_devices: see `target`.
     """
     found = entry.layout
     if found is not None and found == Layout.replicated(len(found.dims), len(found.mesh.processes)):
@@ -106,7 +98,7 @@ def _sharding(
         while spec and spec[-1] is None:  # as JAX writes it
             spec.pop()
         return NamedSharding(mesh, _PartitionSpec(*spec))
-    if jax.process_count() == 1 and (found is None or not needs_devices):
+    if found is None and jax.process_count() == 1:
         return None
     size = "" if found is None else f" {len(found.mesh.processes)}"
     raise LoadMismatch(

@@ -91,7 +91,7 @@ class StoredTree:
             return PerProcess()
         entry, where = checkpoint.index.entry(name), str(checkpoint.location)
         try:
-            return placement.target(entry, self._saved, where, needs_devices=True)
+            return placement.target(entry, self._saved, where)
         except LoadMismatch as error:
             array = checkpoint[name]
             return ArrayElsewhere(tuple(array.shape), array.dtype, error)
