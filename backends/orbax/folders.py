@@ -31,6 +31,7 @@ _TEMPORARY = ".orbax-checkpoint-tmp"
 _UNNAMED = "default"
 _UNNAMED_V1 = ("state", "pytree")
 _JSON_V1 = "data.json"
+_OWN = "UNICKPT.txt"  # in an item that unickpt.integrations.orbax saved
 _MOST_ITEMS = 1000
 _STEP = re.compile(r"(?:.*[_-])?[0-9]{1,18}")
 _SHOWN = 8  # steps, in a message
@@ -75,6 +76,27 @@ def find(files: Files, context: ts.Context) -> Found | None:
     if steps and not here:
         raise CheckpointNotFound(_several(files, steps))
     return None
+
+
+def own_item(files: Files) -> str | None:
+    """The item of a step that `unickpt.integrations.orbax` saved, if it is all of it; else None.
+
+    Raises:
+        CheckpointNotFound: the step has further items.
+    """
+    if not set(files.here) & set(_MARKS) or items.has(files, _OWN):
+        return None
+    names = [name for name in items.folders(files) if name != items.METRICS]
+    own = [name for name in names if items.has(files, f"{name}/{_OWN}")]
+    if not own:
+        return None
+    if names == own and own[0] in (_UNNAMED, *_UNNAMED_V1):
+        return own[0]
+    paths = " or ".join(repr(files.location.name_for_users(name)) for name in own)
+    raise CheckpointNotFound(
+        f"no checkpoint at {files.location}: it is a step of Orbax with several items; open those "
+        f"that unickpt saved by their own paths: {paths}"
+    )
 
 
 def _unrecorded(files: Files, found: list[str], below: list[str]) -> list[str]:

@@ -21,6 +21,7 @@ from unickpt.backends.orbax.zarr import ZarrArray
 from unickpt.errors import CheckpointCorrupt, UnsupportedLeaf
 from unickpt.foreign.files import Files
 from unickpt.foreign.orbax_arrays import SavedArrays
+from unickpt.format import ocdbt_reader
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader, Request
@@ -39,7 +40,8 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
     """Opens an item, or a checkpoint with all of its items; None if there is none of Orbax.
 
     Raises:
-        CheckpointNotFound: Orbax has not committed it, or it is a run of several steps.
+        CheckpointNotFound: Orbax has not committed it, it is a run of several steps, or a step with
+            an item of ours and others.
         CheckpointCorrupt: metadata is damaged, or a file is missing.
         UnsupportedFormat: an array has a dtype or a codec that is not known.
         StorageError: the storage failed.
@@ -47,6 +49,8 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
     # Shared by all that is read: it keeps the manifests of databases as they are now.
     context = paths.context()
     try:
+        if (own := folders.own_item(files)) is not None:
+            return ocdbt_reader.open(files.location.child(own))
         found = folders.find(files, context)
         return None if found is None else OrbaxReader(files, found, context)
     except Failed as error:

@@ -326,6 +326,7 @@ def test_a_run_of_an_older_orbax_continues_with_our_handler(
         manager.save(6, args=ocp.args.Composite(state=saved), metrics={"loss": 0.1})
         manager.wait_until_finished()
         assert list(manager.all_steps()) == [3, 5, 6]
+    assert (tmp_path / "run" / "6" / "state" / "UNICKPT.txt").exists()
 
 
 def test_a_run_of_todays_nnx_continues_with_our_handler(cases: dict[str, Case]) -> None:

@@ -116,7 +116,7 @@ print(b"".join(jax.device_get(leaf).tobytes() for leaf in leaves).hex())
 
 @pytest.mark.trainers
 def test_a_killed_run_of_orbax_goes_on(processes: Processes, tmp_path: Path) -> None:
-    """With one import changed: Orbax stores an NNX variable as the `value` of one."""
+    """With one argument added: Orbax stores an NNX variable as the `value` of one."""
     pytest.importorskip("orbax.checkpoint")
     whole = processes.start(OVER, tmp_path / "whole", "orbax", -1)
     killed = processes.start(OVER, tmp_path / "run", "orbax", 4)
@@ -124,6 +124,7 @@ def test_a_killed_run_of_orbax_goes_on(processes: Processes, tmp_path: Path) -> 
     assert "0/kernel/value" in " ".join(unickpt.open(tmp_path / "run" / "4"))
     again = processes.start(OVER, tmp_path / "run", "unickpt", 6)
     assert again.wait() == -signal.SIGKILL, again.communicate()
+    assert (tmp_path / "run" / "6" / "default" / "UNICKPT.txt").exists()
     found, wanted = processes.finish(
         [processes.start(OVER, tmp_path / "run", "unickpt", -1), whole]
     )

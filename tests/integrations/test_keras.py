@@ -73,11 +73,20 @@ v1.handlers.register_handler(TreeHandler, checkpointable_name="pytree")
 model.load_weights(sys.argv[1])  # a step of Orbax's own handler
 fit(1, 3)
 assert sorted(os.listdir(sys.argv[1])) == ["1", "2"], os.listdir(sys.argv[1])
+assert os.path.exists(sys.argv[1] + "/2/pytree/UNICKPT.txt")
 stored = unickpt.load(sys.argv[1] + "/2/pytree")["trainable_variables"]["m"]["dense"]
 assert np.array_equal(stored["kernel"], model.layers[0].kernel)
 model.layers[0].kernel.assign(np.zeros((3, 2)))
 model.load_weights(sys.argv[1])
 assert np.array_equal(stored["kernel"], model.layers[0].kernel)
+
+from unickpt.integrations.keras import UnickptCheckpoint
+model.layers[0].kernel.assign(np.zeros((3, 2)))
+epochs = []
+told = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: epochs.append(epoch))
+ours = UnickptCheckpoint(sys.argv[1], resume=True)
+model.fit(np.ones((4, 3)), np.ones((4, 2)), epochs=4, callbacks=[ours, told], verbose=0)
+assert (epochs, int(model.optimizer.iterations)) == ([3], 4), epochs
 """
 
 

@@ -177,6 +177,7 @@ def test_version_0_saves_a_step_and_restores_it_onto_another_mesh(
 
     manager = version_0_manager(tmp_path)
     step = manager.latest_step()
+    assert (tmp_path / "2" / "items" / "UNICKPT.txt").exists()
     directory = manager.directory / str(step) / "iter"
     assert directory.exists()
     assert not (manager.directory / str(step) / "other").exists()
@@ -262,6 +263,7 @@ def test_version_1_saves_a_step_and_restores_it_onto_another_mesh(tmp_path: Path
     manager = version_1_checkpointer(tmp_path)
     assert isinstance(manager, v1.training.Checkpointer)
     step = manager.latest.step
+    assert (tmp_path / "2" / "items" / "UNICKPT.txt").exists()
     directory = manager.directory / str(step) / "iter"
     assert directory.exists()
     count = len(list(directory.glob("process_*-of-*.json")))

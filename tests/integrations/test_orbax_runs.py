@@ -14,13 +14,17 @@ import numpy as np
 import pytest
 from support import TESTS
 from support.processes import Processes
+from typer.testing import CliRunner
 
 import unickpt
+from unickpt.cli.app import app
 
 jax = pytest.importorskip("jax")
 ocp = pytest.importorskip("orbax.checkpoint")
 pytest.importorskip("optax")
-from unickpt.integrations.orbax import Handler, registry  # noqa: E402
+from orbax.checkpoint import v1  # noqa: E402
+
+from unickpt.integrations.orbax import Handler, registry, v1_registry  # noqa: E402
 
 pytestmark = [
     pytest.mark.integration,  # imports Orbax
@@ -106,6 +110,31 @@ def test_a_save_that_fails_is_raised_and_does_not_count(
         manager.save(2, args=args)
         manager.wait_until_finished()
         assert manager.all_steps() == [1, 2]
+
+
+def test_a_step_with_one_item_opens_as_that_item_and_one_with_several_names_it(
+    tmp_path: Path,
+) -> None:
+    tree, options = {"w": np.ones(2)}, ocp.CheckpointManagerOptions(best_fn=len)
+    args = ocp.args.StandardSave(tree)
+    one, two, three = (tmp_path / name for name in ("one", "two", "three"))
+    with ocp.CheckpointManager(one, options=options, handler_registry=registry()) as manager:
+        manager.save(1, args=args, metrics={"loss": 0.5})
+    both = ocp.args.Composite(state=args, data=ocp.args.JsonSave({"seen": 1}))
+    with ocp.CheckpointManager(two, handler_registry=registry()) as manager:
+        manager.save(1, args=both)
+    context = v1.Context()
+    context.checkpointables.registry = v1_registry()
+    with context:
+        v1.save(three, tree)
+    for path in (one / "1", three):
+        assert unickpt.load(path)["w"].tolist() == [1, 1]
+        assert unickpt.verify(path).ok
+    listed = [CliRunner().invoke(app, ["ls", str(path)]).output for path in (one, two)]
+    assert "unickpt" in listed[0]
+    assert "1/state  unickpt" in listed[1]
+    with pytest.raises(unickpt.CheckpointNotFound, match=r"several items.*two/1/state'"):
+        unickpt.load(two / "1")
 
 
 # --- jobs ----------------------------------------------------------------------------------------

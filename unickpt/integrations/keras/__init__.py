@@ -378,7 +378,7 @@ class UnickptCheckpoint(MonitorCallback):
         step = orbax_steps.newest(self.directory)
         if step is None:
             return
-        load(step.path, self.model, rules=orbax_steps.rules())
+        load(step.path, self.model, rules=step.rules)
         batches = self._batches_per_epoch()
         epoch, batch = step.position(self.save_freq, batches)
         _log.warning(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Literal, NamedTuple
 
 from unickpt.errors import CheckpointNotFound
@@ -10,8 +11,7 @@ from unickpt.reading.listing import other_folders
 from unickpt.rules.rule_set import Rules
 from unickpt.storage import paths
 
-_FORMAT = "orbax"
-# `Model.get_state_tree`, as the item "pytree".
+_ITEM = "pytree"  # with `Model.get_state_tree`
 _RULES = """
 optional pytree/non_trainable_variables/{path...}/seed_generator_state [n] <->
     model/{path...}/seed_generator_state [n] as uint32
@@ -29,10 +29,17 @@ class OrbaxStep(NamedTuple):
     Arguments:
         number: as its folder is called: the epoch, or how many batches were done.
         path: of the checkpoint.
+        is_item: whether it is the item with the state alone, which our handler saved.
     """
 
     number: int
     path: str
+    is_item: bool
+
+    @property
+    def rules(self) -> Rules:
+        """From the names in the step to those of `KerasState`."""
+        return Rules.parse(_RULES.replace(f"{_ITEM}/", "") if self.is_item else _RULES)
 
     def position(self, save_freq: Literal["epoch"] | int, batches: int) -> tuple[int, int]:
         """The epoch to go on with, and how many of its batches are done.
@@ -64,15 +71,8 @@ def newest(directory: paths.PathLike) -> OrbaxStep | None:
         return None
     numbered = [found for found in other_folders(directory) if found.name.isdecimal()]
     for found in sorted(numbered, key=lambda one: int(one.name), reverse=True):
-        try:
-            reader = checkpoint.open(found.path).reader
-        except CheckpointNotFound:
-            continue  # it was not committed
-        if reader.format == _FORMAT:
-            return OrbaxStep(int(found.name), found.path)
+        for path, kind in ((found.path, "orbax"), (f"{found.path}/{_ITEM}", "unickpt")):
+            with suppress(CheckpointNotFound):  # it was not committed, or has the other kind
+                if checkpoint.open(path).reader.format == kind:
+                    return OrbaxStep(int(found.name), path, kind == "unickpt")
     return None
-
-
-def rules() -> Rules:
-    """From the names in a step to those of `KerasState`."""
-    return Rules.parse(_RULES)
