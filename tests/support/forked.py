@@ -33,9 +33,12 @@ from typing import Any
 
 # What a server imports, by the frameworks that its processes use.
 PRELOADED = {
-    "": ("unickpt", "unickpt.runs.checkpointer"),
+    "": ("unickpt", "unickpt.runs.checkpointer", "pytest"),
     "jax": ("jax.experimental.multihost_utils", "unickpt.adapters.jax"),
     "torch": (
+        "torch._dynamo",  # imported by torch at the first use of DTensors and of FSDP2
+        "torch._functorch.aot_autograd",
+        "torch.distributed.checkpoint.state_dict",
         "torch.distributed.fsdp",
         "torch.distributed.tensor",
         "unickpt.adapters.torch",
