@@ -17,7 +17,7 @@ from unickpt.errors import CheckpointCorrupt
 _PAGE, _PAGES = 64 << 10, 256  # bytes, and how many are cached
 # Nothing is read twice but small structures that several objects use.
 _REREADS, _SPARE = 8, 1 << 20
-_LEAST = 32  # each read costs at least as many bytes
+_LEAST = 32  # as many bytes each read costs at least
 
 
 @dataclass
@@ -39,8 +39,9 @@ class BoundedFile:
     _offset: int = 0
     _charged: int = 0
     _fetched: int = 0
-    _limit: float = float("inf")
-    _least: int = _LEAST
+    _room: float = float("inf")
+    _copies: float = float("inf")
+    _joined: int = 0
 
     def tell(self) -> int:
         """The offset of the next read."""
@@ -62,7 +63,7 @@ class BoundedFile:
         count = self.size - offset if count < 0 else count
         if offset < 0 or count < 0 or offset + count > self.size:
             raise self.damaged(f"it needs bytes {offset} to {offset + count}, and has {self.size}")
-        self._check_limit(count)  # before memory is allocated
+        self._take_room(count)  # before memory is allocated
         first, last = offset // _PAGE, (offset + max(0, count - 1)) // _PAGE
         data = b"".join(self._page(number) for number in range(first, last + 1))
         self.charge(count)
@@ -75,25 +76,31 @@ class BoundedFile:
         Raises:
             CheckpointCorrupt: they are too many for the file.
         """
-        self._check_limit(count)
-        self._charged += max(count, self._least)
+        self._charged += max(count, _LEAST)
         new = min(_PAGE * len(self._fetched_pages), self.size)
         if max(self._charged, self._fetched) > _SPARE + _REREADS * new:
             raise self.damaged("its structures lead back to themselves")
 
-    def _check_limit(self, count: int) -> None:
-        if self._charged + count > self._limit:
-            raise self.damaged(f"a structure before byte {self._offset} is too large")
-
     @contextmanager
-    def at_most(self, count: int, least: int = _LEAST) -> Iterator[None]:
-        """Limits what is read within the block to so many bytes; a read costs at least `least`."""
-        before = self._limit, self._least
-        self._limit, self._least = min(before[0], self._charged + count), least
+    def at_most(self, count: int, copies: float = float("inf")) -> Iterator[None]:
+        """Limits what is read within the block.
+
+        Arguments:
+            count: the most bytes.
+            copies: the most bytes that are copied, if each read is appended to all before it.
+        """
+        self._room, self._copies, self._joined = count, copies, 0
         try:
             yield
         finally:
-            self._limit, self._least = before
+            self._room = self._copies = float("inf")
+
+    def _take_room(self, count: int) -> None:
+        self._room -= count
+        self._joined += count
+        self._copies -= self._joined
+        if min(self._room, self._copies) < 0:
+            raise self.damaged(f"a structure before byte {self._offset} is too large")
 
     def _page(self, number: int) -> bytes:
         data = self._pages.pop(number, None)

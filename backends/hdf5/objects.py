@@ -26,8 +26,8 @@ _SPACE, _LINKS, _TYPE, _OLD_FILL, _FILL, _LINK, _EXTERNAL, _LAYOUT = 1, 2, 3, 4,
 _GROUP, _ATTRIBUTE, _TABLE, _ATTRIBUTES = 0xA, 0xC, 0x11, 0x15
 _SHARED = 2  # a flag of messages: it lies in another object
 _MOST_TEXT = 64 << 10
-# The bytes of an object's header. pyfive copies it for each block that it consists of.
-_MOST_HEADER, _LEAST_BLOCK = 4 << 20, 1 << 10
+# The bytes of an object's header. pyfive copies all before a block to append the block.
+_MOST_HEADER, _MOST_COPIED = 4 << 20, 1 << 30
 _MOST_STEPS = 1 << 26  # pyfive looks for each record in the list of a heap's blocks
 # The exponent's place and bits, the mantissa's bits, the bias: by the bytes of a float.
 _FLOATS = {2: (10, 5, 10, 15), 4: (23, 8, 23, 127), 8: (52, 11, 52, 1023)}
@@ -110,7 +110,7 @@ class HDF5File:
     def object(self, address: int) -> HDF5Object:
         """The group or dataset whose header begins at an address."""
         if address not in self._objects:
-            with self.source.at_most(_MOST_HEADER, _LEAST_BLOCK):
+            with self.source.at_most(_MOST_HEADER, _MOST_COPIED):
                 header = self.pyfive.DataObjects(self.source, address)
             self._objects[address] = HDF5Object(self, address, header)
         return self._objects[address]
