@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -239,13 +241,24 @@ with ocp.CheckpointManager(sys.argv[1], handler_registry=registry()) as manager:
     assert said.splitlines() == ["(8, 6)", error, error, "4", "4"]
 
 
-def test_many_trees_in_one_step(tmp_path: Path) -> None:
-    names = [f"tree{number}" for number in range(4)]
+def test_a_save_of_many_trees_does_not_wait_until_one_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, returned = [f"tree{number}" for number in range(4)], threading.Event()
+    create = atomicity._create_tmp_directory
+
+    async def create_later(*arguments: Any, **options: Any) -> Any:
+        assert await asyncio.to_thread(returned.wait, 60)
+        return await create(*arguments, **options)
+
+    monkeypatch.setattr(atomicity, "_create_tmp_directory", create_later)
     with ocp.CheckpointManager(tmp_path, handler_registry=registry(*names)) as manager:
         for step in range(2):
-            saves = {name: ocp.args.StandardSave({"x": np.full(3, step)}) for name in names}
+            returned.clear()
+            saves = {name: ocp.args.StandardSave({"x": jnp.full(3, step)}) for name in names}
             manager.save(step, args=ocp.args.Composite(**saves))
-        manager.wait_until_finished()
+            returned.set()
+            manager.wait_until_finished()
         restored = manager.restore(1)
     assert {name: restored[name]["x"].tolist() for name in names} == dict.fromkeys(names, [1] * 3)
 
@@ -440,8 +453,10 @@ def test_processes_that_are_killed_before_our_commit_leave_no_such_step(
     processes: Processes, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    for job in processes.jax(2, 2, TOGETHER, run, 1):
-        assert job.wait(PROCESS_TIMEOUT_S) == -signal.SIGKILL
+    codes = {job.wait(PROCESS_TIMEOUT_S) for job in processes.jax(2, 2, TOGETHER, run, 1)}
+    # JAX may abort the process whose peer is gone, before it kills itself.
+    assert -signal.SIGKILL in codes, codes
+    assert codes <= {-signal.SIGKILL, -signal.SIGABRT}, codes
     assert sorted(path.name for path in run.iterdir()) == ["0", "1.orbax-checkpoint-tmp"]
     for chosen in ({"handler_registry": registry()}, {}):
         with ocp.CheckpointManager(run, **chosen) as manager:

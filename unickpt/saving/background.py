@@ -433,7 +433,9 @@ class SaveQueue:
         return pending
 
     def _begin(self, request: SaveRequest) -> PendingSave:
-        if len(self._pending) >= _MOST:
+        # Saves that `prepare` delays may all be of one step of Orbax's, which bounds them itself.
+        is_prepared = request.callbacks.prepare is _nothing
+        if is_prepared and len(self._pending) >= _MOST:
             self._pending[-_MOST].wait_ended()
         task = SaveTask(request.path, request.overwrite, request.options, request.find_base)
         with task.failing(refused=True):  # so that the other processes are notified
@@ -442,7 +444,6 @@ class SaveQueue:
             found, keys = self._describe(task, request)
         # Early, if that costs the caller no time; and again when it is this save's turn. What
         # `prepare` replaces is not checked before.
-        is_prepared = request.callbacks.prepare is _nothing
         if is_prepared and not task.location.is_remote and task.location.exists():
             with task.failing():
                 task.check_destination()
