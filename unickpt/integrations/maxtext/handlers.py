@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Awaitable, Mapping
 from dataclasses import replace
@@ -32,11 +31,9 @@ class StateHandler(TreeHandler):
     """Stores states for Orbax's version 1."""
 
     async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Awaitable[Any]:
-        """Loads a state, or a part of it; what older versions of MaxText did not save is left
-        abstract."""
+        """Loads a state; what older versions of MaxText did not save is left abstract."""
         like = without_absent(directory, abstract_checkpointable)
-        args = ocp.args.PyTreeRestore(like, partial_restore=True)  # as MaxText's contexts ask
-        loading = asyncio.to_thread(self._stored(directory).restore, args)
+        loading = await super().load(directory, like)
 
         async def complete() -> Any:
             return completed(await loading, abstract_checkpointable)
