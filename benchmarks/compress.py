@@ -114,8 +114,8 @@ def arrays(trained: Path | None, rounds: int) -> None:
     ways: Mapping[str, Callable[[Array], Made]] = {
         "auto": lambda array: auto(array, rounds),
         "auto without zstandard": lambda array: stored(array, rounds, entry_of(array)),
-        "zstd": lambda array: stored(array, rounds, entry_of(array, None), "zstd"),
-        "blosc": lambda array: stored(array, rounds, entry_of(array, None), "blosc"),
+        "zstd": lambda array: stored(array, rounds, entry_of(array, codec.encoding_for("zstd"))),
+        "blosc": lambda array: stored(array, rounds, entry_of(array, codec.encoding_for("blosc"))),
         "zstd 3 of all": lambda array: whole(array, rounds),
     }
     print("| array | " + " | ".join(f"{way}: times smaller, write, read" for way in ways) + " |")
@@ -161,20 +161,20 @@ def auto(array: Array, rounds: int) -> Made:
     found, seconds = least(write, rounds)
     if len(found) == array.nbytes:
         return len(found), seconds, least(lambda: bytes(found), rounds)[1]
-    return len(found), seconds, reading(array, entry, (), bytes(found), rounds)
+    return len(found), seconds, reading(array, entry, bytes(found), rounds)
 
 
-def stored(array: Array, rounds: int, entry: ArrayEntry, compression: str | None = None) -> Made:
-    """By TensorStore, with the codec of an array or of a checkpoint."""
-    codecs, part = codec.codecs_for(compression), Part.whole("w", array.shape, array.shape)
-    found, seconds = least(lambda: codec.compressed(entry, part, codecs, array), rounds)
-    return len(found), seconds, reading(array, entry, codecs, bytes(found), rounds)
+def stored(array: Array, rounds: int, entry: ArrayEntry) -> Made:
+    """By TensorStore, with the codec of the array."""
+    part = Part.whole("w", array.shape, array.shape)
+    found, seconds = least(lambda: codec.compressed(entry, part, array), rounds)
+    return len(found), seconds, reading(array, entry, bytes(found), rounds)
 
 
-def reading(array: Array, entry: ArrayEntry, codecs: Any, data: bytes, rounds: int) -> float:
+def reading(array: Array, entry: ArrayEntry, data: bytes, rounds: int) -> float:
     """Seconds for TensorStore to read a chunk from memory; anew each round, as it may keep it."""
     memory, best = {"driver": "memory", "path": "w/"}, float("inf")
-    metadata = codec.zarr_metadata(entry, Part.whole("w", array.shape, array.shape), codecs)
+    metadata = codec.zarr_metadata(entry, Part.whole("w", array.shape, array.shape))
     spec = {"driver": "zarr3", "kvstore": memory, "metadata": metadata}
     for _ in range(rounds):
         context = ts.Context({"memory_key_value_store": {}})

@@ -93,7 +93,7 @@ def test_a_reader_that_does_not_know_it_finds_bytes(tmp_path: Path) -> None:
     stored = json.loads(index_json.encode(index))
     assert stored["tree"] == {"dict": [["a", {"wrapper": "*", "type": "pickle:mine.Ours"}]]}
     assert stored["values"] == {"a": {"bytes": "cGlja2xl"}}
-    assert stored["format"] == "1.3"
+    assert stored["features"] == []
 
 
 def test_inspect_shows_it(tmp_path: Path) -> None:

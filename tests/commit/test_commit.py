@@ -357,7 +357,7 @@ def test_a_contradiction_is_named_with_both_facts(
     ("arguments", "fact"),
     [
         ([{"metadata": {"step": 1}}, {"metadata": {"step": 2}}], "different metadata"),
-        ([{"compression": "zstd"}, {"compression": None}], "different codecs"),
+        ([{"compression": "zstd"}, {"compression": None}], "different compression"),
         (
             [{"chunk_bytes": 24}, {"chunk_bytes": 1000}],
             r"chunks of \[1, 3\], .* chunks of \[2, 3\]",

@@ -255,7 +255,7 @@ def test_a_checkpoint_with_a_bad_timing_is_read_and_verify_says_so(
     kind: str, tmp_path: Path
 ) -> None:
     keys = stored(tmp_path / "a")
-    if kind == "none":  # as before format 1.3
+    if kind == "none":
         del keys[TIMING_KEY]
     else:
         keys[TIMING_KEY] = b"x" * (timing.most_bytes(1) + 1 if kind == "huge" else 100)

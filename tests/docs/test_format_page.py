@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import xxhash
 from support import TESTS
+from support.format_1 import names, unpacked
 
 import unickpt
 from unickpt import PerProcess, SaveOptions
@@ -29,7 +30,6 @@ from unickpt.types import Layout, LocalFragments, Mesh
 
 HERE = Path(TESTS)
 DOCS = HERE.parent / "docs"
-FIXTURES = HERE / "fixtures"
 FORMAT = (DOCS / "format.md").read_text()
 SCHEMA = json.loads((DOCS / "index.schema.json").read_text())
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
@@ -50,7 +50,7 @@ def after_mark(name: str) -> str:
 
 def table(name: str) -> list[list[str]]:
     """The cells of a table's rows, without the quotes of code."""
-    rows = [line.strip("|").split("|") for line in after_mark(name).splitlines()[2:]]
+    rows = [line[1:-1].split("|") for line in after_mark(name).splitlines()[2:]]
     return [[cell.strip() for cell in row] for row in rows]
 
 
@@ -140,7 +140,7 @@ def test_the_patched_chunk_of_the_format() -> None:
 def test_zarr_metadata_of_the_format() -> None:
     entry = entry_of({"name": "w", "shape": [6, 10], "chunk": [4, 10]})
     expected = json.loads(after_mark("zarr"))
-    assert codec.zarr_metadata(entry, chunk_grid.parts(entry)[0], ()) == expected
+    assert codec.zarr_metadata(entry, chunk_grid.parts(entry)[0]) == expected
     group = re.search(r"A group's is `(.*?)`", FORMAT)
     assert group is not None
     assert json.loads(group[1]) == json.loads(codec.GROUP_JSON)
@@ -148,10 +148,10 @@ def test_zarr_metadata_of_the_format() -> None:
 
 def test_dtypes_of_the_format() -> None:
     section = FORMAT[FORMAT.index("## 9.") : FORMAT.index("### Quantised arrays")]
-    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
+    rows = [line[1:-1].split("|") for line in section.splitlines() if line.startswith("|`")]
     told = {}
-    for names, stored, size in rows:
-        for name in (n for n in code(names) if n != "U"):
+    for cells, stored, size in rows:
+        for name in (n for n in code(cells) if n != "U"):
             same_name = stored.strip() == "the same"
             told[name] = (name if same_name else code(stored)[0], int(size.split(",")[0]))
     for name in ("datetime64", "timedelta64"):
@@ -168,9 +168,13 @@ def test_index_of_the_format() -> None:
     body = json.loads(after_mark("index"))
     VALIDATOR.validate(body)
     mesh = Mesh(("data",), (2,), (0, 1))
+    layout, encoding = Layout(mesh, (("data",), ())), codec.encoding_for("zstd")
+    w = ArrayEntry("w", (6, 4), "float32", (3, 4), layout, encoding=encoding)
     ours = Index(
         tree={"dict": [["w", "*"], ["step", "*"]]},
-        arrays={"w": ArrayEntry("w", (6, 4), "float32", (3, 4), Layout(mesh, (("data",), ())))},
+        arrays={"w": w},
+        compression="zstd",
+        extra={"timing": {}},
         values={"step": 7},
         processes=2,
         chunks=2,
@@ -235,27 +239,9 @@ def test_schema_accepts_real_indexes(name: str, tmp_path: Path) -> None:
     VALIDATOR.validate(stored_index(tmp_path / "x"))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "one_process_1_0",
-        "two_processes_1_0",
-        "key_per_process_1_1",
-        "linked_1_2",
-        "borrowed_1_2/step_0",
-        "borrowed_1_2/step_1",
-        "quantised_1_2",
-        "patched_2_0",
-        "timing_1_3",
-        "blocks_1_3",
-        "binary_3_0",
-        "patched_3_0",
-        "compressed_4_0",
-        "retired_1_2/step_5",
-    ],
-)
+@pytest.mark.parametrize("name", names())
 def test_schema_accepts_the_fixtures(name: str) -> None:
-    VALIDATOR.validate(stored_index(FIXTURES / name))
+    VALIDATOR.validate(stored_index(unpacked() / name))
 
 
 def replaced(path: str, value: Any) -> Callable[[Any], None]:
@@ -270,8 +256,11 @@ def replaced(path: str, value: Any) -> Callable[[Any], None]:
 
 BAD: dict[str, Callable[[Any], None]] = {
     "a member missing": lambda body: body.pop("chunks"),
-    "a version that is none": replaced("format", "1"),
-    "a newer major version": replaced("format", "5.0"),
+    "a format that is no number": replaced("format", "1"),
+    "another format": replaced("format", 2),
+    "no features": lambda body: body.pop("features"),
+    "a feature twice": replaced("features", ["patches", "patches"]),
+    "an unknown feature": replaced("features", ["telepathy"]),
     "a process too few": replaced("processes", 0),
     "a negative extent": replaced("arrays.w.shape", [-6, 4]),
     "an extent that is no integer": replaced("arrays.w.shape", [6.5, 4]),
@@ -294,6 +283,9 @@ BAD: dict[str, Callable[[Any], None]] = {
     "a value of two types": replaced("values.step", {"int": "0x1", "bytes": ""}),
     "bytes that are no base64": replaced("values.step", {"bytes": "?"}),
     "a digest that is a number": replaced("digests", 7),
+    "patches of no chunk": replaced("arrays.w.extra", {"patches": {"chunks": 0, "patches": 1}}),
+    "errors of one number": replaced("arrays.w.extra", {"quantized": {"errors": [1]}}),
+    "a negative number of reused bytes": replaced("extra.incremental", {"reused": -1}),
     "a per-process value without digest": replaced("per_process.rng", [[3]]),
     "a per-process value with a head of 0": replaced("per_process.rng", [[3, "0" * 16, 0]]),
     "a per-process value of four": replaced("per_process.rng", [[3, "0" * 16, 1, 1]]),
@@ -302,7 +294,10 @@ BAD: dict[str, Callable[[Any], None]] = {
     "a codec with an unknown setting": replaced(
         "codecs", [{"name": "zstd", "configuration": {"file": "x"}}]
     ),
-    "two codecs": replaced("codecs", [{"name": "gzip", "configuration": {}}] * 2),
+    "codes that are none": replaced(
+        "codecs", [{"name": "unickpt.quantized", "configuration": {"codes": "int5"}}]
+    ),
+    "a codec below the first": replaced("arrays.w.codec", -1),
     "an unknown container": replaced("tree", {"set": []}),
     "a container of two kinds": replaced("tree", {"list": [], "tuple": []}),
     "a key that is no key": replaced("tree", {"dict": [[None, "*"]]}),
@@ -354,9 +349,10 @@ def read_all(data: bytes) -> None:
     tree_table.outline(index, "here")
 
 
-def test_newer_minor_versions_and_unknown_members_are_accepted(sound: Any) -> None:
+def test_members_and_extra_that_are_not_known_are_accepted(sound: Any) -> None:
     body = copy.deepcopy(sound)
-    body["format"], body["later"] = "1.7", {"x": 1}
+    body["later"], body["extra"]["later"] = {"x": 1}, 3
+    body["arrays"]["w"]["extra"] = {"later": None}
     for part in (body["meshes"][0], body["layouts"][0], body["arrays"]["w"]):
         part["later"] = [1]
     VALIDATOR.validate(body)

@@ -43,7 +43,7 @@ def read(data: bytes, dtype: str, count: int) -> np.ndarray[Any, Any]:
     memory = {"driver": "memory", "path": "w/"}
     store = ts.KvStore.open(memory, context=context).result()
     store.write("c/0", data).result()
-    metadata = zarr_metadata(entry, Part.whole("w", (count,), (count,)), ())
+    metadata = zarr_metadata(entry, Part.whole("w", (count,), (count,)))
     assert [each["name"] for each in metadata["codecs"]] == ["bytes", "blosc"]
     store.write("zarr.json", codec.zarr_json(metadata)).result()
     opened = ts.open({"driver": "zarr3", "kvstore": memory}, context=context).result()

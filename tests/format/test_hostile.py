@@ -27,14 +27,9 @@ from unickpt.format.index import ArrayEntry
 from unickpt.storage import local_files
 from unickpt.types import Box, Layout, Mesh
 
-ZSTD = ({"name": "zstd", "configuration": {"level": 3}},)
-BLOSC = (
-    {
-        "name": "blosc",
-        "configuration": {"cname": "zstd", "clevel": 5, "shuffle": "shuffle"},
-    },
-)
-GZIP = ({"name": "gzip", "configuration": {"level": 5}},)
+ZSTD = codec.encoding_for("zstd")
+BLOSC = codec.encoding_for("blosc")
+GZIP = codec.encoding_for("gzip")
 X1000 = Layout(Mesh(("x",), (1000,), (0,) * 1000), (("x",),))
 GRID = Layout(Mesh(("x", "y"), (300, 300), (0,) * 90_000), (("x",), ("y",)))
 
@@ -106,15 +101,15 @@ CLAIMS: dict[str, tuple[Any, str]] = {
         "the digest table has 120 bytes",
     ),
     "a compressed chunk of a terabyte": (
-        index_of(array("w", (1 << 38,)), codecs=ZSTD),
+        index_of(array("w", (1 << 38,), encoding=ZSTD)),
         "a compressed chunk of 1099511627776 bytes is not allowed",
     ),
     "a chunk that its few compressed bytes cannot hold": (
-        index_of(array("w", (1 << 28,)), codecs=GZIP),
+        index_of(array("w", (1 << 28,), encoding=GZIP)),
         SHORT,
     ),
     "a chunk that blosc would have to believe": (
-        index_of(array("w", (1 << 24,)), codecs=BLOSC),
+        index_of(array("w", (1 << 24,), encoding=BLOSC)),
         SHORT,
     ),
     "billions of parts": (
@@ -162,7 +157,7 @@ def test_a_compressed_bomb_goes_off_within_its_chunk(forks: Forks, tmp_path: Pat
     import gzip
 
     bomb = gzip.compress(bytes(1 << 28), 1)
-    index, table = index_of(array("w", (1 << 18,)), codecs=GZIP)
+    index, table = index_of(array("w", (1 << 18,), encoding=GZIP))
     forge_index(tmp_path, index, table, **{"w/part_0/c/0": bomb})
     said = read_all(forks, tmp_path)
     assert said["load"].startswith("CheckpointCorrupt"), said["load"]
@@ -170,9 +165,17 @@ def test_a_compressed_bomb_goes_off_within_its_chunk(forks: Forks, tmp_path: Pat
 
 # --- an index that contradicts itself -----------------------------------------------------------
 
-W = {"shape": [4, 4], "dtype": "float32", "chunk": [2, 4], "layout": 0}
+W = {
+    "shape": [4, 4],
+    "dtype": "float32",
+    "chunk": [2, 4],
+    "codec": 0,
+    "layout": 0,
+    "extra": {"patches": {"chunks": 1, "patches": 2}, "later": [1]},
+}
 BODY: dict[str, Any] = {
-    "format": "1.0",
+    "format": 1,
+    "features": ["patches", "quantized", "sections"],
     "library": "x",
     "created": "",
     "attempt": "",
@@ -188,14 +191,23 @@ BODY: dict[str, Any] = {
             "dtype": "int8",
             "chunk": [4],
             "boxes": [[[0], [1], [0]], [[1], [4], [1]]],
+            "extra": {"compress": {"pays": False}},
         },
     },
     "aliases": {"t": "w"},
     "values": {"v": {"int": "0xffffffffffffffffff"}},
-    "per_process": {"r": [[1, "0" * 16], [1, "0" * 16]]},
-    "codecs": [{"name": "zstd", "configuration": {"level": 3}}],
+    "per_process": {"r": [[1, "0" * 16], [1, "0" * 16, 1]]},
+    "codecs": [
+        {"name": "zstd", "configuration": {"level": 3}},
+        {"name": "unickpt.quantized", "configuration": {"codes": "int4"}},
+    ],
     "chunks": 4,
     "digests": "0" * 16,
+    "extra": {
+        "incremental": {"reused": 3, "growth": [1, 2, 3, 4, 5]},
+        "compress": {"option": "auto"},
+        "later": [None],
+    },
 }
 
 
@@ -240,7 +252,16 @@ def test_the_body_is_sound_before_it_is_changed() -> None:
         ("arrays.b.boxes", [[[0], [4], [0, 2]]], r"'b': process 2 of 2 holds \[0:4\]"),
         ("meshes.0.processes", [0, 2], "a mesh names process 2 of 2"),
         ("per_process.r", [[1, "0" * 16]], "'r' has 1 values of 2"),
-        ("format", "0.9", "but the lowest version is 1.0"),
+        ("format", 1.0, "its format is 1.0, which is no number"),
+        ("format", True, "its format is True"),
+        ("format", [1], "its format is "),
+        ("features", None, "its features are None"),
+        ("features", "patches", "its features are 'patches'"),
+        ("features", ["sections", "patches"], "its features are "),
+        ("features", ["patches", "patches"], "its features are "),
+        ("features", [1], "its features are "),
+        ("features", ["quantized", "sections"], "it has 'patches', which its features do not name"),
+        ("features", ["patches"], "it has 'sections', which its features do not name"),
         ("values.v", {"int": "1_0"}, "has an unknown type"),
         ("values.v", {"int": "10"}, "has an unknown type"),
         ("values.v", {"float64": "7ff0 00000000 0000"}, "has an unknown type"),
@@ -264,8 +285,24 @@ def test_the_body_is_sound_before_it_is_changed() -> None:
         ("codecs", [{"name": "zstd", "configuration": {"level": "3"}}], "codecs"),
         ("codecs", [{"name": "zstd", "configuration": {"dictionary": "/etc/passwd"}}], "codecs"),
         ("codecs", [{"name": "zstd", "kvstore": "file:///etc/"}], "codecs"),
-        ("codecs", [*ZSTD, *GZIP], "more than one codec"),
+        ("codecs", [], "there is no codec 0 of 0"),
         ("codecs", ["zstd"], "codecs"),
+        ("codecs", {}, "'codecs'"),
+        ("codecs.1.configuration", {}, "codecs hold"),
+        ("codecs.1.configuration", {"codes": 4}, "codecs hold"),
+        ("arrays.w.codec", 2, "there is no codec 2 of 2"),
+        ("arrays.w.codec", -1, "there is no codec -1"),
+        ("arrays.w.codec", 1, "errors are None"),
+        ("arrays.b.codec", 1, "int8 is not one of float32"),
+        ("arrays.w.extra.patches.patches", 0, "'patches' is 0"),
+        ("arrays.w.extra.patches.chunks", 3, "has 3 patched chunks, and 2 patches"),
+        ("arrays.w.extra.patches", 3, "'patches' is 3"),
+        ("arrays.w.extra", [], "'extra'"),
+        ("arrays.b.extra.compress", {"pays": 1}, "'pays'"),
+        ("extra", [], "'extra'"),
+        ("extra.incremental.reused", -1, "'reused'"),
+        ("extra.incremental.growth", [1, 2], "'growth'"),
+        ("extra.compress", {}, "compress"),
         ("chunks", "4", "'chunks'"),
         ("processes", -1, "-1 processes"),
         ("metadata", [], "'metadata'"),
@@ -285,7 +322,7 @@ def test_a_contradiction_is_refused_with_its_reason(at: str, value: Any, reason:
         ('"note":[', '"note":[' + "9" * 5000 + ",", "."),
         ('"note":[', '"note":[' + "[" * 100_000 + "]" * 100_000 + ",", "."),
         ('"note":[', '"note":[' + '{"a":' * 100_000 + "1" + "}" * 100_000 + ",", "."),
-        ('"format"', '"\\u0000"', "format version"),
+        ('"format"', '"\\u0000"', "its format is None"),
     ],
 )
 def test_json_that_is_none_is_refused(old: str, new: str, reason: str) -> None:

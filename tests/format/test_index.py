@@ -17,8 +17,11 @@ from unickpt import CheckpointCorrupt
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.errors import UnsupportedFormat
 from unickpt.format import chunk_grid, codec, index_json
-from unickpt.format.index import ArrayEntry, Index, PerProcessEntry
+from unickpt.format.growth import Growth
+from unickpt.format.index import ArrayEntry, BaseEntry, Index, PerProcessEntry
 from unickpt.types import Box
+
+CHOSEN = codec.chosen_encoding("int16")
 
 
 @st.composite
@@ -28,7 +31,7 @@ def indexes(draw: st.DrawFn) -> Index:
         shape, layout = draw(laid_out())
         chunk, cut = chunk_grid.chunk_grid(shape, 2, layout, draw(st.integers(1, 99)))
         name = f"layer/{number}"
-        encoding = draw(st.sampled_from([None, (), codec.chosen_encoding("int16")]))
+        encoding = draw(st.sampled_from([None, (), CHOSEN, codec.encoding_for("gzip")]))
         arrays[name] = ArrayEntry(name, shape, "bfloat16", chunk, layout, cut, encoding=encoding)
     shape = draw(shapes(max_rank=2).filter(all))
     arrays["boxes"] = ArrayEntry(
@@ -43,7 +46,10 @@ def indexes(draw: st.DrawFn) -> Index:
         values=draw(st.dictionaries(st.text(max_size=4).map("value/{}".format), plain, max_size=3)),
         per_process={"rng": PerProcessEntry(((3, 2**64 - 1), *[(0, 7)] * (processes - 1)))},
         metadata={"note": "ä"},
-        codecs=({"name": "zstd", "configuration": {"level": 3}},),
+        compression=draw(st.sampled_from([None, "auto", "zstd"])),
+        reused=draw(st.integers(0, 9)),
+        growth=draw(st.none() | st.just(Growth(3, 2, 1))),
+        extra=draw(st.sampled_from([{}, {"timing": {}, "later": {"a": [1, None]}}])),
         processes=processes,
         chunks=7,
         digests_xxh3="0" * 16,
@@ -75,10 +81,11 @@ def test_arrays_that_differ_in_one_thing_only_are_not_mixed_up() -> None:
         replace(like, prng="threefry2x32"),
         replace(like, dtype="float32", quantized="uint8", errors=(0.5, 0.25)),
         replace(like, dtype="float32", quantized="uint8", errors=(0.5, 0.125)),
-        replace(like, patched=1),
+        replace(like, patched=1, patches=1),
+        replace(like, patched=1, patches=2),
         replace(like, encoding=()),
         replace(like, encoding=codec.chosen_encoding("bool")),
-        replace(like, encoding=codec.chosen_encoding("int16")),
+        replace(like, encoding=CHOSEN),
     ]
     twice = [*different, *(replace(entry) for entry in different)]
     arrays = {str(n): replace(entry, name=str(n)) for n, entry in enumerate(twice)}
@@ -86,6 +93,7 @@ def test_arrays_that_differ_in_one_thing_only_are_not_mixed_up() -> None:
     encoded = index_json.encode(index)
     assert index_json.decode(encoded, "here").arrays == arrays
     assert len(json.loads(encoded)["layouts"]) == 3
+    assert len(json.loads(encoded)["codecs"]) == 3
     alone = json.loads(index_json.encode(Index(tree="*", arrays={"9": arrays["9"]}, processes=2)))
     assert json.loads(encoded)["arrays"]["9"] == alone["arrays"]["9"]
 
@@ -185,10 +193,61 @@ def sealed(**changes: Any) -> bytes:
     return unsealed + b',"xxh3":"%016x"}' % xxhash.xxh3_64_intdigest(unsealed)
 
 
-def test_a_newer_major_version_is_refused_and_a_newer_minor_one_read() -> None:
-    with pytest.raises(UnsupportedFormat, match=r"format 5\.0; this unickpt reads up to major"):
-        index_json.decode(sealed(format="5.0"), "here")
-    assert index_json.decode(sealed(format="1.9", novelty=1), "here").arrays.keys() == {"w"}
+@pytest.mark.parametrize("format", [2, 0, -1, "4.0", "", 10**30])
+def test_another_format_is_refused_by_its_number(format: Any) -> None:
+    """Before anything else is looked at, also the seal, which may be another one there."""
+    body = {"format": format, "library": "unickpt 7.5", "arrays": 3}
+    for data in (sealed(format=format, library="unickpt 7.5"), json.dumps(body).encode()):
+        for act in (index_json.decode, index_json.check_known):
+            with pytest.raises(UnsupportedFormat) as caught:
+                act(data, "here")
+            said = str(caught.value)
+            assert f"its format is {format!r}, and this unickpt (unickpt 0.1.0) knows" in said
+            assert "'unickpt 7.5' wrote it" in said
+            assert "pip install --upgrade unickpt" in said
+
+
+def test_features_that_are_not_known_are_refused_by_name() -> None:
+    """They may change all else: what it says of arrays means nothing then."""
+    features = ["patches", "telepathy", "wormholes"]
+    data = sealed(features=features, library="unickpt 7.5", arrays=3, tree={"cloud": 1})
+    for act in (index_json.decode, index_json.check_known):
+        with pytest.raises(UnsupportedFormat) as caught:
+            act(data, "here")
+        assert "here: it needs the features 'telepathy', 'wormholes', which" in str(caught.value)
+        assert "neither read nor replaced nor removed. 'unickpt 7.5' wrote" in str(caught.value)
+    with pytest.raises(UnsupportedFormat, match="needs the feature 'telepathy', which this"):
+        index_json.decode(sealed(features=["telepathy"]), "here")
+    damaged = data.replace(b"wormholes", b"wormholez")
+    with pytest.raises(CheckpointCorrupt, match="seal"):
+        index_json.decode(damaged, "here")
+    index_json.check_known(damaged, "here")  # damage may be replaced
+
+
+def test_what_is_in_extra_and_not_known_is_ignored_and_kept() -> None:
+    w = {**W, "extra": {"novelty": 1, "patches": {"chunks": 1, "patches": 1, "novelty": 2}}}
+    extra = {"novelty": {"x": None}, "incremental": {"reused": 5, "novelty": 3}}
+    data = sealed(arrays={"w": w}, extra=extra, features=["patches"], novelty=4)
+    index = index_json.decode(data, "here")
+    assert (index.arrays["w"].patches, index.reused, index.extra) == (
+        1,
+        5,
+        {"novelty": {"x": None}},
+    )
+    lent = replace(
+        index, bases=(BaseEntry("b", "0" * 16),), borrowed=3, borrowed_xxh3="1" * 16, reused=7
+    )
+    changed = index_json.with_references(data, lent)
+    assert index_json.decode(changed, "here") == lent
+    body = json.loads(changed)
+    assert body["features"] == ["patches", "references"]
+    assert (body["arrays"], body["novelty"]) == ({"w": w}, 4)
+    assert body["extra"] == {"novelty": {"x": None}, "incremental": {"reused": 7, "novelty": 3}}
+    whole = replace(index, reused=0)
+    again = index_json.with_references(changed, whole)
+    assert index_json.decode(again, "here") == whole
+    assert json.loads(again)["features"] == ["patches"]
+    assert json.loads(again)["extra"]["incremental"] == {"novelty": 3}
 
 
 W = {"shape": [2, 3], "dtype": "float32", "chunk": [2, 3], "boxes": [[[0, 0], [2, 3], [0]]]}
@@ -197,26 +256,17 @@ W = {"shape": [2, 3], "dtype": "float32", "chunk": [2, 3], "boxes": [[[0, 0], [2
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"format": None}, "format version"),
+        ({"format": None}, "its format is None"),
+        ({"features": {}}, "its features are"),
         ({"arrays": []}, "'arrays'"),
         ({"arrays": {"w": {**W, "shape": [-1, 3]}}}, "'shape'"),
         ({"arrays": {"w": {**W, "shape": [1 << 61, 1 << 61]}}}, "2\\^62 bytes"),
         ({"arrays": {"w": {**W, "shape": [True, 3]}}}, "'shape'"),
         ({"arrays": {"w": {**W, "chunk": [0, 3]}}}, "'chunk'"),
         ({"arrays": {"w": {**W, "chunk": [3]}}}, "do not fit"),
-        ({"arrays": {"w": {**W, "encoding": 0}}}, "cannot have encoding 0"),
-        ({"arrays": {"w": {**W, "encoding": -1}}, "encodings": [[]]}, "cannot have encoding -1"),
-        (
-            {
-                "arrays": {"w": {**W, "dtype": "float32+int4", "errors": [0, 0], "encoding": 0}},
-                "encodings": [[]],
-            },
-            "cannot have encoding 0",
-        ),
-        ({"encodings": [[{"name": "sharding_indexed", "configuration": {}}]]}, "its codecs hold"),
-        ({"encodings": [[{"name": "zstd", "configuration": {}}] * 2]}, "more than one codec"),
-        ({"encodings": [{}]}, "'encodings'"),
-        ({"encodings": 3}, "'encodings'"),
+        ({"arrays": {"w": {**W, "codec": 0}}}, "there is no codec 0 of 0"),
+        ({"codecs": [{"name": "sharding_indexed", "configuration": {}}]}, "its codecs hold"),
+        ({"codecs": 3}, "'codecs'"),
         ({"arrays": {"w": {**W, "dtype": "object"}}}, "unknown dtype"),
         ({"arrays": {"w": {**W, "layout": 0}}}, "layout 0 does not fit"),
         ({"arrays": {"w": {k: v for k, v in W.items() if k != "boxes"}}}, "either a layout"),

@@ -52,7 +52,7 @@ def test_a_digest_table_of_another_length_is_not_read(forks: Forks, tmp_path: Pa
 
 def bodied(**fields: Any) -> dict[str, Any]:
     return {
-        "format": "1.1", "library": "x", "created": "", "attempt": "", "processes": 1,
+        "format": 1, "features": [], "library": "x", "created": "", "attempt": "", "processes": 1,
         "metadata": {}, "tree": {"dict": []}, "meshes": [], "layouts": [], "arrays": {},
         "aliases": {}, "values": {}, "per_process": {}, "codecs": [], "chunks": 0,
         "digests": f"{xxhash.xxh3_64_intdigest(b''):016x}", **fields,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unickpt.arrays import dtypes
-from unickpt.format import patches, patches_2
+from unickpt.format import patches
 from unickpt.format.patches import BadPatch, State
 
 HEADER = 20
@@ -165,56 +165,6 @@ def test_no_patch_writes_outside_the_chunk(
     for patch in (body, header(count, gap_bytes, *some, mode=mode) + body[: sum(some)]):
         try:
             patches.apply(patch, out)
-        except BadPatch:
-            continue
-    assert (memory[:10] == 7).all()
-    assert (memory[30:] == 7).all()
-
-
-# --- as format 2 had them -------------------------------------------------------------------------
-
-
-def header_2(count: int, width: int) -> bytes:
-    return np.array([5, 0, count, width], "<u8").tobytes()
-
-
-def gaps_2(*values: int, width: int = 1, size: int = 2) -> bytes:
-    body = np.array(values, f"<u{width}").tobytes() + bytes(size * len(values))
-    return header_2(len(values), width) + body
-
-
-@pytest.mark.parametrize(
-    ("patch", "reason"),
-    [
-        (b"", "0 bytes, at least 32"),
-        (header_2(0, 1)[:-1], "31 bytes, at least 32"),
-        (header_2(0, 1) + b"x", "33 bytes, 32 expected"),
-        (gaps_2(1, 2)[:-1], "37 bytes, 38 expected"),
-        (gaps_2(1, 2) + b"\0", "39 bytes, 38 expected"),
-        (gaps_2(10), "element 10 of 10"),
-        (gaps_2(4, 4, 0), "element 10 of 10"),
-        (gaps_2(*[(1 << 32) - 1] * 10, width=4), "element .* of 10"),
-        (gaps_2(*[0] * 11), "11 elements"),
-        (header_2((1 << 64) - 1, 1), "18446744073709551615 elements"),
-        (header_2(1, 0), "in 0 bytes each"),
-        (header_2(1, 3) + bytes(5), "in 3 bytes each"),
-        (header_2(1, 8) + bytes(10), "in 8 bytes each"),
-        (header_2(1, 1 << 63) + bytes(10), "bytes each"),
-    ],
-)
-def test_a_patch_of_format_2_that_contradicts_itself_is_refused(patch: bytes, reason: str) -> None:
-    with pytest.raises(BadPatch, match=reason):
-        patches_2.apply(patch, np.zeros(10, np.uint16))
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.binary(max_size=80), st.integers(0, 12), st.sampled_from([1, 2, 4]))
-def test_no_patch_of_format_2_writes_outside_the_chunk(body: bytes, count: int, width: int) -> None:
-    memory: Any = np.full(40, 7, np.uint32)
-    out = memory[10:30]
-    for patch in (body, header_2(count, width) + body[: count * (width + 4)]):
-        try:
-            patches_2.apply(patch, out)
         except BadPatch:
             continue
     assert (memory[:10] == 7).all()

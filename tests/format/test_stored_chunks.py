@@ -43,7 +43,7 @@ def test_they_are_those_of_tensorstore(
         raw = rng.integers(0, 256, (*shape, kind.itemsize), dtype=np.uint8)
         values = raw.view(kind).reshape(shape)
     store = ts.KvStore.open({"driver": "memory", "path": f"{rng.integers(1 << 60)}/"}).result()
-    metadata = zarr_metadata(described, part, ())
+    metadata = zarr_metadata(described, part)
     spec = {
         "driver": "zarr3",
         "kvstore": store.spec().to_json(),

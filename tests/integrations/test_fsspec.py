@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from support import TESTS, s3_server
 from support.processes import Processes, free_port
+from support.unknown import with_feature
 
 import unickpt
 
@@ -417,3 +418,23 @@ def test_a_job_that_is_killed_leaves_whole_steps(processes: Processes, tmp_path:
     assert np.array_equal(found["w"], np.full(5000, last + 3.0))
     for step in (last + 1, last + 2, last + 3):
         assert unickpt.verify(there / f"step_{step}").ok
+
+
+def test_a_step_that_is_not_known_stays_in_the_mirror(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    there, tree = tmp_path / "there", {"w": np.ones(3)}
+    with MirroredCheckpointer(tmp_path / "here", f"file://{there}", mirror_keep_last=1) as run:
+        run.save(0, tree)
+    with_feature(there / "step_0")
+    with MirroredCheckpointer(tmp_path / "here", f"file://{there}", mirror_keep_last=1) as run:
+        run.save(1, tree)
+    assert sorted(path.name for path in there.iterdir()) == ["step_0", "step_1"]
+    with pytest.raises(
+        unickpt.errors.UnsupportedFormat, match=f"{there}/step_0: it needs the feature"
+    ):
+        StepsFolder(f"file://{there}", {}).remove(0)
+    assert "needs the feature 'telepathy'" in caplog.text
+    assert unickpt.load(there / "step_1")["w"].tolist() == [1, 1, 1]
+    StepsFolder(f"file://{there}", {}).remove(1)
+    assert sorted(path.name for path in there.iterdir()) == ["step_0"]

@@ -113,14 +113,17 @@ def test_the_report_the_index_and_inspect_say_the_errors(tmp_path: Path, saved: 
     }
 
 
-def test_the_index_fits_the_schema_and_older_readers_refuse_it(saved: Path) -> None:
+def test_the_index_fits_the_schema_and_names_the_feature(saved: Path) -> None:
     body = json.loads(unickpt.open(str(saved)).reader.read_key("unickpt.json"))
     schema = json.loads((Path(TESTS).parent / "docs" / "index.schema.json").read_text())
     jsonschema.Draft202012Validator(schema).validate(body)
-    assert body["arrays"]["embed"]["dtype"] == "bfloat16+int4"
-    assert "errors" not in body["arrays"]["plain"]
-    with pytest.raises(TypeError, match=r"unknown dtype 'bfloat16\+int4'"):
-        dtypes.from_name("bfloat16+int4")  # what readers did before
+    assert body["features"] == ["quantized"]
+    embed, plain = (body["arrays"][name] for name in ("embed", "plain"))
+    assert (embed["dtype"], body["codecs"][embed["codec"]]["configuration"]["codes"]) == (
+        "bfloat16",
+        "int4",
+    )
+    assert not {"codec", "extra"} & plain.keys()
 
 
 def test_tensorstore_refuses_the_array_by_name(saved: Path) -> None:
@@ -547,16 +550,17 @@ def test_no_memory_is_given_for_a_chunk_that_nothing_backs(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"dtype": "float32+int5"}, "'int5' is not one of"),
-        ({"dtype": "float32+"}, "'' is not one of"),
-        ({"dtype": "int32+int4"}, "int32 is not one of float32"),
-        ({"dtype": "bfloat16+bfloat16"}, "has no more bytes"),
-        ({"dtype": "float32+int4+int4"}, "'int4\\+int4' is not one of"),
+        ({"codes": "int5"}, "its codecs hold .*'int5'"),
+        ({"codes": ""}, "its codecs hold"),
+        ({"dtype": "int32"}, "int32 is not one of float32"),
+        ({"dtype": "bfloat16", "codes": "bfloat16"}, "has no more bytes"),
+        ({"dtype": "float32+int4"}, "unknown dtype"),
         ({"errors": None}, "'errors' is None"),
         ({"errors": [1]}, r"array 'w': 'errors' is \[1\]"),
         ({"errors": [1, -1]}, r"array 'w': 'errors' contains '-1'"),
         ({"errors": [True, 0]}, r"array 'w': 'errors' contains 'True'"),
         ({"errors": ["1", 0]}, r"array 'w': 'errors' contains '1'"),
+        ({"extra": {}}, "array 'w': its errors are None"),
     ],
 )
 def test_a_bad_entry_is_damage(change: dict[str, Any], reason: str) -> None:
@@ -564,6 +568,10 @@ def test_a_bad_entry_is_damage(change: dict[str, Any], reason: str) -> None:
     body = json.loads(index_json.encode(index))
     del body["xxh3"]
     assert index_json.decode(sealed(body), "here").arrays["w"].quantized == "int4"
+    if "codes" in change:
+        body["codecs"][0]["configuration"]["codes"] = change.pop("codes")
+    if "errors" in change:
+        change = {"extra": {"quantized": {"errors": change["errors"]}}}
     body["arrays"]["w"] |= change
     with pytest.raises(CheckpointCorrupt, match=reason):
         index_json.decode(sealed(body), "here")
@@ -572,8 +580,7 @@ def test_a_bad_entry_is_damage(change: dict[str, Any], reason: str) -> None:
 def test_the_zarr_metadata_names_a_codec_that_nobody_knows() -> None:
     entry = quantised((256,))
     (part,) = unickpt.format.chunk_grid.parts(entry)
-    codecs = codec.codecs_for("zstd")
-    found = codec.zarr_metadata(entry, part, codecs)
+    found = codec.zarr_metadata(entry, part)
     assert found["codecs"] == [{"name": "unickpt.quantized", "configuration": {"codes": "int4"}}]
     assert found["data_type"] == "float32"
 

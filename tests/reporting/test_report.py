@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from support import s3_server
 from support.forging import array, forge, forge_index, index_of
+from support.format_1 import unpacked
 from support.report_cases import EVIL, forge_evil, forge_step, large_timing
 from support.saving import save_in_job
 
@@ -28,8 +29,6 @@ from unickpt.format.timing import TIMING_KEY
 from unickpt.integrations.metrics import JsonLines
 from unickpt.reporting import html_report
 from unickpt.types import Mesh
-
-FIXTURES = Path(__file__).parent.parent / "fixtures"
 
 
 def data_of(file: Path) -> Any:
@@ -210,7 +209,7 @@ def test_loads_are_shown_as_their_reports_say(tmp_path: Path) -> None:
     like = {"w": np.zeros(300_000), "head": np.zeros(2)}
     _, report = unickpt.load(tmp_path / "run" / "step_1", like, strict=False, return_report=True)
     lines(report)
-    _, elsewhere = unickpt.load(FIXTURES / "linked_1_2", return_report=True)
+    _, elsewhere = unickpt.load(unpacked() / "linked", return_report=True)
     lines(elsewhere)
     data = reported(tmp_path / "run", tmp_path, metrics=tmp_path / "saves.jsonl")
     (load,) = data["loads"]

@@ -233,15 +233,15 @@ def test_an_array_of_the_same_shape_without_patches_is_a_zarr_array(tmp_path: Pa
         ts.open(f"file://{tmp_path}/b/|ocdbt:w/").result()
 
 
-def test_readers_of_older_formats_refuse_it(
+def test_readers_that_do_not_know_patches_refuse_it(
     pair: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, state = pair
-    assert unickpt.open(path).reader.version == "3.0"
+    assert unickpt.open(path).index.features == ["patches"]
     save(path.with_name("whole"), state, base=path, reuse="digest")
-    assert unickpt.open(path.with_name("whole")).reader.version == "1.3"
-    monkeypatch.setattr(index_json, "NEWEST_FORMAT", (2, 1))
-    with pytest.raises(UnsupportedFormat, match=r"written in format 3\.0"):
+    assert not unickpt.open(path.with_name("whole")).index.features
+    monkeypatch.setattr(index_json, "FEATURES", index_json.FEATURES - {"patches"})
+    with pytest.raises(UnsupportedFormat, match="needs the feature 'patches'"):
         unickpt.load(path)
 
 

@@ -22,8 +22,7 @@ import unickpt
 from unickpt import CheckpointCorrupt, Checkpointer, ProcessGroup, SaveOptions
 from unickpt.arrays import dtypes
 from unickpt.commit import chosen_codecs
-from unickpt.errors import UnsupportedFormat
-from unickpt.format import blosc_frames, chunk_grid, codec, index_json
+from unickpt.format import blosc_frames, chunk_grid, codec
 from unickpt.saving import compressing
 from unickpt.types import Box, LocalFragments
 
@@ -90,7 +89,7 @@ def test_each_array_is_stored_as_it_pays(tmp_path: Path) -> None:
     is_whole(tmp_path / "c", state())
     shrunk = dict.fromkeys(("w", "moment", "zeros", "mask", "codes"), "blosc")
     assert chosen(tmp_path / "c") == {**shrunk, "noise": "raw"}
-    assert unickpt.open(tmp_path / "c").reader.version == "4.0"
+    assert not unickpt.open(tmp_path / "c").index.features  # plain Zarr reads it
     stored = sum((tmp_path / "c" / name).stat().st_size for name in files(tmp_path / "c"))
     assert stored < report.bytes - report.saved_bytes + 30_000
     assert report.saved_bytes > 0.3 * report.bytes
@@ -101,7 +100,7 @@ def test_what_does_not_shrink_is_stored_as_without_compression(tmp_path: Path) -
     assert save(tmp_path / "auto", tree).saved_bytes == 0
     save(tmp_path / "plain", tree, compression=None)
     own, plain = (unickpt.open(tmp_path / name).reader for name in ("auto", "plain"))
-    assert own.version == "1.5"  # which readers of format 1 read
+    assert not own.index.features
     for name, entry in own.index.arrays.items():
         for part in chunk_grid.parts(entry):
             for number in range(part.count):
@@ -235,15 +234,6 @@ def test_quantised_arrays_are_left_alone(tmp_path: Path) -> None:
 
 
 # --- readers --------------------------------------------------------------------------------------
-
-
-def test_older_readers_refuse_it_by_its_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(tmp_path / "c", state())
-    monkeypatch.setattr(index_json, "NEWEST_FORMAT", (3, 1))
-    with pytest.raises(UnsupportedFormat, match=r"format 4.0; this unickpt reads up to .* 3\."):
-        unickpt.open(tmp_path / "c")
 
 
 def test_a_changed_byte_is_an_error_that_names_the_array(tmp_path: Path) -> None:
@@ -473,7 +463,8 @@ def test_patches_and_borrowed_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyP
             is_whole(run / str(step), tree)
             assert chosen(run / str(step)) == {"w": "blosc", "noise": "raw"}
         assert patched > 10
-        assert unickpt.open(run / "4").reader.version == "4.0"
+        features = unickpt.open(run / "4").index.features
+        assert features == (["patches"] if links else ["patches", "references"])
         unickpt.copy(run / "4", tmp_path / f"copy {links}")
         is_whole(tmp_path / f"copy {links}", tree)
 
@@ -541,7 +532,7 @@ def test_inspect_says_what_is_compressed(tmp_path: Path) -> None:
     found = CliRunner().invoke(app, ["inspect", str(tmp_path / "c"), "--json"])
     arrays = {each["name"]: each for each in json.loads(found.output)["arrays"]}
     assert arrays["w"]["codecs"][0]["name"] == "blosc"
-    assert (arrays["noise"]["codecs"], arrays["small"]["codecs"]) == ([], None)
+    assert (arrays["noise"]["codecs"], arrays["small"]["codecs"]) == ([], [])
 
 
 def test_a_chunk_is_read_though_a_file_of_others_is_gone(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from unickpt.cli.saves import timing_table
 from unickpt.display import tree_table
 from unickpt.format import ocdbt_reader
 from unickpt.format.chunk_grid import Part
+from unickpt.format.codec import AUTO, common_codec
 from unickpt.format.codec_json import as_codecs
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.quoting import counted, quoted, size_text, some
@@ -92,11 +93,13 @@ def command(
     --json prints one object. Fields are only ever added to it. Shapes are lists, sizes are bytes.
 
     \b
-    url, format, created, library, attempt, processes, metadata, codecs
+    url, format, created, library, attempt, processes, metadata
+    features    what a program must know to read or delete it (docs/format.md)
+    codecs      names of the codecs of arrays
     beside      files in its folder that could be taken for it, and are not part of it
     meshes      [{axes, shape, processes}]
     arrays      [{name, shape, dtype, bytes, mesh, spec, fragments, chunk, chunks, parts, prng,
-                quantized, patched, block}]
+                quantized, patched, codecs, block}]
                 mesh: place in meshes, or null; spec: the mesh axes that split each dimension;
                 quantized: null, or {codes, largest_error, largest_relative_error};
                 patched, the number of chunks that are patches; block: null, or {type, shape}
@@ -148,8 +151,7 @@ def _inspect_timing(checkpoint: Checkpoint, everything: bool, as_json: bool) -> 
     out.print(Text(clean(checkpoint.reader.label), "bold"))
     if found is None:
         out.print(
-            f"It does not say how long its save took: its format is "
-            f"{clean(_format(checkpoint))}, and unickpt keeps that since format 1.3."
+            f"It does not say how long its save took: its format is {clean(_format(checkpoint))}."
         )
         return
     timing_table.print_timing(out, found, everything)
@@ -161,11 +163,11 @@ def _format(checkpoint: Checkpoint) -> str:
     return reader.version if is_own else f"{reader.format} {reader.version}".rstrip()
 
 
-def _chosen(index: Index) -> str:
-    """How many arrays are compressed, if each has its own codecs."""
-    found = [entry.encoding for entry in index.arrays.values() if entry.encoding]
-    names = ", ".join(dict.fromkeys(name for encoding in found for name, _ in encoding))
-    return f"{names} of {counted(len(found), 'array')}" if found else ""
+def _compression(index: Index) -> str:
+    """The codecs of the arrays, and how many are compressed if each has its own."""
+    count = sum(bool(entry.encoding) for entry in index.arrays.values())
+    names = ", ".join(index.codecs) or common_codec(index.compression) or "none"
+    return f"{names} of {counted(count, 'array')}" if count and index.compression == AUTO else names
 
 
 def _by_dtype(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
@@ -192,8 +194,10 @@ def _elements(checkpoint: Checkpoint) -> int:
 def _print_checkpoint(checkpoint: Checkpoint, everything: bool, by_size: bool) -> None:
     out, index = console(), checkpoint.index
     out.print(Text(clean(checkpoint.reader.label), "bold"))
-    compression = ", ".join(str(c["name"]) for c in index.codecs) or _chosen(index) or "none"
     facts = [f"format {clean(_format(checkpoint))}"]
+    if index.features:
+        facts[0] += f" with {', '.join(index.features)}"
+    compression = _compression(index)
     if index.created:
         facts.append(f"created {clean(date_text(index.created))} by {clean(index.library)}")
     is_own = checkpoint.reader.format == ocdbt_reader.FORMAT
@@ -346,7 +350,8 @@ def _checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
         "processes": index.processes,
         "metadata": index.metadata,
         "beside": list(checkpoint.reader.beside),
-        "codecs": list(index.codecs),
+        "features": index.features,
+        "codecs": index.codecs,
         "meshes": [{"axes": m.axes, "shape": m.shape, "processes": m.processes} for m in meshes],
         "arrays": [
             {
@@ -405,7 +410,7 @@ def _array_json(array: StoredArray, entry: ArrayEntry) -> dict[str, Any]:
             "largest_relative_error": entry.errors[1],
         },
         "patched": entry.patched,
-        "codecs": None if entry.encoding is None else as_codecs(entry.encoding),
+        "codecs": as_codecs(entry.encoding or ()),
     }
 
 

@@ -44,7 +44,7 @@ from unickpt.errors import (
     StorageError,
     out_of_memory,
 )
-from unickpt.format import borrowed, codec, index_json, timing, written_index
+from unickpt.format import codec, index_json, timing, written_index
 from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, Index
 from unickpt.format.timing import Arrivals
 from unickpt.frameworks.process_group import Group, saved_apart
@@ -100,6 +100,7 @@ class Attempt:
 
         Raises:
             CheckpointExists: it holds a checkpoint (without `overwrite`) or foreign files.
+            UnsupportedFormat: it holds one that needs what this unickpt does not know.
             StorageError: the storage cannot be read.
         """
         root.refuse_other_files(self.location)
@@ -429,6 +430,7 @@ class Attempt:
             attempt=self.name,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             library=LIBRARY,
+            extra={**merged.index.extra, timing.FEATURE: {}},
         )
         return replace(merged, index=index)
 
@@ -452,7 +454,7 @@ class Attempt:
             INDEX_KEY: encoded,
         }
         if index.bases:
-            extra[BORROWED_KEY] = borrowed.encode(chunks.borrowed, index)
+            extra[BORROWED_KEY] = chunks.borrowed.tobytes()
         manifest = self._root.build(f"processes/{self.name}/root/", index, chunks, extra)
         self._sync(self._folder.child("root"))
         return manifest

@@ -14,7 +14,7 @@ import numpy as np
 from unickpt.commit.merge_chunks import Chunks, Column
 from unickpt.commit.messages import ELSEWHERE, Names, Records
 from unickpt.errors import CoverageError
-from unickpt.format import chunk_grid
+from unickpt.format import chunk_grid, codec
 from unickpt.format.blosc_frames import HEADER_BYTES
 from unickpt.format.index import ArrayEntry, Index
 
@@ -39,7 +39,7 @@ def settled(index: Index, chunks: Chunks, records: Records, names: Names) -> tup
     places, arrays = chunks.places.copy(), dict(index.arrays)
     spans = chunk_grid.chunk_spans(index.arrays)
     for name, entry in index.arrays.items():
-        if not entry.encoding:
+        if not codec.is_chosen(entry):
             continue
         own = places[spans[name].start : spans[name].stop]
         lengths = _raw_lengths(entry)

@@ -17,7 +17,8 @@ from unickpt.commit.merge_chunks import Chunks, Requests, merged_chunks, request
 from unickpt.commit.messages import Names, Records
 from unickpt.commit.replicas import ReplicaDifference, Replicas
 from unickpt.errors import CoverageError
-from unickpt.format import borrowed, digest_table
+from unickpt.format import digest_table
+from unickpt.format.codec import AUTO
 from unickpt.format.coverage import check_boxes
 from unickpt.format.growth import Growth
 from unickpt.format.index import (
@@ -89,13 +90,13 @@ def merge_all(
         written = [*records, *request(missing)]
         chunks = merged_chunks(index, written, names, assumed, winners)
         requests(index, chunks.table, [])
-    if any(entry.encoding for entry in index.arrays.values()):
+    if index.compression == AUTO:
         from unickpt.commit import chosen_codecs  # only where arrays may be compressed
 
         index, chunks = chosen_codecs.settled(index, chunks, records, names)
     arrays_now = with_errors(index, written, names, winners)
     index = replace(index, arrays=with_patches(arrays_now, chunks.patched(index.arrays)))
-    lent = borrowed.encode(chunks.borrowed, index) if chunks.bases else b""
+    lent = chunks.borrowed.tobytes() if chunks.bases else b""
     index = replace(
         index,
         metadata=_metadata(index, records),
@@ -179,7 +180,7 @@ def unite(records: Records, described: Mapping[int, Index]) -> Index:
 
 
 def _check_settings(ours: Index, theirs: Index, process: int) -> None:
-    for what in ("processes", "codecs", "metadata"):
+    for what in ("processes", "compression", "metadata"):
         mine, other = getattr(ours, what), getattr(theirs, what)
         if what == "metadata":
             mine, other = map(_shared, (mine, other))

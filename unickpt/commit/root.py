@@ -25,6 +25,7 @@ from unickpt.errors import CheckpointExists, StorageError
 from unickpt.format import chunk_grid, links
 from unickpt.format.chunk_grid import Part, join_key
 from unickpt.format.index import ArrayEntry, Index
+from unickpt.format.refusals import refuse_unknown
 from unickpt.frameworks.process_group import saved_apart
 from unickpt.storage.btree import builder
 from unickpt.storage.btree.builder import PLACE_DTYPE, TreeEntries
@@ -179,9 +180,11 @@ def refuse_other_files(location: Location) -> None:
 
 
 def refuse_checkpoint(location: Location, context: ts.Context, *, overwrite: bool) -> None:
-    """Refuses to replace a checkpoint unless that is allowed, and no other one needs it.
+    """Refuses to replace a checkpoint unless that is allowed, it has only what this program knows,
+    and no other one needs it.
 
     Raises:
+        UnsupportedFormat: names what is not known.
         CheckpointExists: says what to do.
     """
     if not overwrite:
@@ -190,6 +193,7 @@ def refuse_checkpoint(location: Location, context: ts.Context, *, overwrite: boo
             "(--overwrite on the command line) to replace it, "
             f"or save to another path{saved_apart()}"
         )
+    refuse_unknown(location, context)
     if needed := borrowers.of(location, context):
         raise CheckpointExists(
             f"{location} has chunks of {', '.join(needed[:3])}, which did not write them "

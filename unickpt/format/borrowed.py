@@ -25,8 +25,6 @@ from unickpt.storage.ocdbt import MANIFEST, RETIRED
 DTYPE = np.dtype([("row", "<u8"), ("base", "<u4"), ("link", "<u4")])
 """A borrowed value: the chunk's row in the digest table, the position of its base in the index, and
 which value of the chunk it is, as `links` numbers them."""
-_WITHOUT_LINKS = np.dtype([("row", "<u8"), ("base", "<u4")])
-"""The same, as it is stored if no chunk has patches."""
 BorrowedTable = np.ndarray[Any, Any]
 MARKS = "borrowers"
 """In the folder of an attempt: a file for each checkpoint that may borrow from it."""
@@ -43,12 +41,9 @@ def decode(data: bytes, index: Index) -> BorrowedTable:
     Raises:
         ValueError: says what is wrong.
     """
-    table = np.zeros(index.borrowed, DTYPE)
     if f"{xxhash.xxh3_64_intdigest(data):016x}" != index.borrowed_xxh3:
         raise ValueError("the table of borrowed chunks does not match its digest in the index")
-    stored = np.frombuffer(data, stored_dtype(index))
-    for name in stored.dtype.names or ():
-        table[name] = stored[name]
+    table: BorrowedTable = np.frombuffer(data, DTYPE)
     rows, links = table["row"], table["link"]
     is_later = (rows[1:] == rows[:-1]) & (links[1:] > links[:-1]) & (links[:-1] != WHOLE_LINK)
     in_order = bool(((rows[1:] > rows[:-1]) | is_later).all())
@@ -59,19 +54,6 @@ def decode(data: bytes, index: Index) -> BorrowedTable:
     if len(rows) and table["base"].max() >= len(index.bases):
         raise ValueError("the table of borrowed chunks names a base that the index does not")
     return table
-
-
-def stored_dtype(index: Index) -> np.dtype[Any]:
-    """The columns of the table as it is stored."""
-    return DTYPE if index.has_chains else _WITHOUT_LINKS
-
-
-def encode(table: BorrowedTable, index: Index) -> bytes:
-    """The table as it is stored."""
-    stored = np.zeros(len(table), stored_dtype(index))
-    for name in stored.dtype.names or ():
-        stored[name] = table[name]
-    return stored.tobytes()
 
 
 def name_of(location: Location) -> str:

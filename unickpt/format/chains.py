@@ -22,7 +22,7 @@ import numpy as np
 
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import CheckpointCorrupt
-from unickpt.format import codec, links, patches, patches_2
+from unickpt.format import codec, links, patches
 from unickpt.format.chunk_grid import Part, chunk_key
 from unickpt.format.chunk_store import ChunkStore
 from unickpt.format.codec import NotDecodable
@@ -120,14 +120,6 @@ class Chains:
         """
         if not entry.patched:
             return ()
-        if not entry.patches:
-            patch = links.patches_of_format_2(part)
-            is_there = self._own.values.length(chunk_key(patch, number)) is not None
-            return (
-                (Value(self._own, links.part_of(part, FULL_LINK)), Value(self._own, patch))
-                if is_there
-                else ()
-            )
         lent = self._borrowed(entry, part, number)
         found: list[Value] = []
         while len(found) <= _MOST:
@@ -191,7 +183,7 @@ class Chains:
         """A full chunk with its patches; in `out`, or the stored bytes of a quantised one."""
         data = self._full(entry, number, chain, out)
         for patch in self._patches(entry, part, number, chain):
-            _apply(entry, patch, data)
+            patches.apply(patch, data)
         return data
 
     def read_parent(
@@ -227,7 +219,7 @@ class Chains:
                 return Parent(State(expected), 1 + used, False)
             self._full(entry, number, chain, out)
             for patch in found[:used]:
-                _apply(entry, patch, out)
+                patches.apply(patch, out)
         except (Failed, NotDecodable, BadPatch) as error:
             raise self._naming(error, entry, part, number) from error
         if codec.digest(out) != expected:
@@ -278,10 +270,6 @@ class Chains:
 
     def _naming(self, error: Exception, entry: ArrayEntry, part: Part, number: int) -> Exception:
         return self._own.naming(error, entry, part, number)
-
-
-def _apply(entry: ArrayEntry, patch: bytes, out: Array) -> None:
-    (patches if entry.patches else patches_2).apply(patch, out)
 
 
 def _of(value: Value) -> str:

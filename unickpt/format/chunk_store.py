@@ -22,11 +22,9 @@ from unickpt.errors import (
 from unickpt.format import codec
 from unickpt.format.chunk_grid import Part, chunk_key
 from unickpt.format.codec import (
-    Codecs,
     NotDecodable,
     as_stored,
     bytes_of,
-    codecs_of,
     digest,
     zarr_metadata,
 )
@@ -53,14 +51,11 @@ class ChunkStore:
 
     Arguments:
         database: the database; all of a checkpoint share one context.
-        codecs: the checkpoint's compression.
         values: reads the database, if it exists already.
     """
 
-    def __init__(
-        self, database: Database, codecs: Codecs, values: ocdbt.DatabaseReader | None = None
-    ) -> None:
-        self.database, self.location, self.codecs = database, database.location, codecs
+    def __init__(self, database: Database, values: ocdbt.DatabaseReader | None = None) -> None:
+        self.database, self.location = database, database.location
         self.values = values or database.reader()  # here, so that threads share one
         self._is_local = database.location.is_local
         self._open: dict[str, ts.TensorStore] = {}
@@ -82,7 +77,7 @@ class ChunkStore:
             spec = {
                 "driver": "zarr3",
                 "kvstore": self.database.array_spec(part.key),
-                "metadata": zarr_metadata(entry, part, self.codecs),
+                "metadata": zarr_metadata(entry, part),
                 # Without these two, all-zero chunks would be left out and missing ones read as 0.
                 "store_data_equal_to_fill_value": True,
                 "fill_missing_data_reads": False,
@@ -124,8 +119,6 @@ class ChunkStore:
                 if part.chunk[1:] != out.shape[1:]:
                     continue
             if entry.quantized is not None or entry.encoding:
-                continue
-            if self.codecs and entry.encoding is None:
                 continue
             positions.append(at)
             keys.append(chunk_key(part, number))
@@ -282,11 +275,10 @@ class ChunkStore:
             return
         if entry.quantized is not None:
             least = codec.nbytes_as_stored(entry, part.chunk_box(number).shape)
-        elif codecs_of(entry, self.codecs) and nbytes > COMPRESSED_MOST:
+        elif entry.encoding and nbytes > COMPRESSED_MOST:
             raise Damaged(f"a compressed chunk of {nbytes} bytes is not allowed")
         else:
-            is_coded = bool(codecs_of(entry, self.codecs))
-            least = -(-nbytes // _MOST_PER_BYTE) if is_coded else nbytes
+            least = -(-nbytes // _MOST_PER_BYTE) if entry.encoding else nbytes
         if not self.values.has(chunk_key(part, number), least):
             raise Damaged(f"no bytes stored, {least} expected")
         with naming_memory(f"{self.location}: array {entry.name!r}, a chunk"):
@@ -295,7 +287,7 @@ class ChunkStore:
 
     def _is_as_stored(self, entry: ArrayEntry, part: Part, out: Array) -> bool:
         """Whether a chunk is stored just as it lies in memory, but for padding behind it."""
-        is_coded = codecs_of(entry, self.codecs) or entry.quantized is not None
+        is_coded = entry.encoding or entry.quantized is not None
         return not is_coded and part.chunk[1:] == tuple(out.shape[1:])
 
 

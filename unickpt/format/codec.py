@@ -18,39 +18,34 @@ from unickpt.arrays.dtypes import Array
 from unickpt.errors import UnsupportedLeaf
 from unickpt.format import chunk_grid
 from unickpt.format.chunk_grid import Part, join_key
-from unickpt.format.codec_json import as_codecs, encoding_of
+from unickpt.format.codec_json import QUANTIZED, as_codecs, encoding_of
 from unickpt.format.index import ArrayEntry, Encoding, Index
 from unickpt.storage.kvstore import asking
 
 Codecs = Sequence[Mapping[str, Any]]
-QUANTIZED = "unickpt.quantized"
-"""The codec that `zarr.json` of a quantised array names."""
+AUTO = "auto"
+"""The compression with which each array has a codec only if that pays."""
 PATCHED = "unickpt.patched"
 """The last codec that `zarr.json` of an array with patches names."""
 
 
-def codecs_of(entry: ArrayEntry, codecs: Codecs) -> Codecs:
-    """The codecs that follow `bytes` in an array.
-
-    Arguments:
-        entry: the array.
-        codecs: those of the checkpoint.
-    """
-    if entry.quantized is not None:
-        return ()
-    return codecs if entry.encoding is None else as_codecs(entry.encoding)
+_SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "zstd": {"level": 3},
+    "gzip": {"level": 5},
+    "blosc": {"cname": "zstd", "clevel": 5, "shuffle": "shuffle"},
+}
 
 
-def codecs_for(compression: str | None) -> tuple[dict[str, Any], ...]:
-    """The zarr v3 codecs that follow `bytes`."""
-    settings = {
-        "zstd": {"level": 3},
-        "gzip": {"level": 5},
-        "blosc": {"cname": "zstd", "clevel": 5, "shuffle": "shuffle"},
-    }
-    if compression is None or compression == "auto":  # then arrays have their own
-        return ()
-    return ({"name": str.__str__(compression), "configuration": settings[compression]},)
+@cache
+def encoding_for(compression: str) -> Encoding:
+    """The encoding of all arrays, if `SaveOptions.compression` names a codec."""
+    name = str.__str__(compression)
+    return encoding_of({"name": name, "configuration": _SETTINGS[name]})
+
+
+def common_codec(compression: str | None) -> str | None:
+    """The codec that all arrays of a save have; None if they have none, or each its own."""
+    return None if compression == AUTO else compression
 
 
 @cache
@@ -61,11 +56,17 @@ def chosen_encoding(dtype: str) -> Encoding:
     itemsize = dtypes.from_name(dtype).itemsize
     # Measured: of bools, planes of bits take half as much, in half the time; of others more.
     settings = blosc_frames.configuration(itemsize, bits=dtype == "bool")
-    return encoding_of([{"name": "blosc", "configuration": settings}])
+    return encoding_of({"name": "blosc", "configuration": settings})
 
 
-def zarr_metadata(entry: ArrayEntry, part: Part, codecs: Codecs) -> dict[str, Any]:
-    """The `zarr.json` of a part, with codecs of the checkpoint."""
+def is_chosen(entry: ArrayEntry) -> bool:
+    """Whether the codec of an array is that of `compression="auto"`, whose chunks may be frames
+    that are stored as they are."""
+    return bool(entry.encoding) and entry.encoding == chosen_encoding(entry.dtype)
+
+
+def zarr_metadata(entry: ArrayEntry, part: Part) -> dict[str, Any]:
+    """The `zarr.json` of a part."""
     stored = dtypes.stored_as(entry.dtype)
     itemsize = dtypes.from_name(entry.dtype).itemsize
     fill: Any = False if stored == "bool" else 0
@@ -74,7 +75,7 @@ def zarr_metadata(entry: ArrayEntry, part: Part, codecs: Codecs) -> dict[str, An
     to_bytes: dict[str, Any] = {"name": "bytes", "configuration": {"endian": "little"}}
     if itemsize == 1:
         to_bytes = {"name": "bytes"}
-    codecs = codecs_of(entry, codecs)
+    codecs: Codecs = as_codecs(entry.encoding) if entry.encoding else ()
     if entry.quantized is not None:  # a name that TensorStore does not know, and so refuses
         to_bytes = {"name": QUANTIZED, "configuration": {"codes": entry.quantized}}
     return {
@@ -115,7 +116,7 @@ def zarr_keys(index: Index) -> dict[str, bytes]:
             kind = part.box, part.chunk, entry.dtype, entry.quantized, entry.encoding, is_patched
             found = of_kind.get(kind)
             if found is None:
-                metadata = zarr_metadata(entry, part, index.codecs)
+                metadata = zarr_metadata(entry, part)
                 if is_patched:  # a name that TensorStore does not know, and so refuses
                     metadata["codecs"].append({"name": PATCHED})
                 found = of_kind[kind] = zarr_json(metadata)
@@ -143,13 +144,12 @@ class Encoded(NamedTuple):
     errors: tuple[float, float] | None = None
 
 
-def encode(entry: ArrayEntry, part: Part, codecs: Codecs, chunk: Array) -> Encoded:
+def encode(entry: ArrayEntry, part: Part, chunk: Array) -> Encoded:
     """A chunk as it is stored.
 
     Arguments:
         entry: the array.
         part: the part of the array.
-        codecs: the compression of the checkpoint.
         chunk: its elements.
 
     Raises:
@@ -157,8 +157,8 @@ def encode(entry: ArrayEntry, part: Part, codecs: Codecs, chunk: Array) -> Encod
     """
     if entry.quantized is not None:
         return _quantized(entry, entry.quantized, chunk)
-    if codecs_of(entry, codecs):
-        return Encoded((compressed(entry, part, codecs, chunk),), digest(chunk))
+    if entry.encoding:
+        return Encoded((compressed(entry, part, chunk),), digest(chunk))
     value = raw(part, chunk)
     return Encoded(value, None if len(value) == 1 else digest(chunk))
 
@@ -245,17 +245,16 @@ def bytes_of(chunk: Array) -> Array:
     return np.ascontiguousarray(chunk).reshape(-1).view(np.uint8)
 
 
-def compressed(entry: ArrayEntry, part: Part, codecs: Codecs, chunk: Array) -> memoryview:
+def compressed(entry: ArrayEntry, part: Part, chunk: Array) -> memoryview:
     """A chunk as Zarr stores it: TensorStore writes it into memory, from where it is taken.
 
     Arguments:
         entry: the array.
         part: the part of the array.
-        codecs: the compression.
         chunk: the elements of the chunk.
     """
     memory = {"driver": "memory", "path": f"{os.urandom(16).hex()}/"}
-    metadata = zarr_metadata(entry, part, codecs)
+    metadata = zarr_metadata(entry, part)
     metadata["shape"] = list(part.chunk)
     spec: dict[str, Any] = {
         "driver": "zarr3",

@@ -1,11 +1,12 @@
-"""The codecs that an index names: those that it may name, and as `ArrayEntry.encoding`."""
+"""The codecs that an index names: those that it may name, and as `ArrayEntry` has them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from unickpt.format.index import Encoding
+from unickpt.quantized import codes
 from unickpt.quoting import quoted
 from unickpt.trees.tree_json import BadJSON
 
@@ -16,26 +17,37 @@ CODECS: Mapping[str, Mapping[str, type]] = {
     "gzip": {"level": int},
     "blosc": {"cname": str, "clevel": int, "shuffle": str, "typesize": int, "blocksize": int},
 }
+QUANTIZED = "unickpt.quantized"
+"""The codec of quantised arrays, whose setting are their codes; plain Zarr does not know it."""
+_KNOWN = {**CODECS, QUANTIZED: {"codes": str}}
 _FIELDS = ("name", "configuration")
 
 
-def checked(items: list[Any]) -> tuple[Mapping[str, Any], ...]:
-    """Stored codecs.
+def from_json(item: Any) -> Encoding | str:
+    """A stored codec: an encoding, or the codes of quantised arrays.
 
     Raises:
-        BadJSON: they are not allowed.
+        BadJSON: it is not allowed.
     """
-    for item in items:
-        known = CODECS.get(str(item.get("name"))) if isinstance(item, dict) else None
-        settings = item.get("configuration") if isinstance(item, dict) else None
-        if known is None or not isinstance(settings, dict) or item.keys() - {*_FIELDS}:
+    name, settings = map(item.get, _FIELDS) if isinstance(item, dict) else (None, None)
+    known = _KNOWN.get(name) if isinstance(name, str) else None
+    if known is None or not isinstance(settings, dict) or item.keys() - {*_FIELDS}:
+        raise BadJSON(f"its codecs hold {quoted(item)}")
+    for key, value in settings.items():
+        if type(value) is not known.get(key):
             raise BadJSON(f"its codecs hold {quoted(item)}")
-        for key, value in settings.items():
-            if type(value) is not known.get(key):
-                raise BadJSON(f"its codecs hold {quoted(item)}")
-    if len(items) > 1:
-        raise BadJSON("it names more than one codec")
-    return tuple(items)
+    if name != QUANTIZED:
+        return encoding_of(item)
+    if settings.get("codes") not in codes.NAMES:
+        raise BadJSON(f"its codecs hold {quoted(item)}")
+    return str(settings["codes"])
+
+
+def to_json(codec: Encoding | str) -> dict[str, Any]:
+    """The inverse of `from_json`."""
+    if isinstance(codec, str):
+        return {"name": QUANTIZED, "configuration": {"codes": codec}}
+    return as_codecs(codec)[0]
 
 
 def as_codecs(encoding: Encoding) -> tuple[dict[str, Any], ...]:
@@ -43,7 +55,6 @@ def as_codecs(encoding: Encoding) -> tuple[dict[str, Any], ...]:
     return tuple({"name": name, "configuration": dict(settings)} for name, settings in encoding)
 
 
-def encoding_of(codecs: Iterable[Mapping[str, Any]]) -> Encoding:
-    """The encoding of codecs."""
-    found = ((codec["name"], codec["configuration"].items()) for codec in codecs)
-    return tuple((name, tuple(sorted(settings))) for name, settings in found)
+def encoding_of(codec: Mapping[str, Any]) -> Encoding:
+    """The encoding of a codec of Zarr."""
+    return ((codec["name"], tuple(sorted(codec["configuration"].items()))),)

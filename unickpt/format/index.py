@@ -1,6 +1,6 @@
 """The index: a checkpoint's own metadata, as dataclasses; `index_json` reads and writes it.
 
-docs/format.md is the normative text; `FORMAT` is the version both describe.
+docs/format.md is the normative text.
 """
 
 from __future__ import annotations
@@ -18,16 +18,13 @@ from unickpt.format.growth import Growth
 from unickpt.quoting import quoted
 from unickpt.trees import tree_json
 
-FORMAT = (1, 3)
-GROWN_FORMAT = (1, 4)
-"""Of a checkpoint that says how much was written since one that was written in full (`growth`)."""
-CHOSEN_FORMAT = (1, 5)
-"""Of a checkpoint for whose arrays compression was looked at, and none pays (`encoding`)."""
-PATCHED_FORMAT, CHOSEN_PATCHED_FORMAT = (3, 0), (3, 1)
-"""Of a checkpoint with patches (`chains`) or binary per-process values, which older readers must
-not try to read; and of one that is both."""
-NEWEST_FORMAT = (4, 0)
-"""Of a checkpoint whose arrays have codecs of their own."""
+FORMAT = 1
+"""The number of the format."""
+REFERENCES, PATCHES, QUANTIZED, SECTIONS = "references", "patches", "quantized", "sections"
+FEATURES = frozenset((REFERENCES, PATCHES, QUANTIZED, SECTIONS))
+"""What an index may name that a program must know before it reads, replaces or deletes the
+checkpoint: values in checkpoints beside it, patched chunks, quantised arrays, and values of
+processes that are stored in sections."""
 RESERVED = "unickpt"
 """The metadata key under which `Checkpointer` stores `step`, and process 0's `metrics`."""
 REPLACED = "unickpt.replaced"
@@ -40,6 +37,11 @@ CONVERSION = "conversion"
 INDEX_KEY = "unickpt.json"
 DIGESTS_KEY = "unickpt.digests"
 BORROWED_KEY = "unickpt.borrowed"
+
+
+def extra_key(feature: str) -> str:
+    """The key of a value that a feature in `Index.extra` may have in the database."""
+    return f"unickpt.{feature}"
 
 
 MAX_RANK = 32
@@ -87,9 +89,10 @@ class ArrayEntry:
         errors: the largest error of an element that this made, and the largest in relation to the
             largest magnitude in its block.
         patched: how many of its chunks are stored as patches.
-        patches: how many patches all these have; 0 if they are as in format 2, one each.
-        encoding: the codecs of its own; None if it has those of the checkpoint. Of a save that is
-            going on, those that it has if that makes it smaller (`saving.chosen`).
+        patches: how many patches all these have.
+        encoding: its codecs; None if it has none, and `()` if compressing it was tried, and did not
+            pay. While a save with `compression="auto"` runs, those that it has if they make it
+            smaller (`commit.chosen_codecs`).
     """
 
     name: str
@@ -105,11 +108,6 @@ class ArrayEntry:
     patched: int = 0
     patches: int = 0
     encoding: Encoding | None = None
-
-    @property
-    def patch_values(self) -> int:
-        """How many values are patches."""
-        return self.patches or self.patched
 
     @property
     def dtype_and_shape(self) -> str:
@@ -147,7 +145,7 @@ class PerProcessEntry:
 
     @property
     def is_binary(self) -> bool:
-        """Whether only readers of format 3 know it."""
+        """Whether a value is stored in sections (`frameworks.sections`)."""
         return any(self.heads)
 
     def of(self, process: int) -> tuple[int, int, int]:
@@ -184,7 +182,13 @@ class DigestBlocks:
 
 @dataclass(frozen=True)
 class Index:
-    """The whole content of `unickpt.json`. `tree` is the JSON of `unickpt.trees.tree`."""
+    """The whole content of `unickpt.json`. `tree` is the JSON of `unickpt.trees.tree`.
+
+    `reused`, `growth`, `compression` and `extra` are not needed to read it: `compression` is the
+    option with which it was saved, and `extra` has what other features say, by their names. A
+    feature in `extra` may have a value of its own in the database (`extra_key`). `features` is what
+    the stored index names of `FEATURES`.
+    """
 
     tree: Any
     arrays: Mapping[str, ArrayEntry]
@@ -192,7 +196,6 @@ class Index:
     values: Mapping[str, tree_json.Plain] = field(default_factory=dict)
     per_process: Mapping[str, PerProcessEntry] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    codecs: tuple[Mapping[str, Any], ...] = ()
     processes: int = 1
     attempt: str = ""
     created: str = ""
@@ -205,11 +208,15 @@ class Index:
     borrowed: int = 0
     borrowed_xxh3: str = ""
     growth: Growth | None = None
+    compression: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    features: Sequence[str] = field(default=(), compare=False, repr=False)
 
     @property
-    def has_chains(self) -> bool:
-        """Whether an array has patches as they are since format 3."""
-        return any(entry.patches for entry in self.arrays.values())
+    def codecs(self) -> list[str]:
+        """The names of the codecs that arrays have."""
+        found = dict.fromkeys(entry.encoding for entry in self.arrays.values() if entry.encoding)
+        return list(dict.fromkeys(name for encoding in found for name, _ in encoding))
 
     @property
     def names(self) -> dict[str, None]:

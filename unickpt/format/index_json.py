@@ -6,14 +6,15 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
-from functools import lru_cache
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import xxhash
 from msgspec import UNSET, Meta, UnsetType
 
+from unickpt._version import LIBRARY
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, fill_exactly, overlap
 from unickpt.arrays.layout import Layout, Mesh
@@ -21,14 +22,14 @@ from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.format import codec_json
 from unickpt.format.growth import Growth
 from unickpt.format.index import (
-    CHOSEN_FORMAT,
-    CHOSEN_PATCHED_FORMAT,
+    FEATURES,
     FORMAT,
-    GROWN_FORMAT,
     MAX_EXTENT,
     MAX_RANK,
-    NEWEST_FORMAT,
-    PATCHED_FORMAT,
+    PATCHES,
+    QUANTIZED,
+    REFERENCES,
+    SECTIONS,
     ArrayEntry,
     BaseEntry,
     DigestBlocks,
@@ -38,7 +39,7 @@ from unickpt.format.index import (
     shape_problem,
 )
 from unickpt.quantized import codes
-from unickpt.quoting import quoted
+from unickpt.quoting import quoted, some
 from unickpt.trees import tree_json
 from unickpt.trees.tree_json import BadJSON
 
@@ -50,6 +51,7 @@ _Extent = Annotated[int, Meta(ge=0, lt=MAX_EXTENT)]
 _Positive = Annotated[int, Meta(ge=1, lt=MAX_EXTENT)]
 _Error = Annotated[float, Meta(ge=0)]
 _Extents = tuple[_Extent, ...]
+_Errors = tuple[_Error, _Error]
 _Growth = tuple[_Extent, _Extent, _Extent, _Extent, _Extent]
 _Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$", max_length=16)]
 _Blobs = list[list[Any]]
@@ -72,28 +74,70 @@ class _BaseBody(msgspec.Struct):
     manifest: str
 
 
+class _PatchesBody(msgspec.Struct):
+    """How many chunks of an array are patched, and how many patches these have."""
+
+    chunks: _Positive
+    patches: _Positive
+
+
+class _QuantizedBody(msgspec.Struct):
+    """The largest errors of an array."""
+
+    errors: _Errors
+
+
+class _TriedBody(msgspec.Struct):
+    """What became of an array that was to be compressed if that makes it smaller."""
+
+    pays: bool
+
+
+class _ArrayExtra(msgspec.Struct):
+    """What features say of an array; those that are not known are ignored."""
+
+    compress: _TriedBody | UnsetType = UNSET
+    patches: _PatchesBody | UnsetType = UNSET
+    quantized: _QuantizedBody | UnsetType = UNSET
+
+
 class _ArrayBody(msgspec.Struct):
     """An array as stored, its members in the order in which `encode` writes them."""
 
     shape: _Extents
     dtype: str
     chunk: tuple[_Positive, ...]
-    errors: tuple[_Error, _Error] | UnsetType = UNSET
+    codec: int | UnsetType = UNSET
     layout: int | UnsetType = UNSET
     cut: _Extents | UnsetType = UNSET
     boxes: list[tuple[_Extents, _Extents, _Extents]] | UnsetType = UNSET
     prng: str | UnsetType = UNSET
-    patched: _Positive | UnsetType = UNSET
-    patches: _Positive | UnsetType = UNSET
-    encoding: int | UnsetType = UNSET
+    extra: _ArrayExtra | UnsetType = UNSET
 
 
 _ARRAY = msgspec.json.Decoder(_ArrayBody)
 
 
+class _IncrementalBody(msgspec.Struct, omit_defaults=True):
+    """What later saves need to know of this one."""
+
+    reused: _Extent = 0
+    growth: _Growth | None = None
+
+
+class _CompressBody(msgspec.Struct):
+    """The option with which all arrays were saved."""
+
+    option: str
+
+
+_INCREMENTAL, _COMPRESS = "incremental", "compress"
+
+
 class _IndexBody(msgspec.Struct):
     """The members of an index beside its arrays."""
 
+    features: list[str]
     library: str
     created: str
     attempt: str
@@ -109,31 +153,28 @@ class _IndexBody(msgspec.Struct):
     digests: str
     tree: Any = None
     digest_blocks: list[Any] = []
-    reused: _Extent = 0
     bases: list[_BaseBody] = []
     borrowed: list[Any] = []
-    growth: _Growth | None = None
-    encodings: list[list[Any]] = []
+    extra: dict[str, Any] = {}
 
 
 class _Shared(NamedTuple):
-    """What arrays refer to by number."""
+    """What arrays refer to by number; a codec is an encoding, or the name of the codes of
+    quantised arrays."""
 
     layouts: list[Layout]
-    encodings: list[Encoding]
+    codecs: list[Encoding | str]
 
 
 def encode(index: Index) -> bytes:
     """The index as JSON, sealed by the xxh3-64 of all bytes before the seal."""
     meshes: dict[Mesh, int] = {}
     layouts: dict[Layout, int] = {}
-    found = dict.fromkeys(entry.encoding for entry in index.arrays.values())
-    encodings = [encoding for encoding in found if encoding is not None]
-    numbers = {encoding: number for number, encoding in enumerate(encodings)}
-    arrays = _arrays_to_json(index.arrays.values(), meshes, layouts, numbers)
-    version = _version(index, encodings)
+    codecs: dict[Encoding | str, int] = {}
+    arrays = _arrays_to_json(index.arrays.values(), meshes, layouts, codecs)
     head = {
-        "format": f"{version[0]}.{version[1]}",
+        "format": FORMAT,
+        "features": _features(index),
         "library": index.library,
         "created": index.created,
         "attempt": index.attempt,
@@ -150,36 +191,82 @@ def encode(index: Index) -> bytes:
             name: [_blob_to_json(*entry.of(p)) for p in range(len(entry.blobs))]
             for name, entry in index.per_process.items()
         },
-        "codecs": list(index.codecs),
+        "codecs": [codec_json.to_json(codec) for codec in codecs],
         "chunks": index.chunks,
         "digests": index.digests_xxh3,
     }
     if index.digest_blocks is not None:
         digests = "".join(f"{digest:016x}" for digest in index.digest_blocks.digests)
         body["digest_blocks"] = [index.digest_blocks.rows, digests]
-    if index.reused:
-        body["reused"] = index.reused
-    if index.bases:
-        body["bases"] = [{"name": base.name, "manifest": base.manifest} for base in index.bases]
-        body["borrowed"] = [index.borrowed, index.borrowed_xxh3]
-    if index.growth is not None:
-        body["growth"] = astuple(index.growth)
-    if encodings:
-        body["encodings"] = [codec_json.as_codecs(encoding) for encoding in encodings]
+    body |= _references_to_json(index)
+    if extra := _extra_to_json(index):
+        body["extra"] = extra
     before, after = _text(head)[:-1].encode(), _text(body)[1:-1].encode()
-    unsealed = b'%b,"arrays":%b,%b' % (before, arrays, after)
+    return _sealed(b'%b,"arrays":%b,%b' % (before, arrays, after))
+
+
+def _features(index: Index) -> list[str]:
+    """What a program must know to read a checkpoint, or to delete it safely; ascending."""
+    arrays, others = index.arrays.values(), index.per_process.values()
+    used = {
+        REFERENCES: bool(index.bases),
+        PATCHES: any(entry.patched for entry in arrays),
+        QUANTIZED: any(entry.quantized is not None for entry in arrays),
+        SECTIONS: any(any(entry.heads) for entry in others),
+    }
+    return sorted(name for name, is_used in used.items() if is_used)
+
+
+def _sealed(unsealed: bytes) -> bytes:
     return unsealed + b',"xxh3":"%016x"}' % xxhash.xxh3_64_intdigest(unsealed)
 
 
-def _version(index: Index, encodings: Sequence[Encoding]) -> tuple[int, int]:
-    """The lowest version that has all that an index says."""
-    if any(encodings):
-        return NEWEST_FORMAT
-    if any(entry.patched for entry in index.arrays.values()) or any(
-        entry.is_binary for entry in index.per_process.values()
-    ):
-        return CHOSEN_PATCHED_FORMAT if encodings else PATCHED_FORMAT
-    return CHOSEN_FORMAT if encodings else GROWN_FORMAT if index.growth else FORMAT
+def _references_to_json(index: Index) -> dict[str, Any]:
+    if not index.bases:
+        return {}
+    return {
+        "bases": [{"name": base.name, "manifest": base.manifest} for base in index.bases],
+        "borrowed": [index.borrowed, index.borrowed_xxh3],
+    }
+
+
+def _extra_to_json(index: Index) -> dict[str, Any]:
+    growth: Any = None if index.growth is None else astuple(index.growth)
+    incremental = msgspec.to_builtins(_IncrementalBody(index.reused, growth))
+    known = {
+        _INCREMENTAL: incremental,
+        _COMPRESS: {} if index.compression is None else {"option": index.compression},
+    }
+    return {**index.extra, **{feature: body for feature, body in known.items() if body}}
+
+
+def with_references(data: bytes, index: Index) -> bytes:
+    """A stored index with the references of another one, and what that says of reused bytes; all
+    else stays, also what this program does not know.
+
+    Arguments:
+        data: the index as it is stored, which was read before.
+        index: has `bases`, `borrowed`, `borrowed_xxh3` and `reused`.
+    """
+    stored = dict(tree_json.members(data, "index"))
+    others = {"bases", "borrowed", "extra", "features", "xxh3"}
+    features = set(tree_json.parsed(stored["features"])) - {REFERENCES}
+    extra = tree_json.parsed(stored["extra"]) if "extra" in stored else {}
+    incremental = {**extra.pop(_INCREMENTAL, {}), "reused": index.reused}
+    if not index.reused:
+        del incremental["reused"]
+    if incremental:
+        extra[_INCREMENTAL] = incremental
+    changed = {
+        "features": sorted(features | ({REFERENCES} if index.bases else set())),
+        **_references_to_json(index),
+        **({"extra": extra} if extra else {}),
+    }
+    members = {key: bytes(raw) for key, raw in stored.items() if key not in others}
+    head = {"format": members.pop("format"), "features": _text(changed.pop("features")).encode()}
+    last = {key: _text(value).encode() for key, value in changed.items()}
+    parts = [b"%b:%b" % (_text(k).encode(), v) for k, v in {**head, **members, **last}.items()]
+    return _sealed(b"{%b" % b",".join(parts))
 
 
 _TEXT = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=False)
@@ -190,9 +277,9 @@ def _arrays_to_json(
     entries: Iterable[ArrayEntry],
     meshes: dict[Mesh, int],
     layouts: dict[Layout, int],
-    encodings: Mapping[Encoding, int],
+    codecs: dict[Encoding | str, int],
 ) -> bytes:
-    """The JSON of all arrays. Numbers the meshes and layouts; encodings have numbers."""
+    """The JSON of all arrays. Numbers the meshes, layouts and codecs."""
     known: dict[int, int] = {}  # by identity: comparing layouts takes longer
     bodies = {}
     for entry in entries:
@@ -202,27 +289,36 @@ def _arrays_to_json(
             if at is None:
                 meshes.setdefault(layout.mesh, len(meshes))
                 at = known[id(layout)] = layouts.setdefault(layout, len(layouts))
-        bodies[entry.name] = _array_body(entry, at)
-        if entry.encoding is not None:
-            bodies[entry.name].encoding = encodings[entry.encoding]
+        codec = entry.quantized or entry.encoding
+        number = codecs.setdefault(codec, len(codecs)) if codec else None
+        bodies[entry.name] = _array_body(entry, at, number)
     return tree_json.ENCODER.encode(bodies)
 
 
-def _array_body(entry: ArrayEntry, layout: int | None) -> _ArrayBody:
+def _array_body(entry: ArrayEntry, layout: int | None, codec: int | None) -> _ArrayBody:
     boxes: Any = UNSET
     if entry.boxes is not None:
         boxes = [(box.start, box.stop, holders) for box, holders in entry.boxes]
     return _ArrayBody(
         entry.shape,
-        entry.dtype if entry.quantized is None else codes.joined(entry.dtype, entry.quantized),
+        entry.dtype,
         entry.chunk,
-        UNSET if entry.quantized is None else entry.errors,
+        UNSET if codec is None else codec,
         UNSET if layout is None else layout,
         entry.cut or UNSET,
         boxes,
         UNSET if entry.prng is None else entry.prng,
-        entry.patched or UNSET,
-        entry.patches or UNSET,
+        _array_extra(entry),
+    )
+
+
+def _array_extra(entry: ArrayEntry) -> _ArrayExtra | UnsetType:
+    if entry.quantized is None and not entry.patched and entry.encoding != ():
+        return UNSET  # of 100,000 arrays, most
+    return _ArrayExtra(
+        _TriedBody(False) if entry.encoding == () else UNSET,
+        _PatchesBody(entry.patched, entry.patches) if entry.patched else UNSET,
+        UNSET if entry.quantized is None else _QuantizedBody(entry.errors),
     )
 
 
@@ -235,16 +331,12 @@ def decode(data: bytes, where: str, *, partial: bool = False) -> Index:
         partial: whether it is one process's description, whose boxes need not cover the arrays.
 
     Raises:
-        UnsupportedFormat: written in a newer major version.
+        UnsupportedFormat: it has a format, or needs a feature, that this unickpt does not know.
         CheckpointCorrupt: anything else is wrong; says what.
     """
     try:
-        seal = _SEAL.search(data)
-        stored = tree_json.members(data, "index")
+        stored = _known_members(data, where)
         body = {key: tree_json.parsed(raw) for key, raw in stored.items() if key != "arrays"}
-        _check_version(body.get("format"), where)
-        if seal is None or int(seal[1], 16) != xxhash.xxh3_64_intdigest(data[: seal.start()]):
-            raise BadJSON("its seal does not match its bytes")
         index = _decode(body, stored.get("arrays", msgspec.Raw(b"null")), partial)
         if tree_json.has_opaque(data):
             index = replace(index, values=tree_json.with_opaque(index.tree, index.values))
@@ -253,6 +345,59 @@ def decode(data: bytes, where: str, *, partial: bool = False) -> Index:
         raise CheckpointCorrupt(f"{where}: the index is damaged: {error}") from None
     except (BadJSON, tree_json.BadValue) as error:
         raise CheckpointCorrupt(f"{where}: the index is damaged: {error}") from None
+
+
+def check_known(data: bytes, where: str) -> None:
+    """Refuses an index that this program must neither read nor remove, nor anything beside it; one
+    that is damaged counts as known.
+
+    Arguments:
+        data: the bytes of `unickpt.json`; untrusted.
+        where: the checkpoint's path, for messages.
+
+    Raises:
+        UnsupportedFormat: names the format, or the features, and says what to do.
+    """
+    with suppress(BadJSON):
+        _known_members(data, where)
+
+
+def _known_members(data: bytes, where: str) -> Mapping[str, msgspec.Raw]:
+    """The members of an index whose format and features are known.
+
+    Raises:
+        UnsupportedFormat: they are not.
+        BadJSON: they cannot be told.
+    """
+    stored = tree_json.members(data, "index")
+    format = tree_json.parsed(stored.get("format", b"null"))
+    if type(format) not in (int, str):
+        raise BadJSON(f"its format is {quoted(format)}, which is no number")
+    if format != FORMAT:
+        known = f"this unickpt ({LIBRARY}) knows format {FORMAT} only"
+        raise _unknown(stored, where, f"its format is {quoted(format)}, and {known}")
+    seal = _SEAL.search(data)
+    if seal is None or int(seal[1], 16) != xxhash.xxh3_64_intdigest(data[: seal.start()]):
+        raise BadJSON("its seal does not match its bytes")
+    features = tree_json.parsed(stored.get("features", b"null"))
+    names = features if isinstance(features, list) else [None]
+    if not all(isinstance(name, str) for name in names) or names != sorted(set(names)):
+        raise BadJSON(f"its features are {quoted(features)}")
+    if unknown := [name for name in names if name not in FEATURES]:
+        listed = some([quoted(name) for name in unknown])
+        kind = "the feature" if len(unknown) == 1 else "the features"
+        what = f"it needs {kind} {listed}, which this unickpt ({LIBRARY}) does not know"
+        raise _unknown(stored, where, what)
+    return stored
+
+
+def _unknown(stored: Mapping[str, msgspec.Raw], where: str, what: str) -> UnsupportedFormat:
+    library = tree_json.parsed(stored.get("library", b"null"))
+    by = f" {quoted(library)} wrote it;" if isinstance(library, str) else ""
+    return UnsupportedFormat(
+        f"{where}: {what}, so it is neither read nor replaced nor removed.{by} use that version, "
+        "or a newer one (pip install --upgrade unickpt)"
+    )
 
 
 @dataclass(frozen=True)
@@ -278,7 +423,7 @@ class IndexParts:
         """
         stored = tree_json.members(data, "index")
         tree = bytes(stored.pop("tree"))
-        processes = bytes(stored["processes"])
+        processes = b"%b\0%b" % (bytes(stored["processes"]), bytes(stored["features"]))
         arrays = [bytes(stored.pop(key, b"")) for key in _OF_ARRAYS]
         others = {key: tree_json.parsed(raw) for key, raw in stored.items()}
         names = _text([list(others["values"]), list(others["per_process"])]).encode()
@@ -290,11 +435,11 @@ class IndexParts:
         Raises:
             BadJSON, BadValue: says what is wrong.
         """
-        empty: dict[str, Any] = {"meshes": [], "layouts": [], "aliases": {}}
+        empty: dict[str, Any] = {"meshes": [], "layouts": [], "aliases": {}, "codecs": []}
         _decode({**self.others, **empty}, msgspec.Raw(b"{}"), partial=False)
 
 
-_OF_ARRAYS = ("meshes", "layouts", "arrays", "aliases", "encodings")
+_OF_ARRAYS = ("meshes", "layouts", "arrays", "aliases", "codecs")
 
 
 def _made(kind: Callable[..., T], *fields: Any) -> T:
@@ -305,19 +450,6 @@ def _made(kind: Callable[..., T], *fields: Any) -> T:
         raise BadJSON(str(error)) from None
 
 
-def _check_version(version: Any, where: str) -> None:
-    match = re.fullmatch(r"(\d{1,6})\.(\d{1,6})", version) if isinstance(version, str) else None
-    if match is None:
-        raise BadJSON(f"its format version is {quoted(version)}")
-    if int(match[1]) < 1:
-        raise BadJSON(f"its format version is {version}, but the lowest version is 1.0")
-    if int(match[1]) > NEWEST_FORMAT[0]:
-        raise UnsupportedFormat(
-            f"{where}: written in format {version}; this unickpt reads up to major version "
-            f"{NEWEST_FORMAT[0]}. Install a newer unickpt."
-        )
-
-
 def _decode(body: dict[str, Any], stored: msgspec.Raw, partial: bool) -> Index:
     members: _IndexBody = tree_json.typed(body, _IndexBody, "index")
     processes = members.processes
@@ -325,9 +457,7 @@ def _decode(body: dict[str, Any], stored: msgspec.Raw, partial: bool) -> Index:
         raise BadJSON(f"it names {processes} processes")
     meshes = [_mesh(mesh) for mesh in members.meshes]
     layouts = [_layout(layout, meshes) for layout in members.layouts]
-    shared = _Shared(
-        layouts, [codec_json.encoding_of(codec_json.checked(each)) for each in members.encodings]
-    )
+    shared = _Shared(layouts, [codec_json.from_json(codec) for codec in members.codecs])
     arrays = _arrays(tree_json.members(stored, "index: 'arrays'"), shared, partial)
     for alias, target in members.aliases.items():
         if not isinstance(target, str) or target not in arrays:
@@ -338,14 +468,13 @@ def _decode(body: dict[str, Any], stored: msgspec.Raw, partial: bool) -> Index:
     }
     _check_names([*arrays, *members.aliases, *members.values, *per_process])
     _check_processes(processes, meshes, arrays, per_process, partial)
-    return Index(
+    index = Index(
         tree=members.tree,
         arrays=arrays,
         aliases=members.aliases,
         values={name: _value(name, stored) for name, stored in members.values.items()},
         per_process=per_process,
         metadata=members.metadata,
-        codecs=codec_json.checked(members.codecs) if members.codecs else (),
         processes=processes,
         attempt=members.attempt,
         created=members.created,
@@ -353,10 +482,28 @@ def _decode(body: dict[str, Any], stored: msgspec.Raw, partial: bool) -> Index:
         chunks=members.chunks,
         digests_xxh3=members.digests,
         digest_blocks=_digest_blocks(members),
-        reused=members.reused,
-        growth=None if members.growth is None else Growth(*members.growth),
+        features=members.features,
         **_borrowed(members),
+        **_extra(members.extra),
     )
+    if unnamed := sorted({*_features(index)} - {*members.features}):
+        raise BadJSON(f"it has {quoted(unnamed[0])}, which its features do not name")
+    return index
+
+
+def _extra(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """What is ignored by programs that do not know it."""
+    others = dict(stored)
+    found: dict[str, Any] = {"extra": others}
+    if _INCREMENTAL in others:
+        body = tree_json.typed(others.pop(_INCREMENTAL), _IncrementalBody, _INCREMENTAL)
+        found["reused"] = body.reused
+        found["growth"] = None if body.growth is None else Growth(*body.growth)
+    if _COMPRESS in others:
+        found["compression"] = tree_json.typed(
+            others.pop(_COMPRESS), _CompressBody, _COMPRESS
+        ).option
+    return found
 
 
 def _value(name: str, stored: Any) -> tree_json.Plain:
@@ -465,7 +612,8 @@ def _arrays(
 def _array(name: str, body: _ArrayBody, shared: _Shared, partial: bool) -> ArrayEntry:
     shape, chunk = body.shape, body.chunk
     try:
-        dtype, quantized, itemsize = _dtype(body.dtype)
+        itemsize = dtypes.from_name(body.dtype).itemsize
+        encoding, quantized = _codec(name, body, shared.codecs)
     except TypeError as error:
         raise BadJSON(f"array {quoted(name)}: {error}") from None
     if problem := shape_problem(shape, itemsize):
@@ -489,38 +637,50 @@ def _array(name: str, body: _ArrayBody, shared: _Shared, partial: bool) -> Array
         boxes = _boxes(name, body.boxes, shape, partial)
     if (layout is None) == (boxes is None):
         raise BadJSON(f"array {quoted(name)}: needs either a layout or boxes")
-    errors = (0.0, 0.0)
-    if quantized is not None:
-        if body.errors is UNSET or not all(map(math.isfinite, body.errors)):
-            raise BadJSON(f"array {quoted(name)}: its errors are {quoted(body.errors)}")
-        errors = body.errors
     prng = None if body.prng is UNSET else body.prng
-    patched = 0 if body.patched is UNSET else body.patched
-    patches = 0 if body.patches is UNSET else body.patches
-    if (patches and patches < patched) or (patches and not patched):
-        raise BadJSON(f"array {quoted(name)}: has {patched} patched chunks, and {patches} patches")
-    if quantized is not None and patched and not patches:
-        raise BadJSON(f"array {quoted(name)}: is quantised and has patches of format 2")
-    encoding = None
-    if body.encoding is not UNSET:
-        if not 0 <= body.encoding < len(shared.encodings) or quantized is not None:
-            raise BadJSON(f"array {quoted(name)}: it cannot have encoding {body.encoding}")
-        encoding = shared.encodings[body.encoding]
-    return ArrayEntry(
-        name, shape, dtype, chunk, layout, cut, boxes, prng, quantized, errors, patched, patches,
-        encoding,
-    )  # fmt: skip
+    entry = ArrayEntry(
+        name, shape, body.dtype, chunk, layout, cut, boxes, prng, quantized, encoding=encoding
+    )
+    if body.extra is not UNSET or quantized is not None:
+        _add_extra(entry, _ArrayExtra() if body.extra is UNSET else body.extra)
+    return entry
 
 
-@lru_cache(maxsize=256)
-def _dtype(stored: str) -> tuple[str, str | None, int]:
-    """The dtype of an array's elements, how they are quantised, and the bytes of one.
+def _codec(
+    name: str, body: _ArrayBody, codecs: Sequence[Encoding | str]
+) -> tuple[Encoding | None, str | None]:
+    """The codec of an array, and the codes as which it is quantised.
 
     Raises:
-        TypeError: there is none of this name.
+        TypeError: elements of its dtype cannot be stored so.
     """
-    dtype, quantized = codes.split(stored)
-    return dtype, quantized, dtypes.from_name(dtype).itemsize
+    if body.codec is UNSET:
+        return None, None
+    if not 0 <= body.codec < len(codecs):
+        raise BadJSON(f"array {quoted(name)}: there is no codec {body.codec} of {len(codecs)}")
+    codec = codecs[body.codec]
+    if not isinstance(codec, str):
+        return codec, None
+    codes.check(codec, body.dtype)
+    return None, codec
+
+
+def _add_extra(entry: ArrayEntry, extra: _ArrayExtra) -> None:
+    """Adds what features say of an array that is being read."""
+    if entry.quantized is not None:
+        stored = None if extra.quantized is UNSET else extra.quantized.errors
+        if stored is None or not all(map(math.isfinite, stored)):
+            raise BadJSON(f"array {quoted(entry.name)}: its errors are {quoted(stored)}")
+        entry.errors = stored
+    if extra.patches is not UNSET:
+        entry.patched, entry.patches = extra.patches.chunks, extra.patches.patches
+        if entry.patches < entry.patched:
+            raise BadJSON(
+                f"array {quoted(entry.name)}: has {entry.patched} patched chunks, and "
+                f"{entry.patches} patches"
+            )
+    if extra.compress is not UNSET and not extra.compress.pays and entry.encoding is None:
+        entry.encoding = ()
 
 
 def _boxes(

@@ -25,10 +25,5 @@ def part_of(part: Part, link: int) -> Part:
     return _below(part, _FULL if link == FULL_LINK else f"{_PATCH}/{link - FULL_LINK}")
 
 
-def patches_of_format_2(part: Part) -> Part:
-    """The part whose key led to the only patch of a chunk in format 2."""
-    return _below(part, _PATCH)
-
-
 def _below(part: Part, key: str) -> Part:
     return replace(part, key=f"{part.key}/{key}" if part.key else key)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -40,6 +39,7 @@ from unickpt.format.index import (
     BaseEntry,
     Index,
 )
+from unickpt.format.index import FORMAT as NUMBER
 from unickpt.format.reader import ParallelMap, Reader, Request
 from unickpt.format.timing import TIMING_KEY, Timing
 from unickpt.frameworks.sections import StoredValue
@@ -60,7 +60,7 @@ def open(location: Location) -> OcdbtReader | None:
         CheckpointNotFound: the database there is not a checkpoint.
         CheckpointReplaced: a save replaced it meanwhile.
         CheckpointCorrupt: its index is damaged.
-        UnsupportedFormat: it was written by a newer unickpt.
+        UnsupportedFormat: it needs what this unickpt does not know; says what.
         StorageError: the storage failed.
     """
     # Its own context has its own cache, so another save at this path does not affect it.
@@ -108,20 +108,17 @@ class OcdbtReader(Reader):
     """
 
     format = FORMAT
+    version = str(NUMBER)
 
     def __init__(self, database: Database, index: Index, contents: ocdbt.DatabaseReader) -> None:
         self.location, self.index = database.location, index
-        self._chunks = ChunkStore(database, index.codecs, contents)
+        self._chunks = ChunkStore(database, contents)
         self._bases: list[ChunkStore] = []
         self._parts: dict[str, dict[str, int]] = {}
 
     @cached_property
     def _chains(self) -> Chains:
         return Chains(self._chunks, self._bases, self.borrowed_links)
-
-    @property
-    def version(self) -> str:  # type: ignore[override]  # read only when it is asked for
-        return str(json.loads(self.read_key(INDEX_KEY))["format"])
 
     # --- chunks ---------------------------------------------------------------------------------
 
@@ -142,7 +139,7 @@ class OcdbtReader(Reader):
                 raise chains.lost(self.location, names, error) from error
             except Failed as error:
                 raise errors.reading_failed(error, str(self.location)) from error
-            self._bases.append(ChunkStore(database, self.index.codecs))
+            self._bases.append(ChunkStore(database))
 
     def _store_of(self, entry: ArrayEntry, part: Part, number: int) -> ChunkStore:
         """Where a chunk is: here, or in a base."""
@@ -197,7 +194,7 @@ class OcdbtReader(Reader):
 
     @cached_property
     def _borrowed(self) -> borrowed.BorrowedTable:
-        nbytes = self.index.borrowed * borrowed.stored_dtype(self.index).itemsize
+        nbytes = self.index.borrowed * borrowed.DTYPE.itemsize
         self._check_digests()  # on its own, the index may claim any number of chunks
         if self.key_length(BORROWED_KEY) != nbytes:
             raise self.damaged(f"key {BORROWED_KEY!r} is missing, or has not {nbytes} bytes")

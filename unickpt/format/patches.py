@@ -3,7 +3,7 @@
 Where elements change scattered over an array, every chunk of it changes, but little of each. What
 is stored of such a chunk takes little more than information theory asks for: how far the words that
 differ are apart, and how much each differs, byte by byte of these numbers, deflated where that
-pays. Nothing here does I/O. Patches as format 2 had them are in `patches_2`.
+pays. Nothing here does I/O.
 """
 
 from __future__ import annotations

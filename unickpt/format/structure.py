@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from unickpt.errors import CheckpointCorrupt
 from unickpt.format import codec
 from unickpt.format.chunk_store import ChunkStore
-from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY
+from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, extra_key
 from unickpt.format.reader import ParallelMap, Reader
-from unickpt.format.timing import TIMING_KEY
 from unickpt.storage.errors import Failed
 from unickpt.threads import in_batches
 from unickpt.trees import tree, tree_json
@@ -67,13 +66,13 @@ class KeyChecks:
                 yield name, str(error)
         blobs = sum(len(entry.blobs) for entry in index.per_process.values())
         keys = [INDEX_KEY, DIGESTS_KEY, *((BORROWED_KEY,) if index.bases else ())]
+        keys += [key for key in map(extra_key, index.extra) if self._key_length(key) is not None]
         try:
-            keys += [TIMING_KEY] if self._reader.timing() is not None else []
+            self._reader.timing()
         except CheckpointCorrupt as error:
-            keys.append(TIMING_KEY)
             yield "", str(error)
         own = index.chunks - borrowed
-        own += sum(entry.patch_values for entry in index.arrays.values())
+        own += sum(entry.patches for entry in index.arrays.values())
         implied = len(expected) + own + blobs + len(keys)
         found = self._count_keys()
         if found != implied:

@@ -16,7 +16,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-TIMING_KEY = "unickpt.timing"
+from unickpt.format.index import extra_key
+
+FEATURE = "timing"
+"""The name by which an index says that there is one."""
+TIMING_KEY = extra_key(FEATURE)
 PHASES = ("describe", "plan", "stage", "queue", "write")
 """The phases of one process, until it has published what it wrote."""
 _SIZES = ("written", "stored", "reused", "staged", "chunks")

@@ -1,6 +1,6 @@
 """`PerProcess` values as self-describing bytes: a tree, its plain values and its arrays.
 
-Small ones are JSON, which every reader of format 1 knows. With much data, and for `Sections`, what
+Small ones are JSON. With much data, and for `Sections`, what
 is large is kept in binary (`frameworks.sections`).
 """
 

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -28,7 +29,9 @@ from unickpt.errors import (
     MissingPackage,
     StorageError,
     UnickptError,
+    UnsupportedFormat,
 )
+from unickpt.format.refusals import refuse_unknown
 from unickpt.quoting import quoted
 from unickpt.runs.arguments import take_retention
 from unickpt.runs.attempt_folders import FOLDER
@@ -234,7 +237,10 @@ class MirroredCheckpointer(Checkpointer):
         if failures:
             raise failures[0]
         for step in set(spare) & set(there):
-            self._there.remove(step)
+            try:
+                self._there.remove(step)
+            except UnsupportedFormat as error:
+                _log.warning("cleaning up: %s", error)
 
     def _keep(self, keep: Callable[[int], bool] | None) -> Callable[[int], bool]:
         def stays(step: int) -> bool:
@@ -372,11 +378,13 @@ class StepsFolder:
         """Removes a step, or what there is of it; first its manifest.
 
         Raises:
+            UnsupportedFormat: it needs what this unickpt does not know; nothing was removed.
             StorageError: the storage failed.
         """
         at = self._at(step)
         with self._doing(f"remove step {step}"):
             self._fs.invalidate_cache()
+            self._refuse_unknown(step)
             with suppress(FileNotFoundError):
                 self._fs.rm_file(f"{at}/{MANIFEST}")
             self._fs.invalidate_cache()
@@ -444,8 +452,20 @@ class StepsFolder:
         start = len(self._at(step)) + 1
         return {name[start:]: int(facts["size"]) for name, facts in found.items()}
 
-    def _fetch(self, step: int, to: Path) -> None:
-        names = sorted(self._sizes(step))
+    def _refuse_unknown(self, step: int) -> None:
+        manifest = self._manifest(step)
+        if manifest is None:
+            return
+        with tempfile.TemporaryDirectory() as folder, suppress(CheckpointCorrupt):
+            self._fetch(step, Path(folder), lambda name: name.split("/")[2:3] == ["root"])
+            Path(folder, MANIFEST).write_bytes(manifest)
+            try:
+                refuse_unknown(paths.resolve(folder), paths.context())
+            except UnsupportedFormat as error:
+                raise UnsupportedFormat(str(error).replace(folder, self._at(step))) from None
+
+    def _fetch(self, step: int, to: Path, which: Callable[[str], bool] = lambda name: True) -> None:
+        names = sorted(filter(which, self._sizes(step)))
         for name in names:
             if not all(_NAME.fullmatch(n) and n.strip(".") for n in name.split("/")):
                 raise CheckpointCorrupt(f"{self.url}: step {step} has a file {quoted(name)}")

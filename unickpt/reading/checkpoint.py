@@ -49,7 +49,8 @@ def open(path: paths.PathLike, *, hints: Hints | None = None) -> Checkpoint:
         CheckpointNotFound: no committed checkpoint exists there.
         CheckpointReplaced: saves replaced it repeatedly, faster than it could be opened.
         CheckpointCorrupt: its index is damaged.
-        UnsupportedFormat: it was written by a newer unickpt, or holds what unickpt cannot read.
+        UnsupportedFormat: it needs a feature that this unickpt does not know, or holds what unickpt
+            cannot read.
         HintError: the format does not take a hint, or not such a value; or the folder holds
             checkpoints of two formats, and no hint says which one is meant.
 
@@ -191,8 +192,8 @@ class Checkpoint(Mapping[str, "StoredArray"]):
 
     @property
     def timing(self) -> Timing | None:
-        """How long the save took, by process and phase; None if that was not kept, as before format
-        1.3 and by other systems. Reads it anew.
+        """How long the save took, by process and phase; None if that was not kept, as by other
+        systems. Reads it anew.
 
         Raises:
             CheckpointCorrupt: it is damaged; all else may be sound.

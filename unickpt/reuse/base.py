@@ -23,7 +23,6 @@ from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, StorageError, 
 from unickpt.format import chunk_grid, codec, ocdbt_reader, patches
 from unickpt.format.chains import KnownChunk
 from unickpt.format.chunk_grid import Part
-from unickpt.format.codec import Codecs
 from unickpt.format.growth import Growth
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.ocdbt_reader import OcdbtReader
@@ -73,7 +72,7 @@ def open_base(
     location: Location,
     new: Location,
     folder: Location,
-    codecs: Codecs,
+    compression: str | None,
     *,
     how: How,
     fsync: bool,
@@ -86,7 +85,7 @@ def open_base(
         location: of the base.
         new: of the new checkpoint.
         folder: in which this process writes.
-        codecs: the new checkpoint's compression.
+        compression: that of the new checkpoint.
         how: what becomes of chunks.
         fsync: whether linked files are flushed to disk.
         needed: whether the save needs it in any case: what cannot be shared is copied then.
@@ -102,7 +101,8 @@ def open_base(
     if read is not None:
         read(reader.index)
     files = location.regular_files()
-    if reader.index.codecs != codecs:
+    is_alike = codec.common_codec(reader.index.compression) == codec.common_codec(compression)
+    if not is_alike:
         why = "it has another compression"
     elif files is not None and folder.is_local:
         links = LinkedFiles(reader, files, folder, fsync=fsync)
@@ -111,7 +111,7 @@ def open_base(
         why = "its files cannot be linked, and it is not beside the new checkpoint"
     else:
         why = "it is not beside the new checkpoint"
-    if reader.index.codecs == codecs and _is_beside(location, new):
+    if is_alike and _is_beside(location, new):
         patched = how.patch and not how.chained
         beside = Siblings(reader, chained=patched or how.chained, counted=patched)
         if beside.is_worthwhile():

@@ -203,7 +203,7 @@ class Candidates:
                 yield None
                 continue
             at = next(places, None)
-            if at is not None and len(at) > 1 and not (self._patches and of.entry.patches):
+            if at is not None and len(at) > 1 and not self._patches:
                 at = None  # it is written whole again
             digest = int(of.digests[number])
             yield Candidate(of.entry, of.part, number, digest, of.bytes_of(number), at)
@@ -238,6 +238,6 @@ class Candidates:
 def _has_bytes_of(theirs: ArrayEntry, entry: ArrayEntry) -> bool:
     """Whether the stored bytes of an array can be those of an array of a save: encoded alike, or
     not at all if that was chosen; then the array of the save is not, either."""
-    if entry.encoding:
+    if codec.is_chosen(entry):
         return theirs.encoding in ((), entry.encoding)
-    return not theirs.encoding
+    return (theirs.encoding or None) == (entry.encoding or None)

@@ -132,8 +132,6 @@ def held_by(
         reader: of the checkpoint.
         context: for the storage of the base.
     """
-    if base.index.codecs != reader.index.codecs:
-        return HeldFiles(base, {}, {})
     try:
         has = Base(base, None, How())
         found = {path: _path_in(has, base, chunks) for path, chunks in linked.items()}

@@ -8,7 +8,7 @@ from typing import Any
 
 from unickpt.arrays.box import Box
 from unickpt.errors import StorageError
-from unickpt.format.codec import Codecs
+from unickpt.format import codec
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.reuse.expert_keys import ArrayExperts, ExpertKeys
@@ -18,12 +18,13 @@ Expert = tuple[str, int]
 """A key, and the number of an expert."""
 
 
-def _stored_as(entry: ArrayEntry, codecs: Codecs) -> tuple[object, ...]:
+def _stored_as(entry: ArrayEntry, index: Index) -> tuple[object, ...]:
     """What must be alike in the base. Chunks may differ, which are then copied; but not those of
     quantised arrays, whose copies would be quantised again."""
     if entry.quantized is None:
         return entry.shape, entry.dtype
-    return entry.shape, entry.dtype, entry.quantized, entry.chunk, entry.cut, codecs
+    compression = codec.common_codec(index.compression)
+    return entry.shape, entry.dtype, entry.quantized, entry.chunk, entry.cut, compression
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class PartialBase:
         """
         from unickpt.reuse import expert_turns
 
-        stored = {n: _stored_as(index.arrays[n], index.codecs) for n in _held(index, keys)}
+        stored = {n: _stored_as(index.arrays[n], index) for n in _held(index, keys)}
         orders = expert_turns.orders(steps, keys, {})
         return cls(path, attempt, stored, steps, orders, processes=index.processes)
 
@@ -185,10 +186,10 @@ class PartialSave:
         """
         if self.base is None:
             return False
-        arrays, steps, codecs = index.arrays, self.base.steps, index.codecs
+        arrays, steps = index.arrays, self.base.steps
         known = self.base.arrays
         for name, held in experts.items():
-            if known.get(name) != _stored_as(arrays[name], codecs):
+            if known.get(name) != _stored_as(arrays[name], index):
                 return False
             if not all(map(steps.get(held.key, {}).__contains__, held.experts)):
                 return False

@@ -12,6 +12,7 @@ import tensorstore as ts
 from unickpt.commit import borrowers, version
 from unickpt.errors import SaveConflict, StorageError, UnickptError
 from unickpt.format import borrowed
+from unickpt.format.refusals import refuse_unknown
 from unickpt.quoting import some
 from unickpt.reading import checkpoint
 from unickpt.storage import errors
@@ -94,9 +95,12 @@ def remove_retired(location: Location, digest: str, context: ts.Context) -> None
     """Removes what a retired checkpoint has: first its manifest, atomically, then its files.
 
     Raises:
+        UnsupportedFormat: it needs what this program does not know; nothing was removed.
         Failed: it could not be removed.
     """
     manifest = borrowed.retired_manifest(location, digest, context)
+    if manifest is not None:
+        refuse_unknown(location, context, manifest)
     location.child(f"{RETIRED}/{digest}").remove(context)
     location.child(RETIRED).remove_empty()
     attempt = "" if manifest is None else version.version_of(manifest).attempt
@@ -117,12 +121,15 @@ def remove_attempts(location: Location, attempts: Iterable[str], context: ts.Con
 
 
 def check_unneeded(location: Location, context: ts.Context) -> None:
-    """Checks that no checkpoint beside one borrows from it.
+    """Checks that a checkpoint may be removed: that it has only what this program knows, and that
+    no checkpoint beside it borrows from it.
 
     Raises:
-        Needed: names those that do.
+        UnsupportedFormat: names what is not known.
+        Needed: names those that borrow.
         StorageError: the storage failed.
     """
+    refuse_unknown(location, context)
     try:
         names = borrowers.of(location, context)
     except Failed as error:
@@ -138,6 +145,7 @@ def remove_checkpoint(location: Location, context: ts.Context) -> None:
     links: only removes the link itself.
 
     Raises:
+        UnsupportedFormat: it needs what this program does not know; nothing was removed.
         Needed: others borrow from it; nothing was removed.
         Unremoved: files are left; it has no manifest any more.
         StorageError: it could not be removed.

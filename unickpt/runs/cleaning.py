@@ -8,7 +8,12 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
-from unickpt.errors import CheckpointExists, LaterStepsExist, StorageError
+from unickpt.errors import (
+    CheckpointExists,
+    LaterStepsExist,
+    StorageError,
+    UnsupportedFormat,
+)
 from unickpt.quoting import some
 from unickpt.runs.attempt_folders import Needed, Unremoved
 from unickpt.runs.retention import Retention
@@ -268,13 +273,17 @@ class Cleaning:
                 self._retired[tier].add((step, digest))
             _log.info("removed %s, but for what others borrow", tier.path(step))
             return True
-        except StorageError as error:
-            if (tier, step) not in self._told:
-                _log.warning("cleaning up: %s; tried again after each save", error)
-            self._told.add((tier, step))
+        except (StorageError, UnsupportedFormat) as error:
+            self._tell(tier, step, error)
             if isinstance(error, Unremoved):
                 self._left[tier, step] = error.attempts
             return isinstance(error, Unremoved)
+
+    def _tell(self, tier: Tier, step: int, error: Exception) -> None:
+        """Says once that a step cannot be removed."""
+        if (tier, step) not in self._told:
+            _log.warning("cleaning up: %s; tried again after each save", error)
+        self._told.add((tier, step))
 
     def _remove_retired(self, tier: Tier) -> None:
         """Removes what is left of retired steps that no step needs any more; those of earlier jobs
@@ -282,8 +291,11 @@ class Cleaning:
         if tier not in self._retired:
             self._retired[tier] = tier.retired()
         for step, digest in sorted(self._retired[tier]):
-            if tier.remove_retired(step, digest):
-                self._retired[tier].discard((step, digest))
+            try:
+                if tier.remove_retired(step, digest):
+                    self._retired[tier].discard((step, digest))
+            except UnsupportedFormat as error:
+                self._tell(tier, step, error)
 
     def _remove_left(self) -> None:
         """Removes what earlier removals have left."""

@@ -7,6 +7,7 @@ else in it, the target of a symbolic link, and what a save may still be writing 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
@@ -17,8 +18,10 @@ import tensorstore as ts
 
 from unickpt.commit import borrowers, version
 from unickpt.commit.lease import Lease, holder
+from unickpt.errors import UnsupportedFormat
 from unickpt.format import borrowed
 from unickpt.format.borrowed import MARKS
+from unickpt.format.refusals import refuse_unknown
 from unickpt.reading.listing import natural
 from unickpt.runs import attempt_folders
 from unickpt.runs.attempt_folders import FOLDER, attempts_in_use
@@ -29,14 +32,15 @@ from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST, RETIRED
 from unickpt.tools import destinations
 
+_log = logging.getLogger("unickpt")
 # Longer than the default timeout, during which processes may wait without writing.
 RECENT_S = 900.0
 """For this long after its last write, a save may still be in progress."""
 
-# What saves and copies put below `processes/<attempt>/`: files of processes, also linked ones
-# (before format 2.2 with a database), nodes of the root, chunks of bases, notes.
+# What saves and copies put below `processes/<attempt>/`: files of processes, also linked ones,
+# nodes of the root, chunks of bases, notes.
 _OURS = (
-    r"(\d{5,9}/(manifest\.ocdbt[^/]*|(d|reused)/[^/]+)|root/([0-9a-f]{16}/)?[^/]+"
+    r"(\d{5,9}/(d|reused)/[^/]+|root/([0-9a-f]{16}/)?[^/]+"
     r"|borrowed/(manifest\.ocdbt[^/]*|d/[^/]+)|(records|notes|borrowers)/[^/]+)"
 )
 _BELOW = f"{FOLDER}/"
@@ -102,7 +106,20 @@ def _of_exports(folder: str) -> Iterator[Orphan]:
 def _in_folder(
     name: str, location: Location, files: Sequence[StoredFile], context: ts.Context
 ) -> Iterator[Orphan]:
-    """The orphans in the folder of one checkpoint, committed or not."""
+    """The orphans in the folder of one checkpoint, committed or not; none if it needs what this
+    program does not know."""
+    try:
+        found = list(_orphans_in(name, location, files, context))
+        if any(file.name == MANIFEST for file in files) and found:
+            refuse_unknown(location, context)
+        yield from found
+    except UnsupportedFormat as error:
+        _log.warning("nothing of it is cleaned: %s", error)
+
+
+def _orphans_in(
+    name: str, location: Location, files: Sequence[StoredFile], context: ts.Context
+) -> Iterator[Orphan]:
     prefix = f"{name}/" if name else ""
     own = [f for f in files if not f.name.startswith(".") and not _is_lock(f.name)]
     below = [f for f in own if f.name.startswith(_BELOW)]
@@ -137,6 +154,8 @@ def _unneeded_retired(
         files = attempts.get(attempt, ())
         if attempt in committed or not files or not _all_ours(files):
             continue
+        if manifest is None or not _is_known(location, manifest, context):
+            continue
         if not borrowers.need_retired(location, digest, context):
             orphan = _orphan(prefix, RETIRED_STEP, location, {attempt: files}, context)
             yield replace(orphan, name=f"{prefix}{RETIRED}/{digest}")
@@ -158,6 +177,16 @@ def locks_of_marks(
                 yield _lock(f"{folder}/", file)
 
 
+def _is_known(location: Location, manifest: bytes, context: ts.Context) -> bool:
+    """Whether a retired checkpoint needs nothing that this program does not know."""
+    try:
+        refuse_unknown(location, context, manifest)
+    except UnsupportedFormat as error:
+        _log.warning("a retired checkpoint is not cleaned: %s", error)
+        return False
+    return True
+
+
 def _lock(prefix: str, file: StoredFile) -> Orphan:
     return Orphan(prefix + file.name, LOCK, 1, file.nbytes or 0, file.age_s)
 
@@ -168,6 +197,7 @@ def _unused_attempts(
     """The attempts to save a checkpoint that another attempt committed."""
     if len(attempts) < 2:
         return []  # a single one must be the one that made the checkpoint
+    refuse_unknown(location, context)
     used = set(attempts_in_use(location, context))
     return [name for name, files in attempts.items() if name not in used and _all_ours(files)]
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from unickpt.commit.lease import holder
-from unickpt.errors import CheckpointNotFound, UnickptError
+from unickpt.errors import CheckpointNotFound, UnickptError, UnsupportedFormat
 from unickpt.format.index import RESERVED
 from unickpt.quoting import some
 from unickpt.reading import checkpoint
@@ -110,6 +110,8 @@ class PruneRun:
         # A step that is not copied yet removes none from the root.
         expendable = set(cleaning.expendable(there, here))
         expendable -= {*there} - {*cleaning.expendable(there, [])}
+        unknown = self._unknown(expendable)
+        expendable -= unknown.keys()
         removed, borrowed = self._unneeded(expendable, retires=self._has_experts(steps[-1]))
         roles = self._tiers.roles
         counting = steps if roles is None else roles.complete(steps)
@@ -120,6 +122,7 @@ class PruneRun:
                 continue
             rules = [rule for rule, among in kept_by.items() if step in among]
             needing = [f"{some(borrowed.pop(step))} borrow from it"] if step in borrowed else []
+            needing += [unknown[step]] if step in unknown else []
             kept[step] = [*rules, *needing] or [self._other_reason(step, there)]
         return PrunePlan(sorted(removed), borrowed, kept)
 
@@ -174,6 +177,17 @@ class PruneRun:
             return "experts" in reader.metadata.get(RESERVED, {})
         except (UnickptError, TypeError):
             return False
+
+    def _unknown(self, steps: Collection[int]) -> dict[int, str]:
+        """Those of some steps that need what this program does not know, and what that is."""
+        found = dict[int, str]()
+        for tier in self._tiers.all:
+            for step in {*steps} & {*tier.committed()}:
+                try:
+                    tier.check_known(step)
+                except UnsupportedFormat as error:
+                    found[step] = str(error)
+        return found
 
     def _unneeded(
         self, steps: Collection[int], *, retires: bool

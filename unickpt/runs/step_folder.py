@@ -26,6 +26,7 @@ from unickpt.errors import (
 )
 from unickpt.format import borrowed
 from unickpt.format.index import RESERVED
+from unickpt.format.refusals import refuse_unknown
 from unickpt.reading import checkpoint
 from unickpt.reading.listing import checkpoints_below
 from unickpt.runs import attempt_folders, orphans
@@ -218,14 +219,14 @@ class StepFolder:
                 self.at(step).remove_empty()
 
     def damage(self, step: int) -> str:
-        """Why a committed step cannot be opened; empty if it can.
+        """How a committed step is damaged; empty if it is not.
 
         Raises:
             StorageError: the storage failed.
         """
         try:
             checkpoint.open(self.path(step))
-        except CheckpointReplaced:
+        except (CheckpointReplaced, UnsupportedFormat):  # a newer unickpt can open the latter
             return ""
         except CheckpointCorrupt as error:
             return str(error)
@@ -277,16 +278,27 @@ class StepFolder:
         symbolic links: only removes the link itself.
 
         Raises:
+            UnsupportedFormat: it needs what this unickpt does not know; nothing was removed.
             Needed: other steps borrow from it; nothing was removed.
             Unremoved: files are left, for `remove_rest`; `remove_orphans` recognises them, too.
             StorageError: it could not be removed.
         """
         attempt_folders.remove_checkpoint(self.at(step), self._context)
 
-    def check_unneeded(self, step: int) -> None:
-        """Checks that no other step here borrows from one.
+    def check_known(self, step: int) -> None:
+        """Checks that a step needs nothing that this unickpt does not know.
 
         Raises:
+            UnsupportedFormat: names what.
+            StorageError: the storage failed.
+        """
+        refuse_unknown(self.at(step), self._context)
+
+    def check_unneeded(self, step: int) -> None:
+        """Checks that a step may be removed, and that no other step here borrows from it.
+
+        Raises:
+            UnsupportedFormat: it needs what this unickpt does not know.
             Needed: names those that do.
             StorageError: the storage failed.
         """
@@ -340,6 +352,7 @@ class StepFolder:
         """Removes what is left of a retired step, unless a step needs it; says whether it is gone.
 
         Raises:
+            UnsupportedFormat: it needs what this unickpt does not know; nothing was removed.
             StorageError: the storage failed.
         """
         with self._asking(step):

@@ -16,10 +16,12 @@ from unickpt.errors import (
     SaveConflict,
     StorageError,
     UnickptError,
+    UnsupportedFormat,
 )
 from unickpt.format import borrowed, ocdbt_reader
 from unickpt.format.index import BaseEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
+from unickpt.format.refusals import refuse_unknown
 from unickpt.reuse import held_files
 from unickpt.reuse.held_files import HeldFiles
 from unickpt.runs.cleaning import Cleaning, StepsInUse
@@ -187,6 +189,7 @@ def copy_version(
         CheckpointCorrupt: the source is damaged.
         StorageError: a storage failed.
         SaveConflict: another job saved here, or holds the lease.
+        UnsupportedFormat: one of the versions needs what this unickpt does not know.
     """
     origin, destination = source.at(step), root.at(step)
     where = f"copying {origin} to {destination}"
@@ -199,11 +202,13 @@ def copy_version(
             raise SaveConflict(f"{destination}: another job committed here during the copy")
     except Failed as error:
         raise errors.writing_failed(error, where) from error
-    if replaced and replaced.name != version.name and (needed := root.borrowers(step)):
-        raise SaveConflict(
-            f"{where}: the version there has chunks of {', '.join(needed[:3])}; remove these "
-            "first. Nothing was copied"
-        )
+    if replaced and replaced.name != version.name:
+        refuse_unknown(destination, paths.context())
+        if needed := root.borrowers(step):
+            raise SaveConflict(
+                f"{where}: the version there has chunks of {', '.join(needed[:3])}; remove these "
+                "first. Nothing was copied"
+            )
     try:
         manifest, bases = _send(root, source.at(step), step, version, base, options)
         borrowers.mark(destination, bases, paths.context())
@@ -283,12 +288,13 @@ def _opened(origin: Location, version: Version) -> OcdbtReader | None:
     """A version of a checkpoint; None if it is damaged, which the check of its copy explains.
 
     Raises:
+        UnsupportedFormat: it needs what this unickpt does not know.
         StorageError: the storage failed.
     """
     pinned = Database(origin, paths.context(), version.manifest)
     try:
         return ocdbt_reader.open_pinned(pinned)
-    except StorageError:
+    except (StorageError, UnsupportedFormat):
         raise
     except UnickptError:
         return None

@@ -57,7 +57,7 @@ def open_for(
     for path in paths_of or ([] if asked is None else [asked]):
         try:
             found = open_base(
-                *(paths.resolve(path), location, folder, description.index.codecs),
+                *(paths.resolve(path), location, folder, description.index.compression),
                 how=how,
                 fsync=options.fsync,
                 needed=bool(bases) or unchanged is not None,

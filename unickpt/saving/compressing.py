@@ -164,5 +164,5 @@ def shorter(
     if zstd is not None:
         data = np.frombuffer(value[0] if len(value) == 1 else b"".join(value), np.uint8)
         return blosc_frames.compressed(data, entry.itemsize, zstd)
-    found = codec.compressed(entry, part, (), chunk)
+    found = codec.compressed(entry, part, chunk)
     return found if blosc_frames.is_shorter(len(found), nbytes) else None

@@ -204,8 +204,8 @@ def describe(
         values=found.plain,
         per_process={name: PerProcessEntry(()) for name in found.blobs},
         metadata=checked_metadata(metadata),
-        codecs=codec.codecs_for(options.compression),
         processes=group.count,
+        compression=options.compression,
     )
     return Description(index, found.sources, found.blobs, found.experts)
 
@@ -257,11 +257,13 @@ def _entry(name: str, source: ArraySource, options: SaveOptions, single: int | N
     if options.compression == "auto":
         if nbytes_of(source.shape, dtype) >= _LEAST_BYTES and nbytes <= _MOST_BYTES:
             encoding = codec.chosen_encoding(dtype)
-    elif options.compression is not None and nbytes > chunk_store.COMPRESSED_MOST:
-        raise ValueError(
-            f"its chunks would have {nbytes} bytes, but compressed ones hold at most "
-            f"{chunk_store.COMPRESSED_MOST}; lower SaveOptions.chunk_bytes, or do not compress"
-        )
+    elif options.compression is not None:
+        encoding = codec.encoding_for(options.compression)
+        if nbytes > chunk_store.COMPRESSED_MOST:
+            raise ValueError(
+                f"its chunks would have {nbytes} bytes, but compressed ones hold at most "
+                f"{chunk_store.COMPRESSED_MOST}; lower SaveOptions.chunk_bytes, or do not compress"
+            )
     boxes = source.boxes if source.boxes is not None else () if source.layout is None else None
     codes = None
     if options.quantize:

@@ -89,10 +89,9 @@ class SaveOptions(CommonOptions):
             chunk would cross a fragment's boundary; other arrays use `chunk_bytes`.
         compression: None; "auto": arrays of at least 64 KiB of which a sample says that they become
             smaller by 5 % and more are stored as byte planes, each compressed by zstd, which
-            TensorStore and zarr-python read; all others as they are (docs/compression.md). Only
-            unickpt from format 4.0 on reads such a checkpoint. With `unickpt[zstd]`, writing is
-            more than twice as fast. Arrays that `base` has keep what it chose. Or for all arrays
-            alike "zstd", "gzip" or "blosc". Digests do not depend on it.
+            TensorStore and zarr-python read; all others as they are (docs/compression.md). With
+            `unickpt[zstd]`, writing is more than twice as fast. Arrays that `base` has keep what it
+            chose. Or for all arrays alike "zstd", "gzip" or "blosc". Digests do not depend on it.
         base: an earlier checkpoint. A chunk that is equal to the same chunk of the base is not
             written. On a local file system with hard links, the base's files are linked into the
             new checkpoint, which stays whole if the base is removed or moved. Elsewhere, as in
@@ -108,9 +107,8 @@ class SaveOptions(CommonOptions):
             which reads them from the base. "patch": by their digests; and of a chunk of which
             elements changed, these are written, as a patch of an earlier state of the chunk, which
             reads that, if it takes at most half as much as the chunk. Where the base can only be
-            borrowed from, the new checkpoint may need several checkpoints beside it. Only unickpt
-            from format 3.0 on reads such a checkpoint, and TensorStore alone cannot read its
-            patched arrays.
+            borrowed from, the new checkpoint may need several checkpoints beside it. TensorStore
+            alone cannot read patched arrays.
         kept_cost: with `reuse="patch"`: what it costs to keep a byte on the storage until the next
             save, if it costs 1 to write it. A save writes everything anew where going on with
             patches is predicted to cost more, from how they grew: the sooner, the higher this is.

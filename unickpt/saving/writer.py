@@ -257,7 +257,7 @@ class ChunkWriter:
             return codec.Encoded((memoryview(chunk),))
         if self._encodes is not None and item.entry.encoding:
             return self._encodes(item, chunk)
-        return codec.encode(item.entry, item.part, self._description.index.codecs, chunk)
+        return codec.encode(item.entry, item.part, chunk)
 
     def _end_batch(self, written: Future[None], batch: _Batch) -> None:
         while self._told is not None and not wait([written], _TELL_EVERY_S).done:

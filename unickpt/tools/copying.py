@@ -24,10 +24,11 @@ from unickpt.errors import (
     StorageError,
     UnsupportedFormat,
 )
-from unickpt.format import borrowed, chunk_grid, index_json, ocdbt_reader
+from unickpt.format import chunk_grid, index_json, ocdbt_reader
 from unickpt.format.index import BORROWED_KEY, INDEX_KEY, BaseEntry, Index
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.format.reader import ChunkId
+from unickpt.format.refusals import refuse_unknown
 from unickpt.progress import Progress, ProgressFunction, reporting
 from unickpt.reading import checkpoint
 from unickpt.reuse.held_files import HeldFiles
@@ -92,7 +93,8 @@ def copy(
 
     Raises:
         CheckpointNotFound: there is no checkpoint at the source.
-        UnsupportedFormat: it is another system's; see `convert`.
+        UnsupportedFormat: it is another system's; see `convert`. Or it, or what would be
+            replaced, needs what this unickpt does not know.
         CheckpointCorrupt: the source is damaged; nothing was copied.
         CheckpointExists: the destination holds a checkpoint or other files.
         SaveConflict: another job saved there meanwhile.
@@ -157,6 +159,7 @@ def _copy(
                 f"{destination} already holds a checkpoint; pass overwrite=True (--overwrite on "
                 "the command line) to replace it"
             )
+        refuse_unknown(destination, context)
         if needed := borrowers.of(destination, context):
             raise CheckpointExists(f"{destination} has chunks of {', '.join(needed[:3])}")
     destination.make(durable=True)
@@ -267,7 +270,8 @@ class VersionCopy:
             changed[BORROWED_KEY] = None
         else:
             index, changed = _borrowing(index, lent)
-        changed[INDEX_KEY] = index_json.encode(index)
+        stored = self.reader.read_key(INDEX_KEY)
+        changed[INDEX_KEY] = index_json.with_references(stored, index)
         own = Database(self.destination, context)
         draft, held = own.draft(folder)
         transaction = ts.Transaction(atomic=True)
@@ -320,7 +324,7 @@ def _none(chunk: ChunkId) -> bool:
 
 def _borrowing(index: Index, lent: HeldFiles) -> tuple[Index, dict[str, bytes | None]]:
     """The index of a copy that borrows chunks, and what else changes in its database, by key."""
-    table = borrowed.encode(lent.table, index)
+    table = lent.table.tobytes()
     changed: dict[str, bytes | None] = {
         chunk_grid.chunk_key(chunk.part, chunk.number): None
         for some in lent.chunks.values()

@@ -16,6 +16,7 @@ from functools import cached_property
 import tensorstore as ts
 
 from unickpt.commit.lease import Lease, Use
+from unickpt.commit.root import refuse_checkpoint
 from unickpt.errors import (
     CheckpointCorrupt,
     CheckpointExists,
@@ -26,7 +27,8 @@ from unickpt.errors import (
 )
 from unickpt.format.writer import PlannedFile
 from unickpt.reading import checkpoint
-from unickpt.storage import local_folders, paths
+from unickpt.storage import errors, local_folders, paths
+from unickpt.storage.errors import Failed
 from unickpt.storage.local_files import closing, system_calls
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
@@ -151,6 +153,17 @@ class ExportDestination(ABC):
         return CheckpointExists(f"{self.name} {what}; {do} another path")
 
     def _is_checkpoint(self) -> bool:
+        """Whether there is a checkpoint that may be replaced.
+
+        Raises:
+            CheckpointExists: others have chunks in it.
+            UnsupportedFormat: it needs what this unickpt does not know.
+            StorageError: the storage failed.
+        """
+        try:
+            refuse_checkpoint(self.folder, self.context, overwrite=True)
+        except Failed as error:
+            raise errors.reading_failed(error, self.name) from error
         try:
             return checkpoint.open_reader(self.folder) is not None
         except (CheckpointCorrupt, UnsupportedFormat):

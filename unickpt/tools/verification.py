@@ -98,7 +98,7 @@ def verify(path: checkpoint.Source, *, progress: Progress = None) -> VerifyRepor
     Raises:
         CheckpointNotFound: no committed checkpoint exists there.
         CheckpointReplaced: saves replaced it repeatedly, faster than it could be read.
-        UnsupportedFormat: it was written by a newer unickpt.
+        UnsupportedFormat: it needs what this unickpt does not know.
         StorageError: the storage failed, or this process may not read it, or has too many files
             open; the data may be sound.
         MemoryError: there is too little memory; likewise.

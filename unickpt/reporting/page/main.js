@@ -182,7 +182,7 @@ function _start() {
       el(
         "p",
         { class: "note" },
-        "What each process did is not shown: it is kept since format 1.3, and shown for up to 65,536 processes.",
+        "What each process did is not shown: it was not kept, or there are more than 65,536 processes.",
       ),
     );
   if (data.arrays) main.append(arraysSection());

@@ -1,0 +1,40 @@
+"""Refuses to replace or remove a checkpoint that needs what this program does not know."""
+
+from __future__ import annotations
+
+import tensorstore as ts
+
+from unickpt.errors import CheckpointCorrupt
+from unickpt.format import index_json
+from unickpt.format.index import INDEX_KEY
+from unickpt.storage import errors
+from unickpt.storage.database import Database
+from unickpt.storage.errors import Failed
+from unickpt.storage.locations import Location
+
+
+def refuse_unknown(location: Location, context: ts.Context, manifest: bytes | None = None) -> None:
+    """Refuses a checkpoint with a format or a feature that this program does not know.
+
+    Does nothing if there is no checkpoint, or one that is too damaged to say what it needs.
+
+    Arguments:
+        location: of the checkpoint.
+        context: for the storage.
+        manifest: of the checkpoint, if it is not in its place, as that of a retired one.
+
+    Raises:
+        UnsupportedFormat: names what is not known, and says what to do.
+        StorageError: the storage failed.
+    """
+    try:
+        pinned = Database(location, context, manifest)
+        found = pinned if manifest is not None else pinned.pinned()
+        data = None if found is None else found.reader().read(INDEX_KEY)
+    except Failed as error:
+        raised = errors.reading_failed(error, str(location))
+        if isinstance(raised, CheckpointCorrupt):
+            return
+        raise raised from error
+    if data is not None:
+        index_json.check_known(bytes(data), str(location))
