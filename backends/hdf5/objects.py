@@ -26,6 +26,7 @@ _SPACE, _LINKS, _TYPE, _OLD_FILL, _FILL, _LINK, _EXTERNAL, _LAYOUT = 1, 2, 3, 4,
 _GROUP, _ATTRIBUTE, _TABLE, _ATTRIBUTES = 0xA, 0xC, 0x11, 0x15
 _SHARED = 2  # a flag of messages: it lies in another object
 _MOST_TEXT = 64 << 10
+_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 # The bytes of an object's header. pyfive copies all before a block to append the block.
 _MOST_HEADER, _MOST_COPIED = 4 << 20, 1 << 30
 _MOST_STEPS = 1 << 26  # pyfive looks for each record in the list of a heap's blocks
@@ -90,13 +91,13 @@ class HDF5File:
 
     def __init__(self, where: str, size: int, fetch: Callable[[int, int], bytes]) -> None:
         self.where, self.source = where, BoundedFile(where, size, fetch)
+        if self.source.read(min(size, len(_SIGNATURE))) != _SIGNATURE:
+            raise self.damaged("it has no valid head")
         self.pyfive = import_pyfive(where)
         self._objects: dict[int, HDF5Object] = {}
         self._heaps: dict[int, Any] = {}
         head = self.pyfive.SuperBlock(self.source, 0)
         facts = head._contents
-        if facts["format_signature"] != self.pyfive.FORMAT_SIGNATURE:
-            raise self.damaged("it has no valid head")
         if facts["base_address"]:
             raise UnsupportedFormat(f"{where}: it begins with a block of users")
         if facts["end_of_file_address"] > size:
