@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -97,6 +98,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if others := [item for item in items if not selects(item.nodeid)]:
             config.hook.pytest_deselected(items=others)
             items[:] = [item for item in items if selects(item.nodeid)]
+
+
+def pytest_collection_finish() -> None:
+    """Has the garbage collector pass over torch, JAX and all tests no more."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around the one that turns exceptions into skips
