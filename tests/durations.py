@@ -3,9 +3,8 @@
     python tests/durations.py            # what became slower since the file was stored
     python tests/durations.py --store    # stores what the last runs took
 
-`cpu` is what a test and its processes computed. `seconds` is how long it took, less what it waited
-for a core. Both are in seconds and hardly grow with the machine's load; `seconds` of a test whose
-processes share the cores with others do, so a growth of these alone is no failure.
+What is stored and compared is what a test and its processes computed, in CPU seconds of files and
+of tests that take long: these hardly grow with the machine's load. It says nothing about waiting.
 
 The hooks are part of tests/conftest.py, which also fails a test that is not marked, so that it is
 one of `make test-fast`, and takes far longer than LIMIT_S.
@@ -39,7 +38,7 @@ SLOWER, SLOWER_S = 1.3, 1.0  # what counts as slower: so many times, and by so m
 
 @dataclass(frozen=True)
 class Took:
-    """What a test took: see above."""
+    """What a test took: its time less what it waited for a core, and what was computed."""
 
     seconds: float
     cpu: float
@@ -140,43 +139,31 @@ class Recorder:
 # --- what they took before ------------------------------------------------------------------------
 
 
-def summary(tests: Mapping[str, Took]) -> dict[str, Any]:
-    """What is stored: sums of files, and tests that take long."""
-    files: dict[str, list[Took]] = {}
+def summary(tests: Mapping[str, Took]) -> dict[str, dict[str, float]]:
+    """What is stored: the CPU seconds of files, and of tests that take long."""
+    files: dict[str, float] = {}
     for name, took in sorted(tests.items()):
-        files.setdefault(name.partition("::")[0], []).append(took)
-    return {
-        "files": {
-            name: {
-                "tests": len(of),
-                "seconds": round(sum(each.seconds for each in of), 1),
-                "cpu": round(sum(each.cpu for each in of), 1),
-            }
-            for name, of in files.items()
-        },
-        "tests": {
-            name: {"seconds": round(took.seconds, 1), "cpu": round(took.cpu, 1)}
-            for name, took in sorted(tests.items())
-            if max(took.seconds, took.cpu) >= LONG_S
-        },
-    }
+        file = name.partition("::")[0]
+        files[file] = files.get(file, 0.0) + took.cpu
+    long = {name: took.cpu for name, took in sorted(tests.items()) if took.cpu >= LONG_S}
+    found = {"files": files, "tests": long}
+    return {kind: {name: round(of[name], 1) for name in of} for kind, of in found.items()}
 
 
-def slower(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each file and test that computes more than before; of files that ran."""
-
-    def more(old: float, new: float) -> bool:
-        return new > SLOWER * old and new > old + SLOWER_S
-
+def slower(
+    before: Mapping[str, Mapping[str, float]], now: Mapping[str, Mapping[str, float]]
+) -> Iterator[str]:
+    """A line for each file and test that computes more than before."""
     for kind in ("files", "tests"):
-        for name, took in now[kind].items():
+        for name, cpu in now[kind].items():
             old = before[kind].get(name)
             if old is None and kind == "tests" and name.partition("::")[0] not in before["files"]:
-                continue  # a new file's tests
-            was = old["cpu"] if old else 0.0
-            if more(was, took["cpu"]):
-                told = f"{was} s" if old else "less than a second" if kind == "tests" else "new"
-                yield f"{name}: {took['cpu']} s of a core, before {told}"
+                continue  # told with its file, which is new
+            was = old or 0.0
+            if cpu > SLOWER * was and cpu > was + SLOWER_S:
+                said = "new" if kind == "files" else f"before below {LONG_S} s"
+                said = said if old is None else f"before {old:.1f} s"
+                yield f"{name}: {cpu:.1f} s of a core, {said}"
 
 
 def unmarked(tests: Mapping[str, Took]) -> Iterator[str]:
@@ -207,19 +194,15 @@ def main() -> int:
     total = sum(took.cpu for took in tests.values())
     print(f"{len(tests)} tests in {len(now['files'])} files: {total:.0f} s of a core")
     if arguments.store:
-        kept = {kind: {**before[kind], **now[kind]} for kind in ("files", "tests")}
-        kept["tests"] = {
-            name: took
-            for name, took in kept["tests"].items()
-            if name in now["tests"] or name.partition("::")[0] not in now["files"]
-        }
-        kept = {
-            kind: {
-                n: kept[kind][n] for n in sorted(kept[kind]) if (ROOT / n.split("::")[0]).is_file()
+        ran = now["files"]
+        for kind in ("files", "tests"):
+            others = {
+                name: cpu
+                for name, cpu in before[kind].items()
+                if (file := name.partition("::")[0]) not in ran and (ROOT / file).is_file()
             }
-            for kind in kept
-        }
-        STORED.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+            now[kind] = dict(sorted({**others, **now[kind]}.items()))
+        STORED.write_text(json.dumps(now, indent=1, ensure_ascii=False) + "\n")
         return 0
     return int(bool(lines))
 

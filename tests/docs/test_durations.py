@@ -77,14 +77,14 @@ def test_what_became_slower() -> None:
     assert [*durations.slower(before, before)] == []
     now = durations.summary({"a::x": Took(9, 4, True), "b::y": Took(9, 0.2, True)})
     assert [*durations.slower(before, now)] == [
-        "a: 4 s of a core, before 2 s",
-        "a::x: 4 s of a core, before 2 s",
+        "a: 4.0 s of a core, before 2.0 s",
+        "a::x: 4.0 s of a core, before 2.0 s",
     ]
     quick = durations.summary({"b::y": Took(9, 3, True), "c::z": Took(3, 3, True)})
     assert [*durations.slower(before, quick)] == [
-        "b: 3 s of a core, before 0.2 s",
-        "c: 3 s of a core, before new",
-        "b::y: 3 s of a core, before 0.2 s",
+        "b: 3.0 s of a core, before 0.2 s",
+        "c: 3.0 s of a core, new",
+        "b::y: 3.0 s of a core, before below 1.0 s",
     ]
 
 

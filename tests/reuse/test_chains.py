@@ -102,6 +102,7 @@ def remove(path: str) -> None:
 # --- 70 versions ----------------------------------------------------------------------------------
 
 
+@pytest.mark.integration  # takes seconds
 def test_each_of_70_versions_opens_with_few_patches(run: str) -> None:
     count = 12 if run.startswith("s3") else 70
     states, written = [tree()], 0

@@ -107,6 +107,7 @@ def test_turns_go_on_after_a_restart(tmp_path: Path) -> None:
     assert steps[KEY] == {0: 8, 1: 6, 2: 7, 3: 7, 4: 8}
 
 
+@pytest.mark.integration  # takes seconds
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_each_expert_is_as_in_its_recorded_step(

@@ -204,6 +204,7 @@ def test_what_is_left_out_may_change_as_soon_as_the_call_returns(
     assert recognised == [False] + [True] * 5
 
 
+@pytest.mark.integration  # takes seconds
 def test_a_model_and_its_optimizer_are_recognised(recognised: list[bool], tmp_path: Path) -> None:
     class Mixture(torch.nn.Module):
         def __init__(self) -> None:

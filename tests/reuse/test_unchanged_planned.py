@@ -68,6 +68,7 @@ KNOWN: dict[str, Any] = {
 }
 
 
+@pytest.mark.integration  # takes seconds
 @settings(max_examples=25, deadline=None)
 @given(
     told=st.lists(st.sampled_from(sorted(KNOWN)), min_size=3, max_size=8),

@@ -136,6 +136,7 @@ def test_chunks_whose_files_can_no_longer_be_linked_are_copied(
     is_stored(tmp_path / "step_1", state)
 
 
+@pytest.mark.integration  # takes seconds
 @pytest.mark.parametrize("links", [True, False])
 def test_long_chains_of_patches(
     links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

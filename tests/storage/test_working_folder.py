@@ -128,6 +128,7 @@ def test_a_home_folder_is_one_place(folders: tuple[Path, Path], monkeypatch: Any
     assert steps_in(folders[0]) == ["fast", "home"]
 
 
+@pytest.mark.integration  # takes seconds
 def test_torch_distributed_saves_where_it_was_told(folders: tuple[Path, Path]) -> None:
     dcp = pytest.importorskip("torch.distributed.checkpoint")
     import torch
