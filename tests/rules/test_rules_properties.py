@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.rule_cases import flat_names, flat_tree
@@ -85,6 +86,7 @@ def boxes(draw: Any, shape: tuple[int, ...]) -> Box:
     return Box(tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
 
 
+@pytest.mark.integration  # takes seconds
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_any_arrangement_of_axes(data: Any) -> None:
