@@ -39,7 +39,7 @@ from unickpt.cli.app import app
 ROOT = Path(TESTS).parent
 DOCS = ROOT / "docs"
 RUN = {"python", "sh", "setup", "rules", "json"}
-SHOWN = {"", "text", "ebnf"}  # nothing to run
+SHOWN = {"", "text", "ebnf", "toml"}  # nothing to run
 
 _START = re.compile(r"^(?P<indent> *)```(?P<language>[\w+-]*)(?: title=\"(?P<title>[^\"]+)\")?$")
 _NOT_RUN = re.compile(r"^<!-- not run: (.*) -->$")

@@ -392,6 +392,8 @@ class SaveRequest:
         waits: whether the caller waits for the commit, and so is blocked until then.
         partial: returns which experts need not be written, given the attempt's name; an error
             fails the save.
+        is_delayed: whether `callbacks.prepare` waits until somebody else has made the destination,
+            who also bounds how many saves are in flight.
     """
 
     path: paths.PathLike | Location
@@ -404,6 +406,7 @@ class SaveRequest:
     find_base: Callable[[], paths.PathLike | None] = lambda: None
     partial: Callable[[str], PartialSave | None] = lambda _: None
     waits: bool = False
+    is_delayed: bool = False
 
 
 class SaveQueue:
@@ -433,18 +436,16 @@ class SaveQueue:
         return pending
 
     def _begin(self, request: SaveRequest) -> PendingSave:
-        # Saves that `prepare` delays may all be of one step of Orbax's, which bounds them itself.
-        is_prepared = request.callbacks.prepare is _nothing
-        if is_prepared and len(self._pending) >= _MOST:
+        if not request.is_delayed and len(self._pending) >= _MOST:
             self._pending[-_MOST].wait_ended()
         task = SaveTask(request.path, request.overwrite, request.options, request.find_base)
         with task.failing(refused=True):  # so that the other processes are notified
             self.errors.raise_unless_refused()
         with collection_paused():
             found, keys = self._describe(task, request)
-        # Early, if that costs the caller no time; and again when it is this save's turn. What
-        # `prepare` replaces is not checked before.
-        if is_prepared and not task.location.is_remote and task.location.exists():
+        # Early, if that costs the caller no time; and again when it is this save's turn.
+        is_known = not request.is_delayed and not task.location.is_remote
+        if is_known and task.location.exists():
             with task.failing():
                 task.check_destination()
         previous = self._pending[-1] if self._pending else None

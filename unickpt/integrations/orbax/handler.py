@@ -154,6 +154,7 @@ def begin_save(
             overwrite=True,  # Orbax has decided that; the directory may be there from a killed job
             metadata=lambda: {METADATA: own},
             callbacks=SaveCallbacks(prepare=lambda _: wait_created()),
+            is_delayed=True,
         )
     )
 
