@@ -53,7 +53,7 @@ assert sorted(os.listdir("back")) == ["6", "7", "8"]
 @pytest.mark.skipif(find_spec("keras") is None, reason="needs keras")
 def test_keras(processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("orbax.checkpoint")
-    by_callback, by_functions, alone, back = blocks("keras")
+    by_callback, by_functions, alone, _, back = blocks("keras")
     (export,) = blocks("keras", "sh")
     script = KERAS.format(
         by_callback=by_callback, by_functions=by_functions, alone=alone, export=export, back=back

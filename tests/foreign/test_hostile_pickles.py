@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from support import TESTS, hostile_pickles
 
 # Runs in a process of its own, because audit hooks cannot be removed. What is opened before the
@@ -79,6 +80,7 @@ def outcomes(tmp_path: Path, *more: str) -> dict[str, list[str]]:
     return found  # type: ignore[no-any-return]
 
 
+@pytest.mark.integration
 def test_torch_files_run_nothing_and_say_what_was_to_be_run(tmp_path: Path) -> None:
     found = outcomes(tmp_path)
     assert {kind for kind, _ in found.values()} <= {
@@ -92,6 +94,7 @@ def test_torch_files_run_nothing_and_say_what_was_to_be_run(tmp_path: Path) -> N
             assert target.replace(" ", ".").split(".")[-1] in said, (label, said)
 
 
+@pytest.mark.integration
 def test_metadata_of_distributed_checkpoints_runs_nothing(tmp_path: Path) -> None:
     found = outcomes(tmp_path, "dcp")
     assert {kind for kind, _ in found.values()} <= {"CheckpointCorrupt", "UnsupportedFormat",

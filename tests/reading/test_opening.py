@@ -185,13 +185,15 @@ def test_one_that_is_replaced_at_every_look_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unickpt.save(tmp_path / "c", tree(1))
-    pins, real = [], Database.pinned
+    pins, real = list[Any](), Database.pinned
 
     def pinned(self: Database) -> Any:
         found = real(self)
-        given = unickpt.SaveOptions(fsync=False)
-        unickpt.save(tmp_path / "c", tree(len(pins) + 2), overwrite=True, options=given)
         pins.append(found)
+        given = unickpt.SaveOptions(fsync=False)
+        with pytest.MonkeyPatch.context() as patch:  # a save opens what it replaces, too
+            patch.setattr(Database, "pinned", real)
+            unickpt.save(tmp_path / "c", tree(len(pins) + 1), overwrite=True, options=given)
         return found
 
     monkeypatch.setattr(Database, "pinned", pinned)

@@ -46,7 +46,8 @@ def job(
                 steps=steps,
                 **more,
             )
-            started.append(Forked(script, [json.dumps(asdict(config))], {**os.environ, **env}))
+            given = [json.dumps(asdict(config))], {**os.environ, **env}
+            started.append(Forked(script, *given, ("grain" if "grain" in kind else "torch",)))
             processes.started.append(started[-1])
     if more["dies"]:
         for process in started:

@@ -34,6 +34,7 @@ from typing import Any
 # What a server imports, by the frameworks that its processes use.
 PRELOADED = {
     "": ("unickpt", "unickpt.runs.checkpointer", "pytest"),
+    "grain": ("grain", "unickpt.adapters.jax"),
     "jax": ("jax.experimental.multihost_utils", "unickpt.adapters.jax"),
     "torch": (
         "torch._dynamo",  # imported by torch at the first use of DTensors and of FSDP2
@@ -138,7 +139,7 @@ class Forked:
         script: its path.
         arguments: of the script.
         env: its whole environment.
-        frameworks: which of "jax" and "torch" it has imported when it begins.
+        frameworks: names in `PRELOADED`, of what it has imported when it begins.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ class Processes:
         """Starts a process that has imported what takes long, and else is like an interpreter.
 
         Arguments:
-            of: its frameworks, "jax" or "torch" or both.
+            of: what it has imported: "jax", "torch", "grain" or several.
             env: further environment variables. What is read when a module is imported, such as
                 `JAX_PLATFORMS`, comes too late; `start` is for those, and for what is about
                 interpreters: how they begin and end, and what they import.

@@ -19,6 +19,7 @@ from unickpt.errors import CheckpointCorrupt, MissingPackage, UnsupportedFormat,
 from unickpt.foreign import lightning_types
 from unickpt.foreign.lightning_types import TYPES, StoredType
 from unickpt.frameworks.leaves import LocalFragments, adapter_of, adapters
+from unickpt.integrations.torch_types import OF_TORCH, dtype_named
 from unickpt.loading import loader
 from unickpt.loading.views import StoredView
 from unickpt.quoting import quoted
@@ -58,14 +59,7 @@ def _config_type(name: Any) -> Any:
 
 _TYPES = (
     *lightning_types.OF_PYTHON,
-    StoredType("torch.Size", (torch.Size,), list, torch.Size),
-    StoredType("torch.device", (torch.device,), str, torch.device),
-    StoredType(
-        "torch.dtype",
-        (torch.dtype,),
-        lambda x: str(x).removeprefix("torch."),
-        lambda x: _torch_dtype(x),
-    ),
+    *OF_TORCH,
     StoredType("omegaconf", (), _of_config, lambda x: _omegaconf().OmegaConf.create(x)),
     StoredType("omegaconf readonly", (), lambda x: x, lambda x: _flagged(x, "readonly")),
     StoredType("omegaconf struct", (), lambda x: x, lambda x: _flagged(x, "struct")),
@@ -243,7 +237,7 @@ def _empty(stored: Checkpoint, name: str, types: list[str], device: Any) -> Any:
     entry = stored[name]
     if types[-1:] in (["numpy"], ["numpy scalar"]):
         return np.empty(entry.shape, entry.dtype)
-    return torch.empty(tuple(entry.shape), dtype=_torch_dtype(str(entry.dtype)), device=device)
+    return torch.empty(tuple(entry.shape), dtype=dtype_named(str(entry.dtype)), device=device)
 
 
 class _Restored:
@@ -276,13 +270,6 @@ class _Restored:
                     f"{self._where}: {name!r} is not a {kind}, which it is said to be: {error}"
                 ) from None
         return found
-
-
-def _torch_dtype(name: Any) -> torch.dtype:
-    found = getattr(torch, name, None) if isinstance(name, str) else None
-    if not isinstance(found, torch.dtype):
-        raise CheckpointCorrupt(f"torch has no dtype {quoted(name)}")
-    return found
 
 
 def _is_namedtuple(value: Any) -> bool:

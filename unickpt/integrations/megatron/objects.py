@@ -21,6 +21,7 @@ from unickpt.errors import LoadMismatch, UnsupportedFormat, UnsupportedLeaf
 from unickpt.foreign import lightning_types
 from unickpt.foreign.lightning_types import StoredType
 from unickpt.frameworks.leaves import LocalFragments
+from unickpt.integrations.torch_types import OF_TORCH
 from unickpt.quoting import quoted
 from unickpt.trees import tree_json
 from unickpt.trees.tree import Leaf, Node, Opaque
@@ -30,14 +31,7 @@ _TENSOR, _ON_DEVICE, _NUMPY, _SCALAR = "tensor", "tensor on a device", "numpy", 
 _KINDS = "?biufc"  # of NumPy's dtypes
 _TYPES = (
     *lightning_types.OF_PYTHON,
-    StoredType("torch.Size", (torch.Size,), list, torch.Size),
-    StoredType("torch.device", (torch.device,), str, torch.device),
-    StoredType(
-        "torch.dtype",
-        (torch.dtype,),
-        lambda x: str(x).removeprefix("torch."),
-        lambda x: getattr(torch, x),
-    ),
+    *OF_TORCH,
     StoredType("BytesIO", (io.BytesIO,), io.BytesIO.getvalue, io.BytesIO),
     StoredType(_TENSOR, (), lambda x: x, lambda x: x),
     StoredType(_ON_DEVICE, (), lambda x: x, lambda x: x.to(torch.cuda.current_device())),

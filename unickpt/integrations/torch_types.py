@@ -1,0 +1,30 @@
+"""How values of torch's own types are stored that the format does not know; see `StoredType`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from unickpt.errors import CheckpointCorrupt
+from unickpt.foreign.lightning_types import StoredType
+from unickpt.quoting import quoted
+
+
+def dtype_named(name: Any) -> torch.dtype:
+    """A dtype of torch, such as "bfloat16".
+
+    Raises:
+        CheckpointCorrupt: torch has none of this name.
+    """
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype):
+        raise CheckpointCorrupt(f"torch has no dtype {quoted(name)}")
+    return found
+
+
+OF_TORCH = (
+    StoredType("torch.Size", (torch.Size,), list, torch.Size),
+    StoredType("torch.device", (torch.device,), str, torch.device),
+    StoredType("torch.dtype", (torch.dtype,), lambda x: str(x).removeprefix("torch."), dtype_named),
+)
