@@ -7,6 +7,8 @@ import shutil
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,26 @@ def test_a_step_that_exists_is_replaced_only_if_asked(tmp_path: Path) -> None:
             checkpointer.save(1, numbers(2))
         checkpointer.save(1, numbers(2), overwrite=True, wait=True)
         assert same(checkpointer.load(), numbers(2))
+
+
+def test_a_third_save_waits_for_the_first(tmp_path: Path) -> None:
+    begun, may_end = threading.Semaphore(0), threading.Event()
+
+    def progress(done: int, total: int) -> None:
+        begun.release()
+        assert may_end.wait(60)
+
+    options = replace(FAST, progress=progress)
+    with Checkpointer(tmp_path, options=options) as checkpointer, ThreadPoolExecutor(1) as pool:
+        first, _ = (checkpointer.save(step, numbers(step)) for step in (1, 2))
+        assert begun.acquire(timeout=60)
+        third = pool.submit(checkpointer.save, 3, numbers(3))
+        with pytest.raises(TimeoutError):
+            third.result(0.2)
+        assert not first.done()
+        may_end.set()
+        third.result(60)
+    assert checkpointer.steps() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("step", [-1, 1.0, True, "1", None])
