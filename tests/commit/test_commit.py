@@ -635,7 +635,9 @@ def race(path: Path, seeds: tuple[int, int], count: int, overwrite: bool) -> lis
     for results in outcomes:
         won = [not isinstance(r, BaseException) for r in results]
         assert all(won) or not any(won), f"processes of one job differ: {results}"
-        refusals = (SaveConflict, CheckpointExists, ProcessFailed)
+        # The last: of a process that began when the winner had removed the attempt, with what
+        # the others had told there.
+        refusals = (SaveConflict, CheckpointExists, ProcessFailed, SaveTimeout)
         assert all(won) or all(isinstance(r, refusals) for r in results), results
     return [not isinstance(results[0], BaseException) for results in outcomes]
 

@@ -393,8 +393,13 @@ def test_a_file_in_the_way_of_save_last_is_named_before_the_training(tmp_path: P
 def test_the_newest_checkpoint_is_found(tmp_path: Path) -> None:
     io = UnickptCheckpointIO(background=False)
     assert last_checkpoint(tmp_path / "none") is None
+    while time.time() % 1 > 0.2:
+        time.sleep(0.01)
     for step in (9, 11, 10):  # within a second, the step decides
         io.save_checkpoint(checkpoint(step), tmp_path / f"step={step}.ckpt")
+    created = {unickpt.open(path).reader.index.created for path in tmp_path.iterdir()}
+    if len(created) > 1:
+        pytest.skip("this machine took more than a second for three small saves")
     found = last_checkpoint(tmp_path)
     assert found is not None
     assert step_of(found) == 11
