@@ -15,7 +15,7 @@ import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from unickpt._doors import DOORS
 from unickpt.errors import PluginError
@@ -23,6 +23,13 @@ from unickpt.errors import PluginError
 Group = Literal["formats", "presets", "schemes", "writers"]
 GROUPS: tuple[Group, ...] = ("formats", "presets", "schemes", "writers")
 _PREFIX = "unickpt."
+# What other code asks of what a door leads to.
+_ASKED: Mapping[Group, tuple[str, ...]] = {
+    "formats": ("HINTS", "open"),
+    "presets": ("__path__",),
+    "schemes": ("name", "spec"),
+    "writers": ("__call__",),
+}
 
 
 @dataclass(frozen=True)
@@ -45,18 +52,21 @@ class Door:
         """What it leads to, which is imported.
 
         Raises:
-            PluginError: another package's cannot be imported.
+            PluginError: another package's cannot be imported, or is nothing of its group.
             ImportError: one of unickpt cannot.
         """
         module, _, attribute = self.target.partition(":")
         try:
             leads_to = importlib.import_module(module)
-            return getattr(leads_to, attribute) if attribute else leads_to
+            leads_to = getattr(leads_to, attribute) if attribute else leads_to
+            for name in _ASKED[self.group]:
+                getattr(leads_to, name)
+            return leads_to
         except Exception as error:
             if self.package is None:
                 raise
             raise PluginError(
-                f"{self}, cannot be imported: {type(error).__name__}: {error}. Mend the package, "
+                f"{self} cannot be used: {type(error).__name__}: {error}. Mend the package, "
                 "or uninstall it"
             ) from error
 
@@ -119,10 +129,8 @@ def _of_packages() -> tuple[Door, ...]:
             continue
         known.add(package.name.lower())
         for point in points:
-            group = point.group.removeprefix(_PREFIX)
-            doors += [
-                Door(each, point.name, point.value, f"{package.name} {package.version}")
-                for each in GROUPS
-                if each == group
-            ]
+            group = cast(Group, point.group.removeprefix(_PREFIX))
+            if group in GROUPS:
+                who = f"{package.name} {package.version}"
+                doors.append(Door(group, point.name, point.value, who))
     return tuple(sorted(doors, key=lambda door: (door.group, door.name, str(door.package))))

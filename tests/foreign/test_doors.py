@@ -16,6 +16,7 @@ import list_doors
 import pytest
 
 from unickpt import _doors, doors
+from unickpt.errors import PluginError
 
 FORMAT = """
 import json
@@ -155,7 +156,7 @@ def test_one_that_fails_is_named_where_it_is_needed(site: Path, run: Run, tmp_pa
     )
     lines = done.stdout.splitlines()
     assert lines[0].startswith(
-        "PluginError the format 'acme' of acme 1.5 (acme_checkpoints:FORMAT), cannot be imported: "
+        "PluginError the format 'acme' of acme 1.5 (acme_checkpoints:FORMAT) cannot be used: "
         "ModuleNotFoundError: No module named 'of_which_there_is_none'"
     )
     assert lines[1].startswith("PluginError the scheme 'acme' of acme 1.5"), lines
@@ -166,6 +167,14 @@ def test_one_that_fails_is_named_where_it_is_needed(site: Path, run: Run, tmp_pa
     assert "formats acme, acme 1.5 (acme_checkpoints:FORMAT): PluginError" in done.stdout
     assert "presets acme, acme 1.5 (acme_rules): works" in done.stdout
     assert "hard links" in done.stdout
+
+
+@pytest.mark.parametrize("group", doors.GROUPS)
+def test_one_that_is_something_else_is_named(group: doors.Group) -> None:
+    with pytest.raises(
+        PluginError, match=r"'acme' of acme 1.5 \(math:pi\) cannot be used: .*has no"
+    ):
+        doors.Door(group, "acme", "math:pi", "acme 1.5").open()
 
 
 def test_two_packages_with_one_name_are_named(site: Path, run: Run) -> None:

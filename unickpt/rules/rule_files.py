@@ -105,4 +105,4 @@ def open_included(line: IncludeLine, folder: Path) -> tuple[str, str, Path]:
 
 def _included_preset(name: str) -> tuple[str, str, Path]:
     file = preset_file(name)
-    return f"preset {name}", preset_text(name), file.parent
+    return f"preset {name}", file.read_text(encoding="utf-8"), file.parent

@@ -215,7 +215,8 @@ class Checkpointer:
         Arguments:
             step: its number, not negative.
             tree: as for `unickpt.save`.
-            wait: return only after the commit, and without `local` after old steps are removed.
+            wait: return only after the commit; on process 0, without `local`, also after old steps
+                are removed.
             metrics: numbers by which `Retention(keep_best=)` chooses, stored in the metadata;
                 process 0's are used. With `experts`, "tokens/<layer>/<number>" is one of `tokens`.
             tokens: with `experts`, how many tokens each expert has seen since the start of the run:
