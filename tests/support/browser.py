@@ -31,6 +31,7 @@ _FLAGS = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    "--disable-smooth-scrolling",  # a key of a burst would move on what is not yet scrolled
     "--hide-scrollbars",
 )
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
