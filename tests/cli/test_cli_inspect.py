@@ -12,7 +12,7 @@ from support.file_writers import safetensors, torch_zip
 from typer.testing import CliRunner
 
 import unickpt
-from unickpt.cli import output
+from unickpt.cli import tables
 from unickpt.cli.app import app
 
 
@@ -62,8 +62,8 @@ def test_a_long_list_of_plain_values_is_one_row(tmp_path: Path) -> None:
 )
 def test_names_break_behind_slashes_and_dots(width: int, lines: list[str]) -> None:
     name = "model.decoder.self_attention.output.dense.weight"
-    assert output.wrapped(name, width).splitlines() == lines
-    nested = output.wrapped("  " + name.replace(".", "/"), width + 2).splitlines()
+    assert tables.wrapped(name, width).splitlines() == lines
+    nested = tables.wrapped("  " + name.replace(".", "/"), width + 2).splitlines()
     assert nested[0].startswith("  model/decoder/")
     assert "".join(line.strip() for line in nested) == name.replace(".", "/")
 

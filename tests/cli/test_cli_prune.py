@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 
 import unickpt
 from unickpt import Checkpointer, Experts, SaveOptions, StorageError
-from unickpt.cli import prune
+from unickpt.cli import output
 from unickpt.cli.app import app
 from unickpt.reading import checkpoint
 from unickpt.runs import tier_copies
@@ -171,7 +171,7 @@ def test_a_person_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     done = call(tmp_path, "--keep-last", 1)
     assert done.exit_code == 1
     assert "nothing was removed: no terminal to ask on; pass --yes" in done.output
-    monkeypatch.setattr(prune, "is_interactive", lambda: True)
+    monkeypatch.setattr(output, "is_interactive", lambda: True)
     for answer, steps in (("n", [1, 2, 3]), ("y", [3])):
         done = CliRunner().invoke(app, ["prune", str(tmp_path), "--keep-last", "1"], input=answer)
         assert done.exit_code == (answer == "n")

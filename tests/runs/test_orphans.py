@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 import unickpt
 from unickpt import Checkpointer, SaveConflict, StorageError
-from unickpt.cli import clean as command
+from unickpt.cli import output
 from unickpt.cli.app import app
 from unickpt.commit import lease
 from unickpt.reuse.linked_files import LinkedFiles
@@ -155,7 +155,7 @@ def test_a_person_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     unickpt.save(tmp_path / "x" / "step_1", numbers(1))
     unfinish(str(tmp_path / "x" / "step_1"))
     grow_old(tmp_path / "x")
-    monkeypatch.setattr(command, "is_interactive", lambda: True)
+    monkeypatch.setattr(output, "is_interactive", lambda: True)
     before = files(tmp_path / "x")
     assert "Remove 1 orphan?" in run("clean", str(tmp_path / "x"), answer="n\n", code=1)
     assert files(tmp_path / "x") == before

@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
-from unickpt.cli.output import (
-    AsJson,
-    StyledText,
-    clean,
-    console,
-    fail,
-    new_table,
-    plain_cells,
-    print_json,
-    print_rows,
-    warn,
-)
+from unickpt.cli.output import AsJson, clean, confirm, console, fail, print_json, warn
+from unickpt.cli.tables import print_table
 from unickpt.quoting import counted, size_text
 from unickpt.reading.listing import checkpoints_below
 from unickpt.runs import orphans
 from unickpt.runs.orphans import Orphan, OrphanSearch
 from unickpt.storage import paths
-
-_REFUSED = 1
 
 
 def command(
@@ -69,7 +56,7 @@ def command(
     if not as_json:
         _show(root, wanted, found, unknown_age)
     if wanted and not yes:
-        _ask(wanted)
+        confirm(f"Remove {counted(len(wanted), 'orphan')}?")
     removed = orphans.clean(root, wanted) if wanted else []
     kept += [orphan for orphan in wanted if orphan not in removed]
     if as_json:
@@ -92,25 +79,13 @@ def _show(root: str, wanted: Sequence[Orphan], found: OrphanSearch, unknown_age:
     print_kept(found, unknown_age)
 
 
-def _ask(wanted: Sequence[Orphan]) -> None:
-    if not is_interactive():
-        warn("nothing was removed: no terminal to ask on; pass --yes")
-        raise typer.Exit(_REFUSED)
-    typer.confirm(f"Remove {counted(len(wanted), 'orphan')}?", abort=True)
-
-
-def is_interactive() -> bool:
-    """Whether a person can answer."""
-    return sys.stdin.isatty()
-
-
 # --- also for ls ----------------------------------------------------------------------------------
 
 
 def print_orphans(found: Sequence[Orphan]) -> None:
     """A table of orphans."""
-    table = new_table("orphan", "kind", "files", "bytes", "written", right=("files", "bytes"))
-    print_rows(console(), table, map(_cells, found))
+    columns = ("orphan", "kind", "files", "bytes", "written")
+    print_table(columns, map(_cells, found), right=("files", "bytes"))
 
 
 def print_kept(found: OrphanSearch, unknown_age: bool = False) -> None:
@@ -140,9 +115,9 @@ def _summary(found: Sequence[Orphan]) -> str:
     return f"{size_text(sum(orphan.nbytes for orphan in found))}: {names}{more}"
 
 
-def _cells(found: Orphan) -> list[StyledText]:
+def _cells(found: Orphan) -> tuple[str, ...]:
     age = "unknown" if found.age_s is None else f"{_duration(found.age_s)} ago"
-    return plain_cells((found.name, found.kind, f"{found.files:,}", size_text(found.nbytes), age))
+    return found.name, found.kind, f"{found.files:,}", size_text(found.nbytes), age
 
 
 def _duration(seconds: float) -> str:

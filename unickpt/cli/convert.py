@@ -12,39 +12,20 @@ from rich.text import Text
 
 import unickpt
 from unickpt import Checkpoint
-from unickpt.cli.options import (
-    BudgetOption,
-    Compression,
-    HintOption,
-    Inverse,
-    Overwrite,
-    Quantize,
-    RulesName,
-    Sizes,
-    To,
-    Under,
-    Verify,
-    checked_format,
-    read_rules,
-    save_options,
-    source_of,
-)
+from unickpt.cli import options
 from unickpt.cli.output import (
     AsJson,
-    StyledText,
     Where,
     clean,
     console,
     fail,
     job,
-    new_table,
-    plain_cells,
     print_json,
-    print_rows,
     print_written,
     transfer,
     warn,
 )
+from unickpt.cli.tables import print_table
 from unickpt.foreign import writers
 from unickpt.frameworks.host_memory import MOST_WORKING
 from unickpt.quoting import counted, size_text
@@ -53,7 +34,6 @@ from unickpt.tools.conversion_preview import Preview, PreviewRow, folded, previe
 
 def _make(
     done: str,
-    source: str,
     opened: str | Checkpoint,
     destination: str,
     as_json: bool,
@@ -63,7 +43,7 @@ def _make(
 ) -> None:
     """Makes a checkpoint together with the other processes of torchrun; the first one checks it
     and says what was made."""
-    with job() as first, transfer(source, shown=first) as progress:
+    with job() as first, transfer(shown=first) as progress:
         report = unickpt.convert(opened, destination, progress=progress, **arguments)
         if first:
             check()
@@ -74,10 +54,10 @@ def _make(
 def command(
     source: Where,
     destination: Annotated[str, typer.Argument(help="The path of the new checkpoint.")],
-    rules: RulesName = None,
-    inverse: Inverse = False,
-    size: Sizes = None,
-    under: Under = "",
+    rules: options.RulesName = None,
+    inverse: options.Inverse = False,
+    size: options.Sizes = None,
+    under: options.Under = "",
     like: Annotated[
         str | None,
         typer.Option("--like", help="A checkpoint with the names and shapes of the new one."),
@@ -85,12 +65,12 @@ def command(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be made of what, and stop.")
     ] = False,
-    overwrite: Overwrite = False,
-    verify: Verify = True,
-    budget: BudgetOption = None,
-    compression: Compression = None,
-    quantize: Quantize = None,
-    hint: HintOption = None,
+    overwrite: options.Overwrite = False,
+    verify: options.Verify = True,
+    budget: options.BudgetOption = None,
+    compression: options.Compression = None,
+    quantize: options.Quantize = None,
+    hint: options.HintOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a checkpoint from another one, through rules, with bounded memory.
@@ -112,8 +92,8 @@ def command(
     largest_relative_error}}}, or for --dry-run {plan: [{made, made_of, source, destination, rule,
     notes}], doubts: [text]}. Fields are only ever added.
     """
-    wanted = read_rules(rules, inverse, size)
-    opened = source_of(source, hint, under)
+    wanted = options.read_rules(rules, inverse, size)
+    opened = options.source_of(source, hint, under)
     if like is not None and wanted is None:
         fail("--like needs --rules")
     if dry_run or os.environ.get("RANK", "0") == "0":
@@ -123,13 +103,13 @@ def command(
     if dry_run:
         _print_preview(found, as_json)
         return
-    options = save_options(budget, compression, quantize)
-    arguments: dict[str, Any] = {"rules": wanted, "like": like, "options": options}
+    written_as = options.save_options(budget, compression, quantize)
+    arguments: dict[str, Any] = {"rules": wanted, "like": like, "options": written_as}
     arguments |= {"overwrite": overwrite, "verify": verify}
-    arguments["to"] = to = checked_format(None, destination)
+    arguments["to"] = to = options.checked_format(None, destination)
     if to != writers.OWN and (compression or quantize):
         fail(f"--compression and --quantize are of unickpt's own format, not {to}")
-    _make("converted", source, opened, destination, as_json, **arguments)
+    _make("converted", opened, destination, as_json, **arguments)
 
 
 def _print_preview(found: Preview, as_json: bool) -> None:
@@ -139,30 +119,27 @@ def _print_preview(found: Preview, as_json: bool) -> None:
             {"plan": [dataclasses.asdict(row) for row in rows], "doubts": list(found.doubts)}
         )
         return
-    out = console()
-    table = new_table("stored", "", "made", "", "rule", "notes")
-    print_rows(out, table, map(_cells, folded(rows)))
+    print_table(("stored", "", "made", "", "rule", "notes"), map(_cells, folded(rows)))
     inexact = sum("inexact" in row.notes for row in rows)
     made = sum(row.is_made for row in rows)
     dropped = sum(not row.made for row in rows)
     summary = f"{counted(made, 'leaf', 'leaves')} made, {dropped} dropped, {inexact} inexact"
-    out.print(Text(summary, "bold"))
+    console().print(Text(summary, "bold"))
 
 
-def _cells(row: PreviewRow) -> list[StyledText]:
+def _cells(row: PreviewRow) -> tuple[str, ...]:
     notes = ", ".join(row.notes)
-    texts = (row.made_of, row.source, row.made, row.destination, row.rule, notes)
-    return plain_cells(texts)
+    return row.made_of, row.source, row.made, row.destination, row.rule, notes
 
 
 def export(
     source: Where,
     destination: Annotated[str, typer.Argument(help="A path or URL: a folder, or one file.")],
-    to: To = None,
-    rules: RulesName = None,
-    inverse: Inverse = False,
-    size: Sizes = None,
-    under: Under = "",
+    to: options.To = None,
+    rules: options.RulesName = None,
+    inverse: options.Inverse = False,
+    size: options.Sizes = None,
+    under: options.Under = "",
     max_shard_size: Annotated[
         str | None,
         typer.Option("--max-shard-size", help="hf, trainer: the largest file, such as 5GB."),
@@ -186,10 +163,10 @@ def export(
         str | None,
         typer.Option("--layout", help="orbax: tree, the default, or step."),
     ] = None,
-    overwrite: Overwrite = False,
-    verify: Verify = True,
-    budget: BudgetOption = None,
-    hint: HintOption = None,
+    overwrite: options.Overwrite = False,
+    verify: options.Verify = True,
+    budget: options.BudgetOption = None,
+    hint: options.HintOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint for another system, with bounded memory.
@@ -217,28 +194,30 @@ def export(
         "untrained": untrained or None,
     }
     of_format: Any = {name: value for name, value in given.items() if value is not None}
-    arguments: dict[str, Any] = {"rules": read_rules(rules, inverse, size), "overwrite": overwrite}
-    to = checked_format(to, destination)
+    wanted = options.read_rules(rules, inverse, size)
+    arguments: dict[str, Any] = {"rules": wanted, "overwrite": overwrite}
+    to = options.checked_format(to, destination)
     if to == writers.OWN:
         fail(f"say with --to which format to write: {', '.join(writers.names())}")
     try:
         writers.make(to, of_format)
     except (ValueError, TypeError) as error:
         fail(str(error))
-    arguments |= {"verify": verify, "options": save_options(budget), "to": to, **of_format}
-    _make("exported", source, source_of(source, hint, under), destination, as_json, **arguments)
+    arguments |= {"verify": verify, "options": options.save_options(budget), "to": to, **of_format}
+    opened = options.source_of(source, hint, under)
+    _make("exported", opened, destination, as_json, **arguments)
 
 
 def import_(
     source: Where,
     destination: Annotated[str, typer.Argument(help="The path of the new checkpoint.")],
-    rules: RulesName = None,
-    inverse: Inverse = False,
-    size: Sizes = None,
-    under: Under = "",
-    overwrite: Overwrite = False,
-    budget: BudgetOption = None,
-    hint: HintOption = None,
+    rules: options.RulesName = None,
+    inverse: options.Inverse = False,
+    size: options.Sizes = None,
+    under: options.Under = "",
+    overwrite: options.Overwrite = False,
+    budget: options.BudgetOption = None,
+    hint: options.HintOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a checkpoint of unickpt's own format from another system's.
@@ -253,8 +232,8 @@ def import_(
 
     --json prints {url, arrays, bytes, chunks, processes, seconds}. Fields are only ever added.
     """
-    wanted = read_rules(rules, inverse, size)
-    opened = source_of(source, hint, under)
+    wanted = options.read_rules(rules, inverse, size)
+    opened = options.source_of(source, hint, under)
 
     def check() -> None:
         found = unickpt.diff(opened, destination, rules=wanted)
@@ -262,17 +241,17 @@ def import_(
             row = found.differences[0]
             fail(f"{row.name!r} differs from the source: {row.problem}; import it again")
 
-    options = save_options(budget)
-    arguments: dict[str, Any] = {"rules": wanted, "overwrite": overwrite, "options": options}
-    arguments["to"] = checked_format(writers.OWN, destination)
-    _make("imported", source, opened, destination, as_json, check=check, **arguments)
+    written_as = options.save_options(budget)
+    arguments: dict[str, Any] = {"rules": wanted, "overwrite": overwrite, "options": written_as}
+    arguments["to"] = options.checked_format(writers.OWN, destination)
+    _make("imported", opened, destination, as_json, check=check, **arguments)
 
 
 def copy(
     source: Annotated[str, typer.Argument(help="A checkpoint of unickpt's own format.")],
     destination: Annotated[str, typer.Argument(help="The path of the copy.")],
-    overwrite: Overwrite = False,
-    budget: BudgetOption = None,
+    overwrite: options.Overwrite = False,
+    budget: options.BudgetOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Copy a checkpoint to another place, and check it there.
@@ -287,7 +266,7 @@ def copy(
 
     --json prints {url, arrays, bytes, borrowed, seconds}. Fields are only ever added.
     """
-    with transfer(source) as progress:
+    with transfer() as progress:
         report = unickpt.copy(
             source,
             destination,

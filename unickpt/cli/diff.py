@@ -9,27 +9,9 @@ import typer
 from rich.text import Text
 
 import unickpt
-from unickpt.cli.options import (
-    HintOption,
-    Inverse,
-    RulesName,
-    Sizes,
-    Under,
-    read_rules,
-    source_of,
-)
-from unickpt.cli.output import (
-    DIFFERENT,
-    AsJson,
-    Where,
-    console,
-    new_table,
-    plain_cells,
-    print_json,
-    print_rows,
-    transfer,
-    verdict,
-)
+from unickpt.cli import options
+from unickpt.cli.output import DIFFERENT, AsJson, Where, console, print_json, transfer, verdict
+from unickpt.cli.tables import print_table
 from unickpt.quoting import counted, size_text
 from unickpt.types import ArrayDifference, DiffReport
 
@@ -37,17 +19,17 @@ from unickpt.types import ArrayDifference, DiffReport
 def command(
     first: Where,
     second: Where,
-    rules: RulesName = None,
-    inverse: Inverse = False,
-    size: Sizes = None,
-    under: Under = "",
+    rules: options.RulesName = None,
+    inverse: options.Inverse = False,
+    size: options.Sizes = None,
+    under: options.Under = "",
     layout: Annotated[
         bool, typer.Option("--layout", help="Also show different meshes and splits.")
     ] = False,
     rtol: Annotated[
         float, typer.Option("--rtol", help="Relative difference that counts as none.", min=0.0)
     ] = 0.0,
-    hint: HintOption = None,
+    hint: options.HintOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints: names, shapes, dtypes and values.
@@ -63,10 +45,10 @@ def command(
     --json prints {same, arrays, read_bytes, seconds, differences: [{name, problem, first, second,
     unequal, max_abs, max_rel}]}. Fields are only ever added.
     """
-    wanted = read_rules(rules, inverse, size)
-    with transfer(f"{first} {second}") as progress:
+    wanted = options.read_rules(rules, inverse, size)
+    with transfer() as progress:
         report = unickpt.diff(
-            source_of(first, hint),
+            options.source_of(first, hint),
             second,
             rules=wanted,
             under=under,
@@ -90,8 +72,8 @@ def _finite(value: Any) -> Any:
 def _print_report(report: DiffReport) -> None:
     out = console()
     if report.differences:
-        table = new_table("leaf", "differs in", "first", "second", "max abs", "max rel")
-        print_rows(out, table, (plain_cells(_cells(row)) for row in report.differences))
+        columns = ("leaf", "differs in", "first", "second", "max abs", "max rel")
+        print_table(columns, map(_cells, report.differences))
     compared = (
         f"{counted(report.arrays, 'array')} compared in {report.seconds:.2f} s; "
         f"{size_text(report.read_bytes)} read, the rest is equal by its digests"

@@ -17,21 +17,9 @@ from unickpt.arrays.layout import Layout, Mesh
 from unickpt.cli import fragment_map
 from unickpt.cli.nonfinite import Nonfinite, count_nonfinite
 from unickpt.cli.options import HintOption, Under, parsed_hints
-from unickpt.cli.output import (
-    AsJson,
-    StyledText,
-    Where,
-    clean,
-    console,
-    date_text,
-    fail,
-    new_table,
-    plain_cells,
-    print_json,
-    print_rows,
-    shape_text,
-)
+from unickpt.cli.output import AsJson, Where, clean, console, fail, print_json
 from unickpt.cli.saves import timing_table
+from unickpt.cli.tables import Cell, date_text, print_table, shape_text
 from unickpt.display import tree_table
 from unickpt.format import ocdbt_reader
 from unickpt.format.chunk_grid import Part
@@ -242,8 +230,7 @@ def _print_rows(out: Console, rows: Sequence[tree_table.OutlineRow]) -> None:
     if all(row.facts is None or _is_whole(row.facts) for row in rows):
         del columns[3:5]
         cells = [[*texts[:3], *texts[5:]] for texts in cells]
-    table = new_table(*columns, right=("fragments", "bytes"))
-    print_rows(out, table, cells)
+    print_table(columns, cells, right=("fragments", "bytes"), out=out)
     if any(row.count > 1 for row in rows):
         note = "xN: N that are alike, in one row; its bytes are those of all. --all shows each."
         out.print(Text(note, "dim"))
@@ -254,30 +241,22 @@ def _is_whole(facts: tree_table.TreeRowFacts) -> bool:
     return facts.layout in ("", "-") and (facts.kind != "array" or (facts.fragments or 0) <= 1)
 
 
-def _cells(row: tree_table.OutlineRow) -> list[StyledText]:
+def _cells(row: tree_table.OutlineRow) -> list[Cell]:
     label = "  " * row.depth + clean(row.label) + (f"  x{row.count}" if row.count > 1 else "")
     facts = row.facts
     if facts is None:
         nbytes = size_text(row.nbytes) if row.nbytes else ""
-        return [(label, "bold"), *[("", "")] * 4, (nbytes, "dim")]
+        return [(label, "bold"), "", "", "", "", (nbytes, "dim")]
     if facts.kind == "tie":
-        return [(label, ""), ("", ""), ("tied", "dim")]
+        return [(label, ""), "", ("tied", "dim")]
     if facts.kind == "value":
         size = size_text(facts.nbytes) if facts.nbytes else ""  # of what is opaque
-        return [(label, ""), ("", ""), (clean(facts.dtype), "dim"), *[("", "")] * 2, (size, "dim")]
+        return [(label, ""), "", (clean(facts.dtype), "dim"), "", "", (size, "dim")]
     if facts.kind == "per process":
         held = counted(facts.fragments or 0, "value")
-        size = size_text(facts.nbytes)
-        return [(label, ""), (held, ""), (facts.dtype, "dim"), ("", ""), ("", ""), (size, "")]
-    texts = (
-        label,
-        shape_text(facts.shape or ()),
-        clean(facts.dtype),
-        clean(facts.layout),
-        str(facts.fragments),
-        size_text(facts.nbytes),
-    )
-    return [(text, "") for text in texts]
+        return [(label, ""), held, (facts.dtype, "dim"), "", "", size_text(facts.nbytes)]
+    shape, count = shape_text(facts.shape or ()), str(facts.fragments)
+    return [(label, ""), shape, facts.dtype, facts.layout, count, size_text(facts.nbytes)]
 
 
 def _mesh(mesh: Mesh) -> str:
@@ -294,12 +273,11 @@ def _totals(checkpoint: Checkpoint) -> Text:
         f"{counted(len(index.arrays), 'array')} of {counted(elements, 'element')}, "
         f"{size_text(checkpoint.nbytes)}{chunks}"
     ]
+    bases = ", ".join(quoted(base.name) for base in index.bases)
     if index.bases and checkpoint.reader.under:
-        names = ", ".join(quoted(base.name) for base in index.bases)
-        pieces.append(f"some of it may be in {names}")
+        pieces.append(f"some of it may be in {bases}")
     elif index.bases:
-        names = ", ".join(quoted(base.name) for base in index.bases)
-        pieces.append(f"{size_text(index.reused)} in {names}, without which it cannot be read")
+        pieces.append(f"{size_text(index.reused)} in {bases}, without which it cannot be read")
     elif index.reused:
         pieces.append(f"{size_text(index.reused)} in files of an earlier checkpoint")
     others = [
@@ -459,10 +437,9 @@ def _unknown(checkpoint: Checkpoint, name: str) -> str:
 
 def _print_per_process(out: Console, name: str, sizes: Sequence[int]) -> None:
     out.print(Text(clean(name) or "(the root)", "bold"))
-    table = new_table("process", "bytes", right=("process", "bytes"))
-    for process, size in enumerate(sizes):
-        table.add_row(str(process), size_text(size))
-    out.print(table)
+    columns = ("process", "bytes")
+    rows = ((str(process), size_text(size)) for process, size in enumerate(sizes))
+    print_table(columns, rows, right=columns, out=out)
 
 
 def _print_array(
@@ -542,11 +519,10 @@ def _print_parts(
     out: Console, checkpoint: Checkpoint, array: StoredArray, everything: bool
 ) -> None:
     shown = array.parts if everything else array.parts[:_MANY_PARTS]
-    table = new_table("box", "chunk", "chunks", "TensorStore", right=("chunks",))
     rows = (
         (str(p.box), shape_text(p.chunk), str(p.count), _url(checkpoint, array, p)) for p in shown
     )
-    print_rows(out, table, map(plain_cells, rows))
+    print_table(("box", "chunk", "chunks", "TensorStore"), rows, right=("chunks",), out=out)
     if len(shown) < len(array.parts):
         out.print(Text(f"{len(array.parts) - len(shown)} more parts; --all shows each", "dim"))
 

@@ -11,17 +11,8 @@ import typer
 
 import unickpt
 from unickpt.cli.clean import print_kept, print_orphans, rows_json
-from unickpt.cli.output import (
-    AsJson,
-    StyledText,
-    clean,
-    console,
-    date_text,
-    new_table,
-    plain_cells,
-    print_json,
-    print_rows,
-)
+from unickpt.cli.output import AsJson, clean, print_json
+from unickpt.cli.tables import Cell, date_text, print_table
 from unickpt.errors import CheckpointNotFound, UnickptError
 from unickpt.foreign.loose_files import SeveralCheckpoints
 from unickpt.quoting import size_text
@@ -82,8 +73,7 @@ def command(
         print_json({"root": root, "checkpoints": found, **beside})
         return
     if found:
-        table = new_table("name", "format", "created", *_NUMERIC, right=_NUMERIC)
-        print_rows(console(), table, map(_cells, found))
+        print_table(("name", "format", "created", *_NUMERIC), map(_cells, found), right=_NUMERIC)
     else:
         print(f"no checkpoints in {clean(root)}")
     if left.orphans:
@@ -180,17 +170,16 @@ def _facts_of(listed: Listed, checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _cells(facts: dict[str, Any]) -> list[StyledText]:
-    name = clean(facts["name"])
+def _cells(facts: dict[str, Any]) -> list[Cell]:
+    name = facts["name"]
     if facts["error"] is not None:
-        return [(f"{name}  {clean(facts['error'])}", "red")]
-    texts = (
+        return [(f"{clean(name)}  {clean(facts['error'])}", "red")]
+    return [
         name,
-        clean(facts["format"]),
+        facts["format"],
         date_text(facts["created"]),
         f"{facts['arrays']:,}",
         size_text(facts["bytes"]),
         size_text(facts["new_bytes"]),
         str(facts["processes"]),
-    )
-    return plain_cells(texts)
+    ]

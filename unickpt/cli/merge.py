@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
@@ -10,21 +9,7 @@ from rich.text import Text
 
 import unickpt
 from unickpt import merge_methods
-from unickpt.cli.options import (
-    BudgetOption,
-    Compression,
-    HintOption,
-    Inverse,
-    Overwrite,
-    Quantize,
-    RulesName,
-    Sizes,
-    Verify,
-    named_values,
-    read_rules,
-    save_options,
-    source_of,
-)
+from unickpt.cli import options
 from unickpt.cli.output import (
     AsJson,
     clean,
@@ -69,9 +54,9 @@ def command(
         int | None,
         typer.Option("--last", help="Merge this many of the newest steps of a run.", min=1),
     ] = None,
-    rules: RulesName = None,
-    inverse: Inverse = False,
-    size: Sizes = None,
+    rules: options.RulesName = None,
+    inverse: options.Inverse = False,
+    size: options.Sizes = None,
     integers: Annotated[
         str, typer.Option("--integers", help="equal: must be; last: the last source's are taken.")
     ] = "equal",
@@ -81,12 +66,12 @@ def command(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Compare the sources, print the plan, and stop.")
     ] = False,
-    overwrite: Overwrite = False,
-    verify: Verify = True,
-    budget: BudgetOption = None,
-    compression: Compression = None,
-    quantize: Quantize = None,
-    hint: HintOption = None,
+    overwrite: options.Overwrite = False,
+    verify: options.Verify = True,
+    budget: options.BudgetOption = None,
+    compression: options.Compression = None,
+    quantize: options.Quantize = None,
+    hint: options.HintOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Make one checkpoint of several: an average, an interpolation, or merged tasks.
@@ -115,24 +100,26 @@ def command(
         fail("--last takes one source, the folder of a run")
     if last is not None and hint:
         fail("--hint is for checkpoints of other systems, not for the steps of a run (--last)")
-    given: Any = sources[0] if last is not None else [source_of(one, hint) for one in sources]
-    wanted = read_rules(rules, inverse, size)
+    given: Any = sources[0]
+    if last is None:
+        given = [options.source_of(source, hint) for source in sources]
+    wanted = options.read_rules(rules, inverse, size)
     try:
-        values = named_values("--with", parameters, _PARAMETER)
+        values = options.named_values("--with", parameters, _PARAMETER)
         method = merge_methods.method_of(cast(Any, how), values)
-        options = save_options(budget, compression, quantize)
+        written_as = options.save_options(budget, compression, quantize)
         asked: dict[str, Any] = {"weights": weights, "base": base, "last": last, "rules": wanted}
         asked["integers"] = integers
         if dry_run:
             plan = plan_merge(
-                MergeRequest(given, method, budget_bytes=options.working_bytes, **asked)
+                MergeRequest(given, method, budget_bytes=written_as.working_bytes, **asked)
             )
             _print_plan(plan, as_json)
             return
         asked |= {"allow_nonfinite": allow_nonfinite, "overwrite": overwrite, "verify": verify}
-        with job() as first, transfer(Path(destination).name, shown=first) as progress:
+        with job() as first, transfer(shown=first) as progress:
             report = unickpt.merge(
-                given, destination, how=method, options=options, progress=progress, **asked
+                given, destination, how=method, options=written_as, progress=progress, **asked
             )
     except ValueError as error:
         if isinstance(error, unickpt.UnickptError):

@@ -9,15 +9,8 @@ from rich.text import Text
 
 import unickpt
 from unickpt.cli.options import source_of
-from unickpt.cli.output import (
-    clean,
-    console,
-    new_table,
-    plain_cells,
-    print_json,
-    print_rows,
-    transfer,
-)
+from unickpt.cli.output import clean, console, print_json, transfer
+from unickpt.cli.tables import print_table
 from unickpt.quoting import counted
 from unickpt.tools.nonfinite import NonfiniteReport
 
@@ -35,7 +28,7 @@ def count_nonfinite(
     path: str, hints: list[str] | None, as_json: bool, under: str = ""
 ) -> NonfiniteReport:
     """Counts, and prints the counts."""
-    with transfer(path) as progress:
+    with transfer() as progress:
         report = unickpt.find_nonfinite(source_of(path, hints, under), progress=progress)
     if as_json:
         arrays = [array._asdict() for array in report.arrays]
@@ -50,12 +43,11 @@ def count_nonfinite(
         out.print(Text.assemble(("ok: ", "bold green"), f"no NaN or infinity in {checked}"))
         return report
     numbers = ("NaN", "infinite", "elements")
-    table = new_table("array", *numbers, "first", right=numbers)
     rows = (
         (a.name, f"{a.nan:,}", f"{a.infinite:,}", f"{a.elements:,}", str(list(a.first)))
         for a in report.arrays
     )
-    print_rows(out, table, map(plain_cells, rows))
+    print_table(("array", *numbers, "first"), rows, right=numbers)
     places = f"{len(report.arrays)} of {checked}: {clean(report.url)}"
     out.print(Text.assemble(("not finite: ", "bold red"), places))
     return report

@@ -1,36 +1,25 @@
-"""Output of the commands: tables, numbers with units, text without control characters; what those
+"""Output of the commands: texts without control characters, JSON, progress, exit codes; what those
 that write checkpoints print, once for all processes of torchrun."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.cells import cell_len
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskProgressColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.table import Table
+from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 from rich.text import Text
 
 from unickpt.quoting import counted, printable, size_text
 from unickpt.types import SaveReport
 
 DAMAGED, DIFFERENT, FAILED = 1, 1, 2
+_REFUSED = 1
 _MOST_TEXT = 1000  # characters of a name, or of a fact; JSON has all
 _UNBOUNDED = 1 << 16  # columns of output that goes to no terminal, so that nothing wraps
 
@@ -80,20 +69,27 @@ def fail(message: str) -> NoReturn:
     raise typer.Exit(FAILED)
 
 
+def confirm(question: str) -> None:
+    """Asks a person; ends the command if the answer is no, or if there is no terminal."""
+    if not is_interactive():
+        warn("nothing was removed: no terminal to ask on; pass --yes")
+        raise typer.Exit(_REFUSED)
+    typer.confirm(question, abort=True)
+
+
+def is_interactive() -> bool:
+    """Whether a person can answer."""
+    return sys.stdin.isatty()
+
+
 @contextmanager
-def transfer(what: str, *, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
+def transfer(*, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on a terminal; gives a function that takes bytes done and bytes in all."""
     out = console(stderr=True)
-    columns = (
-        TaskProgressColumn(),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
+    columns = (*Progress.get_default_columns()[1:], DownloadColumn(), TransferSpeedColumn())
     hidden = not (shown and out.is_terminal)
     with Progress(*columns, console=out, transient=True, disable=hidden) as progress:
-        task = progress.add_task(escape(what), total=None)
+        task = progress.add_task("", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
@@ -101,91 +97,6 @@ def clean(text: str, keep: str = "") -> str:
     """Text from a checkpoint; see `printable`. Lines of a message, if they are kept, are as long as
     they are."""
     return printable(text, len(text) if keep else _MOST_TEXT, keep)
-
-
-def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        if column in right:
-            table.add_column(column, justify="right", no_wrap=True)
-        else:
-            table.add_column(column, overflow="fold")
-    return table
-
-
-StyledText = tuple[str, str]
-"""A text, and its style."""
-
-MANY_ROWS = 500
-_LEAST_NAME = 24
-
-
-def print_rows(out: Console, table: Table, rows: Iterable[Sequence[StyledText]]) -> None:
-    """Prints rows below the headings of a table.
-
-    Tables of rich take 0.3 ms for each row. Where there are many rows, they are printed as plain
-    lines, as they come, in columns as wide as the first of them need.
-    """
-    waiting = iter(rows)
-    first = list(itertools.islice(waiting, MANY_ROWS + 1))
-    if len(first) <= MANY_ROWS:
-        width = _room_of_names(out, table, first)
-        for row in first:
-            (name, style), *others = row
-            cells = [(wrapped(name, width), style), *others]
-            table.add_row(*(Text(text, style) for text, style in cells))
-        out.print(table)
-        return
-    headings = [(str(column.header), "") for column in table.columns]
-    right = [column.justify == "right" for column in table.columns]
-    lines = [[text for text, _ in row] for row in (headings, *first)]
-    widths = [max(map(cell_len, column)) for column in itertools.zip_longest(*lines, fillvalue="")]
-    for row in itertools.chain([headings], first, waiting):
-        padded = map(_padded, (text for text, _ in row), widths, right)
-        out.file.write("  ".join(padded).rstrip() + "\n")
-
-
-def _room_of_names(out: Console, table: Table, rows: Sequence[Sequence[StyledText]]) -> int:
-    """The columns of a terminal that the other cells leave for the first ones."""
-    lines = [[str(column.header) for column in table.columns], *([t for t, _ in r] for r in rows)]
-    widths = [max(map(cell_len, column)) for column in itertools.zip_longest(*lines, fillvalue="")]
-    return max(_LEAST_NAME, out.width - sum(widths[1:]) - 2 * len(widths[1:]))
-
-
-def wrapped(name: str, width: int) -> str:
-    """A name in lines that break behind a slash or a dot, as far as these are there.
-
-    Example:
-        >>> wrapped("model.decoder.layer", 15).splitlines()
-        ['model.decoder.', '  layer']
-    """
-    if cell_len(name) <= width or name != name.rstrip():
-        return name
-    indent = " " * (len(name) - len(name.lstrip()) + 2)
-    lines = [""]
-    for piece in re.findall(r"[^/.]*[/.]?", name):
-        if lines[-1].strip() and cell_len(lines[-1] + piece) > width:
-            lines.append(indent)
-        lines[-1] += piece
-    return "\n".join(lines)
-
-
-def plain_cells(texts: Iterable[str]) -> list[StyledText]:
-    """Cells of texts from a checkpoint."""
-    return [(clean(text), "") for text in texts]
-
-
-def _padded(text: str, width: int, right: bool) -> str:
-    space = " " * (width - cell_len(text))
-    return space + text if right else text + space
-
-
-def shape_text(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape)) or "scalar"
-
-
-def date_text(created: str) -> str:
-    return created.replace("T", " ").replace("+00:00", " UTC")
 
 
 @contextmanager

@@ -7,24 +7,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from unickpt.cli.clean import is_interactive
-from unickpt.cli.output import (
-    FAILED,
-    AsJson,
-    clean,
-    console,
-    fail,
-    new_table,
-    plain_cells,
-    print_json,
-    print_rows,
-    warn,
-)
+from unickpt.cli.output import FAILED, AsJson, clean, confirm, fail, print_json, warn
+from unickpt.cli.tables import print_table
 from unickpt.quoting import counted, some
 from unickpt.runs.pruning import PrunePlan, PruneRun
 from unickpt.runs.retention import Retention
-
-_REFUSED = 1
 
 
 def command(
@@ -90,7 +77,7 @@ def command(
             _print_json(root, plan, plan.removed)
         return
     if plan.removed and not yes:
-        _ask(plan)
+        confirm(f"Remove {counted(len(plan.removed), 'step')}?")
     removed = run.remove(plan) if plan.removed else []
     if as_json:
         _print_json(root, plan, removed)
@@ -103,22 +90,14 @@ def command(
 
 
 def _show(root: str, plan: PrunePlan) -> None:
-    table = new_table("step", "", "why", right=("step",))
     rows = {step: ("stays", ", ".join(reasons)) for step, reasons in plan.kept.items()}
     for step in plan.removed:
         names = plan.borrowed.get(step)
         rows[step] = "goes", f"but for what {some(names)} borrow" if names else ""
-    cells = (plain_cells((str(step), *rows[step])) for step in sorted(rows))
-    print_rows(console(), table, cells)
+    cells = ((str(step), *rows[step]) for step in sorted(rows))
+    print_table(("step", "", "why"), cells, right=("step",))
     if not plan.removed:
         print(f"nothing to remove in {clean(root)}")
-
-
-def _ask(plan: PrunePlan) -> None:
-    if not is_interactive():
-        warn("nothing was removed: no terminal to ask on; pass --yes")
-        raise typer.Exit(_REFUSED)
-    typer.confirm(f"Remove {counted(len(plan.removed), 'step')}?", abort=True)
 
 
 def _print_json(root: str, plan: PrunePlan, removed: Sequence[int]) -> None:

@@ -8,10 +8,7 @@ from typing import Annotated
 import typer
 
 import unickpt
-from unickpt.cli.output import (
-    clean,
-    console,
-)
+from unickpt.cli.output import clean, console
 from unickpt.quoting import size_text
 
 

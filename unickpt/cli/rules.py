@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -160,9 +161,7 @@ def _function(given: str) -> Callable[[Any], Any]:
         fail(f"{given} is not MODULE:FUNCTION, such as convert_llama:to_hf")
     sys.path.insert(0, os.getcwd())
     try:
-        found = _module(module_name)
-        for part in path.split("."):
-            found = getattr(found, part)
+        found = attrgetter(path)(_module(module_name))
     except ImportError as error:
         fail(f"{module_name} cannot be imported: {error}")
     except AttributeError:

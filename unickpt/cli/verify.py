@@ -10,19 +10,8 @@ from rich.text import Text
 import unickpt
 from unickpt.cli.nonfinite import Nonfinite, count_nonfinite
 from unickpt.cli.options import HintOption, source_of
-from unickpt.cli.output import (
-    DAMAGED,
-    AsJson,
-    Where,
-    clean,
-    console,
-    new_table,
-    plain_cells,
-    print_json,
-    print_rows,
-    transfer,
-    verdict,
-)
+from unickpt.cli.output import DAMAGED, AsJson, Where, clean, console, print_json, transfer, verdict
+from unickpt.cli.tables import print_table
 from unickpt.quoting import counted, size_text
 from unickpt.tools.verification import VerifyReport
 
@@ -55,7 +44,7 @@ def command(
         if not count_nonfinite(path, hint, as_json).ok:
             raise typer.Exit(DAMAGED)
         return
-    with transfer(path) as progress:
+    with transfer() as progress:
         report = unickpt.verify(source_of(path, hint), progress=progress)
     with verdict(0 if report.ok else DAMAGED):
         if as_json:
@@ -75,11 +64,10 @@ def _print_report(report: VerifyReport) -> None:
         if report.unverified:
             out.print(Text.assemble(("not verified: ", "bold yellow"), clean(report.unverified)))
         return
-    table = new_table("array", "box", "process", "reason", right=("process",))
     rows = (
         (d.array, d.box, "" if d.process is None else str(d.process), d.reason)
         for d in report.damage
     )
-    print_rows(out, table, map(plain_cells, rows))
+    print_table(("array", "box", "process", "reason"), rows, right=("process",))
     places = counted(len(report.damage), "place")
     out.print(Text.assemble(("damaged: ", "bold red"), f"{places} in {checked}"))

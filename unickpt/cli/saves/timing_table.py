@@ -10,12 +10,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
-from unickpt.cli.output import (
-    StyledText,
-    new_table,
-    plain_cells,
-    print_rows,
-)
+from unickpt.cli.tables import print_table
 from unickpt.format.timing import PHASES, Timing
 from unickpt.quoting import counted, size_text
 
@@ -44,20 +39,19 @@ def print_timing(out: Console, timing: Timing, everything: bool) -> None:
             f"process {last}, the last"
         )
     out.print()
-    table = new_table(*_PHASE, right=_PHASE[1:])
-    print_rows(out, table, _phase_rows(timing))
+    print_table(_PHASE, _phase_rows(timing), right=_PHASE[1:], out=out)
     out.print()
     _print_processes(out, timing, everything)
 
 
-def _phase_rows(timing: Timing) -> Iterator[list[StyledText]]:
+def _phase_rows(timing: Timing) -> Iterator[list[str]]:
     for name, seconds in timing.seconds.items():
         if seconds.any():
-            yield plain_cells([name, *_spread(seconds, _s)])
+            yield [name, *_spread(seconds, _s)]
     for name in ("written", "stored", "reused", "staged"):
         nbytes = getattr(timing, name)
         if nbytes.any() and not (name == "stored" and (nbytes == timing.written).all()):
-            yield plain_cells([name, *_spread(nbytes, lambda n: size_text(int(n)))])
+            yield [name, *_spread(nbytes, lambda n: size_text(int(n)))]
 
 
 def _spread(values: NDArray[Any], text: Any) -> list[str]:
@@ -70,27 +64,13 @@ def _print_processes(out: Console, timing: Timing, everything: bool) -> None:
     phases = [name for name in PHASES if timing.seconds[name].any()]
     sizes = [name for name in ("written", "reused", "staged") if getattr(timing, name).any()]
     names = ("process", "began", *phases, "done", "waited", *sizes, "GB/s")
-    table = new_table(*names, right=names)
     shown = timing.slowest if everything else timing.slowest[:_SHOWN]
     done, waited = timing.done, timing.waited
-    print_rows(out, table, (_row(timing, int(p), phases, sizes, done, waited) for p in shown))
-    if len(shown) < timing.processes:
-        rest = timing.processes - len(shown)
-        out.print(Text(f"{rest:,} more were done earlier; --all shows each", "dim"))
 
-
-def _row(
-    timing: Timing,
-    process: int,
-    phases: list[str],
-    sizes: list[str],
-    done: NDArray[np.float32],
-    waited: NDArray[np.float32],
-) -> list[StyledText]:
-    wrote_s = float(timing.seconds["write"][process])
-    rate = float(timing.written[process]) / 1e9 / wrote_s if wrote_s else 0.0
-    return plain_cells(
-        [
+    def row(process: int) -> list[str]:
+        wrote_s = float(timing.seconds["write"][process])
+        rate = float(timing.written[process]) / 1e9 / wrote_s if wrote_s else 0.0
+        return [
             str(process),
             _s(timing.began[process]),
             *(_s(timing.seconds[name][process]) for name in phases),
@@ -99,7 +79,11 @@ def _row(
             *(size_text(int(getattr(timing, name)[process])) for name in sizes),
             f"{rate:.2f}",
         ]
-    )
+
+    print_table(names, map(row, shown), right=names, out=out)
+    if len(shown) < timing.processes:
+        rest = timing.processes - len(shown)
+        out.print(Text(f"{rest:,} more were done earlier; --all shows each", "dim"))
 
 
 def timing_json(timing: Timing) -> dict[str, Any]:

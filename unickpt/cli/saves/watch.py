@@ -15,13 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from unickpt import quoting
-from unickpt.cli.output import (
-    AsJson,
-    clean,
-    console,
-    date_text,
-    new_table,
-)
+from unickpt.cli.output import AsJson, clean, console
+from unickpt.cli.tables import date_text, new_table
 from unickpt.quoting import size_text
 from unickpt.runs.watching import FAILED, Committed, Look, UnderWay, Watch
 
@@ -79,7 +74,7 @@ def command(
 def _drawn(run: str, found: Look) -> Any:
     if not found.committed and not found.under_way:
         return Text(f"nothing is saved in {clean(run)}, and nothing is being saved")
-    table = new_table(*_COLUMNS, right=("processes", "bytes", "rate", "for"))
+    table = new_table(_COLUMNS, right=("processes", "bytes", "rate", "for"))
     for committed in found.committed:
         _add(table, _committed_row(committed), "red" if committed.error else "")
     for under_way in found.under_way:
