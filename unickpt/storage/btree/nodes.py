@@ -152,12 +152,10 @@ def manifest(data: bytes) -> Manifest:
         )
     budget = NodeBudget()
     body = _open(data, MANIFEST_MAGIC, "the manifest", budget)
-    body.take(16)  # the database's name
-    if body.byte() != 0:
+    if body.take(17)[16] != 0:  # after the database's name
         raise Damaged("the manifest does not hold the database's versions")
-    body.number()
-    body.number()
-    body.byte()
+    body.few(2)
+    body.take(1)
     if body.number() != 0:
         body.take(4)
     files = _files(body, "", budget)
@@ -167,7 +165,7 @@ def manifest(data: bytes) -> Manifest:
     budget.take(count * _ENTRY_BYTES)
     body.numbers(count)
     heights = body.take(count)
-    which, offset, length, keys, *nbytes = (int(body.numbers(count)[-1]) for _ in range(6))
+    which, offset, length, keys, *nbytes = body.columns(6, count)[:, -1].tolist()
     committed = int.from_bytes(body.take(8 * count)[-8:], "little") / 1e9
     if offset == length == _MISSING:
         return Manifest(committed=committed)
@@ -194,7 +192,7 @@ def node(
     """
     at = f"the B-tree node at byte {where.offset} of {where.path}"
     body = _open(data, NODE_MAGIC, at, budget)
-    if body.byte() != height:
+    if body.take(1)[0] != height:
         raise Damaged(f"{at} does not have the height {height}")
     files = _files(body, where.path[: where.base], budget)
     count = body.number()
@@ -203,14 +201,14 @@ def node(
     budget.take(count * _ENTRY_BYTES)
     keys, common = _keys(body, count, prefix, height > 0, budget)
     if height:
-        which, offsets, lengths = (body.numbers(count) for _ in range(3))
+        which, offsets, lengths = body.columns(3, count)
         _check_references(which, offsets, lengths, files)
         common = [len(prefix) + n for n in common]
         return BTreeNode(height, keys, files, which.astype(np.int64), offsets, lengths, common, b"")
-    lengths = body.numbers(count)
+    (lengths,) = body.columns(1, count)
     apart = np.frombuffer(body.take(count), np.uint8) != 0
     there = int(apart.sum())
-    found, starts = body.numbers(there), body.numbers(there)
+    found, starts = body.columns(2, there)
     _check_references(found, starts, lengths[apart], files)
     which = np.full(count, -1, np.int64)
     which[apart] = found
@@ -284,35 +282,46 @@ class _Body:
 
     def take(self, count: int) -> bytes:
         """The next bytes."""
-        self._need(self._at + count)
-        found = self._data[self._at : self._at + count]
-        self._at += count
-        return found
-
-    def byte(self) -> int:
-        at = self._at
-        if at >= len(self._data):
-            self._need(at + 1)
-        self._at = at + 1
-        return self._data[at]
+        at, end = self._at, self._at + count
+        if end > len(self._data):
+            self._need(end)
+        self._at = end
+        return self._data[at:end]
 
     def number(self) -> int:
         """The next number, with seven bits per byte; all bytes except the last are above 127."""
-        value = self.byte()
-        if value < 128:
-            return value
-        value &= 127
-        for shift in range(7, 70, 7):
-            byte = self.byte()
+        return self.few(1)[0]
+
+    def few(self, count: int) -> list[int]:
+        """The next numbers, as `number` gives them."""
+        found: list[int] = []
+        data, at, value, shift = self._data, self._at, 0, 0
+        while len(found) < count:
+            if at == len(data):
+                self._need(at + 1)
+                data = self._data
+            byte = data[at]
+            at += 1
             value |= (byte & 127) << shift
+            shift += 7
             if byte < 128:
-                return value
-        raise Damaged(f"{self._name} holds a number of more than 64 bits")
+                found.append(value)
+                value = shift = 0
+            elif shift == 70:
+                break
+        if len(found) < count or max(found, default=0) > _MISSING:
+            raise Damaged(f"{self._name} holds a number of more than 64 bits")
+        self._at = at
+        return found
+
+    def columns(self, width: int, count: int) -> NodeColumn:
+        """The next numbers, which are `width` columns of a table with `count` rows."""
+        return self.numbers(width * count).reshape(width, count)
 
     def numbers(self, count: int) -> NodeColumn:
         """The next numbers, as `number` gives them."""
         if count < _FEW:
-            return np.array(self._few(count), np.uint64)
+            return np.array(self.few(count), np.uint64)
         self._need(self._at + count)
         while True:
             most = self._at + 10 * count
@@ -343,18 +352,12 @@ class _Body:
 
     def lengths(self, count: int) -> list[int]:
         """The next numbers, which are lengths of keys or paths."""
-        found: list[int] = self._few(count) if count < _FEW else self.numbers(count).tolist()
+        found: list[int] = self.few(count) if count < _FEW else self.numbers(count).tolist()
         longest = max(found, default=0)
         if longest > MOST_KEY_BYTES:
             raise Damaged(
                 f"{self._name} holds a key or a path of {longest} bytes, which is too long"
             )
-        return found
-
-    def _few(self, count: int) -> list[int]:
-        found = [self.number() for _ in range(count)]
-        if max(found, default=0) > _MISSING:
-            raise Damaged(f"{self._name} holds a number of more than 64 bits")
         return found
 
 
@@ -365,7 +368,8 @@ def _files(body: _Body, base: str, budget: NodeBudget) -> list[tuple[str, int]]:
         raise Damaged(f"a node of the B-tree names {count} files")
     if count == 0:
         return []
-    shared, rest, bases = [0, *body.lengths(count - 1)], body.lengths(count), body.lengths(count)
+    found = [0, *body.lengths(3 * count - 1)]  # the first path shares nothing with one before it
+    shared, rest, bases = found[:count], found[count : 2 * count], found[2 * count :]
     budget.take(count * (_ENTRY_BYTES + len(base)) + sum(shared) + sum(rest))
     out, path, at = [], b"", 0
     ends = body.take(sum(rest))
@@ -391,8 +395,8 @@ def _keys(
     body: _Body, count: int, prefix: bytes, is_inner: bool, budget: NodeBudget
 ) -> tuple[list[bytes], list[int]]:
     """The keys of a node; for an inner node also the prefix of the keys below each."""
-    shared, rest = [0, *body.lengths(count - 1)], body.lengths(count)
-    common = body.lengths(count) if is_inner else []
+    found = [0, *body.lengths((3 if is_inner else 2) * count - 1)]
+    shared, rest, common = found[:count], found[count : 2 * count], found[2 * count :]
     budget.take(sum(shared) + sum(rest) + count * len(prefix))
     ends = body.take(sum(rest))
     whole = list(map(add, shared, rest))
