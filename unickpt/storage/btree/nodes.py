@@ -7,6 +7,7 @@ TensorStore. TensorStore's documentation describes the format.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -156,16 +157,16 @@ def manifest(data: bytes) -> Manifest:
         raise Damaged("the manifest does not hold the database's versions")
     body.few(2)
     body.take(1)
-    if body.number() != 0:
+    if body.few(1) != [0]:
         body.take(4)
     files = _files(body, "", budget)
-    count = body.number()
+    (count,) = body.few(1)
     if not 0 < count <= _MOST_ENTRIES:
         raise Damaged(f"the manifest names {count} versions")
     budget.take(count * _ENTRY_BYTES)
     body.numbers(count)
     heights = body.take(count)
-    which, offset, length, keys, *nbytes = body.columns(6, count)[:, -1].tolist()
+    which, offset, length, keys, *nbytes = body.numbers(6, count)[:, -1].tolist()
     committed = int.from_bytes(body.take(8 * count)[-8:], "little") / 1e9
     if offset == length == _MISSING:
         return Manifest(committed=committed)
@@ -195,20 +196,20 @@ def node(
     if body.take(1)[0] != height:
         raise Damaged(f"{at} does not have the height {height}")
     files = _files(body, where.path[: where.base], budget)
-    count = body.number()
+    (count,) = body.few(1)
     if not 0 < count <= _MOST_ENTRIES:
         raise Damaged(f"{at} has {count} entries")
     budget.take(count * _ENTRY_BYTES)
     keys, common = _keys(body, count, prefix, height > 0, budget)
     if height:
-        which, offsets, lengths = body.columns(3, count)
+        which, offsets, lengths = body.numbers(3, count)
         _check_references(which, offsets, lengths, files)
         common = [len(prefix) + n for n in common]
         return BTreeNode(height, keys, files, which.astype(np.int64), offsets, lengths, common, b"")
-    (lengths,) = body.columns(1, count)
+    lengths = body.numbers(count)
     apart = np.frombuffer(body.take(count), np.uint8) != 0
     there = int(apart.sum())
-    found, starts = body.columns(2, there)
+    found, starts = body.numbers(2, there)
     _check_references(found, starts, lengths[apart], files)
     which = np.full(count, -1, np.int64)
     which[apart] = found
@@ -288,12 +289,9 @@ class _Body:
         self._at = end
         return self._data[at:end]
 
-    def number(self) -> int:
-        """The next number, with seven bits per byte; all bytes except the last are above 127."""
-        return self.few(1)[0]
-
     def few(self, count: int) -> list[int]:
-        """The next numbers, as `number` gives them."""
+        """The next numbers, with seven bits per byte; all bytes of one except its last are above
+        127."""
         found: list[int] = []
         data, at, value, shift = self._data, self._at, 0, 0
         while len(found) < count:
@@ -314,14 +312,11 @@ class _Body:
         self._at = at
         return found
 
-    def columns(self, width: int, count: int) -> NodeColumn:
-        """The next numbers, which are `width` columns of a table with `count` rows."""
-        return self.numbers(width * count).reshape(width, count)
-
-    def numbers(self, count: int) -> NodeColumn:
-        """The next numbers, as `number` gives them."""
+    def numbers(self, *shape: int) -> NodeColumn:
+        """As `few`: an array, such as of two columns with as many numbers each."""
+        count = math.prod(shape)
         if count < _FEW:
-            return np.array(self.few(count), np.uint64)
+            return np.array(self.few(count), np.uint64).reshape(shape)
         self._need(self._at + count)
         while True:
             most = self._at + 10 * count
@@ -348,7 +343,7 @@ class _Body:
                 7 * k
             )
         self._at += int(ends[-1]) + 1
-        return out
+        return out.reshape(shape)
 
     def lengths(self, count: int) -> list[int]:
         """The next numbers, which are lengths of keys or paths."""
@@ -363,7 +358,7 @@ class _Body:
 
 def _files(body: _Body, base: str, budget: NodeBudget) -> list[tuple[str, int]]:
     """The table of files: their paths, and the length of each base path."""
-    count = body.number()
+    (count,) = body.few(1)
     if count > _MOST_ENTRIES:
         raise Damaged(f"a node of the B-tree names {count} files")
     if count == 0:
@@ -378,7 +373,7 @@ def _files(body: _Body, base: str, budget: NodeBudget) -> list[tuple[str, int]]:
             raise Damaged("the paths of files in a node of the B-tree contradict each other")
         path, at = path[:again] + ends[at : at + more], at + more
         name = _text(path)
-        out.append((base + name, len(base) + len(_text(path[:own]))))
+        out.append((base + name, len(base) + (len(_text(path[:own])) if own else 0)))
         if name.startswith("/") or "\0" in name or ".." in out[-1][0].split("/"):
             raise Damaged(f"{out[-1][0][:200]!r} lies outside the database")
     return out
@@ -418,8 +413,8 @@ def _check_references(which: Any, offsets: Any, lengths: Any, files: Sequence[ob
     """Checks that a node refers only to files of its table and to possible offsets."""
     if len(which) == 0:
         return
-    each = (which, offsets, lengths)
-    file, offset, length = (int(max(n) if len(n) < _FEW else n.max()) for n in each)
+    highest: Any = max if len(which) < _FEW else np.max
+    file, offset, length = map(int, map(highest, (which, offsets, lengths)))
     if file >= len(files):
         raise Damaged(f"a node of the B-tree names file {file} of {len(files)}")
     if offset > _MOST_OFFSET or length > _MOST_OFFSET:
