@@ -149,19 +149,19 @@ def test_verify_of_what_is_replaced_meanwhile_tells_no_damage(
 def test_processes_that_exchange_never_mix_two_checkpoints(
     removed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, real, opened, turn = tmp_path / "c", checkpoint.open, [], threading.Lock()
+    path, real, opened, turn = tmp_path / "c", checkpoint._open, [], threading.Lock()
     unickpt.save(path, tree(1))
 
-    def open_in_turn(of: Any) -> unickpt.Checkpoint:
+    def open_in_turn(of: Any, hints: Any) -> unickpt.Checkpoint:
         with turn:
-            opened.append(real(of))
+            opened.append(real(of, hints))
             if len(opened) == 2:  # of four
                 unickpt.save(path, tree(2), overwrite=True)
             if removed and len(opened) == 4:
                 (path / "manifest.ocdbt").unlink()
         return opened[-1]
 
-    monkeypatch.setattr(checkpoint, "open", open_in_turn)
+    monkeypatch.setattr(checkpoint, "_open", open_in_turn)
     # For a moment after the commit, the data of the old one is still there.
     monkeypatch.setattr(Attempt, "_remove_older_attempts", lambda *_: None)
     found = Threads(4).run(lambda index, options: unickpt.load(path, tree(0), options=options))

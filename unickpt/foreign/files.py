@@ -241,7 +241,7 @@ class Files:
         assert self._folder is not None, "only local files are opened"
         at = self._folder + file
         if file not in self._inside:
-            FolderBoundary(self._folder).check(file)
+            FolderBoundary(self._folder).check_inside(file)
             self._inside.add(file)
         handle = open_to_read(at)
         try:

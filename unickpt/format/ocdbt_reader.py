@@ -53,8 +53,13 @@ FORMAT = "unickpt"
 """The name of this format."""
 
 
-def open(location: Location) -> OcdbtReader | None:
+def open(location: Location, context: ts.Context | None = None) -> OcdbtReader | None:
     """Opens the checkpoint at a location; None if there is no manifest.
+
+    Arguments:
+        location: of the checkpoint.
+        context: has its own cache, so another save at this path does not affect it; by default a
+            new one.
 
     Raises:
         CheckpointNotFound: the database there is not a checkpoint.
@@ -63,10 +68,8 @@ def open(location: Location) -> OcdbtReader | None:
         UnsupportedFormat: it needs what this unickpt does not know; says what.
         StorageError: the storage failed.
     """
-    # Its own context has its own cache, so another save at this path does not affect it.
-    context = paths.context()
     try:
-        pinned = Database(location, context).pinned()
+        pinned = Database(location, context or paths.context()).pinned()
     except Failed as error:
         raise errors.reading_failed(error, str(location)) from error
     return None if pinned is None else open_pinned(pinned)

@@ -7,6 +7,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from numbers import Integral
 from typing import Any, TypeVar, cast
 
@@ -34,9 +35,12 @@ _FRAMEWORKS = ("jax", "torch")
 
 def adapters() -> list[Adapter]:
     """The adapters of the frameworks that this process has imported, and NumPy's."""
-    loaded = [name for name in _FRAMEWORKS if sys.modules.get(name) is not None]
-    modules = [importlib.import_module(f"unickpt.adapters.{n}") for n in [*loaded, "numpy"]]
-    return [cast(Adapter, module) for module in modules]
+    return [*map(_module, filter(sys.modules.get, _FRAMEWORKS)), _module("numpy")]
+
+
+@cache
+def _module(framework: str) -> Adapter:
+    return cast(Adapter, importlib.import_module(f"unickpt.adapters.{framework}"))
 
 
 def adapter_named(framework: str) -> Adapter:
@@ -48,7 +52,7 @@ def adapter_named(framework: str) -> Adapter:
     """
     if framework not in _FRAMEWORKS:
         raise ValueError(f'framework={framework!r} is none of "numpy", "torch" and "jax"')
-    return cast(Adapter, importlib.import_module(f"unickpt.adapters.{framework}"))
+    return _module(framework)
 
 
 def adapter_of(leaf: Any, adapters: Sequence[Adapter]) -> Adapter | None:

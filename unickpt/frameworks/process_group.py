@@ -267,7 +267,7 @@ def launched_on_node(count: int | None = None) -> int | None:
         None if that is not known, or if it is said of another job.
     """
     for here, everywhere in _LAUNCHERS:
-        local, world = _number(here), _number(everywhere)
+        local, world = map(_number, (here, everywhere)) if here in os.environ else (0, 0)
         if local and (count is None or (local <= world and count in (1, world))):
             return local
     return None
@@ -492,5 +492,5 @@ def _apart_text(index: str, count: str) -> str:
 
 def jobs_of(adapters: Sequence[Framework]) -> list[Group]:
     """The jobs of this process, one by framework that has begun one."""
-    found = (adapter.group() for adapter in adapters if adapter.group is not None)
-    return [group for group in found if group is not None]
+    found = [adapter.group for adapter in adapters if adapter.group is not None]
+    return [group for own in found if (group := own()) is not None]

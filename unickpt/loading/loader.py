@@ -245,7 +245,7 @@ class _Loading:
     def load(self, path: checkpoint.Source, like: Any) -> tuple[Any, LoadReport]:
         """One attempt to load; see `checkpoint.again`."""
         with collection_paused(), _reading(self.options, self.among) as read:
-            stored = checkpoint.opened(path, self.under).reader
+            stored = checkpoint.opened(path, self.under, once=True).reader
             older = self._older_experts(stored)
             if like is None:
                 found, report = self._load_all(stored, read)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
 from typing import Any, TypeVar
 
+import tensorstore as ts
+
 from unickpt.errors import CheckpointNotFound, CheckpointReplaced, HintError, out_of_memory
 from unickpt.foreign import registry
 from unickpt.format import ocdbt_reader
@@ -14,6 +16,7 @@ from unickpt.quoting import counted, printable, quoted, size_text
 from unickpt.reading.not_found import nothing_at
 from unickpt.reading.stored_array import StoredArray
 from unickpt.storage import paths
+from unickpt.storage.local_files import files_kept_open
 from unickpt.storage.locations import Location
 from unickpt.threads import collection_paused
 from unickpt.trees import tree_json
@@ -28,9 +31,8 @@ _MARKERS = (".metadata", "_CHECKPOINT_METADATA", "latest", "latest_checkpointed_
 _FORMAT_HINT = "format"
 OWN: Hints = {_FORMAT_HINT: ocdbt_reader.FORMAT}
 """Hints for a folder that may hold another system's checkpoint too."""
-# How often a reader starts again because a save replaced the checkpoint.
-_OPENINGS = 50
-_READINGS = 20
+_MOST_ATTEMPTS = 50
+"""How often a reader starts again because a save replaced the checkpoint."""
 
 
 def open(path: paths.PathLike, *, hints: Hints | None = None) -> Checkpoint:
@@ -60,14 +62,20 @@ def open(path: paths.PathLike, *, hints: Hints | None = None) -> Checkpoint:
         >>> unickpt.open("memory://run/open")["w"][1, :2]
         array([3, 4])
     """
-    location = paths.resolve(path, or_file=True)
-    return again(lambda: _open(location, hints or {}), _OPENINGS)
+    return again(lambda: _open(path, hints or {}))
 
 
-def opened(source: Source, under: str = "") -> Checkpoint:
-    """The checkpoint at a path, or what was opened already, such as with hints; or a part of it."""
-    found = source if isinstance(source, Checkpoint) else open(source)
-    return found.under(under) if under else found
+def opened(source: Source, under: str = "", *, once: bool = False) -> Checkpoint:
+    """The checkpoint at a path, or what was opened already, such as with hints; or a part of it.
+
+    Arguments:
+        source: the path, or the checkpoint.
+        under: the part; see `load`.
+        once: for work that `again` repeats: a checkpoint that is replaced meanwhile is an error.
+    """
+    if not isinstance(source, Checkpoint):
+        source = _open(source, {}) if once else open(source)
+    return source.under(under) if under else source
 
 
 def reading(path: paths.PathLike, work: Callable[[Checkpoint], T]) -> T:
@@ -80,13 +88,13 @@ def reading(path: paths.PathLike, work: Callable[[Checkpoint], T]) -> T:
     Raises:
         CheckpointReplaced: saves replaced it repeatedly.
     """
-    return again(lambda: work(open(path)), _READINGS)
+    return again(lambda: work(_open(path, {})))
 
 
-def again(work: Callable[[], T], times: int = _READINGS) -> T:
+def again(work: Callable[[], T]) -> T:
     """Calls `work`, and calls it again if it raises CheckpointReplaced."""
     replaced = None
-    for _ in range(times):
+    for _ in range(_MOST_ATTEMPTS):
         try:
             return work()
         except CheckpointReplaced as error:
@@ -101,9 +109,10 @@ def again(work: Callable[[], T], times: int = _READINGS) -> T:
     raise replaced
 
 
-def _open(location: Location, hints: Hints) -> Checkpoint:
+def _open(path: paths.PathLike, hints: Hints) -> Checkpoint:
+    location = paths.resolve(path, or_file=True)
     try:
-        with collection_paused():
+        with collection_paused(), files_kept_open():
             reader = open_reader(location, hints)
     except MemoryError as error:
         raise out_of_memory(f"opening {location}", error) from error
@@ -125,10 +134,11 @@ def open_reader(location: Location, hints: Hints | None = None) -> Reader | None
     """
     others = dict(hints or {})
     format = others.pop(_FORMAT_HINT, None)
-    if location.is_local and location.is_file(paths.context()):
+    context = paths.context()
+    if location.is_local and location.is_file(context):
         reader: Reader | None = registry.open_file(location, others)
     else:
-        reader = _open_folder(location, others, format)
+        reader = _open_folder(location, context, others, format)
     if reader is not None and format not in (None, reader.format):
         raise HintError(
             f"{location} is of the format {reader.format!r}, and the hint says {quoted(format)}; "
@@ -137,14 +147,15 @@ def open_reader(location: Location, hints: Hints | None = None) -> Reader | None
     return reader
 
 
-def _open_folder(location: Location, hints: Hints, format: str | None) -> Reader | None:
-    own, no_checkpoint = None, None
+def _open_folder(
+    location: Location, context: ts.Context, hints: Hints, format: str | None
+) -> Reader | None:
+    own = no_checkpoint = None
     try:
-        own = ocdbt_reader.open(location)
+        own = ocdbt_reader.open(location, context)
     except CheckpointNotFound as error:  # a database, which other systems use too
         no_checkpoint = error
     if own is not None and format is None and location.is_local:
-        context = paths.context()
         for marker in _MARKERS:
             if location.has_file(marker, context):
                 registry.check_alone(own, marker)

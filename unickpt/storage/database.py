@@ -19,7 +19,7 @@ from unickpt.storage.btree import nodes
 from unickpt.storage.btree.nodes import DataReference, NodeColumn
 from unickpt.storage.errors import Damaged, Failed
 from unickpt.storage.kvstore import Future, KvStore
-from unickpt.storage.local_files import RegularFiles, system_calls
+from unickpt.storage.local_files import LocalKvStore, system_calls
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import DatabaseReader, ReadyResult
 
@@ -43,13 +43,12 @@ class LocalDatabaseReader(ocdbt.DatabaseReader):
 
     Arguments:
         store: the key-value store of the folder.
-        files: the files of the folder.
         tree: the database's B-tree.
     """
 
-    def __init__(self, store: KvStore, files: RegularFiles, tree: ocdbt.Tree) -> None:
+    def __init__(self, store: LocalKvStore, tree: ocdbt.Tree) -> None:
         super().__init__(store, tree)
-        self._files = files
+        self._files = store.files
 
     def _bytes(self, reference: DataReference, may_be_sparse: bool = False) -> bytes:
         return self._files.read(reference, may_be_sparse)
@@ -238,14 +237,19 @@ class Database:
 
     def reader(self) -> DatabaseReader:
         """Reads its values, which are untrusted."""
-        store, files = self.location.store(self.context), self.location.regular_files()
-        if files is None:
-            return DatabaseReader(store, ocdbt.Tree(self._manifest, partial(ocdbt.fetch, store)))
-        return LocalDatabaseReader(store, files, ocdbt.Tree(self._manifest, files.read))
+        store = self.folder
+        if isinstance(store, LocalKvStore):
+            return LocalDatabaseReader(store, ocdbt.Tree(self._manifest, store.files.read))
+        return DatabaseReader(store, ocdbt.Tree(self._manifest, partial(ocdbt.fetch, store)))
+
+    @cached_property
+    def folder(self) -> KvStore:
+        """The key-value store of its folder."""
+        return self.location.store(self.context)
 
     def read_manifest(self) -> ts.KvStore.ReadResult:
         """The manifest in the folder, and the storage's name for its version."""
-        return self.location.store(self.context).read(ocdbt.MANIFEST).result()
+        return self.folder.read(ocdbt.MANIFEST).result()
 
     def facts(self) -> nodes.Manifest:
         """The content of its manifest; reads nothing else.
@@ -267,7 +271,9 @@ class Database:
         read = self.read_manifest()
         if read.state != "value":
             return None
-        return replace(self, manifest=read.value, generation=read.stamp.generation)
+        found = replace(self, manifest=read.value, generation=read.stamp.generation)
+        vars(found)["folder"] = self.folder  # which is open
+        return found
 
     @cached_property
     def _manifest_store(self) -> Mapping[str, Any] | None:

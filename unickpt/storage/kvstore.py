@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import tensorstore as ts
 
@@ -131,7 +131,7 @@ class KvStore:
         self.raw = raw
 
     @classmethod
-    def open(cls, spec: Any, context: ts.Context) -> KvStore:
+    def open(cls, spec: Any, context: ts.Context) -> Self:
         """Opens the store that a spec names."""
         opened: ts.KvStore = _begin(ts.KvStore.open, spec, context=context).result()
         return cls(opened)

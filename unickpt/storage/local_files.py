@@ -9,7 +9,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import cached_property
+from functools import cached_property, partial
+from operator import attrgetter
 from typing import Any
 
 import tensorstore as ts
@@ -34,17 +35,17 @@ class FolderBoundary:
     """
 
     def __init__(self, folder: str) -> None:
-        self._folder = folder
+        self.folder = folder
         # Folders without a link on the way, as they were looked at: many files are in few of them.
         self._no_links: dict[str, tuple[int, int]] = {}
 
     @cached_property
     def _tops(self) -> tuple[str, ...]:
-        top = os.path.realpath(self._folder).rstrip("/") + "/"
+        top = os.path.realpath(self.folder).rstrip("/") + "/"
         repository, snapshots, _ = top.rpartition("/snapshots/")
         return (top, f"{repository}/blobs/") if snapshots else (top,)
 
-    def check(self, path: str) -> None:
+    def check_inside(self, path: str) -> None:
         """Checks a file, which need not exist.
 
         Arguments:
@@ -54,14 +55,20 @@ class FolderBoundary:
             Damaged: it lies elsewhere, or no file can have this path.
             Failed: the storage failed.
         """
-        if "\0" in path or not _encodes(path):
+        try:
+            is_possible = b"\0" not in os.fsencode(path)
+        except UnicodeEncodeError:
+            is_possible = False
+        if not is_possible:
             raise Damaged(f"no file can be called {quoted(path)}", errno.ENOENT)
-        at = self._folder + path
-        with system_calls():
+        at = self.folder + path
+        try:
             # Without a link on the way, the path cannot lead out of the folder.
             if not self._has_link(path):
                 return
             real = os.path.realpath(at)
+        except OSError as error:
+            raise failure(error) from error
         if not real.startswith(self._tops):
             raise Damaged(
                 f"{at} is {real}, outside of the checkpoint's folder: a link may not lead out of "
@@ -73,29 +80,21 @@ class FolderBoundary:
         """Whether a file below the folder, or a folder on the way to it, is a symbolic link."""
         folder, _, name = path.rpartition("/")
         try:
-            found = _identity(os.stat(self._folder + folder))
+            found = _identity(os.stat(self.folder + folder))
         except OSError:
             found = None
         if found is None or self._no_links.get(folder) != found:
-            at = self._folder.rstrip("/")
+            at = self.folder.rstrip("/")
             for each in folder.split("/"):
                 at = f"{at}/{each}"
                 if os.path.islink(at) or each == "..":
                     return True
             if found is not None:
                 self._no_links[folder] = found
-        return name == ".." or os.path.islink(self._folder + path)
+        return name == ".." or os.path.islink(self.folder + path)
 
 
-def _encodes(path: str) -> bool:
-    try:
-        os.fsencode(path)
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-class RegularFiles:
+class RegularFiles(FolderBoundary):
     """The regular files of one folder; never blocks on other kinds of files.
 
     An untrusted checkpoint may contain a FIFO, which blocks forever, or a link to a device or to a
@@ -106,9 +105,8 @@ class RegularFiles:
     """
 
     def __init__(self, folder: str) -> None:
-        self.folder = folder
+        super().__init__(folder)
         self._known: dict[str, tuple[int, int]] = {}
-        self._inside = FolderBoundary(folder)
 
     def check(self, path: str) -> None:
         """Checks that TensorStore may open a file.
@@ -157,12 +155,13 @@ class RegularFiles:
 
     def _look(self, path: str) -> os.stat_result:
         at = self.folder + path
-        self._inside.check(path)
-        with system_calls():
-            try:
-                found = os.stat(at)
-            except (FileNotFoundError, NotADirectoryError):
-                raise Damaged(f"no file {at}") from None
+        self.check_inside(path)
+        try:
+            found = os.stat(at)
+        except (FileNotFoundError, NotADirectoryError):
+            raise Damaged(f"no file {at}") from None
+        except OSError as error:
+            raise failure(error) from error
         check_regular(found, at)
         return found
 
@@ -176,14 +175,16 @@ class RegularFiles:
         """
         if path not in self._known:
             self.check(path)
-        opened = _kept.get(self._known[path], lambda: self._open(path))  # open while this is here
+        opened = _kept.get(self._known[path], partial(self._open, path))  # open while this is here
         yield opened.handle
 
     def _open(self, path: str) -> _OpenFile:
         at = self.folder + path
         opened = _OpenFile(open_to_read(at))
-        with system_calls():
+        try:
             found = os.fstat(opened.handle)
+        except OSError as error:
+            raise failure(error) from error
         check_regular(found, at)
         if _identity(found) != self._known[path]:
             self.check(path)
@@ -202,27 +203,21 @@ class RegularFiles:
             Damaged: some are missing.
             Failed: the storage failed.
         """
-        with self.opened(reference.path) as handle:
-            at = self.folder + reference.path
-            with system_calls("read", at):
-                size = os.fstat(handle).st_size
-            end = reference.offset + reference.length
+        at, offset = self.folder + reference.path, reference.offset
+        end, parts = offset + reference.length, list[bytes]()
+        with self.opened(reference.path) as handle, system_calls("read", at):
+            size = os.fstat(handle).st_size
             # A hole takes no space and reads as zeros, and valid nodes never have thousands of
             # zeros in a row. So gigabytes of zeros are refused before they take memory.
-            no_hole = may_be_sparse or not _has_hole(handle, reference.offset, end)
-            if size < end or not no_hole:
+            if size < end or not (may_be_sparse or _has_no_hole(handle, offset, end)):
                 raise Damaged(
-                    f"{at} has no bytes {reference.offset} to {end}: "
-                    f"its size is {size}, or it has a hole"
+                    f"{at} has no bytes {offset} to {end}: its size is {size}, or it has a hole"
                 )
-            parts, offset = [], reference.offset
             while offset < end:
-                with system_calls("read", at):
-                    part = os.pread(handle, end - offset, offset)
-                if not part:
+                parts.append(os.pread(handle, end - offset, offset))
+                if not parts[-1]:
                     raise Damaged(f"{at} ends at byte {offset}")
-                parts.append(part)
-                offset += len(part)
+                offset += len(parts[-1])
         return b"".join(parts)
 
     def check_if_present(self, path: str) -> None:
@@ -253,7 +248,8 @@ class _OpenFile:
         self.handle = handle
 
     def __del__(self) -> None:
-        close_quietly(self.handle)
+        with suppress(OSError):
+            os.close(self.handle)
 
 
 _MOST_KEPT = 32  # of the file descriptors that a process may have, often 1,024
@@ -335,20 +331,17 @@ class LocalKvStore(KvStore):
 
     Arguments:
         raw: TensorStore's.
-        folder: ends with `/`.
     """
 
-    def __init__(self, raw: ts.KvStore, folder: str) -> None:
-        super().__init__(raw)
-        self._folder = folder
+    files: RegularFiles
+    """Of the folder."""
 
     def read(self, key: str, **options: Any) -> Future[ts.KvStore.ReadResult]:
-        RegularFiles(self._folder).check_if_present(key)
+        self.files.check_if_present(key)
         return super().read(key, **options)
 
 
-def _identity(found: os.stat_result) -> tuple[int, int]:
-    return found.st_dev, found.st_ino
+_identity = attrgetter("st_dev", "st_ino")  # of what `os.stat` returns
 
 
 # Of data that are on the disk already, fsync would also write the new count of links, at once.
@@ -368,11 +361,12 @@ def open_to_read(path: str) -> int:
         Damaged: it is missing, which its `errno` says.
         Failed: the storage failed.
     """
-    with system_calls():
-        try:
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except (FileNotFoundError, NotADirectoryError):
-            raise Damaged(f"no file {path}", errno.ENOENT) from None
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError):
+        raise Damaged(f"no file {path}", errno.ENOENT) from None
+    except OSError as error:
+        raise failure(error) from error
 
 
 def check_regular(found: os.stat_result, at: str) -> None:
@@ -393,13 +387,13 @@ def check_regular(found: os.stat_result, at: str) -> None:
         raise Damaged(f"{at} is {kind}, not a file")
 
 
-def _has_hole(handle: int, start: int, end: int) -> bool:
+def _has_no_hole(handle: int, start: int, end: int) -> bool:
     if end - start < _HOLE_BYTES or not hasattr(os, "SEEK_HOLE"):
-        return False
+        return True
     try:
-        return os.lseek(handle, start, os.SEEK_HOLE) < end
+        return os.lseek(handle, start, os.SEEK_HOLE) >= end
     except OSError:  # the file system does not support it
-        return False
+        return True
 
 
 # What to do about errors of file systems that are not complete.
@@ -422,12 +416,17 @@ def system_calls(operation: str = "", path: str = "") -> Iterator[None]:
     except Failed:
         raise
     except OSError as error:
-        reason = str(error)
-        if operation and error.filename is None:
-            reason = f"cannot {operation} {path}: {error.strerror}"
-        if error.errno in _ADVICE:
-            reason += f": {_ADVICE[error.errno]}"
-        raise Failed(reason, error.errno) from error
+        raise failure(error, operation, path) from error
+
+
+def failure(error: OSError, operation: str = "", path: str = "") -> Failed:
+    """An error of the operating system as one of this package's; arguments as of `system_calls`."""
+    reason = str(error)
+    if operation and error.filename is None:
+        reason = f"cannot {operation} {path}: {error.strerror}"
+    if error.errno in _ADVICE:
+        reason += f": {_ADVICE[error.errno]}"
+    return Failed(reason, error.errno)
 
 
 @contextmanager

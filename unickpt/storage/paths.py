@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,7 +33,7 @@ _OURS = ("processes", RETIRED, MANIFEST)
 class LocalLocation(Location):
     """A folder in a local file system; its files may be of any kind, and links lead anywhere."""
 
-    @property
+    @cached_property
     def path(self) -> str:
         """The absolute path; ends with `/`."""
         return str(self.spec["path"])
@@ -55,7 +55,9 @@ class LocalLocation(Location):
         return False
 
     def store(self, context: ts.Context) -> KvStore:
-        return LocalKvStore(KvStore.open(dict(self.spec), context).raw, self.path)
+        opened = LocalKvStore.open(dict(self.spec), context)
+        opened.files = RegularFiles(self.path)
+        return opened
 
     def exists(self) -> bool:
         return os.path.isdir(self.path)
