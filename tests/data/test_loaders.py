@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data.test_resharding import eight_six_eight
+from data.test_resharding import there_and_back
 from support import pages
 from support.processes import Processes
 
@@ -95,14 +95,14 @@ def test_epochs_of_hugging_face_datasets(in_loader: bool, tmp_path: Path) -> Non
 
 
 def test_hugging_face_datasets(tmp_path: Path, processes: Processes) -> None:
-    eight_six_eight(processes, tmp_path, "hugging_face", 60)
+    there_and_back(processes, tmp_path, "hugging_face", 60)
 
 
 def test_hugging_face_datasets_with_worker_processes(tmp_path: Path, processes: Processes) -> None:
-    eight_six_eight(processes, tmp_path, "hugging_face_workers", 32, workers=2)
+    there_and_back(processes, tmp_path, "hugging_face_workers", 32, workers=2)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_torchtitan(workers: int, tmp_path: Path, processes: Processes) -> None:
     pytest.importorskip("torchtitan")
-    eight_six_eight(processes, tmp_path, "torchtitan", 50, times=6, workers=workers)
+    there_and_back(processes, tmp_path, "torchtitan", 50, times=6, workers=workers)

@@ -1,11 +1,13 @@
 """Real ranks with real loaders: 8, then 6, then 8 of them draw every sample exactly once.
 
-The second job is killed (kill -9, all ranks) while it saves: what it drew after the last commit is
-drawn again. `test_loaders.py` has the loaders that .venv lacks.
+There are 4 and 3 where loaders have worker processes, which take long to start. The second job is
+killed (kill -9, all ranks) while it saves: what it drew after the last commit is drawn again.
+`test_loaders.py` has the loaders that .venv lacks.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -15,13 +17,21 @@ from support.processes import Processes
 pytestmark = pytest.mark.integration
 
 
-def eight_six_eight(
-    processes: Processes, folder: Path, kind: str, until: int, times: int = 1, workers: int = 0
+def there_and_back(
+    processes: Processes,
+    folder: Path,
+    kind: str,
+    until: int,
+    times: int = 1,
+    workers: int = 0,
+    ranks: tuple[int, int] = (8, 6),
 ) -> None:
-    """As above, with `until` steps of the last job."""
-    begun: list[int | None] = [job(processes, folder, kind, 0, 8, 3, workers=workers)]
-    job(processes, folder, kind, 1, 6, 4, workers=workers, dies=True)
-    begun += [3, job(processes, folder, kind, 2, 8, until, workers=workers, saves=False)]
+    """As above, with `until` steps of the last job, whose number of ranks is that of the first."""
+    many, few = ranks
+    more = {"workers": workers, "shards": math.lcm(many, few)}
+    begun: list[int | None] = [job(processes, folder, kind, 0, many, 3, **more)]
+    job(processes, folder, kind, 1, few, 4, dies=True, **more)
+    begun += [3, job(processes, folder, kind, 2, many, until, saves=False, **more)]
     assert begun[2] in (6, 7)  # the last save of the job that was killed may have been committed
     check(folder, begun, 2, times)
 
@@ -31,30 +41,33 @@ def eight_six_eight(
 def test_stateful_dataloaders(
     kind: str, workers: int, tmp_path: Path, processes: Processes
 ) -> None:
-    eight_six_eight(processes, tmp_path, kind, 28, workers=workers)
+    ranks, until = ((4, 3), 56) if workers else ((8, 6), 28)
+    there_and_back(processes, tmp_path, kind, until, workers=workers, ranks=ranks)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_ranks_that_take_turns(workers: int, tmp_path: Path, processes: Processes) -> None:
-    eight_six_eight(processes, tmp_path, "torch_turns", 28, workers=workers)
+    ranks, until = ((4, 3), 56) if workers else ((8, 6), 28)
+    there_and_back(processes, tmp_path, "torch_turns", until, workers=workers, ranks=ranks)
 
 
 @pytest.mark.parametrize("kind", ["grain_dataset", "grain_loader"])
 def test_grain(kind: str, tmp_path: Path, processes: Processes) -> None:
-    eight_six_eight(processes, tmp_path, kind, 28)
+    there_and_back(processes, tmp_path, kind, 28)
 
 
 @pytest.mark.parametrize("kind", ["grain_dataset", "grain_loader"])
 def test_grain_with_worker_processes(kind: str, tmp_path: Path, processes: Processes) -> None:
-    begun = [job(processes, tmp_path, kind, 0, 2, 5, shards=6, workers=1)]
-    begun.append(job(processes, tmp_path, kind, 1, 3, 4, shards=6, workers=1))
-    begun.append(job(processes, tmp_path, kind, 2, 2, 122, shards=6, workers=1, saves=False))
+    # A worker imports Grain anew, which takes a second, and each shard has one.
+    begun = [job(processes, tmp_path, kind, 0, 2, 5, shards=2, workers=1)]
+    begun.append(job(processes, tmp_path, kind, 1, 1, 4, shards=2, workers=1))
+    begun.append(job(processes, tmp_path, kind, 2, 2, 122, shards=2, workers=1, saves=False))
     assert begun == [0, 5, 9]
     check(tmp_path, begun, 2)
 
 
 def test_token_buffers(tmp_path: Path, processes: Processes) -> None:
-    eight_six_eight(processes, tmp_path, "packed", 130, times=6)
+    there_and_back(processes, tmp_path, "packed", 130, times=6)
 
 
 def test_ranks_of_several_processes_save_one_copy(tmp_path: Path, processes: Processes) -> None:

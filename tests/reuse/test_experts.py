@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.saving import same
+from support.strategies import examples
 
 import unickpt
 from unickpt import Checkpointer, Experts, LoadMismatch, SaveOptions, StorageError, UnsupportedLeaf
@@ -108,7 +109,7 @@ def test_turns_go_on_after_a_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration  # takes seconds
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(data=st.data())
 def test_each_expert_is_as_in_its_recorded_step(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

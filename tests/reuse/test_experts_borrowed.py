@@ -55,10 +55,15 @@ def state(step: int) -> dict[str, Any]:
     return {"dense": numbers(40, 30), "experts": experts, "moe": {"up": numbers(EXPERTS, 30, 20)}}
 
 
+def steps_of(path: str) -> dict[str, dict[int, int]]:
+    """The step of each expert of each key, as the checkpoint names it."""
+    steps = unickpt.open(path).metadata["unickpt"]["experts"]["steps"]
+    return {key: {int(x): n for x, n in found.items()} for key, found in steps.items()}
+
+
 def check(path: str, step: int) -> dict[str, dict[int, int]]:
     """Each expert is as in the step that the checkpoint names, all else as in its own step."""
-    steps = unickpt.open(path).metadata["unickpt"]["experts"]["steps"]
-    of = {key: {int(x): n for x, n in found.items()} for key, found in steps.items()}
+    of = steps_of(path)
     expected = state(step)
     expected["experts"] = {str(x): state(n)["experts"][str(x)] for x, n in of[KEY].items()}
     expected["moe"]["up"] = np.stack(
@@ -92,10 +97,12 @@ def test_experts_are_borrowed_from_the_steps_that_wrote_them(
             report = steps.save(step, state(step)).result()
             assert not read, "nothing is copied"
             steps.wait()
-            of = check(f"{run}/step_{step}", step)
+            path = f"{run}/step_{step}"
+            # A whole look takes hundreds of requests.
+            of = steps_of(path) if run.startswith("s3") and 1 < step < 10 else check(path, step)
             assert of[STACKED] == of[KEY]
             written.append([x for x, n in of[KEY].items() if n == step])
-            bases = {base.name for base in unickpt.open(f"{run}/step_{step}").index.bases}
+            bases = {base.name for base in unickpt.open(path).index.bases}
             assert bases == {f"step_{n}" for n in of[KEY].values() if n != step}
             assert report.written_bytes + report.reused_bytes == report.bytes
             nbytes = 40 * 30 * 8 + len(written[-1]) * (30 * 40 + 3 + 30 * 20) * 8

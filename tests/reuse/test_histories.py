@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.saving import same
+from support.strategies import examples
 
 import unickpt
 from unickpt import (
@@ -300,7 +301,7 @@ class BorrowingFolder(Folder):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("kind", [LinkedFolder, BorrowingFolder])
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.data())
 def test_any_history_leaves_checkpoints_that_load_or_say_why_not(
     kind: Callable[[st.DataObject], Any], data: st.DataObject

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.recognised import note_recognised
+from support.strategies import examples
 
 import unickpt
 from unickpt import Checkpointer, SaveOptions
@@ -69,7 +70,7 @@ KNOWN: dict[str, Any] = {
 
 
 @pytest.mark.integration  # takes seconds
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     told=st.lists(st.sampled_from(sorted(KNOWN)), min_size=3, max_size=8),
     staging=st.sampled_from(["auto", "copy", "lazy"]),

@@ -154,7 +154,7 @@ def test_long_chains_of_patches(
             report = run.save(step, state, changed=told, wait=True).result()
             patched += report.patched_chunks
             run.wait()
-            for kept in run.steps():
+            for kept in run.steps() if step % 5 == 4 else ():
                 assert unickpt.verify(tmp_path / f"step_{kept}").ok
             is_stored(tmp_path / f"step_{step}", state)
     assert patched > 30
@@ -298,9 +298,11 @@ with Checkpointer(sys.argv[1], reuse=True, keep_last=3, options=options) as run:
 def test_after_kill_9_each_step_is_what_the_job_had(processes: Processes, tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
     frozen, first = rng.random((64, 64)), rng.random((512, 64))
-    for _ in range(3):
+    for number in range(3):
         job = processes.forked(JOB, tmp_path / "run")
-        time.sleep(4)
+        for _ in range(20):
+            assert job.stdout.readline()
+        time.sleep(0.2 * number)
         os.kill(job.pid, signal.SIGKILL)
         job.wait()
         with Checkpointer(tmp_path / "run") as run:

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.processes import Processes
 from support.saving import same
+from support.strategies import examples
 
 import unickpt
 from unickpt import Checkpointer, SaveOptions
@@ -155,7 +156,7 @@ ACTIONS = ["rows", "frozen", "torch", "load", "delete", "raise", "overwrite", "n
 
 
 @pytest.mark.integration
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     actions=st.lists(st.sampled_from(ACTIONS), min_size=4, max_size=10),
     reuse=st.sampled_from([True, "patch", "compare"]),
@@ -265,7 +266,7 @@ def test_a_wrong_word_is_an_error_within_all_turns(
 
 
 @pytest.mark.integration
-@settings(max_examples=4, deadline=None)
+@examples(4)
 @given(seed=st.integers(0, 999), reuse=st.sampled_from([True, "patch"]))
 def test_whatever_is_said_no_change_is_missing_for_longer_than_all_turns(
     seed: int, reuse: Any, tmp_path_factory: pytest.TempPathFactory

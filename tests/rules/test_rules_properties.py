@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.rule_cases import flat_names, flat_tree
+from support.strategies import examples
 
 import unickpt
 from unickpt import LoadOptions, Rules, SaveOptions
@@ -87,7 +88,7 @@ def boxes(draw: Any, shape: tuple[int, ...]) -> Box:
 
 
 @pytest.mark.integration  # takes seconds
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.data())
 def test_any_arrangement_of_axes(data: Any) -> None:
     axes = tuple(AXES[: data.draw(st.integers(1, 5))])
@@ -130,7 +131,7 @@ def check_boxes(data: Any, rules: Rules, expected: dict[str, Any]) -> None:
         assert np.array_equal(found[name], expected[name][box.slices])
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.data())
 def test_sums_of_products(data: Any) -> None:
     """`(a b + c + ...)` between other axes, against np.concatenate."""

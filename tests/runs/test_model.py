@@ -57,7 +57,7 @@ from unickpt.saving.writer import ChunkWriter
 from unickpt.storage import paths
 from unickpt.types import PendingSave
 
-_FEW, _MANY = 25, 20_000
+_FEW, _MANY = 12, 20_000
 """How many runs `make test` and `make soak` try."""
 JOBS = st.builds(
     JobOptions,

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.saving import damage, in_agreeing_job, numbers, same
+from support.strategies import examples
 
 import unickpt
 from unickpt import (
@@ -280,7 +281,7 @@ actions = st.lists(
 
 
 @pytest.mark.integration
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(actions, st.sampled_from([None, 1, 2]))
 def test_parts_of_one_step_are_always_of_one_course(work: list[str], keep_last: int | None) -> None:
     """However roles start, save and die: what counts was saved by the same jobs in both."""

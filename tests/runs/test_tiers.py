@@ -14,12 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support import TESTS
 from support.processes import Processes
 from support.s3_server import make_bucket, use
 from support.saving import files, numbers, same
+from support.strategies import examples
 
 import unickpt
 from unickpt import CheckpointCorrupt, Checkpointer, SaveConflict, SaveOptions, StorageError
@@ -596,7 +597,7 @@ OPERATIONS = st.lists(
 
 
 @pytest.mark.integration
-@settings(max_examples=25)
+@examples(25)
 @example([("save", 0), ("alone", 0), ("uncopied", 0), ("drop", 0)])
 @given(OPERATIONS)
 def test_runs_with_and_without_the_local_tier_see_one_history(operations: list[Operation]) -> None:

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 from support.recognised import note_recognised
 from support.saving import in_job
+from support.strategies import examples
 
 import unickpt
 from unickpt import PerProcess, ProcessGroup, SaveOptions, UnsupportedLeaf
@@ -544,7 +545,7 @@ ARRAYS = [
 
 
 @pytest.mark.integration  # thirty histories of saves take seconds
-@settings(max_examples=30)
+@examples(30)
 @given(st.lists(st.lists(st.integers(0, len(ARRAYS) - 1), max_size=4), min_size=2, max_size=5))
 @pytest.mark.parametrize("waits", [False, True])
 def test_what_is_saved_is_what_was_there(waits: bool, steps: list[list[int]]) -> None:

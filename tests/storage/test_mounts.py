@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import mounts, s3_server
+from support.mounts import state
 from support.processes import Processes
 from typer.testing import CliRunner
 
@@ -41,12 +42,6 @@ def mount(kind: str, moto: str, tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"{kind}: {error}")
 
 
-def state(number: int) -> dict[str, object]:
-    rng = np.random.default_rng(7)
-    frozen = rng.standard_normal(20_000)
-    return {"frozen": frozen, "w": np.arange(30_000.0) + number, "step": number}
-
-
 def is_state(tree: object, number: int) -> bool:
     expected = state(number)
     assert isinstance(tree, dict)
@@ -59,7 +54,7 @@ import sys
 import numpy as np
 import unickpt
 sys.path.insert(0, sys.argv[2])
-from storage.test_mounts import state
+from support.mounts import state
 for number in range(2, 1000):
     unickpt.save(sys.argv[1], state(number), overwrite=True)
     print(number, flush=True)
@@ -68,7 +63,7 @@ SECOND = """
 import sys
 import unickpt
 sys.path.insert(0, sys.argv[2])
-from storage.test_mounts import state
+from support.mounts import state
 try:
     unickpt.Checkpointer(sys.argv[1]).save(9, state(9), wait=True)
     print("saved")
@@ -113,14 +108,14 @@ def check_run(path: Path, processes: Processes) -> None:
         run.wait()
         assert run.steps()[-2:] == [2, 3], "without hard links, bases stay longer"
         assert is_state(run.load(), 3)
-        (said,) = processes.finish([processes.start(SECOND, path, TESTS)])
+        (said,) = processes.finish([processes.forked(SECOND, path, TESTS)])
         assert said.startswith("SaveConflict"), said
     assert all(unickpt.verify(path / f"step_{step}").ok for step in (2, 3))
 
 
 def check_killed(path: Path, processes: Processes) -> None:
     unickpt.save(path, state(1))
-    process = processes.start(SAVES, path, TESTS)
+    process = processes.forked(SAVES, path, TESTS)
     assert process.stdout is not None
     assert process.stdout.readline() == "2\n", process.communicate()[1]
     folder = path / "processes"

@@ -33,7 +33,25 @@ from typing import Any
 
 # What a server imports, by the frameworks that its processes use.
 PRELOADED = {
-    "": ("unickpt", "unickpt.runs.checkpointer", "pytest"),
+    # unickpt, and what it imports at the first use of `Checkpointer`, `verify`, `copy`, rules and
+    # `SaveOptions(base=...)`; pytest, since sources import from test modules.
+    "": (
+        "pytest",
+        "support.dying",
+        "support.saving",
+        "unickpt",
+        "unickpt.adapters.numpy",
+        "unickpt.backends.file",
+        "unickpt.foreign.writers",
+        "unickpt.loading.ruled_view",
+        "unickpt.reuse.expert_turns",
+        "unickpt.runs.checkpointer",
+        "unickpt.saving.bases",
+        "unickpt.saving.taking",
+        "unickpt.tools.copying",
+        "unickpt.tools.verification",
+        "unickpt.types",
+    ),
     "grain": ("grain", "unickpt.adapters.jax"),
     "jax": ("jax.experimental.multihost_utils", "unickpt.adapters.jax"),
     "torch": (

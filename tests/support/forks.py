@@ -14,17 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.forked import Started, server
+from support.forked import PRELOADED, Started, server
 
 LIMIT_S = 60.0
-# unickpt, and what it imports at the first use of `Checkpointer`, `verify`, `copy` and rules.
-IMPORTS = (
-    "unickpt",
-    "unickpt.loading.ruled_view",
-    "unickpt.runs.checkpointer",
-    "unickpt.tools.copying",
-    "unickpt.tools.verification",
-)
 
 
 @dataclass(frozen=True)
@@ -54,7 +46,7 @@ class Forks:
 
     def __init__(self, folder: Path, *imports: str, env: Mapping[str, str] | None = None) -> None:
         self._folder, self._env = folder, dict(env or {})
-        self._imports = (*IMPORTS, *imports)
+        self._imports = (*PRELOADED[""], *imports)
         self._running: dict[int, tuple[Started, Path]] = {}
         self._count = 0
 

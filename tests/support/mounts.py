@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import numpy as np
+
 from support.processes import free_port
 
 MOUNT_TIMEOUT_S = 20
@@ -32,6 +34,13 @@ def run(*command: object) -> None:
     if done.returncode:
         text = (done.stderr or done.stdout).strip().splitlines()
         raise NoMount(f"{words[0]}: {text[-1] if text else done.returncode}")
+
+
+def state(number: int) -> dict[str, object]:
+    """What is saved there."""
+    rng = np.random.default_rng(7)
+    frozen = rng.standard_normal(20_000)
+    return {"frozen": frozen, "w": np.arange(30_000.0) + number, "step": number}
 
 
 @contextmanager

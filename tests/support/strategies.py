@@ -1,15 +1,27 @@
-"""Hypothesis strategies for shapes, layouts and trees."""
+"""Hypothesis strategies for shapes, layouts and trees; how many examples are tried."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from unickpt.types import Layout, Mesh
 
 AXES = ("a", "b", "c", "d")
+
+
+def examples(count: int, **others: Any) -> settings:
+    """Settings of a test whose examples take long: `make test` tries half of them, `make soak` all.
+
+    Arguments:
+        count: how many there are.
+        others: further settings.
+    """
+    is_short = settings().derandomize  # see tests/conftest.py
+    return settings(max_examples=-(-count // 2) if is_short else count, deadline=None, **others)
 
 
 def shapes(max_rank: int = 4, max_extent: int = 13) -> st.SearchStrategy[tuple[int, ...]]:

@@ -120,7 +120,7 @@ def same_local_state(one: Any, two: Any) -> bool:
 
 # --- random layouts -------------------------------------------------------------------------------
 
-FUZZED = 40
+FUZZED = 20  # with five of each size of chunks
 CHUNK_BYTES = (8, 40, 200, 8 << 20)
 EXTENTS = (1, 2, 3, 4, 5, 7, 8, 12, 13)
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
@@ -323,7 +323,7 @@ def check_fsdp_over_tp(folder: Path, mesh: DeviceMesh, rows_of_wide: Sequence[in
 def fsdp2_over_tensor_parallelism(folder: Path) -> None:
     """dp=3, tp=2, 7 rows: torch's own offsets are wrong there."""
     mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
-    check_fsdp_over_tp(folder, mesh, (7, 1, 2, 5, 6, 13))
+    check_fsdp_over_tp(folder, mesh, (7, 1, 6, 13))
 
 
 @ranks(6, 8)
