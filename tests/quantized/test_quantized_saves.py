@@ -255,7 +255,7 @@ def test_arrays_of_other_codes_are_not_equal_by_their_digests(tmp_path: Path) ->
     x = np.arange(512, dtype=np.float32)
     save(tmp_path / "a", {"x": x}, quantize={"x": "uint8"})
     one = unickpt.open(str(tmp_path / "a")).reader
-    from unickpt.loading.ruled_view import same_digests
+    from unickpt.rules.view import same_digests
 
     entry = one.index.arrays["x"]
     assert same_digests(one, entry, one, entry)

@@ -20,10 +20,10 @@ from unickpt import LoadOptions, Rules, SaveOptions
 from unickpt.arrays.index_map import Digit, linear_index, pull
 from unickpt.format.index import ArrayEntry
 from unickpt.frameworks.protocol import ArrayTarget
-from unickpt.loading.ruled_view import through
 from unickpt.loading.views import jobs_of
 from unickpt.reading.chunk_reader import read_arrays
 from unickpt.reading.targets import NewTarget
+from unickpt.rules.view import through
 from unickpt.types import Box
 
 AXES = "abcde"

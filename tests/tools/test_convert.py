@@ -16,7 +16,7 @@ from support.rule_cases import flat_names
 import unickpt
 from unickpt import CheckpointCorrupt, LoadMismatch, Rules, SaveOptions
 from unickpt.errors import RuleError
-from unickpt.loading.provenance import Provenance
+from unickpt.rules.provenance import Provenance
 
 RULES = """
     layers/up [l i o]    <-> layers.{l}.up [o i]

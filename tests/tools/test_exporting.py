@@ -27,8 +27,8 @@ from unickpt import (
 )
 from unickpt.errors import ProcessFailed
 from unickpt.frameworks.host_memory import HostBuffers
-from unickpt.loading.ruled_view import through
 from unickpt.loading.views import StoredView
+from unickpt.rules.view import through
 from unickpt.testing.readers import arrays, same
 from unickpt.tools import destinations, export_job
 from unickpt.tools.exporting import export

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from unickpt.errors import LoadMismatch
 from unickpt.format.index import RESERVED, ArrayEntry, Index
@@ -25,7 +26,16 @@ from unickpt.frameworks.sections import Encoded, StoredValue
 from unickpt.loading import mismatch
 from unickpt.loading.overlaps import Overlaps
 from unickpt.loading.report import LoadReport, untyped
-from unickpt.loading.request import LoadRequest, Patterns, Policy, Selection, compare, is_number
+from unickpt.loading.request import (
+    LoadRequest,
+    LoadRules,
+    Patterns,
+    Policy,
+    Selection,
+    check_rules,
+    compare,
+    is_number,
+)
 from unickpt.loading.views import CheckpointView, StoredView, jobs_of
 from unickpt.progress import ProgressFunction, reporting
 from unickpt.quoting import some
@@ -38,10 +48,6 @@ from unickpt.threads import collection_paused
 from unickpt.trees import tree, tree_json
 from unickpt.trees.name_ranges import natural
 
-if TYPE_CHECKING:
-    from unickpt.rules.rule_set import Rules
-import logging
-
 _log = logging.getLogger("unickpt")
 T = TypeVar("T")
 _HALF = (
@@ -53,7 +59,7 @@ _HALF = (
 class LoadArguments(TypedDict, total=False):
     """What `Checkpointer.load` takes by keyword as `load` does, which describes it."""
 
-    rules: Rules | None
+    rules: LoadRules | None
     under: str
     strict: bool
     only: Patterns | None
@@ -111,7 +117,7 @@ def load(
     path: checkpoint.Source,
     like: Any = None,
     *,
-    rules: Rules | None = None,
+    rules: LoadRules | None = None,
     under: str = "",
     strict: bool = True,
     only: Patterns | None = None,
@@ -234,7 +240,7 @@ def _chosen(argument: str, value: str, other: str) -> bool:
 class _Loading:
     """The arguments of a call of `load`, and the frameworks' adapters."""
 
-    rules: Rules | None
+    rules: LoadRules | None
     under: str
     policy: Policy
     strict_experts: bool
@@ -247,11 +253,27 @@ class _Loading:
         with collection_paused(), _reading(self.options, self.among) as read:
             stored = checkpoint.opened(path, self.under, once=True).reader
             older = self._older_experts(stored)
-            if like is None:
-                found, report = self._load_all(stored, read)
+            view, asked = self._view_of(stored, like)
+            if asked is None:
+                found, report = self._load_all(view, read)
             else:
-                found, report = self._load_like(stored, like, read)
-            return found, replace(report, older_experts=older)
+                report = compare(view, asked, self.policy)
+                view.check(self.options)
+                found = self._read_like(view, asked, report, read)
+            return found, replace(report, older_experts=older) if older else report
+
+    def _view_of(self, stored: Reader, like: Any) -> tuple[CheckpointView, LoadRequest | None]:
+        """The checkpoint as the load sees it, and what `like` requests of it, if there is one."""
+        if self.rules is not None:
+            check_rules(self.rules)
+            return self.rules._load_view(stored, like, self.among, self.policy)
+        view = StoredView(stored)
+        if like is None:
+            return view, None
+        known = StoredTree(_leaves_of(stored.index), view.node)
+        asked = LoadRequest.of(like, self.among, known, self.policy.selection)
+        view.serve(asked.leaves, asked.targets)
+        return view, asked
 
     def _older_experts(self, stored: Reader) -> tuple[tuple[str, int, int], ...]:
         if RESERVED not in stored.index.metadata:
@@ -265,17 +287,11 @@ class _Loading:
             )
         return found
 
-    def _load_all(self, stored: Reader, read: ReadArrays) -> tuple[Any, LoadReport]:
-        view: CheckpointView = StoredView(stored)
-        if self.rules is not None:
-            from unickpt.loading.ruled_view import through  # here: a load without rules needs none
-
-            view = through(stored, self.rules, strict=self.policy.is_strict)
-        index, selection = view.index, self.policy.selection
+    def _load_all(self, view: CheckpointView, read: ReadArrays) -> tuple[Any, LoadReport]:
+        index, selection, stored = view.index, self.policy.selection, view.checkpoint
         left_out = selection.left_out(index.names)
         selection.check(str(stored.location), index.names, (), stored.index.names)
         view.check(self.options)
-        skipped: Sequence[str] = () if self.rules is None else view.unused
         done: dict[str, Any] = {}
         for name in (n for n in index.per_process if n not in left_out):
             values = (_decode(view, name, b, None, self.among) for b in view.per_process(name))
@@ -288,13 +304,13 @@ class _Loading:
         done |= {**{name: found[name] for name in targets}, **index.values}
         done |= {alias: done[name] for alias, name in aliases.items()}
         loaded = tuple(name for name in done if name not in left_out)
-        skipped = [*skipped, *sorted(left_out, key=natural)]
+        skipped = (*view.unused, *sorted(left_out, key=natural))
         node = tree.without(view.node(), left_out)
         assert node is not None, "the selection has a leaf"
         report = LoadReport(
             str(view.checkpoint.location),
             loaded,
-            skipped=tuple(skipped),
+            skipped=skipped,
             untyped=tuple(untyped(node)),
         )
         return tree.rebuild(node, done.__getitem__), report
@@ -304,23 +320,6 @@ class _Loading:
         if self.framework is None or array is None:
             return NewTarget(entry)
         return self.framework.target(array)
-
-    def _load_like(self, stored: Reader, like: Any, read: ReadArrays) -> tuple[Any, LoadReport]:
-        view: CheckpointView
-        policy = self.policy
-        if self.rules is None:
-            known = StoredTree(_leaves_of(stored.index), StoredView(stored).node)
-            asked = LoadRequest.of(like, self.among, known, policy.selection)
-            view = StoredView(stored, asked.facts)
-        else:
-            from unickpt.loading.ruled_view import request_through, through  # as in _load_all
-
-            asked = request_through(like, stored, self.rules, self.among, policy.selection)
-            keep, strict = policy.keep_mismatched, policy.is_strict
-            view = through(stored, self.rules, dict(asked.facts), strict=strict, keep_misfits=keep)
-        report = compare(view, asked, policy)
-        view.check(self.options)
-        return self._read_like(view, asked, report, read), report
 
     def _read_like(
         self, view: CheckpointView, asked: LoadRequest, report: LoadReport, read: ReadArrays

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.names import matches
 from unickpt.errors import LoadMismatch, UnsupportedLeaf
 from unickpt.format.index import ArrayEntry
+from unickpt.format.reader import Reader
 from unickpt.frameworks.leaves import (
     LocalFragments,
     PerProcess,
@@ -22,9 +23,8 @@ from unickpt.frameworks.protocol import Adapter, ArrayTarget, StoredTree
 from unickpt.loading import mismatch, optimizers
 from unickpt.loading.mismatch import Difference
 from unickpt.loading.report import LoadReport
-from unickpt.loading.views import CheckpointView, StoredView, leaf_text, same_digests, stored_leaf
+from unickpt.loading.views import CheckpointView, leaf_text, same_digests, stored_leaf
 from unickpt.quoting import quoted, some
-from unickpt.rules.plan import Fact, LeafKind
 from unickpt.trees import tree, tree_json
 from unickpt.trees.name_ranges import natural
 from unickpt.trees.optimizer_settings import may_lack
@@ -136,7 +136,8 @@ def _patterns(argument: str, given: Patterns) -> tuple[str, ...]:
     return tuple(patterns)
 
 
-_NUMBERS = {bool: "bool", int: "int64", float: "float64"}
+NUMBERS = {bool: "bool", int: "int64", float: "float64"}
+"""The dtypes of plain numbers."""
 
 
 @dataclass(frozen=True)
@@ -182,37 +183,6 @@ class LoadRequest:
         left_out = {name: leaves.pop(name) for name in selection.left_out(list(leaves))}
         return cls(node, leaves, _targets_of(leaves, among), left_out)
 
-    @property
-    def facts(self) -> Mapping[str, Fact]:
-        """The leaves as rules see them."""
-        return _RequestedFacts(self)
-
-
-class _RequestedFacts(Mapping[str, Fact]):
-    """Made when they are looked at: without rules, only those of plain numbers are."""
-
-    def __init__(self, asked: LoadRequest) -> None:
-        self._asked = asked
-
-    def __getitem__(self, name: str) -> Fact:
-        value, target = self._asked.leaves[name], self._asked.targets.get(name)
-        if target is not None:
-            return Fact(tuple(target.shape), dtypes.name_of(target.dtype))
-        if isinstance(value, PerProcess):
-            return Fact(kind=LeafKind.PROCESS)
-        # A count is none; that is all that most plain loads ask for.
-        dispensable = type(value) is not int and may_lack(name, value, self._asked.leaves)
-        return Fact((), _NUMBERS.get(type(value), ""), LeafKind.VALUE, dispensable)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._asked.leaves
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._asked.leaves)
-
-    def __len__(self) -> int:
-        return len(self._asked.leaves)
-
 
 def _targets_of(leaves: Mapping[str, Any], among: Sequence[Adapter]) -> dict[str, ArrayTarget]:
     """The arrays among the leaves of `like`, as targets.
@@ -224,7 +194,7 @@ def _targets_of(leaves: Mapping[str, Any], among: Sequence[Adapter]) -> dict[str
     bad: list[str] = []
     find_adapter = by_type(lambda value: adapter_of(value, among))
     for name, value in leaves.items():
-        if type(value) in _NUMBERS:
+        if type(value) in NUMBERS:
             continue
         adapter = find_adapter(value)
         try:
@@ -264,6 +234,28 @@ class Policy:
     def is_strict(self) -> bool:
         """Whether the stored leaves and the requested ones must be the same."""
         return self.selection.selects_all and not (self.keep_missing or self.skip_unexpected)
+
+
+class LoadRules(Protocol):
+    """What `rules=` is: shows a checkpoint with other names and axes, as `unickpt.Rules` does."""
+
+    def _load_view(
+        self, stored: Reader, like: Any, among: Sequence[Adapter], policy: Policy, /
+    ) -> tuple[CheckpointView, LoadRequest | None]:
+        """The checkpoint through the rules, and what `like` requests of that, if it is given.
+
+        Raises:
+            RuleError: the rules do not fit what is stored or requested.
+        """
+
+
+def check_rules(rules: object) -> None:
+    """Raises TypeError: these are no rules."""
+    if not hasattr(type(rules), "_load_view"):
+        raise TypeError(
+            f"rules is of type {type(rules).__name__}; make it with unickpt.Rules.load(file), "
+            ".parse(text) or .preset(name)"
+        )
 
 
 @dataclass
@@ -369,12 +361,14 @@ def compare(view: CheckpointView, asked: LoadRequest, policy: Policy) -> LoadRep
     stored, selection = view.checkpoint, policy.selection
     where = stored.label if stored.under else str(stored.location)
     names = [*asked.leaves, *asked.left_out]
-    if isinstance(view, StoredView):
-        selection.check(where, names, (*view.index.names, *view.unused))
-    else:
-        selection.check(where, names, view.index.names, stored.index.names)
-    found = _Comparison(view, asked, policy, view.index.names)
-    entries, targets = view.index.entries, asked.targets
+    have, unused, entries, targets = (
+        view.index.names,
+        view.unused,
+        view.index.entries,
+        asked.targets,
+    )
+    selection.check(where, names, have, view.sources)
+    found = _Comparison(view, asked, policy, have)
     for name in asked.leaves:
         entry, target = entries.get(name), targets.get(name)
         if entry is not None and target is not None and found.fits(name, entry, target):
@@ -383,27 +377,26 @@ def compare(view: CheckpointView, asked: LoadRequest, policy: Policy) -> LoadRep
             found.add(name)
     found.rows.sort(key=lambda row: natural(row.name))
     # Orbax stores None for an empty namedtuple, such as a state of optax without arrays.
-    nothing = {name for name in view.unused if _is_none(view, name)}
+    nothing = {name for name in unused if _is_none(view, name)}
     if nothing:
         nothing.intersection_update(tree.empty_containers(asked.node))
-    skipped = sorted(set(view.unused) - nothing - asked.left_out.keys(), key=natural)
-    # Rules give their groups other names: then it is among the stored ones that such a flag is one.
-    beside = asked.leaves if isinstance(view, StoredView) else stored.index.values
+    skipped = sorted(set(unused) - nothing - asked.left_out.keys(), key=natural)
     unexpected = [
         Difference(name, "unexpected", view.shown(name), "-")
         for name in skipped
-        if selection.has(name) and not may_lack(name, _stored_value(view, name), beside)
+        if selection.has(name) and not view.is_dispensable(name)
     ]
     refused = () if policy.skip_unexpected else unexpected
     rows = [*found.rows, *refused, *_shared_memory(view, asked.targets)]
     if rows:
         skipped_rows = unexpected if policy.skip_unexpected else ()
         raise LoadMismatch(mismatch.message(where, rows, stored.lacks, names, skipped_rows))
-    if found.nothing_fits(skipped):
+    if found.kept and found.nothing_fits(skipped):
         lost = [found.missing(name) for name in found.kept]
         raise LoadMismatch(mismatch.nothing_fits(where, [*lost, *unexpected]))
-    unused = [name for name in (*skipped, *view.dropped) if selection.has(name)]
-    optimizers.check_moments(where, asked.leaves, found.loaded, unused, stored.index.entries)
+    untaken = [name for name in (*skipped, *view.dropped) if selection.has(name)]
+    if untaken:
+        optimizers.check_moments(where, asked.leaves, found.loaded, untaken, stored.index.entries)
     return LoadReport(
         where,
         tuple(found.loaded),
@@ -423,11 +416,6 @@ def _natural_first(row: tuple[str, Any, Any]) -> Any:
 
 def _is_none(view: CheckpointView, name: str) -> bool:
     return name in view.index.values and view.index.values[name] is None
-
-
-def _stored_value(view: CheckpointView, name: str) -> Any:
-    """The plain value of a stored leaf; what is no flag for any other."""
-    return view.checkpoint.index.values.get(name, 0)
 
 
 def _abstract(value: Any, target: ArrayTarget | None) -> bool:

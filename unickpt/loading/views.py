@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import filterfalse
 from typing import Any, Protocol
 
 import numpy as np
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.layout import Layout
-from unickpt.errors import CheckpointCorrupt, LoadMismatch
+from unickpt.errors import CheckpointCorrupt
 from unickpt.format import index_tree
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
@@ -20,8 +21,8 @@ from unickpt.frameworks.sections import StoredValue
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.read_plan import Job, StoredJob
 from unickpt.reading.recipes import Fill, Recipe, Unchanged, whole_dims
-from unickpt.rules.plan import Fact, LeafKind, Made
 from unickpt.trees import tree, tree_json
+from unickpt.trees.optimizer_settings import may_lack
 from unickpt.trees.wrapper_names import without_wrappers
 
 TargetsByArray = Mapping[str, Mapping[str, ArrayTarget]]
@@ -59,6 +60,10 @@ class CheckpointView(Protocol):
         """The names of stored leaves that rules leave out on purpose."""
 
     @property
+    def sources(self) -> Collection[str]:
+        """The names of what is stored, if they mean something else than those of the index."""
+
+    @property
     def numbers(self) -> Mapping[str, tree_json.Plain]:
         """The arrays of the index that are stored as plain numbers."""
 
@@ -67,6 +72,10 @@ class CheckpointView(Protocol):
 
     def node(self) -> tree.Node | tree.Leaf:
         """The structure that a load without `like` returns."""
+
+    def is_dispensable(self, name: str) -> bool:
+        """Whether what is requested may lack a stored leaf, such as a flag of an optimizer that
+        only some versions of torch have."""
 
     def recipe(self, name: str) -> Recipe:
         """The sources of an array of the index."""
@@ -86,55 +95,60 @@ class CheckpointView(Protocol):
 
 
 class StoredView:
-    """A checkpoint as it is stored, adapted to what is requested, if that is known.
-
-    Numbers that are requested as arrays become arrays, and names lose the components of torch's
-    wrappers (see `unickpt.trees.wrapper_names`).
+    """A checkpoint as it is stored; `serve` adapts it to what is requested.
 
     Arguments:
         checkpoint: what is stored.
-        asked: what is asked for, where that is known.
     """
 
     kept: frozenset[str] = frozenset()
     dropped: Collection[str] = ()
+    sources: Collection[str] = ()
     misfits: Mapping[str, str] = {}
+    unused: Sequence[str] = ()
 
-    def __init__(self, checkpoint: Reader, asked: Mapping[str, Fact] | None = None) -> None:
+    def __init__(self, checkpoint: Reader) -> None:
         self.checkpoint, self.index = checkpoint, checkpoint.index
         self.renamed: Mapping[str, str] = {}
-        self._asked, self.numbers = asked or {}, dict[str, tree_json.Plain]()
-        if asked is not None:
-            self._serve(asked)
+        self.numbers: Mapping[str, tree_json.Plain] = {}
+        self._leaves: Mapping[str, Any] = {}
 
-    def _serve(self, asked: Mapping[str, Fact]) -> None:
-        have = self.index.names
-        lacking = [name for name in asked if name not in have]
+    def serve(self, leaves: Mapping[str, Any], targets: Mapping[str, ArrayTarget]) -> None:
+        """Adapts it to what is requested: numbers become arrays, and names lose the components of
+        torch's wrappers (see `unickpt.trees.wrapper_names`).
+
+        Arguments:
+            leaves: of `like`, by name.
+            targets: the arrays among them.
+        """
+        self._leaves, have = leaves, self.index.names
+        self.unused = [name for name in have if name not in leaves]
+        lacking = [name for name in leaves if name not in have]
         if lacking:
-            others = [name for name in have if name not in asked]
-            self.renamed = without_wrappers(lacking, others)
-        index = _with_names(self.index, self.renamed)
-        entries = {
-            name: as_array_entry(name, v, asked.get(name)) for name, v in index.values.items()
-        }
-        numbers = {name: entry for name, entry in entries.items() if entry is not None}
-        self.numbers = {name: index.values[name] for name in numbers}
-        plain = {name: v for name, v in index.values.items() if name not in numbers}
-        self.index = replace(index, arrays={**index.arrays, **numbers}, values=plain)
-
-    @property
-    def unused(self) -> Sequence[str]:
-        served = {*self._asked, *self.renamed.values()}
-        return [name for name in self.checkpoint.index.names if name not in served]
+            self.renamed = without_wrappers(lacking, self.unused)
+            self.index = _with_names(self.index, self.renamed)
+            self.unused = [*filterfalse({*self.renamed.values()}.__contains__, self.unused)]
+        index, numbers = self.index, dict[str, ArrayEntry]()
+        for name in filter(targets.__contains__, index.values):
+            entry = number_entry(name, index.values[name], targets[name].dtype)
+            if entry is not None and not targets[name].shape:
+                numbers[name] = entry
+        if numbers:
+            self.numbers = {name: index.values[name] for name in numbers}
+            plain = {name: v for name, v in index.values.items() if name not in numbers}
+            self.index = replace(index, arrays={**index.arrays, **numbers}, values=plain)
 
     def shown(self, name: str) -> str:
         return leaf_text(stored_leaf(self.checkpoint.index, name))
 
     def node(self) -> tree.Node | tree.Leaf:
         try:
-            return index_tree.tree_of(self.index)
+            return index_tree.tree_of(self.checkpoint.index)
         except tree_json.BadTree as error:
             raise CheckpointCorrupt(f"{self.checkpoint.location}: {error}") from None
+
+    def is_dispensable(self, name: str) -> bool:
+        return may_lack(name, self.checkpoint.index.values.get(name, 0), self._leaves)
 
     def recipe(self, name: str) -> Recipe:
         if name in self.numbers:
@@ -163,37 +177,26 @@ class StoredView:
         """Nothing: only rules make one array of two, or leave one out."""
 
 
-def as_array_entry(
-    name: str, value: tree_json.Plain, asked: Fact | None, made: Made | None = None
+def number_entry(
+    name: str, value: tree_json.Plain, dtype: dtypes.DType, *, is_held: bool = False
 ) -> ArrayEntry | None:
-    """The entry of a plain number that is requested as an array.
+    """The entry of a plain number that becomes an array; None if it cannot be one.
 
-    A float that the requested dtype does not hold exactly stays a float64, as in Python;
-    `cast=True` may round it.
+    A float that the dtype does not hold exactly stays a float64, as in Python; `cast=True` may
+    round it.
+
+    Arguments:
+        name, value: of the number.
+        dtype: of the array.
+        is_held: whether it becomes one in any case.
     """
-    dtype_text = made.fact.dtype if made is not None else ""
-    target = asked.dtype if asked is not None and asked.kind is LeafKind.ARRAY else ""
-    if not (dtype_text or target) or not isinstance(value, bool | int | float):
+    if not isinstance(value, bool | int | float):
         return None
-    if target and asked is not None and asked.shape != ():
-        return None
-    dtype = dtypes.from_name(dtype_text or target)
-    if made is not None and dtype_text:
-        _check_held(made, value, dtype)
-    elif tree_json.as_array(value, dtype) is None:
+    if not is_held and tree_json.as_array(value, dtype) is None:
         if not (isinstance(value, float) and tree_json.is_kind(value, dtype)):
             return None
         dtype = np.dtype(np.float64)
     return ArrayEntry(name, (), dtypes.name_of(dtype), (), Layout.replicated(0, 1))
-
-
-def _check_held(made: Made, value: float, dtype: dtypes.DType) -> None:
-    """Makes sure that the dtype that a rule gives to a number holds it."""
-    if type(value) is not float and np.asarray(value).astype(dtype).item() != value:
-        raise LoadMismatch(
-            f"value {made.carried!r}: {dtypes.name_of(dtype)} does not hold {value} exactly\n"
-            f"  {made.rule}"
-        )
 
 
 def number_recipe(value: Any) -> Recipe:

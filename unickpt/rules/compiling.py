@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from unickpt.rules import axes
 from unickpt.rules.ast import (
@@ -21,11 +22,43 @@ from unickpt.rules.ast import (
     side_text,
     syntax_error,
 )
+from unickpt.rules.functions import Function
 from unickpt.rules.name_patterns import Pattern
+from unickpt.rules.optimizer_slots import SharedState
 from unickpt.rules.rule import CompiledExpr, Rule, Terms, axes_of_sides, exprs_of
 
 _MOST_PIECES = 1024
 Options = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Convention:
+    """What the numbers of each side mean, under a name such as `rope`."""
+
+    name: str
+    left: str
+    right: str
+
+
+@dataclass(frozen=True, repr=False)
+class CompiledRules:
+    """The rules of a text and of those that it includes; users have `Rules`."""
+
+    rules: tuple[Rule, ...]
+    shared: tuple[SharedState, ...] = ()
+    conventions: tuple[Convention, ...] = ()
+    functions: Mapping[str, Function] = field(default_factory=dict)
+
+    @property
+    def nameless(self) -> dict[str, str]:
+        """Constants that only what is asked for would tell the names of; with their rules."""
+        return {
+            str(expr.pattern.name): str(rule)
+            for rule in self.rules
+            if isinstance(rule.left, Nothing) and rule.left.value is not None and not rule.lifted
+            for expr in exprs_of(rule.right)
+            if expr.pattern.texts
+        }
 
 
 def compile_rule(

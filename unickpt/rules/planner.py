@@ -20,6 +20,7 @@ from unickpt.format.index import ArrayEntry
 from unickpt.reading.recipes import Fill, MappedSource, whole_dims
 from unickpt.rules import axes, explain
 from unickpt.rules.ast import AxisItem, Nothing
+from unickpt.rules.compiling import CompiledRules
 from unickpt.rules.conflicts import Conflicts, choose_variants, keep_ties, leave_to_others
 from unickpt.rules.explain import Problem
 from unickpt.rules.matching import Family, LeafNames, Unfit, families, names_of, resolve
@@ -36,11 +37,10 @@ from unickpt.rules.plan import (
     StoredLeaves,
 )
 from unickpt.rules.rule import CompiledExpr, Rule, exprs_of
-from unickpt.rules.rule_set import Rules
 
 
 def make_plan(
-    rules: Rules,
+    rules: CompiledRules,
     stored: StoredLeaves,
     want: Mapping[str, Fact] | None,
     *,
@@ -67,7 +67,7 @@ def make_plan(
     return planner.make_plan(where)
 
 
-def offers(rules: Rules, stored: StoredLeaves, want: Mapping[str, Fact]) -> dict[str, Made]:
+def offers(rules: CompiledRules, stored: StoredLeaves, want: Mapping[str, Fact]) -> dict[str, Made]:
     """All that rules could make of what is stored, whether or not several rules could make it.
 
     Arguments:
@@ -94,7 +94,7 @@ class _RulePlanner:
 
     def __init__(
         self,
-        rules: Rules,
+        rules: CompiledRules,
         stored: StoredLeaves,
         want: Mapping[str, Fact] | None,
         strict: bool,

@@ -17,19 +17,18 @@ from unickpt.rules.ast import (
     ConventionLine,
     IncludeLine,
     LiftLine,
-    Nothing,
     RuleLine,
     Statement,
     WhereLine,
     included,
     syntax_error,
 )
-from unickpt.rules.compiling import compile_rule
+from unickpt.rules.compiling import CompiledRules, Convention, compile_rule
 from unickpt.rules.functions import Function
 from unickpt.rules.lint import swapped_names
 from unickpt.rules.observed import DraftReport, ObservedReport, RulesCheck
 from unickpt.rules.optimizer_slots import SharedState, lift
-from unickpt.rules.rule import Rule, exprs_of
+from unickpt.rules.rule import Rule
 from unickpt.rules.rule_files import (
     MOST_CHARACTERS,
     open_included,
@@ -38,21 +37,13 @@ from unickpt.rules.rule_files import (
     presets,
     read_text,
 )
+from unickpt.rules.view import load_view
 
 _DEEPEST, _MOST_FILES = 30, 1000  # of what a file includes
 
 
-@dataclass(frozen=True)
-class Convention:
-    """What the numbers of each side mean, under a name such as `rope`."""
-
-    name: str
-    left: str
-    right: str
-
-
 @dataclass(frozen=True, repr=False)
-class Rules:
+class Rules(CompiledRules):
     """Rules that relate the arrays of two sides; the left one is read, the right one is made.
 
     Made by `parse`, `load` and `preset`; `inverse` reads the right side and makes the left one.
@@ -63,10 +54,6 @@ class Rules:
         w [o i] <-> params/w [i o]
     """
 
-    rules: tuple[Rule, ...]
-    shared: tuple[SharedState, ...] = ()
-    conventions: tuple[Convention, ...] = ()
-    functions: Mapping[str, Function] = field(default_factory=dict)
     report: ObservedReport | DraftReport | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -272,17 +259,6 @@ class Rules:
             functions,
         )
 
-    @property
-    def nameless(self) -> dict[str, str]:
-        """Constants that only what is asked for would tell the names of; with their rules."""
-        return {
-            str(expr.pattern.name): str(rule)
-            for rule in self.rules
-            if isinstance(rule.left, Nothing) and rule.left.value is not None and not rule.lifted
-            for expr in exprs_of(rule.right)
-            if expr.pattern.texts
-        }
-
     def __add__(self, other: Rules) -> Rules:
         return Rules(
             self.rules + other.rules,
@@ -290,6 +266,8 @@ class Rules:
             self.conventions + other.conventions,
             {**self.functions, **other.functions},
         )
+
+    _load_view = load_view
 
     def __repr__(self) -> str:
         own = sum(not rule.lifted for rule in self.rules)

@@ -153,16 +153,6 @@ class Location:
         folder, name = self.parent, str(self.spec["path"]).rstrip("/").rpartition("/")[2]
         return folder is not None and folder.has_file(name, context)
 
-    def check_folder(self, text: str) -> None:
-        """Refuses what certainly is no folder.
-
-        Arguments:
-            text: as users gave it.
-
-        Raises:
-            InvalidPath: it is a file.
-        """
-
     def remove(self, context: ts.Context) -> None:
         """Removes this folder and its contents."""
         self.store(context).delete_range(ts.KvStore.KeyRange()).result()

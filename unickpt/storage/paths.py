@@ -90,9 +90,6 @@ class LocalLocation(Location):
     def is_file(self, context: ts.Context) -> bool:
         return os.path.isfile(self.path.rstrip("/"))
 
-    def check_folder(self, text: str) -> None:
-        _is_directory(self.path.rstrip("/") or "/", text)
-
     def missing(self, files: Iterable[str], context: ts.Context) -> list[str]:
         there = dict[str, set[str]]()  # one listing for all files of a folder
         gone = []
@@ -230,8 +227,7 @@ def spec_of(path: str) -> dict[str, Any]:
         InvalidPath: it cannot be that of a folder.
     """
     absolute = "/" + os.path.abspath(os.path.expanduser(path)).strip("/")
-    parts = absolute.split("/")
-    if "\\" in absolute or any(part.endswith(LOCK_SUFFIX) for part in parts):
+    if "\\" in absolute or f"{LOCK_SUFFIX}/" in f"{absolute}/":
         raise InvalidPath(
             f"{path!r}: TensorStore accepts no '\\' in a path and no name that ends in "
             f"'{LOCK_SUFFIX}'"
@@ -241,17 +237,16 @@ def spec_of(path: str) -> dict[str, Any]:
     except UnicodeEncodeError:
         raise InvalidPath(f"{path!r} is not valid Unicode") from None
     existing = absolute
-    while not os.path.isfile(existing) and not _is_directory(existing, path):
+    while not _is_directory(existing, path, or_file=existing == absolute):
         existing = os.path.dirname(existing)
-    if existing != absolute:
-        _is_directory(existing, path)  # no file contains another
     return {"driver": "file", "path": absolute.rstrip("/") + "/"}
 
 
-def _is_directory(existing: str, path: str) -> bool:
+def _is_directory(existing: str, path: str, *, or_file: bool = False) -> bool:
     """Whether a directory exists; one system call, because another process may remove it."""
     try:
-        if stat.S_ISDIR(os.stat(existing).st_mode):
+        mode = os.stat(existing).st_mode
+        if stat.S_ISDIR(mode) or (or_file and stat.S_ISREG(mode)):
             return True
     except OSError as error:  # other errors show when the path is used
         if error.errno == errno.ENAMETOOLONG:
@@ -324,9 +319,7 @@ def resolve(path: PathLike | Location, *, whole: bool = False, or_file: bool = F
     name, separator, _ = text.partition("://")
     if not separator:
         _check_slashes(text)
-        local = at_path(text)
-        _check(text, local.spec)
-        return local if or_file else _folder(local, text)
+        return _checked(at_path(text), text, or_file)
     scheme = schemes.find(name)
     if scheme is None:
         raise InvalidPath(f"{text!r}: unknown scheme {name!r}; known are {_known()}{_meant(name)}")
@@ -337,11 +330,10 @@ def resolve(path: PathLike | Location, *, whole: bool = False, or_file: bool = F
     if parts.query or parts.fragment:
         raise InvalidPath(f"{text!r}: a checkpoint's URL has no '?' or '#'")
     url = text if text.endswith("://") else text.rstrip("/") + "/"
-    location = scheme.location(url, scheme.spec(text))
-    _check(text, location.spec)
+    location = _checked(scheme.location(url, scheme.spec(text)), text, or_file)
     if not location.spec["path"] and not whole:
         raise InvalidPath(f"{text!r}: add the checkpoint's path, such as {url}run/1")
-    return location if or_file else _folder(location, text)
+    return location
 
 
 def absolute(path: PathLike, *, or_file: bool = False) -> str:
@@ -350,11 +342,6 @@ def absolute(path: PathLike, *, or_file: bool = False) -> str:
     Arguments, errors: as for `resolve`.
     """
     return str(resolve(path, or_file=or_file))
-
-
-def _folder(location: Location, text: str) -> Location:
-    location.check_folder(text)
-    return location
 
 
 def _text(path: PathLike) -> str:
@@ -377,11 +364,15 @@ def _check_slashes(text: str) -> None:
         raise InvalidPath(f"{text!r}: a URL has two slashes after its scheme: {meant}")
 
 
-def _check(text: str, spec: Any) -> None:
+def _checked(location: Location, text: str, or_file: bool) -> Location:
+    """A location that TensorStore accepts, and that is no file, unless it may be one."""
     try:
-        ts.KvStore.Spec(dict(spec))
+        ts.KvStore.Spec(dict(location.spec))
     except ValueError as error:
         raise InvalidPath(f"{text!r}: {error}") from None
+    if isinstance(location, LocalLocation) and not or_file:
+        _is_directory(location.path.rstrip("/") or "/", text)
+    return location
 
 
 def _meant(name: str) -> str:

@@ -22,14 +22,15 @@ from unickpt.frameworks.host_memory import HostBuffers, MemoryBudget
 from unickpt.frameworks.leaves import NOTHING, Described, PerProcess, adapters
 from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import ArraySource, Memory, whole_source
-from unickpt.loading.ruled_view import RuledView, request_through, stored_facts, through
+from unickpt.loading.request import Policy
 from unickpt.loading.views import CheckpointView, StoredView
 from unickpt.progress import Progress
 from unickpt.quoting import quoted
 from unickpt.reading import checkpoint
 from unickpt.reading.options import LoadOptions
-from unickpt.rules.plan import Fact, LeafKind
+from unickpt.rules.plan import LeafKind
 from unickpt.rules.rule_set import Rules
+from unickpt.rules.view import RuledView, load_view, stored_facts, through
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.task import SaveTask, call_metrics
 from unickpt.saving.write_plan import WriteItem
@@ -214,15 +215,14 @@ def convertible(stored: Reader, rules: Rules | None, like: Any) -> StoredView | 
         return StoredView(stored)
     if like is None:
         return through(stored, rules)
-    asked: Mapping[str, Fact]
     held: Mapping[str, Any]
     if isinstance(like, str | os.PathLike | checkpoint.Checkpoint):
         template = checkpoint.opened(like).reader
-        asked, held = stored_facts(template).facts, template.index.values
+        view, held = through(stored, rules, stored_facts(template).facts), template.index.values
     else:
-        wanted = request_through(like, stored, rules, adapters())
-        asked, held = wanted.facts, wanted.leaves
-    view = through(stored, rules, asked)
+        view, wanted = load_view(rules, stored, like, adapters(), Policy())
+        held = wanted.leaves if wanted is not None else {}
+    asked = view.asked
     # As in a load, `like` keeps what rules drop on purpose, such as hyper-parameters.
     view.keep({n: held[n] for n in view.kept if asked[n].kind is LeafKind.VALUE})
     others = [

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from unickpt.loading.ruled_view import RuledView, stored_facts
 from unickpt.reading import checkpoint
 from unickpt.rules.lint import questionable_numbers
 from unickpt.rules.plan import Constant, Fact, Made
 from unickpt.rules.rule_set import Rules
+from unickpt.rules.view import RuledView, stored_facts
 from unickpt.tools.conversion import convertible
 from unickpt.trees.name_ranges import fold, skeleton
 

@@ -16,13 +16,13 @@ from unickpt.arrays.dtypes import Array
 from unickpt.errors import LoadMismatch, RuleError
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
-from unickpt.loading.ruled_view import RuledView, stored_facts, through
 from unickpt.loading.views import CheckpointView, StoredView, same_digests
 from unickpt.progress import Progress, ProgressFunction, reporting
 from unickpt.reading import checkpoint
 from unickpt.reading.chunk_reader import ChunkReader, read_made
 from unickpt.reading.options import LoadOptions
 from unickpt.rules.rule_set import Rules
+from unickpt.rules.view import RuledView, stored_facts, through
 from unickpt.trees import name_ranges
 
 _MISSING = "missing"

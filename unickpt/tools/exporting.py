@@ -17,12 +17,12 @@ from unickpt.frameworks import per_process
 from unickpt.frameworks.host_memory import MemoryBudget
 from unickpt.frameworks.leaves import Sections, adapters
 from unickpt.frameworks.process_group import Group, current_group, within
-from unickpt.loading.ruled_view import RuledView
 from unickpt.loading.views import CheckpointView
 from unickpt.progress import reporting
 from unickpt.quoting import counted, some
 from unickpt.reading import checkpoint
 from unickpt.reading.options import LoadOptions
+from unickpt.rules.view import RuledView
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.storage import paths
 from unickpt.tools import difference

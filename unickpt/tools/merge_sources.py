@@ -15,13 +15,13 @@ from unickpt.arrays.box import Box
 from unickpt.errors import CheckpointNotFound, MergeError
 from unickpt.format.index import RESERVED, ArrayEntry
 from unickpt.frameworks.host_memory import HostBuffers, MemoryBudget
-from unickpt.loading.provenance import Provenance
-from unickpt.loading.ruled_view import RuledView
 from unickpt.loading.views import CheckpointView, leaf_text, stored_leaf
 from unickpt.reading import checkpoint
 from unickpt.reading.listing import checkpoints_below
 from unickpt.reading.options import LoadOptions
+from unickpt.rules.provenance import Provenance
 from unickpt.rules.rule_set import Rules
+from unickpt.rules.view import RuledView
 from unickpt.storage import paths
 from unickpt.tools.conversion import convertible
 from unickpt.tools.difference import ComparedViews

@@ -25,10 +25,10 @@ from unickpt.frameworks.process_group import (
     new_session,
     within,
 )
-from unickpt.loading.ruled_view import RuledView
 from unickpt.progress import Progress
 from unickpt.reading import checkpoint
 from unickpt.reading.options import LoadOptions
+from unickpt.rules.view import RuledView
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.task import SaveTask
 from unickpt.saving.write_plan import WriteItem

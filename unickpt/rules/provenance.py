@@ -14,8 +14,8 @@ from typing import Any
 from unickpt.errors import CheckpointCorrupt, RuleError
 from unickpt.format.index import CONVERSION, RESERVED
 from unickpt.reading.recipes import MappedSource
+from unickpt.rules.compiling import CompiledRules
 from unickpt.rules.plan import Made, RulePlan
-from unickpt.rules.rule_set import Rules
 
 Affine = tuple[float, float]
 """`scale` and `offset` of elements that are `scale * x + offset` of their original values."""
@@ -64,7 +64,7 @@ class Provenance:
         except (AttributeError, TypeError, ValueError) as error:
             raise CheckpointCorrupt(f"{where}: the record of its conversion: {error}") from None
 
-    def check(self, rules: Rules, where: str) -> None:
+    def check(self, rules: CompiledRules, where: str) -> None:
         """Refuses rules for numbers of another convention.
 
         Raises:
@@ -80,7 +80,7 @@ class Provenance:
                     f"are for {convention.left!r}{done}"
                 )
 
-    def after(self, rules: Rules, plan: RulePlan, where: str) -> Provenance:
+    def after(self, rules: CompiledRules, plan: RulePlan, where: str) -> Provenance:
         """The record for what the rules make.
 
         Raises:

@@ -16,14 +16,14 @@ from unickpt.arrays.layout import Layout
 from unickpt.errors import LoadMismatch, RuleError
 from unickpt.format.index import RESERVED, ArrayEntry, Index, PerProcessEntry
 from unickpt.format.reader import Reader
+from unickpt.frameworks.leaves import PerProcess
 from unickpt.frameworks.protocol import Adapter, StoredTree
 from unickpt.frameworks.sections import StoredValue
-from unickpt.loading.provenance import Provenance
-from unickpt.loading.request import ALL, LoadRequest, Selection
+from unickpt.loading.request import NUMBERS, LoadRequest, Policy, check_rules
 from unickpt.loading.views import (
     StoredView,
-    as_array_entry,
     leaf_text,
+    number_entry,
     number_recipe,
     same_digests,
     stored_leaf,
@@ -31,10 +31,11 @@ from unickpt.loading.views import (
 from unickpt.reading.chunk_reader import read_box, read_made
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.recipes import Recipe, Unchanged
+from unickpt.rules.compiling import CompiledRules
 from unickpt.rules.functions import Function
 from unickpt.rules.plan import Constant, Fact, LeafKind, Made, RulePlan, Same, StoredLeaves
 from unickpt.rules.planner import make_plan, offers
-from unickpt.rules.rule_set import Rules
+from unickpt.rules.provenance import Provenance
 from unickpt.trees import tree, tree_json
 from unickpt.trees.optimizer_settings import may_lack
 from unickpt.trees.renamed import renamed
@@ -55,11 +56,11 @@ class RuledView:
     def __init__(
         self,
         checkpoint: Reader,
-        rules: Rules,
+        rules: CompiledRules,
         plan: RulePlan,
         asked: Mapping[str, Fact] | None = None,
     ) -> None:
-        self.checkpoint, self.rules, self.plan = checkpoint, rules, plan
+        self.checkpoint, self.rules, self.plan, self.asked = checkpoint, rules, plan, asked or {}
         self._recipes: dict[str, Recipe] = {}
         self.numbers: dict[str, tree_json.Plain] = {}
         arrays: dict[str, ArrayEntry] = {}
@@ -77,7 +78,7 @@ class RuledView:
                 self._sources[name] = source
             else:
                 value = stored.values[source]
-                entry = as_array_entry(name, value, (asked or {}).get(name), made)
+                entry = _number_entry(name, value, made, self.asked.get(name))
                 if entry is None:
                     plain[name] = value
                 else:
@@ -87,7 +88,7 @@ class RuledView:
             stored, tree=None, arrays=arrays, aliases=plan.aliases, values=plain, per_process=blobs
         )
         self.kept, self.misfits = frozenset(plan.kept), plan.misfits
-        self.unused: Sequence[str] = plan.unused
+        self.sources, self.unused = stored.names, plan.unused
         self.dropped: Collection[str] = plan.dropped
 
     @cached_property
@@ -106,6 +107,11 @@ class RuledView:
 
     def node(self) -> tree.Node | tree.Leaf:
         return _structure(self.checkpoint, self.plan.made, self.index.names)
+
+    def is_dispensable(self, name: str) -> bool:
+        # Rules give the groups other names: it is among the stored ones that a flag is one.
+        values = self.checkpoint.index.values
+        return may_lack(name, values.get(name, 0), values)
 
     def keep(self, plain: Mapping[str, tree_json.Plain]) -> None:
         """Adds values that no rule makes."""
@@ -234,7 +240,7 @@ class _FunctionCall:
 
 def through(
     checkpoint: Reader,
-    rules: Rules,
+    rules: CompiledRules,
     asked: Mapping[str, Fact] | None = None,
     *,
     strict: bool = True,
@@ -252,11 +258,7 @@ def through(
         RuleError: the rules do not fit what is stored or requested.
         TypeError: they are not `Rules`.
     """
-    if not isinstance(rules, Rules):
-        raise TypeError(
-            f"rules is of type {type(rules).__name__}; make it with unickpt.Rules.load(file), "
-            ".parse(text) or .preset(name)"
-        )
+    check_rules(rules)
     where, metadata = str(checkpoint.location), checkpoint.index.metadata
     stored = stored_facts(checkpoint)
     if RESERVED in metadata:
@@ -265,12 +267,7 @@ def through(
         stored = replace(stored, sizes=recorded.sizes)
     try:
         plan = make_plan(
-            rules,
-            stored,
-            asked,
-            strict=strict,
-            keep_misfits=keep_misfits,
-            where=where,
+            rules, stored, asked, strict=strict, keep_misfits=keep_misfits, where=where
         )
     except RuleError as error:
         if not checkpoint.lacks:
@@ -292,7 +289,7 @@ class Offered(Mapping[str, Any]):
     """
 
     def __init__(
-        self, checkpoint: Reader, rules: Rules, asked: Callable[[], Mapping[str, Fact]]
+        self, checkpoint: Reader, rules: CompiledRules, asked: Callable[[], Mapping[str, Fact]]
     ) -> None:
         self._checkpoint, self._rules, self._asked = checkpoint, rules, asked
 
@@ -329,17 +326,35 @@ class Offered(Mapping[str, Any]):
         return len(self._found)
 
 
-def request_through(
-    like: Any,
-    checkpoint: Reader,
-    rules: Rules,
-    among: Sequence[Adapter],
-    selection: Selection = ALL,
-) -> LoadRequest:
-    """What a tree requests; optimizers without state request what the rules could make."""
+def _requested_facts(asked: LoadRequest) -> dict[str, Fact]:
+    """What is requested, as rules see it."""
+    return {name: _requested_fact(name, value, asked) for name, value in asked.leaves.items()}
+
+
+def _requested_fact(name: str, value: Any, asked: LoadRequest) -> Fact:
+    target = asked.targets.get(name)
+    if target is not None:
+        return Fact(tuple(target.shape), dtypes.name_of(target.dtype))
+    if isinstance(value, PerProcess):
+        return Fact(kind=LeafKind.PROCESS)
+    dispensable = may_lack(name, value, asked.leaves)
+    return Fact((), NUMBERS.get(type(value), ""), LeafKind.VALUE, dispensable)
+
+
+def load_view(
+    rules: CompiledRules, stored: Reader, like: Any, among: Sequence[Adapter], policy: Policy
+) -> tuple[RuledView, LoadRequest | None]:
+    """As `LoadRules` of `unickpt.loading.request`: what `like` requests through rules.
+
+    Optimizers without state request what the rules could make.
+    """
+    if like is None:
+        return through(stored, rules, strict=policy.is_strict), None
     nothing = StoredTree({}, lambda: None)
-    offered = Offered(checkpoint, rules, lambda: LoadRequest.of(like, among, nothing).facts)
-    return LoadRequest.of(like, among, StoredTree(offered, offered.node), selection)
+    offered = Offered(stored, rules, lambda: _requested_facts(LoadRequest.of(like, among, nothing)))
+    asked = LoadRequest.of(like, among, StoredTree(offered, offered.node), policy.selection)
+    facts, keep = _requested_facts(asked), policy.keep_mismatched
+    return through(stored, rules, facts, strict=policy.is_strict, keep_misfits=keep), asked
 
 
 def stored_facts(checkpoint: Reader) -> StoredLeaves:
@@ -381,6 +396,21 @@ def _entry(made: Made, stored: Index) -> ArrayEntry:
         prng = made.sources[0].entry.prng
     layout = Layout.replicated(len(shape), 1)
     return ArrayEntry(made.name, shape, made.fact.dtype, chunk, layout, prng=prng)
+
+
+def _number_entry(
+    name: str, value: tree_json.Plain, made: Made, asked: Fact | None
+) -> ArrayEntry | None:
+    """The entry of a number that becomes an array, because its rule or `like` says so."""
+    own, target = made.fact.dtype, asked.dtype if asked is not None and asked.is_array else ""
+    if not (own or target) or (asked is not None and asked.shape):
+        return None
+    dtype = dtypes.from_name(own or target)
+    if own and isinstance(value, int) and np.asarray(value).astype(dtype).item() != value:
+        raise LoadMismatch(
+            f"value {made.carried!r}: {own} does not hold {value} exactly\n  {made.rule}"
+        )
+    return number_entry(name, value, dtype, is_held=bool(own))
 
 
 def _pieces(entry: ArrayEntry, options: LoadOptions) -> Iterator[Box]:
