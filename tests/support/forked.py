@@ -43,7 +43,7 @@ PRELOADED = {
         "unickpt.adapters.numpy",
         "unickpt.backends.file",
         "unickpt.foreign.writers",
-        "unickpt.loading.ruled_view",
+        "unickpt.rules.view",
         "unickpt.reuse.expert_turns",
         "unickpt.runs.checkpointer",
         "unickpt.saving.bases",
