@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from unickpt.arrays import dtypes
@@ -33,7 +33,7 @@ by name."""
 OF_THE_WHOLE = ("orbax",)
 """Keys of metadata that say what the tree as a whole consists of, and mean nothing for a part."""
 CONVERSION = "conversion"
-"""Below it, what rules did to the numbers; see `loading.provenance`."""
+"""Below it, what rules did to the numbers; see `rules.provenance`."""
 INDEX_KEY = "unickpt.json"
 DIGESTS_KEY = "unickpt.digests"
 BORROWED_KEY = "unickpt.borrowed"
@@ -218,13 +218,13 @@ class Index:
         found = dict.fromkeys(entry.encoding for entry in self.arrays.values() if entry.encoding)
         return list(dict.fromkeys(name for encoding in found for name, _ in encoding))
 
-    @property
-    def names(self) -> dict[str, None]:
+    @cached_property
+    def names(self) -> Mapping[str, None]:
         """The names of all leaves, in order."""
         return dict.fromkeys([*self.arrays, *self.aliases, *self.values, *self.per_process])
 
-    @property
-    def entries(self) -> dict[str, ArrayEntry]:
+    @cached_property
+    def entries(self) -> Mapping[str, ArrayEntry]:
         """The arrays under each of their names."""
         return {**self.arrays, **{name: self.arrays[of] for name, of in self.aliases.items()}}
 

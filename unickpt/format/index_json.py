@@ -336,14 +336,12 @@ def decode(data: bytes, where: str, *, partial: bool = False) -> Index:
     """
     try:
         stored = _known_members(data, where)
-        body = {key: tree_json.parsed(raw) for key, raw in stored.items() if key != "arrays"}
-        index = _decode(body, stored.get("arrays", msgspec.Raw(b"null")), partial)
+        arrays = stored.pop("arrays", msgspec.Raw(b"null"))
+        index = _decode(tree_json.parsed(tree_json.ENCODER.encode(stored)), arrays, partial)
         if tree_json.has_opaque(data):
             index = replace(index, values=tree_json.with_opaque(index.tree, index.values))
         return index
-    except tree_json.BadTree as error:
-        raise CheckpointCorrupt(f"{where}: the index is damaged: {error}") from None
-    except (BadJSON, tree_json.BadValue) as error:
+    except (BadJSON, UnicodeError, tree_json.BadTree, tree_json.BadValue) as error:
         raise CheckpointCorrupt(f"{where}: the index is damaged: {error}") from None
 
 
@@ -362,7 +360,7 @@ def check_known(data: bytes, where: str) -> None:
         _known_members(data, where)
 
 
-def _known_members(data: bytes, where: str) -> Mapping[str, msgspec.Raw]:
+def _known_members(data: bytes, where: str) -> dict[str, msgspec.Raw]:
     """The members of an index whose format and features are known.
 
     Raises:

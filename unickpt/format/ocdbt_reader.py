@@ -363,7 +363,7 @@ class OcdbtReader(Reader):
     @property
     def _chunk_count(self) -> int:
         """How many chunks the arrays of the index have."""
-        return next((rows.stop for rows in reversed(self._spans.values())), 0)
+        return self._spans[next(reversed(self._spans))].stop if self._spans else 0
 
     @cached_property
     def _digests(self) -> Callable[[slice | digest_table.Numbers], digest_table.Table]:
@@ -482,11 +482,10 @@ class OcdbtReader(Reader):
         Raises:
             CheckpointCorrupt: it is missing, unreadable or has a different length.
         """
-        where = f"{self.location}: key {key!r}"
         try:
             data = self._chunks.values.read(key, length)
         except Failed as error:
-            raise self._chunks.explained(error, where) from error
+            raise self._chunks.explained(error, f"{self.location}: key {key!r}") from error
         if data is None:
             raise self.damaged(f"key {key!r} is missing")
         return data

@@ -109,7 +109,8 @@ def varying(kind: type, adapters: Sequence[Adapter]) -> Adapter | None:
 
 def leaf_test(adapters: Sequence[Adapter]) -> Callable[[Any], bool]:
     """`is_leaf` for the many objects of a tree: what their types alone decide is asked once."""
-    known: dict[type, bool | Callable[[Any], bool]] = {}
+    known: dict[type, bool | Callable[[Any], bool]] = dict.fromkeys(tree_json.PLAIN_TYPES, True)
+    known |= dict.fromkeys(_CONTAINERS, False)
 
     def test(obj: Any) -> bool:
         kind = type(obj)

@@ -340,9 +340,11 @@ class _Loading:
             if is_number(value, stored[name])
         }
         by_array, same = _by_array(targets, stored, leaves)
-        overlaps = Overlaps(by_array)
-        jobs = jobs_of(view, overlaps.separate(by_array))
-        found = _filled(view, overlaps, read(view.checkpoint, jobs))
+        overlaps = Overlaps(by_array) if len(targets) > 1 else None
+        jobs = jobs_of(view, by_array if overlaps is None else overlaps.separate(by_array))
+        found = read(view.checkpoint, jobs)
+        if overlaps is not None:
+            found = _filled(view, overlaps, found)
         done |= {name: found[maker] for name, maker in same.items()}
         try:
             return tree.rebuild(asked.node, done.__getitem__, asked.left_out.keys())
@@ -369,9 +371,7 @@ def _leaves_of(index: Index) -> dict[str, Any]:
     return {**index.entries, **index.values}
 
 
-def _filled(
-    view: CheckpointView, overlaps: Overlaps, found: Mapping[str, Any]
-) -> Mapping[str, Any]:
+def _filled(view: CheckpointView, overlaps: Overlaps, found: Mapping[str, Any]) -> dict[str, Any]:
     """What was read, of which leaves with shared memory are filled now.
 
     Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 from unickpt.arrays import dtypes
@@ -53,7 +54,7 @@ class Selection:
         """
         return cls(None if only is None else _patterns("only", only), _patterns("skip", skip))
 
-    @property
+    @cached_property
     def selects_all(self) -> bool:
         return self.only is None and not self.skip
 
@@ -498,6 +499,8 @@ def _new_objects(node: tree.Node | tree.Leaf, name: str = "") -> Iterator[tuple[
     if node.kind == "object" and _is_mutable(node.original):
         yield name, node.type_name
         return
+    if tree.Node not in map(type, node.children):
+        return  # as most
     for child, key_name in zip(
         node.children, tree.child_names(node.kind, node.keys, name), strict=True
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
 from typing import Any, TypeVar
 
@@ -156,9 +157,8 @@ def _open_folder(
     except CheckpointNotFound as error:  # a database, which other systems use too
         no_checkpoint = error
     if own is not None and format is None and location.is_local:
-        for marker in _MARKERS:
-            if location.has_file(marker, context):
-                registry.check_alone(own, marker)
+        for marker in filter(os.path.isfile, (f"{location.spec['path']}{m}" for m in _MARKERS)):
+            registry.check_alone(own, os.path.basename(marker))
     if own is not None and format in (None, own.format):
         if hints:
             registry.check_hints(own, hints)

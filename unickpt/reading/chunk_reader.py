@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import compress
 from operator import attrgetter, itemgetter, mul
 from typing import Any, NamedTuple, TypeVar
@@ -59,6 +59,7 @@ def threads_for(stored: Reader, name: str, *, background: bool = False) -> Threa
     return Pool(count, name, background=background)
 
 
+@cache
 def _local_threads() -> int:
     return min(_MOST_THREADS, max(4, 2 * (os.cpu_count() or 1)))
 
@@ -89,10 +90,11 @@ def read_arrays(
         whole, others = _whole_jobs(jobs)
         sizes = [nbytes_of(job.entry.shape, job.entry.dtype) for job in whole]
         if reader is None:
-            own.expect(sum(sizes) + sum(job.nbytes for job in others))
+            own.expect(sum(sizes) + sum(map(attrgetter("nbytes"), others)))
         sized = zip(whole, sizes, strict=True)
         for batch in in_batches(sized, TASK_CHUNKS, own.task_bytes, itemgetter(1)):
-            others += work.start_whole([job for job, _ in batch], sum(size for _, size in batch))
+            together, nbytes = zip(*batch, strict=True)
+            others += work.start_whole(together, sum(nbytes))
         for job in others:
             work.start(job)
         window.drain()
@@ -126,22 +128,20 @@ class Filled:
         self._total = 0 if told is None else sum(job.nbytes for job in jobs)
         self._done, self._told = 0, told
         self._parts = dict[str, int]()  # of jobs that are not whole yet, by their first target
-        self._tell()
+        if told is not None:
+            told(0, self._total)
 
     def part(self, job: Job, ended: int, of: int) -> None:
         """Counts the part of a job that is filled: so many of its chunks, or of its tasks."""
         if self._told is not None:
             self._parts[next(iter(job.targets))] = job.nbytes * ended // of
-            self._tell()
+            self._told(self._done + sum(self._parts.values()), self._total)
 
     def whole(self, jobs: Sequence[Job], nbytes: int) -> None:
         """Counts jobs that are filled."""
         self._done += nbytes
         for job in jobs if self._parts else ():
             self._parts.pop(next(iter(job.targets)), None)
-        self._tell()
-
-    def _tell(self) -> None:
         if self._told is not None:
             self._told(self._done + sum(self._parts.values()), self._total)
 
@@ -205,7 +205,7 @@ class _Reads:
             prefer_huge_pages(to)
         plain = [to.flags.c_contiguous for to in memory]
         whole, out = list(compress(batch, plain)), list(compress(memory, plain))
-        read = sum(to.nbytes for to in out)
+        read = sum(map(attrgetter("nbytes"), out))
         requests = [
             Request(job.entry, _only_part(job.entry), 0, to, digest)
             for job, to, digest in zip(whole, out, compress(digests, plain), strict=True)
@@ -390,7 +390,7 @@ def _whole_jobs(jobs: Sequence[Job]) -> tuple[list[StoredJob], list[Job]]:
                 whole.append(job)
                 continue
         others.append(job)
-    whole.sort(key=lambda job: job.entry.name)  # as in the database: neighbours are in one file
+    whole.sort(key=attrgetter("entry.name"))  # as in the database: neighbours are in one file
     return whole, others
 
 

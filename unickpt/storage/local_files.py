@@ -209,7 +209,8 @@ class RegularFiles(FolderBoundary):
             size = os.fstat(handle).st_size
             # A hole takes no space and reads as zeros, and valid nodes never have thousands of
             # zeros in a row. So gigabytes of zeros are refused before they take memory.
-            if size < end or not (may_be_sparse or _has_no_hole(handle, offset, end)):
+            is_short = reference.length < _HOLE_BYTES
+            if size < end or not (is_short or may_be_sparse or _has_no_hole(handle, offset, end)):
                 raise Damaged(
                     f"{at} has no bytes {offset} to {end}: its size is {size}, or it has a hole"
                 )
@@ -388,11 +389,9 @@ def check_regular(found: os.stat_result, at: str) -> None:
 
 
 def _has_no_hole(handle: int, start: int, end: int) -> bool:
-    if end - start < _HOLE_BYTES or not hasattr(os, "SEEK_HOLE"):
-        return True
     try:
         return os.lseek(handle, start, os.SEEK_HOLE) >= end
-    except OSError:  # the file system does not support it
+    except (OSError, AttributeError):  # the system does not support it
         return True
 
 

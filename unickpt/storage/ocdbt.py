@@ -10,6 +10,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import compress
 from typing import Any
 
@@ -79,7 +80,7 @@ class Tree:
         self, manifest: Callable[[], bytes | None], fetch: Callable[[DataReference], bytes]
     ) -> None:
         self._manifest, self._fetch = manifest, fetch
-        self._nodes: dict[tuple[DataReference | None, bytes], nodes.BTreeNode | None] = {}
+        self._nodes: dict[tuple[DataReference, bytes], nodes.BTreeNode] = {}
         self._top: set[str] = set()
         self._budget, self._stored = nodes.NodeBudget(), set[DataReference]()
         self._lock = threading.Lock()
@@ -91,9 +92,13 @@ class Tree:
             Damaged: the tree is damaged, or needs far more memory than its stored bytes justify.
             Failed: the storage failed.
         """
+        wanted = key.encode()
         with self._lock:
-            leaf = self._leaf(key.encode())
-        return _value(leaf, key.encode())
+            leaf = self._leaf(wanted)
+        at = 0 if leaf is None else bisect_left(leaf.keys, wanted)
+        if leaf is None or at == len(leaf.keys) or leaf.keys[at] != wanted:
+            return None
+        return leaf.find(at)
 
     def find_all(
         self, keys: Sequence[str]
@@ -133,7 +138,7 @@ class Tree:
             Damaged: as for `find`.
         """
         with self._lock:
-            root = self._root()
+            root = self._root
             ahead, seen = [] if root is None else [root], set[nodes.BTreeNode]()
             while ahead:
                 node = ahead.pop()
@@ -146,7 +151,7 @@ class Tree:
 
     def _leaf(self, wanted: bytes) -> nodes.BTreeNode | None:
         """The leaf that has a key, if any has it."""
-        node = self._root()
+        node = self._root
         while node is not None and node.height > 0:
             at = bisect_right(node.keys, wanted) - 1
             if at < 0:
@@ -163,7 +168,7 @@ class Tree:
         first = prefix.encode()
         after = _after(first)
         with self._lock:
-            root = self._root()
+            root = self._root
             named = set(self._top)
             ahead, seen = [] if root is None else [root], set[nodes.BTreeNode]()
             while ahead:
@@ -180,17 +185,14 @@ class Tree:
                     ahead += dict.fromkeys(each for each in below if each not in seen)
         return named
 
+    @cached_property
     def _root(self) -> nodes.BTreeNode | None:
-        if (None, b"") not in self._nodes:
-            data = self._manifest()
-            found = nodes.manifest(data) if data is not None else None
-            root = found.root if found is not None else None
-            if found is not None and root is not None:
-                self._top.add(root.path)
-                self._nodes[None, b""] = self._node(root, found.height, b"")
-            else:
-                self._nodes[None, b""] = None
-        return self._nodes[None, b""]
+        data = self._manifest()
+        found = nodes.Manifest() if data is None else nodes.manifest(data)
+        if found.root is None:
+            return None
+        self._top.add(found.root.path)
+        return self._node(found.root, found.height, b"")
 
     def _below(self, node: nodes.BTreeNode, at: int) -> nodes.BTreeNode:
         """The node that an entry of an inner node leads to."""
@@ -209,13 +211,6 @@ class Tree:
         found = nodes.node(data, reference, height, prefix, self._budget)
         self._nodes[reference, prefix] = found
         return found
-
-
-def _value(leaf: nodes.BTreeNode | None, wanted: bytes) -> bytes | DataReference | None:
-    at = 0 if leaf is None else bisect_left(leaf.keys, wanted)
-    if leaf is None or at == len(leaf.keys) or leaf.keys[at] != wanted:
-        return None
-    return leaf.find(at)
 
 
 def _after(prefix: bytes) -> bytes | None:

@@ -46,13 +46,8 @@ class LocalLocation(Location):
         is_top = os.path.dirname(self.path.rstrip("/")) in ("", "/")
         return None if is_top else super().parent
 
-    @property
-    def is_local(self) -> bool:
-        return True
-
-    @property
-    def is_remote(self) -> bool:
-        return False
+    is_local = True
+    is_remote = False
 
     def store(self, context: ts.Context) -> KvStore:
         opened = LocalKvStore.open(dict(self.spec), context)

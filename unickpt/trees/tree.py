@@ -196,11 +196,11 @@ def _flatten(
         return Leaf(name, obj)
     keys = plain_keys(level.keys)
     names, within = child_names(level.kind, keys, name), (*stack, id(obj))
-    children = tuple(
+    children = [
         _flatten(child, child_name, is_leaf, expand, bad, within)
         for child, child_name in zip(level.children, names, strict=True)
-    )
-    return Node(level.kind, keys, children, level.rebuild, level.type_name, obj, level.check)
+    ]
+    return Node(level.kind, keys, tuple(children), level.rebuild, level.type_name, obj, level.check)
 
 
 def level_of(obj: Any, name: str, expand: Expand) -> Expansion | None:
@@ -282,8 +282,8 @@ def child_names(kind: str, keys: tuple[Key, ...], name: str) -> list[str]:
     """Names of a container's children."""
     if kind == "wrapper":
         return [name]
-    numbers = {str(key) for key in keys if isinstance(key, int)}
-    return [join(name, component(key, numbers)) for key in keys]
+    numbers, prefix = {str(key) for key in keys if isinstance(key, int)}, f"{name}/" if name else ""
+    return [f"{prefix}{component(key, numbers)}" for key in keys]
 
 
 def _expand_builtin(obj: Any) -> Expansion | None:

@@ -16,6 +16,7 @@ import re
 import struct
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, TypeVar
 from urllib.parse import unquote
@@ -50,16 +51,13 @@ class BadValue(ValueError):
 
 
 Plain = int | float | bool | str | bytes | Opaque | None
+PLAIN_TYPES = (int, float, bool, str, bytes, Opaque, type(None))
 
 
 def is_plain(obj: object) -> bool:
     """Whether a value has exactly a plain type, or is a member of an enumeration of ints or
     strings; false for other subclasses."""
-    return (
-        obj is None
-        or type(obj) in (int, float, bool, str, bytes, Opaque)
-        or (isinstance(obj, (int, str)) and isinstance(obj, enum.Enum))
-    )
+    return type(obj) in PLAIN_TYPES or (isinstance(obj, (int, str)) and isinstance(obj, enum.Enum))
 
 
 def length(value: Plain) -> int:
@@ -369,6 +367,10 @@ def parsed(data: bytes | msgspec.Raw) -> Any:
     Raises:
         BadJSON: it is none, or an object has a key twice.
     """
+    with suppress(RecursionError, UnicodeError, msgspec.DecodeError):
+        found = msgspec.json.decode(data)
+        if ENCODER.encode(found) == bytes(data):  # so that no object has a key twice
+            return found
     try:
         return _DECODER.decode(bytes(data).decode())
     except (RecursionError, ValueError) as error:
