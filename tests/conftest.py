@@ -78,11 +78,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         name = collection_path.relative_to(config.rootpath).as_posix()
         if any(name in each.tests for each in ENVIRONMENTS.values()):
             return True
-    if "not integration" in expression:
-        text = collection_path.read_text()
-        marked = re.search(r"^pytestmark = \[?pytest\.mark\.integration\b", text, re.M)
-        return True if marked else None
+    for mark in ("integration", "trainers"):
+        if f"not {mark}" in expression and mark in _marks_of_all(collection_path.read_text()):
+            return True
     return None
+
+
+def _marks_of_all(text: str) -> list[str]:
+    """The names of the marks that a file gives all of its tests."""
+    given = re.search(r"^pytestmark = (\[\n(?:.*\n)*?\]|.*)$", text, re.M)
+    return re.findall(r"pytest\.mark\.(\w+)", given[1]) if given else []
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
@@ -161,7 +166,7 @@ def moto() -> Iterator[str]:
     """The address of an S3 server on this machine."""
     from moto.server import ThreadedMotoServer  # slow to import
 
-    s3_server.list_modules_once()
+    s3_server.hasten()
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
     host, port = server.get_host_and_port()

@@ -27,6 +27,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,12 @@ class Environment:
         Arguments:
             test: as pytest names it, `tests/storage/test_s3.py::test_a_step[s3]`.
         """
-        patterns = (re.escape(each).replace(r"\*", ".*") for each in self.tests)
-        return any(re.fullmatch(rf"{each}([\[:].*)?", test) for each in patterns)
+        return self._pattern.fullmatch(test) is not None
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        each = "|".join(re.escape(each).replace(r"\*", ".*") for each in self.tests)
+        return re.compile(rf"(?:{each or '(?!)'})(?:[\[:].*)?")
 
 
 def environments() -> dict[str, Environment]:

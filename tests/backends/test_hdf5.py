@@ -395,10 +395,12 @@ def test_every_version_reads_as_with_h5py(version: str, tmp_path: Path) -> None:
         for name, shape, chunks, most in (
             ("tree", (61, 5), (2, 3), None), ("grows", (61, 3), (2, 2), (None, 3)),
             ("both", (9, 61), (2, 3), (None, None)), ("upto", (61, 3), (2, 2), (100, 7)),
-            ("one", (61, 3), (61, 3), None), ("many", (3000,), (1,), None),
+            ("one", (61, 3), (61, 3), None), ("many", (700,), (1,), None),
             ("manygrow", (5000,), (1,), (None,)),
         ) if version != "latest" else ():  # fmt: skip
             for how in ({}, {"compression": "gzip", "shuffle": True, "fletcher32": True}):
+                if name == "manygrow" and how:
+                    continue  # it is there for the three levels of its tree
                 file.create_dataset(
                     name + "z" * len(how), data=rng.integers(0, 999, shape), chunks=chunks,
                     maxshape=most, **how,
@@ -406,8 +408,8 @@ def test_every_version_reads_as_with_h5py(version: str, tmp_path: Path) -> None:
         if version != "latest":
             sparse = file.create_dataset("sparse", (9000,), ">i4", chunks=(1,), fillvalue=7)
             sparse[5], sparse[8000:8010] = 1, 2
-            far = file.create_dataset("far", (300_000,), "i2", chunks=(1,), maxshape=(None,))
-            far[200_000:200_050] = 1
+            far = file.create_dataset("far", (60_000,), "i2", chunks=(1,), maxshape=(None,))
+            far[40_000:40_050] = 1
         filled = file.create_dataset("filled", (9,), ">f4", fillvalue=7)
         assert filled.id.get_offset() is None
         bf16 = file.create_dataset("bf16", data=np.arange(60, dtype="u2").view("V2"))
@@ -419,7 +421,7 @@ def test_every_version_reads_as_with_h5py(version: str, tmp_path: Path) -> None:
             tracked[f"a{n}"] = n
     found = unickpt.open(path)
     with h5py.File(path) as file:
-        assert len(found) == (302 if version == "latest" else 14 + 4 + 300)
+        assert len(found) == (302 if version == "latest" else 13 + 4 + 300)
         for name in found:
             expected = np.asarray(file[name][()])
             expected = expected.astype(expected.dtype.newbyteorder("="))

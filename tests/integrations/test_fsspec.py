@@ -399,7 +399,7 @@ def test_a_job_that_is_killed_leaves_whole_steps(processes: Processes, tmp_path:
     root, there = tmp_path / "root", tmp_path / "there"
     last = -1
     for killed in range(4):
-        job = processes.start(JOB, TESTS, root, there, 10**6)
+        job = processes.forked(JOB, TESTS, root, there, 10**6)
         while max(StepsFolder(str(there), {}).steps(), default=-1) <= last:
             assert job.poll() is None, job.communicate()
             time.sleep(0.01)
@@ -412,7 +412,7 @@ def test_a_job_that_is_killed_leaves_whole_steps(processes: Processes, tmp_path:
     for folder in root.iterdir():
         if folder.name.startswith("step_"):  # the machine is lost
             folder.rename(tmp_path / f"lost_{folder.name}")
-    processes.finish([processes.start(JOB, TESTS, root, there, last + 3)])
+    processes.finish([processes.forked(JOB, TESTS, root, there, last + 3)])
     assert StepsFolder(str(there), {}).steps() == [last + 1, last + 2, last + 3]
     found = unickpt.load(there / f"step_{last + 3}")
     assert np.array_equal(found["w"], np.full(5000, last + 3.0))

@@ -233,7 +233,7 @@ with ocp.CheckpointManager(sys.argv[1], handler_registry=registry()) as manager:
     attempt({**like, "w": jax.ShapeDtypeStruct((8, 6), jnp.bfloat16, sharding=sharding)})
 """
     env = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    (said,) = processes.finish([processes.start(program, tmp_path, env=env)])
+    (said,) = processes.finish([processes.forked(program, tmp_path, of=["orbax"], env=env)])
     error = (
         "array 'w' was on 8 devices of another job, and this one has 4 in 1 processes; pass an "
         "abstract tree with shardings"
@@ -380,7 +380,7 @@ with ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(max_to_k
     begin = run.latest_step()
     if begin is not None:
         state = run.restore(begin, args=ocp.args.StandardRestore(state))
-    print("from", begin)
+    print("from", begin, flush=True)
     for step in range(0 if begin is None else begin + 1, 11):
         state = train(state, jax.random.normal(jax.random.key(step), (16, 4)))
         run.save(step, args=ocp.args.StandardSave(state))
@@ -396,7 +396,7 @@ def test_a_job_that_changes_over_and_is_killed_ends_as_one_that_nobody_killed(
 ) -> None:
     def run(folder: str, way: str, die: int | None = None) -> str:
         out = tmp_path / f"{folder}.npz"
-        job = processes.start(JOB, tmp_path / folder, way, str(die), out)
+        job = processes.forked(JOB, tmp_path / folder, way, str(die), out, of=["orbax"])
         said, errors = job.communicate()
         assert job.returncode == (0 if die is None else -signal.SIGKILL), said + errors
         return str(said)

@@ -225,7 +225,6 @@ def ranks(root: str, how: str, dense: str, k: str, layers: str) -> None:
         # By their turns, 4 or 2 of 8 ranks write an expert: the others write more of what is none.
         ("stacked", "DTensor", 4, 1),
         ("apart", "DTensor", 2, 1),
-        ("stacked", "plain", 2, 1),
     ],
 )
 def test_ranks_write_as_much_each(

@@ -358,7 +358,17 @@ def folders_of(root: str) -> list[str]:
     return sorted(n for n in paths.resolve(root).folders(paths.context()) if n != "processes")
 
 
-@pytest.mark.parametrize("how", [{}, {"reuse": True}])
+@pytest.mark.parametrize(
+    ("how", "root"),
+    [
+        ({}, "memory"),
+        ({}, "no links"),
+        ({"reuse": True}, "memory"),
+        ({"reuse": True}, "no links"),
+        ({"reuse": True}, "s3"),
+    ],
+    indirect=["root"],
+)
 def test_retired_steps_go_when_the_run_continues_without_experts(
     how: dict[str, Any], root: str
 ) -> None:

@@ -54,6 +54,7 @@ PRELOADED = {
     ),
     "grain": ("grain", "unickpt.adapters.jax"),
     "jax": ("jax.experimental.multihost_utils", "unickpt.adapters.jax"),
+    "orbax": ("orbax.checkpoint", "unickpt.adapters.jax", "unickpt.integrations.orbax"),
     "torch": (
         "torch._dynamo",  # imported by torch at the first use of DTensors and of FSDP2
         "torch._functorch.aot_autograd",

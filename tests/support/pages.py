@@ -11,7 +11,8 @@ What a page's reader need not see stands in comments of its source:
 A snippet with a title (```python title="save.py") is a file, which a later shell snippet runs. What
 stands directly below a snippet or a setup, in a block without language, is what it prints, with
 "..." for what differs each time; if it raises, that is the last line: `LoadMismatch: ...`. A bucket
-of S3 is there for a page that uses `s3://bucket`.
+of S3 is there for a page that uses `s3://bucket`. torchrun itself runs only for the README: other
+pages have ranks that are forked from a process with torch.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from support import TESTS
+from support.processes import Processes
 from unickpt import Rules
 from unickpt.cli.app import app
 
@@ -130,6 +133,24 @@ def _with_output(snippet: Snippet, text: str) -> Snippet:
     return Snippet(**{**snippet.__dict__, "prints": text})
 
 
+def _ranks(words: list[str], settings: dict[str, str]) -> str:
+    """Does what torchrun would, with ranks that have imported torch, and returns what they print.
+
+    Raises:
+        AssertionError: a rank failed.
+    """
+    option, count, script, *arguments = words
+    assert option == "--nproc-per-node", words
+    with tempfile.TemporaryDirectory() as folder:
+        processes = Processes(Path(folder))
+        try:
+            source, env = Path(script).read_text(), {"PYTHONPATH": str(ROOT), **settings}
+            started = processes.torch(int(count), source, *arguments, env=env)
+            return "".join(processes.finish(started))
+        finally:
+            processes.close()
+
+
 class Reader:
     """Follows a page: runs its snippets in the current folder."""
 
@@ -194,6 +215,8 @@ class Reader:
             result = CliRunner().invoke(app, words[1:])
             found_some = words[1] == "diff" and result.exit_code == 1
             failed, printed = 0 if found_some else result.exit_code, result.output
+        elif words[0] == "torchrun" and snippet.page != "README.md":
+            failed, printed = 0, _ranks(words[1:], settings)
         else:
             programs = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}
             assert words[0] in programs, f"{snippet.page}:{snippet.line}: what is {words[0]!r}?"

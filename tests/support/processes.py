@@ -62,7 +62,7 @@ class Processes:
         """Starts a process that has imported what takes long, and else is like an interpreter.
 
         Arguments:
-            of: what it has imported: "jax", "torch", "grain" or several.
+            of: what it has imported: "jax", "torch", "grain", "orbax" or several.
             env: further environment variables. What is read when a module is imported, such as
                 `JAX_PLATFORMS`, comes too late; `start` is for those, and for what is about
                 interpreters: how they begin and end, and what they import.
@@ -72,19 +72,22 @@ class Processes:
         self.started.append(process)
         return process
 
-    def torch(self, world: int, source: str, *arguments: object) -> list[subprocess.Popen[str]]:
+    def torch(
+        self, world: int, source: str, *arguments: object, env: dict[str, str] | None = None
+    ) -> list[subprocess.Popen[str]]:
         """Starts gloo ranks; the source finds them through `init_process_group("gloo")`."""
         port = str(free_port())
         ranks: list[Any] = []
         for rank in range(world):
-            env = {
+            job = {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(world),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
                 "OMP_NUM_THREADS": "1",
             }
-            ranks.append(self.forked(source, *arguments, of=("torch",), env=env))
+            job |= env or {}
+            ranks.append(self.forked(source, *arguments, of=("torch",), env=job))
         return ranks
 
     def jax(
