@@ -14,7 +14,7 @@ import torch
 from unickpt.adapters.torch_fresh_state import dtype_of
 from unickpt.arrays import dtypes
 from unickpt.frameworks.protocol import StoredTree
-from unickpt.trees.tree import Leaf, Node
+from unickpt.trees.tree import Leaf, Node, by_key
 
 _KEY = "_extra_state"  # as torch calls it
 _CONTAINERS = ("dict", "ordereddict", "list", "tuple", "namedtuple")
@@ -37,7 +37,7 @@ def with_extra_states(
     node = stored.at(name) if keys else None
     if not isinstance(node, Node):
         return state
-    children = dict(zip(node.keys, node.children, strict=True))
+    children = by_key(node)
     made = copy.copy(state)  # with the versions of modules
     for key in keys:
         if names[key] in children:

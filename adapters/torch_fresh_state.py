@@ -13,7 +13,7 @@ from unickpt.adapters.torch_distributed import TO_NUMPY
 from unickpt.arrays import dtypes
 from unickpt.errors import UnsupportedLeaf
 from unickpt.frameworks.protocol import StoredTree
-from unickpt.trees.tree import Leaf, Node, child_names, component, join, leaves
+from unickpt.trees.tree import Leaf, Node, child_names, component, join, leaves, unwrapped
 from unickpt.trees.wrapper_names import without_wrappers
 
 # Slots that torch's optimizers read as soon as the state of a parameter is not empty.
@@ -160,21 +160,15 @@ def slots_by_key(stored: StoredTree, name: str) -> dict[str, Slots]:
     node = stored.at(name)
     if isinstance(node, Node):
         parts = child_names(node.kind, node.keys, "")
-        for part, child in zip(parts, map(_unwrapped, node.children), strict=True):
+        for part, child in zip(parts, map(unwrapped, node.children), strict=True):
             if isinstance(child, Node) and child.children:
-                found[part] = dict(zip(child.keys, map(_unwrapped, child.children), strict=True))
+                found[part] = dict(zip(child.keys, map(unwrapped, child.children), strict=True))
         return found
     for leaf in stored if node is None else ():
         key, _, slot = leaf.removeprefix(f"{name}/").partition("/")
         if leaf.startswith(f"{name}/") and slot:
             found.setdefault(key, {})[unquote(slot)] = Leaf(leaf, None)
     return found
-
-
-def _unwrapped(node: Node | Leaf) -> Node | Leaf:
-    while isinstance(node, Node) and node.kind == "wrapper":
-        (node,) = node.children
-    return node
 
 
 def _shapes(slots: Slots, stored: StoredTree) -> dict[str, Shape]:
@@ -206,7 +200,7 @@ def _has_structure(value: Any, node: Node | Leaf, stored: StoredTree) -> bool:
         children = list(value) if isinstance(value, list | tuple) else None
     if children is None or len(children) != len(node.children):
         return False
-    both = zip(children, map(_unwrapped, node.children), strict=True)
+    both = zip(children, map(unwrapped, node.children), strict=True)
     return all(_has_structure(child, below, stored) for child, below in both)
 
 
@@ -234,7 +228,7 @@ def _fresh(
         return make(slot, stored[node.name])
     where = join(within, component(slot))
     children = [
-        _fresh(make, str(key), _unwrapped(child), where, stored)
+        _fresh(make, str(key), unwrapped(child), where, stored)
         for key, child in zip(node.keys, node.children, strict=True)
     ]
     left_out = [child is _NONE for child in children]

@@ -29,7 +29,7 @@ from unickpt.errors import LoadMismatch, UnsupportedLeaf
 from unickpt.frameworks.leaves import placed
 from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import ArraySource, ArrayTarget, Fragment, StoredTree
-from unickpt.trees.tree import Expansion, Node, component, join
+from unickpt.trees.tree import Expansion, Node, by_key, component, join
 from unickpt.trees.tree import rebuild as rebuild_tree
 
 
@@ -185,9 +185,7 @@ def expand_flattened(
     groups = state["param_groups"]
 
     def check(node: Node, value: Callable[[str], Any]) -> None:
-        (state_dict,) = node.children
-        assert isinstance(state_dict, Node), "a dict"
-        of = dict(zip(state_dict.keys, state_dict.children, strict=True))
+        of = by_key(node)
         found = rebuild_tree(of["param_groups"], value)
         for at, (own, loaded) in enumerate(zip(groups, found, strict=True)):
             if {*own["params"]} != {*loaded["params"]}:

@@ -18,7 +18,7 @@ from unickpt.adapters.torch_fresh_state import (
 from unickpt.adapters.torch_modules import canonical_names, fsdp1
 from unickpt.errors import LoadMismatch
 from unickpt.frameworks.protocol import StoredTree
-from unickpt.trees.tree import Expansion, Leaf, Node, component, join
+from unickpt.trees.tree import Expansion, Leaf, Node, by_key, component, join
 from unickpt.trees.tree import rebuild as rebuild_tree
 from unickpt.trees.wrapper_names import bare, without_wrappers
 
@@ -124,9 +124,7 @@ def expand_optimizer(obj: Any, name: str, stored: StoredTree | None) -> Expansio
         return _regrouped(name, numbered["param_groups"], loaded)
 
     def check(node: Node, value: Callable[[str], Any]) -> None:
-        (state_dict,) = node.children
-        assert isinstance(state_dict, Node), "a dict"
-        of = dict(zip(state_dict.keys, state_dict.children, strict=True))
+        of = by_key(node)
         _check_slots(name, inner, of["state"], {keys[at] for at in fresh if at not in misfits})
         # Hyper-parameters that are arrays are not read yet, and taken as equal.
         groups = rebuild_tree(of["param_groups"], lambda n: _plain(value(n)))

@@ -19,7 +19,6 @@ from unickpt.backends.training_states import (
     Node,
     generators,
     is_optimizer,
-    members,
     numbered,
     root_of,
     without_last,
@@ -51,7 +50,7 @@ class AccelerateWriter:
         if strange:
             raise cannot_hold("accelerate", sorted(strange), "drop it by a rule")
         parts: dict[str, Plan] = {}
-        models = members(root.get("models", tree.Leaf("", None)))
+        models = tree.by_key(root.get("models", tree.Leaf("", None)))
         for number, node in models.items():
             name = _numbered_name("model.safetensors", number)
             parts[name] = Part.of(index, node).plan(SafetensorsWriter(), most_bytes, name)
@@ -82,19 +81,19 @@ def _numbered_name(name: str, number: int) -> str:
 def _torch_files(index: Index, root: Mapping[Any, Node]) -> Iterator[tuple[str, Node]]:
     """What is a file of torch.save each."""
     none = tree.Leaf("", None)
-    for number, node in members(root.get("optimizers", none)).items():
+    for number, node in tree.by_key(root.get("optimizers", none)).items():
         name = _numbered_name("optimizer.bin", number)
         yield name, numbered(index, node, f"optimizers/{number}")
-    for number, node in members(root.get("schedulers", none)).items():
+    for number, node in tree.by_key(root.get("schedulers", none)).items():
         yield _numbered_name("scheduler.bin", number), node
     if "scaler" in root:
         yield "scaler.pt", root["scaler"]
-    for number, node in members(root.get("registered", none)).items():
+    for number, node in tree.by_key(root.get("registered", none)).items():
         name = f"registered/{number}"
         ours = numbered(index, node, name) if is_optimizer(node) else node
         yield _REGISTERED.format(number), ours
-    others = members(root["values"]).get("registered", none)
-    for number, node in members(others).items():
+    others = tree.by_key(root["values"]).get("registered", none)
+    for number, node in tree.by_key(others).items():
         yield _REGISTERED.format(number), _unpacked(node, f"registered/{number}")
 
 
@@ -107,7 +106,7 @@ def _unpacked(node: Node, what: str) -> Node:
             f"the state of {what} has a {node.type_name}, whose class unickpt does not know, and "
             f"files of torch.save name it: drop it by a rule, values/{what} <-> drop"
         )
-    of = members(node)
+    of = tree.by_key(node)
     if of.keys() == {TENSOR, DTYPE}:
         return of[TENSOR]
     return replace(node, children=tuple(_unpacked(child, what) for child in node.children))

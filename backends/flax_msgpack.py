@@ -93,9 +93,8 @@ def _joined(files: Files, index: str) -> dict[str, Any]:
             inner = level.setdefault(key, {})
             level = inner if isinstance(inner, dict) else {last: inner}
         if not isinstance(found, TensorSource) or last in level:
-            raise CheckpointCorrupt(
-                f"{files.location}: {index} says that {quoted(name)} is an array in {file}, which "
-                "does not contain it; was the folder copied as a whole?"
+            raise files.incomplete(
+                f"{index} says that {quoted(name)} is an array in {file}, which does not contain it"
             )
         level[last] = found
     return root
@@ -120,10 +119,9 @@ class FlaxReader(RangeReader):
             if isinstance(leaf.value, TensorSource):
                 table.add(leaf.name, leaf.value)
                 return
-            raise UnsupportedFormat(
-                f"{files.location}: {file}: {quoted(leaf.name)} is not in this file, but "
-                f"elsewhere: {quoted(leaf.value.found)}; give the path of the folder that contains "
-                "both"
+            raise files.unsupported(
+                f"{file}: {quoted(leaf.name)} is not in this file, but elsewhere: "
+                f"{quoted(leaf.value.found)}; give the path of the folder that contains both"
             )
 
         table = table_of(files, root, (TensorSource, Elsewhere), put)
@@ -156,7 +154,7 @@ class _MsgpackScanner:
 
     def _unsupported(self, name: str, reason: str) -> UnsupportedFormat:
         at = self._at
-        return UnsupportedFormat(f"{at.files.location}: {at.name}: {quoted(name)} {reason}")
+        return at.files.unsupported(f"{at.name}: {quoted(name)} {reason}")
 
     def _value(self, depth: int, name: str) -> Any:
         """The next value.

@@ -77,8 +77,8 @@ def _quants(files: Files) -> Any:
     try:
         return importlib.import_module("gguf.quants")
     except ImportError:
-        raise UnsupportedFormat(
-            f"{files.location}: dequantizing needs the package gguf: install unickpt[gguf]"
+        raise files.unsupported(
+            "dequantizing needs the package gguf: install unickpt[gguf]"
         ) from None
 
 
@@ -240,12 +240,11 @@ def _cursor(files: Files, name: str, known: _GGUFHeader) -> Cursor:
     except Damaged as error:
         if error.errno != errno.ENOENT:
             raise
-        raise CheckpointCorrupt(
-            f"{files.location}: {name} is missing, which belongs to {known.file}; was the model "
-            "copied as a whole?"
+        raise files.damaged(
+            f"{name} is missing, which belongs to {known.file}; was the model copied as a whole?"
         ) from error
     if not loose_files.GGUF.begins(head):
-        raise CheckpointCorrupt(f"{files.location}: {name} is damaged: it is no GGUF file")
+        raise files.damaged(f"{name} is damaged: it is no GGUF file")
     return Cursor(files, name)
 
 
@@ -329,7 +328,7 @@ class _GGUFHeader:
 
     def unsupported(self, reason: str) -> UnsupportedFormat:
         """The error for what cannot be read."""
-        return UnsupportedFormat(f"{self._at.files.location}: {self.file}: {reason}")
+        return self._at.files.unsupported(f"{self.file}: {reason}")
 
     def told(self, tensor: str) -> str:
         """A tensor, for errors."""

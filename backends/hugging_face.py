@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-from unickpt.errors import CheckpointCorrupt
 from unickpt.foreign.files import Files
 from unickpt.quoting import quoted
 
@@ -25,15 +24,15 @@ def weight_map(files: Files, index: str, suffixes: tuple[str, ...]) -> dict[str,
     """
     size = files.size(index)
     if size is not None and size > _MOST_INDEX:
-        raise CheckpointCorrupt(f"{files.location}: {index} has {size} bytes, too many")
+        raise files.damaged(f"{index} has {size} bytes, too many")
     try:
         found = json.loads(files.tail(index, _MOST_INDEX))["weight_map"]
         names = {str(name): str(file) for name, file in found.items()}
         for name in (*names, *names.values()):
             name.encode()  # JSON can hold half a character, which is no text
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointCorrupt(f"{files.location}: {index} is damaged: {error!r}") from error
+        raise files.damaged(f"{index} is damaged: {error!r}") from error
     for file in names.values():
         if "/" in file or not file.endswith(suffixes):
-            raise CheckpointCorrupt(f"{files.location}: {index} names the file {quoted(file)}")
+            raise files.damaged(f"{index} names the file {quoted(file)}")
     return names

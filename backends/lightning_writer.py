@@ -82,9 +82,7 @@ def _checkpoint(index: Index) -> tree.Node:
     Raises:
         UnsupportedLeaf: it is not one of Lightning.
     """
-    node = tree_json.from_json(index.tree)
-    while isinstance(node, tree.Node) and node.kind == "wrapper":
-        (node,) = node.children
+    node = tree.unwrapped(tree_json.from_json(index.tree))
     keys = node.keys if isinstance(node, tree.Node) and node.kind in _DICTS else ()
     if not isinstance(node, tree.Node) or not {_WEIGHTS, TYPES} & {*keys}:
         raise UnsupportedLeaf(
@@ -119,8 +117,7 @@ class _Pickled:
         Raises:
             CheckpointCorrupt: it does not fit its type.
         """
-        while isinstance(node, tree.Node) and node.kind == "wrapper":
-            (node,) = node.children
+        node = tree.unwrapped(node)
         kinds = self._types.get(name, [])
         self._left.discard(name)
         if isinstance(node, tree.Leaf):

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from unickpt.backends.npz import MOST_HEADER, parsed
-from unickpt.errors import CheckpointCorrupt
 from unickpt.foreign import loose_files
 from unickpt.foreign.file_ranges import ArrayTable, RangeReader
 from unickpt.foreign.files import Files
@@ -51,7 +50,7 @@ class NpyReader(RangeReader):
         found = header.source(file)
         told, there = header.length + found.nbytes, len(data) if size is None else size
         if told != there:
-            raise CheckpointCorrupt(f"{files.location}: {file} has {there} bytes, {told} expected")
+            raise files.damaged(f"{file} has {there} bytes, {told} expected")
         table = ArrayTable()
         table.add(tree.component(file.removesuffix(".npy")), found)
         super().__init__(files, table.index(), table.boxes)

@@ -85,7 +85,7 @@ def _box(files: Files, file: TorchFile, leaf: tree.Leaf) -> FileBox:
     except Failed as error:
         raise reading_failed(error, f"{files.location}: array {leaf.name!r}") from error
     except CheckpointCorrupt as error:
-        raise CheckpointCorrupt(f"{files.location}: array {leaf.name!r}: {error}") from error
+        raise files.damaged(f"array {leaf.name!r}: {error}") from error
 
 
 # --- which files ----------------------------------------------------------------------------
@@ -118,9 +118,9 @@ def _open_sharded(files: Files, where: Mapping[str, str], index: str) -> Reader:
         else:
             missing.append(name)
     if missing:
-        raise CheckpointCorrupt(
-            f"{files.location}: {index} says that {quoted(missing[0])} is in "
-            f"{where[missing[0]]}, which does not contain it; {len(missing)} missing in all"
+        raise files.damaged(
+            f"{index} says that {quoted(missing[0])} is in {where[missing[0]]}, which does not "
+            f"contain it; {len(missing)} missing in all"
         )
     return TorchFilesReader(files, root, by_file)
 

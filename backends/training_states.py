@@ -7,7 +7,7 @@ Sources: torch/optim/optimizer.py (`state_dict`), NumPy's `ndarray.__reduce__`, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,29 +32,14 @@ TENSOR, DTYPE = "torch.Tensor", "dtype"
 """What integrations.packing makes of a tensor: a dict with these keys."""
 
 
-def members(node: Node) -> dict[Any, Node]:
-    """The children of a container by their keys; of a leaf none."""
-    node = _inner(node)
-    if isinstance(node, tree.Leaf):
-        return {}
-    return dict(zip(node.keys, node.children, strict=True))
-
-
 def root_of(index: Index) -> dict[Any, Node]:
     """What is at the top of a checkpoint."""
-    return members(tree_json.from_json(index.tree))
-
-
-def _inner(node: Node) -> Node:
-    """What is in wrappers."""
-    while isinstance(node, tree.Node) and node.kind == "wrapper":
-        (node,) = node.children
-    return node
+    return tree.by_key(tree_json.from_json(index.tree))
 
 
 def is_optimizer(node: Node) -> bool:
     """Whether a node is the state of an optimizer of torch."""
-    return members(node).keys() == {"state", "param_groups"}
+    return tree.by_key(node).keys() == {"state", "param_groups"}
 
 
 def numbered(index: Index, node: Node, name: str) -> tree.Node:
@@ -68,9 +53,9 @@ def numbered(index: Index, node: Node, name: str) -> tree.Node:
     Raises:
         UnsupportedLeaf: it is something else.
     """
-    of = members(node)
-    groups = _inner(of["param_groups"]) if is_optimizer(node) else None
-    state = _inner(of["state"]) if groups is not None else None
+    of = tree.by_key(node)
+    groups = tree.unwrapped(of["param_groups"]) if is_optimizer(node) else None
+    state = tree.unwrapped(of["state"]) if groups is not None else None
     if not isinstance(groups, tree.Node) or groups.kind != "list" or isinstance(state, tree.Leaf):
         raise UnsupportedLeaf(
             f"{name!r} is not the state of an optimizer as torch has it, with 'state' and a list "
@@ -79,12 +64,12 @@ def numbered(index: Index, node: Node, name: str) -> tree.Node:
     numbers: dict[Any, int] = {}
     found = []
     for group in groups.children:
-        in_group = members(group)
-        params = members(in_group.get("params", tree.Leaf("", None)))
-        given = [index.values.get(leaf.name) for leaf in tree.leaves(_list(params))]
+        in_group = tree.by_key(group)
+        params = in_group.get("params")
+        given = [index.values.get(leaf.name) for leaf in (tree.leaves(params) if params else ())]
         numbers |= {param: len(numbers) + at for at, param in enumerate(given)}
-        made = _list({at: tree.Leaf("", numbers[param]) for at, param in enumerate(given)})
-        found.append(_dict({**in_group, "params": made}))
+        made = _list([tree.Leaf("", numbers[param]) for param in given])
+        found.append(tree.dict_of({**in_group, "params": made}))
     assert isinstance(state, tree.Node)
     unknown = [key for key in state.keys if key not in numbers]
     if unknown:
@@ -92,20 +77,12 @@ def numbered(index: Index, node: Node, name: str) -> tree.Node:
             f"{name!r}: no group of 'param_groups' has the parameter {quoted(unknown[0])}, of "
             "which there is a state"
         )
-    slots = {numbers[key]: child for key, child in members(state).items()}
-    keys = tuple(range(len(found)))
-    return _dict(
-        {"state": _dict(slots), "param_groups": _list(dict(zip(keys, found, strict=True)))}
-    )
+    slots = {numbers[key]: child for key, child in tree.by_key(state).items()}
+    return tree.dict_of({"state": tree.dict_of(slots), "param_groups": _list(found)})
 
 
-def _dict(of: Mapping[Any, Node]) -> tree.Node:
-    keys = tuple(of)
-    return tree.Node("dict", keys, tuple(of.values()), lambda xs: dict(zip(keys, xs, strict=True)))
-
-
-def _list(of: Mapping[Any, Node]) -> tree.Node:
-    return tree.Node("list", tuple(range(len(of))), tuple(of.values()), list)
+def _list(children: Sequence[Node]) -> tree.Node:
+    return tree.Node("list", tuple(range(len(children))), tuple(children), list)
 
 
 # --- files of torch.save --------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from unickpt.backends.dcp.reader import (
     nested,
     read_metadata,
 )
-from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.errors import CheckpointCorrupt
 from unickpt.foreign import pickles, torch_tensors
 from unickpt.foreign.elements import FileRange
 from unickpt.foreign.file_ranges import FileBox
@@ -35,7 +35,7 @@ from unickpt.foreign.pickle_objects import BadPickle, unread
 from unickpt.foreign.torch_tensors import Tensor
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
-from unickpt.storage.errors import Failed, reading_failed
+from unickpt.storage.errors import reading
 from unickpt.threads import Pool
 
 _ROOT = "bytecheckpoint.checkpointer.meta_type.Metadata"
@@ -57,11 +57,9 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         UnsupportedFormat: a dtype is not known.
         StorageError: the storage failed.
     """
-    try:
+    with reading(files.location):
         folder = files if _parts_in(files) else _latest(files)
         return None if folder is None else _RankFolder(folder).reader()
-    except Failed as error:
-        raise reading_failed(error, str(files.location)) from error
 
 
 def _parts_in(files: Files) -> list[str]:
@@ -125,9 +123,7 @@ class _RankFolder:
         """The metadata of a part; its files are those of the folder then."""
         found = read_metadata(self._files, f"{part}/{METADATA}", (_ROOT,))
         if found is None:
-            raise CheckpointCorrupt(
-                f"{self._files.location}: {part}/{METADATA} was not written by ByteCheckpoint"
-            )
+            raise self._files.damaged(f"{part}/{METADATA} was not written by ByteCheckpoint")
 
         def moved(blob: Blob) -> Blob:
             return replace(blob, file=f"{part}/{blob.file}")
@@ -184,16 +180,16 @@ class _RankFolder:
             flat = next((name for name in names if FLAT in name), None)
             if flat is None:
                 return {}
-            raise UnsupportedFormat(
-                f"{self._files.location}: which parameters are in {quoted(flat)}, says only "
-                f"{_MODEL}/{METADATA}, which is missing; put the folder {_MODEL} beside this one"
+            raise self._files.unsupported(
+                f"which parameters are in {quoted(flat)}, says only {_MODEL}/{METADATA}, which is "
+                f"missing; put the folder {_MODEL} beside this one"
             )
         known = {name.removeprefix(f"{_STATE}.").rpartition(".")[0] for name in names}
         defined = self._metadata[_MODEL].added.get("user_defined_dict")
         if isinstance(defined, dict) and _SEVERAL in defined:
-            raise UnsupportedFormat(
-                f"{self._files.location}: {_MODEL}/{METADATA} describes several models with flat "
-                "parameters; unickpt reads one"
+            raise self._files.unsupported(
+                f"{_MODEL}/{METADATA} describes several models with flat parameters; unickpt reads "
+                "one"
             )
         return parts_of(defined, known)
 
@@ -207,9 +203,8 @@ class _RankFolder:
         }
         missing = next((rank for rank in range(len(found)) if rank not in found), None)
         if missing is not None:
-            raise CheckpointCorrupt(
-                f"{self._files.location}: there is no {_EXTRA}/{_EXTRA}_rank_{missing}.pt, but "
-                f"that of process {max(found)}; was the folder copied as a whole?"
+            raise self._files.incomplete(
+                f"there is no {_EXTRA}/{_EXTRA}_rank_{missing}.pt, but that of process {max(found)}"
             )
         return [found[rank] for rank in range(len(found))]
 

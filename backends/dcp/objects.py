@@ -18,7 +18,7 @@ from unickpt.foreign.pickle_objects import BadPickle, Global, PickledObject, att
 from unickpt.foreign.torch_pickles import TorchFile
 from unickpt.foreign.torch_tensors import Tensor, TorchStorage, holds_tensors
 from unickpt.quoting import quoted, shortened
-from unickpt.storage.errors import Failed, reading_failed
+from unickpt.storage.errors import Failed, reading, reading_failed
 from unickpt.threads import Pool
 from unickpt.trees import tree, tree_json
 
@@ -60,8 +60,8 @@ def read_objects(files: Files, objects: Mapping[str, Blob]) -> dict[str, Any]:
         StorageError: the storage failed.
     """
     if sum(blob.length for blob in objects.values()) > _MOST_OBJECTS:
-        raise UnsupportedFormat(
-            f"{files.location}: the values that are no tensors have more than {_MOST_OBJECTS} bytes"
+        raise files.unsupported(
+            f"the values that are no tensors have more than {_MOST_OBJECTS} bytes"
         )
     order = sorted(objects.items(), key=lambda item: (item[1].file, item[1].offset))
     sweeps: list[list[tuple[str, Blob]]] = []
@@ -102,12 +102,10 @@ def _goes_on(first: Blob, last: Blob, blob: Blob) -> bool:
 def _read_sweep(files: Files, sweep: Sequence[tuple[str, Blob]]) -> dict[str, Any]:
     first, last = sweep[0][1], sweep[-1][1]
     where = f"{files.location}: {quoted(sweep[0][0])}"
-    try:
+    with reading(where):
         data = files.read(first.file, first.offset, last.offset + last.length - first.offset)
         known = Known(files, [(first.offset, data)])
         return {name: _read_object(known, name, blob) for name, blob in sweep}
-    except Failed as error:
-        raise reading_failed(error, where) from error
 
 
 def _read_object(files: Files, name: str, blob: Blob) -> Any:

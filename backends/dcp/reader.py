@@ -27,7 +27,7 @@ from unickpt.format.coverage import check_boxes
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
-from unickpt.storage.errors import Failed, reading_failed
+from unickpt.storage.errors import reading
 from unickpt.trees import tree, tree_json
 
 METADATA = ".metadata"
@@ -47,7 +47,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         UnsupportedFormat: data was transformed in a way that is not known, or a dtype is not known.
         StorageError: the storage failed.
     """
-    try:
+    with reading(files.location):
         if not files.exists(METADATA):
             if any(map(_DATA.fullmatch, files.here)):
                 raise CheckpointNotFound(
@@ -60,8 +60,6 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         if found is None:
             return None
         return DcpReader(files, nested(files, state_of(files, found), found.paths), found.version)
-    except Failed as error:
-        raise reading_failed(error, str(files.location)) from error
 
 
 def read_metadata(
@@ -141,10 +139,7 @@ def check_files(files: Files, metadata: Metadata) -> None:
     there = set[str]() if files.location.is_local else set(files.names)
     for file, name in sorted(needed.items()):
         if file not in there and not files.exists(file):
-            raise CheckpointCorrupt(
-                f"{files.location}: there is no file {file}, which holds data of {quoted(name)}; "
-                "was the folder copied as a whole?"
-            )
+            raise files.incomplete(f"there is no file {file}, which holds data of {quoted(name)}")
     for file, name in sorted(metadata.compressed.items()):
         zstandard(f"{files.location}: {quoted(name)} in {file}")
 
@@ -182,9 +177,8 @@ def nested(files: Files, state: Mapping[str, Any], paths: Mapping[str, KeyPath])
             if not isinstance(level, _NestedLevel):
                 break
         if not isinstance(level, _NestedLevel) or last in level:
-            raise CheckpointCorrupt(
-                f"{files.location}: {METADATA}: {quoted(name)} has the same place in the saved "
-                "state as another value"
+            raise files.damaged(
+                f"{METADATA}: {quoted(name)} has the same place in the saved state as another value"
             )
         level[last] = value
     return root.containers()
@@ -228,7 +222,7 @@ class DcpReader(RangeReader):
         try:
             node = tree.flatten(state, _is_leaf, lambda obj, name: None)
         except UnsupportedLeaf as error:
-            raise CheckpointCorrupt(f"{files.location}: {METADATA}: {error}") from error
+            raise files.damaged(f"{METADATA}: {error}") from error
         entries, boxes = dict[str, ArrayEntry](), dict[str, Sequence[FileBox]]()
         plain = dict[str, tree_json.Plain]()
         for leaf in tree.leaves(node):
@@ -255,9 +249,8 @@ def _entry(files: Files, name: str, array: ChunkedArray) -> ArrayEntry:
     if everything.empty:
         return whole(name, array.shape, array.dtype, FileBox(everything, FileRange("", 0)))
     if not array.boxes:
-        raise CheckpointCorrupt(
-            f"{files.location}: {METADATA} lists no data of array {name!r}, whose shape is "
-            f"{list(array.shape)}"
+        raise files.damaged(
+            f"{METADATA} lists no data of array {name!r}, whose shape is {list(array.shape)}"
         )
     if [found.box for found in array.boxes] == [everything] and not array.compressed:
         return whole(name, array.shape, array.dtype, array.boxes[0])
@@ -267,5 +260,5 @@ def _entry(files: Files, name: str, array: ChunkedArray) -> ArrayEntry:
     try:
         check_boxes(entry, entry.boxes or ())
     except CoverageError as error:
-        raise CheckpointCorrupt(f"{files.location}: {METADATA}: {error}") from error
+        raise files.damaged(f"{METADATA}: {error}") from error
     return entry

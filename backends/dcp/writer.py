@@ -39,7 +39,7 @@ class DcpWriter:
 
     def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
         refuse("dcp", torch_layout.missing_dtypes(index), {})
-        root = _unwrapped(tree_json.from_json(index.tree))
+        root = tree.unwrapped(tree_json.from_json(index.tree))
         if isinstance(root, tree.Leaf) or root.kind not in _MAPPINGS:
             raise UnsupportedLeaf(
                 "DCP stores dicts, and this checkpoint is a single leaf, a list or a tuple; put it "
@@ -110,7 +110,7 @@ class _DcpPlanner:
     def _is_one_value(self, node: tree.Node) -> bool:
         if node.kind != "list":
             return node.kind == "tuple"
-        for child in map(_unwrapped, node.children):
+        for child in map(tree.unwrapped, node.children):
             if isinstance(child, tree.Leaf):
                 if child.name in self._index.entries:
                     return False
@@ -175,12 +175,6 @@ class _DcpPlanner:
         self._described[name] = _object("metadata.BytesStorageMetadata")
         key = _object("metadata.MetadataIndex", fqn=name)
         self._stored[key] = self._files.add(value, storages)
-
-
-def _unwrapped(node: tree.Node | tree.Leaf) -> tree.Node | tree.Leaf:
-    while isinstance(node, tree.Node) and node.kind == "wrapper":
-        (node,) = node.children
-    return node
 
 
 @dataclass

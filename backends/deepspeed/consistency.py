@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from unickpt.arrays import dtypes
-from unickpt.backends.deepspeed.folder import DeepSpeedFolder, incomplete
+from unickpt.backends.deepspeed.folder import DeepSpeedFolder
 from unickpt.backends.deepspeed.states import (
     ModelFileState,
     OptimizerState,
@@ -51,39 +51,34 @@ def _check_experts(folder: DeepSpeedFolder, models: Models) -> None:
         for layer, count in enumerate(counts):
             for expert in range(count if type(count) is int else 0):
                 if (layer, expert, rank) not in folder.experts:
-                    raise incomplete(
-                        folder.files,
+                    raise folder.files.incomplete(
                         f"the file of expert {expert} of layer {layer}, "
                         f"layer_{layer}_expert_{expert}_mp_rank_{rank:02d}_model_states.pt, is "
-                        f"missing, of {count}",
+                        f"missing, of {count}"
                     )
 
 
 def _check_optimizers(folder: DeepSpeedFolder, models: Models, optimizers: Optimizers) -> None:
     if not optimizers:
-        raise incomplete(
-            folder.files,
-            "the optimizer files of ZeRO, *zero_pp_rank_*_optim_states.pt, are missing",
+        raise folder.files.incomplete(
+            "the optimizer files of ZeRO, *zero_pp_rank_*_optim_states.pt, are missing"
         )
     if len(optimizers) != len(models):
-        raise incomplete(
-            folder.files,
+        raise folder.files.incomplete(
             f"there are model files of {len(models)} model-parallel ranks, and optimizer files of "
-            f"{len(optimizers)}",
+            f"{len(optimizers)}"
         )
     count, model = len(optimizers[0]), models[0][0]
     told = model.file.state.get("dp_world_size")
     if folder.stage3 and len(models[0]) != count:
-        raise incomplete(
-            folder.files,
+        raise folder.files.incomplete(
             f"there are model files of {len(models[0])} data-parallel ranks, and optimizer files "
-            f"of {count}",
+            f"of {count}"
         )
     if type(told) is int and told != count:
-        raise incomplete(
-            folder.files,
+        raise folder.files.incomplete(
             f"{model.file.name} is of a run with {told} data-parallel ranks, and there are "
-            f"optimizer files of {count}",
+            f"optimizer files of {count}"
         )
     files = list(itertools.chain(*optimizers))
     version = model.file.state.get("ds_version")
@@ -135,9 +130,8 @@ def tensor_parallelism(folder: DeepSpeedFolder, models: Models) -> int:
     stages, degree = told or (max(1, count // (in_layers or count)), in_layers or count)
     if stages * degree != count or in_layers not in (0, degree):
         layers = f", {in_layers} for each layer" if in_layers else ""
-        raise incomplete(
-            folder.files,
+        raise folder.files.incomplete(
             f"{stages} stages of a pipeline x {degree} tensor-parallel ranks wrote it, and there "
-            f"are model files of {count} ranks{layers}",
+            f"are model files of {count} ranks{layers}"
         )
     return degree

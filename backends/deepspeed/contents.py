@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from unickpt.backends.deepspeed import consistency, partitions, universal, unsharded, weights
-from unickpt.backends.deepspeed.folder import DeepSpeedFolder, incomplete
+from unickpt.backends.deepspeed.folder import DeepSpeedFolder
 from unickpt.backends.deepspeed.ranks import Named, Ranks
 from unickpt.backends.deepspeed.sources import MergedArray, Parameter, whole, widened
 from unickpt.backends.deepspeed.states import (
@@ -19,7 +19,6 @@ from unickpt.backends.deepspeed.states import (
 from unickpt.backends.deepspeed.unsharded import TorchState, torch_state
 from unickpt.backends.deepspeed.weights import ModuleWeights
 from unickpt.backends.torch_files import PlainTree
-from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign.file_ranges import TensorSource
 from unickpt.quoting import quoted
 
@@ -79,9 +78,8 @@ class Contents:
 
     def _add(self, key: str, found: Any) -> None:
         if key in self.root:
-            raise UnsupportedFormat(
-                f"{self.folder.files.location}: a slot of the optimizer is called {quoted(key)}, "
-                "as something else is"
+            raise self.folder.files.unsupported(
+                f"a slot of the optimizer is called {quoted(key)}, as something else is"
             )
         if found != {}:
             self.root[key] = found
@@ -98,21 +96,19 @@ class Contents:
         # With ZeRO, older versions write such files without a state.
         states = [] if not any(every) else list(zip(*by_rank, strict=True))
         if states and (None in every or self._optimizers):
-            raise CheckpointCorrupt(
-                f"{self.folder.files.location}: some optimizer files of experts "
-                "(expp_rank_*_optim_states.pt) have no state, or there are also those of ZeRO; are "
-                "the files of one save?"
+            raise self.folder.files.damaged(
+                "some optimizer files of experts (expp_rank_*_optim_states.pt) have no state, or "
+                "there are also those of ZeRO; are the files of one save?"
             )
         if own and len(own) != len(of_models):
-            raise CheckpointCorrupt(
-                f"{self.folder.files.location}: {own[0].file.name} has the state of an optimizer, "
-                "and another model file has none; are the files of one save?"
+            raise self.folder.files.damaged(
+                f"{own[0].file.name} has the state of an optimizer, and another model file has "
+                "none; are the files of one save?"
             )
         if not states and own and self.folder.experts:
-            raise incomplete(
-                self.folder.files,
+            raise self.folder.files.incomplete(
                 "the optimizer files of the experts, expp_rank_*_mp_rank_*_optim_states.pt, are "
-                "missing",
+                "missing"
             )
         if not states:
             return own
@@ -202,9 +198,8 @@ class Contents:
         if self.folder.experts:
             missing += [name for name in of_weights if _EXPERTS in name and name not in module]
         if missing:
-            raise incomplete(
-                self.folder.files,
-                f"array 'module/{missing[0]}': the file with its weights is missing",
+            raise self.folder.files.incomplete(
+                f"array 'module/{missing[0]}': the file with its weights is missing"
             )
 
     # --- plain values ---------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign.files import Files
 from unickpt.quoting import quoted
 
@@ -83,19 +82,13 @@ def find(files: Files) -> DeepSpeedFolder | None:
         found = _in_tag(Files(files.location.child(name))) if is_name else None
         # Another checkpoint than the one that is named would be a wrong one.
         if found is None and not {_SCRIPT, LATEST_UNIVERSAL}.isdisjoint(here):
-            raise CheckpointCorrupt(
-                f"{files.location}: {pointer} names the checkpoint {quoted(name)}, but that is no "
-                "folder with files of DeepSpeed; was it copied as a whole? Give the path of the "
-                "one that you want"
+            raise files.damaged(
+                f"{pointer} names the checkpoint {quoted(name)}, but that is no folder with files "
+                "of DeepSpeed; was it copied as a whole? Give the path of the one that you want"
             )
         if found is not None:
             return found
     return None
-
-
-def incomplete(files: Files, what: str) -> CheckpointCorrupt:
-    """The error for a file that is missing."""
-    return CheckpointCorrupt(f"{files.location}: {what}; was the folder copied as a whole?")
 
 
 def _in_tag(files: Files) -> DeepSpeedFolder | None:
@@ -133,21 +126,19 @@ def _refuse_mixed(
     """Refuses files of several kinds, or of one that is not read."""
     others = [name for name in files.here if name.startswith("expert_") and name.endswith(".pt")]
     if others:
-        raise UnsupportedFormat(
-            f"{files.location}: {others[0]} is of a kind that unickpt does not read: experts of "
-            "DeepSpeed before 0.5"
+        raise files.unsupported(
+            f"{others[0]} is of a kind that unickpt does not read: experts of DeepSpeed before 0.5"
         )
     if not models and not universal:
-        raise CheckpointCorrupt(
-            f"{files.location}: there are optimizer files such as "
-            f"{next(iter(optimizers))}, but no model files "
+        raise files.damaged(
+            f"there are optimizer files such as {next(iter(optimizers))}, but no model files "
             "(*_model_states.pt), which tell the shapes; was it copied as a whole?"
         )
     of_stage3 = {match[1] is not None for match in models.values()}
     if len(of_stage3) > 1:
-        raise CheckpointCorrupt(
-            f"{files.location}: model files of ZeRO 3 (zero_pp_rank_*) and of other stages "
-            "(mp_rank_*) are mixed; are the files of one save?"
+        raise files.damaged(
+            "model files of ZeRO 3 (zero_pp_rank_*) and of other stages (mp_rank_*) are mixed; are "
+            "the files of one save?"
         )
 
 
@@ -159,9 +150,8 @@ def _grid(
     for name, match in matches.items():
         rank = int(match[2]), int(match[1] or 0)
         if rank in by_rank:
-            raise CheckpointCorrupt(
-                f"{files.location}: {by_rank[rank]} and {name} are of the same rank; are the files "
-                "of one save?"
+            raise files.damaged(
+                f"{by_rank[rank]} and {name} are of the same rank; are the files of one save?"
             )
         by_rank[rank] = name
     if not by_rank:
@@ -174,10 +164,9 @@ def _grid(
             for other in range(counts[1])
             if (mp, other) not in by_rank
         )
-        raise incomplete(
-            files,
+        raise files.incomplete(
             f"of the files such as {next(iter(matches))}, that of {kind} rank {other} and "
-            f"model-parallel rank {mp} is missing, of {counts[1]} x {counts[0]}",
+            f"model-parallel rank {mp} is missing, of {counts[1]} x {counts[0]}"
         )
     return [[by_rank[mp, other] for other in range(counts[1])] for mp in range(counts[0])]
 
@@ -192,10 +181,9 @@ def _layers(files: Files) -> dict[int, list[str]]:
     for layer, by_rank in found.items():
         for rank in range(count):
             if rank not in by_rank:
-                raise incomplete(
-                    files,
+                raise files.incomplete(
                     f"layer {layer} has {next(iter(by_rank.values()))}, but no file of "
-                    f"tensor-parallel rank {rank}, of {count}",
+                    f"tensor-parallel rank {rank}, of {count}"
                 )
     return {layer: [found[layer][rank] for rank in range(count)] for layer in sorted(found)}
 

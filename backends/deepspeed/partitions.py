@@ -18,7 +18,6 @@ from unickpt.backends.deepspeed.states import (
     Shapes,
     same_everywhere,
 )
-from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign.elements import ElementRun
 from unickpt.foreign.file_ranges import TensorSource
 from unickpt.quoting import quoted
@@ -76,11 +75,10 @@ def _evenly(
     ranks = len(optimizers)
     groups = [o.groups[number] for o in optimizers]
     if groups[0].partitions != ranks:
-        raise UnsupportedFormat(
-            f"{model.file.files.location}: {optimizers[0].file.name} says that "
-            f"{groups[0].partitions} ranks share the parameters, and there are files of {ranks}: "
-            "a rank's files are missing, or a subset of the ranks holds everything (MiCS), which "
-            "unickpt does not read"
+        raise model.file.files.unsupported(
+            f"{optimizers[0].file.name} says that {groups[0].partitions} ranks share the "
+            f"parameters, and there are files of {ranks}: a rank's files are missing, or a subset "
+            "of the ranks holds everything (MiCS), which unickpt does not read"
         )
     parts = {name: -(-math.prod(shape) // ranks) for name, shape in shapes.items()}
     expected = sum(parts.values())
@@ -174,10 +172,10 @@ def _by_fragments(
             held = by_name.get(name, [])
             count = sum(n for *_, n in held)
             if count != math.prod(shape):
-                raise CheckpointCorrupt(
-                    f"{model.file.files.location}: array 'fp32/{full}' of shape {list(shape)}: "
-                    f"{_names(o for o, _ in of)} hold {count} of its {math.prod(shape)} elements; "
-                    "are all files of one save, and is none missing?"
+                raise model.file.files.damaged(
+                    f"array 'fp32/{full}' of shape {list(shape)}: {_names(o for o, _ in of)} hold "
+                    f"{count} of its {math.prod(shape)} elements; are all files of one save, and "
+                    "is none missing?"
                 )
             found[full] = Parameter(
                 shape, {slot: _of_runs(of[0][1], slot, shape, held) for slot in slots},
@@ -232,10 +230,9 @@ def _members(
     if partitions == ranks:
         return [_Members(range(ranks))]
     if partitions > ranks or ranks % partitions:
-        raise CheckpointCorrupt(
-            f"{model.file.files.location}: the optimizer files say that {partitions} ranks share "
-            f"a group of parameters, and there are files of {ranks}; was the folder copied as a "
-            "whole?"
+        raise model.file.files.incomplete(
+            f"the optimizer files say that {partitions} ranks share a group of parameters, and "
+            f"there are files of {ranks}"
         )
     degree = ranks // partitions
     of = [r // partitions if data_before_experts else r % degree for r in range(ranks)]

@@ -22,7 +22,7 @@ from unickpt.backends.deepspeed import merging
 from unickpt.backends.deepspeed.contents import Contents
 from unickpt.backends.deepspeed.sources import MergedArray, whole
 from unickpt.backends.torch_files import expand
-from unickpt.errors import CheckpointCorrupt, CoverageError
+from unickpt.errors import CoverageError
 from unickpt.foreign import file_ranges
 from unickpt.foreign.file_ranges import ArrayTable, FileBox, RangeReader, table_of
 from unickpt.foreign.files import Files
@@ -30,7 +30,7 @@ from unickpt.foreign.torch_tensors import Tensor
 from unickpt.format.coverage import check_boxes
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import ParallelMap, Reader
-from unickpt.storage.errors import Failed, reading_failed
+from unickpt.storage.errors import Failed, reading, reading_failed
 from unickpt.trees import tree
 
 HINTS: Collection[str] = merging.HINTS
@@ -48,14 +48,12 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         HintError: a hint is wrong, or fits nothing.
         StorageError: the storage failed.
     """
-    try:
+    with reading(files.location):
         found = folders.find(files)
         if found is None:
             return None
         merging.check_hints(hints)
         return DeepSpeedReader(Contents(found, hints))
-    except Failed as error:
-        raise reading_failed(error, str(files.location)) from error
 
 
 _Copy = tuple[str, Sequence[FileBox], Sequence[FileBox]]
@@ -124,7 +122,7 @@ def _entry(files: Files, name: str, array: MergedArray) -> ArrayEntry:
     try:
         check_boxes(entry, entry.boxes or ())
     except CoverageError as error:
-        raise CheckpointCorrupt(f"{files.location}: {error}") from error
+        raise files.damaged(f"{error}") from error
     if array.layout is None:
         return entry
     split = tuple(d for d, axes in enumerate(array.layout.dims) if axes)

@@ -21,7 +21,7 @@ from unickpt.foreign.pickles import Constructors
 from unickpt.foreign.torch_pickles import TorchFile
 from unickpt.foreign.torch_tensors import Tensor
 from unickpt.quoting import quoted
-from unickpt.storage.errors import Failed, reading_failed
+from unickpt.storage.errors import Failed, reading, reading_failed
 from unickpt.threads import Pool
 
 T = TypeVar("T")
@@ -58,10 +58,8 @@ class StateFile:
 
     def __init__(self, files: Files, name: str) -> None:
         self.files, self.name = files, name
-        try:
+        with reading(files.location):
             self.torch = TorchFile(files, name, constructors=_CONSTRUCTORS)
-        except Failed as error:
-            raise reading_failed(error, str(files.location)) from error
         self.value = self.torch.value
 
     @property
@@ -71,11 +69,11 @@ class StateFile:
 
     def damaged(self, reason: str) -> CheckpointCorrupt:
         """The error for what it holds."""
-        return CheckpointCorrupt(f"{self.files.location}: {self.name}: {reason}")
+        return self.files.damaged(f"{self.name}: {reason}")
 
     def unsupported(self, reason: str) -> UnsupportedFormat:
         """The error for what is not supported."""
-        return UnsupportedFormat(f"{self.files.location}: {self.name}: {reason}")
+        return self.files.unsupported(f"{self.name}: {reason}")
 
     def a_dict(self, found: Any, what: str) -> dict[Any, Any]:
         """A value that must be a dict."""
@@ -99,7 +97,7 @@ class StateFile:
             raise reading_failed(error, f"{self.files.location}: {what}") from error
         except UnickptError as error:
             reason = str(error).removeprefix(f"{self.files.location}: ")
-            raise CheckpointCorrupt(f"{self.files.location}: {what}: {reason}") from error
+            raise self.files.damaged(f"{what}: {reason}") from error
         return TensorSource(found.dtype, found.shape, where.elements, where.first, where.strides)
 
     def sources(

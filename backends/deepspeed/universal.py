@@ -9,10 +9,9 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from unickpt.backends.deepspeed.folder import DeepSpeedFolder, incomplete
+from unickpt.backends.deepspeed.folder import DeepSpeedFolder
 from unickpt.backends.deepspeed.sources import Parameter, is_number
 from unickpt.backends.deepspeed.states import StateFile, read_all
-from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign.file_ranges import TensorSource
 from unickpt.foreign.torch_tensors import Tensor
 
@@ -57,10 +56,7 @@ def _check_complete(folder: DeepSpeedFolder, known: Mapping[str, Any]) -> None:
     """Checks that no file is missing: all that are trained have the same slots."""
     for name in known:
         if name not in folder.states and _EXPERTS not in name:
-            raise incomplete(
-                folder.files,
-                f"array 'fp32/{name}': there is no folder zero/{name}",
-            )
+            raise folder.files.incomplete(f"array 'fp32/{name}': there is no folder zero/{name}")
     # Without model files, only those with several files can be told from what was copied.
     trained = {
         n: set(s) for n, s in folder.states.items() if n in known or (not known and len(s) > 1)
@@ -70,9 +66,8 @@ def _check_complete(folder: DeepSpeedFolder, known: Mapping[str, Any]) -> None:
         expected = all_slots if name in trained else {"fp32"}
         missing = sorted(expected - set(slots))
         if missing:
-            raise incomplete(
-                folder.files,
-                f"array '{missing[0]}/{name}': there is no file zero/{name}/{missing[0]}.pt",
+            raise folder.files.incomplete(
+                f"array '{missing[0]}/{name}': there is no file zero/{name}/{missing[0]}.pt"
             )
 
 
@@ -90,9 +85,9 @@ def _value(
     if len(source.shape) != 1 or slot == "step" or source.shape == shape:
         return source
     if shape is None:  # plain ZeRO 3 does not store it
-        raise UnsupportedFormat(
-            f"{file.files.location}: {what} is stored flat, and there is no model file "
-            "(*_model_states.pt) that tells its shape; copy those of the source beside it"
+        raise file.files.unsupported(
+            f"{what} is stored flat, and there is no model file (*_model_states.pt) that tells its "
+            "shape; copy those of the source beside it"
         )
     if source.count != math.prod(shape) or not source.is_row_major:
         raise file.damaged(
@@ -110,7 +105,7 @@ def _parameter(
 ) -> Parameter:
     weights = slots["fp32"]
     if not isinstance(weights, TensorSource):
-        raise CheckpointCorrupt(f"{folder.files.location}: array 'fp32/{name}' is no tensor")
+        raise folder.files.damaged(f"array 'fp32/{name}' is no tensor")
     arrays, scalars = dict[str, TensorSource](), dict[str, TensorSource | int | float]()
     for slot, value in slots.items():
         if isinstance(value, TensorSource) and value.shape == weights.shape and slot != "step":
@@ -118,10 +113,9 @@ def _parameter(
         elif not isinstance(value, TensorSource) or value.shape == ():
             scalars[slot] = value
         else:
-            raise CheckpointCorrupt(
-                f"{folder.files.location}: array '{slot}/{name}' has the shape "
-                f"{list(value.shape)}, and 'fp32/{name}' {list(weights.shape)}; are all files of "
-                "one save?"
+            raise folder.files.damaged(
+                f"array '{slot}/{name}' has the shape {list(value.shape)}, and 'fp32/{name}' "
+                f"{list(weights.shape)}; are all files of one save?"
             )
     if name in steps:
         scalars.setdefault("step", steps[name])

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from unickpt.backends.deepspeed import partitions
-from unickpt.backends.deepspeed.folder import DeepSpeedFolder, incomplete
+from unickpt.backends.deepspeed.folder import DeepSpeedFolder
 from unickpt.backends.deepspeed.states import ModelFileState, StateFile, flattened, read_all
-from unickpt.errors import CheckpointCorrupt
 from unickpt.foreign.elements import Joined
 from unickpt.foreign.file_ranges import TensorSource
 from unickpt.foreign.torch_tensors import Tensor
@@ -138,9 +137,7 @@ def _add_experts(folder: DeepSpeedFolder, held: Sequence[dict[str, TensorSource]
     read = read_all(folder.files, names, _module_of)
     for (_, _, rank), name, found in zip(folder.experts, names, read, strict=True):
         if rank >= len(held):
-            raise CheckpointCorrupt(
-                f"{folder.files.location}: {name} is of a rank that has no other file"
-            )
+            raise folder.files.damaged(f"{name} is of a rank that has no other file")
         held[rank].update(found)
 
 
@@ -187,15 +184,14 @@ def _check_layers(
             continue
         layer, key = int(match[1]), name[len(match[1]) + 1 :]
         if layer not in by_layer:
-            raise incomplete(
-                folder.files,
+            raise folder.files.incomplete(
                 f"array 'module/{name}': the file of layer {layer}, "
-                f"layer_{layer:02d}-model_states.pt or its parts, is missing",
+                f"layer_{layer:02d}-model_states.pt or its parts, is missing"
             )
         if key not in by_layer[layer][0]:
-            raise CheckpointCorrupt(
-                f"{folder.files.location}: {folder.layers[layer][0]} has no {quoted(key)}, which "
-                f"array 'module/{name}' needs; are all files of one save?"
+            raise folder.files.damaged(
+                f"{folder.layers[layer][0]} has no {quoted(key)}, which array 'module/{name}' "
+                "needs; are all files of one save?"
             )
 
 
@@ -228,10 +224,9 @@ def _tied_names(
             and by_rank[0][key].shape == shape
         ]
         if len(layers) < len(meant):
-            raise incomplete(
-                folder.files,
+            raise folder.files.incomplete(
                 f"array 'module/{meant[-1]}' of shape {list(shape)}: the file of its layer is "
-                "missing",
+                "missing"
             )
         if len(layers) == len(meant) == 1:
             found[layers[0]] = meant[0]

@@ -22,7 +22,7 @@ from unickpt.backends.deepspeed.written_arrays import (
     STEP,
     UniversalArrays,
 )
-from unickpt.backends.training_states import KnownTorchFile, Node, members, root_of, without_marks
+from unickpt.backends.training_states import KnownTorchFile, Node, root_of, without_marks
 from unickpt.foreign import torch_layout
 from unickpt.foreign.flat_names import cannot_hold
 from unickpt.foreign.pickle_objects import Global
@@ -99,7 +99,7 @@ class UniversalWriter:
 def _settings(index: Index) -> dict[str, Node]:
     """What of an optimizer's values an engine takes over: the scale of losses only if it changes,
     as that of another precision would be wrong."""
-    found = members(root_of(index).get(OPTIMIZER, tree.Leaf("", None)))
+    found = tree.by_key(root_of(index).get(OPTIMIZER, tree.Leaf("", None)))
     kept: tuple[str, ...] = (_GROUPS, _CLIP)
     if index.values.get(f"{OPTIMIZER}/{_DYNAMIC}") is True:
         kept = (*kept, _SCALER, _DYNAMIC)
@@ -107,7 +107,8 @@ def _settings(index: Index) -> dict[str, Node]:
     if _GROUPS in chosen:
         chosen[_GROUPS] = _without_params(chosen[_GROUPS])
     if _SCALER in chosen:
-        fields = {key: x for key, x in members(chosen[_SCALER]).items() if key in _SCALER_FIELDS}
+        scaler = tree.by_key(chosen[_SCALER])
+        fields = {key: x for key, x in scaler.items() if key in _SCALER_FIELDS}
         chosen[_SCALER] = _with(chosen[_SCALER], fields)
     return chosen
 
@@ -116,7 +117,7 @@ def _without_params(node: Node) -> Node:
     """Groups of an optimizer without their parameters, which are an engine's own."""
     if isinstance(node, tree.Node) and node.kind in ("list", "tuple"):
         return replace(node, children=tuple(map(_without_params, node.children)))
-    return _with(node, {key: x for key, x in members(node).items() if key not in _PARAMS})
+    return _with(node, {key: x for key, x in tree.by_key(node).items() if key not in _PARAMS})
 
 
 def _with(node: Node, children: Mapping[Any, Node]) -> Node:

@@ -131,10 +131,10 @@ def _groups(files: Files, index: str) -> Mapping[str, Sequence[str]]:
         found = json.loads(files.tail(index, _MOST_INDEX))["weight_map"]
         groups = {str(name).strip("/"): list(map(str, of)) for name, of in found.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointCorrupt(f"{files.location}: {index} is damaged: {error!r}") from error
+        raise files.damaged(f"{index} is damaged: {error!r}") from error
     for name in {name for of in groups.values() for name in of}:
         if "/" in name or index_of(name) != index:
-            raise CheckpointCorrupt(f"{files.location}: {index} names the file {quoted(name)}")
+            raise files.damaged(f"{index} names the file {quoted(name)}")
     return groups
 
 
@@ -142,6 +142,6 @@ def _present(files: Files, shard: str, index: str) -> LayerNames:
     try:
         return layer_names(files, shard)
     except Damaged as error:
-        raise CheckpointCorrupt(
-            f"{files.location}: {shard} is missing, or damaged, which belongs to {index}: {error}"
+        raise files.damaged(
+            f"{shard} is missing, or damaged, which belongs to {index}: {error}"
         ) from error

@@ -40,7 +40,7 @@ from unickpt.foreign.zip_files import DEFLATED, STORED, Member, ZipFile
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.quoting import quoted
-from unickpt.storage.errors import Failed, reading_failed
+from unickpt.storage.errors import Failed, reading, reading_failed
 from unickpt.trees import tree
 
 _MOST_RANK = 32
@@ -88,9 +88,8 @@ def _stored(files: Files, name: str) -> _HDF5Place:
     found = ZipFile(files, name)
     member = found.members.get(_IN_KERAS)
     if member is None:
-        raise UnsupportedFormat(
-            f"{files.location}: {name} is a zip file without {_IN_KERAS}; it has "
-            f"{quoted(sorted(found.members))}"
+        raise files.unsupported(
+            f"{name} is a zip file without {_IN_KERAS}; it has {quoted(sorted(found.members))}"
         )
     version = _version(found)
     if member.method == STORED:
@@ -141,7 +140,7 @@ def _size(files: Files, name: str) -> int:
     head = files.head(name)
     at = {0: 40, 1: 44, 2: 28, 3: 28}.get(head[8] if len(head) > 8 else -1)
     if at is None or len(head) < at + 8:
-        raise CheckpointCorrupt(f"{files.location}: {name} has no valid head")
+        raise files.damaged(f"{name} has no valid head")
     return int(struct.unpack_from("<Q", head, at)[0])
 
 
@@ -312,11 +311,9 @@ class Hdf5Reader(RangeReader):
         with self._lock:
             if entry.name not in self._chunks:
                 where = f"{self.location}: array {entry.name!r}"
-                try:
-                    with _damages(f"{where}: its index in {self._name} is damaged"):
-                        self._chunks[entry.name] = how.chunks() if how.chunk else {}
-                except Failed as error:
-                    raise reading_failed(error, where) from error
+                damaged = f"{where}: its index in {self._name} is damaged"
+                with reading(where), _damages(damaged):
+                    self._chunks[entry.name] = how.chunks() if how.chunk else {}
             return self._chunks[entry.name]
 
     def unchecked(self) -> Sequence[str]:

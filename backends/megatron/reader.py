@@ -24,12 +24,12 @@ from unickpt.backends.dcp.reader import (
     state_of,
 )
 from unickpt.backends.megatron.flattened import shapes_of, unflattened
-from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.errors import UnsupportedFormat
 from unickpt.foreign.files import Files
 from unickpt.foreign.pickle_objects import BadPickle
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
-from unickpt.storage.errors import Failed, reading_failed
+from unickpt.storage.errors import reading
 
 _MARKER, _COMMON = "metadata.json", "common.pt"
 _COMMON_OBJECT = "common_state/shard_0_1"
@@ -63,22 +63,20 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         UnsupportedFormat: another format of Megatron, or what DCP's reader does not support.
         StorageError: the storage failed.
     """
-    try:
+    with reading(files.location):
         found = files if _is_ours(files) else _latest(files)
         return None if found is None else _open(found, bool(hints.get("extra_state", False)))
-    except Failed as error:
-        raise reading_failed(error, str(files.location)) from error
 
 
 def _open(files: Files, extra_state: bool) -> Reader:
     if METADATA not in files.here:
-        raise CheckpointCorrupt(
-            f"{files.location}: {_MARKER} says that it is a torch_dist checkpoint, but there is no "
-            f"{METADATA}; was it saved completely, and copied as a whole?"
+        raise files.damaged(
+            f"{_MARKER} says that it is a torch_dist checkpoint, but there is no {METADATA}; was "
+            "it saved completely, and copied as a whole?"
         )
     metadata = read_metadata(files)
     if metadata is None:
-        raise CheckpointCorrupt(f"{files.location}: {METADATA} was not written by torch")
+        raise files.damaged(f"{METADATA} was not written by torch")
     if not extra_state:
         metadata = _without_extra_state(metadata)
     state = state_of(files, metadata)
@@ -88,7 +86,7 @@ def _open(files: Files, extra_state: bool) -> Reader:
             if isinstance(stored, ChunkedArray):
                 state[name] = unflattened(name, stored, shape)
     except BadPickle as error:
-        raise CheckpointCorrupt(f"{files.location}: {METADATA}: {error}") from error
+        raise files.damaged(f"{METADATA}: {error}") from error
     return MegatronReader(files, _with_common(files, state), metadata.version)
 
 
@@ -119,11 +117,10 @@ def _is_ours(files: Files) -> bool:
         # Both would be read as less than they are: a state without what is in `common.pt`.
         if METADATA in files.here and (found is _DAMAGED or _COMMON in files.here):
             state = "is missing" if _MARKER not in files.here else "is damaged"
-            raise CheckpointCorrupt(
-                f"{files.location}: {_MARKER}, which says how Megatron saved this, {state}, and "
-                f"{METADATA} alone does not tell all that is here. Copy the checkpoint again, "
-                f"with its {_MARKER}; or take {_MARKER} and {_COMMON} away if torch alone wrote "
-                f"this folder (DCP)"
+            raise files.damaged(
+                f"{_MARKER}, which says how Megatron saved this, {state}, and {METADATA} alone "
+                f"does not tell all that is here. Copy the checkpoint again, with its {_MARKER}; "
+                f"or take {_MARKER} and {_COMMON} away if torch alone wrote this folder (DCP)"
             )
         return False
     kinds: list[tuple[Any, Any]] = [
@@ -133,10 +130,10 @@ def _is_ours(files: Files) -> bool:
     kinds += [(found.get(f"{kind}_backend_version", 1), 1) for kind in ("sharded", "common")]
     for kind, known in kinds:
         if kind != known:
-            raise UnsupportedFormat(
-                f"{files.location}: {_MARKER} says that this is a checkpoint of Megatron of the "
-                f"kind {quoted(backend)}: {quoted(kind)} is not read, only {quoted(known)} is; "
-                "load it with Megatron, and save it with --ckpt-format torch_dist"
+            raise files.unsupported(
+                f"{_MARKER} says that this is a checkpoint of Megatron of the kind "
+                f"{quoted(backend)}: {quoted(kind)} is not read, only {quoted(known)} is; load it "
+                "with Megatron, and save it with --ckpt-format torch_dist"
             )
     return True
 
@@ -204,11 +201,11 @@ def _with_common(files: Files, state: Mapping[str, Any]) -> Any:
     place = _COMMON_OBJECT if _COMMON_OBJECT in values else _COMMON
     common = values.pop(_COMMON_OBJECT) if place == _COMMON_OBJECT else read_file(files, _COMMON)
     if not isinstance(common, dict):
-        raise CheckpointCorrupt(f"{files.location}: {place} holds no dict")
+        raise files.damaged(f"{place} holds no dict")
     found = nested(files, values, paths)
     twice = [key for key in common if key in found]
     if twice:
-        raise UnsupportedFormat(
-            f"{files.location}: {quoted(twice[0])} is both in {place} and among the sharded values"
+        raise files.unsupported(
+            f"{quoted(twice[0])} is both in {place} and among the sharded values"
         )
     return {**found, **common}

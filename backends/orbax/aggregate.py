@@ -14,7 +14,6 @@ from typing import Any
 from unickpt.backends import flax_msgpack
 from unickpt.backends.flax_msgpack import Elsewhere
 from unickpt.backends.orbax.metadata import ItemMetadata, NamedTuple, Stored
-from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign.file_ranges import ArrayTable, RangeReader, TensorSource
 from unickpt.foreign.files import Files
 from unickpt.foreign.loose_files import is_flax
@@ -75,9 +74,9 @@ def added(files: Files, item: ItemMetadata | None) -> ItemMetadata:
     flat = dict(_flat(tree, ()))
     tree = _merged(item.tree, flat, ())
     if flat:
-        raise CheckpointCorrupt(
-            f"{files.location}: the file {FILE!r} has {_shown(next(iter(flat)))}, which _METADATA "
-            "has not; are both of one save?"
+        raise files.damaged(
+            f"the file {FILE!r} has {_shown(next(iter(flat)))}, which _METADATA has not; are both "
+            "of one save?"
         )
     return replace(item, tree=tree, stored=_stored(files, tree))
 
@@ -100,13 +99,10 @@ def _tree(files: Files, found: Any, path: tuple[str, ...]) -> Any:
     try:
         leaf = _by_text(found.found) if isinstance(found.found, str) else _by_spec(found.found)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointCorrupt(
-            f"{files.location}: {FILE}: the spec of {_shown(path)} is damaged: {error!r}"
-        ) from error
+        raise files.damaged(f"{FILE}: the spec of {_shown(path)} is damaged: {error!r}") from error
     if leaf is None:
-        raise UnsupportedFormat(
-            f"{files.location}: {FILE}: {_shown(path)} is elsewhere, in a way that is not read: "
-            f"{quoted(found.found)}"
+        raise files.unsupported(
+            f"{FILE}: {_shown(path)} is elsewhere, in a way that is not read: {quoted(found.found)}"
         )
     return leaf
 
@@ -171,9 +167,9 @@ def _stored(files: Files, tree: Any) -> tuple[Stored, ...]:
         if isinstance(leaf, Stored):
             other = places.setdefault((leaf.name, leaf.kind == "text"), path)
             if other != path:
-                raise CheckpointCorrupt(
-                    f"{files.location}: {FILE}: {_shown(other)} and {_shown(path)} are both in "
-                    f"{quoted(leaf.name)}, so that the data of one of them is lost"
+                raise files.damaged(
+                    f"{FILE}: {_shown(other)} and {_shown(path)} are both in {quoted(leaf.name)}, "
+                    "so that the data of one of them is lost"
                 )
             found.append(leaf)
     return tuple(found)

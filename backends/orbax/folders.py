@@ -17,7 +17,7 @@ import tensorstore as ts
 
 from unickpt.backends.orbax import items
 from unickpt.backends.orbax.items import ITEM, Located
-from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, UnsupportedFormat
+from unickpt.errors import CheckpointCorrupt, CheckpointNotFound
 from unickpt.foreign.files import Files
 from unickpt.quoting import quoted
 
@@ -163,7 +163,7 @@ def _about(files: Files) -> Mapping[str, Any]:
     """
     found = items.read_json(files, _CHECKPOINT)
     if not isinstance(found, dict):
-        raise CheckpointCorrupt(f"{files.location}: {_CHECKPOINT} is damaged: {quoted(found)}")
+        raise files.damaged(f"{_CHECKPOINT} is damaged: {quoted(found)}")
     # Without the key at all, as after an edit by hand, its name says that it was committed.
     is_begun = found.get("init_timestamp_nsecs") and "commit_timestamp_nsecs" in found
     if is_begun and not found["commit_timestamp_nsecs"]:
@@ -191,12 +191,12 @@ def _composite(
 ) -> Found:
     """A checkpoint that consists of items."""
     if len(names) > _MOST_ITEMS:
-        raise UnsupportedFormat(f"{files.location}: {len(names)} folders are too many items")
+        raise files.unsupported(f"{len(names)} folders are too many items")
     handlers = about.get("item_handlers")
     if isinstance(handlers, str):
         return _lonely(files, about, handlers, context)
     if not isinstance(handlers, (dict, type(None))):
-        raise CheckpointCorrupt(f"{files.location}: {_CHECKPOINT} is damaged: {quoted(handlers)}")
+        raise files.damaged(f"{_CHECKPOINT} is damaged: {quoted(handlers)}")
     missing = sorted(set(handlers or ()) - set(names))
     lacks = ""
     if missing:  # Orbax itself can delete one of several items, and loads the others
@@ -243,10 +243,7 @@ def _is_unnamed_v1(files: Files, about: Mapping[str, Any], items: Mapping[str, A
 def _lonely(files: Files, about: Mapping[str, Any], handler: str, context: ts.Context) -> Found:
     """A checkpoint that is one item, not of arrays."""
     if handler.endswith(_OF_ARRAYS):
-        raise CheckpointCorrupt(
-            f"{files.location}: {ITEM} is missing, which lists the arrays; was the folder copied "
-            "as a whole?"
-        )
+        raise files.incomplete(f"{ITEM} is missing, which lists the arrays")
     content = items.any_item(files, context).tree
     if isinstance(content, dict):
         content = {key: value for key, value in content.items() if key not in _MARKS}

@@ -21,12 +21,12 @@ from unickpt.arrays.layout import Layout
 from unickpt.backends.orbax import aggregate, metadata, zarr
 from unickpt.backends.orbax.metadata import NamedTuple, Stored
 from unickpt.backends.orbax.zarr import InDatabase, InFolders, Store, ZarrArray
-from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.errors import CheckpointCorrupt
 from unickpt.foreign.files import Files
 from unickpt.quoting import quoted
 from unickpt.storage import ocdbt, paths
 from unickpt.storage.database import Database
-from unickpt.storage.errors import Failed, reading_failed
+from unickpt.storage.errors import reading
 from unickpt.storage.kvstore import Future
 from unickpt.threads import Pool, in_batches
 
@@ -124,10 +124,7 @@ def any_item(files: Files, context: ts.Context, depth: int = _DEPTH, json_file: 
     below = folders(files)
     sign = next((name for name in (ocdbt.MANIFEST, _SHARDINGS) if name in files.here), None)
     if sign is not None:
-        raise CheckpointCorrupt(
-            f"{files.location}: {ITEM} is missing, which lists the arrays that {sign} is for; was "
-            "the folder copied as a whole?"
-        )
+        raise files.incomplete(f"{ITEM} is missing, which lists the arrays that {sign} is for")
     content: dict[str, Any] = {}
     for file in files.here:
         if file == COMMITTED:
@@ -136,9 +133,8 @@ def any_item(files: Files, context: ts.Context, depth: int = _DEPTH, json_file: 
             return Item(read_json(files, file), {})
         content[file] = _whole(files, file, _MOST_OTHER)
     if below and depth == 1:
-        raise UnsupportedFormat(
-            f"{files.location}: an item of a kind that is not known; open the items that are "
-            "needed by their own paths"
+        raise files.unsupported(
+            "an item of a kind that is not known; open the items that are needed by their own paths"
         )
     for name in below:
         content[name] = any_item(Files(files.location.child(name)), context, depth - 1).tree
@@ -175,9 +171,7 @@ def read_item(files: Files, context: ts.Context) -> Item:
     values: dict[Stored, Any] = {}
     if texts:
         if not has(files, _TEXTS):
-            raise CheckpointCorrupt(
-                f"{files.location}: {_TEXTS} with {quoted(texts[0])} is missing"
-            )
+            raise files.damaged(f"{_TEXTS} with {quoted(texts[0])} is missing")
         of_name = metadata.texts(_whole(files, _TEXTS), texts, f"{files.location}: {_TEXTS}")
         values.update({leaf: of_name[leaf.name] for leaf in leaves if leaf.kind == "text"})
     arrays = [leaf for leaf in leaves if leaf.kind != "text"]
@@ -217,10 +211,8 @@ def _locate(
     def located(leaf: Stored) -> Located:
         where = f"{files.location}: array {quoted(leaf.name)}"
         key = zarr.below(leaf.name, zarr.METADATA[item.version])
-        try:
+        with reading(where):
             data = store.read(key)
-        except Failed as error:
-            raise reading_failed(error, where) from error
         if data is None:
             raise CheckpointCorrupt(
                 f"{where}: there is no {quoted(key)}; was the folder copied as a whole?"
@@ -257,9 +249,9 @@ def _store(files: Files, item: metadata.ItemMetadata, context: ts.Context) -> St
     if pinned is not None:
         return InDatabase(pinned)
     if item.ocdbt:
-        raise CheckpointCorrupt(
-            f"{files.location}: there is no {ocdbt.MANIFEST}, which leads to the arrays; the save "
-            "did not finish, or the folder was not copied as a whole"
+        raise files.damaged(
+            f"there is no {ocdbt.MANIFEST}, which leads to the arrays; the save did not finish, or "
+            "the folder was not copied as a whole"
         )
     return InFolders(files)
 
@@ -303,14 +295,13 @@ def read_json(files: Files, file: str) -> Any:
     try:
         return json.loads(_whole(files, file))
     except (ValueError, RecursionError) as error:
-        raise CheckpointCorrupt(f"{files.location}: {file} is not valid JSON: {error}") from error
+        raise files.damaged(f"{file} is not valid JSON: {error}") from error
 
 
 def _whole(files: Files, file: str, most: int = _MOST_METADATA) -> bytes:
     data = files.tail(file, most + 1)
     if len(data) > most:
-        raise UnsupportedFormat(
-            f"{files.location}: {file} has more than {most} bytes; open the items that are needed "
-            "by their own paths"
+        raise files.unsupported(
+            f"{file} has more than {most} bytes; open the items that are needed by their own paths"
         )
     return data

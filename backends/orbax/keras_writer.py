@@ -9,7 +9,7 @@ group, of those that are trained or of the others, in which the model has it.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -67,7 +67,7 @@ def _state(index: Index) -> tree.Node:
         UnsupportedLeaf: it is not a checkpoint of a Keras model, or rules renamed its variables.
     """
     root = tree_json.from_json(index.tree)
-    found = _children(root)
+    found = tree.by_key(root)
     model = found.get(MODEL)
     unknown = [key for key in found if key not in (MODEL, POSITION, *FURTHER)]
     if unknown or not isinstance(model, tree.Node):
@@ -79,7 +79,7 @@ def _state(index: Index) -> tree.Node:
     trained = {name for name, _ in tree.keys_of(model)} - others
     state = {TRAINED: _part(model, others), OTHERS: _part(model, trained)}
     state |= {FURTHER[key]: node for key, node in found.items() if key in FURTHER}
-    return _dict(state)
+    return tree.dict_of(state)
 
 
 def _others(index: Index, model: tree.Node) -> set[str]:
@@ -107,21 +107,11 @@ def _others(index: Index, model: tree.Node) -> set[str]:
 
 def _part(model: tree.Node, left_out: set[str]) -> tree.Node | tree.Leaf:
     """The variables of a model without some, and without what held nothing else."""
-    return tree.without(model, left_out) or _dict({})
-
-
-def _children(node: tree.Node | tree.Leaf) -> dict[str, tree.Node | tree.Leaf]:
-    if isinstance(node, tree.Leaf):
-        return {}
-    return dict(zip(map(str, node.keys), node.children, strict=True))
-
-
-def _dict(children: Mapping[str, tree.Node | tree.Leaf]) -> tree.Node:
-    return tree.Node("dict", tuple(children), tuple(children.values()), lambda found: found)
+    return tree.without(model, left_out) or tree.dict_of({})
 
 
 def _config_files(config: Any, chunk_bytes: int) -> TreeFiles:
     """The files of the model's configuration, a text."""
     text = tree.Leaf(_TEXT, None)
     index = Index(None, {}, values={_TEXT: json.dumps(config)})
-    return tree_files(index, _dict({_TEXT: text}), chunk_bytes)
+    return tree_files(index, tree.dict_of({_TEXT: text}), chunk_bytes)

@@ -18,7 +18,7 @@ from unickpt.backends.orbax.folders import Found
 from unickpt.backends.orbax.items import Located
 from unickpt.backends.orbax.metadata import NamedTuple
 from unickpt.backends.orbax.zarr import ZarrArray
-from unickpt.errors import CheckpointCorrupt, UnsupportedLeaf
+from unickpt.errors import UnsupportedLeaf
 from unickpt.foreign.files import Files
 from unickpt.foreign.orbax_arrays import SavedArrays
 from unickpt.format import ocdbt_reader
@@ -26,7 +26,7 @@ from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader, Request
 from unickpt.storage import paths
-from unickpt.storage.errors import Failed, reading_failed
+from unickpt.storage.errors import reading
 from unickpt.threads import Pool
 from unickpt.trees import tree, tree_json
 from unickpt.trees.tree import Expansion
@@ -48,13 +48,11 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
     """
     # Shared by all that is read: it keeps the manifests of databases as they are now.
     context = paths.context()
-    try:
+    with reading(files.location):
         if (own := folders.own_item(files)) is not None:
             return ocdbt_reader.open(files.location.child(own))
         found = folders.find(files, context)
         return None if found is None else OrbaxReader(files, found, context)
-    except Failed as error:
-        raise reading_failed(error, str(files.location)) from error
 
 
 class OrbaxReader(Reader):
@@ -79,7 +77,7 @@ class OrbaxReader(Reader):
         try:
             node = tree.flatten(found.tree, _is_leaf, _expand)
         except UnsupportedLeaf as error:
-            raise CheckpointCorrupt(f"{files.location}: {error}") from error
+            raise files.damaged(f"{error}") from error
         leaves = {leaf.name: leaf.value for leaf in tree.leaves(node)}
         self._open: dict[str, ts.TensorStore] = {}
         scalars = {
@@ -132,16 +130,12 @@ class OrbaxReader(Reader):
         if entry.name in self._inline:
             self._inline[entry.name].check_backed(entry)
             return
-        try:
+        with reading(f"{self.location}: array {entry.name!r}"):
             self._arrays[entry.name].check_ends()
-        except Failed as error:
-            raise reading_failed(error, f"{self.location}: array {entry.name!r}") from error
 
     def stored_bytes(self) -> int | None:
-        try:
+        with reading(self.location):
             return self._files.total(self._files.names)
-        except Failed as error:
-            raise reading_failed(error, str(self.location)) from error
 
     def read(self, requests: Sequence[Request]) -> Sequence[int]:
         started = [self._start(request) for request in requests]
@@ -158,10 +152,8 @@ class OrbaxReader(Reader):
         nbytes = box.size * dtypes.from_name(entry.dtype).itemsize
         if max(nbytes, leaf.array.chunk_bytes) > zarr.SMALL:
             return None
-        try:
+        with reading(f"{self.location}: array {entry.name!r} {box}"):
             return leaf.start(self._opened(entry.name, leaf), box)
-        except Failed as error:
-            raise reading_failed(error, f"{self.location}: array {entry.name!r} {box}") from error
 
     def _finish(self, request: Request, started: Any) -> None:
         entry, part, number, out, *_ = request
@@ -172,16 +164,12 @@ class OrbaxReader(Reader):
         if started is None:
             self._read(entry.name, leaf, box, out)
             return
-        try:
+        with reading(f"{self.location}: array {entry.name!r} {box}"):
             out[...] = started.result().view(out.dtype)
-        except Failed as error:
-            raise reading_failed(error, f"{self.location}: array {entry.name!r} {box}") from error
 
     def _read(self, name: str, leaf: Located, box: Box, out: Array) -> None:
-        try:
+        with reading(f"{self.location}: array {name!r} {box}"):
             leaf.read(self._opened(name, leaf), box, out, self._context)
-        except Failed as error:
-            raise reading_failed(error, f"{self.location}: array {name!r} {box}") from error
 
     def _opened(self, name: str, leaf: Located) -> ts.TensorStore:
         found = self._open.get(name)
@@ -192,10 +180,8 @@ class OrbaxReader(Reader):
     def open_part(self, entry: ArrayEntry, part: Part) -> ts.TensorStore:
         if entry.name in self._inline:
             return super().open_part(entry, part)
-        try:
+        with reading(f"{self.location}: array {entry.name!r}"):
             return self._opened(entry.name, self._arrays[entry.name])
-        except Failed as error:
-            raise reading_failed(error, f"{self.location}: array {entry.name!r}") from error
 
 
 def _is_leaf(value: Any) -> bool:

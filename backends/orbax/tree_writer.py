@@ -133,18 +133,11 @@ class _OrbaxLeaf:
         return ".".join(key for key, _ in self.keys)
 
 
-def unwrapped(node: tree.Node | tree.Leaf) -> tree.Node | tree.Leaf:
-    """A node without the objects around it that are no part of its name."""
-    while isinstance(node, tree.Node) and node.kind == "wrapper":
-        (node,) = node.children
-    return node
-
-
 def _leaves(
     index: Index, node: tree.Node | tree.Leaf, keys: _Keys, shown: str
 ) -> Iterator[_OrbaxLeaf]:
     is_wrapped = isinstance(node, tree.Node) and node.kind == "wrapper"
-    node = unwrapped(node)
+    node = tree.unwrapped(node)
     if isinstance(node, tree.Leaf):
         if is_wrapped and node.name in index.entries:
             # The array of an `nnx.Variable`, `flax.linen.Partitioned` and the like: JAX, and so

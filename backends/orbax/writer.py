@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from unickpt.backends.orbax import step_writer
-from unickpt.backends.orbax.tree_writer import unwrapped
 from unickpt.errors import UnsupportedLeaf
 from unickpt.format.index import Index
 from unickpt.format.writer import Plan
@@ -37,7 +36,7 @@ class OrbaxWriter:
             raise ValueError(f"layout={self.layout!r} must be 'tree' or 'step'")
 
     def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
-        node = unwrapped(tree_json.from_json(index.tree))
+        node = tree.unwrapped(tree_json.from_json(index.tree))
         if isinstance(node, tree.Leaf):
             raise UnsupportedLeaf(
                 "Orbax stores trees, and this checkpoint is a single leaf; put it below a name by "

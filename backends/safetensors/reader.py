@@ -91,9 +91,8 @@ def _check_complete(files: Files, names: Collection[str]) -> None:
         every = (f"{begin}-{n:05d}-of-{count}{_SUFFIX}" for n in range(1, int(count) + 1))
         missing = next((other for other in every if other not in names), None)
         if missing is not None:
-            raise CheckpointCorrupt(
-                f"{files.location}: there is {name}, and no {missing}; was the folder copied, or "
-                "written, as a whole?"
+            raise files.damaged(
+                f"there is {name}, and no {missing}; was the folder copied, or written, as a whole?"
             )
 
 
@@ -124,9 +123,8 @@ class SafetensorsReader(RangeReader):
             try:
                 table.put(_entry(name_of(name), dtype, of_tensor), of_tensor)
             except CoverageError as error:
-                raise CheckpointCorrupt(
-                    f"{files.location}: the pieces of {quoted(name)} do not make it up; are files "
-                    f"missing? {error}"
+                raise files.damaged(
+                    f"the pieces of {quoted(name)} do not make it up; are files missing? {error}"
                 ) from error
         super().__init__(files, table.index(metadata), table.boxes)
 
@@ -156,17 +154,17 @@ def _pieces(
                 continue  # the index wins; what it lacks is not hidden
             start = offsets.get(name)
             if name in found and start is None:
-                raise CheckpointCorrupt(
-                    f"{files.location}: {quoted(name)} is in {first_in[name]} and in "
-                    f"{file}, and no index says which one counts"
+                raise files.damaged(
+                    f"{quoted(name)} is in {first_in[name]} and in {file}, and no index says which "
+                    "one counts"
                 )
             origin = start or (0,) * len(tensor.shape)
             if (
                 len(origin) != len(tensor.shape)
                 or found.get(name, (tensor.dtype,))[0] != tensor.dtype
             ):
-                raise CheckpointCorrupt(
-                    f"{files.location}: the pieces of {quoted(name)} do not fit together; one is "
+                raise files.damaged(
+                    f"the pieces of {quoted(name)} do not fit together; one is "
                     f"{tensor.dtype}{list(tensor.shape)} at {list(origin)} in {file}"
                 )
             stop = tuple(a + n for a, n in zip(origin, tensor.shape, strict=True))
@@ -176,9 +174,9 @@ def _pieces(
     missing = sorted((where or {}).keys() - found.keys())
     if missing:
         name = missing[0]
-        raise CheckpointCorrupt(
-            f"{files.location}: the index says that {quoted(name)} is in {(where or {})[name]}, "
-            f"which does not contain it; {len(missing)} missing in all"
+        raise files.damaged(
+            f"the index says that {quoted(name)} is in {(where or {})[name]}, which does not "
+            f"contain it; {len(missing)} missing in all"
         )
     return found
 

@@ -18,14 +18,14 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, flat_range_to_boxes
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.layout import Layout
-from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
+from unickpt.errors import CheckpointCorrupt, UnickptError
 from unickpt.foreign.crc32 import Range
 from unickpt.foreign.elements import ByteRange, Elements
 from unickpt.foreign.files import CheckedFiles, Files
 from unickpt.format.chunk_grid import Part, free_chunk
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader, Request
-from unickpt.storage.errors import Failed, reading_failed
+from unickpt.storage.errors import Failed, reading, reading_failed
 from unickpt.trees import tree, tree_json
 
 CHUNK_BYTES = 16 << 20
@@ -210,10 +210,8 @@ class RangeReader(Reader):
     def stored_bytes(self) -> int | None:
         """The bytes in which the boxes are, each once; with arrays that are stored otherwise, all
         files that could hold them."""
-        try:
+        with reading(self.location):
             others = self._files.total({*self._files.here, *self._files.looked_at})
-        except Failed as error:
-            raise reading_failed(error, str(self.location)) from error
         if others is None and self.index.arrays.keys() - self._boxes.keys():
             return None
         ranges = [
@@ -226,14 +224,12 @@ class RangeReader(Reader):
 
     def _reaches(self, entry: ArrayEntry, file: str, end: int) -> bool:
         """Whether a file has so many bytes."""
-        try:
+        with reading(f"{self.location}: array {entry.name!r}"):
             if file not in self._sizes:  # once: reading finds out if a file is shorter by then
                 self._sizes[file] = self._files.size(file)
             size = self._sizes[file]
             if size is None:  # the storage does not tell it
                 self._files.read(file, end - 1, 1)
-        except Failed as error:
-            raise reading_failed(error, f"{self.location}: array {entry.name!r}") from error
         return size is None or end <= size
 
     def read(self, requests: Sequence[Request]) -> Sequence[int]:
@@ -247,10 +243,8 @@ class RangeReader(Reader):
     def read_box(self, entry: ArrayEntry, part: Part, box: Box, out: Array) -> None:
         """Reads a box of a part."""
         found = self._boxes[entry.name][part.box.start]
-        try:
+        with reading(f"{self.location}: array {entry.name!r} {box}"):
             read_box(self._files, found, box.relative_to(part.box.start), out)
-        except Failed as error:
-            raise reading_failed(error, f"{self.location}: array {entry.name!r} {box}") from error
 
 
 def _joint_length(ranges: Iterable[tuple[str, int, int]]) -> int:
@@ -462,7 +456,7 @@ def table_of(
     try:
         node = tree.flatten(root, is_leaf, expand)
     except UnickptError as error:
-        raise UnsupportedFormat(f"{files.location}: {error}") from error
+        raise files.unsupported(f"{error}") from error
     table, first = ArrayTable(node), dict[Hashable, str]()
     for leaf in tree.leaves(node):
         if not isinstance(leaf.value, kinds):

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 
+from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign.crc32 import ChecksummedRanges, Parts, Range
 from unickpt.storage import paths
 from unickpt.storage.errors import Damaged
@@ -197,6 +198,18 @@ class Files:
         """All bytes of a file, whose size the storage may not tell. Raises as `read`."""
         size = self.size(file)
         return self._fetch(file, slice(None)) if size is None else self.read(file, 0, size)
+
+    def damaged(self, reason: str) -> CheckpointCorrupt:
+        """The error for files that are damaged, or do not fit each other."""
+        return CheckpointCorrupt(f"{self.location}: {reason}")
+
+    def incomplete(self, reason: str) -> CheckpointCorrupt:
+        """The error for a file, or a part of one, that is missing."""
+        return self.damaged(f"{reason}; was the folder copied as a whole?")
+
+    def unsupported(self, reason: str) -> UnsupportedFormat:
+        """The error for what is not read."""
+        return UnsupportedFormat(f"{self.location}: {reason}")
 
     def text(self, file: str) -> str:
         """The text of a small file, such as the name of the latest step. Raises as `read`."""

@@ -83,7 +83,7 @@ class Cursor:
 
     def damaged(self, reason: str) -> CheckpointCorrupt:
         """The error for a damaged file."""
-        return CheckpointCorrupt(f"{self.files.location}: {self.name} {reason}")
+        return self.files.damaged(f"{self.name} {reason}")
 
     def _window(self, count: int) -> bytes:
         """Bytes from here on: so many, and more if the file has them."""

@@ -16,7 +16,7 @@ from unickpt.errors import UnsupportedFormat
 from unickpt.foreign.files import Files
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted, shortened
-from unickpt.storage.errors import Failed, reading_failed
+from unickpt.storage.errors import reading
 
 R = TypeVar("R", bound=Reader)
 
@@ -158,13 +158,11 @@ def open_kind(files: Files, kind: FileKind, make: Callable[[FoundFiles], R]) -> 
         StorageError: the storage failed.
         All that `make` raises.
     """
-    try:
+    with reading(files.location):
         found = of_kind(files, kind)
         if found is None:
             return None
         reader = make(found)
-    except Failed as error:
-        raise reading_failed(error, str(files.location)) from error
     reader.beside = (*found.beside, *reader.beside)
     return reader
 

@@ -23,7 +23,7 @@ from unickpt.format.index import REPLACED
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted, some
 from unickpt.storage import paths
-from unickpt.storage.errors import Failed, reading_failed
+from unickpt.storage.errors import Failed, reading, reading_failed
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
 
@@ -136,13 +136,11 @@ def open_file(location: Location, hints: Mapping[str, Any]) -> Reader:
     reader = _first(files, hints)
     if reader is not None:
         return reader
-    try:
+    with reading(location):
         refusal = other_kinds.refusal(files, files.here[0])
         if refusal is not None:
             raise refusal
         head = files.head(files.here[0])
-    except Failed as error:
-        raise reading_failed(error, str(location)) from error
     begins = f"it begins with {head[:16]!r}" if head else "it is empty"
     raise UnsupportedFormat(f"{location} is a file, and of no format that is read: {begins}")
 

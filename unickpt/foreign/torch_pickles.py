@@ -12,7 +12,7 @@ from typing import Any
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
-from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.errors import CheckpointCorrupt
 from unickpt.foreign import pickle_objects, pickle_writer, pickles
 from unickpt.foreign.elements import FileRange, InMemoryElements
 from unickpt.foreign.file_ranges import FileBox
@@ -138,9 +138,8 @@ class _Zip:
             raise self.damaged("torch.save did not write it: it has no data.pkl")
         self._top = pickle.removesuffix("data.pkl")
         if self._top + _SCRIPT in archive.members:
-            raise UnsupportedFormat(
-                f"{archive.files.location}: {archive.name} is a program of torch.jit; save its "
-                "state_dict() instead"
+            raise archive.files.unsupported(
+                f"{archive.name} is a program of torch.jit; save its state_dict() instead"
             )
         self._pickle = archive.members[pickle]
         self.pickle_size = self._pickle.size

@@ -72,7 +72,7 @@ class ZipFile:
 
     def damaged(self, reason: str) -> CheckpointCorrupt:
         """The error for a damaged file."""
-        return CheckpointCorrupt(f"{self.files.location}: {self.name}: {reason}")
+        return self.files.damaged(f"{self.name}: {reason}")
 
     def offset(self, member: Member) -> int:
         """Where the data of a member begins in the file; costs one small read.

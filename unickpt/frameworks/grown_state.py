@@ -39,13 +39,6 @@ def with_grown(state: Any, name: str, stored: StoredTree, make: MakeArray | None
     return _Growth(stored, make).grown(state, stored.at(name), is_whole=True)
 
 
-def unwrapped(node: tree.Node | tree.Leaf | None) -> tree.Node | tree.Leaf | None:
-    """What a wrapper holds."""
-    while isinstance(node, tree.Node) and node.kind == "wrapper":
-        (node,) = node.children
-    return node
-
-
 def first_array(value: Any, is_array: Callable[[Any], bool]) -> Any:
     """The first array of a state; None if there is none."""
     if is_array(value):
@@ -59,7 +52,7 @@ class _Growth:
 
     def grown(self, value: Any, node: tree.Node | tree.Leaf | None, is_whole: bool = False) -> Any:
         """A value of the state; `is_whole` if it is the whole state."""
-        node = unwrapped(node)
+        node = tree.unwrapped(node)
         if node is None:
             return value
         if value is None:
@@ -77,7 +70,7 @@ class _Growth:
         return value
 
     def _grown_dict(self, value: dict[Any, Any], node: tree.Node, is_whole: bool) -> Any:
-        children = dict(zip(node.keys, node.children, strict=True))
+        children = tree.by_key(node)
         members = {key: self.grown(held, children.get(key)) for key, held in value.items()}
         for key, child in children.items() if not (is_whole and value) else ():
             if key not in value and self._can_make(child, arrays=not value):

@@ -7,7 +7,6 @@ from contextlib import suppress
 
 from unickpt.runs.attempt_folders import FOLDER
 from unickpt.storage import data_files, errors, paths
-from unickpt.storage.errors import Failed
 
 
 def bytes_on_disk(root: paths.PathLike) -> int:
@@ -29,10 +28,8 @@ def bytes_on_disk(root: paths.PathLike) -> int:
     location = paths.resolve(root, whole=True)
     if location.is_local:
         return _bytes_below(str(location.spec["path"]))
-    try:
+    with errors.reading(location):
         files = location.files_by_folder(FOLDER, paths.context()).values()
-    except Failed as error:
-        raise errors.reading_failed(error, str(location)) from error
     names = (file.name.rpartition("/")[2] for each in files for file in each)
     return sum(found[1] for name in names if (found := data_files.written_in(name)) is not None)
 

@@ -8,6 +8,9 @@ unickpt or of a caller, and is not changed.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from unickpt.errors import CheckpointCorrupt, StorageError
 
 
@@ -56,6 +59,19 @@ def reading_failed(error: Failed, where: str) -> CheckpointCorrupt | StorageErro
     if isinstance(error, Damaged):
         return CheckpointCorrupt(f"{where}: stored data is damaged or missing: {error.reason}")
     return StorageError(f"{where}: the storage failed: {error}")
+
+
+@contextmanager
+def reading(where: object) -> Iterator[None]:
+    """Within the block, a failure of the storage is the error that `reading_failed` makes of it.
+
+    Arguments:
+        where: the path and the item in it, for the message.
+    """
+    try:
+        yield
+    except Failed as error:
+        raise reading_failed(error, str(where)) from error
 
 
 def writing_failed(error: Failed, where: str, room: str = "") -> StorageError:

@@ -28,7 +28,6 @@ from unickpt.errors import (
 from unickpt.format.writer import PlannedFile
 from unickpt.reading import checkpoint
 from unickpt.storage import errors, local_folders, paths
-from unickpt.storage.errors import Failed
 from unickpt.storage.local_files import closing, system_calls
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
@@ -160,10 +159,8 @@ class ExportDestination(ABC):
             UnsupportedFormat: it needs what this unickpt does not know.
             StorageError: the storage failed.
         """
-        try:
+        with errors.reading(self.name):
             refuse_checkpoint(self.folder, self.context, overwrite=True)
-        except Failed as error:
-            raise errors.reading_failed(error, self.name) from error
         try:
             return checkpoint.open_reader(self.folder) is not None
         except (CheckpointCorrupt, UnsupportedFormat):

@@ -13,16 +13,18 @@ import keyword
 import re
 import unicodedata
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from unickpt.errors import UnsupportedLeaf
 from unickpt.quoting import quoted
 from unickpt.trees import hints
+
+T = TypeVar("T")
 
 Key = str | int
 Rebuild = Callable[[list[Any]], Any]
@@ -362,6 +364,31 @@ def _expand_dataclass(obj: Any) -> Expansion | None:
     return Expansion("object", fields, children, rebuild, type(obj).__name__)
 
 
+def unwrapped(node: Node | Leaf | T) -> Node | Leaf | T:
+    """A structure without the objects around it that are no part of its name."""
+    while isinstance(node, Node) and node.kind == "wrapper":
+        (node,) = node.children
+    return node
+
+
+def by_key(node: Node | Leaf) -> dict[Any, Node | Leaf]:
+    """The children of a container, without objects around it, by their keys; none of a leaf."""
+    inner = unwrapped(node)
+    return {} if isinstance(inner, Leaf) else dict(zip(inner.keys, inner.children, strict=True))
+
+
+def dict_of(children: Mapping[Any, Node | Leaf]) -> Node:
+    """The structure of a dict.
+
+    Example:
+        >>> dict_of({"a": Leaf("a", 1)}).rebuild([2])
+        {'a': 2}
+    """
+    keys = tuple(children)
+    members = tuple(children.values())
+    return Node("dict", keys, members, lambda xs: dict(zip(keys, xs, strict=True)))
+
+
 def leaves(node: Node | Leaf) -> Iterator[Leaf]:
     """All leaves, in the order of the containers."""
     if isinstance(node, Leaf):
@@ -460,13 +487,12 @@ def without(node: Node | Leaf, left_out: Set[str]) -> Node | Leaf | None:
     both = (
         (key, without(child, left_out)) for key, child in zip(node.keys, node.children, strict=True)
     )
-    rest = [(key, child) for key, child in both if child is not None]
+    rest = {key: child for key, child in both if child is not None}
     if not rest:
         return None
-    keys, members = tuple(key for key, _ in rest), tuple(child for _, child in rest)
     if len(rest) == len(node.children):
-        return replace(node, children=members)
-    return Node("dict", keys, members, lambda xs: dict(zip(keys, xs, strict=True)))
+        return replace(node, children=tuple(rest.values()))
+    return dict_of(rest)
 
 
 def with_values(node: Node | Leaf, value: Callable[[str], Any]) -> Node | Leaf:

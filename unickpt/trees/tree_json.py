@@ -36,6 +36,7 @@ from unickpt.trees.tree import (
     Rebuild,
     child_names,
     component,
+    dict_of,
     join,
     key_problem,
     leaves,
@@ -251,9 +252,7 @@ def from_names(names: Iterable[str]) -> Node | Leaf:
 def _nested(level: Any) -> Node | Leaf:
     if isinstance(level, Leaf):
         return level
-    keys = tuple(level)
-    children = tuple(map(_nested, level.values()))
-    return Node("dict", keys, children, lambda xs: dict(zip(keys, xs, strict=True)))
+    return dict_of({key: _nested(below) for key, below in level.items()})
 
 
 def _from_json(structure: Any, name: str, depth: int) -> Node | Leaf:

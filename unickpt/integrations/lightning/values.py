@@ -199,12 +199,16 @@ def read(
         CheckpointCorrupt: what it holds does not fit the types that it names.
         UnickptError: as `unickpt.load`.
     """
-    node = _unwrapped(StoredView(stored.reader).node())
+    node = tree.unwrapped(StoredView(stored.reader).node())
+    if not isinstance(node, Node) or node.kind not in ("dict", "ordereddict"):
+        raise UnsupportedFormat(
+            "the checkpoint is not one of Lightning: it holds no dict; load it with unickpt.load"
+        )
     types = lightning_types.parsed(
         stored.index.values.get(TYPES, "{}"), str(stored.location), _BY_NAME
     )
     index, made = stored.index, dict[str, Any]()
-    top = _children(node)
+    top = tree.by_key(node)
     chosen = (top.keys() if only is None else only) - skip - {TYPES}
     wanted = {key: x for key, x in top.items() if key in chosen}
     for leaf in (leaf for below in wanted.values() for leaf in tree.leaves(below)):
@@ -216,20 +220,6 @@ def read(
     loader.load(stored, like, unexpected="skip", options=options)
     restored = _Restored(made, types, str(stored.location))
     return {key: restored.value(below, tree.component(key)) for key, below in wanted.items()}
-
-
-def _unwrapped(node: Node | Leaf) -> Node | Leaf:
-    while isinstance(node, Node) and node.kind == "wrapper":
-        (node,) = node.children
-    return node
-
-
-def _children(node: Node | Leaf) -> dict[Any, Node | Leaf]:
-    if not isinstance(node, Node) or node.kind not in ("dict", "ordereddict"):
-        raise UnsupportedFormat(
-            "the checkpoint is not one of Lightning: it holds no dict; load it with unickpt.load"
-        )
-    return dict(zip(node.keys, node.children, strict=True))
 
 
 def _empty(stored: Checkpoint, name: str, types: list[str], device: Any) -> Any:

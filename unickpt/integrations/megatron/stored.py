@@ -28,9 +28,7 @@ class StoredItems:
 
     def __init__(self, stored: Checkpoint, folder: str) -> None:
         self.stored, self._folder = stored, folder
-        node = StoredView(stored.reader).node()
-        while isinstance(node, Node) and node.kind == "wrapper":
-            (node,) = node.children
+        node = tree.unwrapped(StoredView(stored.reader).node())
         if not isinstance(node, Node) or node.kind != "dict":
             raise LoadMismatch(
                 f"{folder}: it was not saved by SaveStrategy; load it with unickpt.load"
@@ -109,9 +107,7 @@ class StoredItems:
 
 
 def _children(node: Node | Leaf | None) -> dict[str | int, Node | Leaf]:
-    if not isinstance(node, Node) or node.kind != "dict":
-        return {}
-    return dict(zip(node.keys, node.children, strict=True))
+    return tree.by_key(node) if isinstance(node, Node) and node.kind == "dict" else {}
 
 
 def _items(node: Node | Leaf, above: tuple[str, ...]) -> Iterator[tuple[str, Node | Leaf]]:
