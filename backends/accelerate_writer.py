@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from unickpt.backends.safetensors.writer import SafetensorsWriter
-from unickpt.backends.torch_writer import TorchWriter
+from unickpt.backends.torch_files import TorchWriter
 from unickpt.backends.training_states import (
     DTYPE,
     TENSOR,

@@ -18,8 +18,7 @@ from unickpt.foreign import lightning_types, pickles, torch_layout
 from unickpt.foreign.flat_names import refuse
 from unickpt.foreign.lightning_types import TYPES, StoredType
 from unickpt.foreign.pickle_objects import BadPickle, Global
-from unickpt.foreign.pickle_writer import PickledCall
-from unickpt.foreign.reduced_objects import reduced
+from unickpt.foreign.pickle_writer import PickledCall, reduced
 from unickpt.format.index import Index
 from unickpt.format.writer import Plan
 from unickpt.quoting import quoted

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import io
 import tokenize
-import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -23,16 +22,18 @@ from unickpt.foreign import loose_files
 from unickpt.foreign.elements import FileRange
 from unickpt.foreign.file_ranges import ArrayTable, RangeReader, TensorSource, row_major
 from unickpt.foreign.files import Files
-from unickpt.foreign.flat_names import can_nest, nested_name
+from unickpt.foreign.flat_names import can_nest, flat_names, nested_name, plain_values, refuse
 from unickpt.foreign.headers import sizes
 from unickpt.foreign.loose_files import open_kind
 from unickpt.foreign.zip_files import DEFLATED, STORED, Member, ZipFile
+from unickpt.foreign.zip_layout import Content, ZipLayout
 from unickpt.format.chunk_grid import Part
-from unickpt.format.index import ArrayEntry
+from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
+from unickpt.format.writer import Plan, PlannedFile
 from unickpt.quoting import quoted, shortened
 from unickpt.storage.errors import Failed, reading_failed
-from unickpt.trees import tree
+from unickpt.trees import tree, tree_json
 
 _MAGIC = b"\x93NUMPY"
 MOST_HEADER = 10_000  # as NumPy's own limit for files that are not trusted
@@ -124,7 +125,7 @@ class NpzReader(RangeReader):
             at = self._zip.offset(member)
             data = self._zip.files.read(self._zip.name, at, most)
         elif member.method == DEFLATED and member.size <= _MOST_DEFLATED * member.compressed:
-            data = self._inflated(member, most)
+            data = self._zip.first(member, most)
         else:
             raise UnsupportedFormat(f"{where} is compressed by the method {member.method}")
         header = parsed(data, where)
@@ -136,20 +137,6 @@ class NpzReader(RangeReader):
         if member.method == STORED:
             self._zip.summed(member, at, data[: header.length])
         return header, found
-
-    def _inflated(self, member: Member, most: int) -> bytes:
-        """The first bytes of a member, at most so many."""
-        begin = self._zip.offset(member)
-        # The head needs few bytes of what is compressed.
-        count = member.compressed if most >= member.size else min(member.compressed, most + 1000)
-        data = self._zip.files.read(self._zip.name, begin, count)
-        try:
-            found = zlib.decompressobj(-15).decompress(data, max(1, most))
-        except zlib.error as error:
-            raise self._zip.damaged(f"{member.name} cannot be decompressed: {error}") from error
-        if most >= member.size:
-            self._zip.check(member, found)
-        return found
 
     def check_backed(self, entry: ArrayEntry) -> None:
         if entry.name not in self._deflated:
@@ -217,3 +204,57 @@ def parsed(data: bytes, where: str) -> NpyHeader:
 
 def _text(member: Member) -> str:
     return member.name.removesuffix(".npy")
+
+
+# --- files to write -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NpzWriter:
+    """One file; tied arrays are written once for each of their names."""
+
+    suffixes: ClassVar[Sequence[str]] = (".npz",)
+
+    def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
+        # NumPy writes dtypes of other packages, and forgets which they were.
+        missing = [
+            entry
+            for entry in index.arrays.values()
+            if dtypes.from_name(entry.dtype).type.__module__ != "numpy"
+        ]
+        refuse("npz", missing, plain_values(index))
+        names = flat_names(index)
+        contents = [
+            Content(
+                f"{names[name]}.npy",
+                _header(entry),
+                entry.name,
+                Box.whole(entry.shape),
+                entry.nbytes,
+            )
+            for name, entry in index.entries.items()
+        ]
+        zipped = ZipLayout(contents)
+        planned = PlannedFile(
+            file or "arrays.npz", zipped.size, zipped.texts, tuple(zipped.data), zipped.ending,
+            last=True,
+        )  # fmt: skip
+        return Plan((planned,), _shown({name: names[name] for name in index.entries}))
+
+
+def _header(entry: ArrayEntry) -> bytes:
+    head = io.BytesIO()
+    descr = np.lib.format.dtype_to_descr(dtypes.from_name(entry.dtype).newbyteorder("<"))
+    facts = {"descr": descr, "fortran_order": False, "shape": entry.shape}
+    np.lib.format.write_array_header_1_0(head, facts)
+    return head.getvalue()
+
+
+def _shown(names: dict[str, str]) -> dict[str, str]:
+    """The names as unickpt reads them: as containers, unless one is both a leaf and a container."""
+    nested = {name: nested_name(text) for name, text in names.items()}
+    try:
+        tree_json.from_names(nested.values())
+    except ValueError:
+        return {name: tree.component(text) for name, text in names.items()}
+    return nested

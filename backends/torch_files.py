@@ -6,20 +6,23 @@ file names is imported or called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from unickpt.backends.hugging_face import weight_map
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.foreign import known_objects, loose_files
+from unickpt.foreign import known_objects, loose_files, torch_layout
 from unickpt.foreign.file_ranges import ArrayTable, FileBox, RangeReader, table_of, whole
 from unickpt.foreign.files import Files
+from unickpt.foreign.flat_names import refuse
 from unickpt.foreign.loose_files import FoundFiles, open_kind
 from unickpt.foreign.pickle_objects import BadPickle, Global, PickledObject, attributes, unread
 from unickpt.foreign.torch_pickles import TorchFile
 from unickpt.foreign.torch_tensors import Tensor, TorchStorage, holds_tensors
+from unickpt.format.index import Index
 from unickpt.format.reader import Reader
+from unickpt.format.writer import Plan
 from unickpt.quoting import quoted, shortened
 from unickpt.storage.errors import Failed, reading_failed
 from unickpt.trees import tree, tree_json
@@ -257,3 +260,20 @@ def _text(found: Any) -> str:
     if tree_json.is_plain(found) or isinstance(found, tuple):  # of a key, which is short
         return quoted(found, _MOST_TEXT)
     return f"<{type(found).__name__}>"
+
+
+# --- files to write -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TorchWriter:
+    """One file that `torch.load(..., weights_only=True)` reads."""
+
+    suffixes: ClassVar[Sequence[str]] = (".pt", ".pth", ".bin", ".ckpt", ".pth.tar")
+
+    def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
+        refuse("torch", torch_layout.missing_dtypes(index), {})
+        leaves, storages = torch_layout.leaves_of(index)
+        value = torch_layout.object_of(tree_json.from_json(index.tree), leaves.__getitem__)
+        planned = torch_layout.planned_file(file or "checkpoint.pt", value, storages)
+        return Plan((planned,), {n: n for n in index.entries}, {n: n for n in index.values})

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from unickpt.backends.safetensors.writer import HuggingFaceWriter
-from unickpt.backends.torch_writer import TorchWriter
+from unickpt.backends.torch_files import TorchWriter
 from unickpt.backends.training_states import (
     KnownTorchFile,
     Node,

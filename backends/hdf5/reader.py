@@ -10,14 +10,15 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import struct
 import threading
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from unickpt.arrays import dtypes
@@ -26,6 +27,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.backends.hdf5.chunks import HDF5Chunk, HDF5Storage, storage
 from unickpt.backends.hdf5.objects import HDF5File, HDF5Object
 from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
+from unickpt.foreign import loose_files
 from unickpt.foreign.elements import FileRange
 from unickpt.foreign.file_ranges import (
     CHUNK_BYTES,
@@ -36,12 +38,14 @@ from unickpt.foreign.file_ranges import (
     whole,
 )
 from unickpt.foreign.files import Files
+from unickpt.foreign.loose_files import FoundFiles, open_kind
 from unickpt.foreign.zip_files import DEFLATED, STORED, Member, ZipFile
 from unickpt.format.chunk_grid import Part
-from unickpt.format.index import ArrayEntry
+from unickpt.format.index import ArrayEntry, Index
+from unickpt.format.reader import ParallelMap, Reader, Request
 from unickpt.quoting import quoted
-from unickpt.storage.errors import Failed, reading, reading_failed
-from unickpt.trees import tree
+from unickpt.storage.errors import Damaged, Failed, reading, reading_failed
+from unickpt.trees import tree, tree_json
 
 _MOST_RANK = 32
 # Chunks can be compressed or missing. What an array takes in memory may exceed what is stored for
@@ -109,14 +113,7 @@ def _unpacked(found: ZipFile, member: Member, most: int) -> bytes:
             f"{member.method}: at most {most} are unpacked, by the methods {STORED} and "
             f"{DEFLATED}; unpack the zip file, and open the file in it"
         )
-    data = found.files.read(found.name, found.offset(member), member.compressed)
-    if member.method == DEFLATED:
-        try:
-            data = zlib.decompressobj(-15).decompress(data, max(1, member.size))
-        except zlib.error as error:
-            raise found.damaged(f"{member.name} cannot be decompressed: {error}") from error
-    found.check(member, data)
-    return data
+    return found.first(member, member.size)
 
 
 def _version(found: ZipFile) -> str:
@@ -455,3 +452,127 @@ def _chunk(chunk: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> tup
         room = CHUNK_BYTES // (math.prod(found) * itemsize)
         found[dim] = min(found[dim] * max(1, room), max(1, shape[dim]))
     return tuple(found)
+
+
+# --- which files ----------------------------------------------------------------------------------
+
+
+_SHARD = re.compile(r"(.+)_[0-9]{5}(\.weights)\.h5", re.DOTALL)
+_MOST_INDEX = 64 << 20
+
+
+HINTS: Collection[str] = ()
+
+
+def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
+    """Opens an HDF5 file, or a .keras file; None if there is none.
+
+    Raises:
+        CheckpointCorrupt: it is damaged.
+        UnsupportedFormat: it contains what is no array, links, or filters that are not read.
+        StorageError: the storage failed.
+    """
+
+    def make(found: FoundFiles) -> Reader:
+        if found.index is not None:
+            return ShardsReader(files, found.index)
+        reader = Hdf5Reader(files, found.names[0])
+        index = index_of(found.names[0])
+        if index is not None and _is_there(files, index):
+            reader.lacks = f"this is one of several files of a model; open {index} for all of it"
+            reader.beside = (index,)
+        return reader
+
+    return open_kind(files, loose_files.HDF5, make)
+
+
+def _is_there(files: Files, name: str) -> bool:
+    try:
+        return bool(files.head(name))
+    except Damaged:
+        return False
+
+
+def index_of(shard: str) -> str | None:
+    """The name that the index of a model has, if a file is named like one of several."""
+    match = _SHARD.fullmatch(shard)
+    return None if match is None else f"{match[1]}{match[2]}.json"
+
+
+class ShardsReader(Reader):
+    """The datasets of all files.
+
+    Arguments:
+        files: of the checkpoint.
+        index: the name of the index.
+    """
+
+    format, version = "hdf5", ""
+    most_per_byte = Hdf5Reader.most_per_byte
+
+    def __init__(self, files: Files, index: str) -> None:
+        self.location, self._files = files.location, files
+        groups = _groups(files, index)
+        self._shards = sorted({name for names in groups.values() for name in names})
+        names: dict[tuple[str, ...], dict[str, str]] = {}
+        for shard in self._shards:
+            for path, found in _present(files, shard, index).items():
+                known = names.setdefault(path, {})
+                known.update({k: name for k, name in found.items() if name != k or k not in known})
+        entries, self._reader_of = dict[str, ArrayEntry](), dict[str, Hdf5Reader]()
+        raw = dict[str, set[str]]()
+        for shard in self._shards:
+            reader = Hdf5Reader(files, shard, names)
+            raw[shard] = reader.groups
+            for name, entry in reader.index.arrays.items():
+                if name in entries:
+                    raise CheckpointCorrupt(f"{self.location}: {quoted(name)} is in two files")
+                entries[name], self._reader_of[name] = entry, reader
+        for group, shards in groups.items():
+            lacking = next((shard for shard in shards if group not in raw[shard]), None)
+            if lacking is not None:
+                raise CheckpointCorrupt(
+                    f"{self.location}: {index} says that {quoted(group)} is in {lacking}, which "
+                    "does not contain it; are the files of one save?"
+                )
+        self.index = Index(tree_json.to_json(tree_json.from_names(entries)), entries)
+
+    def read(self, requests: Sequence[Request]) -> Sequence[int]:
+        for request in requests:
+            self._reader_of[request.entry.name].read([request])
+        return ()
+
+    def reads_boxes(self, entry: ArrayEntry) -> bool:
+        return True
+
+    def check_backed(self, entry: ArrayEntry) -> None:
+        self._reader_of[entry.name].check_backed(entry)
+
+    def check_structure(self, run: ParallelMap) -> Iterator[tuple[str, str]]:
+        return iter(())
+
+    def stored_bytes(self) -> int | None:
+        return self._files.total(self._shards)
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, list[str]]
+
+
+def _groups(files: Files, index: str) -> Mapping[str, Sequence[str]]:
+    """The files of each group, by its path."""
+    found = files.decoded(index, _Index, _MOST_INDEX).weight_map
+    groups = {name.strip("/"): of for name, of in found.items()}
+    for name in {name for of in groups.values() for name in of}:
+        if "/" in name or index_of(name) != index:
+            raise files.damaged(f"{index} names the file {quoted(name)}")
+    return groups
+
+
+def _present(files: Files, shard: str, index: str) -> LayerNames:
+    try:
+        return layer_names(files, shard)
+    except Damaged as error:
+        raise files.damaged(
+            f"{shard} is missing, or damaged, which belongs to {index}: {error}"
+        ) from error

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from unickpt.backends.orbax import step_writer, writer
+from unickpt.backends.orbax import step_writer
 from unickpt.backends.orbax.tree_writer import TreeFiles, tree_files
 from unickpt.errors import UnsupportedLeaf
 from unickpt.foreign.keras_states import (
@@ -47,7 +47,7 @@ class KerasWriter:
         return [name for name in index.names if name.partition("/")[0] == POSITION]
 
     def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
-        chunk_bytes = min(writer.CHUNK_BYTES, most_bytes)
+        chunk_bytes = min(step_writer.CHUNK_BYTES, most_bytes)
         items = {_STATE: tree_files(index, _state(index), chunk_bytes)}
         config = index.metadata.get(CONFIG)
         if config is not None:

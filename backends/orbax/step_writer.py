@@ -6,16 +6,18 @@ Sources: orbax/checkpoint/checkpoint_manager.py, _src/handlers, _src/metadata/ch
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, ClassVar
 
 from unickpt.backends.orbax.tree_writer import tree_files
+from unickpt.errors import UnsupportedLeaf
 from unickpt.foreign.orbax_arrays import SavedArrays
 from unickpt.format.index import Index
 from unickpt.format.step_metrics import finite_or_text, step_metrics
 from unickpt.format.writer import Plan, PlannedFile, text_file
-from unickpt.trees import tree
+from unickpt.trees import tree, tree_json
 
 ORBAX = "orbax"
 """The key of a checkpoint's metadata under which `unickpt.integrations.orbax` stores its own."""
@@ -74,3 +76,41 @@ def plan(index: Index, node: tree.Node, *, is_step: bool, chunk_bytes: int) -> P
 
 def _committed(folder: str) -> PlannedFile:
     return text_file(f"{folder}/{_COMMITTED}", "written by unickpt")
+
+
+# --- writer ---------------------------------------------------------------------------------------
+
+
+CHUNK_BYTES = 64 << 20
+_LAYOUTS = ("", "tree", "step")
+
+
+@dataclass(frozen=True)
+class OrbaxWriter:
+    """A folder that `StandardCheckpointer` restores, or a step of a `CheckpointManager`.
+
+    Arguments:
+        layout: "tree", the default, for the folder of a tree; "step" for that of a step, which has
+            the tree as its item `default`.
+
+    Raises:
+        ValueError: the layout is none of these.
+    """
+
+    layout: str = ""
+    suffixes: ClassVar[Sequence[str]] = ()
+
+    def __post_init__(self) -> None:
+        if self.layout not in _LAYOUTS:
+            raise ValueError(f"layout={self.layout!r} must be 'tree' or 'step'")
+
+    def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
+        node = tree.unwrapped(tree_json.from_json(index.tree))
+        if isinstance(node, tree.Leaf):
+            raise UnsupportedLeaf(
+                "Orbax stores trees, and this checkpoint is a single leaf; put it below a name by "
+                "a rule"
+            )
+        chunk_bytes = min(CHUNK_BYTES, most_bytes)
+        is_step = self.layout == "step"
+        return plan(index, node, is_step=is_step, chunk_bytes=chunk_bytes)

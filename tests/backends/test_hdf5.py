@@ -23,7 +23,6 @@ from typer.testing import CliRunner
 
 import unickpt
 from unickpt import CheckpointCorrupt, UnickptError
-from unickpt.backends.hdf5 import opening
 from unickpt.backends.hdf5 import reader as hdf5
 from unickpt.backends.hdf5.bounded_file import BoundedFile
 from unickpt.cli.app import app
@@ -66,7 +65,7 @@ class TestSuite(ReaderSuite):
 
     @contextlib.contextmanager
     def registered(self) -> Iterator[None]:
-        with foreign.registered(opening), pytest.MonkeyPatch.context() as patch:
+        with foreign.registered(hdf5), pytest.MonkeyPatch.context() as patch:
             patch.setattr(file_ranges, "CHUNK_BYTES", 1 << 10)
             patch.setattr(hdf5, "CHUNK_BYTES", 1 << 10)
             yield

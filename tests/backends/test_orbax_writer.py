@@ -13,7 +13,7 @@ from support.saving import files, in_job
 
 import unickpt
 from unickpt import SaveOptions, UnsupportedLeaf
-from unickpt.backends.orbax import writer
+from unickpt.backends.orbax import step_writer
 
 FAST = SaveOptions(fsync=False)
 Pair = namedtuple("Pair", "left right")
@@ -67,7 +67,7 @@ def check(found: Any, expected: Any) -> None:
 def test_orbax_restores_a_tree(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import orbax.checkpoint as ocp
 
-    monkeypatch.setattr(writer, "CHUNK_BYTES", most)
+    monkeypatch.setattr(step_writer, "CHUNK_BYTES", most)
     save(tmp_path / "c", state())
     unickpt.convert(tmp_path / "c", tmp_path / "ox", to="orbax", options=FAST)
     with ocp.StandardCheckpointer() as checkpointer:
@@ -79,7 +79,7 @@ def test_orbax_restores_onto_a_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     import jax
     import orbax.checkpoint as ocp
 
-    monkeypatch.setattr(writer, "CHUNK_BYTES", 500)
+    monkeypatch.setattr(step_writer, "CHUNK_BYTES", 500)
     tree = {
         "w": np.random.default_rng(0).random((16, 24), np.float32),
         "b": np.arange(8, dtype=ml_dtypes.bfloat16),
@@ -107,7 +107,7 @@ def test_orbax_restores_onto_a_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_chunks_are_files_of_their_own_from_any_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "CHUNK_BYTES", 1 << 17)
+    monkeypatch.setattr(step_writer, "CHUNK_BYTES", 1 << 17)
     rng = np.random.default_rng(0)
     tree = {"a": {"w": rng.random((300, 301)), "deep": rng.random((2, 3, 150, 151))}, "step": 3}
     save(tmp_path / "c", tree)

@@ -12,7 +12,7 @@ import pytest
 import unickpt
 from unickpt import Rules
 from unickpt.errors import RuleError
-from unickpt.observing.name_likeness import Likeness, words
+from unickpt.observing.drafting import Likeness, words
 from unickpt.rules.observed import DraftReport
 
 LAYERS = 4

@@ -23,7 +23,7 @@ from unickpt import Checkpoint, SaveOptions
 from unickpt.errors import MergeError
 from unickpt.reading.listing import checkpoints_below
 from unickpt.tools.merge_methods import Search, Weighted
-from unickpt.tools.merge_trials import Trial, balanced, pareto_front
+from unickpt.tools.merge_search import Trial, balanced, pareto_front
 
 pytest.importorskip("scipy")
 pytest.importorskip("optuna")

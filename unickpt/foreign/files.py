@@ -7,6 +7,9 @@ import os
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from typing import TypeVar
+
+import msgspec
 
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign.crc32 import ChecksummedRanges, Parts, Range
@@ -23,6 +26,7 @@ from unickpt.storage.local_files import (
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
 
+T = TypeVar("T")
 _MOST = 1 << 62  # bytes of a file
 _HEAD, _MOST_TEXT = 512, 1000
 _AT_ONCE = 16 << 20
@@ -226,6 +230,21 @@ class Files:
                 return self._fetch(file, slice(0, None))  # it is shorter
         size = self.size(file) or 0
         return self.read(file, max(0, size - most), min(most, size))
+
+    def decoded(self, file: str, kind: type[T], most: int) -> T:
+        """What a file of JSON says, of at most so many bytes.
+
+        Raises:
+            CheckpointCorrupt: it is damaged, too large, or not of the kind.
+            Failed: the storage failed.
+        """
+        data = self.tail(file, most + 1)
+        if len(data) > most:
+            raise self.damaged(f"{file} has more than {most} bytes, too many")
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except (ValueError, RecursionError) as error:
+            raise self.damaged(f"{file} is damaged: {error}") from error
 
     def read_into(self, file: str, offset: int, out: memoryview) -> None:
         """Reads bytes of a file into memory. Raises as `read`."""

@@ -21,6 +21,7 @@ _LOCAL_BYTES = 30  # before the name
 _SIZES_FOLLOW = 8  # a flag: the local header has no sizes
 _WIDE = 0xFFFFFFFF
 _STEP = 1 << 20  # bytes at a time
+_SPARE = 1000  # what compressed bytes need more than they become, at most, of a short beginning
 _TAIL = 65_557  # the record at the end, with the longest comment
 _SHORT_TAIL = 1024  # enough without a comment; has the directory, too, of a few members
 _MOST_DIRECTORY = 1 << 30
@@ -148,6 +149,25 @@ class ZipFile:
             raise self.damaged(f"{member.name} cannot be decompressed: {error}") from error
         self._compare(member, crc, skipped + done if stream.eof else -1)
 
+    def first(self, member: Member, most: int) -> bytes:
+        """The first bytes of a member in memory, at most so many; checked if these are all.
+
+        Raises:
+            CheckpointCorrupt: they are not those that were written, or the file ends before.
+        """
+        count = member.compressed
+        if most < member.size:
+            count = min(count, most + _SPARE if member.method == DEFLATED else most)
+        data = self.files.read(self.name, self.offset(member), count)
+        if member.method == DEFLATED:
+            try:
+                data = zlib.decompressobj(-15).decompress(data, max(1, most))
+            except zlib.error as error:
+                raise self.damaged(f"{member.name} cannot be decompressed: {error}") from error
+        if most >= member.size:
+            self._compare(member, zlib.crc32(data), len(data))
+        return data
+
     def read(self, member: Member) -> bytes:
         """The bytes of a member without compression.
 
@@ -156,17 +176,7 @@ class ZipFile:
         """
         if member.method != STORED:
             raise self.damaged(f"{member.name} is compressed, so ranges of it cannot be read")
-        data = self.files.read(self.name, self.offset(member), member.size)
-        self.check(member, data)
-        return data
-
-    def check(self, member: Member, data: bytes) -> None:
-        """Checks the bytes of a member, if its checksum was computed.
-
-        Raises:
-            CheckpointCorrupt: they are not those that were written.
-        """
-        self._compare(member, zlib.crc32(data), len(data))
+        return self.first(member, member.size)
 
     def _compare(self, member: Member, crc: int, size: int) -> None:
         if size != member.size or (member.crc and crc != member.crc):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
@@ -22,17 +22,8 @@ from unickpt.arrays.dtypes import Array
 from unickpt.errors import RuleError
 from unickpt.observing.checking import Side
 from unickpt.observing.converters import Example
-from unickpt.observing.draft_pieces import (
-    axis_letters,
-    captured_name,
-    grouped_axes,
-    parent_of,
-    tail_of,
-    usual_sizes,
-)
 from unickpt.observing.merging import merged
-from unickpt.observing.name_likeness import Likeness
-from unickpt.observing.notation import LETTERS, Written, WrittenTerm, tokens
+from unickpt.observing.notation import LETTERS, Capture, Token, Written, WrittenTerm, tokens
 from unickpt.observing.value_matching import (
     Order,
     Region,
@@ -492,3 +483,130 @@ def _text(name: str, report: DraftReport) -> str:
         if names:
             lines += ["", f"# Left over on the {side}:", *(f"#   {n}" for n in names)]
     return "\n".join([*lines, ""])
+
+
+# --- which name of one side comes nearest to one of the other -------------------------------------
+
+
+_SAME = {
+    "kernel": "weight", "scale": "weight", "gamma": "weight", "embedding": "weight", "w": "weight",
+    "beta": "bias", "b": "bias", "attention": "attn", "self": "attn", "selfattention": "attn",
+    "attn": "attn", "query": "q", "key": "k", "value": "v", "wq": "q", "wk": "k", "wv": "v",
+    "out": "o", "output": "o", "wo": "o", "dense": "o", "norm": "norm", "ln": "norm",
+    "layernorm": "norm", "rms": "norm", "rmsnorm": "norm", "ffn": "mlp", "feed": "mlp",
+    "forward": "mlp", "feedforward": "mlp", "embed": "embed", "embeddings": "embed",
+    "embedder": "embed", "wte": "embed", "token": "embed", "tok": "embed", "tokens": "embed",
+    "h": "layer", "layers": "layer", "block": "layer", "blocks": "layer", "wi0": "gate",
+    "w1": "gate", "wi1": "up", "w3": "up", "w2": "down", "experts": "expert", "lm": "head",
+    "logits": "head", "mean": "running_mean", "var": "running_var", "input": "pre",
+}  # fmt: skip
+_SAID_BY_NONE = {"params", "model", "module", "proj", "layer", "transformer", "weight", "linear"}
+
+
+def words(name: str) -> frozenset[str]:
+    """The words of a name, in the spelling that most use; numbers are left out.
+
+    Example:
+        >>> sorted(words("params/layers_3/attention/query/kernel"))
+        ['attn', 'layer', 'params', 'q', 'weight']
+    """
+    text = re.sub(r"([a-z])([A-Z])", r"\1_\2", name.replace("wi_0", "wi0").replace("wi_1", "wi1"))
+    found = re.findall(r"[a-z]+\d?(?![a-z])|[a-z]+", text.lower())
+    return frozenset(_SAME.get(word, _SAME.get(word.rstrip("0123456789"), word)) for word in found)
+
+
+class Likeness:
+    """How near names are, by the words that they share; rare words count more.
+
+    Arguments:
+        names: all of both sides.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._words: dict[str, frozenset[str]] = {name: words(name) for name in names}
+        counts = Counter(word for each in self._words.values() for word in each)
+        self._weights: Mapping[str, float] = {
+            word: (0.2 if word in _SAID_BY_NONE else 1.0) / math.sqrt(count)
+            for word, count in counts.items()
+        }
+
+    def of(self, one: str, other: str) -> float:
+        """From 0 to 1."""
+        a, b = self._words[one], self._words[other]
+        total = sum(self._weights[word] for word in a | b)
+        return sum(self._weights[word] for word in a & b) / total if total else 0.0
+
+    def best(self, one: str, others: Sequence[str]) -> list[tuple[float, str]]:
+        """Others, those that come nearest first."""
+        return sorted(((self.of(one, other), other) for other in others), reverse=True)
+
+
+# --- pieces of drafted rules ----------------------------------------------------------------------
+
+
+def parent_of(name: str) -> str:
+    found = re.split(r"[/.](?=[^/.]*$)", name)
+    return found[0] if len(found) > 1 else ""
+
+
+def axis_letters(shape: Sequence[int]) -> list[str]:
+    """An axis for each dimension; `1` for those of one element."""
+    if len(shape) == 2 and 1 not in shape:
+        return ["i", "o"]
+    free = iter(LETTERS)
+    return ["1" if n == 1 else next(free) for n in shape]
+
+
+def grouped_axes(letters: Sequence[str], order: Order) -> list[str]:
+    found, at = [], 0
+    for count in order.groups:
+        part = [letters[axis] for axis in order.order[at : at + count]]
+        at += count
+        found.append("1" if not part else part[0] if len(part) == 1 else f"({' '.join(part)})")
+    return found
+
+
+def tail_of(dims: Iterable[str]) -> str:
+    return f" [{' '.join(dims)}]"
+
+
+def usual_sizes(
+    groups: Iterable[Sequence[str]], sizes: Mapping[str, int]
+) -> tuple[tuple[str, int | str], ...]:
+    """The usual sizes of axes in parentheses, without the largest of each."""
+    found: dict[str, int | str] = {}
+    for dims in groups:
+        for inside in re.findall(r"\(([^)]*)\)", " ".join(dims)):
+            letters = [c for c in re.findall(r"[A-Za-z]\w*", inside) if c in sizes]
+            for letter in sorted(letters, key=lambda c: sizes[c])[:-1]:
+                found[letter] = f"{sizes[letter]}?"
+    return tuple(sorted(found.items()))
+
+
+def captured_name(
+    members: Sequence[tuple[str, Region]], letters: Sequence[str]
+) -> tuple[Token, ...] | None:
+    """The name of parts with their indices as axes; None if they are not in the names."""
+    pieces = [tokens(other) for other, _ in members]
+    if len({len(each) for each in pieces}) > 1:
+        return None
+    found: list[Token] = []
+    used: set[int] = set()
+    for column in zip(*pieces, strict=True):
+        if len(set(column)) == 1:
+            found.append(column[0])
+            continue
+        if not all(str(token).isdecimal() for token in column):
+            return None
+        numbers = [int(str(token)) for token in column]
+        for at, letter in enumerate(letters):
+            shift = {n - region.index[at] for n, (_, region) in zip(numbers, members, strict=True)}
+            if len(shift) == 1 and at not in used:
+                used.add(at)
+                (constant,) = shift
+                found.append(Capture(letter + (f"{constant:+d}" if constant else "")))
+                break
+        else:
+            return None
+    varying = {at for at in range(len(letters)) if len({r.index[at] for _, r in members}) > 1}
+    return tuple(found) if used >= varying else None

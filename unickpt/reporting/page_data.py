@@ -9,15 +9,18 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from unickpt._version import __version__
 from unickpt.display import html, tree_table
 from unickpt.errors import UnickptError
 from unickpt.format.step_metrics import finite_or_text
+from unickpt.format.timing import PHASES, Timing
 from unickpt.quoting import counted
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.listing import natural
-from unickpt.reporting import timing_columns
 from unickpt.reporting.array_facts import MOST_BYTES, describe_arrays, mesh_facts
 from unickpt.reporting.headline import headline, share_text
 from unickpt.reporting.loop_cost import LoopCost, call_told, calls_of, loop_cost, waited_for
@@ -238,12 +241,12 @@ def _details(
             arrays = {"of": name, **found}
         if detail is None:
             continue
-        used = timing_columns.size(detail[0])
+        used = _timing_size(detail[0])
         if details and used > left:
             break
         left -= used
         details.append(
-            {"id": number, "name": name, **timing_columns.columns(detail[0]), "meshes": detail[1]}
+            {"id": number, "name": name, **_timing_columns(detail[0]), "meshes": detail[1]}
         )
     return details, arrays
 
@@ -298,3 +301,49 @@ def _load(line: LoadedLine) -> dict[str, Any]:
         "counts": {html.plain(name): count for name, count in line.counts.items()},
         "rows": [[html.plain(text, _MOST_PATH) for text in row] for row in line.rows],
     }
+
+
+# --- the timing of a save as columns of whole numbers ---------------------------------------------
+
+
+_SIZES = ("written", "stored", "reused", "staged", "chunks")
+_FINE, _COARSE = 100_000, 1000
+_LONG_S = 100.0
+
+
+def _timing_columns(timing: Timing) -> dict[str, Any]:
+    """A timing for the page.
+
+    Returns:
+        `unit`, how many of its units of time a second has; `processes`, `collected` and `merged`;
+        and by the names of the format (`began`, `write_at`, `write_s`, `written`, ...) a list with
+        a number for each process, without those that are 0 throughout.
+
+    Example:
+        >>> from unickpt.format.timing import from_columns
+        >>> found = columns(from_columns(1.5, 2, {"write_s": np.array([1.25, 0.5])}, 2))
+        >>> found["unit"], found["write_s"], found["merged"]
+        (100000, [125000, 50000], 200000)
+    """
+    unit = _COARSE if max(float(timing.done.max()), timing.merged) > _LONG_S else _FINE
+    every: dict[str, NDArray[Any]] = {
+        "began": timing.began,
+        "blocked": timing.blocked,
+        **{f"{phase}_at": timing.at[phase] for phase in PHASES},
+        **{f"{phase}_s": timing.seconds[phase] for phase in PHASES},
+    }
+    scaled = {name: np.rint(column.astype(float) * unit) for name, column in every.items()}
+    sizes = {name: getattr(timing, name) for name in _SIZES}
+    found = {name: column.astype(int) for name, column in scaled.items()} | sizes
+    return {
+        "unit": unit,
+        "processes": timing.processes,
+        "collected": round(timing.collected * unit),
+        "merged": round(timing.merged * unit),
+        **{name: column.tolist() for name, column in found.items() if column.any()},
+    }
+
+
+def _timing_size(timing: Timing) -> int:
+    """About how many numbers its columns have."""
+    return timing.processes * (len(PHASES) + 4)

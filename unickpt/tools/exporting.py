@@ -9,17 +9,18 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
+from unickpt.arrays.box import Box
 from unickpt.errors import CheckpointCorrupt, CheckpointExists, UnsupportedLeaf
 from unickpt.format.index import Index
 from unickpt.format.reader import Reader
-from unickpt.format.writer import LeavesOut, OfEachProcess, Plan, PlannedFile, Writer
+from unickpt.format.writer import LeavesOut, NeedsElements, OfEachProcess, Plan, PlannedFile, Writer
 from unickpt.frameworks import per_process
-from unickpt.frameworks.host_memory import MemoryBudget
+from unickpt.frameworks.host_memory import HostBuffers, MemoryBudget
 from unickpt.frameworks.leaves import Sections, adapters
 from unickpt.frameworks.process_group import Group, current_group, within
 from unickpt.loading.views import CheckpointView
 from unickpt.progress import reporting
-from unickpt.quoting import counted, some
+from unickpt.quoting import counted, quoted, some
 from unickpt.reading import checkpoint
 from unickpt.reading.options import LoadOptions
 from unickpt.rules.view import RuledView
@@ -28,7 +29,7 @@ from unickpt.storage import paths
 from unickpt.tools import difference
 from unickpt.tools.destinations import ExportDestination, destination
 from unickpt.tools.export_job import ExportJob
-from unickpt.tools.needed_elements import with_needed
+from unickpt.tools.slabs import read_boxes
 from unickpt.trees import tree_json
 from unickpt.trees.tree import Opaque
 
@@ -251,3 +252,41 @@ def _other_names(plan: Plan, found: Mapping[str, Any]) -> list[str]:
     if plan.others:
         return missing
     return missing + [f"  {name!r} is not expected" for name in found if name not in expected]
+
+
+# --- small arrays that a writer must know to plan its files ---------------------------------------
+
+
+_SHARE = 6  # of the budget; what they become in a file takes a few times their memory
+
+
+def with_needed(
+    writer: Writer, view: CheckpointView, index: Index, budget_bytes: int, options: LoadOptions
+) -> Writer:
+    """A writer with the elements that it needs, if it needs any.
+
+    Arguments:
+        writer: of a format.
+        view: the source.
+        index: what is going to be written.
+        budget_bytes: of memory, for this process.
+        options: of reading.
+
+    Raises:
+        UnsupportedLeaf: they are too large; names the largest.
+    """
+    if not isinstance(writer, NeedsElements):
+        return writer
+    entries = [index.arrays[name] for name in writer.needed(index)]
+    total = sum(entry.nbytes for entry in entries)
+    if total * _SHARE > budget_bytes:
+        largest = max(entries, key=lambda entry: entry.nbytes)
+        raise UnsupportedLeaf(
+            f"{quoted(largest.name)}: {largest.dtype_and_shape} is written in one piece with "
+            f"others, {total} bytes in all, which takes budget_bytes={total * _SHARE}; or drop it "
+            f"by a rule: {largest.name} <-> drop"
+        )
+    boxes = [(entry, Box.whole(entry.shape)) for entry in entries]
+    read = read_boxes(view, boxes, options, HostBuffers(total))
+    pairs = zip(entries, read, strict=True)
+    return writer.with_elements({entry.name: array for entry, (array, _) in pairs})

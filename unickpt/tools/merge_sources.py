@@ -26,7 +26,7 @@ from unickpt.storage import paths
 from unickpt.tools.conversion import convertible
 from unickpt.tools.difference import ComparedViews
 from unickpt.tools.merge_methods import Method, SourceFacts, weights_of
-from unickpt.tools.merge_trials import Trials
+from unickpt.tools.merge_search import Trials
 from unickpt.tools.slabs import read_boxes
 
 Sources = Sequence[checkpoint.Source] | paths.PathLike

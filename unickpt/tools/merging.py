@@ -38,7 +38,7 @@ from unickpt.tools import merge_arithmetic, merge_methods
 from unickpt.tools.conversion import budgets, check_written, leaves_of, write_streamed
 from unickpt.tools.merge_arithmetic import BLOCK, ElementPieces, Formula, NotFinite
 from unickpt.tools.merge_methods import Method, MethodName, Search, Slerp, Ties
-from unickpt.tools.merge_search import on_all, search
+from unickpt.tools.merge_search import Trials, on_all, search
 from unickpt.tools.merge_sources import (
     ManyRules,
     MergePlan,
@@ -47,7 +47,6 @@ from unickpt.tools.merge_sources import (
     Sources,
     plan_merge,
 )
-from unickpt.tools.merge_trials import Trials
 from unickpt.tools.slabs import Buffered, check_rest, read_boxes
 from unickpt.trees import tree
 

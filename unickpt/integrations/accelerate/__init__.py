@@ -24,8 +24,14 @@ from unickpt.adapters.torch_optimizer import NamedOptimizer
 from unickpt.errors import LoadMismatch
 from unickpt.frameworks.leaves import PerProcess, PerProcessValues
 from unickpt.integrations import rng
-from unickpt.integrations.accelerate import engines, own_folders
-from unickpt.integrations.accelerate.naming import Excess, broadcast, found, next_path
+from unickpt.integrations.accelerate.naming import (
+    Excess,
+    broadcast,
+    found,
+    is_theirs,
+    next_path,
+    theirs_of,
+)
 from unickpt.integrations.destination import Destination
 from unickpt.integrations.engines import EngineTree, check_same_kind, load_into, metadata_of
 from unickpt.integrations.packing import packed, unpacked
@@ -85,7 +91,7 @@ def save_state(
     """
     _check_save(accelerator, safe_serialization, save_model_func_kwargs)
     path = next_path(accelerator, output_dir)
-    to, overwrite = Destination.of(path, own_folders.theirs), output_dir is not None
+    to, overwrite = Destination.of(path, theirs_of), output_dir is not None
     task = SaveTask(to.location, overwrite, SaveOptions.or_default(options))
     report = saver.run(task, *_saved(accelerator, save_model_func_kwargs))
     to.committed()
@@ -117,7 +123,7 @@ def save_state_async(
     """
     _check_save(accelerator, safe_serialization, save_model_func_kwargs)
     path = next_path(accelerator, output_dir)
-    to = Destination.of(path, own_folders.theirs)
+    to = Destination.of(path, theirs_of)
     tree, metadata = _saved(accelerator, save_model_func_kwargs)
     request = SaveRequest(
         *(to.location, tree, SaveOptions.or_default(options)),
@@ -158,13 +164,13 @@ def load_state(
     """
     _check_kind(accelerator)
     path, iteration = found(accelerator, input_dir)
-    theirs = broadcast(own_folders.is_theirs(path) if accelerator.is_main_process else None)
+    theirs = broadcast(is_theirs(path) if accelerator.is_main_process else None)
     if theirs is None:
         given = {**(load_kwargs or {}), **load_model_func_kwargs}
-        _check_given(accelerator, given, engines.STRICT)
+        _check_given(accelerator, given, _STRICT)
         if accelerator._load_model_state_pre_hook:
             raise ValueError(_HOOKS.format("register_load_state_pre_hook"))
-        _load(accelerator, path, given.get(engines.STRICT, True))
+        _load(accelerator, path, given.get(_STRICT, True))
     else:
         accelerator.load_state(theirs, load_kwargs, **load_model_func_kwargs)
     if iteration is not None:
@@ -173,7 +179,7 @@ def load_state(
 
 def _load(accelerator: Accelerator, path: paths.PathLike, strict: bool) -> None:
     """Loads what `save_state` saved."""
-    engine = engines.engine_of(accelerator)
+    engine = _engine_of(accelerator)
 
     def read(stored: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
         check_same_kind(path, stored.metadata, engine is not None)
@@ -213,7 +219,7 @@ def _state(accelerator: Accelerator) -> dict[str, Any]:
     scaler = accelerator.scaler
     found: dict[str, Any] = {"registered": own} if own else {}
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
-        return found | {"schedulers": engines.schedulers(accelerator)}
+        return found | {"schedulers": _own_schedulers(accelerator)}
     return {
         "models": list(accelerator._models),
         "optimizers": [_named(accelerator, each) for each in accelerator._optimizers],
@@ -225,9 +231,9 @@ def _state(accelerator: Accelerator) -> dict[str, Any]:
 
 def _saved(accelerator: Accelerator, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """What is saved, and its metadata."""
-    excludes = bool(given.get(engines.EXCLUDES))
+    excludes = bool(given.get(_EXCLUDES))
     tree, metadata = _tree(accelerator), _metadata(accelerator)
-    engine = engines.engine_of(accelerator)
+    engine = _engine_of(accelerator)
     if engine is None:
         return tree, metadata
     metadata |= metadata_of(engine, excludes)
@@ -352,7 +358,7 @@ _HOOKS = (
 
 def _check_save(accelerator: Accelerator, safe: bool, given: Mapping[str, Any]) -> None:
     _check_kind(accelerator)
-    _check_given(accelerator, given, engines.EXCLUDES)
+    _check_given(accelerator, given, _EXCLUDES)
     if not safe:
         raise ValueError("safe_serialization=False is not supported: nothing is pickled")
     if accelerator.project_configuration.save_on_each_node:
@@ -393,3 +399,26 @@ def _check_counts(path: paths.PathLike, stored: Any, here: dict[str, int]) -> No
     wrong = [f"{stored.get(k)} {k}, not {n}" for k, n in here.items() if stored.get(k) != n]
     if wrong:
         raise LoadMismatch(f"{path} has {'; '.join(wrong)}: prepare the same objects first")
+
+
+# --- DeepSpeed ------------------------------------------------------------------------------------
+
+
+_EXCLUDES, _STRICT = "exclude_frozen_parameters", "load_module_strict"
+"""Arguments of `DeepSpeedEngine.save_checkpoint` and `load_checkpoint`, which `save_state` and
+`load_state` take, too."""
+
+
+def _engine_of(accelerator: Accelerator) -> Any:
+    """The engine that an Accelerator has prepared; None without DeepSpeed."""
+    if accelerator.distributed_type is not DistributedType.DEEPSPEED:
+        return None
+    return accelerator._models[0]
+
+
+def _own_schedulers(accelerator: Accelerator) -> list[Any]:
+    """Those that the engine does not have itself."""
+    from accelerate.utils import DeepSpeedSchedulerWrapper
+
+    every = accelerator._schedulers
+    return [each for each in every if not isinstance(each, DeepSpeedSchedulerWrapper)]

@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from unickpt.errors import CheckpointExists, CheckpointNotFound
-from unickpt.integrations.accelerate import own_folders
+from unickpt.errors import CheckpointExists, CheckpointNotFound, InvalidPath
 from unickpt.reading.listing import checkpoints_below
 from unickpt.runs import attempt_folders
 from unickpt.storage import paths
+from unickpt.storage.ocdbt import MANIFEST
+from unickpt.storage.paths import LocalLocation
 
 _PREFIX = "checkpoint_"
 _NAME = re.compile(f"{_PREFIX}(0|[1-9][0-9]{{0,17}})")
@@ -78,7 +81,7 @@ def _names(accelerator: Accelerator, folder: str) -> list[int]:
     return sorted(
         int(match[1])
         for match in matches
-        if match[0] in own or own_folders.is_complete(os.path.join(folder, match[0]), registered)
+        if match[0] in own or is_complete(os.path.join(folder, match[0]), registered)
     )
 
 
@@ -105,7 +108,7 @@ class Excess:
             return  # the save failed; the others are all there is
         for number in there[: -max(1, self._limit)]:
             path = os.path.join(folder, f"{_PREFIX}{number}")
-            if own_folders.is_theirs(path) is not None:
+            if is_theirs(path) is not None:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 attempt_folders.remove_checkpoint(paths.resolve(path), paths.context())
@@ -116,3 +119,51 @@ def broadcast(value: Any) -> Any:
     values = [value]
     broadcast_object_list(values, from_process=0)
     return values[0]
+
+
+# --- folders of accelerate's own ------------------------------------------------------------------
+
+
+_WEIGHTS = (
+    r"model(_\d+)?(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
+    r"|pytorch_model(_fsdp)?(_\d+)?(-\d{5}-of-\d{5})?\.bin(\.index\.json)?"
+)
+_STATES = r"(optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.bin|scaler\.pt"
+_LAST = r"random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"  # in this order
+_FOLDERS = r"pytorch_model_fsdp_\d+|optimizer_\d+"  # of FSDP's sharded states
+_DEEPSPEED = r"pytorch_model(_\d+)?|latest|zero_to_(fp32|torch)\.py"
+_OF_ALL = re.compile("|".join((_WEIGHTS, _STATES, _LAST, _FOLDERS, _DEEPSPEED)))
+_RANDOM = "random_states_{}.pkl"
+_REGISTERED = "custom_checkpoint_{}.pkl"
+
+
+def theirs_of(names: Sequence[str]) -> Sequence[str]:
+    """What of a folder `Accelerator.save_state` has written, also one that was killed."""
+    return [name for name in names if _OF_ALL.fullmatch(name)]
+
+
+def is_theirs(path: paths.PathLike) -> str | None:
+    """The path of a local folder that `Accelerator.save_state` has written; None for any other."""
+    try:
+        found = paths.resolve(path)
+    except InvalidPath:
+        return None
+    if not isinstance(found, LocalLocation):
+        return None
+    names = found.files(paths.context())
+    return str(found) if _RANDOM.format(0) in names and MANIFEST not in names else None
+
+
+def is_complete(folder: str, registered: int) -> bool:
+    """Whether a folder has all that `Accelerator.save_state` writes, of a job that may have been
+    killed meanwhile.
+
+    Arguments:
+        folder: a local one.
+        registered: how many objects are registered, which are written last.
+    """
+    if is_theirs(folder) is None:
+        return False
+    last = [_RANDOM.format(0), *map(_REGISTERED.format, range(registered))]
+    # A zip file that is not complete lacks its end.
+    return all(zipfile.is_zipfile(os.path.join(folder, name)) for name in last)

@@ -28,13 +28,14 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from unickpt.errors import ProcessFailed
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.process_group import alone, current_group, within
-from unickpt.integrations.dcp.destination import destination, replaced_metadata
 from unickpt.integrations.dcp.file_system import FileSystemReader, FileSystemWriter
 from unickpt.integrations.dcp.storage import (
     StorageReader,
     StorageWriter,
+    destination,
     filled,
     portable,
+    replaced_metadata,
     with_stored_lists,
 )
 from unickpt.loading import loader

@@ -6,12 +6,15 @@ torch gathers the plans of all ranks, as ever; the data and the commit are those
 from __future__ import annotations
 
 import io
+import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch.distributed.checkpoint import storage
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -34,9 +37,10 @@ from torch.futures import Future
 
 from unickpt.arrays.box import Box
 from unickpt.errors import CheckpointReplaced, InvalidPath, LoadMismatch, UnsupportedLeaf
+from unickpt.format.index import REPLACED
 from unickpt.frameworks.leaves import LocalFragments
 from unickpt.frameworks.process_group import ProcessGroup, new_session
-from unickpt.integrations.dcp.destination import destination, replaced_metadata
+from unickpt.integrations.destination import Destination
 from unickpt.loading.views import StoredView, jobs_of
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
@@ -483,3 +487,29 @@ def _is_whole(given: Any) -> bool:
     if isinstance(given, list | tuple):
         return all(map(_is_whole, given))
     return not isinstance(given, Mapping | torch.Tensor)
+
+
+# --- where a save goes: it may replace a checkpoint of torch's in a local folder ------------------
+
+
+def destination(path: paths.PathLike, *, overwrite: bool) -> Destination:
+    """The destination at a path. Raises InvalidPath, StorageError."""
+    return Destination.of(path, _torchs if overwrite else lambda names: ())
+
+
+def replaced_metadata(to: Destination) -> dict[str, Any]:
+    """What a checkpoint says of torch's checkpoint that it replaces, whose files are removed after
+    the commit: a job that is killed in between leaves both, and readers know which one counts."""
+    if _METADATA not in to.theirs:
+        return {}
+    content = Path(os.path.join(str(to.location), _METADATA)).read_bytes()
+    return {REPLACED: {_METADATA: xxhash.xxh3_64_hexdigest(content)}}
+
+
+_METADATA = ".metadata"
+
+
+def _torchs(names: Sequence[str]) -> Sequence[str]:
+    """What of a folder is a checkpoint of torch's."""
+    data = [name for name in names if name.endswith(".distcp")]
+    return [_METADATA, *data] if data else []

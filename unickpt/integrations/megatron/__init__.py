@@ -15,7 +15,7 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.util import find_spec
 
-from unickpt.integrations.megatron.latest import latest
+from unickpt.integrations.megatron.common import latest
 from unickpt.integrations.megatron.loading import LoadStrategy
 from unickpt.integrations.megatron.saving import BACKEND, VERSION, SaveStrategy
 from unickpt.integrations.megatron.waiting import AsyncCallsQueue

@@ -16,7 +16,7 @@ from unickpt.errors import LoadMismatch
 from unickpt.foreign.orbax_arrays import SavedArrays
 from unickpt.frameworks.leaves import PerProcess, adapters, expand, is_leaf
 from unickpt.integrations.orbax import placement
-from unickpt.integrations.orbax.described import abstract_array
+from unickpt.integrations.orbax.placement import abstract_array
 from unickpt.loading.loader import load
 from unickpt.loading.views import StoredView
 from unickpt.reading.checkpoint import Checkpoint
