@@ -10,20 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from unickpt.backends import training_states
 from unickpt.backends.safetensors.writer import SafetensorsWriter
 from unickpt.backends.torch_files import TorchWriter
-from unickpt.backends.training_states import (
-    DTYPE,
-    TENSOR,
-    KnownTorchFile,
-    Node,
-    generators,
-    is_optimizer,
-    numbered,
-    root_of,
-    without_last,
-    without_marks,
-)
 from unickpt.errors import UnsupportedLeaf
 from unickpt.foreign.flat_names import cannot_hold
 from unickpt.foreign.parts import Part, together
@@ -45,7 +34,7 @@ class AccelerateWriter:
     per_process: ClassVar[bool] = True
 
     def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
-        root, every = root_of(index), _processes(index)
+        root, every = training_states.root_of(index), _processes(index)
         strange = [f"  {name!r}, which save_state does not save" for name in root.keys() - _KNOWN]
         if strange:
             raise cannot_hold("accelerate", sorted(strange), "drop it by a rule")
@@ -57,7 +46,7 @@ class AccelerateWriter:
         for name, node in _torch_files(index, root):
             parts[name] = Part.of(index, node).plan(TorchWriter(), most_bytes, name)
         for name, plan in parts.items():
-            parts[name] = replace(plan, files=tuple(map(without_last, plan.files)))
+            parts[name] = replace(plan, files=tuple(map(training_states.without_last, plan.files)))
         return together(parts, [*_positions(every), *_random_states(every)])
 
 
@@ -78,26 +67,32 @@ def _numbered_name(name: str, number: int) -> str:
     return name if number == 0 else f"{begin}_{number}{dot}{ending}"
 
 
-def _torch_files(index: Index, root: Mapping[Any, Node]) -> Iterator[tuple[str, Node]]:
+def _torch_files(
+    index: Index, root: Mapping[Any, training_states.Node]
+) -> Iterator[tuple[str, training_states.Node]]:
     """What is a file of torch.save each."""
     none = tree.Leaf("", None)
     for number, node in tree.by_key(root.get("optimizers", none)).items():
         name = _numbered_name("optimizer.bin", number)
-        yield name, numbered(index, node, f"optimizers/{number}")
+        yield name, training_states.numbered(index, node, f"optimizers/{number}")
     for number, node in tree.by_key(root.get("schedulers", none)).items():
         yield _numbered_name("scheduler.bin", number), node
     if "scaler" in root:
         yield "scaler.pt", root["scaler"]
     for number, node in tree.by_key(root.get("registered", none)).items():
         name = f"registered/{number}"
-        ours = numbered(index, node, name) if is_optimizer(node) else node
+        ours = (
+            training_states.numbered(index, node, name)
+            if training_states.is_optimizer(node)
+            else node
+        )
         yield _REGISTERED.format(number), ours
     others = tree.by_key(root["values"]).get("registered", none)
     for number, node in tree.by_key(others).items():
         yield _REGISTERED.format(number), _unpacked(node, f"registered/{number}")
 
 
-def _unpacked(node: Node, what: str) -> Node:
+def _unpacked(node: training_states.Node, what: str) -> training_states.Node:
     """The state of a registered object, with tensors instead of what says that they are."""
     if isinstance(node, tree.Leaf):
         return node
@@ -107,8 +102,8 @@ def _unpacked(node: Node, what: str) -> Node:
             f"files of torch.save name it: drop it by a rule, values/{what} <-> drop"
         )
     of = tree.by_key(node)
-    if of.keys() == {TENSOR, DTYPE}:
-        return of[TENSOR]
+    if of.keys() == {training_states.TENSOR, training_states.DTYPE}:
+        return of[training_states.TENSOR]
     return replace(node, children=tuple(_unpacked(child, what) for child in node.children))
 
 
@@ -123,16 +118,16 @@ def _positions(every: Sequence[Mapping[str, Any]]) -> Iterator[PlannedFile]:
                 f"of all {len(every)} processes: save a step without use_stateful_dataloader, and "
                 "go on with accelerator.skip_first_batches"
             )
-        file = KnownTorchFile()
-        state = file.plain(without_marks(position["state"]))
+        file = training_states.KnownTorchFile()
+        state = file.plain(training_states.without_marks(position["state"]))
         yield file.planned(_numbered_name("dl_state_dict.bin", number), state)
 
 
 def _random_states(every: Sequence[Mapping[str, Any]]) -> Iterator[PlannedFile]:
     """The generators of each process; written last, as they are there."""
     for process, saved in enumerate(every):
-        file = KnownTorchFile()
-        made = generators(file, saved["rng"], _PROCESS)
+        file = training_states.KnownTorchFile()
+        made = training_states.generators(file, saved["rng"], _PROCESS)
         names = {kind: _GENERATORS.get(kind, f"torch_{kind}_manual_seed") for kind in made}
         states = {"step": saved["step"], **{names[kind]: made[kind] for kind in made}}
         planned = file.planned(f"random_states_{process}.pkl", states)

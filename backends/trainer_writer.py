@@ -12,16 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from unickpt.backends import training_states
 from unickpt.backends.safetensors.writer import HuggingFaceWriter
 from unickpt.backends.torch_files import TorchWriter
-from unickpt.backends.training_states import (
-    KnownTorchFile,
-    Node,
-    generators,
-    numbered,
-    root_of,
-    without_last,
-)
 from unickpt.errors import UnsupportedLeaf
 from unickpt.foreign.flat_names import cannot_hold
 from unickpt.foreign.parts import Part, together
@@ -54,7 +47,7 @@ class TrainerWriter:
         return HuggingFaceWriter(self.max_shard_size, config=self.config)
 
     def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
-        root = root_of(index)
+        root = training_states.root_of(index)
         text = _state_text(index)
         strange = [f"  {name!r}, which a Trainer does not save" for name in root.keys() - _KNOWN]
         if strange:
@@ -62,12 +55,14 @@ class TrainerWriter:
         if _MODEL not in root:
             raise UnsupportedLeaf("'model' is missing: the Trainer cannot go on without weights")
         parts = {"": Part.of(index, root[_MODEL]).plan(self._weights(), most_bytes)}
-        files: dict[str, Node] = {name: root[of] for of, name in _FILES.items() if of in root}
+        files: dict[str, training_states.Node] = {
+            name: root[of] for of, name in _FILES.items() if of in root
+        }
         if _OPTIMIZER in root:
-            files["optimizer.pt"] = numbered(index, root[_OPTIMIZER], _OPTIMIZER)
+            files["optimizer.pt"] = training_states.numbered(index, root[_OPTIMIZER], _OPTIMIZER)
         for name, node in files.items():
             plan = Part.of(index, node).plan(TorchWriter(), most_bytes, name)
-            parts[name] = replace(plan, files=tuple(map(without_last, plan.files)))
+            parts[name] = replace(plan, files=tuple(map(training_states.without_last, plan.files)))
         more = [*_generators(index), text_file("trainer_state.json", text, last=True)]
         return together(parts, more)
 
@@ -99,8 +94,8 @@ def _generators(index: Index) -> list[PlannedFile]:
         return []  # dropped; the Trainer then says that it begins with other numbers
     files, count = [], len(stored.values)
     for process, found in enumerate(stored.values):
-        file = KnownTorchFile()
-        made: Mapping[str, Any] = generators(file, found, _RNG)
+        file = training_states.KnownTorchFile()
+        made: Mapping[str, Any] = training_states.generators(file, found, _RNG)
         states = {
             # On one process, the Trainer has the state of one device, not a list.
             kind: each[0] if isinstance(each, list) and count == 1 else each

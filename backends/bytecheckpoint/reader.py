@@ -15,17 +15,10 @@ from typing import Any
 
 from unickpt.arrays import dtypes
 from unickpt.backends.bytecheckpoint.flat_params import FLAT, FlatPart, parts_of, split
+from unickpt.backends.dcp import reader as dcp
 from unickpt.backends.dcp.chunks import LocatedElements
 from unickpt.backends.dcp.metadata import Blob, DcpChunk, KeyPath, Metadata, TensorFacts, fields
 from unickpt.backends.dcp.objects import read_file, read_objects
-from unickpt.backends.dcp.reader import (
-    METADATA,
-    ChunkedArray,
-    DcpReader,
-    check_files,
-    nested,
-    read_metadata,
-)
 from unickpt.errors import CheckpointCorrupt
 from unickpt.foreign import pickles, torch_tensors
 from unickpt.foreign.elements import FileRange
@@ -66,7 +59,7 @@ def _parts_in(files: Files) -> list[str]:
     """The parts of a checkpoint that are in a folder: model, optimizer; none if not one of them is
     ByteCheckpoint's."""
     parts = (_MODEL, _OPTIMIZER)
-    metadata = [file for part in parts if _has(files, file := f"{part}/{METADATA}")]
+    metadata = [file for part in parts if _has(files, file := f"{part}/{dcp.METADATA}")]
     if not any(_MODULE in files.head(file)[:_HEAD] for file in metadata):
         return []
     # One whose metadata is damaged or missing must not be left out.
@@ -89,7 +82,7 @@ def _latest(files: Files) -> Files | None:
     return inner if _parts_in(inner) else None
 
 
-class ByteCheckpointReader(DcpReader):
+class ByteCheckpointReader(dcp.DcpReader):
     """Reads arrays as `DcpReader`."""
 
     format = "bytecheckpoint"
@@ -121,9 +114,9 @@ class _RankFolder:
 
     def _read(self, part: str) -> Metadata:
         """The metadata of a part; its files are those of the folder then."""
-        found = read_metadata(self._files, f"{part}/{METADATA}", (_ROOT,))
+        found = dcp.read_metadata(self._files, f"{part}/{dcp.METADATA}", (_ROOT,))
         if found is None:
-            raise self._files.damaged(f"{part}/{METADATA} was not written by ByteCheckpoint")
+            raise self._files.damaged(f"{part}/{dcp.METADATA} was not written by ByteCheckpoint")
 
         def moved(blob: Blob) -> Blob:
             return replace(blob, file=f"{part}/{blob.file}")
@@ -137,8 +130,8 @@ class _RankFolder:
 
     def _state(self, part: str) -> Any:
         metadata = self._metadata[part]
-        check_files(self._files, metadata)
-        where = f"{self._files.location}: {part}/{METADATA}"
+        dcp.check_files(self._files, metadata)
+        where = f"{self._files.location}: {part}/{dcp.METADATA}"
         try:
             state: dict[str, Any] = _arrays(metadata)
             paths = dict(metadata.paths)
@@ -148,14 +141,14 @@ class _RankFolder:
         state.update(read_objects(self._files, metadata.objects))
         order = {name: at for at, name in enumerate(metadata.names)}
         state = dict(sorted(state.items(), key=lambda item: order.get(item[0], len(order))))
-        return nested(self._files, state, paths)
+        return dcp.nested(self._files, state, paths)
 
     def _split(self, part: str, state: dict[str, Any], paths: dict[str, KeyPath]) -> None:
         """Replaces flat parameters by what is in them, and finds the paths of all slots."""
         flats = self._flat_params()
         prefix = f"{_STATE}." if part == _OPTIMIZER else ""
         # A slot that is a single number belongs to the flat parameter itself.
-        flat_ones = [n for n, x in state.items() if isinstance(x, ChunkedArray) and x.shape]
+        flat_ones = [n for n, x in state.items() if isinstance(x, dcp.ChunkedArray) and x.shape]
         for name in flat_ones:
             flat, slot = _flat_and_slot(name.removeprefix(prefix), flats, bool(prefix))
             if flat is not None and name.startswith(prefix):
@@ -181,15 +174,15 @@ class _RankFolder:
             if flat is None:
                 return {}
             raise self._files.unsupported(
-                f"which parameters are in {quoted(flat)}, says only {_MODEL}/{METADATA}, which is "
-                f"missing; put the folder {_MODEL} beside this one"
+                f"which parameters are in {quoted(flat)}, says only {_MODEL}/{dcp.METADATA}, which "
+                f"is missing; put the folder {_MODEL} beside this one"
             )
         known = {name.removeprefix(f"{_STATE}.").rpartition(".")[0] for name in names}
         defined = self._metadata[_MODEL].added.get("user_defined_dict")
         if isinstance(defined, dict) and _SEVERAL in defined:
             raise self._files.unsupported(
-                f"{_MODEL}/{METADATA} describes several models with flat parameters; unickpt reads "
-                "one"
+                f"{_MODEL}/{dcp.METADATA} describes several models with flat parameters; unickpt "
+                "reads one"
             )
         return parts_of(defined, known)
 
@@ -241,7 +234,7 @@ def _arrays(metadata: Metadata) -> dict[str, Any]:
             boxes.append(
                 FileBox(chunk.box, LocatedElements(chunk.blob, partial(_raw, form, facts, chunk)))
             )
-        found[name] = ChunkedArray(facts.dtype, facts.shape, boxes)
+        found[name] = dcp.ChunkedArray(facts.dtype, facts.shape, boxes)
     return found
 
 

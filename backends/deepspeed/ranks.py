@@ -7,13 +7,7 @@ from typing import Any, NamedTuple
 
 from unickpt.arrays.box import Box
 from unickpt.arrays.layout import Layout, Mesh
-from unickpt.backends.deepspeed.merging import (
-    BadInfo,
-    RankPiece,
-    TensorParallelPlan,
-    TensorParallelRules,
-    Unsupported,
-)
+from unickpt.backends.deepspeed import merging
 from unickpt.backends.deepspeed.sources import MergedArray, unraveled, whole
 from unickpt.errors import CheckpointCorrupt, HintError, UnsupportedFormat
 from unickpt.foreign.elements import ElementRun, MeanElements
@@ -60,12 +54,12 @@ class Ranks:
     ) -> None:
         self.where, self.degree = where, degree
         self._hinted = bool(hints)
-        self._plans: dict[tuple[str, tuple[tuple[int, ...], ...]], TensorParallelPlan] = {}
+        self._plans: dict[tuple[str, tuple[tuple[int, ...], ...]], merging.TensorParallelPlan] = {}
         try:
-            self.rules = TensorParallelRules(info, hints, degree)
-        except BadInfo as error:
+            self.rules = merging.TensorParallelRules(info, hints, degree)
+        except merging.BadInfo as error:
             raise CheckpointCorrupt(f"{where}: universal_checkpoint_info: {error}") from error
-        except Unsupported as error:
+        except merging.Unsupported as error:
             raise UnsupportedFormat(f"{where}: {error}") from error
 
     def combined(self, kind: str, held: Sequence[Mapping[str, TensorSource]]) -> Iterator[Named]:
@@ -137,9 +131,9 @@ class Ranks:
             )
         try:
             array = self._array(kind, name, sources)
-        except Unsupported as error:
+        except merging.Unsupported as error:
             raise UnsupportedFormat(f"{self.where}: array '{kind}/{name}': {error}") from error
-        except BadInfo as error:
+        except merging.BadInfo as error:
             raise self._misfit(f"array '{kind}/{name}': {error}") from error
         yield Named(name, name, first, array)
 
@@ -155,7 +149,9 @@ class Ranks:
             plan = self._plans[name, shapes] = self.rules.plan(name, shapes)
         scales = {piece.scale for piece in plan.pieces} - {1.0}
         if scales:
-            raise Unsupported(f"its affine_map scales it by {quoted(scales)}; unickpt does not")
+            raise merging.Unsupported(
+                f"its affine_map scales it by {quoted(scales)}; unickpt does not"
+            )
         dtype = sources[0].dtype
         if plan.mean:
             return _mean(plan, sources)
@@ -168,7 +164,7 @@ class Ranks:
         return array
 
 
-def _layout(plan: TensorParallelPlan, degree: int) -> Layout | None:
+def _layout(plan: merging.TensorParallelPlan, degree: int) -> Layout | None:
     """The layout that splits one dimension among the ranks, if that is what they hold."""
     mesh = Mesh(("tp",), (degree,), tuple(range(degree)))
     boxes = [piece.box for piece in plan.pieces]
@@ -180,12 +176,12 @@ def _layout(plan: TensorParallelPlan, degree: int) -> Layout | None:
     return layout if same else None
 
 
-def _box(piece: RankPiece, source: TensorSource) -> FileBox:
+def _box(piece: merging.RankPiece, source: TensorSource) -> FileBox:
     first, strides = _placed(piece, source)
     return FileBox(piece.box, source.elements, first, strides)
 
 
-def _placed(piece: RankPiece, source: TensorSource) -> tuple[int, tuple[int, ...]]:
+def _placed(piece: merging.RankPiece, source: TensorSource) -> tuple[int, tuple[int, ...]]:
     """The first element of a piece in a source's sequence, and its strides there."""
     if source.is_row_major:
         return source.first + piece.first, piece.strides
@@ -194,17 +190,17 @@ def _placed(piece: RankPiece, source: TensorSource) -> tuple[int, tuple[int, ...
     if len(extents) != len(expected) or any(
         n > 1 and a != b for n, a, b in zip(extents, piece.strides, expected, strict=True)
     ):
-        raise Unsupported("a rank holds it in another order than row-major, and in pieces")
+        raise merging.Unsupported("a rank holds it in another order than row-major, and in pieces")
     start = unraveled(piece.first, source.shape) if source.count else (0,) * len(extents)
     at = source.first + sum(a * s for a, s in zip(start, source.steps, strict=True))
     return at, source.steps
 
 
-def _mean(plan: TensorParallelPlan, sources: Sequence[TensorSource]) -> MergedArray:
+def _mean(plan: merging.TensorParallelPlan, sources: Sequence[TensorSource]) -> MergedArray:
     """The mean of what the ranks hold, which is all of it."""
     steps = sources[0].steps
     if any(source.steps != steps for source in sources):
-        raise Unsupported("it is a mean, and the ranks hold it in different orders")
+        raise merging.Unsupported("it is a mean, and the ranks hold it in different orders")
     runs = [ElementRun(source.elements, source.first, source.count) for source in sources]
     mean = MeanElements(runs, sources[0].dtype)
     # The plan can be smaller: without the padding of a vocabulary.

@@ -13,16 +13,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+from unickpt.backends.dcp import reader as dcp
 from unickpt.backends.dcp.metadata import Metadata
 from unickpt.backends.dcp.objects import read_file
-from unickpt.backends.dcp.reader import (
-    METADATA,
-    ChunkedArray,
-    DcpReader,
-    nested,
-    read_metadata,
-    state_of,
-)
 from unickpt.backends.megatron.flattened import shapes_of, unflattened
 from unickpt.errors import UnsupportedFormat
 from unickpt.foreign.files import Files
@@ -69,28 +62,28 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
 
 
 def _open(files: Files, extra_state: bool) -> Reader:
-    if METADATA not in files.here:
+    if dcp.METADATA not in files.here:
         raise files.damaged(
-            f"{_MARKER} says that it is a torch_dist checkpoint, but there is no {METADATA}; was "
-            "it saved completely, and copied as a whole?"
+            f"{_MARKER} says that it is a torch_dist checkpoint, but there is no {dcp.METADATA}; "
+            "was it saved completely, and copied as a whole?"
         )
-    metadata = read_metadata(files)
+    metadata = dcp.read_metadata(files)
     if metadata is None:
-        raise files.damaged(f"{METADATA} was not written by torch")
+        raise files.damaged(f"{dcp.METADATA} was not written by torch")
     if not extra_state:
         metadata = _without_extra_state(metadata)
-    state = state_of(files, metadata)
+    state = dcp.state_of(files, metadata)
     try:
         for name, shape in shapes_of(metadata.added.get("mcore_data")).items():
             stored = state.get(name)
-            if isinstance(stored, ChunkedArray):
+            if isinstance(stored, dcp.ChunkedArray):
                 state[name] = unflattened(name, stored, shape)
     except BadPickle as error:
-        raise files.damaged(f"{METADATA}: {error}") from error
+        raise files.damaged(f"{dcp.METADATA}: {error}") from error
     return MegatronReader(files, _with_common(files, state), metadata.version)
 
 
-class MegatronReader(DcpReader):
+class MegatronReader(dcp.DcpReader):
     """Reads arrays under Megatron's keys; see `DcpReader`."""
 
     format = "megatron"
@@ -115,10 +108,10 @@ def _is_ours(files: Files) -> bool:
     backend = found.get("sharded_backend") if isinstance(found, dict) else None
     if backend is None:
         # Both would be read as less than they are: a state without what is in `common.pt`.
-        if METADATA in files.here and (found is _DAMAGED or _COMMON in files.here):
+        if dcp.METADATA in files.here and (found is _DAMAGED or _COMMON in files.here):
             state = "is missing" if _MARKER not in files.here else "is damaged"
             raise files.damaged(
-                f"{_MARKER}, which says how Megatron saved this, {state}, and {METADATA} alone "
+                f"{_MARKER}, which says how Megatron saved this, {state}, and {dcp.METADATA} alone "
                 f"does not tell all that is here. Copy the checkpoint again, with its {_MARKER}; "
                 f"or take {_MARKER} and {_COMMON} away if torch alone wrote this folder (DCP)"
             )
@@ -202,7 +195,7 @@ def _with_common(files: Files, state: Mapping[str, Any]) -> Any:
     common = values.pop(_COMMON_OBJECT) if place == _COMMON_OBJECT else read_file(files, _COMMON)
     if not isinstance(common, dict):
         raise files.damaged(f"{place} holds no dict")
-    found = nested(files, values, paths)
+    found = dcp.nested(files, values, paths)
     twice = [key for key in common if key in found]
     if twice:
         raise files.unsupported(

@@ -48,14 +48,14 @@ def test_chunks_are_read_once_in_bounded_memory(
     unickpt.save(tmp_path / "c", {"w": array, "v": array[:8], "empty": array[:0]}, options=options)
     monkeypatch.setattr(nonfinite, "_BATCH_BYTES", 2048)
     read: list[tuple[str, str]] = []
-    original = nonfinite._read
+    original = nonfinite.read_boxes
 
-    def counting(view: Any, batch: Any, buffers: Any) -> Any:
+    def counting(view: Any, batch: Any, *rest: Any) -> Any:
         assert sum(box.size for _, box in batch) * 4 <= 2048
         read.extend((entry.name, str(box)) for entry, box in batch)
-        return original(view, batch, buffers)
+        return original(view, batch, *rest)
 
-    monkeypatch.setattr(nonfinite, "_read", counting)
+    monkeypatch.setattr(nonfinite, "read_boxes", counting)
     found = unickpt.find_nonfinite(tmp_path / "c")
     assert found.arrays == (("w", 1, 0, 2048, (40, 7)),)
     assert len(read) == len(set(read)) == 5

@@ -12,19 +12,7 @@ from rich.text import Text
 
 import unickpt
 from unickpt import Checkpoint
-from unickpt.cli import options
-from unickpt.cli.output import (
-    AsJson,
-    Where,
-    clean,
-    console,
-    fail,
-    job,
-    print_json,
-    print_written,
-    transfer,
-    warn,
-)
+from unickpt.cli import options, output
 from unickpt.cli.tables import print_table
 from unickpt.foreign import writers
 from unickpt.frameworks.host_memory import MOST_WORKING
@@ -43,16 +31,16 @@ def _make(
 ) -> None:
     """Makes a checkpoint together with the other processes of torchrun; the first one checks it
     and says what was made."""
-    with job() as first, transfer(shown=first) as progress:
+    with output.job() as first, output.transfer(shown=first) as progress:
         report = unickpt.convert(opened, destination, progress=progress, **arguments)
         if first:
             check()
     if first:
-        print_written(done, report, arguments.get("verify", True), as_json)
+        output.print_written(done, report, arguments.get("verify", True), as_json)
 
 
 def command(
-    source: Where,
+    source: output.Where,
     destination: Annotated[str, typer.Argument(help="The path of the new checkpoint.")],
     rules: options.RulesName = None,
     inverse: options.Inverse = False,
@@ -71,7 +59,7 @@ def command(
     compression: options.Compression = None,
     quantize: options.Quantize = None,
     hint: options.HintOption = None,
-    as_json: AsJson = False,
+    as_json: output.AsJson = False,
 ) -> None:
     """Make a checkpoint from another one, through rules, with bounded memory.
 
@@ -95,11 +83,11 @@ def command(
     wanted = options.read_rules(rules, inverse, size)
     opened = options.source_of(source, hint, under)
     if like is not None and wanted is None:
-        fail("--like needs --rules")
+        output.fail("--like needs --rules")
     if dry_run or os.environ.get("RANK", "0") == "0":
         found = preview(opened, wanted, like)
         for doubt in found.doubts:
-            warn(doubt)
+            output.warn(doubt)
     if dry_run:
         _print_preview(found, as_json)
         return
@@ -108,14 +96,14 @@ def command(
     arguments |= {"overwrite": overwrite, "verify": verify}
     arguments["to"] = to = options.checked_format(None, destination)
     if to != writers.OWN and (compression or quantize):
-        fail(f"--compression and --quantize are of unickpt's own format, not {to}")
+        output.fail(f"--compression and --quantize are of unickpt's own format, not {to}")
     _make("converted", opened, destination, as_json, **arguments)
 
 
 def _print_preview(found: Preview, as_json: bool) -> None:
     rows = found.rows
     if as_json:
-        print_json(
+        output.print_json(
             {"plan": [dataclasses.asdict(row) for row in rows], "doubts": list(found.doubts)}
         )
         return
@@ -124,7 +112,7 @@ def _print_preview(found: Preview, as_json: bool) -> None:
     made = sum(row.is_made for row in rows)
     dropped = sum(not row.made for row in rows)
     summary = f"{counted(made, 'leaf', 'leaves')} made, {dropped} dropped, {inexact} inexact"
-    console().print(Text(summary, "bold"))
+    output.console().print(Text(summary, "bold"))
 
 
 def _cells(row: PreviewRow) -> tuple[str, ...]:
@@ -133,7 +121,7 @@ def _cells(row: PreviewRow) -> tuple[str, ...]:
 
 
 def export(
-    source: Where,
+    source: output.Where,
     destination: Annotated[str, typer.Argument(help="A path or URL: a folder, or one file.")],
     to: options.To = None,
     rules: options.RulesName = None,
@@ -167,7 +155,7 @@ def export(
     verify: options.Verify = True,
     budget: options.BudgetOption = None,
     hint: options.HintOption = None,
-    as_json: AsJson = False,
+    as_json: output.AsJson = False,
 ) -> None:
     """Write a checkpoint for another system, with bounded memory.
 
@@ -198,18 +186,18 @@ def export(
     arguments: dict[str, Any] = {"rules": wanted, "overwrite": overwrite}
     to = options.checked_format(to, destination)
     if to == writers.OWN:
-        fail(f"say with --to which format to write: {', '.join(writers.names())}")
+        output.fail(f"say with --to which format to write: {', '.join(writers.names())}")
     try:
         writers.make(to, of_format)
     except (ValueError, TypeError) as error:
-        fail(str(error))
+        output.fail(str(error))
     arguments |= {"verify": verify, "options": options.save_options(budget), "to": to, **of_format}
     opened = options.source_of(source, hint, under)
     _make("exported", opened, destination, as_json, **arguments)
 
 
 def import_(
-    source: Where,
+    source: output.Where,
     destination: Annotated[str, typer.Argument(help="The path of the new checkpoint.")],
     rules: options.RulesName = None,
     inverse: options.Inverse = False,
@@ -218,7 +206,7 @@ def import_(
     overwrite: options.Overwrite = False,
     budget: options.BudgetOption = None,
     hint: options.HintOption = None,
-    as_json: AsJson = False,
+    as_json: output.AsJson = False,
 ) -> None:
     """Make a checkpoint of unickpt's own format from another system's.
 
@@ -239,7 +227,7 @@ def import_(
         found = unickpt.diff(opened, destination, rules=wanted)
         if not found.same:
             row = found.differences[0]
-            fail(f"{row.name!r} differs from the source: {row.problem}; import it again")
+            output.fail(f"{row.name!r} differs from the source: {row.problem}; import it again")
 
     written_as = options.save_options(budget)
     arguments: dict[str, Any] = {"rules": wanted, "overwrite": overwrite, "options": written_as}
@@ -252,7 +240,7 @@ def copy(
     destination: Annotated[str, typer.Argument(help="The path of the copy.")],
     overwrite: options.Overwrite = False,
     budget: options.BudgetOption = None,
-    as_json: AsJson = False,
+    as_json: output.AsJson = False,
 ) -> None:
     """Copy a checkpoint to another place, and check it there.
 
@@ -266,7 +254,7 @@ def copy(
 
     --json prints {url, arrays, bytes, borrowed, seconds}. Fields are only ever added.
     """
-    with transfer() as progress:
+    with output.transfer() as progress:
         report = unickpt.copy(
             source,
             destination,
@@ -275,12 +263,12 @@ def copy(
             progress=progress,
         )
     if as_json:
-        print_json(dataclasses.asdict(report))
+        output.print_json(dataclasses.asdict(report))
         return
     brought = f", {report.borrowed:,} chunks came from checkpoints beside it" * bool(
         report.borrowed
     )
     print(
         f"copied {counted(report.arrays, 'array')}, {size_text(report.bytes)}, to "
-        f"{clean(report.url)} in {report.seconds:.1f} s; every digest matches{brought}"
+        f"{output.clean(report.url)} in {report.seconds:.1f} s; every digest matches{brought}"
     )

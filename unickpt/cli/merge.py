@@ -9,19 +9,7 @@ from rich.text import Text
 
 import unickpt
 from unickpt import merge_methods
-from unickpt.cli import options
-from unickpt.cli.output import (
-    AsJson,
-    clean,
-    console,
-    fail,
-    job,
-    print_json,
-    print_written,
-    transfer,
-    warn,
-    written_json,
-)
+from unickpt.cli import options, output
 from unickpt.quoting import counted
 from unickpt.tools.merge_sources import MergePlan, MergeRequest, plan_merge
 from unickpt.types import MergeReport
@@ -72,7 +60,7 @@ def command(
     compression: options.Compression = None,
     quantize: options.Quantize = None,
     hint: options.HintOption = None,
-    as_json: AsJson = False,
+    as_json: output.AsJson = False,
 ) -> None:
     """Make one checkpoint of several: an average, an interpolation, or merged tasks.
 
@@ -94,12 +82,14 @@ def command(
     [name]}. Fields are only ever added.
     """
     if len(paths) < 2:
-        fail("give the sources and then the destination")
+        output.fail("give the sources and then the destination")
     *sources, destination = paths
     if last is not None and len(sources) != 1:
-        fail("--last takes one source, the folder of a run")
+        output.fail("--last takes one source, the folder of a run")
     if last is not None and hint:
-        fail("--hint is for checkpoints of other systems, not for the steps of a run (--last)")
+        output.fail(
+            "--hint is for checkpoints of other systems, not for the steps of a run (--last)"
+        )
     given: Any = sources[0]
     if last is None:
         given = [options.source_of(source, hint) for source in sources]
@@ -117,14 +107,14 @@ def command(
             _print_plan(plan, as_json)
             return
         asked |= {"allow_nonfinite": allow_nonfinite, "overwrite": overwrite, "verify": verify}
-        with job() as first, transfer(shown=first) as progress:
+        with output.job() as first, output.transfer(shown=first) as progress:
             report = unickpt.merge(
                 given, destination, how=method, options=written_as, progress=progress, **asked
             )
     except ValueError as error:
         if isinstance(error, unickpt.UnickptError):
             raise
-        fail(str(error))
+        output.fail(str(error))
     if first:
         _print_report(report, verify, as_json)
 
@@ -132,9 +122,9 @@ def command(
 def _print_report(report: MergeReport, verified: bool, as_json: bool) -> None:
     if as_json:
         pairs = zip(report.sources, report.weights, strict=True)
-        print_json(
+        output.print_json(
             {
-                **written_json(report.saved),
+                **output.written_json(report.saved),
                 "method": report.method,
                 "sources": [{"url": url, "weight": weight} for url, weight in pairs],
                 "notes": list(report.notes),
@@ -142,25 +132,27 @@ def _print_report(report: MergeReport, verified: bool, as_json: bool) -> None:
         )
         return
     for note in report.notes:
-        warn(note)
-    print_written(f"merged {len(report.sources)} checkpoints:", report.saved, verified, False)
+        output.warn(note)
+    output.print_written(
+        f"merged {len(report.sources)} checkpoints:", report.saved, verified, False
+    )
 
 
 def _print_plan(plan: MergePlan, as_json: bool) -> None:
     if as_json:
         names = ("merged", "from_last", "values_differ", "dtypes_differ")
-        print_json({**plan.record, **{name: list(getattr(plan, name)) for name in names}})
+        output.print_json({**plan.record, **{name: list(getattr(plan, name)) for name in names}})
         return
-    out = console()
+    out = output.console()
     for source, weight in zip(plan.sources, plan.weights, strict=True):
         step = "" if source.facts.step is None else f"  step {source.facts.step}"
-        out.print(f"{weight:10.4g}  {clean(source.url)}{step}")
+        out.print(f"{weight:10.4g}  {output.clean(source.url)}{step}")
     if plan.base is not None:
-        out.print(f"      base  {clean(plan.base.url)}")
+        out.print(f"      base  {output.clean(plan.base.url)}")
     parts = [
         f"{counted(len(plan.merged), 'array')} merged by {plan.method}",
         f"{len(plan.from_last)} taken from the last source",
         f"{len(plan.values_differ)} values that differ",
         f"{len(plan.dtypes_differ)} of other dtypes",
     ]
-    out.print(Text(clean(", ".join(parts)), "bold"))
+    out.print(Text(output.clean(", ".join(parts)), "bold"))

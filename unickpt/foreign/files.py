@@ -13,16 +13,9 @@ import msgspec
 
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign.crc32 import ChecksummedRanges, Parts, Range
-from unickpt.storage import paths
+from unickpt.storage import local_files, paths
 from unickpt.storage.errors import Damaged
 from unickpt.storage.kvstore import KvStore
-from unickpt.storage.local_files import (
-    FolderBoundary,
-    check_regular,
-    close_quietly,
-    open_to_read,
-    system_calls,
-)
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
 
@@ -80,7 +73,7 @@ class Files:
             return [self.single]
         if self._folder is None:
             return [name for name in self.names if "/" not in name]
-        with system_calls():
+        with local_files.system_calls():
             try:
                 with os.scandir(self._folder) as found:
                     return sorted(entry.name for entry in found if not _is_folder(entry))
@@ -99,7 +92,7 @@ class Files:
         if self._folder is None:
             return sorted(key.decode(errors="replace") for key in self._store.list().result())
         found = []
-        with system_calls():
+        with local_files.system_calls():
             for folder, _, files in os.walk(self._folder, followlinks=False):
                 below = os.path.relpath(folder, self._folder)
                 found += [name if below == "." else f"{below}/{name}" for name in files]
@@ -253,7 +246,7 @@ class Files:
             return
         with self._opened(file) as handle:
             while out:
-                with system_calls("read", self._folder + file):
+                with local_files.system_calls("read", self._folder + file):
                     count = os.preadv(handle, [out], offset)
                 if count == 0:
                     raise Damaged(f"{self._folder + file} ends at byte {offset}")
@@ -273,16 +266,16 @@ class Files:
         assert self._folder is not None, "only local files are opened"
         at = self._folder + file
         if file not in self._inside:
-            FolderBoundary(self._folder).check_inside(file)
+            local_files.FolderBoundary(self._folder).check_inside(file)
             self._inside.add(file)
-        handle = open_to_read(at)
+        handle = local_files.open_to_read(at)
         try:
-            with system_calls("read", at):
+            with local_files.system_calls("read", at):
                 facts = os.fstat(handle)
-            check_regular(facts, at)
+            local_files.check_regular(facts, at)
             yield handle
         finally:
-            close_quietly(handle)
+            local_files.close_quietly(handle)
 
 
 class CheckedFiles(Files):

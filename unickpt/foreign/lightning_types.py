@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path, PosixPath, WindowsPath
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
@@ -106,14 +106,10 @@ def parsed(text: Any, where: str, known: Collection[str]) -> dict[str, list[str]
         {'callbacks/dirpath': ['path']}
     """
     try:
-        found = json.loads(text) if isinstance(text, str) else None
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or not all(isinstance(x, list) for x in found.values()):
-        raise CheckpointCorrupt(f"{where}: {TYPES!r} is {quoted(text)}")
-    strange = [
-        x for kinds in found.values() for x in kinds if not isinstance(x, str) or x not in known
-    ]
+        found = msgspec.json.decode(text, type=dict[str, list[str]])
+    except (TypeError, ValueError, RecursionError):
+        raise CheckpointCorrupt(f"{where}: {TYPES!r} is {quoted(text)}") from None
+    strange = [x for kinds in found.values() for x in kinds if x not in known]
     if strange:
         raise UnsupportedFormat(
             f"{where} has values of type {quoted(strange[0])}, which this version of "

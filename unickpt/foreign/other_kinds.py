@@ -128,14 +128,6 @@ def _is_pickle(sample: Sample) -> bool:
     return binary or text is not None
 
 
-def _is_joblib(sample: Sample) -> bool:
-    return _is_pickle(sample) and b"joblib.numpy_pickle" in sample.start
-
-
-def _is_fasttext(sample: Sample) -> bool:
-    return struct.pack("<i", 793712314) == sample.head[:4]
-
-
 def _protobuf_text(head: bytes) -> bytes | None:
     """The second field of a message whose first one is a small number, which is what ONNX and
     CoreML begin with; None if it begins otherwise."""
@@ -181,7 +173,17 @@ TENSORFLOW = (
     "model.save_weights('x.weights.h5')"
 )
 """What to do with a checkpoint of TensorFlow."""
-_NUMPY = "load it with that library, and save its arrays with unickpt.save or numpy.savez"
+
+
+def _load_with(library: str) -> str:
+    return f"load it with {library}, and save its arrays with unickpt.save or numpy.savez"
+
+
+def _converted(way_out: str) -> str:
+    return f"it is converted for inference: take the weights of the model {way_out}"
+
+
+_NUMPY = _load_with("that library")
 
 DOWNLOADS: Sequence[OtherKind] = (
     OtherKind(
@@ -237,15 +239,13 @@ KINDS: Sequence[OtherKind] = (
             r"(.*/)?(serialized_exported_program\.json|models/[^/]+\.json|archive_format)"
         ),
     ),
-    OtherKind(
-        "a zip file of Stable-Baselines3 (stable_baselines3)",
-        "unzip it, and give the path of policy.pth in it",
-        _has(r"_stable_baselines3_version"),
-    ),
-    OtherKind(
-        "a zip file of Stable-Baselines3 (stable_baselines3)",
-        "unzip it, and give the path of policy.pth in it",
-        _has(r"policy\.pth", r"data"),
+    *(
+        OtherKind(
+            "a zip file of Stable-Baselines3 (stable_baselines3)",
+            "unzip it, and give the path of policy.pth in it",
+            matches,
+        )
+        for matches in (_has(r"_stable_baselines3_version"), _has(r"policy\.pth", r"data"))
     ),
     OtherKind(
         "an archive of TorchServe (.mar)",
@@ -254,7 +254,7 @@ KINDS: Sequence[OtherKind] = (
     ),
     OtherKind(
         "a zip file of skops",
-        "load it with skops.io.load, and save its arrays with unickpt.save or numpy.savez",
+        _load_with("skops.io.load"),
         _has(r"schema\.json"),
     ),
     # --- tar files ---
@@ -284,20 +284,17 @@ KINDS: Sequence[OtherKind] = (
     ),
     OtherKind(
         "a file of joblib",
-        "load it with joblib.load if you trust it, and save its arrays with unickpt.save or "
-        "numpy.savez",
-        _is_joblib,
+        _load_with("joblib.load if you trust it"),
+        lambda sample: _is_pickle(sample) and b"joblib.numpy_pickle" in sample.start,
     ),
     OtherKind(
         "a pickle of Python, which can run any code when it is loaded",
-        "load it with pickle.load if you trust it, and save its arrays with unickpt.save or "
-        "numpy.savez",
+        _load_with("pickle.load if you trust it"),
         _is_pickle,
     ),
     OtherKind(
         "a file of joblib, compressed with zlib",
-        "load it with joblib.load if you trust it, and save its arrays with unickpt.save or "
-        "numpy.savez",
+        _load_with("joblib.load if you trust it"),
         lambda sample: sample.head[:2] in (b"x\x01", b"x^", b"x\x9c", b"x\xda"),
     ),
     OtherKind(
@@ -308,7 +305,7 @@ KINDS: Sequence[OtherKind] = (
     ),
     OtherKind(
         "msgpack with arrays of msgpack_numpy, as srsly writes them",
-        "load it with that library, and save its arrays with unickpt.save or numpy.savez",
+        _NUMPY,
         lambda sample: b"\xc4\x02nd" in sample.start and b"\xc4\x04type" in sample.start,
     ),
     # --- formats of other systems ---
@@ -324,14 +321,12 @@ KINDS: Sequence[OtherKind] = (
     ),
     OtherKind(
         "a model of TensorFlow Lite (TFLite)",
-        "it is converted for inference: take the weights of the model from which it was made, or "
-        "read its tensors with tf.lite.Interpreter",
+        _converted("from which it was made, or read its tensors with tf.lite.Interpreter"),
         lambda sample: sample.head[4:8] == b"TFL3",
     ),
     OtherKind(
         "a model of CoreML",
-        "it is converted for inference: take the weights of the model from which it was made, or "
-        "read it with coremltools.models.MLModel",
+        _converted("from which it was made, or read it with coremltools.models.MLModel"),
         _is_coreml,
     ),
     OtherKind(
@@ -352,7 +347,7 @@ KINDS: Sequence[OtherKind] = (
         "a model of fastText",
         "load it with fasttext.load_model, and save get_input_matrix() and get_output_matrix() "
         "with numpy.savez",
-        _is_fasttext,
+        _begins(struct.pack("<i", 793712314)),
     ),
     OtherKind(
         "an old file of ggml, before GGUF",

@@ -8,14 +8,7 @@ from typing import Any, Protocol, cast
 
 import xxhash
 
-from unickpt import doors
-from unickpt.errors import (
-    CheckpointCorrupt,
-    HintError,
-    PluginError,
-    UnickptError,
-    UnsupportedFormat,
-)
+from unickpt import doors, errors
 from unickpt.foreign import other_kinds
 from unickpt.foreign.files import Files
 from unickpt.foreign.loose_files import SeveralCheckpoints
@@ -107,10 +100,10 @@ def check_alone(own: Reader, marker: str) -> None:
         return
     try:
         other = _first(Files(own.location), {})
-    except (UnickptError, Failed):
+    except (errors.UnickptError, Failed):
         return  # not a checkpoint, or not a complete one
     if other is not None:
-        raise HintError(
+        raise errors.HintError(
             f"{own.location} holds two checkpoints: one of the format {own.format!r} "
             f"({MANIFEST}), and one of the format {other.format!r} ({marker}). Say which one "
             f'you mean: unickpt.open(path, hints={{"format": {other.format!r}}}), or '
@@ -142,7 +135,7 @@ def open_file(location: Location, hints: Mapping[str, Any]) -> Reader:
             raise refusal
         head = files.head(files.here[0])
     begins = f"it begins with {head[:16]!r}" if head else "it is empty"
-    raise UnsupportedFormat(f"{location} is a file, and of no format that is read: {begins}")
+    raise errors.UnsupportedFormat(f"{location} is a file, and of no format that is read: {begins}")
 
 
 def _first(files: Files, hints: Mapping[str, Any]) -> Reader | None:
@@ -151,14 +144,14 @@ def _first(files: Files, hints: Mapping[str, Any]) -> Reader | None:
     Raises:
         PluginError: none does what files there are, and another package's cannot be imported.
     """
-    failed = list[PluginError]()
+    failed = list[errors.PluginError]()
     for format in _formats(files, failed):
         accepted = {name: hints[name] for name in format.HINTS if name in hints}
         try:
             reader = format.open(files, accepted)
         except SeveralCheckpoints:
             raise
-        except (CheckpointCorrupt, UnsupportedFormat) as error:
+        except (errors.CheckpointCorrupt, errors.UnsupportedFormat) as error:
             refusal = other_kinds.refusal_instead(files, error)
             if refusal is None:
                 raise
@@ -179,7 +172,7 @@ def _refuse_other_kinds(files: Files) -> None:
         if refusal is not None and not files.databases:
             raise refusal
     elif _is_beside(files.location, ".index"):
-        raise UnsupportedFormat(
+        raise errors.UnsupportedFormat(
             f"{files.location} is the prefix of a checkpoint of TensorFlow (its .index is "
             f"beside it); {other_kinds.TENSORFLOW}"
         )
@@ -202,14 +195,13 @@ def check_hints(reader: Reader, hints: Mapping[str, Any], known: Collection[str]
 
         takes = f"the hints {', '.join(known)}" if known else "no hints"
         near = difflib.get_close_matches(unknown[0], known, 1)
-        raise HintError(
-            f"{reader.location} is of the format {reader.format!r}, which takes {takes}; "
-            f"leave out {some(list(map(quoted, unknown)))}"
-            f"{f' (did you mean {near[0]!r}?)' if near else ''}"
+        raise errors.HintError(
+            f"{reader.location} is of the format {reader.format!r}, which takes {takes}; leave out "
+            f"{some(list(map(quoted, unknown)))}{f' (did you mean {near[0]!r}?)' if near else ''}"
         )
 
 
-def _formats(files: Files, failed: list[PluginError]) -> Iterator[Format]:
+def _formats(files: Files, failed: list[errors.PluginError]) -> Iterator[Format]:
     """Formats of other systems; a module is imported only if those before it know nothing.
 
     Arguments:
@@ -224,5 +216,5 @@ def _formats(files: Files, failed: list[PluginError]) -> Iterator[Format]:
     for door in doors.others("formats").values():
         try:
             yield cast(Format, door.open())
-        except PluginError as error:
+        except errors.PluginError as error:
             failed.append(error)

@@ -21,16 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from unickpt import errors
 from unickpt.commit.version import Version
-from unickpt.errors import (
-    CheckpointCorrupt,
-    CheckpointNotFound,
-    LaterStepsExist,
-    MissingPackage,
-    StorageError,
-    UnickptError,
-    UnsupportedFormat,
-)
 from unickpt.format.refusals import refuse_unknown
 from unickpt.quoting import quoted
 from unickpt.runs.arguments import take_retention
@@ -49,7 +41,7 @@ from unickpt.tools.verification import verify
 try:
     import fsspec
 except ImportError as error:
-    raise MissingPackage(
+    raise errors.MissingPackage(
         "a second tier by fsspec needs fsspec: pip install 'unickpt[fsspec]'"
     ) from error
 
@@ -168,7 +160,9 @@ class MirroredCheckpointer(Checkpointer):
             wanted = max(there, default=-1) if step is None else step
             if step is not None and step not in there:
                 have = ", ".join(map(str, there[-10:])) or "none"
-                raise CheckpointNotFound(f"step {step} is not in {self._there}; it has: {have}")
+                raise errors.CheckpointNotFound(
+                    f"step {step} is not in {self._there}; it has: {have}"
+                )
             here = root.committed()
             if (
                 wanted >= 0
@@ -219,7 +213,7 @@ class MirroredCheckpointer(Checkpointer):
         if not here:
             return
         if later := [step for step in there if step > here[-1]]:
-            raise LaterStepsExist(
+            raise errors.LaterStepsExist(
                 f"{self._there} has later steps than {here[-1]}: {', '.join(map(str, later))}; "
                 f"call drop_later_steps({here[-1]}) to remove them, or restore() before saving"
             )
@@ -232,14 +226,14 @@ class MirroredCheckpointer(Checkpointer):
             try:
                 if step in spare or self._there.put(step, root):
                     self._settled[step] = found
-            except UnickptError as error:  # others may succeed
+            except errors.UnickptError as error:  # others may succeed
                 failures.append(error)
         if failures:
             raise failures[0]
         for step in set(spare) & set(there):
             try:
                 self._there.remove(step)
-            except UnsupportedFormat as error:
+            except errors.UnsupportedFormat as error:
                 _log.warning("cleaning up: %s", error)
 
     def _keep(self, keep: Callable[[int], bool] | None) -> Callable[[int], bool]:
@@ -279,7 +273,7 @@ class StepsFolder:
         try:
             self._fs, path = fsspec.core.url_to_fs(url, **options)
         except ImportError as error:
-            raise MissingPackage(f"{url}: {error}") from error
+            raise errors.MissingPackage(f"{url}: {error}") from error
         self._path = path.rstrip("/")
 
     def __str__(self) -> str:
@@ -324,7 +318,9 @@ class StepsFolder:
         if found is None:
             return False
         if not found.attempt:
-            raise CheckpointCorrupt(f"{source.path(step)}: its manifest is damaged; not copied")
+            raise errors.CheckpointCorrupt(
+                f"{source.path(step)}: its manifest is damaged; not copied"
+            )
         with self._doing(f"copy step {step}"):
             if self._manifest(step) == found.manifest:
                 return True
@@ -363,7 +359,7 @@ class StepsFolder:
                 part.joinpath(MANIFEST).write_bytes(manifest)
                 report = verify(part)
                 if not report.ok:
-                    raise CheckpointCorrupt(
+                    raise errors.CheckpointCorrupt(
                         f"{self.url}: step {step} is damaged: {report.damage[0]}; restore an "
                         "earlier one: restore(step=...)"
                     )
@@ -406,7 +402,7 @@ class StepsFolder:
     def _send(self, step: int, source: Path, attempt: str) -> dict[str, int]:
         """Copies the files of an attempt, and reads them back; returns their sizes by name."""
         if not verify(source).ok:
-            raise CheckpointCorrupt(f"{source} is damaged; not copied to {self.url}")
+            raise errors.CheckpointCorrupt(f"{source} is damaged; not copied to {self.url}")
         top = source / "processes" / attempt
         local = [
             p
@@ -431,7 +427,7 @@ class StepsFolder:
             while True:
                 block = ours.read(_BLOCK)
                 if theirs.read(_BLOCK) != block:
-                    raise StorageError(f"{there} differs from {local} when it is read back")
+                    raise errors.StorageError(f"{there} differs from {local} when it is read back")
                 if not block:
                     return
 
@@ -440,11 +436,11 @@ class StepsFolder:
         at = self._at(step)
         self._fs.pipe_file(f"{at}/{MANIFEST}.partial", manifest)
         if bytes(self._fs.cat_file(f"{at}/{MANIFEST}.partial")) != manifest:
-            raise StorageError(f"{at}/{MANIFEST} differs when it is read back")
+            raise errors.StorageError(f"{at}/{MANIFEST} differs when it is read back")
         self._fs.mv(f"{at}/{MANIFEST}.partial", f"{at}/{MANIFEST}")
         self._fs.invalidate_cache()
         if self._manifest(step) != manifest or self._sizes(step) != files:
-            raise StorageError(f"{at}: another job changed it during the copy")
+            raise errors.StorageError(f"{at}: another job changed it during the copy")
 
     def _sizes(self, step: int) -> dict[str, int]:
         """The sizes of a step's files but the manifest, by name."""
@@ -456,19 +452,19 @@ class StepsFolder:
         manifest = self._manifest(step)
         if manifest is None:
             return
-        with tempfile.TemporaryDirectory() as folder, suppress(CheckpointCorrupt):
+        with tempfile.TemporaryDirectory() as folder, suppress(errors.CheckpointCorrupt):
             self._fetch(step, Path(folder), lambda name: name.split("/")[2:3] == ["root"])
             Path(folder, MANIFEST).write_bytes(manifest)
             try:
                 refuse_unknown(paths.resolve(folder), paths.context())
-            except UnsupportedFormat as error:
-                raise UnsupportedFormat(str(error).replace(folder, self._at(step))) from None
+            except errors.UnsupportedFormat as error:
+                raise errors.UnsupportedFormat(str(error).replace(folder, self._at(step))) from None
 
     def _fetch(self, step: int, to: Path, which: Callable[[str], bool] = lambda name: True) -> None:
         names = sorted(filter(which, self._sizes(step)))
         for name in names:
             if not all(_NAME.fullmatch(n) and n.strip(".") for n in name.split("/")):
-                raise CheckpointCorrupt(f"{self.url}: step {step} has a file {quoted(name)}")
+                raise errors.CheckpointCorrupt(f"{self.url}: step {step} has a file {quoted(name)}")
             to.joinpath(name).parent.mkdir(parents=True, exist_ok=True)
 
         def fetch(name: str) -> None:
@@ -481,11 +477,11 @@ class StepsFolder:
     def _doing(self, what: str) -> Iterator[None]:
         try:
             yield
-        except UnickptError:
+        except errors.UnickptError:
             raise
         except Exception as error:  # each file system has its own
             reason = f"{type(error).__name__}: {error}"
-            raise StorageError(f"{self.url}: cannot {what}: {reason}") from error
+            raise errors.StorageError(f"{self.url}: cannot {what}: {reason}") from error
 
 
 def _appear(part: Path, to: Path) -> None:

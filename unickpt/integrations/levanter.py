@@ -17,12 +17,7 @@ from typing import Any
 
 import jax
 
-from unickpt.errors import (
-    CheckpointExists,
-    CheckpointNotFound,
-    MissingPackage,
-    UnsupportedLeaf,
-)
+from unickpt import errors
 from unickpt.loading.loader import load
 from unickpt.quoting import quoted, some
 from unickpt.reading.checkpoint import Checkpoint, open
@@ -70,7 +65,7 @@ def install(*, options: SaveOptions | None = None, cast: bool = False) -> None:
     """
     checkpoint, series = _levanter("checkpoint"), _levanter("tensorstore_serialization")
     if not hasattr(checkpoint, "GlobalAsyncCheckpointManager"):
-        raise MissingPackage("levanter 1.2 or later must be installed; this one is older")
+        raise errors.MissingPackage("levanter 1.2 or later must be installed; this one is older")
     original = _originals(series)
 
     def manager(*_: Any, **__: Any) -> AsyncManager:
@@ -117,7 +112,9 @@ class AsyncManager:
         """
         self.wait_until_finished()
         if _is_step(path) and _at_path(path) is None:
-            raise CheckpointExists(f"{path} was saved by levanter itself; remove the folder first")
+            raise errors.CheckpointExists(
+                f"{path} was saved by levanter itself; remove the folder first"
+            )
         save = save_async(f"{path}/{FOLDER}", arrays, overwrite=True, options=self._options)
         self._pending = _Pending(save, committed)
 
@@ -220,7 +217,7 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
         for part in above:
             level = level.setdefault(part, {}) if isinstance(level, dict) else None
         if not isinstance(level, dict) or last in level:
-            raise UnsupportedLeaf(f"two leaves of the tree have the name {quoted(name)}")
+            raise errors.UnsupportedLeaf(f"two leaves of the tree have the name {quoted(name)}")
         level[last] = value
     return found
 
@@ -343,7 +340,7 @@ def _at_path(path: str) -> Checkpoint | None:
     """The checkpoint of unickpt in the folder of a step, if there is one."""
     try:
         return open(f"{path}/{FOLDER}")
-    except CheckpointNotFound:
+    except errors.CheckpointNotFound:
         return None
 
 
@@ -372,9 +369,9 @@ def export(path: paths.PathLike, destination: paths.PathLike) -> None:
         raise ValueError("levanter.export runs in one process, which holds all arrays")
     found = _at_path(str(path))
     if found is None:
-        raise CheckpointNotFound(f"there is no checkpoint of unickpt at {path}")
+        raise errors.CheckpointNotFound(f"there is no checkpoint of unickpt at {path}")
     if _is_step(str(destination)) or _at_path(str(destination)) is not None:
-        raise CheckpointExists(f"there is a checkpoint at {destination}")
+        raise errors.CheckpointExists(f"there is a checkpoint at {destination}")
     series = _levanter("tensorstore_serialization")
     arrays = jax.tree.map(_same, load(found))
     _originals(series)[1](str(destination), arrays)
@@ -407,4 +404,4 @@ def _levanter(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"levanter.{name}".startswith(error.name):
             raise
-        raise MissingPackage(f"there is no levanter.{name}: install levanter 1.2") from error
+        raise errors.MissingPackage(f"there is no levanter.{name}: install levanter 1.2") from error

@@ -255,9 +255,8 @@ def leaves_of(view: CheckpointView, group: Group, work: str) -> dict[str, Any]:
         where = f"{view.checkpoint.location}: per-process leaf {name!r}"
         if len(entry.blobs) != group.count:
             raise LoadMismatch(
-                f"{where} was saved by "
-                f"{len(entry.blobs)} processes, and {group.count} {work} it; {work} with as many, "
-                f"or drop it by a rule: {name} <-> drop"
+                f"{where} was saved by {len(entry.blobs)} processes, and {group.count} {work} it; "
+                f"{work} with as many, or drop it by a rule: {name} <-> drop"
             )
         (stored,) = view.per_process(name, [group.index])
         value = NOTHING if stored.is_empty else per_process.decode(stored, where, None, adapters())

@@ -12,17 +12,10 @@ from operator import attrgetter
 
 import numpy as np
 
+from unickpt import errors
 from unickpt.arrays import dtypes
 from unickpt.arrays.dtypes import Array
 from unickpt.commit.messages import Notes
-from unickpt.errors import (
-    CheckpointCorrupt,
-    ProcessFailed,
-    SaveConflict,
-    SaveTimeout,
-    StorageError,
-    UnsupportedLeaf,
-)
 from unickpt.foreign import crc32
 from unickpt.format.writer import Plan, PlannedFile
 from unickpt.frameworks.host_memory import HostBuffers, MemoryBudget
@@ -94,7 +87,7 @@ class ExportJob:
         for file in self._plan.files:
             if file.size > most:
                 least = -(-file.size * requested.bytes // most)
-                raise UnsupportedLeaf(
+                raise errors.UnsupportedLeaf(
                     f"{self._to.name}: {file.name} has {file.size} bytes, and object storage takes "
                     f"files as a whole, at most {most} bytes here; use "
                     f"budget_bytes={least}, files that are smaller, or a local path"
@@ -129,7 +122,7 @@ class ExportJob:
             self._after_first("written")
             try:
                 verify()
-            except CheckpointCorrupt:
+            except errors.CheckpointCorrupt:
                 if self._notes is not None:
                     self._notes.poll()  # or is it that another failed, and removed what it wrote?
                 raise
@@ -182,7 +175,7 @@ class ExportJob:
             yield
             failed = False
         except BaseException as error:
-            if notes is not None and not isinstance(error, ProcessFailed):
+            if notes is not None and not isinstance(error, errors.ProcessFailed):
                 notes.publish_error(error, settles=True, refused=False)
             with suppress(Exception):
                 self._to.discard()
@@ -199,7 +192,7 @@ class ExportJob:
     def _check_new(self) -> None:
         """Refuses the name of an attempt that was used before, whose notes would count as new."""
         if self._notes is not None and self._notes.poll():
-            raise SaveConflict(
+            raise errors.SaveConflict(
                 f"{self._to.name}: this attempt to export was made before; the session of a "
                 "ProcessGroup must be new for every run of the job"
             )
@@ -208,7 +201,7 @@ class ExportJob:
         try:
             notes.wait(ready)
         except TimeoutError:
-            raise SaveTimeout(
+            raise errors.SaveTimeout(
                 f"{self._to.name}: other processes did not finish within {self._timeout_s:g} s; "
                 "all must call convert in the same way (see SaveOptions.timeout_s)"
             ) from None
@@ -296,7 +289,7 @@ class ExportJob:
                     write(at, memoryview(part))
                     at += len(part)
             if at != file.size:
-                raise StorageError(f"{file.copied} changed while it was copied")
+                raise errors.StorageError(f"{file.copied} changed while it was copied")
 
     def _write_texts(
         self, file: PlannedFile, sums: Sequence[Mapping[int, tuple[int, int]]], write: Write

@@ -23,6 +23,7 @@ from unickpt.progress import Progress, ProgressFunction, reporting
 from unickpt.reading import checkpoint
 from unickpt.reading.listing import checkpoints_below
 from unickpt.reading.options import LoadOptions
+from unickpt.threads import in_batches
 from unickpt.tools.slabs import read_boxes
 
 _BATCH_BYTES = 64 << 20  # of elements that are read together
@@ -139,30 +140,20 @@ def _has_nonfinite(entry: ArrayEntry) -> bool:
 def _pieces(stored: Reader, entries: list[ArrayEntry]) -> Iterator[tuple[ArrayEntry, Box, Array]]:
     """All elements of some arrays, in pieces of chunks; the memory of each is used again."""
     view, buffers = StoredView(stored), HostBuffers(_BATCH_BYTES)
-    batch: list[tuple[ArrayEntry, Box]] = []
-    nbytes = 0
-    for entry, box in _boxes(entries):
-        size = box.size * dtypes.from_name(entry.dtype).itemsize
-        if batch and nbytes + size > _BATCH_BYTES:
-            yield from _read(view, batch, buffers)
-            batch, nbytes = [], 0
-        batch.append((entry, box))
-        nbytes += size
-    yield from _read(view, batch, buffers)
 
+    def nbytes(piece: tuple[ArrayEntry, Box]) -> int:
+        return piece[1].size * piece[0].itemsize
 
-def _read(
-    view: StoredView, batch: list[tuple[ArrayEntry, Box]], buffers: HostBuffers
-) -> Iterator[tuple[ArrayEntry, Box, Array]]:
-    read = read_boxes(view, batch, LoadOptions(verify=True), buffers)
-    for (entry, box), (data, memory) in zip(batch, read, strict=True):
-        yield entry, box, data
-        buffers.give(memory)
+    for batch in in_batches(_boxes(entries), None, _BATCH_BYTES, nbytes):
+        read = read_boxes(view, batch, LoadOptions(verify=True), buffers)
+        for (entry, box), (data, memory) in zip(batch, read, strict=True):
+            yield entry, box, data
+            buffers.give(memory)
 
 
 def _boxes(entries: list[ArrayEntry]) -> Iterator[tuple[ArrayEntry, Box]]:
     for entry in entries:
-        most = _BATCH_BYTES // dtypes.from_name(entry.dtype).itemsize
+        most = _BATCH_BYTES // entry.itemsize
         for _, part in chunk_grid.numbered_parts(entry):
             for number in range(part.count):
                 for box in cut(part.chunk_box(number), most):

@@ -15,23 +15,9 @@ from typing import Any
 
 import torch
 import xxhash
+from torch.distributed.checkpoint import metadata as torch_metadata
+from torch.distributed.checkpoint import planner as planning
 from torch.distributed.checkpoint import storage
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -126,17 +112,19 @@ class StorageWriter(_AtPath, storage.StorageWriter):
             )
         _ = self.checkpoint_id  # there is one
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+    def prepare_local_plan(self, plan: planning.SavePlan) -> planning.SavePlan:
         return plan
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+    def prepare_global_plan(self, plans: list[planning.SavePlan]) -> list[planning.SavePlan]:
         """Tells each rank its number and the name of this save."""
         if not all(plan.usable for plan in plans):
             raise ValueError(_CACHED)
         session, count = new_session(), len(plans)
         return [replace(p, storage_data=_Rank(i, count, session)) for i, p in enumerate(plans)]
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(
+        self, plan: planning.SavePlan, planner: planning.SavePlanner
+    ) -> Future[list[WriteResult]]:
         rank = plan.storage_data
         if not isinstance(rank, _Rank):
             raise ValueError("the plan is not the one that prepare_global_plan made")
@@ -149,11 +137,11 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         to.committed()
         return _done(state.results())
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: torch_metadata.Metadata, results: list[list[WriteResult]]) -> None:
         """Does nothing: the checkpoint was committed when the last rank had written."""
 
-    def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta(checkpoint_id=str(self.checkpoint_id))
+    def storage_meta(self) -> torch_metadata.StorageMeta | None:
+        return torch_metadata.StorageMeta(checkpoint_id=str(self.checkpoint_id))
 
 
 _CACHED = (
@@ -191,14 +179,14 @@ class PlannedState:
     """What a plan writes, as a tree; made within the save, so that it fails on all ranks if the
     planner fails on one."""
 
-    def __init__(self, plan: SavePlan, planner: SavePlanner) -> None:
+    def __init__(self, plan: planning.SavePlan, planner: planning.SavePlanner) -> None:
         self._plan, self._planner = plan, planner
         self._sizes: list[int] = []
 
     def state_dict(self) -> dict[str, Any]:
         if getattr(self._planner, "_enable_plan_caching", False):
             raise ValueError(_CACHED)
-        boxes: dict[str, list[tuple[WriteItem, Any]]] = {}
+        boxes: dict[str, list[tuple[planning.WriteItem, Any]]] = {}
         for item in self._plan.items:
             data = self._planner.resolve_data(item)
             boxes.setdefault(item.index.fqn, []).append((item, data))
@@ -221,7 +209,7 @@ class PlannedState:
         return [WriteResult(item.index, size, None) for item, size in pairs]
 
 
-def _leaf(name: str, parts: list[tuple[WriteItem, Any]]) -> Any:
+def _leaf(name: str, parts: list[tuple[planning.WriteItem, Any]]) -> Any:
     (first, data), *_ = parts
     if first.tensor_data is None:
         return TorchSaved(data.getvalue() if isinstance(data, io.BytesIO) else bytes(data))
@@ -262,42 +250,44 @@ class StorageReader(_AtPath, storage.StorageReader):
         super().reset(checkpoint_id)
         self._opened = None
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> torch_metadata.Metadata:
         """The stored tensors, each as one chunk: the reader finds the real ones."""
         opened = self._open()
         index = opened.stored.index
         facts: dict[str, Any] = {}
         for name, node in opened.items.items():
             if not isinstance(node, Leaf) or node.name in index.values:
-                facts[name] = BytesStorageMetadata()
+                facts[name] = torch_metadata.BytesStorageMetadata()
                 continue
             entry = index.entries.get(node.name)
             dtype = getattr(torch, entry.dtype, None) if entry is not None else None
             if entry is None or dtype is None:
                 continue  # a value for each process, or a dtype that torch lacks
             size = torch.Size(entry.shape)
-            chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-            facts[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, [chunk])
-        return Metadata(facts, planner_data=opened.keys)
+            chunk = torch_metadata.ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+            facts[name] = torch_metadata.TensorStorageMetadata(
+                torch_metadata.TensorProperties(dtype=dtype), size, [chunk]
+            )
+        return torch_metadata.Metadata(facts, planner_data=opened.keys)
 
     def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+        self, metadata: torch_metadata.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         self._open()
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+    def prepare_local_plan(self, plan: planning.LoadPlan) -> planning.LoadPlan:
         return plan
 
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+    def prepare_global_plan(self, plans: list[planning.LoadPlan]) -> list[planning.LoadPlan]:
         return plans
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: planning.LoadPlan, planner: planning.LoadPlanner) -> Future[None]:
         opened = self._open()
         stored, tensors = opened.stored, {}
         by_array: dict[str, dict[str, Any]] = {}
         for number, item in enumerate(plan.items):
             node = opened.items[item.storage_index.fqn]
-            if item.type is LoadItemType.BYTE_IO:
+            if item.type is planning.LoadItemType.BYTE_IO:
                 planner.load_bytes(item, _bytes(node, stored.index.values))
                 continue
             assert isinstance(node, Leaf)

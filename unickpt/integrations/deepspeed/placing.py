@@ -15,13 +15,7 @@ import torch
 import torch.distributed as dist
 
 from unickpt.arrays.box import Box, flat_range_to_boxes
-from unickpt.backends.deepspeed.merging import (
-    BadInfo,
-    RankPiece,
-    TensorParallelPlan,
-    TensorParallelRules,
-    Unsupported,
-)
+from unickpt.backends.deepspeed import merging
 from unickpt.errors import UnsupportedLeaf
 from unickpt.foreign.file_ranges import row_major
 from unickpt.integrations.deepspeed.held import PIPE_REPLICATED, Parameter, Range, shape_of
@@ -99,11 +93,11 @@ class Place:
     name: str
     shape: tuple[int, ...]
     local: tuple[int, ...]
-    pieces: Sequence[RankPiece]
-    own: Sequence[RankPiece]
+    pieces: Sequence[merging.RankPiece]
+    own: Sequence[merging.RankPiece]
 
     def fragments(
-        self, held: Iterable[tuple[Box, torch.Tensor]], pieces: Sequence[RankPiece]
+        self, held: Iterable[tuple[Box, torch.Tensor]], pieces: Sequence[merging.RankPiece]
     ) -> list[tuple[Box, torch.Tensor]]:
         """Boxes of the array with their data.
 
@@ -127,7 +121,7 @@ class Place:
                 found.append((Box(tuple(start), tuple(stop)), data[inside] if inside else data))
         return found
 
-    def _here(self, piece: RankPiece) -> Box:
+    def _here(self, piece: merging.RankPiece) -> Box:
         """The box of what this rank has that a piece of the array is."""
         start, left = [], piece.first
         for step in row_major(self.local):
@@ -150,14 +144,14 @@ class Placing:
     grid: Grid
     info: Mapping[str, Any]
     hints: Mapping[str, Any]
-    _rules: TensorParallelRules | None = None
+    _rules: merging.TensorParallelRules | None = None
     _shapes: dict[str, Shapes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.grid.tp_size > 1:
             try:
-                self._rules = TensorParallelRules(self.info, self.hints, self.grid.tp_size)
-            except (BadInfo, Unsupported) as error:
+                self._rules = merging.TensorParallelRules(self.info, self.hints, self.grid.tp_size)
+            except (merging.BadInfo, merging.Unsupported) as error:
                 raise UnsupportedLeaf(f"universal_checkpoint_info: {error}") from error
 
     def learn(self, params: Mapping[str, Parameter]) -> None:
@@ -190,16 +184,16 @@ class Placing:
         local = shape_of(param)
         own = not getattr(param, PIPE_REPLICATED, False)
         if self._rules is None:
-            piece = [RankPiece(Box.whole(local), self.grid.tp, 0, row_major(local))]
+            piece = [merging.RankPiece(Box.whole(local), self.grid.tp, 0, row_major(local))]
             return Place(name, local, local, piece, piece if own else ())
         if not self._rules.known:  # nobody knows how to put the parts together
-            piece = [RankPiece(Box.whole(local), self.grid.tp, 0, row_major(local))]
+            piece = [merging.RankPiece(Box.whole(local), self.grid.tp, 0, row_major(local))]
             return Place(f"{name}@{self.grid.tp}", local, local, piece, piece if own else ())
         try:
             plan = self._rules.plan(name, self._shapes[name])
             pieces = self._rules.held(name, self._shapes[name], self.grid.tp)
             _check(plan, pieces, local)
-        except (BadInfo, Unsupported) as error:
+        except (merging.BadInfo, merging.Unsupported) as error:
             raise UnsupportedLeaf(f"{name!r}: universal_checkpoint_info: {error}") from error
         mine = [piece for piece in plan.pieces if piece.rank == self.grid.tp]
         return Place(name, plan.shape, local, pieces, mine if own else ())
@@ -238,9 +232,11 @@ def of_range(shape: tuple[int, ...], part: Range, data: torch.Tensor) -> list[tu
     return found
 
 
-def _check(plan: TensorParallelPlan, pieces: Sequence[RankPiece], local: tuple[int, ...]) -> None:
+def _check(
+    plan: merging.TensorParallelPlan, pieces: Sequence[merging.RankPiece], local: tuple[int, ...]
+) -> None:
     if plan.mean:
-        raise Unsupported(
+        raise merging.Unsupported(
             "it is the mean of the ranks' (parameter_to_average_patterns), which a save without "
             "communication cannot compute; keep it equal on all ranks, and name it among "
             "tp_replicated_parameter_patterns"
@@ -248,9 +244,9 @@ def _check(plan: TensorParallelPlan, pieces: Sequence[RankPiece], local: tuple[i
     steps = row_major(local)
     for piece in pieces:
         if piece.scale != 1.0:
-            raise Unsupported("its affine_map scales it; unickpt does not")
+            raise merging.Unsupported("its affine_map scales it; unickpt does not")
         wrong = any(
             n > 1 and a != b for n, a, b in zip(piece.box.shape, piece.strides, steps, strict=True)
         )
         if wrong:
-            raise Unsupported("a rank has it in another order than row-major")
+            raise merging.Unsupported("a rank has it in another order than row-major")

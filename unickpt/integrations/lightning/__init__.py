@@ -25,13 +25,7 @@ from torch.distributed.checkpoint import state_dict as torch_state
 from unickpt.errors import CheckpointNotFound, InvalidPath
 from unickpt.frameworks.process_group import Group, alone
 from unickpt.integrations.engines import check_same_kind
-from unickpt.integrations.lightning import engines
-from unickpt.integrations.lightning.saves import (
-    SaveDestination,
-    Saves,
-    check_last_can_be_saved,
-    must_wait,
-)
+from unickpt.integrations.lightning import engines, saves
 from unickpt.integrations.lightning.values import ToSave, read
 from unickpt.loading import loader
 from unickpt.reading import checkpoint
@@ -97,8 +91,8 @@ class UnickptCheckpointIO(_CheckpointIO):
         return _made_anew, (type(self), self.options, self.load_options, arguments)
 
     @cached_property
-    def _saves(self) -> Saves:
-        return Saves()
+    def _saves(self) -> saves.Saves:
+        return saves.Saves()
 
     @cached_property
     def _alone(self) -> Group:
@@ -130,14 +124,14 @@ class UnickptCheckpointIO(_CheckpointIO):
     def _begin(
         self,
         tree: Any,
-        destination: SaveDestination,
+        destination: saves.SaveDestination,
         options: SaveOptions,
         rank: int = 0,
         ranks: int = 1,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
         self._saves.begin(tree, destination, options, rank, ranks, metadata)
-        if not self.background or must_wait(destination.path):
+        if not self.background or saves.must_wait(destination.path):
             self._saves.close()
 
     def load_checkpoint(
@@ -167,10 +161,10 @@ class UnickptCheckpointIO(_CheckpointIO):
                 "state= is not supported: the whole checkpoint is returned; for sharded models "
                 "use the mixin unickpt.integrations.lightning.ShardedCheckpoints"
             )
-        Saves.wait_for_all()
+        saves.Saves.wait_for_all()
         if _is_file(path) or _is_in_memory(path):
             loaded: dict[str, Any] = _torch_io().load_checkpoint(path, map_location, weights_only)
-            check_last_can_be_saved(loaded)
+            saves.check_last_can_be_saved(loaded)
             return loaded
         if not isinstance(map_location, str | torch.device | None):
             raise TypeError(
@@ -280,7 +274,7 @@ class ShardedCheckpoints:
             )
         io = self.checkpoint_io
         found = io._saves.destination(filepath) if self.is_global_zero else None
-        destination: SaveDestination = self.broadcast(found)  # type: ignore[attr-defined]
+        destination: saves.SaveDestination = self.broadcast(found)  # type: ignore[attr-defined]
         if not self.is_global_zero:
             checkpoint = {key: checkpoint[key] for key in _SHARDED if key in checkpoint}
         tree: Any = ToSave(checkpoint)
@@ -301,7 +295,7 @@ class ShardedCheckpoints:
             UnickptError: as `unickpt.load`.
         """
         path = self.broadcast(checkpoint_path)  # type: ignore[attr-defined]
-        Saves.wait_for_all()
+        saves.Saves.wait_for_all()
         engine = engines.engine_of(self)
         theirs = "meta.pt" if engine is None else engines.LATEST
         if _is_file(path) or _is_file(os.path.join(path, theirs)):

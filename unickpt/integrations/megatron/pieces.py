@@ -99,8 +99,7 @@ def flat_pieces(
         raise UnsupportedLeaf(
             f"{sharded.key!r}: a ShardedTensorFactory changes the order of its parameter's "
             "elements, so flat ranges of the optimizer's state are no boxes of it; save with "
-            "--dist-ckpt-optim-fully-reshardable (distrib_optim_sharding_type="
-            "'fully_reshardable')"
+            "--dist-ckpt-optim-fully-reshardable (distrib_optim_sharding_type='fully_reshardable')"
         )
     found = []
     for start, stop in boxes_between(shape, where.strides, where.offset, first, after):

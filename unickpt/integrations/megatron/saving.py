@@ -17,15 +17,8 @@ from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
 from unickpt.errors import UnsupportedLeaf
 from unickpt.frameworks.leaves import LocalFragments
 from unickpt.integrations.destination import Destination
-from unickpt.integrations.megatron import common
+from unickpt.integrations.megatron import common, optimizers
 from unickpt.integrations.megatron.objects import stored_form
-from unickpt.integrations.megatron.optimizers import (
-    Buckets,
-    inner_optimizers,
-    is_bucket,
-    is_geometry,
-    model_parameters,
-)
 from unickpt.integrations.megatron.pieces import Piece, is_main, pieces_of
 from unickpt.integrations.megatron.waiting import Wait
 from unickpt.runs.arguments import fences_of
@@ -73,11 +66,11 @@ class SaveStrategy(megatron_torch.TorchDistSaveShardedStrategy):  # as Megatron 
                 "optimizer=, whose next step then waits for that"
             )
         self._optimizer, self._queue = optimizer, SaveQueue()
-        self._buckets = Buckets(optimizer, metadata, type(self).__name__)
+        self._buckets = optimizers.Buckets(optimizer, metadata, type(self).__name__)
         self.report: SaveReport | None = None
         """Of the last save that has ended."""
         if optimizer is not None:
-            for fence in fences_of(inner_optimizers(optimizer), self._queue.fence):
+            for fence in fences_of(optimizers.inner_optimizers(optimizer), self._queue.fence):
                 weakref.finalize(self, fence.remove)
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str) -> None:
@@ -132,7 +125,7 @@ class SaveStrategy(megatron_torch.TorchDistSaveShardedStrategy):  # as Megatron 
             return None
         tensors = [x for x in nested_values(state) if isinstance(x, ShardedTensor)]
         slots = [x.data for x in tensors if "optimizer." in x.key]
-        guarded = [*model_parameters(self._optimizer), *slots]
+        guarded = [*optimizers.model_parameters(self._optimizer), *slots]
         return {x.untyped_storage()._cdata for x in guarded if isinstance(x, torch.Tensor)}
 
 
@@ -148,7 +141,7 @@ class _State:
     """
 
     def __init__(
-        self, given: dict[str, Any], folder: str, buckets: Buckets, with_common: bool
+        self, given: dict[str, Any], folder: str, buckets: optimizers.Buckets, with_common: bool
     ) -> None:
         self._given, self._folder = given, folder
         self._buckets, self._with_common = buckets, with_common
@@ -186,13 +179,13 @@ class _State:
 
     def _pieces(self, value: ShardedTensor) -> list[Piece]:
         """What this rank saves of a `ShardedTensor`."""
-        if is_bucket(value.key):
+        if optimizers.is_bucket(value.key):
             return [piece for piece, saved in self._buckets.pieces(value) if saved]
         return pieces_of(value) if is_main(value.replica_id) else []
 
 
 def _is_saved(value: ShardedObject) -> bool:
-    own = value.key == common.COMMON_KEY or is_geometry(value.key)
+    own = value.key == common.COMMON_KEY or optimizers.is_geometry(value.key)
     return is_main(value.replica_id) and not own
 
 

@@ -11,14 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
-from torchtitan.components.checkpointer.base import (
-    DATALOADER,
-    LR_SCHEDULER,
-    MODEL,
-    OPTIMIZER,
-    BaseCheckpointManager,
-    ModelWrapper,
-)
+from torchtitan.components.checkpointer import base
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.observability import structured_logger as trace
 from torchtitan.tools import filesystem
@@ -45,7 +38,7 @@ _THEIR_STEP = re.compile(r"step-(\d+)")
 _THEIR_METADATA = ".metadata"
 
 
-class TorchtitanCheckpointManager(BaseCheckpointManager):
+class TorchtitanCheckpointManager(base.BaseCheckpointManager):
     """Saves and resumes torchtitan's trainer; the steps are those of a `unickpt.Checkpointer`.
 
     Arguments:
@@ -61,7 +54,7 @@ class TorchtitanCheckpointManager(BaseCheckpointManager):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(BaseCheckpointManager.Config):
+    class Config(base.BaseCheckpointManager.Config):
         """torchtitan's settings; those that differ are explained here."""
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
@@ -78,13 +71,15 @@ class TorchtitanCheckpointManager(BaseCheckpointManager):
         def __post_init__(self) -> None:
             # What torchtitan itself checks; except that HF files must be local, which ours need
             # not be.
-            given = {f.name: getattr(self, f.name) for f in fields(BaseCheckpointManager.Config)}
+            given = {
+                f.name: getattr(self, f.name) for f in fields(base.BaseCheckpointManager.Config)
+            }
             path = given["initial_load_path"]
             if path is not None:
                 object.__setattr__(self, "initial_load_path", path.strip())
             given["folder"] = _as_if_local(self.folder, "remote")
             given["initial_load_path"] = _as_if_local(path, "/remote")
-            BaseCheckpointManager.Config(**given)
+            base.BaseCheckpointManager.Config(**given)
             if self.initial_load_in_hf_quantized:
                 raise ValueError(
                     "initial_load_in_hf_quantized=True is not supported: convert the checkpoint "
@@ -124,10 +119,10 @@ class TorchtitanCheckpointManager(BaseCheckpointManager):
         self.interval, self.keep_latest_k = config.interval, config.keep_latest_k
         self.states = states
         self.states |= {
-            MODEL: ModelWrapper(model_parts),
-            OPTIMIZER: optimizers,
-            DATALOADER: dataloader,
-            LR_SCHEDULER: lr_schedulers,
+            base.MODEL: base.ModelWrapper(model_parts),
+            base.OPTIMIZER: optimizers,
+            base.DATALOADER: dataloader,
+            base.LR_SCHEDULER: lr_schedulers,
         }
         self._has_data = _is_first(getattr(dataloader, "dp_rank", None))
         self._check_excluded(config.exclude_from_loading)
@@ -164,7 +159,7 @@ class TorchtitanCheckpointManager(BaseCheckpointManager):
             return
         states = {key: state for key, state in self.states.items() if state is not None}
         if not self._has_data:
-            states.pop(DATALOADER, None)
+            states.pop(base.DATALOADER, None)
         waits = last_step or self.config.async_mode == "disabled"
         pending = self._checkpointer.save(curr_step, dcp.to_save(states), wait=waits)
         if not waits:
@@ -179,12 +174,12 @@ class TorchtitanCheckpointManager(BaseCheckpointManager):
     def _save_model(self, step: int) -> None:
         """Saves only the model, in the dtype for export; returns when it is committed."""
         dtype = TORCH_DTYPE_MAP[self.config.export_dtype]
-        state = {name: _cast(v, dtype) for name, v in self.states[MODEL].state_dict().items()}
+        state = {name: _cast(v, dtype) for name, v in self.states[base.MODEL].state_dict().items()}
         if self.config.last_save_in_hf:
             self._checkpointer.wait()
             self._save_hf(step, self.sd_adapter.to_hf(state))
         else:
-            self._checkpointer.save(step, {MODEL: state}, wait=True)
+            self._checkpointer.save(step, {base.MODEL: state}, wait=True)
 
     def _save_hf(self, step: int, state: dict[str, Any]) -> None:
         """Writes files as transformers reads them; also into object storage."""
@@ -265,7 +260,7 @@ class TorchtitanCheckpointManager(BaseCheckpointManager):
         path = self._checkpointer.path(step)
         stored = checkpoint.open(path)
         states = self._states_to_load(only_model=step == 0)
-        if states.keys() - {MODEL} and not _keys(stored) - {MODEL}:
+        if states.keys() - {base.MODEL} and not _keys(stored) - {base.MODEL}:
             older = [s for s in self._checkpointer.steps() if s < step]
             do = (
                 f"go on from an earlier step with load_step={max(older)}" if older else "begin anew"
@@ -284,9 +279,9 @@ class TorchtitanCheckpointManager(BaseCheckpointManager):
         path = (self.config.initial_load_path or "").strip()
         if self.config.initial_load_in_hf:
             path = path or self.sd_adapter.hf_assets_path
-            state = self.sd_adapter.to_hf(self.states[MODEL].state_dict())
+            state = self.sd_adapter.to_hf(self.states[base.MODEL].state_dict())
             dcp.load(state, checkpoint_id=path)
-            self.states[MODEL].load_state_dict(self.sd_adapter.from_hf(state))
+            self.states[base.MODEL].load_state_dict(self.sd_adapter.from_hf(state))
             return True
         if not path:
             _log.info("%s has no steps: a new training", self.folder)
@@ -297,18 +292,18 @@ class TorchtitanCheckpointManager(BaseCheckpointManager):
     def _load_from(self, path: str, only_model: bool) -> None:
         """Loads a checkpoint of another training: this manager's, or one of torchtitan's own."""
         states = self._states_to_load(only_model)
-        if MODEL in _keys(checkpoint.open(path)):
+        if base.MODEL in _keys(checkpoint.open(path)):
             dcp.load(states, checkpoint_id=path)
             return
         # torchtitan's own has the model's names beside the other keys.
-        flat = states | states[MODEL].state_dict()
-        del flat[MODEL]
+        flat = states | states[base.MODEL].state_dict()
+        del flat[base.MODEL]
         dcp.load(flat, checkpoint_id=path)
-        states[MODEL].load_state_dict(flat)
+        states[base.MODEL].load_state_dict(flat)
 
     def _states_to_load(self, only_model: bool) -> dict[str, Any]:
         if only_model:
-            return {MODEL: self.states[MODEL]}
+            return {base.MODEL: self.states[base.MODEL]}
         left_out = self.config.exclude_from_loading
         return {k: s for k, s in self.states.items() if s is not None and k not in left_out}
 
