@@ -85,18 +85,14 @@ def _joined(files: Files, index: str) -> dict[str, Any]:
     opened = {file: scan(files, file) for file in sorted({*where.values()})}
     root: dict[str, Any] = {}
     for name, file in where.items():
-        *above, last = name.split("/")
-        found, level = opened[file], root
-        for key in (*above, last):
+        keys = name.split("/")
+        found = opened[file]
+        for key in keys:
             found = found.get(key) if isinstance(found, dict) else None
-        for key in above:
-            inner = level.setdefault(key, {})
-            level = inner if isinstance(inner, dict) else {last: inner}
-        if not isinstance(found, TensorSource) or last in level:
+        if not isinstance(found, TensorSource) or not tree.put(root, keys, found):
             raise files.incomplete(
                 f"{index} says that {quoted(name)} is an array in {file}, which does not contain it"
             )
-        level[last] = found
     return root
 
 

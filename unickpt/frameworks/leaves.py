@@ -237,6 +237,14 @@ class Described(ABC):
         """As an adapter's `source`."""
 
 
+class SavedOnly:
+    """An object whose state is made within the save, so that it fails on all processes if it fails
+    on one; subclasses have `state_dict`."""
+
+    def load_state_dict(self, state: object) -> None:
+        raise NotImplementedError("it is only saved")
+
+
 class LocalFragments(Described):
     """Elements of a global array that this process holds, in any partitioning.
 

@@ -8,6 +8,7 @@ import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from numbers import Integral
@@ -16,7 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from unickpt.frameworks.members import Members
+from unickpt.errors import ProcessFailed
+from unickpt.frameworks.members import Members, named
 
 Bytes = NDArray[np.uint8]
 _PATIENCE_S = 1.0
@@ -135,6 +137,34 @@ def within(group: Group, timeout_s: float) -> Group:
 def members_of(group: Group) -> Members | None:
     """Which processes of a framework's job a group consists of; None for a whole job."""
     return group.members if isinstance(group, BoundedGroup) else None
+
+
+@contextmanager
+def loaded_together(group: Group, where: str) -> Iterator[None]:
+    """A load that fails on all ranks if it fails on one; at its end they wait for each other.
+
+    Arguments:
+        group: its ranks.
+        where: what is loaded, for the error.
+
+    Raises:
+        ProcessFailed: it failed on another rank, whose own error says why.
+    """
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as raised:
+        error = raised
+    failed = group.agree(0 if error is None else group.index + 1)
+    if error is not None:
+        raise error
+    if failed:
+        members, index = members_of(group), failed - 1
+        other = f"rank {index}" if members is None else named(members, [index])
+        raise ProcessFailed(
+            f"{where}: {other} could not load it, and its error says why; this is another rank. "
+            "Load again, on all ranks, before the next step"
+        )
 
 
 class ProcessGroup:

@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unickpt.errors import LoadMismatch
+from unickpt.frameworks.leaves import SavedOnly
 from unickpt.reading.checkpoint import Checkpoint
 
 ENGINE = "deepspeed"
 """What the metadata of a checkpoint has if an engine's state is in it."""
 
 
-class EngineTree:
+class EngineTree(SavedOnly):
     """What a trainer saves: the state of its engine, under the names of `use_unickpt`, and what the
     trainer has besides. Made within the save, so that it fails on all ranks if it does on one.
 
@@ -38,9 +39,6 @@ class EngineTree:
 
         found = checkpoints_of(self._engine).tree(exclude_frozen_parameters=self._excludes)
         return {**found, **self._rest()}
-
-    def load_state_dict(self, state: object) -> None:
-        raise NotImplementedError("it is only saved")
 
 
 def metadata_of(engine: Any, excludes_frozen: bool) -> dict[str, Any]:

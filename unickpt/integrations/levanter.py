@@ -212,13 +212,8 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, value in flat.items():
-        *above, last = name.split(".")
-        level: Any = found
-        for part in above:
-            level = level.setdefault(part, {}) if isinstance(level, dict) else None
-        if not isinstance(level, dict) or last in level:
+        if not tree.put(found, name.split("."), value):
             raise errors.UnsupportedLeaf(f"two leaves of the tree have the name {quoted(name)}")
-        level[last] = value
     return found
 
 

@@ -321,7 +321,7 @@ def _timing_columns(timing: Timing) -> dict[str, Any]:
 
     Example:
         >>> from unickpt.format.timing import from_columns
-        >>> found = columns(from_columns(1.5, 2, {"write_s": np.array([1.25, 0.5])}, 2))
+        >>> found = _timing_columns(from_columns(1.5, 2, {"write_s": np.array([1.25, 0.5])}, 2))
         >>> found["unit"], found["write_s"], found["merged"]
         (100000, [125000, 50000], 200000)
     """

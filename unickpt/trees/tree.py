@@ -13,7 +13,7 @@ import keyword
 import re
 import unicodedata
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -387,6 +387,26 @@ def dict_of(children: Mapping[Any, Node | Leaf]) -> Node:
     keys = tuple(children)
     members = tuple(children.values())
     return Node("dict", keys, members, lambda xs: dict(zip(keys, xs, strict=True)))
+
+
+def put(root: dict[Any, Any], keys: Sequence[Any], value: Any) -> bool:
+    """Puts a value into nested dicts, which it makes as needed; False if another one is in the way.
+
+    Example:
+        >>> root = {}
+        >>> put(root, ["a", "b"], 1), put(root, ["a", "b", "c"], 2), root
+        (True, False, {'a': {'b': 1}})
+    """
+    *above, last = keys
+    level: Any = root
+    for key in above:
+        level = level.setdefault(key, {})
+        if not isinstance(level, dict):
+            return False
+    if last in level:
+        return False
+    level[last] = value
+    return True
 
 
 def leaves(node: Node | Leaf) -> Iterator[Leaf]:

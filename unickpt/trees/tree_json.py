@@ -41,6 +41,7 @@ from unickpt.trees.tree import (
     key_problem,
     leaves,
     namedtuple_problem,
+    put,
 )
 
 _FLOAT64 = re.compile(r"[0-9a-f]{16}")
@@ -237,15 +238,9 @@ def from_names(names: Iterable[str]) -> Node | Leaf:
     """
     root: dict[str, Any] = {}
     for name in names:
-        *parents, last = ["" if part == "%" else unquote(part) for part in name.split("/")]
-        level = root
-        for parent in parents:
-            level = level.setdefault(parent, {})
-            if not isinstance(level, dict):
-                raise ValueError(f"{quoted(name)} lies below a name that is itself a leaf")
-        if last in level:
-            raise ValueError(f"{quoted(name)} is a leaf, but other names lie below it")
-        level[last] = Leaf(name, None)
+        keys = ["" if part == "%" else unquote(part) for part in name.split("/")]
+        if not put(root, keys, Leaf(name, None)):
+            raise ValueError(f"{quoted(name)} is a leaf, and so is a name above or below it")
     return _nested(root)
 
 

@@ -25,9 +25,8 @@ from torch.distributed.checkpoint import storage as torch_storage
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
-from unickpt.errors import ProcessFailed
-from unickpt.frameworks.leaves import adapters
-from unickpt.frameworks.process_group import alone, current_group, within
+from unickpt.frameworks.leaves import SavedOnly, adapters
+from unickpt.frameworks.process_group import alone, current_group, loaded_together, within
 from unickpt.integrations.dcp.file_system import FileSystemReader, FileSystemWriter
 from unickpt.integrations.dcp.storage import (
     StorageReader,
@@ -253,21 +252,11 @@ def load(
             options=options,
         )
 
-    error: Exception | None = None
-    try:
-        checkpoint.reading(reader.checkpoint_id, read)
-    except Exception as found:
-        error = found
     # As after torch's load, which ends with a collective, no rank goes on, and may remove the
     # folder, while another still reads.
     group = within(options.group or current_group(adapters()), options.timeout_s)
-    failed = group.agree(int(error is not None))
-    if error is not None:
-        raise error
-    if failed:
-        raise ProcessFailed(
-            f"{reader.checkpoint_id}: another rank could not load; its own error says why"
-        )
+    with loaded_together(group, str(reader.checkpoint_id)):
+        checkpoint.reading(reader.checkpoint_id, read)
     request.give_back()
 
 
@@ -305,7 +294,7 @@ class RequestedState:
                 self._given[key] = found
 
 
-class ObjectState:
+class ObjectState(SavedOnly):
     """An object's state to save; asked for within the save, for the same reason."""
 
     def __init__(self, value: Any) -> None:
@@ -313,9 +302,6 @@ class ObjectState:
 
     def state_dict(self) -> Any:
         return portable(self._value.state_dict())
-
-    def load_state_dict(self, state: object) -> None:
-        raise NotImplementedError("it is only saved")
 
 
 def to_save(state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch.futures import Future
 from unickpt.arrays.box import Box
 from unickpt.errors import CheckpointReplaced, InvalidPath, LoadMismatch, UnsupportedLeaf
 from unickpt.format.index import REPLACED
-from unickpt.frameworks.leaves import LocalFragments
+from unickpt.frameworks.leaves import LocalFragments, SavedOnly
 from unickpt.frameworks.process_group import ProcessGroup, new_session
 from unickpt.integrations.destination import Destination
 from unickpt.loading.views import StoredView, jobs_of
@@ -36,7 +36,7 @@ from unickpt.saving import saver
 from unickpt.saving.options import SaveOptions
 from unickpt.saving.task import SaveTask
 from unickpt.storage import paths
-from unickpt.trees.tree import Key, Leaf, Node, rebuild
+from unickpt.trees.tree import Key, Leaf, Node, put, rebuild
 from unickpt.trees.tree_json import Plain
 
 Keys = tuple[Key, ...]
@@ -175,7 +175,7 @@ class TorchSaved:
 BYTES = TorchSaved.__name__
 
 
-class PlannedState:
+class PlannedState(SavedOnly):
     """What a plan writes, as a tree; made within the save, so that it fails on all ranks if the
     planner fails on one."""
 
@@ -192,17 +192,11 @@ class PlannedState:
             boxes.setdefault(item.index.fqn, []).append((item, data))
             self._sizes.append(_nbytes(data))
         known = self._plan.planner_data if isinstance(self._plan.planner_data, Mapping) else {}
-        tree: dict[Any, Any] = {}
+        root: dict[Any, Any] = {}
         for name, parts in boxes.items():
-            *above, last = known.get(name, (name,))
-            level = tree
-            for key in above:
-                level = level.setdefault(key, {})
-            level[last] = _leaf(name, parts)
-        return tree
-
-    def load_state_dict(self, state: object) -> None:
-        raise NotImplementedError("it is only saved")
+            if not put(root, known.get(name, (name,)), _leaf(name, parts)):
+                raise UnsupportedLeaf(f"{name!r} has the same place in the state as another value")
+        return root
 
     def results(self) -> list[WriteResult]:
         pairs = zip(self._plan.items, self._sizes, strict=True)

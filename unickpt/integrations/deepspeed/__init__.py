@@ -19,9 +19,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from unickpt.errors import LoadMismatch, ProcessFailed
+from unickpt.errors import LoadMismatch
 from unickpt.frameworks.leaves import PerProcess, PerProcessValues, adapters
-from unickpt.frameworks.process_group import current_group, within
+from unickpt.frameworks.process_group import current_group, loaded_together, within
 from unickpt.integrations.deepspeed import values
 from unickpt.integrations.deepspeed.held import EngineParts
 from unickpt.integrations.deepspeed.latest import LATEST, LatestFile, latest
@@ -343,22 +343,10 @@ class EngineCheckpoints:
             one = EngineLoad(arrays, stored, wanted, rules, self._load_options)
             return one, one.run()
 
-        error: BaseException | None = None
-        try:
+        with loaded_together(current_group(adapters()), path):
             if opened is None and self._hints:
                 opened = checkpoint.open(path, hints=self._hints)
             done, plain = read(opened) if opened is not None else checkpoint.reading(path, read)
-        except BaseException as raised:
-            error = raised
-        group = current_group(adapters())
-        failed = 0 if error is None else dist.get_rank() + 1
-        if group.count > 1 and (one := group.agree(failed)) and error is None:
-            raise ProcessFailed(
-                f"{path}: rank {one - 1} could not load it, and its error says why; rank "
-                f"{dist.get_rank()} could. Load again, on all ranks, before the next step"
-            )
-        if error is not None:
-            raise error
         if done.derived:
             done.arrays.parts.round()
         if wanted.values:

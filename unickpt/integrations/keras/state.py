@@ -19,6 +19,7 @@ from keras.src.random import seed_generator
 
 from unickpt.arrays import dtypes
 from unickpt.errors import UnsupportedLeaf
+from unickpt.trees import tree
 
 SUPPORTED = ("jax", "torch")
 _SEED = "seed_generator_state"
@@ -109,15 +110,8 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Dicts within dicts, from values by path."""
     whole: dict[str, Any] = {}
     for path, value in values.items():
-        *parts, last = path.split("/")
-        inside = whole
-        for part in parts:
-            inside = inside.setdefault(part, {})
-            if not isinstance(inside, dict):
-                raise UnsupportedLeaf(f"the path {path!r} goes through another variable")
-        if last in inside:
+        if not tree.put(whole, path.split("/"), value):
             raise UnsupportedLeaf(f"the path {path!r} goes through another variable")
-        inside[last] = value
     return whole
 
 

@@ -18,7 +18,7 @@ import torch
 from unickpt.errors import CheckpointCorrupt, MissingPackage, UnsupportedFormat, UnsupportedLeaf
 from unickpt.foreign import lightning_types
 from unickpt.foreign.lightning_types import TYPES, StoredType
-from unickpt.frameworks.leaves import LocalFragments, adapter_of, adapters
+from unickpt.frameworks.leaves import LocalFragments, SavedOnly, adapter_of, adapters
 from unickpt.integrations.torch_types import OF_TORCH, dtype_named
 from unickpt.loading import loader
 from unickpt.loading.views import StoredView
@@ -75,7 +75,7 @@ def _is_config(kind: Any) -> bool:
     return omegaconf is not None and (kind is omegaconf.DictConfig or kind is omegaconf.ListConfig)
 
 
-class ToSave:
+class ToSave(SavedOnly):
     """A Lightning checkpoint to save; taken apart within the save, so that the save fails on all
     ranks if something cannot be stored on one.
 
@@ -88,9 +88,6 @@ class ToSave:
 
     def state_dict(self) -> dict[str, Any]:
         return stored_form(self._checkpoint)
-
-    def load_state_dict(self, state: object) -> None:
-        raise NotImplementedError("it is only saved")
 
 
 def stored_form(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

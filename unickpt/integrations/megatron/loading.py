@@ -17,9 +17,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
 
 from unickpt.arrays.box import Box
-from unickpt.errors import LoadMismatch, ProcessFailed, UnsupportedFormat
+from unickpt.errors import LoadMismatch, UnsupportedFormat
 from unickpt.frameworks.leaves import adapters
-from unickpt.frameworks.process_group import current_group, within
+from unickpt.frameworks.process_group import current_group, loaded_together, within
 from unickpt.integrations.megatron import common, objects
 from unickpt.integrations.megatron.optimizers import Buckets, is_bucket, is_geometry
 from unickpt.integrations.megatron.pieces import Piece, pieces_of
@@ -94,21 +94,14 @@ class LoadStrategy(megatron_torch.TorchDistLoadShardedStrategy):
             request = _Request(sharded_state_dict, items, self._buckets)
             made[:] = [request.filled(self._cast, self._unpickle, self.options)]
 
-        error: Exception | None = None
-        try:
-            checkpoint.reading(folder, read)
-        except Exception as found:
-            found.add_note(f"unickpt: on rank {dist.get_rank()} of {dist.get_world_size()}")
-            error = found
         # No rank goes on while another fails: it would wait for it elsewhere.
         group = within(self.options.group or current_group(adapters()), self.options.timeout_s)
-        failed = group.agree(0 if error is None else group.index + 1)
-        if error is not None:
-            raise error
-        if failed:
-            raise ProcessFailed(
-                f"{folder}: rank {failed - 1} could not load; its own error says why"
-            )
+        with loaded_together(group, folder):
+            try:
+                checkpoint.reading(folder, read)
+            except Exception as error:
+                error.add_note(f"unickpt: on rank {dist.get_rank()} of {dist.get_world_size()}")
+                raise
         return made[0]
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path, *megatrons: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import torch
 from unickpt.errors import LoadMismatch, UnsupportedFormat, UnsupportedLeaf
 from unickpt.foreign import lightning_types
 from unickpt.foreign.lightning_types import StoredType
-from unickpt.frameworks.leaves import LocalFragments
+from unickpt.frameworks.leaves import LocalFragments, SavedOnly
 from unickpt.integrations.torch_types import OF_TORCH
 from unickpt.quoting import quoted
 from unickpt.trees import tree_json
@@ -40,7 +40,7 @@ _BY_NAME = {kind.name: kind for kind in _TYPES}
 _BY_CLASS = {cls: kind for kind in _TYPES for cls in kind.kinds}
 
 
-class _Typed:
+class _Typed(SavedOnly):
     """A value of which another is stored; a wrapper in the tree. Its subclasses have the names of
     types."""
 
@@ -49,9 +49,6 @@ class _Typed:
 
     def state_dict(self) -> Any:
         return self._stored
-
-    def load_state_dict(self, state: object) -> None:
-        raise NotImplementedError("it is only saved")
 
 
 @cache

@@ -17,13 +17,13 @@ from megatron.core.dist_checkpointing.utils import (
 )
 
 from unickpt.errors import UnsupportedLeaf
+from unickpt.foreign.file_ranges import row_major
 from unickpt.integrations.megatron.pieces import (
     Piece,
     Strided,
     flat_pieces,
     is_main,
     plain_tensor,
-    row_major,
 )
 
 _BUCKET = re.compile(
@@ -200,7 +200,7 @@ class Buckets:
                 "model.sharded_state_dict"
             )
         if isinstance(found, ShardedTensor):
-            return [(found, row_major(found.local_shape))]
+            return [(found, Strided(row_major(found.local_shape)))]
         # A tensor without memory shows which elements the factory takes, and in which order.
         like = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device="meta")
         parts = list(nested_values({"": replace(found, data=like).build()}))

@@ -10,6 +10,7 @@ import torch
 
 from unickpt.arrays.box import Box
 from unickpt.errors import UnsupportedLeaf
+from unickpt.foreign.file_ranges import row_major
 
 Ends = tuple[tuple[int, ...], tuple[int, ...]]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -46,7 +47,7 @@ def pieces_of(sharded: Any) -> list[Piece]:
     data = plain_tensor(sharded.data, sharded.key)
     flat = sharded.flattened_range
     if flat is not None:
-        local = row_major(sharded.local_shape)
+        local = Strided(row_major(sharded.local_shape))
         return flat_pieces(sharded, data, (flat.start, flat.stop), local)
     return [_piece(sharded, data, (0,) * len(sharded.local_shape), tuple(sharded.local_shape))]
 
@@ -62,15 +63,6 @@ class Strided:
 
     strides: tuple[int, ...]
     offset: int = 0
-
-
-def row_major(shape: Sequence[int]) -> Strided:
-    """The elements of a contiguous tensor."""
-    strides, step = [], 1
-    for extent in reversed(shape):
-        strides.append(step)
-        step *= int(extent)
-    return Strided(tuple(reversed(strides)))
 
 
 def flat_pieces(

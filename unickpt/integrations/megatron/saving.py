@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.strategies import async_utils
 from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
 
 from unickpt.errors import UnsupportedLeaf
-from unickpt.frameworks.leaves import LocalFragments
+from unickpt.frameworks.leaves import LocalFragments, SavedOnly
 from unickpt.integrations.destination import Destination
 from unickpt.integrations.megatron import common, optimizers
 from unickpt.integrations.megatron.objects import stored_form
@@ -26,6 +26,7 @@ from unickpt.saving import saver
 from unickpt.saving.background import PendingSave, SaveCallbacks, SaveQueue, SaveRequest
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.task import SaveTask
+from unickpt.trees import tree
 
 BACKEND, VERSION = "unickpt", 1
 """What `metadata.json` says of our checkpoints."""
@@ -129,7 +130,7 @@ class SaveStrategy(megatron_torch.TorchDistSaveShardedStrategy):  # as Megatron 
         return {x.untyped_storage()._cdata for x in guarded if isinstance(x, torch.Tensor)}
 
 
-class _State:
+class _State(SavedOnly):
     """What to save, as a tree; made within the save, so that it fails on all ranks if it fails on
     one.
 
@@ -151,9 +152,6 @@ class _State:
             return self._tree()
         except (UnsupportedLeaf, ValueError) as error:
             raise UnsupportedLeaf(f"rank {dist.get_rank()}: {error}") from error
-
-    def load_state_dict(self, state: object) -> None:
-        raise NotImplementedError("it is only saved")
 
     def _tree(self) -> dict[str, Any]:
         made: dict[str, Any] = {}
@@ -189,22 +187,15 @@ def _is_saved(value: ShardedObject) -> bool:
     return is_main(value.replica_id) and not own
 
 
-def place(tree: dict[str, Any], key: str, value: Any) -> None:
+def place(root: dict[str, Any], key: str, value: Any) -> None:
     """Puts a value under a key of Megatron's, of which a `/` is a level of the tree.
 
     Raises:
         UnsupportedLeaf: something else is there.
     """
     parts = key.split("/")
-    *above, last = parts if all(parts) else [key]
-    level = tree
-    for part in above:
-        level = level.setdefault(part, {})
-        if not isinstance(level, dict):
-            raise UnsupportedLeaf(f"{key!r} lies below {part!r}, which is a value; rename one")
-    if last in level:
-        raise UnsupportedLeaf(f"{key!r} occurs twice")
-    level[last] = value
+    if not tree.put(root, parts if all(parts) else [key], value):
+        raise UnsupportedLeaf(f"{key!r} occurs twice, or lies below a value; rename one")
 
 
 def fragments(key: str, pieces: Sequence[Piece]) -> LocalFragments:
