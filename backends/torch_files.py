@@ -163,7 +163,7 @@ class PlainTree:
 
     def __init__(self, file: TorchFile, where: str) -> None:
         self.tensors: dict[int, Tensor] = {}
-        self._file, self._where = file, where
+        self.file, self._where = file, where
         self._nodes = _LEAST_NODES + file.pickle_size
         self._letters = _NAMES * self._nodes
         self._opaque = _OPAQUE * self._nodes
@@ -187,19 +187,18 @@ class PlainTree:
         if isinstance(found, PickledObject):
             found = self._decoded(known_objects.decoded, found)
         if isinstance(found, dict):
-            return self._dict(found.items(), depth, letters)
+            return self.a_dict(found, depth, letters)
         if isinstance(found, list | tuple | set | frozenset):
             children = (self.tree(child, depth + 1, letters + 2) for child in found)
             return tuple(children) if isinstance(found, tuple) else list(children)
         if isinstance(found, TorchStorage):
             found = Tensor(found, found.dtype or "uint8", 0, (found.count,), (1,))
         if isinstance(found, Tensor):
-            self.tensors[id(found)] = found
-            return found
+            return self.leaf(found)
         if isinstance(found, PickledObject) and self._holds_tensors(found):
             return self._object(found, depth, letters)
         if isinstance(found, PickledObject | Global):
-            made = self._file.opaque(found, self._opaque)
+            made = self.file.opaque(found, self._opaque)
             self._opaque -= len(made.pickle)
             return made
         return self._counted(found) if tree_json.is_plain(found) else _text(found)
@@ -223,9 +222,21 @@ class PlainTree:
             raise self._too_many()
 
     def _too_many(self) -> CheckpointCorrupt:
-        return CheckpointCorrupt(f"{self._where} has too many leaves for its size")
+        return CheckpointCorrupt(
+            f"{self._where} has too many leaves for its size: its containers refer to each other "
+            "too often"
+        )
 
-    def _dict(
+    def leaf(self, tensor: Tensor) -> Any:
+        """What a tensor is in the tree."""
+        self.tensors[id(tensor)] = tensor
+        return tensor
+
+    def a_dict(self, found: Mapping[Any, Any], depth: int, letters: int) -> Any:
+        """What a dict is in the tree."""
+        return self._children(found.items(), depth, letters)
+
+    def _children(
         self, found: Iterable[tuple[Any, Any]], depth: int, letters: int
     ) -> dict[str | int, Any]:
         children: dict[str | int, Any] = {}
@@ -239,7 +250,7 @@ class PlainTree:
 
     def _object(self, found: PickledObject, depth: int, letters: int) -> _ObjectNode:
         """An object as a container: its attributes, what it contains, and what it was made of."""
-        return _ObjectNode(found.name, self._dict(attributes(found), depth, letters))
+        return _ObjectNode(found.name, self._children(attributes(found), depth, letters))
 
     def _holds_tensors(self, found: PickledObject) -> bool:
         return holds_tensors(found, self._without, self._spend)

@@ -17,6 +17,7 @@ from unickpt.backends.dcp import metadata
 from unickpt.backends.dcp.chunks import ChunkFinder, zstandard
 from unickpt.backends.dcp.metadata import KeyPath, Metadata, TensorFacts
 from unickpt.backends.dcp.objects import InnerTensor, read_objects
+from unickpt.backends.torch_files import expand
 from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, CoverageError, UnsupportedLeaf
 from unickpt.foreign.elements import FileRange
 from unickpt.foreign.file_ranges import WHOLE, FileBox, RangeReader, of_boxes, whole
@@ -220,7 +221,7 @@ class DcpReader(RangeReader):
 
     def __init__(self, files: Files, state: Any, version: str) -> None:
         try:
-            node = tree.flatten(state, _is_leaf, lambda obj, name: None)
+            node = tree.flatten(state, _is_leaf, expand)
         except UnsupportedLeaf as error:
             raise files.damaged(f"{METADATA}: {error}") from error
         entries, boxes = dict[str, ArrayEntry](), dict[str, Sequence[FileBox]]()
