@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from trained import Training
 
-from unickpt.quantized import codes as kinds
-from unickpt.quantized import search, values
+from unickpt.plugins.quantize import codes as kinds
+from unickpt.plugins.quantize import search, values
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -34,14 +34,14 @@ from unickpt.errors import (
 from unickpt.frameworks.leaves import PerProcess
 from unickpt.frameworks.process_group import ProcessGroup
 from unickpt.loading.loader import load
+from unickpt.options import SaveOptions
 from unickpt.reading.checkpoint import Checkpoint, open
 from unickpt.reading.options import LoadOptions
-from unickpt.saving.options import SaveOptions
 from unickpt.saving.saver import save, save_async
 from unickpt.trees.tree import Opaque
 
 if _CHECKING:
-    from unickpt.quantized.restores import Restores
+    from unickpt.plugins.quantize import Restores
     from unickpt.reporting.html_report import report
     from unickpt.rules.functions import Function
     from unickpt.rules.rule_set import Rules
@@ -101,7 +101,7 @@ _LATER = {
     "Checkpointer": "runs.checkpointer",
     "Experts": "runs.partial_saves",
     "Function": "rules.functions",
-    "Restores": "quantized.restores",
+    "Restores": "plugins.quantize",
     "Retention": "runs.retention",
     "Rules": "rules.rule_set",
     "SaveEvery": "runs.save_triggers",

@@ -37,4 +37,10 @@ DOORS = {
     "presets": {
         "unickpt": "unickpt.rules.presets",
     },
+    "codecs": {
+        "quantized": "unickpt.plugins.quantize:CODEC",
+    },
+    "features": {
+        "quantize": "unickpt.plugins.quantize:Quantize",
+    },
 }

@@ -1,4 +1,4 @@
-"""Doors: formats, writers, schemes and presets by name, of unickpt itself and of other packages.
+"""Doors: plug-ins by group and name, of unickpt itself and of other packages.
 
 A package brings them by entry points, such as
 
@@ -15,16 +15,18 @@ import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from unickpt._doors import DOORS
 from unickpt.errors import PluginError
 
-Group = Literal["formats", "presets", "schemes", "writers"]
-GROUPS: tuple[Group, ...] = ("formats", "presets", "schemes", "writers")
+Group = Literal["codecs", "features", "formats", "presets", "schemes", "writers"]
+GROUPS: tuple[Group, ...] = get_args(Group)
 _PREFIX = "unickpt."
 # What other code asks of what a door leads to.
 _ASKED: Mapping[Group, tuple[str, ...]] = {
+    "codecs": ("encode", "decode", "stored_bytes", "zarr_codec", "merge", "validate", "facts"),
+    "features": ("__call__",),
     "formats": ("HINTS", "open"),
     "presets": ("__path__",),
     "schemes": ("name", "spec"),
@@ -108,6 +110,21 @@ def find(group: Group, name: str) -> Door | None:
         PluginError: two packages have it.
     """
     return ours(group).get(name) or others(group).get(name)
+
+
+def need(group: Group, name: str) -> Any:
+    """What the door of a name leads to.
+
+    Raises:
+        PluginError: there is none, or it cannot be imported.
+    """
+    door = find(group, name)
+    if door is None:
+        raise PluginError(
+            f"this installation of unickpt lacks the plug-in {name!r} (an entry point of the group "
+            f"{_PREFIX}{group}); install unickpt whole"
+        )
+    return door.open()
 
 
 def every() -> Iterator[Door]:

@@ -11,6 +11,11 @@ arrays that lie in files, `RangeReader` has all that. `unickpt.testing.ReaderSui
 that every format passes. docs/formats/own.md is an example.
 """
 
+from unickpt.arrays.dtypes import Array, DType
+from unickpt.arrays.dtypes import from_name as dtype_from_name
+from unickpt.arrays.dtypes import name_of as dtype_name
+from unickpt.arrays.names import matches as name_matches
+from unickpt.features import RunFeature, SaveFeature
 from unickpt.foreign.elements import FileRange
 from unickpt.foreign.file_ranges import ArrayTable, RangeReader, TensorSource
 from unickpt.foreign.files import Files
@@ -20,34 +25,52 @@ from unickpt.foreign.registry import unregister as unregister_format
 from unickpt.foreign.writers import register as register_writer
 from unickpt.foreign.writers import unregister as unregister_writer
 from unickpt.format.chunk_grid import Part
+from unickpt.format.codecs import Codec, Extra, NotDecodable, Stored
+from unickpt.format.codecs import register as register_codec
+from unickpt.format.codecs import unregister as unregister_codec
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader, Request
 from unickpt.format.writer import Data, Plan, PlannedFile, Writer
+from unickpt.quoting import quoted
 from unickpt.storage.locations import Location
 from unickpt.storage.schemes import Scheme
 from unickpt.storage.schemes import register as register_scheme
 
 __all__ = [
+    "Array",
     "ArrayEntry",
     "ArrayTable",
+    "Codec",
+    "DType",
     "Data",
+    "Extra",
     "FileRange",
     "Files",
     "Format",
     "Index",
     "Location",
+    "NotDecodable",
     "Part",
     "Plan",
     "PlannedFile",
     "RangeReader",
     "Reader",
     "Request",
+    "RunFeature",
+    "SaveFeature",
     "Scheme",
+    "Stored",
     "TensorSource",
     "Writer",
+    "dtype_from_name",
+    "dtype_name",
+    "name_matches",
+    "quoted",
+    "register_codec",
     "register_format",
     "register_scheme",
     "register_writer",
+    "unregister_codec",
     "unregister_format",
     "unregister_writer",
 ]

@@ -5,9 +5,9 @@ from unickpt.arrays.layout import Layout, Mesh
 from unickpt.frameworks.leaves import LocalFragments, PerProcessValues
 from unickpt.frameworks.process_group import Group
 from unickpt.loading.report import LoadReport
+from unickpt.options import SaveReport
 from unickpt.reading.stored_array import StoredArray
 from unickpt.saving.background import PendingSave
-from unickpt.saving.options import SaveReport
 from unickpt.tools.copying import CopyReport
 from unickpt.tools.difference import ArrayDifference, DiffReport
 from unickpt.tools.merging import MergeReport

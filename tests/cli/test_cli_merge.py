@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support import foreign
 from support.processes import Processes
+from support.quantized import codes_of
 from typer.testing import CliRunner
 
 import unickpt
@@ -59,7 +60,7 @@ def test_the_last_steps_of_a_run_with_parameters(paths: list[Path], tmp_path: Pa
 def test_a_merge_with_fewer_bits(paths: list[Path], tmp_path: Path) -> None:
     more = ("--integers", "last", "--quantize", "w=int4")
     assert "1 array with fewer bits" in run("merge", *paths, tmp_path / "m", *more)
-    assert unickpt.open(tmp_path / "m").index.arrays["w"].quantized == "int4"
+    assert codes_of(unickpt.open(tmp_path / "m").index.arrays["w"]) == "int4"
 
 
 def test_hints_are_for_every_source(tmp_path: Path) -> None:

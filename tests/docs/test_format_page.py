@@ -23,8 +23,8 @@ from unickpt.display import tree_table
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.format import chunk_grid, codec, index_json, patches
 from unickpt.format.index import INDEX_KEY, ArrayEntry, Index
-from unickpt.quantized import values
-from unickpt.quantized.blocks import Blocks
+from unickpt.plugins.quantize import values
+from unickpt.plugins.quantize.blocks import Blocks
 from unickpt.trees import tree, tree_json
 from unickpt.types import Layout, LocalFragments, Mesh
 
@@ -284,7 +284,6 @@ BAD: dict[str, Callable[[Any], None]] = {
     "bytes that are no base64": replaced("values.step", {"bytes": "?"}),
     "a digest that is a number": replaced("digests", 7),
     "patches of no chunk": replaced("arrays.w.extra", {"patches": {"chunks": 0, "patches": 1}}),
-    "errors of one number": replaced("arrays.w.extra", {"quantized": {"errors": [1]}}),
     "a negative number of reused bytes": replaced("extra.incremental", {"reused": -1}),
     "a per-process value without digest": replaced("per_process.rng", [[3]]),
     "a per-process value with a head of 0": replaced("per_process.rng", [[3, "0" * 16, 0]]),

@@ -11,6 +11,7 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from support.quantized import quantized_as
 from support.strategies import laid_out, plain, shapes
 
 from unickpt import CheckpointCorrupt
@@ -79,8 +80,8 @@ def test_arrays_that_differ_in_one_thing_only_are_not_mixed_up() -> None:
         replace(like, layout=None, boxes=boxes),
         replace(like, layout=None, boxes=((boxes[0][0], (1,)),)),
         replace(like, prng="threefry2x32"),
-        replace(like, dtype="float32", quantized="uint8", errors=(0.5, 0.25)),
-        replace(like, dtype="float32", quantized="uint8", errors=(0.5, 0.125)),
+        replace(like, dtype="float32", **quantized_as("uint8", (0.5, 0.25))),
+        replace(like, dtype="float32", **quantized_as("uint8", (0.5, 0.125))),
         replace(like, patched=1, patches=1),
         replace(like, patched=1, patches=2),
         replace(like, encoding=()),

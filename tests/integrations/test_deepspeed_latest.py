@@ -20,7 +20,7 @@ import numpy as np
 from unickpt.integrations.deepspeed.latest import LatestFile
 from unickpt.saving import saver
 from unickpt.saving.background import SaveCallbacks, SaveRequest
-from unickpt.saving.options import SaveOptions
+from unickpt.options import SaveOptions
 from unickpt.storage import paths
 
 folder, tag, killed = ARGS

@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 
 import unickpt
+from support.quantized import codes_of
 from unickpt import Checkpointer, Experts, Restores, Retention, SaveOptions, UnickptError
 from unickpt.runs import orphans
 from unickpt.storage import paths
@@ -247,7 +248,7 @@ class Saved:
         if self.is_resolved:
             return
         opened = unickpt.open(path)
-        codes = opened.index.arrays["q"].quantized
+        codes = codes_of(opened.index.arrays["q"])
         asked = self.options.quantize
         assert (codes is None) == (asked is None), (codes, asked)
         if codes is not None:

@@ -34,6 +34,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import unickpt
+from support.quantized import errors_of
 from unickpt.saving import saver
 
 Case = Callable[[Path], None]
@@ -229,7 +230,7 @@ def what_one_mesh_quantised_every_mesh_loads(folder: Path) -> None:
     options = unickpt.SaveOptions(chunk_bytes=1000, fsync=False, quantize={"w": "int4"})
     report = save(folder / "c", {"w": spread(full, line, [Shard(0)])}, options)
     whole = torch.from_numpy(unickpt.load(folder / "c")["w"])
-    errors = unickpt.open(folder / "c").index.arrays["w"].errors
+    errors = errors_of(unickpt.open(folder / "c").index.arrays["w"])
     assert 0 < errors[0] == float((whole - full).abs().max())
     assert report.quantized == ({"w": errors} if dist.get_rank() == 0 else {})
     for mesh, how in (

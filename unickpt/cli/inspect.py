@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import typer
@@ -25,6 +25,7 @@ from unickpt.format import ocdbt_reader
 from unickpt.format.chunk_grid import Part
 from unickpt.format.codec import AUTO, common_codec
 from unickpt.format.codec_json import as_codecs
+from unickpt.format.codecs import codec_of
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.quoting import counted, quoted, size_text, some
 from unickpt.reading.checkpoint import Checkpoint
@@ -153,7 +154,7 @@ def _format(checkpoint: Checkpoint) -> str:
 
 def _compression(index: Index) -> str:
     """The codecs of the arrays, and how many are compressed if each has its own."""
-    count = sum(bool(entry.encoding) for entry in index.arrays.values())
+    count = sum(bool(x.encoding) and x.codec is None for x in index.arrays.values())
     names = ", ".join(index.codecs) or common_codec(index.compression) or "none"
     return f"{names} of {counted(count, 'array')}" if count and index.compression == AUTO else names
 
@@ -380,13 +381,8 @@ def _array_json(array: StoredArray, entry: ArrayEntry) -> dict[str, Any]:
         "chunk": entry.chunk,
         "chunks": sum(part.count for part in array.parts),
         "prng": entry.prng,
-        "quantized": None
-        if entry.quantized is None
-        else {
-            "codes": entry.quantized,
-            "largest_error": entry.errors[0],
-            "largest_relative_error": entry.errors[1],
-        },
+        "quantized": None,
+        **_codec_facts(entry),
         "patched": entry.patched,
         "codecs": as_codecs(entry.encoding or ()),
     }
@@ -479,8 +475,9 @@ def _facts(checkpoint: Checkpoint, array: StoredArray, entry: ArrayEntry) -> lis
         count = counted(math.prod(block.shape), "element")
         text = f"{block.name}, blocks for {shape_text(block.shape)}  ({count})"
         facts.insert(2, ("stands for", text))
-    if entry.quantized is not None:
-        facts.insert(2, ("stored as", _quantized_fact(entry)))
+    for name, of_codec in _codec_facts(entry).items():
+        shown = {k: f"{v:.3g}" if isinstance(v, float) else v for k, v in of_codec.items()}
+        facts.insert(2, (name, ", ".join(f"{key}: {value}" for key, value in shown.items())))
     if entry.patched:
         facts.append(("patches", f"{entry.patched:,} of the chunks are stored as patches"))
     if len(parts) == 1 and array.url:
@@ -490,12 +487,10 @@ def _facts(checkpoint: Checkpoint, array: StoredArray, entry: ArrayEntry) -> lis
     return facts
 
 
-def _quantized_fact(entry: ArrayEntry) -> str:
-    absolute, relative = entry.errors
-    return (
-        f"{entry.quantized} codes; largest error {absolute:.3g}, or {relative:.3g} of the largest "
-        "magnitude in a block"
-    )
+def _codec_facts(entry: ArrayEntry) -> dict[str, Mapping[str, Any]]:
+    """What the codec of an array says about it, by its name, if it is none of Zarr's."""
+    codec = codec_of(entry)
+    return {} if codec is None else {codec.name: codec.facts(entry)}
 
 
 def _layout_fact(layout: Layout | None) -> str:

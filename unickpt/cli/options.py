@@ -13,7 +13,7 @@ from unickpt import Checkpoint, Rules
 from unickpt.cli.output import fail
 from unickpt.foreign import writers
 from unickpt.frameworks.host_memory import MemoryBudget
-from unickpt.saving.options import SaveOptions
+from unickpt.options import SaveOptions
 
 RulesName = Annotated[
     str | None, typer.Option("--rules", help="A file of rules, or the name of a preset.")

@@ -17,7 +17,7 @@ from unickpt.commit.merge_chunks import Chunks, Requests, merged_chunks, request
 from unickpt.commit.messages import Names, Records
 from unickpt.commit.replicas import ReplicaDifference, Replicas
 from unickpt.errors import CoverageError
-from unickpt.format import digest_table
+from unickpt.format import codecs, digest_table
 from unickpt.format.codec import AUTO
 from unickpt.format.coverage import check_boxes
 from unickpt.format.growth import Growth
@@ -28,7 +28,6 @@ from unickpt.format.index import (
     Index,
     PerProcessEntry,
 )
-from unickpt.quantized import codes
 from unickpt.reuse.experts import with_steps
 from unickpt.trees import tree, tree_json
 
@@ -53,10 +52,13 @@ class Merged:
         return tuple(base.name for base in self.index.bases)
 
     @property
-    def quantized(self) -> dict[str, tuple[float, float]]:
-        """The errors of quantised arrays."""
-        arrays = self.index.arrays.items()
-        return {name: entry.errors for name, entry in arrays if entry.quantized}
+    def extra(self) -> dict[str, dict[str, Any]]:
+        """What codecs say about arrays, by codec and array."""
+        found = dict[str, dict[str, Any]]()
+        for name, entry in self.index.arrays.items():
+            for codec, note in entry.extra.items():
+                found.setdefault(codec, {})[name] = note
+        return found
 
 
 def merge_all(
@@ -94,7 +96,7 @@ def merge_all(
         from unickpt.commit import chosen_codecs  # only where arrays may be compressed
 
         index, chunks = chosen_codecs.settled(index, chunks, records, names)
-    arrays_now = with_errors(index, written, names, winners)
+    arrays_now = with_notes(index, written, names, winners)
     index = replace(index, arrays=with_patches(arrays_now, chunks.patched(index.arrays)))
     lent = chunks.borrowed.tobytes() if chunks.bases else b""
     index = replace(
@@ -244,8 +246,7 @@ def _agree_but_for_processes(mine: ArrayEntry, other: ArrayEntry) -> bool:
 def _show(kind: str, fact: Any) -> str:
     if isinstance(fact, ArrayEntry):
         laid_out = "in boxes" if fact.layout is None else f"laid out {fact.layout}"
-        dtype = codes.joined(fact.dtype, fact.quantized)
-        return f"{dtype}{list(fact.shape)} {laid_out} in chunks of {list(fact.chunk)}"
+        return f"{fact.stored_dtype}{list(fact.shape)} {laid_out} in chunks of {list(fact.chunk)}"
     if kind == "per_process":
         return "a PerProcess"
     return ("an alias of " if kind == "aliases" else "the value ") + repr(fact)[:80]
@@ -293,13 +294,13 @@ def with_boxes(index: Index, records: Records, names: Names) -> Index:
     return replace(index, arrays=arrays)
 
 
-# --- quantised arrays -----------------------------------------------------------------------------
+# --- codecs ---------------------------------------------------------------------------------------
 
 
-def with_errors(
+def with_notes(
     index: Index, records: Records, names: Names, winners: Mapping[str, int]
 ) -> dict[str, ArrayEntry]:
-    """The arrays, those that are quantised with the largest errors of all processes.
+    """The arrays, with what codecs say about those that they store.
 
     Arguments:
         index: of all processes.
@@ -307,14 +308,17 @@ def with_errors(
         names: for each process the arrays that it has.
         winners: arrays of which only the chunks of one process count, with that process.
     """
-    arrays = dict(index.arrays)
+    arrays, notes = dict(index.arrays), dict[str, list[Any]]()
     for process, record in records:
-        for number, found in record.errors.items():
-            name = names[process][number]
-            if winners.get(name, process) == process:
-                known = arrays[name].errors
-                worst = max(known[0], found[0]), max(known[1], found[1])
-                arrays[name] = replace(arrays[name], errors=worst)
+        for of_arrays in record.extra.values():  # an array has one codec
+            for number, note in of_arrays.items():
+                name = names[process][number]
+                if winners.get(name, process) == process:
+                    notes.setdefault(name, []).append(note)
+    for name, entry in index.arrays.items():
+        if (codec := entry.codec) is not None:
+            extra = {codec: codecs.merge(codec, notes.get(name, []))}
+            arrays[name] = replace(entry, extra=extra)
     return arrays
 
 

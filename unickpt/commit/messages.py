@@ -71,8 +71,7 @@ class Record:
         bases: the checkpoints beside this one from which values are borrowed.
         growth: how checkpoints grew up to the one whose patches this one goes on with, if any.
         patches: one element of `PATCH_DTYPE` for each patch of a chunk, ascending.
-        errors: of the arrays that are quantised, by array number: the largest absolute and relative
-            error (`format.index.ArrayEntry`).
+        extra: what codecs say about arrays, by codec and array number (`codecs.Extra`).
         experts: of which step its experts are, by key, if some may be left out of a save.
         follows: of the arrays that may be compressed, by number, whether those are that the base
             has; the others are as this process chose.
@@ -93,7 +92,7 @@ class Record:
     bases: tuple[BaseEntry, ...] = ()
     growth: Growth | None = None
     patches: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, PATCH_DTYPE))
-    errors: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    extra: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
     experts: ExpertSteps = field(default_factory=dict)
     follows: Mapping[int, bool] = field(default_factory=dict)
     knows_base: bool = True

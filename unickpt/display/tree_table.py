@@ -12,7 +12,6 @@ from unickpt.arrays.layout import Layout, Mesh
 from unickpt.errors import CheckpointCorrupt
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import BlockType
-from unickpt.quantized import codes
 from unickpt.trees import name_ranges, tree, tree_json
 
 # Two equal items are easy to read as two rows.
@@ -211,7 +210,7 @@ def _facts(name: str, labels: _Labels) -> TreeRowFacts:
         layout = layout_text(entry.layout)
         if entry.layout is not None:
             layout += labels.meshes.get(entry.layout.mesh, "")
-        dtype = codes.joined(entry.dtype, entry.quantized)
+        dtype = entry.stored_dtype
         if entry.prng is not None:
             dtype += " key"
         return TreeRowFacts(

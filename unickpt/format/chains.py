@@ -25,7 +25,7 @@ from unickpt.errors import CheckpointCorrupt
 from unickpt.format import codec, links, patches
 from unickpt.format.chunk_grid import Part, chunk_key
 from unickpt.format.chunk_store import ChunkStore
-from unickpt.format.codec import NotDecodable
+from unickpt.format.codecs import NotDecodable, codec_of
 from unickpt.format.index import ArrayEntry
 from unickpt.format.links import FULL_LINK
 from unickpt.format.patches import BadPatch, State
@@ -159,7 +159,9 @@ class Chains:
         try:
             data = self._rebuilt(entry, part, number, chain, out)
             if data is not out:
-                codec.decode(entry, data, out)
+                decoder = codec_of(entry)
+                assert decoder is not None, "others are in `out`"
+                decoder.decode(entry, data, out)
         except (Failed, NotDecodable, BadPatch) as error:
             raise self._naming(error, entry, part, number) from error
         return None if expected is None else codec.digest(data)
@@ -167,7 +169,7 @@ class Chains:
     def stored_bytes(
         self, entry: ArrayEntry, part: Part, number: int, chain: Sequence[Value]
     ) -> Array:
-        """The stored bytes of a chunk of a quantised array, of which one value is a whole one.
+        """The stored bytes of a chunk whose codec is none of Zarr's, of which one value is whole.
 
         Raises:
             CheckpointCorrupt, StorageError: as `read`.
@@ -180,7 +182,7 @@ class Chains:
     def _rebuilt(
         self, entry: ArrayEntry, part: Part, number: int, chain: Sequence[Value], out: Array
     ) -> Array:
-        """A full chunk with its patches; in `out`, or the stored bytes of a quantised one."""
+        """A full chunk with its patches; in `out`, or what its codec stores."""
         data = self._full(entry, number, chain, out)
         for patch in self._patches(entry, part, number, chain):
             patches.apply(patch, data)
@@ -201,7 +203,7 @@ class Chains:
             entry, part, number: which chunk.
             chain: from `of`.
             known: what the writer knows of it.
-            out: contiguous memory for its elements, or for the stored bytes of a quantised one.
+            out: contiguous memory for its elements, or for what its codec stores.
 
         Raises:
             CheckpointCorrupt: that state does not match its digest; or as `read`.
@@ -229,10 +231,10 @@ class Chains:
         return Parent(State(expected), 1 + used, True)
 
     def _full(self, entry: ArrayEntry, number: int, chain: Sequence[Value], out: Array) -> Array:
-        """Reads the full chunk; returns its elements in `out`, or the bytes of a quantised one."""
+        """Reads the full chunk; returns its elements in `out`, or what its codec stores."""
         store, part = chain[0].store, chain[0].part
         try:
-            if entry.quantized is None:
+            if entry.codec is None:
                 store.read_whole(entry, part, number, out)
                 return out
             data = store.stored_bytes(entry, part, number)

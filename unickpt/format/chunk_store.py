@@ -19,15 +19,9 @@ from unickpt.errors import (
     UnsupportedFormat,
     naming_memory,
 )
-from unickpt.format import codec
 from unickpt.format.chunk_grid import Part, chunk_key
-from unickpt.format.codec import (
-    NotDecodable,
-    as_stored,
-    bytes_of,
-    digest,
-    zarr_metadata,
-)
+from unickpt.format.codec import as_stored, bytes_of, digest, zarr_metadata
+from unickpt.format.codecs import NotDecodable, codec_of
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Request
 from unickpt.storage import ocdbt
@@ -65,12 +59,12 @@ class ChunkStore:
         """The zarr array of a part, opened without I/O.
 
         Raises:
-            UnsupportedFormat: its elements are quantised.
+            UnsupportedFormat: its codec is none of Zarr's.
         """
-        if entry.quantized is not None:
+        if entry.codec is not None:
             raise UnsupportedFormat(
                 f"{self.location}: TensorStore cannot decode array {entry.name!r}, which is stored "
-                f"as {entry.quantized} codes (SaveOptions.quantize); read it by slicing"
+                f"by the codec {entry.codec!r} ({entry.stored_dtype}); read it by slicing"
             )
         found = self._open.get(part.key)
         if found is None:
@@ -118,7 +112,7 @@ class ChunkStore:
                 nbytes = math.prod(part.chunk) * out.itemsize
                 if part.chunk[1:] != out.shape[1:]:
                     continue
-            if entry.quantized is not None or entry.encoding:
+            if entry.encoding:
                 continue
             positions.append(at)
             keys.append(chunk_key(part, number))
@@ -146,7 +140,7 @@ class ChunkStore:
             [
                 chunk_key(part, number)
                 for entry, part, number, out, _, _ in requests
-                if entry.quantized is not None and out.nbytes <= SMALL
+                if entry.codec is not None and out.nbytes <= SMALL
             ]
         )
 
@@ -193,9 +187,9 @@ class ChunkStore:
         Raises:
             Failed, NotDecodable: it is missing or cannot be decoded.
         """
-        if entry.quantized is not None:
+        if (decoder := codec_of(entry)) is not None:
             data = self.stored_bytes(entry, part, number, requested)
-            codec.decode(entry, data, out)
+            decoder.decode(entry, data, out)
             return digest(data) if hashed else None
         if not (self._is_as_stored(entry, part, out) and self._read_value(part, number, out)):
             local = part.chunk_box(number).relative_to(part.box.start)
@@ -231,20 +225,22 @@ class ChunkStore:
     def stored_bytes(
         self, entry: ArrayEntry, part: Part, number: int, requested: Any = None
     ) -> Array:
-        """The stored bytes of a chunk of a quantised array.
+        """The stored bytes of a chunk of an array whose codec is none of Zarr's.
 
         Raises:
-            Failed: they are missing, not as many as the chunk's shape says, or cannot be read.
+            Failed: they are missing, not as many as the codec says, or cannot be read.
         """
-        length = codec.nbytes_as_stored(entry, part.chunk_box(number).shape)
+        decoder = codec_of(entry)
+        assert decoder is not None, "TensorStore reads the others"
+        length = decoder.stored_bytes(entry, part.chunk_box(number).shape)
         if requested is None:
             data = self.values.read(chunk_key(part, number), length)
         else:
             found = requested.result()
             data = found.value if found.state == "value" else None
-        if data is None or len(data) != length:
+        if data is None or length not in (None, len(data)):
             stored = "no" if data is None else len(data)
-            raise Damaged(f"{stored} bytes stored, {length} expected")
+            raise Damaged(f"{stored} bytes stored, {length or 'some'} expected")
         return np.frombuffer(data, np.uint8)
 
     def explained(self, error: Failed, where: str) -> Exception:
@@ -273,11 +269,13 @@ class ChunkStore:
         nbytes = math.prod(part.chunk) * dtypes.from_name(entry.dtype).itemsize
         if nbytes <= BELIEVED or part.key in self._backed:
             return
-        if entry.quantized is not None:
-            least = codec.nbytes_as_stored(entry, part.chunk_box(number).shape)
-        elif entry.encoding and nbytes > COMPRESSED_MOST:
-            raise Damaged(f"a compressed chunk of {nbytes} bytes is not allowed")
-        else:
+        decoder = codec_of(entry)
+        least = None
+        if decoder is not None:
+            least = decoder.stored_bytes(entry, part.chunk_box(number).shape)
+        if least is None:
+            if entry.encoding and nbytes > COMPRESSED_MOST:
+                raise Damaged(f"a compressed chunk of {nbytes} bytes is not allowed")
             least = -(-nbytes // _MOST_PER_BYTE) if entry.encoding else nbytes
         if not self.values.has(chunk_key(part, number), least):
             raise Damaged(f"no bytes stored, {least} expected")
@@ -287,8 +285,7 @@ class ChunkStore:
 
     def _is_as_stored(self, entry: ArrayEntry, part: Part, out: Array) -> bool:
         """Whether a chunk is stored just as it lies in memory, but for padding behind it."""
-        is_coded = entry.encoding or entry.quantized is not None
-        return not is_coded and part.chunk[1:] == tuple(out.shape[1:])
+        return not entry.encoding and part.chunk[1:] == tuple(out.shape[1:])
 
 
 def unless_replaced(found: Exception, database: Database) -> Exception:

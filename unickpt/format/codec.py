@@ -15,10 +15,10 @@ import xxhash
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.dtypes import Array
-from unickpt.errors import UnsupportedLeaf
 from unickpt.format import chunk_grid
 from unickpt.format.chunk_grid import Part, join_key
-from unickpt.format.codec_json import QUANTIZED, as_codecs, encoding_of
+from unickpt.format.codec_json import as_codecs, encoding_of
+from unickpt.format.codecs import codec_of
 from unickpt.format.index import ArrayEntry, Encoding, Index
 from unickpt.storage.kvstore import asking
 
@@ -76,8 +76,8 @@ def zarr_metadata(entry: ArrayEntry, part: Part) -> dict[str, Any]:
     if itemsize == 1:
         to_bytes = {"name": "bytes"}
     codecs: Codecs = as_codecs(entry.encoding) if entry.encoding else ()
-    if entry.quantized is not None:  # a name that TensorStore does not know, and so refuses
-        to_bytes = {"name": QUANTIZED, "configuration": {"codes": entry.quantized}}
+    if entry.codec is not None:  # a name that TensorStore does not know, and so refuses
+        (to_bytes,), codecs = as_codecs(entry.encoding or ()), ()
     return {
         "zarr_format": 3,
         "node_type": "array",
@@ -113,7 +113,7 @@ def zarr_keys(index: Index) -> dict[str, bytes]:
     for name, entry in index.arrays.items():
         is_patched = entry.patched > 0
         for part in chunk_grid.parts(entry) or [Part.whole(name, entry.shape, entry.chunk)]:
-            kind = part.box, part.chunk, entry.dtype, entry.quantized, entry.encoding, is_patched
+            kind = part.box, part.chunk, entry.dtype, entry.encoding, is_patched
             found = of_kind.get(kind)
             if found is None:
                 metadata = zarr_metadata(entry, part)
@@ -136,12 +136,12 @@ class Encoded(NamedTuple):
     Arguments:
         value: its bytes, in parts.
         digest: of the chunk; None if that is the digest of the bytes.
-        errors: of a quantised one: the largest absolute and relative error.
+        note: what the array's codec says about it (`codecs.Extra`).
     """
 
     value: tuple[memoryview, ...]
     digest: int | None = None
-    errors: tuple[float, float] | None = None
+    note: Any = None
 
 
 def encode(entry: ArrayEntry, part: Part, chunk: Array) -> Encoded:
@@ -153,52 +153,15 @@ def encode(entry: ArrayEntry, part: Part, chunk: Array) -> Encoded:
         chunk: its elements.
 
     Raises:
-        UnsupportedLeaf: it cannot be quantised; names the array.
+        UnsupportedLeaf: its codec cannot store it; names the array.
     """
-    if entry.quantized is not None:
-        return _quantized(entry, entry.quantized, chunk)
+    if (codec := codec_of(entry)) is not None:
+        stored = codec.encode(entry, chunk)
+        return Encoded((stored.data.data,), None, stored.note)
     if entry.encoding:
         return Encoded((compressed(entry, part, chunk),), digest(chunk))
     value = raw(part, chunk)
     return Encoded(value, None if len(value) == 1 else digest(chunk))
-
-
-def _quantized(entry: ArrayEntry, codes: str, chunk: Array) -> Encoded:
-    from unickpt.quantized import values  # only where it is asked for, as compression
-
-    try:
-        found = values.encode(chunk, codes)
-    except values.NotQuantizable as error:
-        raise UnsupportedLeaf(
-            f"array {entry.name!r} ({entry.dtype_and_shape}) cannot be stored as {codes} "
-            f"(SaveOptions.quantize): {error}. Leave it out, with None for its name before the "
-            "pattern that matches it"
-        ) from None
-    return Encoded((found.data.data,), None, (found.absolute, found.relative))
-
-
-class NotDecodable(ValueError):
-    """Why stored bytes cannot be decoded."""
-
-
-def decode(entry: ArrayEntry, data: Array, out: Array) -> None:
-    """Decodes a chunk of a quantised array.
-
-    Arguments:
-        entry: the array.
-        data: the bytes that are stored, as many as `nbytes_as_stored` says; untrusted.
-        out: of the chunk's shape; receives its elements.
-
-    Raises:
-        NotDecodable: they are not what an encoder makes.
-    """
-    from unickpt.quantized import values
-
-    assert entry.quantized is not None, "others are stored as they are, or decoded by TensorStore"
-    try:
-        values.decode(data, out, entry.quantized)
-    except values.BadCodes as error:
-        raise NotDecodable(str(error)) from None
 
 
 def digest(chunk: Array) -> int:
@@ -207,23 +170,28 @@ def digest(chunk: Array) -> int:
 
 
 def digest_as_stored(entry: ArrayEntry, chunk: Array) -> int:
-    """The digest of a chunk of an array; if it is quantised, of the bytes that are stored.
+    """The digest of a chunk of an array; with a codec that is none of Zarr's, of the bytes that
+    are stored.
 
     Raises:
-        UnsupportedLeaf: it cannot be quantised.
+        UnsupportedLeaf: its codec cannot store it.
     """
-    if entry.quantized is None:
-        return digest(chunk)
-    return xxhash.xxh3_64_intdigest(_quantized(entry, entry.quantized, chunk).value[0])
+    codec = codec_of(entry)
+    return digest(chunk if codec is None else codec.encode(entry, chunk).data)
 
 
 def nbytes_as_stored(entry: ArrayEntry, shape: Sequence[int]) -> int:
-    """The bytes that are stored of a chunk, before compression."""
-    if entry.quantized is None:
-        return math.prod(shape) * entry.itemsize
-    from unickpt.quantized.blocks import stored_bytes
+    """The bytes that are stored of a chunk; before compression, or where its codec does not tell,
+    the bytes of its elements."""
+    codec = codec_of(entry)
+    nbytes = None if codec is None else codec.stored_bytes(entry, shape)
+    return math.prod(shape) * entry.itemsize if nbytes is None else nbytes
 
-    return stored_bytes(shape, entry.dtype, entry.quantized)
+
+def is_of_fixed_size(entry: ArrayEntry) -> bool:
+    """Whether the bytes that patches change have the same number whatever the elements are."""
+    codec = codec_of(entry)
+    return codec is None or codec.stored_bytes(entry, entry.chunk) is not None
 
 
 def raw(part: Part, chunk: Array) -> tuple[memoryview, ...]:
@@ -235,9 +203,16 @@ def raw(part: Part, chunk: Array) -> tuple[memoryview, ...]:
     if chunk.shape[1:] == part.chunk[1:]:
         rest = math.prod(part.chunk) * chunk.itemsize - chunk.nbytes
         return own, memoryview(bytes(rest))
+    return bytes_of(filled_up(part, chunk)).data, memoryview(b"")
+
+
+def filled_up(part: Part, chunk: Array) -> Array:
+    """A chunk as long as all others of its part, with zeros behind its elements."""
+    if chunk.shape == part.chunk:
+        return chunk
     whole = np.zeros(part.chunk, chunk.dtype)
     whole[tuple(slice(size) for size in chunk.shape)] = chunk
-    return bytes_of(whole).data, memoryview(b"")
+    return whole
 
 
 def bytes_of(chunk: Array) -> Array:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unickpt.format.index import Encoding
-from unickpt.quantized import codes
+from unickpt.format.index import CODEC_PREFIX, Encoding
 from unickpt.quoting import quoted
 from unickpt.trees.tree_json import BadJSON
 
@@ -17,41 +16,32 @@ CODECS: Mapping[str, Mapping[str, type]] = {
     "gzip": {"level": int},
     "blosc": {"cname": str, "clevel": int, "shuffle": str, "typesize": int, "blocksize": int},
 }
-QUANTIZED = "unickpt.quantized"
-"""The codec of quantised arrays, whose setting are their codes; plain Zarr does not know it."""
-_KNOWN = {**CODECS, QUANTIZED: {"codes": str}}
+# Of codecs that Zarr does not have; `Extra.validate` checks which.
+_PLAIN = (bool, int, float, str)
 _FIELDS = ("name", "configuration")
 
 
-def from_json(item: Any) -> Encoding | str:
-    """A stored codec: an encoding, or the codes of quantised arrays.
+def from_json(item: Any) -> Encoding:
+    """A stored codec.
 
     Raises:
         BadJSON: it is not allowed.
     """
     name, settings = map(item.get, _FIELDS) if isinstance(item, dict) else (None, None)
-    known = _KNOWN.get(name) if isinstance(name, str) else None
-    if known is None or not isinstance(settings, dict) or item.keys() - {*_FIELDS}:
+    if not isinstance(name, str) or not isinstance(settings, dict) or item.keys() - {*_FIELDS}:
         raise BadJSON(f"its codecs hold {quoted(item)}")
+    known = CODECS.get(name)
     for key, value in settings.items():
-        if type(value) is not known.get(key):
+        allowed = (known.get(key),) if known is not None else _PLAIN
+        if type(value) not in allowed:
             raise BadJSON(f"its codecs hold {quoted(item)}")
-    if name != QUANTIZED:
-        return encoding_of(item)
-    if settings.get("codes") not in codes.NAMES:
+    if known is None and not name.startswith(CODEC_PREFIX):
         raise BadJSON(f"its codecs hold {quoted(item)}")
-    return str(settings["codes"])
-
-
-def to_json(codec: Encoding | str) -> dict[str, Any]:
-    """The inverse of `from_json`."""
-    if isinstance(codec, str):
-        return {"name": QUANTIZED, "configuration": {"codes": codec}}
-    return as_codecs(codec)[0]
+    return encoding_of(item)
 
 
 def as_codecs(encoding: Encoding) -> tuple[dict[str, Any], ...]:
-    """An encoding as Zarr has it."""
+    """An encoding as Zarr and the index have it."""
     return tuple({"name": name, "configuration": dict(settings)} for name, settings in encoding)
 
 

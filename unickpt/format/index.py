@@ -20,11 +20,11 @@ from unickpt.trees import tree_json
 
 FORMAT = 1
 """The number of the format."""
-REFERENCES, PATCHES, QUANTIZED, SECTIONS = "references", "patches", "quantized", "sections"
-FEATURES = frozenset((REFERENCES, PATCHES, QUANTIZED, SECTIONS))
-"""What an index may name that a program must know before it reads, replaces or deletes the
-checkpoint: values in checkpoints beside it, patched chunks, quantised arrays, and values of
-processes that are stored in sections."""
+REFERENCES, PATCHES, SECTIONS = "references", "patches", "sections"
+FEATURES = frozenset((REFERENCES, PATCHES, SECTIONS))
+"""What an index may name, beside codecs, that a program must know before it reads, replaces or
+deletes the checkpoint: values in checkpoints beside it, patched chunks, and values of processes
+that are stored in sections."""
 RESERVED = "unickpt"
 """The metadata key under which `Checkpointer` stores `step`, and process 0's `metrics`."""
 REPLACED = "unickpt.replaced"
@@ -68,7 +68,10 @@ def shape_problem(shape: Sequence[int], itemsize: int) -> str | None:
 
 
 Encoding = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
-"""At most one Zarr codec, of which names and values of settings are pairs, ascending."""
+"""At most one codec, of which names and values of settings are pairs, ascending."""
+CODEC_PREFIX = "unickpt."
+"""Before the name of a codec that Zarr does not have, in what the index and `zarr.json` call it."""
+_NO_EXTRA: Mapping[str, Any] = {}
 
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen: there is one for each array, see `protocol`
@@ -84,15 +87,12 @@ class ArrayEntry:
         cut: dimensions along whose layout intervals the array is cut into parts.
         boxes: without a layout, each fragment with the processes that held it; one part each.
         prng: for typed JAX PRNG keys, the name of their implementation.
-        quantized: the codes as which its elements are stored (`quantized.codes`); None if they are
-            stored as they are.
-        errors: the largest error of an element that this made, and the largest in relation to the
-            largest magnitude in its block.
         patched: how many of its chunks are stored as patches.
         patches: how many patches all these have.
-        encoding: its codecs; None if it has none, and `()` if compressing it was tried, and did not
-            pay. While a save with `compression="auto"` runs, those that it has if they make it
+        encoding: its codec; None if it has none, and `()` if compressing it was tried, and did not
+            pay. While a save with `compression="auto"` runs, the one that it has if that makes it
             smaller (`commit.chosen_codecs`).
+        extra: what codecs say about it, by their names.
     """
 
     name: str
@@ -103,16 +103,36 @@ class ArrayEntry:
     cut: tuple[int, ...] = ()
     boxes: tuple[tuple[Box, tuple[int, ...]], ...] | None = None
     prng: str | None = None
-    quantized: str | None = None
-    errors: tuple[float, float] = (0.0, 0.0)
     patched: int = 0
     patches: int = 0
     encoding: Encoding | None = None
+    extra: Mapping[str, Any] = field(default_factory=lambda: _NO_EXTRA, hash=False)
 
     @property
     def dtype_and_shape(self) -> str:
         """As text; see `dtypes.with_shape`."""
         return dtypes.with_shape(self.dtype, self.shape)
+
+    @property
+    def codec(self) -> str | None:
+        """The name of its codec, if that is none of Zarr's (`format.codecs`)."""
+        if not self.encoding:
+            return None
+        name = self.encoding[0][0]
+        return name.removeprefix(CODEC_PREFIX) if name.startswith(CODEC_PREFIX) else None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of its codec."""
+        return dict(self.encoding[0][1]) if self.encoding else {}
+
+    @property
+    def stored_dtype(self) -> str:
+        """Its dtype as tables show it: with the settings of a codec that is none of Zarr's."""
+        name = self.codec
+        if name is None:
+            return self.dtype
+        return "+".join([self.dtype, *map(str, self.settings.values())])
 
     @property
     def itemsize(self) -> int:
@@ -214,9 +234,9 @@ class Index:
 
     @property
     def codecs(self) -> list[str]:
-        """The names of the codecs that arrays have."""
-        found = dict.fromkeys(entry.encoding for entry in self.arrays.values() if entry.encoding)
-        return list(dict.fromkeys(name for encoding in found for name, _ in encoding))
+        """The names of the codecs of Zarr that arrays have."""
+        zarr = [x.encoding for x in self.arrays.values() if x.encoding and x.codec is None]
+        return list(dict.fromkeys(name for encoding in dict.fromkeys(zarr) for name, _ in encoding))
 
     @cached_property
     def names(self) -> Mapping[str, None]:

@@ -19,15 +19,15 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, fill_exactly, overlap
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.format import codec_json
+from unickpt.format import codec_json, codecs
 from unickpt.format.growth import Growth
 from unickpt.format.index import (
+    CODEC_PREFIX,
     FEATURES,
     FORMAT,
     MAX_EXTENT,
     MAX_RANK,
     PATCHES,
-    QUANTIZED,
     REFERENCES,
     SECTIONS,
     ArrayEntry,
@@ -38,7 +38,6 @@ from unickpt.format.index import (
     PerProcessEntry,
     shape_problem,
 )
-from unickpt.quantized import codes
 from unickpt.quoting import quoted, some
 from unickpt.trees import tree_json
 from unickpt.trees.tree_json import BadJSON
@@ -81,12 +80,6 @@ class _PatchesBody(msgspec.Struct):
     patches: _Positive
 
 
-class _QuantizedBody(msgspec.Struct):
-    """The largest errors of an array."""
-
-    errors: _Errors
-
-
 class _TriedBody(msgspec.Struct):
     """What became of an array that was to be compressed if that makes it smaller."""
 
@@ -94,11 +87,10 @@ class _TriedBody(msgspec.Struct):
 
 
 class _ArrayExtra(msgspec.Struct):
-    """What features say of an array; those that are not known are ignored."""
+    """What is known in `_ArrayBody.extra`; what codecs say is there, too, by their names."""
 
     compress: _TriedBody | UnsetType = UNSET
     patches: _PatchesBody | UnsetType = UNSET
-    quantized: _QuantizedBody | UnsetType = UNSET
 
 
 class _ArrayBody(msgspec.Struct):
@@ -112,7 +104,7 @@ class _ArrayBody(msgspec.Struct):
     cut: _Extents | UnsetType = UNSET
     boxes: list[tuple[_Extents, _Extents, _Extents]] | UnsetType = UNSET
     prng: str | UnsetType = UNSET
-    extra: _ArrayExtra | UnsetType = UNSET
+    extra: dict[str, Any] | UnsetType = UNSET
 
 
 _ARRAY = msgspec.json.Decoder(_ArrayBody)
@@ -159,19 +151,18 @@ class _IndexBody(msgspec.Struct):
 
 
 class _Shared(NamedTuple):
-    """What arrays refer to by number; a codec is an encoding, or the name of the codes of
-    quantised arrays."""
+    """What arrays refer to by number."""
 
     layouts: list[Layout]
-    codecs: list[Encoding | str]
+    codecs: list[Encoding]
 
 
 def encode(index: Index) -> bytes:
     """The index as JSON, sealed by the xxh3-64 of all bytes before the seal."""
     meshes: dict[Mesh, int] = {}
     layouts: dict[Layout, int] = {}
-    codecs: dict[Encoding | str, int] = {}
-    arrays = _arrays_to_json(index.arrays.values(), meshes, layouts, codecs)
+    encodings: dict[Encoding, int] = {}
+    arrays = _arrays_to_json(index.arrays.values(), meshes, layouts, encodings)
     head = {
         "format": FORMAT,
         "features": _features(index),
@@ -191,7 +182,7 @@ def encode(index: Index) -> bytes:
             name: [_blob_to_json(*entry.of(p)) for p in range(len(entry.blobs))]
             for name, entry in index.per_process.items()
         },
-        "codecs": [codec_json.to_json(codec) for codec in codecs],
+        "codecs": [codec for encoding in encodings for codec in codec_json.as_codecs(encoding)],
         "chunks": index.chunks,
         "digests": index.digests_xxh3,
     }
@@ -211,8 +202,8 @@ def _features(index: Index) -> list[str]:
     used = {
         REFERENCES: bool(index.bases),
         PATCHES: any(entry.patched for entry in arrays),
-        QUANTIZED: any(entry.quantized is not None for entry in arrays),
         SECTIONS: any(any(entry.heads) for entry in others),
+        **{name: True for entry in arrays if (name := entry.codec) is not None},
     }
     return sorted(name for name, is_used in used.items() if is_used)
 
@@ -277,9 +268,9 @@ def _arrays_to_json(
     entries: Iterable[ArrayEntry],
     meshes: dict[Mesh, int],
     layouts: dict[Layout, int],
-    codecs: dict[Encoding | str, int],
+    encodings: dict[Encoding, int],
 ) -> bytes:
-    """The JSON of all arrays. Numbers the meshes, layouts and codecs."""
+    """The JSON of all arrays. Numbers the meshes, layouts and encodings."""
     known: dict[int, int] = {}  # by identity: comparing layouts takes longer
     bodies = {}
     for entry in entries:
@@ -289,8 +280,8 @@ def _arrays_to_json(
             if at is None:
                 meshes.setdefault(layout.mesh, len(meshes))
                 at = known[id(layout)] = layouts.setdefault(layout, len(layouts))
-        codec = entry.quantized or entry.encoding
-        number = codecs.setdefault(codec, len(codecs)) if codec else None
+        encoding = entry.encoding
+        number = encodings.setdefault(encoding, len(encodings)) if encoding else None
         bodies[entry.name] = _array_body(entry, at, number)
     return tree_json.ENCODER.encode(bodies)
 
@@ -312,14 +303,15 @@ def _array_body(entry: ArrayEntry, layout: int | None, codec: int | None) -> _Ar
     )
 
 
-def _array_extra(entry: ArrayEntry) -> _ArrayExtra | UnsetType:
-    if entry.quantized is None and not entry.patched and entry.encoding != ():
+def _array_extra(entry: ArrayEntry) -> dict[str, Any] | UnsetType:
+    if not entry.extra and not entry.patched and entry.encoding != ():
         return UNSET  # of 100,000 arrays, most
-    return _ArrayExtra(
-        _TriedBody(False) if entry.encoding == () else UNSET,
-        _PatchesBody(entry.patched, entry.patches) if entry.patched else UNSET,
-        UNSET if entry.quantized is None else _QuantizedBody(entry.errors),
-    )
+    extra: dict[str, Any] = {}
+    if entry.encoding == ():
+        extra[_COMPRESS] = _TriedBody(False)
+    if entry.patched:
+        extra[PATCHES] = _PatchesBody(entry.patched, entry.patches)
+    return {**extra, **entry.extra}
 
 
 def decode(data: bytes, where: str, *, partial: bool = False) -> Index:
@@ -381,7 +373,7 @@ def _known_members(data: bytes, where: str) -> dict[str, msgspec.Raw]:
     names = features if isinstance(features, list) else [None]
     if not all(isinstance(name, str) for name in names) or names != sorted(set(names)):
         raise BadJSON(f"its features are {quoted(features)}")
-    if unknown := [name for name in names if name not in FEATURES]:
+    if unknown := [n for n in names if n not in FEATURES and codecs.find(n) is None]:
         listed = some([quoted(name) for name in unknown])
         kind = "the feature" if len(unknown) == 1 else "the features"
         what = f"it needs {kind} {listed}, which this unickpt ({LIBRARY}) does not know"
@@ -484,7 +476,8 @@ def _decode(body: dict[str, Any], stored: msgspec.Raw, partial: bool) -> Index:
         **_borrowed(members),
         **_extra(members.extra),
     )
-    if unnamed := sorted({*_features(index)} - {*members.features}):
+    listed = {x[0][0].removeprefix(CODEC_PREFIX) for x in shared.codecs} - codec_json.CODECS.keys()
+    if unnamed := sorted({*_features(index), *listed} - {*members.features}):
         raise BadJSON(f"it has {quoted(unnamed[0])}, which its features do not name")
     return index
 
@@ -601,8 +594,7 @@ def _arrays(
             continue
         arrays[name] = ArrayEntry(
             name, same.shape, same.dtype, same.chunk, same.layout, same.cut, same.boxes,
-            same.prng, same.quantized, same.errors, same.patched,
-            same.patches, same.encoding,
+            same.prng, same.patched, same.patches, same.encoding, same.extra,
         )  # fmt: skip
     return arrays
 
@@ -611,7 +603,6 @@ def _array(name: str, body: _ArrayBody, shared: _Shared, partial: bool) -> Array
     shape, chunk = body.shape, body.chunk
     try:
         itemsize = dtypes.from_name(body.dtype).itemsize
-        encoding, quantized = _codec(name, body, shared.codecs)
     except TypeError as error:
         raise BadJSON(f"array {quoted(name)}: {error}") from None
     if problem := shape_problem(shape, itemsize):
@@ -637,47 +628,38 @@ def _array(name: str, body: _ArrayBody, shared: _Shared, partial: bool) -> Array
         raise BadJSON(f"array {quoted(name)}: needs either a layout or boxes")
     prng = None if body.prng is UNSET else body.prng
     entry = ArrayEntry(
-        name, shape, body.dtype, chunk, layout, cut, boxes, prng, quantized, encoding=encoding
-    )
-    if body.extra is not UNSET or quantized is not None:
-        _add_extra(entry, _ArrayExtra() if body.extra is UNSET else body.extra)
+        name, shape, body.dtype, chunk, layout, cut, boxes, prng,
+        encoding=_encoding(name, body, shared.codecs),
+    )  # fmt: skip
+    if body.extra is not UNSET or entry.codec is not None:
+        _add_extra(entry, {} if body.extra is UNSET else body.extra)
     return entry
 
 
-def _codec(
-    name: str, body: _ArrayBody, codecs: Sequence[Encoding | str]
-) -> tuple[Encoding | None, str | None]:
-    """The codec of an array, and the codes as which it is quantised.
-
-    Raises:
-        TypeError: elements of its dtype cannot be stored so.
-    """
+def _encoding(name: str, body: _ArrayBody, encodings: Sequence[Encoding]) -> Encoding | None:
     if body.codec is UNSET:
-        return None, None
-    if not 0 <= body.codec < len(codecs):
-        raise BadJSON(f"array {quoted(name)}: there is no codec {body.codec} of {len(codecs)}")
-    codec = codecs[body.codec]
-    if not isinstance(codec, str):
-        return codec, None
-    codes.check(codec, body.dtype)
-    return None, codec
+        return None
+    if not 0 <= body.codec < len(encodings):
+        raise BadJSON(f"array {quoted(name)}: there is no codec {body.codec} of {len(encodings)}")
+    return encodings[body.codec]
 
 
-def _add_extra(entry: ArrayEntry, extra: _ArrayExtra) -> None:
-    """Adds what features say of an array that is being read."""
-    if entry.quantized is not None:
-        stored = None if extra.quantized is UNSET else extra.quantized.errors
-        if stored is None or not all(map(math.isfinite, stored)):
-            raise BadJSON(f"array {quoted(entry.name)}: its errors are {quoted(stored)}")
-        entry.errors = stored
-    if extra.patches is not UNSET:
-        entry.patched, entry.patches = extra.patches.chunks, extra.patches.patches
+def _add_extra(entry: ArrayEntry, extra: Mapping[str, Any]) -> None:
+    """Adds what features say about an array that is being read; what is not known is ignored."""
+    at = f"array {quoted(entry.name)}"
+    if (codec := codecs.codec_of(entry)) is not None:
+        note = extra.get(codec.name)
+        try:
+            codec.validate(entry, note)
+        except ValueError as error:
+            raise BadJSON(f"{at}: {error}") from None
+        entry.extra = {codec.name: note}
+    known: _ArrayExtra = tree_json.typed(extra, _ArrayExtra, at)
+    if known.patches is not UNSET:
+        entry.patched, entry.patches = known.patches.chunks, known.patches.patches
         if entry.patches < entry.patched:
-            raise BadJSON(
-                f"array {quoted(entry.name)}: has {entry.patched} patched chunks, and "
-                f"{entry.patches} patches"
-            )
-    if extra.compress is not UNSET and not extra.compress.pays and entry.encoding is None:
+            raise BadJSON(f"{at}: has {entry.patched} patched chunks, and {entry.patches} patches")
+    if known.compress is not UNSET and not known.compress.pays and entry.encoding is None:
         entry.encoding = ()
 
 

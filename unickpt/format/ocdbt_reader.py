@@ -255,8 +255,8 @@ class OcdbtReader(Reader):
         spans = self._spans
         return self._rows(np.array([spans[entry.name].start for entry in entries], np.int64))
 
-    def quantized_bytes(self, entry: ArrayEntry, part: Part, number: int) -> Array:
-        """The stored bytes of a chunk of a quantised array, whether it has patches or not.
+    def encoded_bytes(self, entry: ArrayEntry, part: Part, number: int) -> Array:
+        """The stored bytes of a chunk whose codec is none of Zarr's, whether it has patches or not.
 
         Raises:
             CheckpointCorrupt, StorageError: as `read`.
@@ -330,7 +330,7 @@ class OcdbtReader(Reader):
         Arguments:
             entry, part, number: which chunk.
             known: what the writer knows of it.
-            out: receives the elements, or the stored bytes of a quantised chunk.
+            out: receives the elements, or what is stored if its codec is none of Zarr's.
 
         Raises:
             CheckpointCorrupt: it does not match its digest, or as `read`.

@@ -42,7 +42,7 @@ class State:
     """A state of a chunk, to which a patch refers.
 
     Arguments:
-        digest: of its elements, or of what is stored of a quantised chunk.
+        digest: of its elements, or of what is stored if its codec is none of Zarr's.
         generation: which save made it (`chains`).
     """
 

@@ -58,7 +58,7 @@ class Timing:
         blocked: seconds for which the call blocked the caller; 0 where it returned only after the
             save.
         written: logical bytes of the chunks that the process wrote, and the bytes of its patches.
-        stored: the same, but what is stored of quantised ones.
+        stored: the same, but what codecs store.
         reused: logical bytes that it did not write, because an earlier checkpoint has them.
         staged: bytes that it copied to host memory.
         chunks: number of chunks that it wrote.

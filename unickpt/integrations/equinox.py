@@ -25,13 +25,13 @@ import numpy as np
 
 from unickpt.errors import LoadMismatch
 from unickpt.loading import loader
+from unickpt.options import SaveOptions, SaveReport
 from unickpt.quoting import some
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.options import LoadOptions
 from unickpt.saving import saver
 from unickpt.saving.background import PendingSave
-from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.storage import paths
 from unickpt.trees.tree import Key, component
 

@@ -19,10 +19,10 @@ import jax
 
 from unickpt import errors
 from unickpt.loading.loader import load
+from unickpt.options import SaveOptions
 from unickpt.quoting import quoted, some
 from unickpt.reading.checkpoint import Checkpoint, open
 from unickpt.saving.background import PendingSave
-from unickpt.saving.options import SaveOptions
 from unickpt.saving.saver import save_async
 from unickpt.storage import paths
 from unickpt.trees import tree

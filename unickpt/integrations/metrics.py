@@ -20,7 +20,7 @@ from unickpt.commit.version import version_at
 from unickpt.errors import StorageError
 from unickpt.format.step_metrics import finite_or_text
 from unickpt.loading.report import LoadReport
-from unickpt.saving.options import SaveReport
+from unickpt.options import SaveReport
 from unickpt.storage import paths
 
 Receiver = Callable[[SaveReport], None]

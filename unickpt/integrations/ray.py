@@ -21,9 +21,9 @@ import ray.train
 from ray.train import Checkpoint, CheckpointUploadMode
 
 from unickpt.errors import InvalidPath
+from unickpt.options import SaveOptions
 from unickpt.saving import saver
 from unickpt.saving.background import PendingSave
-from unickpt.saving.options import SaveOptions
 
 _SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://"}
 """What precedes the paths of PyArrow's file systems in unickpt's."""

@@ -275,7 +275,9 @@ def jobs_of(view: CheckpointView, targets_by_array: TargetsByArray) -> list[Job]
 
 def same_digests(a: Reader, mine: ArrayEntry, b: Reader, other: ArrayEntry) -> bool:
     """Whether digests alone prove that two stored arrays are equal; reads nothing else."""
-    grids = [(x.shape, x.dtype, x.quantized, x.chunk, x.cut, x.boxes) for x in (mine, other)]
+    grids = [
+        (x.shape, x.dtype, x.codec and x.encoding, x.chunk, x.cut, x.boxes) for x in (mine, other)
+    ]
     if grids[0] != grids[1] or (mine.cut and mine.layout != other.layout):
         return False
     ours, theirs = a.digests_of(mine.name), b.digests_of(other.name)

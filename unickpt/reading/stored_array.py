@@ -17,7 +17,6 @@ from unickpt.format import chunk_grid
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
-from unickpt.quantized import codes
 from unickpt.quoting import quoted, size_text
 from unickpt.reading.chunk_reader import read_box
 
@@ -71,7 +70,7 @@ class StoredArray:
     @property
     def url(self) -> str:
         """The URL with which TensorStore opens it, if it has a single part; empty if it cannot."""
-        if self._entry.quantized is not None or self._entry.patched:
+        if self._entry.codec is not None or self._entry.patched:
             return ""
         whole = Part.whole(self._entry.name, self.shape, self.chunk)
         return self._reader.part_url(self.parts[0] if len(self.parts) == 1 else whole)
@@ -120,8 +119,8 @@ class StoredArray:
         TensorStore does not know the digests, so it does not check what it reads.
 
         Raises:
-            UnsupportedFormat: its elements are quantised, or some of its chunks are patches, or the
-                format is one that TensorStore cannot read.
+            UnsupportedFormat: its codec is none of Zarr's, some of its chunks are patches, or
+                TensorStore cannot read the format.
         """
         self._reader.check_backed(self._entry)
         layers = []
@@ -146,7 +145,7 @@ class StoredArray:
         entry = self._entry
         facts = [
             html.shape_text(self.shape),
-            codes.joined(entry.dtype, entry.quantized),
+            entry.stored_dtype,
             size_text(self.nbytes),
             f"chunks of {html.shape_text(self.chunk)}",
             "" if self.layout is None else str(self.layout),

@@ -9,7 +9,6 @@ from unickpt.arrays.layout import Mesh
 from unickpt.display import fragment_grid, html, tree_table
 from unickpt.display.fragment_grid import FragmentGrid
 from unickpt.format.index import ArrayEntry
-from unickpt.quantized import codes
 from unickpt.reading.checkpoint import Checkpoint
 
 _MOST_ARRAYS = 5000
@@ -123,5 +122,5 @@ def _layout(entry: ArrayEntry, several: bool) -> str:
 
 
 def _dtype(entry: ArrayEntry) -> str:
-    dtype = codes.joined(entry.dtype, entry.quantized)
+    dtype = entry.stored_dtype
     return dtype if entry.prng is None else f"{dtype} key"

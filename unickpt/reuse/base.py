@@ -218,7 +218,7 @@ class Base:
 
         Arguments:
             entry, part, number: which chunk.
-            chunk: its elements, or the bytes that would be stored of a quantised one.
+            chunk: its elements, or the bytes that its codec stores if that is none of Zarr's.
         """
         digest = codec.digest(chunk)
         found = self._candidates.get(part, number)
@@ -313,7 +313,7 @@ class Base:
 
     def patches(self, entry: ArrayEntry) -> bool:
         """Whether chunks of an array may be saved as patches."""
-        return self._may_patch
+        return self._may_patch and codec.is_of_fixed_size(entry)
 
     @property
     def adds_patches(self) -> bool:
@@ -377,8 +377,8 @@ class Base:
         return codec.digest(self.read(entry, part, number)) if found is None else found
 
     def read_stored(self, entry: ArrayEntry, part: Part, number: int) -> Array:
-        """Reads the bytes that are stored of a chunk of a quantised array: its elements would be
-        quantised again.
+        """Reads the bytes that are stored of a chunk whose codec is none of Zarr's: its elements
+        would be encoded again, with another loss.
 
         Raises:
             StorageError: the base lacks it, or has it in another form, or it cannot be read, or is
@@ -388,10 +388,10 @@ class Base:
             found = next(self._candidates.find([(entry, part, number)]))
             if found is None:
                 raise CheckpointCorrupt(
-                    "it is not there in the same chunks, and what is quantised is not quantised "
+                    "it is not there in the same chunks, and its codec does not encode elements "
                     "a second time"
                 )
-            data = self._reader.quantized_bytes(found.entry, found.part, number)
+            data = self._reader.encoded_bytes(found.entry, found.part, number)
             if codec.digest(data) != found.digest:
                 raise CheckpointCorrupt("it does not match its digest")
             return data
@@ -448,8 +448,8 @@ class Base:
 
     def _is_equal(self, found: Candidate, number: int, chunk: Array) -> bool:
         try:
-            if found.entry.quantized is not None:
-                stored = self._reader.quantized_bytes(found.entry, found.part, number)
+            if found.entry.codec is not None:
+                stored = self._reader.encoded_bytes(found.entry, found.part, number)
                 return np.array_equal(stored, chunk)
             out = np.empty(chunk.shape, dtypes.from_name(found.entry.dtype))
             self._reader.read([Request(found.entry, found.part, number, out)])

@@ -44,7 +44,7 @@ class Candidate:
     @property
     def elements(self) -> int:
         """Bytes of its elements in memory."""
-        if self.entry.quantized is None:
+        if self.entry.codec is None:
             return self.nbytes
         return self.part.chunk_box(self.number).size * self.entry.itemsize
 
@@ -79,7 +79,7 @@ class _Same:
         """Chunks that follow each other."""
         some = slice(numbers.start, numbers.stop)
         elements = nbytes = self.part.sizes()[some] * self.entry.itemsize
-        if self.entry.quantized is not None:
+        if self.entry.codec is not None:
             nbytes = np.array([self.bytes_of(number) for number in numbers], np.int64)
         return spans.Same(self.entry, self.digests[some], elements, nbytes)
 
@@ -223,7 +223,7 @@ class Candidates:
         theirs = self._reader.index.arrays.get(entry.name)
         if theirs is None or (theirs.shape, theirs.dtype) != (entry.shape, entry.dtype):
             return None
-        if theirs.quantized != entry.quantized or not _has_bytes_of(theirs, entry):
+        if not _has_bytes_of(theirs, entry):
             return None
         if entry.name not in self._numbered:
             numbered = chunk_grid.numbered_parts(theirs)

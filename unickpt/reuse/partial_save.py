@@ -19,12 +19,12 @@ Expert = tuple[str, int]
 
 
 def _stored_as(entry: ArrayEntry, index: Index) -> tuple[object, ...]:
-    """What must be alike in the base. Chunks may differ, which are then copied; but not those of
-    quantised arrays, whose copies would be quantised again."""
-    if entry.quantized is None:
+    """What must be alike in the base. Chunks may differ, which are then copied; but not of a
+    codec that is none of Zarr's, which would encode the copies again."""
+    if entry.codec is None:
         return entry.shape, entry.dtype
     compression = codec.common_codec(index.compression)
-    return entry.shape, entry.dtype, entry.quantized, entry.chunk, entry.cut, compression
+    return entry.shape, entry.dtype, entry.encoding, entry.chunk, entry.cut, compression
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,7 @@ def words_of(
         if pattern is None:
             continue
         unused.discard(pattern)
-        if entry.quantized is not None or name in apart:
+        if entry.codec is not None or name in apart:
             continue  # what a base has of it is not what it is, or was
         word = patterns[pattern]
         if not isinstance(word, str):

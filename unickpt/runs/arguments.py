@@ -8,14 +8,14 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 from unickpt.errors import UnsupportedLeaf
 from unickpt.format.index import RESERVED
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.protocol import Fence
 from unickpt.loading.loader import LoadArguments
-from unickpt.quantized.restores import Restores
+from unickpt.options import SaveOptions
 from unickpt.quoting import quoted, some
 from unickpt.reuse.experts import Choose
 from unickpt.runs.partial_saves import Experts
@@ -25,12 +25,8 @@ from unickpt.runs.save_triggers import SaveEvery
 from unickpt.runs.step_folder import StepFolder
 from unickpt.runs.tiers import Tier
 from unickpt.saving.describe import check_mapping
-from unickpt.saving.options import SaveOptions
 from unickpt.storage import paths
 from unickpt.trees.tree import plain_key
-
-if TYPE_CHECKING:
-    from unickpt.runs.restore_count import RestoreCount
 
 
 class PolicyFields(TypedDict, total=False):
@@ -225,22 +221,14 @@ def fences_of(optimizers: Sequence[Any], wait: Callable[[], None]) -> list[Fence
     return found
 
 
-def restores_of(options: SaveOptions) -> RestoreCount | None:
-    """What counts the restores of a run; None if its saves do not ask for that."""
-    if not any(isinstance(each, Restores) for each in options.quantize.values()):
-        return None
-    from unickpt.runs.restore_count import RestoreCount
-
-    return RestoreCount(options)
-
-
 def step_metadata(
     step: int,
     metrics: Mapping[str, float] | None,
     metadata: Mapping[str, Any] | None,
     after: int | None,
+    features: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The metadata of a step.
+    """The metadata of a step, of which `features` is what features say.
 
     Raises:
         UnsupportedLeaf: it cannot be stored.
@@ -253,7 +241,7 @@ def step_metadata(
         )
     numbers = _numbers(metrics or {})
     shown = {n: v if math.isfinite(v) else str(v) for n, v in numbers.items()}  # JSON lacks nan
-    own = {"step": step, "metrics": shown}
+    own = {"step": step, "metrics": shown, **features}
     return {**(metadata or {}), RESERVED: own if after is None else {**own, "after": after}}
 
 

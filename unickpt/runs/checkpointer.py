@@ -15,6 +15,7 @@ from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.process_group import Group, current_group, within
 from unickpt.loading.loader import LoadArguments
 from unickpt.loading.report import LoadReport
+from unickpt.options import SaveOptions
 from unickpt.reading.options import LoadOptions
 from unickpt.reuse.partial_save import PartialSave
 from unickpt.runs.arguments import (
@@ -24,7 +25,6 @@ from unickpt.runs.arguments import (
     fences_of,
     knowing,
     plain_metrics,
-    restores_of,
     roles_of,
     run_text,
     step_metadata,
@@ -34,13 +34,13 @@ from unickpt.runs.arguments import (
 from unickpt.runs.housekeeping import Housekeeping, Removal, check_shared
 from unickpt.runs.partial_saves import Experts, PartialSaves
 from unickpt.runs.retention import Retention
+from unickpt.runs.run_features import RunFeatures
 from unickpt.runs.save_triggers import SaveEvery, SaveTriggers, SigtermHandler
 from unickpt.runs.step_folder import Branch
 from unickpt.runs.step_loader import StepLoader
 from unickpt.runs.tiers import Tier, Tiers
 from unickpt.runs.token_counts import TokensSeen, tokens_among
 from unickpt.saving.background import PendingSave, SaveQueue, SaveRequest
-from unickpt.saving.options import SaveOptions
 from unickpt.storage import paths
 
 T = TypeVar("T")
@@ -147,7 +147,7 @@ class Checkpointer:
         check_changed(self._options.changed, self._reuses)
         if not isinstance(reuse, bool):
             self._options = replace(self._options, reuse=reuse)
-        self._restores = restores_of(self._options)
+        self._features = RunFeatures(self._options)
         refused = {"after": after, "local": local, "save_every_s": when.seconds}
         tier, refused["preemption"] = Tier(root), when.preemption or None
         others = roles_of(tier, roles, refused)
@@ -298,14 +298,13 @@ class Checkpointer:
             raise ValueError(
                 "tokens= counts what experts have seen; create the Checkpointer with experts="
             )
-        counts = self._restores
-        metadata_of = step_metadata if counts is None else counts.counting(step_metadata)
+        options, more = self._features.before_save(step)
         return SaveRequest(
             self._tiers.first.path(step),
             tree,
-            knowing(counts.options() if counts else self._options, changed, self._reuses),
+            knowing(options, changed, self._reuses),
             overwrite,
-            metadata=partial(metadata_of, step, shown, metadata, self._branch.recorded),
+            metadata=partial(step_metadata, step, shown, metadata, self._branch.recorded, more),
             owners=owners,
             callbacks=hooks,
             find_base=partial(self._housekeeping.find_base, self._reuses),
@@ -513,7 +512,7 @@ class Checkpointer:
         given = {**arguments, "like": like, "return_report": return_report}
         loader = StepLoader(self._tiers, self._branch, group, given)
         loaded, found = loader.load(step, fallback)
-        for told in (self._partial, self._restores):
+        for told in (self._partial, self._features):
             if told is not None and loader.path is not None:
                 told.loaded(loaded, loader.path)
         self._has_loaded(loaded, group)

@@ -23,6 +23,7 @@ from unickpt.errors import (
 )
 from unickpt.frameworks.members import named
 from unickpt.frameworks.process_group import Group, members_of
+from unickpt.options import SaveOptions
 from unickpt.quoting import counted, some
 from unickpt.runs.cleaning import Cleaning, StepOrder, StepsInUse
 from unickpt.runs.retention import Retention
@@ -31,7 +32,6 @@ from unickpt.runs.step_folder import PROBE, Branch, Lineage
 from unickpt.runs.tier_copies import Copying
 from unickpt.runs.tiers import Tier, Tiers
 from unickpt.saving.background import SaveCallbacks
-from unickpt.saving.options import SaveOptions
 from unickpt.storage import paths
 from unickpt.storage.locations import Location
 

@@ -22,12 +22,12 @@ from unickpt.format import borrowed, ocdbt_reader
 from unickpt.format.index import BaseEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.format.refusals import refuse_unknown
+from unickpt.options import SaveOptions
 from unickpt.reuse import held_files
 from unickpt.reuse.held_files import HeldFiles
 from unickpt.runs.cleaning import Cleaning, StepsInUse
 from unickpt.runs.step_folder import StepFolder
 from unickpt.runs.tiers import Newer, Tier, Tiers, TierVersions, compare
-from unickpt.saving.options import SaveOptions
 from unickpt.storage import errors, local_folders, paths
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Failed

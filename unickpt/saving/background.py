@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from unickpt.errors import ForkedProcess, ProcessFailed, SaveTimeout, out_of_memory
+from unickpt.options import SaveOptions, SaveReport
 from unickpt.reuse.expert_keys import ExpertKeys
 from unickpt.reuse.partial_save import PartialSave
-from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.plan_cache import PlanCache, SameTree
 from unickpt.saving.snapshot import Snapshot
 from unickpt.saving.staging_memory import Abandoned, HostMemoryPool

@@ -12,10 +12,10 @@ from unickpt.errors import (
     UnsupportedFormat,
 )
 from unickpt.format.index import Index
+from unickpt.options import SaveOptions
 from unickpt.reuse.base import FAULTY, Base, How, open_base
 from unickpt.reuse.partial_save import ExpertSelection
 from unickpt.saving.describe import Description
-from unickpt.saving.options import SaveOptions
 from unickpt.storage import paths
 from unickpt.storage.locations import Location
 

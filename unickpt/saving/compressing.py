@@ -71,7 +71,7 @@ class Compressing:
 
     def _followed(self, entry: ArrayEntry) -> bool | None:
         theirs = None if self._before is None else self._before.arrays.get(entry.name)
-        if theirs is None or not entry.encoding or theirs.quantized is not None:
+        if theirs is None or not codec.is_chosen(entry):
             return None
         if (theirs.shape, theirs.dtype) != (entry.shape, entry.dtype):
             return None
@@ -85,7 +85,7 @@ class Compressing:
 
     def look(self, item: WriteItem, chunk: Array) -> None:
         """Decides whether this process compresses an array, if this is its first chunk."""
-        if item.array in self._pays or not item.entry.encoding:
+        if item.array in self._pays or not codec.is_chosen(item.entry):
             return
         is_raw = self._followed(item.entry) is False
         self._pays[item.array] = self._is_known and not is_raw and pays(item.entry, chunk)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,18 +14,17 @@ import xxhash
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.errors import UnsupportedLeaf
-from unickpt.format import chunk_grid, chunk_store, codec, index_json
+from unickpt.format import chunk_grid, chunk_store, codec, codecs, index_json
 from unickpt.format.index import ArrayEntry, Index, PerProcessEntry, nbytes_of, shape_problem
 from unickpt.frameworks import per_process
 from unickpt.frameworks.leaves import Described, PerProcess, adapter_of, expand, leaf_test
 from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import Adapter, ArraySource
 from unickpt.frameworks.sections import Encoded
-from unickpt.quantized import choice
+from unickpt.options import SaveOptions
 from unickpt.quoting import quoted
 from unickpt.reuse.expert_keys import ArrayExperts, ExpertKeys, check_counts
 from unickpt.reuse.partial_save import Expert, ExpertSelection, PartialSave
-from unickpt.saving.options import SaveOptions
 from unickpt.trees import hints, tree, tree_json
 
 if TYPE_CHECKING:
@@ -46,6 +45,7 @@ class Description:
         experts: the arrays with experts that may be left out of a save.
         selection: which experts are written, if some may be left out.
         unchanged: what is known not to have changed since the base.
+        encoders: what encodes the chunks of arrays in place of a codec of Zarr's.
     """
 
     index: Index
@@ -54,6 +54,7 @@ class Description:
     experts: Mapping[str, ArrayExperts] = field(default_factory=dict)
     selection: ExpertSelection | None = None
     unchanged: Unchanged | None = None
+    encoders: Mapping[str, codecs.Codec] = field(default_factory=dict)
 
     @cached_property
     def encoded(self) -> bytes:
@@ -127,6 +128,7 @@ class _Leaves:
         self.plain: dict[str, tree_json.Plain] = {}
         self.blobs: dict[str, Encoded] = {}
         self.experts: dict[str, ArrayExperts] = {}
+        self.encoders: dict[str, codecs.Codec] = {}
         self.bad: list[str] = []
         """Why some cannot be stored."""
 
@@ -152,6 +154,10 @@ class _Leaves:
             self.experts[name] = held
         axis = None if held is None else held.axis
         entry = _entry(name, source, self._options, axis)
+        if self._options.all_features:
+            encoder = codecs.configure(entry, self._options.all_features)
+            if encoder is not None:
+                self.encoders[name] = encoder
         self.entries[name], self.sources[name] = entry, source
 
 
@@ -191,7 +197,8 @@ def describe(
         raise unstorable(found.bad)
     entries = found.entries
     if group.count == 1:
-        check_quantized(options, entries)
+        for feature in options.all_features:
+            feature.check(entries)
     if found.experts:
         try:
             check_counts(found.experts)
@@ -207,7 +214,7 @@ def describe(
         processes=group.count,
         compression=options.compression,
     )
-    return Description(index, found.sources, found.blobs, found.experts)
+    return Description(index, found.sources, found.blobs, found.experts, encoders=found.encoders)
 
 
 def problem_finder(
@@ -265,28 +272,9 @@ def _entry(name: str, source: ArraySource, options: SaveOptions, single: int | N
                 f"{chunk_store.COMPRESSED_MOST}; lower SaveOptions.chunk_bytes, or do not compress"
             )
     boxes = source.boxes if source.boxes is not None else () if source.layout is None else None
-    codes = None
-    if options.quantize:
-        codes = choice.codes_for(options.quantize, name, dtype, source.shape, source.prng)
-    encoding = encoding if codes is None else None
     return ArrayEntry(
-        name, source.shape, dtype, chunk, source.layout, cut, boxes, source.prng, codes,
-        encoding=encoding,
-    )  # fmt: skip
-
-
-def check_quantized(options: SaveOptions, arrays: Iterable[str]) -> None:
-    """Checks that every pattern of `SaveOptions.quantize` matches an array of some process.
-
-    Raises:
-        UnsupportedLeaf: names the patterns.
-    """
-    if not options.quantize:
-        return
-    try:
-        choice.check_used(options.quantize, arrays)
-    except ValueError as error:
-        raise UnsupportedLeaf(str(error)) from None
+        name, source.shape, dtype, chunk, source.layout, cut, boxes, source.prng, encoding=encoding
+    )
 
 
 def check_mapping(what: str, given: object) -> None:

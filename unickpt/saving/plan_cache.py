@@ -34,10 +34,10 @@ from unickpt.frameworks.members import Members
 from unickpt.frameworks.process_group import Group, members_of
 from unickpt.frameworks.protocol import Adapter, ArraySource, Fragment, Memory, Read
 from unickpt.frameworks.sections import Encoded
+from unickpt.options import SaveOptions
 from unickpt.reuse.expert_keys import ExpertKeys
 from unickpt.reuse.partial_save import Expert, PartialSave
 from unickpt.saving.describe import Description, checked_metadata, problem_finder, unstorable
-from unickpt.saving.options import SaveOptions
 from unickpt.saving.snapshot_policy import SnapshotMethod, SnapshotPolicy
 from unickpt.saving.task import SaveTask
 from unickpt.saving.write_plan import WritePlan
@@ -526,7 +526,9 @@ class PlanCache:
             names=names,
             arrays=[(n, leaves[n].name) for _, at in arrays.values() for n in at],
             facts=facts,
-            description=Description(described.index, kept, {}, described.experts),
+            description=Description(
+                described.index, kept, {}, described.experts, encoders=described.encoders
+            ),
             together=list(together.values()),
             others=others,
         )

@@ -8,8 +8,8 @@ from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from unickpt.options import SaveOptions, SaveReport
 from unickpt.saving.background import PendingSave, SaveQueue, SaveRequest
-from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.plan_cache import PlanCache, SameTree
 from unickpt.saving.task import SaveTask, call_metrics
 from unickpt.saving.write_plan import DirectSource

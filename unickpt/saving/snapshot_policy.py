@@ -28,7 +28,7 @@ from unickpt.format import codec
 from unickpt.format.chunk_store import SMALL
 from unickpt.frameworks.host_memory import stage
 from unickpt.frameworks.protocol import ArraySource, Fragment, Memory, Read
-from unickpt.saving.options import SaveOptions
+from unickpt.options import SaveOptions
 from unickpt.saving.write_plan import DirectSource, WriteItem, naming
 
 _log = logging.getLogger("unickpt")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -24,7 +24,7 @@ from unickpt.storage.data_files import DataFile
 if TYPE_CHECKING:
     from unickpt.reuse.unchanged import Unchanged
 
-_MOST_THREADS = 16  # that write and also quantise, or compare with the base
+_MOST_THREADS = 16  # that write and also encode, or compare with the base
 
 
 class Notes(Protocol):
@@ -173,7 +173,7 @@ class Apart:
 def threads(
     looked_in: Base | None, items: Sequence[WriteItem], least: int, *, background: bool
 ) -> int:
-    """How many threads write if they also quantise, compress, or compare.
+    """How many threads write if they also encode or compare.
 
     Arguments:
         looked_in: with what they compare; None for nothing.
@@ -184,7 +184,7 @@ def threads(
     compared = [
         item.nbytes for item in items if looked_in is not None and looked_in.patches(item.entry)
     ]
-    if not compared and not any(item.entry.quantized or item.entry.encoding for item in items):
+    if not compared and not any(item.entry.encoding for item in items):
         return least
     cpus = os.cpu_count() or 1
     wanted = max(least, cpus // 4 if background else min(cpus, _MOST_THREADS))
@@ -217,23 +217,13 @@ def note(done: Notes, found: Mapping[int, Compared]) -> None:
         done.add_patches(np.array(patches, PATCH_DTYPE))
 
 
-def errors(
-    base: Base, items: Sequence[WriteItem], known: Mapping[int, tuple[float, float]]
-) -> dict[int, tuple[float, float]]:
-    """The errors of quantised arrays of which chunks are taken, whatever they hold.
-
-    Arguments:
-        base: has them, and records its errors.
-        items: of the save.
-        known: the errors so far, by the array's number.
-    """
-    found = {}
+def notes(base: Base, items: Sequence[WriteItem]) -> Iterator[tuple[int, str, Any]]:
+    """What the base says, on behalf of codecs, about arrays of which chunks are taken, whatever
+    they hold: array number, codec, note."""
     for array, entry in {i.array: i.entry for i in items if i.borrowed}.items():
         theirs = base.index.arrays.get(entry.name)
-        if entry.quantized is not None and theirs is not None:
-            ours = known.get(array, (0.0, 0.0))
-            found[array] = max(ours[0], theirs.errors[0]), max(ours[1], theirs.errors[1])
-    return found
+        if entry.codec is not None and theirs is not None and entry.codec in theirs.extra:
+            yield array, entry.codec, theirs.extra[entry.codec]
 
 
 def _is_unlikely(base: Base, unchanged: Unchanged | None, item: WriteItem) -> tuple[Any, bool]:

@@ -22,12 +22,12 @@ from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.members import explained
 from unickpt.frameworks.process_group import members_of, processes_on_node, saving_group, within
 from unickpt.frameworks.protocol import ArraySource
+from unickpt.options import SaveOptions, SaveReport
 from unickpt.progress import ProgressFunction, reporting
 from unickpt.reuse.base import Base
 from unickpt.reuse.partial_save import PartialSave
 from unickpt.saving import fingerprints
-from unickpt.saving.describe import Description, check_quantized, describe
-from unickpt.saving.options import SaveOptions, SaveReport
+from unickpt.saving.describe import Description, describe
 from unickpt.saving.write_plan import (
     BorrowingSource,
     ChunkSource,
@@ -410,7 +410,8 @@ class SaveTask:
             own = self.description
 
             def check(merged: Index) -> None:
-                check_quantized(self.options, merged.arrays)
+                for feature in self.options.all_features:
+                    feature.check(merged.arrays)
                 before_commit()
                 ticker.close()
 
@@ -439,7 +440,7 @@ class SaveTask:
             blocked_s=timings.blocked_s or timings.elapsed,
             **asdict(staged),
             writers=attempt.writers,
-            quantized={} if merged is None else merged.quantized,
+            extra={} if merged is None else merged.extra,
             bases=() if merged is None else merged.bases,
             replicas_differ=tuple(each.name for each in merged.differences) if merged else (),
             metadata=self.description.index.metadata,

@@ -154,7 +154,7 @@ def _held_items(description: Description) -> Iterator[WriteItem]:
         parts = chunk_grid.parts_of(entry, [fragment.box for fragment in fragments])
         itemsize, first = source.dtype.itemsize, 0
         # Nothing of it is staged: it is saved in as few pieces as it has fragments.
-        is_lent = unchanged is not None and selection is None and entry.quantized is None
+        is_lent = unchanged is not None and selection is None and entry.codec is None
         for part in parts:
             for fragment in fragments:
                 if unchanged is not None and is_lent and unchanged.skips(name, fragment.box):
@@ -225,7 +225,7 @@ def _shared(run: Sequence[WriteItem]) -> Shared:
     if len(replicas) > 1:
         nbytes = sum(
             item.nbytes
-            if first.entry.quantized is None  # others may look at them, and have more pieces
+            if first.entry.codec is None  # others may look at them, and have more pieces
             else codec.nbytes_as_stored(first.entry, item.box.shape)
             for item in run
         )
@@ -335,8 +335,8 @@ def _nothing_to_release() -> None:
 
 
 class BorrowingSource:
-    """Takes some chunks from the base of a save, to write them again; of quantised arrays as they
-    are stored.
+    """Takes some chunks from the base of a save, to write them again; as they are stored if their
+    codec is none of Zarr's.
 
     Arguments:
         source: provides the others.
@@ -357,7 +357,7 @@ class BorrowingSource:
     def fetch(self, item: WriteItem) -> StagedChunk:
         if not item.borrowed:
             return self._source.fetch(item)
-        read = self._base.read if item.entry.quantized is None else self._base.read_stored
+        read = self._base.read if item.entry.codec is None else self._base.read_stored
         data = read(item.entry, item.part, item.number)
         return StagedChunk(data, data.nbytes, _nothing_to_release)
 

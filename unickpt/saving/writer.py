@@ -19,7 +19,7 @@ import xxhash
 from unickpt.commit.attempt import Attempt
 from unickpt.commit.messages import CHUNK_DTYPE, ELSEWHERE, PATCH_DTYPE, Record, ValuePlace
 from unickpt.errors import StorageError
-from unickpt.format import codec
+from unickpt.format import codec, codecs
 from unickpt.format.index import BaseEntry
 from unickpt.format.links import FULL_LINK
 from unickpt.progress import ProgressFunction
@@ -77,7 +77,7 @@ class ChunkWriter:
         encodes: Callable[[WriteItem, Any], codec.Encoded] | None = None,
     ) -> None:
         self._attempt, self._description, self._budget = attempt, description, budget_bytes
-        self._source, self._encodes = source, encodes
+        self._source, self._encodes, self._encoders = source, encodes, description.encoders
         self._base, self._looked_in = base, base if reuses else None
         self._folder = attempt.folder_of(attempt.group.index)
         self.is_local = self._folder.is_local
@@ -87,7 +87,7 @@ class ChunkWriter:
         """Of what was written: bytes, bytes before compression, chunks; of these, patches."""
         self._told, self._done, self._total, self.unchanged = told, 0, 0, description.unchanged
         self._counting = threading.Lock()  # threads count what they write
-        self._errors: dict[int, tuple[float, float]] = {}
+        self._extra: dict[str, dict[int, Any]] = {}
 
     @property
     def reused_bytes(self) -> int:
@@ -127,12 +127,13 @@ class ChunkWriter:
             },
             described=done.others[-1] if process > 0 else None,
             statistics={"bytes": self.nbytes, "seconds": time.perf_counter() - started},
-            errors=self._errors,
+            extra=self._extra,
         )
 
     def write_more(self, items: Sequence[WriteItem]) -> Record:
         """Writes chunks that the coordinator asked for after all had written theirs."""
         before, count, nbytes = self.reused_bytes, self.count, self.nbytes
+        self._extra = {}  # the first record has what there was
         stored_bytes, done = self.stored_bytes, self._take_or_write(items, [])
         return done.record(
             self._description.digest,
@@ -142,7 +143,7 @@ class ChunkWriter:
                 "stored_bytes": self.stored_bytes - stored_bytes,
                 "chunks": self.count - count,
             },
-            errors=self._errors,
+            extra=self._extra,
         )
 
     def _take_or_write(
@@ -153,7 +154,8 @@ class ChunkWriter:
             return self.write(items, References(items), values)
         from unickpt.saving import taking  # only where there is one
 
-        self._errors |= taking.errors(self._base, items, self._errors)
+        for note in taking.notes(self._base, items):
+            self._add_note(*note)
         return taking.take_or_write(
             *(self, self._base, items, values),
             noting=References,
@@ -228,9 +230,8 @@ class ChunkWriter:
         return 2 * threads if paths.is_durable(self._attempt.context) else threads
 
     def _threads(self, items: Sequence[WriteItem]) -> int:
-        """How many threads write, and so hash, quantise and compare."""
-        works = (item.entry.quantized or item.entry.encoding for item in items)
-        if self._looked_in is None and not any(works):
+        """How many threads write, and so hash, encode and compare."""
+        if self._looked_in is None and not any(item.entry.encoding for item in items):
             return self._file_threads
         from unickpt.saving import taking  # only where a thread does more
 
@@ -253,9 +254,12 @@ class ChunkWriter:
 
     def encode(self, item: WriteItem, chunk: Any) -> codec.Encoded:
         """A chunk as it is stored."""
-        if item.borrowed and item.entry.quantized is not None:  # as the base has it
+        if item.borrowed and item.entry.codec is not None:  # as the base has it
             return codec.Encoded((memoryview(chunk),))
-        if self._encodes is not None and item.entry.encoding:
+        if (encoder := self._encoders.get(item.entry.name)) is not None:
+            stored = encoder.encode(item.entry, codec.filled_up(item.part, chunk))
+            return codec.Encoded((stored.data.data,), codec.digest(chunk))
+        if self._encodes is not None and codec.is_chosen(item.entry):
             return self._encodes(item, chunk)
         return codec.encode(item.entry, item.part, chunk)
 
@@ -269,10 +273,15 @@ class ChunkWriter:
         self.nbytes, self.count = self.nbytes + batch.nbytes, self.count + batch.count
         self.stored_bytes += batch.stored_bytes
         self.patched += batch.patched
-        for array, (absolute, relative) in batch.errors:
-            known = self._errors.get(array, (0.0, 0.0))
-            self._errors[array] = max(known[0], absolute), max(known[1], relative)
+        for note in batch.notes:
+            self._add_note(*note)
         self.tell()
+
+    def _add_note(self, array: int, name: str, note: Any) -> None:
+        """Adds what a codec says about chunks of an array, by its number."""
+        of_arrays = self._extra.setdefault(name, {})
+        known = [of_arrays[array]] if array in of_arrays else []
+        of_arrays[array] = codecs.merge(name, [*known, note])
 
     def count_done(self, nbytes: int) -> None:
         """Counts bytes that are written, or need not be; called on any thread."""
@@ -310,7 +319,7 @@ class _Batch:
         self._writer, self._done, self._at = writer, done, rows
         self._items, self.chunks, self._values, self._base = items, chunks, values, base
         self.nbytes = self.stored_bytes = self.count = self.patched = 0
-        self.errors: list[tuple[int, tuple[float, float]]] = []
+        self.notes: list[tuple[int, str, Any]] = []
         self._done_bytes = 0  # counted by the writer
         self._rows: list[int] = []  # of each value in the file, and -1 - row for patches
         self._links: list[int] = []  # of each patch
@@ -321,7 +330,7 @@ class _Batch:
 
         Raises:
             Failed: the storage failed.
-            UnsupportedLeaf: a chunk cannot be quantised.
+            UnsupportedLeaf: the codec of an array cannot store a chunk.
         """
         file = self._writer.new_file()
         try:
@@ -368,11 +377,11 @@ class _Batch:
 
     def _add(self, file: DataFile, row: int, item: WriteItem, data: Any) -> None:
         encoded, digest = None, None
-        if item.entry.quantized is not None:
+        if (name := item.entry.codec) is not None:
             encoded = self._writer.encode(item, data)
             data = np.frombuffer(encoded.value[0], np.uint8)
-            if encoded.errors is not None:
-                self.errors.append((item.array, encoded.errors))
+            if encoded.note is not None:
+                self.notes.append((item.array, name, encoded.note))
         if self._base is not None:
             compared = self._base.compare(item.entry, item.part, item.number, data)
             digest = compared.digest

@@ -24,6 +24,7 @@ from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import ArraySource, Memory, whole_source
 from unickpt.loading.request import Policy
 from unickpt.loading.views import CheckpointView, StoredView
+from unickpt.options import SaveOptions, SaveReport
 from unickpt.progress import Progress
 from unickpt.quoting import quoted
 from unickpt.reading import checkpoint
@@ -31,7 +32,6 @@ from unickpt.reading.options import LoadOptions
 from unickpt.rules.plan import LeafKind
 from unickpt.rules.rule_set import Rules
 from unickpt.rules.view import RuledView, load_view, stored_facts, through
-from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.task import SaveTask, call_metrics
 from unickpt.saving.write_plan import WriteItem
 from unickpt.storage import paths

@@ -29,7 +29,6 @@ from unickpt.progress import Progress
 from unickpt.reading import checkpoint
 from unickpt.reading.options import LoadOptions
 from unickpt.rules.view import RuledView
-from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.task import SaveTask
 from unickpt.saving.write_plan import WriteItem
 from unickpt.storage import paths

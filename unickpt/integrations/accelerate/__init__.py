@@ -36,11 +36,11 @@ from unickpt.integrations.destination import Destination
 from unickpt.integrations.engines import EngineTree, check_same_kind, load_into, metadata_of
 from unickpt.integrations.packing import packed, unpacked
 from unickpt.loading import loader
+from unickpt.options import SaveOptions, SaveReport
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.saving import saver
 from unickpt.saving.background import PendingSave, SaveCallbacks, SaveRequest
-from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.task import SaveTask
 from unickpt.storage import paths
 

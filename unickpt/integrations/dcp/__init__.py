@@ -39,12 +39,12 @@ from unickpt.integrations.dcp.storage import (
 )
 from unickpt.loading import loader
 from unickpt.loading.views import StoredView
+from unickpt.options import SaveOptions, SaveReport
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.options import LoadOptions
 from unickpt.saving import saver
 from unickpt.saving.background import PendingSave, SaveCallbacks, SaveRequest
-from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.task import SaveTask
 from unickpt.storage import paths
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from unickpt.integrations.dcp.storage import StorageReader, StorageWriter
-from unickpt.saving.options import SaveOptions
+from unickpt.options import SaveOptions
 from unickpt.storage import paths
 
 

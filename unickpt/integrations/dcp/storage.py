@@ -28,12 +28,12 @@ from unickpt.frameworks.leaves import LocalFragments, SavedOnly
 from unickpt.frameworks.process_group import ProcessGroup, new_session
 from unickpt.integrations.destination import Destination
 from unickpt.loading.views import StoredView, jobs_of
+from unickpt.options import SaveOptions
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.chunk_reader import read_arrays
 from unickpt.reading.options import LoadOptions
 from unickpt.saving import saver
-from unickpt.saving.options import SaveOptions
 from unickpt.saving.task import SaveTask
 from unickpt.storage import paths
 from unickpt.trees.tree import Key, Leaf, Node, put, rebuild

@@ -30,12 +30,12 @@ from unickpt.integrations.deepspeed.placing import Grid, Placing
 from unickpt.integrations.deepspeed.state import EngineArrays
 from unickpt.integrations.destination import Destination
 from unickpt.integrations.packing import packed, unpacked
+from unickpt.options import SaveOptions
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint, Hints
 from unickpt.reading.options import LoadOptions
 from unickpt.rules.rule_set import Rules
 from unickpt.saving.background import PendingSave, SaveCallbacks, SaveQueue, SaveRequest
-from unickpt.saving.options import SaveOptions
 
 __all__ = ["EngineCheckpoints", "use_unickpt"]
 

@@ -29,12 +29,12 @@ from unickpt.integrations.keras.resuming import FitPosition, ResumedFit, nothing
 from unickpt.integrations.keras.state import KerasState, random_state
 from unickpt.loading import loader
 from unickpt.loading.report import LoadReport
+from unickpt.options import SaveOptions, SaveReport
 from unickpt.reading import checkpoint
 from unickpt.reading.options import LoadOptions
 from unickpt.rules.rule_set import Rules
 from unickpt.runs.checkpointer import Checkpointer
 from unickpt.saving import saver
-from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.storage import paths
 
 __all__ = ["UnickptCheckpoint", "load", "load_model", "save"]

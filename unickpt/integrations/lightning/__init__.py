@@ -28,11 +28,11 @@ from unickpt.integrations.engines import check_same_kind
 from unickpt.integrations.lightning import engines, saves
 from unickpt.integrations.lightning.values import ToSave, read
 from unickpt.loading import loader
+from unickpt.options import SaveOptions
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.listing import checkpoints_below
 from unickpt.reading.options import LoadOptions
-from unickpt.saving.options import SaveOptions
 from unickpt.storage import paths
 
 _SHARDED = ("state_dict", "optimizer_states")

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from unickpt.errors import CheckpointExists, SaveTimeout, StorageError, UnickptError
+from unickpt.options import SaveOptions, SaveReport
 from unickpt.runs import attempt_folders
 from unickpt.saving.background import SaveCallbacks, SaveQueue, SaveRequest
-from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.storage import paths
 from unickpt.storage.errors import Failed
 from unickpt.storage.local_folders import sync_folder

@@ -14,8 +14,8 @@ from types import ModuleType
 from typing import Any
 
 from unickpt.errors import MissingPackage
+from unickpt.options import SaveOptions
 from unickpt.reading.options import LoadOptions
-from unickpt.saving.options import SaveOptions
 
 __all__ = ["install"]
 

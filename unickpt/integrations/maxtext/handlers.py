@@ -15,9 +15,9 @@ from orbax.checkpoint.checkpoint_args import get_registered_args_cls, register_w
 from unickpt.frameworks.leaves import adapters, expand, is_leaf
 from unickpt.integrations.orbax.handler import Handler, registry
 from unickpt.integrations.orbax.v1_handler import TREE_MARKER, TreeHandler
+from unickpt.options import SaveOptions
 from unickpt.reading.checkpoint import open as open_checkpoint
 from unickpt.reading.options import LoadOptions
-from unickpt.saving.options import SaveOptions
 from unickpt.trees import tree
 
 ITEMS = "items"

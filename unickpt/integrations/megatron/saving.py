@@ -21,10 +21,10 @@ from unickpt.integrations.megatron import common, optimizers
 from unickpt.integrations.megatron.objects import stored_form
 from unickpt.integrations.megatron.pieces import Piece, is_main, pieces_of
 from unickpt.integrations.megatron.waiting import Wait
+from unickpt.options import SaveOptions, SaveReport
 from unickpt.runs.arguments import fences_of
 from unickpt.saving import saver
 from unickpt.saving.background import PendingSave, SaveCallbacks, SaveQueue, SaveRequest
-from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.task import SaveTask
 from unickpt.trees import tree
 

@@ -15,12 +15,12 @@ from orbax.checkpoint.checkpoint_args import register_with_handler
 from unickpt.integrations.destination import Destination
 from unickpt.integrations.orbax.placement import described_placement
 from unickpt.integrations.orbax.restoring import METADATA, StoredTree
+from unickpt.options import SaveOptions
 from unickpt.reading.checkpoint import open as open_checkpoint
 from unickpt.reading.options import LoadOptions
 from unickpt.rules.rule_set import Rules
 from unickpt.saving import saver
 from unickpt.saving.background import PendingSave, SaveCallbacks, SaveRequest
-from unickpt.saving.options import SaveOptions
 
 MARKER = "UNICKPT.txt"
 _NOT_REPLACED = (MARKER, "_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt")

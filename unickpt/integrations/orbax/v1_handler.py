@@ -19,10 +19,10 @@ from orbax.checkpoint.experimental.v1._src.serialization.numpy_leaf_handler impo
 from unickpt.errors import SaveTimeout
 from unickpt.integrations.orbax.handler import as_future, begin_save, cast, write_marker
 from unickpt.integrations.orbax.restoring import ArrayElsewhere, StoredTree
+from unickpt.options import SaveOptions
 from unickpt.reading.checkpoint import open as open_checkpoint
 from unickpt.reading.options import LoadOptions
 from unickpt.rules.rule_set import Rules
-from unickpt.saving.options import SaveOptions
 
 TREE_MARKER = "_METADATA"
 """The file by which Orbax's version 1 knows the folder of a tree."""

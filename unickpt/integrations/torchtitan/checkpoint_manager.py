@@ -21,13 +21,13 @@ from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.process_group import Group, current_group, within
 from unickpt.integrations import dcp
 from unickpt.loading.views import StoredView
+from unickpt.options import SaveOptions
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.runs.checkpointer import Checkpointer
 from unickpt.runs.housekeeping import on_process_0
 from unickpt.saving import saver
 from unickpt.saving.background import PendingSave
-from unickpt.saving.options import SaveOptions
 from unickpt.storage import paths
 from unickpt.storage.ocdbt import MANIFEST
 from unickpt.tools import conversion

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unickpt.arrays.dtypes import DType, from_name
+from unickpt.extend import DType, dtype_from_name
 
 BITS = {"uint8": 8, "int4": 4, "int3": 3, "int2": 2}
 """The codes that count steps between a block's smallest and largest element, and their bits."""
@@ -10,7 +10,6 @@ ROUNDED = "bfloat16"
 """The code that is the element itself, rounded to bfloat16."""
 NAMES = (*BITS, ROUNDED)
 _SOURCES = ("float32", "float64", "bfloat16", "float16")
-_SEPARATOR = "+"
 
 
 def check(codes: str, dtype: str) -> None:
@@ -23,29 +22,11 @@ def check(codes: str, dtype: str) -> None:
         raise TypeError(f"{codes!r} is not one of {', '.join(NAMES)}")
     if dtype not in _SOURCES:
         raise TypeError(f"{dtype} is not one of {', '.join(_SOURCES)}")
-    if codes == ROUNDED and from_name(dtype).itemsize <= 2:
+    if codes == ROUNDED and dtype_from_name(dtype).itemsize <= 2:
         raise TypeError(f"{dtype} has no more bytes than {ROUNDED}")
 
 
 def working(dtype: str) -> DType:
     """The dtype in which codes are decoded, and in which scales are stored: that of `float64` is
     itself, that of others float32."""
-    return from_name("float64" if dtype == "float64" else "float32")
-
-
-def joined(dtype: str, codes: str | None) -> str:
-    """What the index calls the dtype of a stored array."""
-    return dtype if codes is None else f"{dtype}{_SEPARATOR}{codes}"
-
-
-def split(text: str) -> tuple[str, str | None]:
-    """The dtype and the codes of what `joined` made.
-
-    Raises:
-        TypeError: there are no such codes for this dtype.
-    """
-    dtype, separator, codes = text.partition(_SEPARATOR)
-    if not separator:
-        return text, None
-    check(codes, dtype)
-    return dtype, codes
+    return dtype_from_name("float64" if dtype == "float64" else "float32")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from unickpt.quantized import codes as kinds
+from unickpt.plugins.quantize import codes as kinds
 
 BLOCK = 256
 """The most elements of a block."""

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import TESTS, s3_server
 from support.forging import array, forge_index, index_of, sealed
+from support.quantized import codes_of, errors_of, quantized_as
 from support.saving import in_job
 from typer.testing import CliRunner
 
@@ -27,8 +28,9 @@ from unickpt.arrays import dtypes
 from unickpt.cli.app import app
 from unickpt.errors import ProcessFailed, UnsupportedFormat
 from unickpt.format import codec, index_json
-from unickpt.quantized import choice, values
-from unickpt.quantized import codes as kinds
+from unickpt.format.index import ArrayEntry
+from unickpt.plugins.quantize import choice, values
+from unickpt.plugins.quantize import codes as kinds
 from unickpt.testing.thread_groups import Threads
 from unickpt.types import Box, LocalFragments
 
@@ -85,11 +87,11 @@ def test_arrays_load_in_their_own_dtypes_near_what_they_were(saved: Path) -> Non
             x = x[key]
         assert (found.dtype, found.shape) == (x.dtype, x.shape)
         apart = np.abs(found[...].astype(np.float64) - np.asarray(x).astype(np.float64))
-        if entry.quantized is None:
+        if codes_of(entry) is None:
             assert not apart.any()
         elif apart.size:
-            assert float(apart.max()) == pytest.approx(entry.errors[0], rel=1e-6)
-            assert entry.errors[1] <= limits[entry.quantized]
+            assert float(apart.max()) == pytest.approx(errors_of(entry)[0], rel=1e-6)
+            assert errors_of(entry)[1] <= limits[entry.settings["codes"]]
 
 
 def test_the_report_the_index_and_inspect_say_the_errors(tmp_path: Path, saved: Path) -> None:
@@ -98,18 +100,18 @@ def test_the_report_the_index_and_inspect_say_the_errors(tmp_path: Path, saved: 
 
     report = save(tmp_path / "q")
     arrays = unickpt.open(str(saved)).index.arrays
-    assert report.quantized == {n: e.errors for n, e in arrays.items() if e.quantized}
+    assert report.quantized == {n: errors_of(e) for n, e in arrays.items() if codes_of(e)}
     assert 0 < report.stored_bytes < report.written_bytes / 2
     assert report.writers[0]["stored_bytes"] == report.stored_bytes
-    text = f"int4 codes; largest error {arrays['embed'].errors[0]:.3g}"
+    text = f"codes: int4, largest_error: {errors_of(arrays['embed'])[0]:.3g}"
     assert text in " ".join(shown("embed").split())
     assert "TensorStore" not in shown("embed")
     assert "bfloat16+int4" in shown()
     facts = json.loads(shown("embed", "--json"))["quantized"]
     assert facts == {
         "codes": "int4",
-        "largest_error": arrays["embed"].errors[0],
-        "largest_relative_error": arrays["embed"].errors[1],
+        "largest_error": errors_of(arrays["embed"])[0],
+        "largest_relative_error": errors_of(arrays["embed"])[1],
     }
 
 
@@ -128,7 +130,7 @@ def test_the_index_fits_the_schema_and_names_the_feature(saved: Path) -> None:
 
 def test_tensorstore_refuses_the_array_by_name(saved: Path) -> None:
     opened = unickpt.open(str(saved))
-    with pytest.raises(UnsupportedFormat, match="'embed', which is stored as int4 codes"):
+    with pytest.raises(UnsupportedFormat, match="'embed', which is stored by the codec"):
         opened["embed"].tensorstore()
     assert opened["embed"].url == ""
     plain = opened["plain"].url
@@ -224,7 +226,7 @@ def test_convert_makes_plain_arrays_and_quantised_ones(tmp_path: Path, saved: Pa
     plain, again = str(tmp_path / "plain"), str(tmp_path / "again")
     unickpt.convert(str(saved), plain)
     arrays = unickpt.open(plain).index.arrays
-    assert not any(entry.quantized for entry in arrays.values())
+    assert not any(codes_of(entry) for entry in arrays.values())
     assert unickpt.diff(str(saved), plain).same
     save(tmp_path / "exact", quantize={})
     unickpt.convert(
@@ -247,8 +249,8 @@ def test_diff_compares_decoded_elements(tmp_path: Path, saved: Path) -> None:
     save(tmp_path / "exact", quantize={})
     rows = {row.name: row for row in unickpt.diff(str(saved), str(tmp_path / "exact")).differences}
     entries = unickpt.open(str(saved)).index.arrays
-    assert rows.keys() == {n for n, e in entries.items() if e.quantized and e.errors[0]}
-    assert rows["optim/m"].max_abs == pytest.approx(entries["optim/m"].errors[0], rel=1e-5)
+    assert rows.keys() == {n for n, e in entries.items() if codes_of(e) and errors_of(e)[0]}
+    assert rows["optim/m"].max_abs == pytest.approx(errors_of(entries["optim/m"])[0], rel=1e-5)
 
 
 def test_arrays_of_other_codes_are_not_equal_by_their_digests(tmp_path: Path) -> None:
@@ -259,8 +261,8 @@ def test_arrays_of_other_codes_are_not_equal_by_their_digests(tmp_path: Path) ->
 
     entry = one.index.arrays["x"]
     assert same_digests(one, entry, one, entry)
-    for other in ("int4", None):
-        assert not same_digests(one, entry, one, dataclasses.replace(entry, quantized=other))
+    for other in (quantized_as("int4")["encoding"], None):
+        assert not same_digests(one, entry, one, dataclasses.replace(entry, encoding=other))
 
 
 # --- saving ---------------------------------------------------------------------------------------
@@ -282,7 +284,7 @@ def test_equal_chunks_of_a_base_are_not_written_again(
     assert again.reused_bytes == 0
     assert unickpt.diff(str(tmp_path / "next"), str(tmp_path / "full")).read_bytes == 0
     both = [unickpt.open(str(tmp_path / name)).index.arrays for name in ("next", "full")]
-    assert [e.errors for e in both[0].values()] == [e.errors for e in both[1].values()]
+    assert [e.extra for e in both[0].values()] == [e.extra for e in both[1].values()]
 
 
 @pytest.mark.parametrize("reuse", ["digest", "compare"])
@@ -408,7 +410,8 @@ def test_the_first_pattern_that_matches_counts() -> None:
     names = ["a", "a/b", "a/b/c", "x/b", "opt/w/m", "opt/w/step", "l.0.w"]
 
     def chosen(patterns: dict[str, Any]) -> dict[str, str]:
-        found = {n: choice.codes_for(patterns, n, "float32", (2,), None) for n in names}
+        entries = [ArrayEntry(name, (2,), "float32", (2,)) for name in names]
+        found = {entry.name: choice.codes_for(patterns, entry) for entry in entries}
         return {name: codes for name, codes in found.items() if codes}
 
     assert chosen({"a/**": "int4"}).keys() == {"a", "a/b", "a/b/c"}
@@ -452,7 +455,7 @@ def test_processes_save_their_parts_and_the_largest_error_counts(tmp_path: Path)
 
     reports = shared(tmp_path / "q", 3, own, quantize={"x": "int4", "both": "uint8"})
     found = unickpt.open(str(tmp_path / "q"))
-    errors = found.index.arrays["x"].errors
+    errors = errors_of(found.index.arrays["x"])
     assert errors[0] == np.abs(found["x"][...] - x).max() > 1
     assert reports[0].quantized["x"] == errors
     assert unickpt.verify(str(tmp_path / "q")).ok
@@ -482,7 +485,7 @@ def test_a_pattern_must_match_an_array_of_some_process(tmp_path: Path) -> None:
 
     found = shared(tmp_path / "q", 2, stage, quantize={"stage1": "int4"})
     assert not [each for each in found if isinstance(each, Exception)]
-    assert unickpt.open(str(tmp_path / "q")).index.arrays["stage1"].quantized == "int4"
+    assert codes_of(unickpt.open(str(tmp_path / "q")).index.arrays["stage1"]) == "int4"
     found = shared(tmp_path / "bad", 2, stage, quantize={"stage2": "int4"})
     assert isinstance(found[0], UnsupportedLeaf)
     assert isinstance(found[1], ProcessFailed)
@@ -515,7 +518,7 @@ def test_processes_must_agree_on_the_codes(tmp_path: Path) -> None:
 
 
 def quantised(shape: tuple[int, ...], **fields: Any) -> Any:
-    return array("w", shape, quantized="int4", **fields)
+    return array("w", shape, **quantized_as("int4"), **fields)
 
 
 @pytest.mark.parametrize(
@@ -550,16 +553,17 @@ def test_no_memory_is_given_for_a_chunk_that_nothing_backs(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"codes": "int5"}, "its codecs hold .*'int5'"),
-        ({"codes": ""}, "its codecs hold"),
+        ({"codecs": [{"name": "unickpt.quantized", "configuration": {}}]}, "has the settings {}"),
+        ({"codes": "int5"}, "'int5' is not one of"),
+        ({"codes": ""}, "'' is not one of"),
         ({"dtype": "int32"}, "int32 is not one of float32"),
         ({"dtype": "bfloat16", "codes": "bfloat16"}, "has no more bytes"),
         ({"dtype": "float32+int4"}, "unknown dtype"),
-        ({"errors": None}, "'errors' is None"),
-        ({"errors": [1]}, r"array 'w': 'errors' is \[1\]"),
-        ({"errors": [1, -1]}, r"array 'w': 'errors' contains '-1'"),
-        ({"errors": [True, 0]}, r"array 'w': 'errors' contains 'True'"),
-        ({"errors": ["1", 0]}, r"array 'w': 'errors' contains '1'"),
+        ({"errors": None}, "its errors are None"),
+        ({"errors": [1]}, r"array 'w': its errors are \[1\]"),
+        ({"errors": [1, -1]}, r"array 'w': its errors are \[1, -1\]"),
+        ({"errors": [True, 0]}, r"array 'w': its errors are \[True, 0\]"),
+        ({"errors": ["1", 0]}, r"array 'w': its errors are \['1', 0\]"),
         ({"extra": {}}, "array 'w': its errors are None"),
     ],
 )
@@ -567,12 +571,12 @@ def test_a_bad_entry_is_damage(change: dict[str, Any], reason: str) -> None:
     index, _ = index_of(quantised((256,)))
     body = json.loads(index_json.encode(index))
     del body["xxh3"]
-    assert index_json.decode(sealed(body), "here").arrays["w"].quantized == "int4"
+    assert codes_of(index_json.decode(sealed(body), "here").arrays["w"]) == "int4"
     if "codes" in change:
         body["codecs"][0]["configuration"]["codes"] = change.pop("codes")
     if "errors" in change:
         change = {"extra": {"quantized": {"errors": change["errors"]}}}
-    body["arrays"]["w"] |= change
+    (body if "codecs" in change else body["arrays"]["w"]).update(change)
     with pytest.raises(CheckpointCorrupt, match=reason):
         index_json.decode(sealed(body), "here")
 

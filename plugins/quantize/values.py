@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from unickpt.arrays import dtypes
-from unickpt.arrays.dtypes import Array
-from unickpt.quantized import codes as kinds
-from unickpt.quantized import packing, search
-from unickpt.quantized.blocks import Blocks, stored_bytes
+from unickpt.extend import Array, DType, dtype_from_name, dtype_name
+from unickpt.plugins.quantize import codes as kinds
+from unickpt.plugins.quantize import packing, search
+from unickpt.plugins.quantize.blocks import Blocks, stored_bytes
 
 
 class NotQuantizable(ValueError):
@@ -51,12 +50,12 @@ def encode(chunk: Array, codes: str) -> QuantizedChunk:
     Raises:
         NotQuantizable: an element is not finite, or a block's range is too large.
     """
-    dtype = dtypes.name_of(chunk.dtype)
+    dtype = dtype_name(chunk.dtype)
     work, blocks = kinds.working(dtype), Blocks.of(chunk.shape)
     source = np.ascontiguousarray(chunk).reshape(blocks.rows, blocks.length)
     data = np.empty(stored_bytes(chunk.shape, dtype, codes), np.uint8)
     if codes == kinds.ROUNDED:
-        coded = data.view(dtypes.from_name(kinds.ROUNDED)).reshape(source.shape)
+        coded = data.view(dtype_from_name(kinds.ROUNDED)).reshape(source.shape)
         scales = None
     else:
         coded = np.empty(source.shape, np.uint8)
@@ -88,7 +87,7 @@ def encode(chunk: Array, codes: str) -> QuantizedChunk:
     return QuantizedChunk(data, absolute, relative)
 
 
-def _scales(data: Array, blocks: Blocks, work: dtypes.DType) -> tuple[Array, Array]:
+def _scales(data: Array, blocks: Blocks, work: DType) -> tuple[Array, Array]:
     """The places of the smallest values and of the scales of all blocks."""
     shape = blocks.rows, blocks.per_row
     count = blocks.rows * blocks.per_row
@@ -102,7 +101,7 @@ def _check_finite(reason: str, *arrays: Array) -> None:
 
 
 def _quantized(
-    values: Array, low: Array, high: Array, dtype: dtypes.DType, codes: str
+    values: Array, low: Array, high: Array, dtype: DType, codes: str
 ) -> tuple[Array, Array, Array, Array]:
     """Smallest value, scale, codes and largest error of each block."""
     bits = kinds.BITS[codes]
@@ -122,7 +121,7 @@ def _quantized(
 
 
 def _in_range(
-    values: Array, low: Array, high: Array, dtype: dtypes.DType, bits: int
+    values: Array, low: Array, high: Array, dtype: DType, bits: int
 ) -> tuple[Array, Array, Array, Array]:
     """As `_quantized`, with codes that cover a range."""
     levels = (1 << bits) - 1
@@ -135,7 +134,7 @@ def _in_range(
     return low.copy(), scale, found, _worst(values, _decoded(steps, low, scale, dtype))
 
 
-def _squares(values: Array, found: tuple[Array, ...], dtype: dtypes.DType, span: Array) -> Array:
+def _squares(values: Array, found: tuple[Array, ...], dtype: DType, span: Array) -> Array:
     """The sum of squared errors of each block, in relation to its range."""
     low, scale, codes, _ = found
     apart = _decoded(codes.astype(values.dtype), low, scale, dtype)
@@ -146,7 +145,7 @@ def _squares(values: Array, found: tuple[Array, ...], dtype: dtypes.DType, span:
     return total
 
 
-def _decoded(steps: Array, low: Array, scale: Array, dtype: dtypes.DType) -> Array:
+def _decoded(steps: Array, low: Array, scale: Array, dtype: DType) -> Array:
     """Codes as elements, rounded to the dtype of the array; overwrites them."""
     steps *= scale[:, None]
     steps += low[:, None]
@@ -178,7 +177,7 @@ def decode(data: Array, out: Array, codes: str) -> None:
     Raises:
         BadCodes: a value is not finite, or a scale is negative.
     """
-    dtype = dtypes.name_of(out.dtype)
+    dtype = dtype_name(out.dtype)
     work, blocks = kinds.working(dtype), Blocks.of(out.shape)
     target = out.reshape(blocks.rows, blocks.length)
     if codes == kinds.ROUNDED:
@@ -199,13 +198,13 @@ def decode(data: Array, out: Array, codes: str) -> None:
 
 
 def _round_back(data: Array, target: Array) -> None:
-    stored = data.view(dtypes.from_name(kinds.ROUNDED)).reshape(target.shape)
+    stored = data.view(dtype_from_name(kinds.ROUNDED)).reshape(target.shape)
     target[...] = stored.astype(target.dtype)
     if not np.isfinite(target).all():
         raise BadCodes("an element is not finite")
 
 
-def _check_scales(low: Array, scale: Array, levels: int, dtype: dtypes.DType) -> None:
+def _check_scales(low: Array, scale: Array, levels: int, dtype: DType) -> None:
     """Checks that every code of every block is finite."""
     if not (scale >= 0).all():
         raise BadCodes("a scale is negative or NaN")

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from unickpt.arrays import dtypes
-from unickpt.quantized import codes as kinds
-from unickpt.quantized import packing, search, values
-from unickpt.quantized.blocks import Blocks, stored_bytes
+from unickpt.plugins.quantize import codes as kinds
+from unickpt.plugins.quantize import packing, search, values
+from unickpt.plugins.quantize.blocks import Blocks, stored_bytes
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 CODES = tuple(kinds.BITS)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.quantized import codes_of
 
 import unickpt
 from unickpt import Checkpointer, Restores, SaveOptions
@@ -18,7 +19,7 @@ def tree() -> dict[str, Any]:
 
 
 def codes(run: Path, step: int) -> str | None:
-    return unickpt.open(run / f"step_{step}").index.arrays["embed"].quantized
+    return codes_of(unickpt.open(run / f"step_{step}").index.arrays["embed"])
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,21 @@
-"""The options of a save, and its report."""
+"""The options of a save, each a keyword, and its report.
+
+A keyword of a plug-in becomes an item of `all_features`, and of plug-ins the core knows only those.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from numbers import Integral
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
+from unickpt import doors
+from unickpt.features import SaveFeature
 from unickpt.frameworks.host_memory import CommonOptions, MemoryBudget, check_number
 from unickpt.frameworks.process_group import Group
 from unickpt.progress import Progress
-from unickpt.quantized import choice
-from unickpt.quantized.restores import Restores
 from unickpt.quoting import counted, given, size_text
 from unickpt.storage import paths
 from unickpt.trees import name_ranges
@@ -23,6 +26,17 @@ Reuse = Literal["digest", "compare", "patch"]
 REUSES = get_args(Reuse)
 Staging = Literal["auto", "copy", "reference", "lazy", "device"]
 STAGINGS = get_args(Staging)
+
+
+# Each is of a plug-in, with an entry point of this name in the group `unickpt.features`, which is
+# called with its value.
+_PLUG_INS = ("quantize",)
+
+
+class ChoosesCodes(Protocol):
+    """Chooses codes by the number of restores that happened, as `Restores` does."""
+
+    def codes(self, happened: int = 0) -> str: ...
 
 
 def _is_shape(value: Any) -> bool:
@@ -153,9 +167,14 @@ class SaveOptions(CommonOptions):
             `unickpt[progress]`); or a function that is called with this process's bytes saved so
             far and in total, on the saving thread. An error that it raises is logged, and does not
             affect the save.
+        features: further plug-ins (`unickpt.extend.SaveFeature`), such as a codec.
+
+    Attributes:
+        all_features: `features`, and those that keywords stand for.
 
     Raises:
         MissingPackage: `progress=True` without tqdm.
+        PluginError: an option needs a plug-in that cannot be imported.
         ValueError, TypeError: an option is out of range, or of a wrong type; or this process is not
             in `group`.
 
@@ -176,12 +195,14 @@ class SaveOptions(CommonOptions):
     reuse: Reuse = "digest"
     changed: Literal["tracked"] | Mapping[str, Any] | None = None
     kept_cost: float = 0.1
-    quantize: Mapping[str, str | Restores | None] = field(default_factory=dict)
+    quantize: Mapping[str, str | ChoosesCodes | None] = field(default_factory=dict)
     timeout_s: float = 600.0
     check_replicas: bool = False
     group: Group | Any | None = None
     metrics: Callable[[SaveReport], None] | None = None
     progress: Progress = None
+    features: Sequence[SaveFeature] = ()
+    all_features: tuple[SaveFeature, ...] = field(init=False, repr=False)
 
     __repr__ = given
 
@@ -204,7 +225,6 @@ class SaveOptions(CommonOptions):
             from unickpt.reuse import unchanged  # only where it is asked for
 
             unchanged.check(self.changed)
-        choice.check(self.quantize)
         if self.metrics is not None and not callable(self.metrics):
             raise TypeError(
                 f"metrics is of type {type(self.metrics).__name__}, but is called with each "
@@ -214,6 +234,24 @@ class SaveOptions(CommonOptions):
             raise ValueError(
                 f"compression {self.compression!r} is not one of None, {', '.join(COMPRESSORS)}"
             )
+        object.__setattr__(self, "all_features", self._every_feature())
+
+    def _every_feature(self) -> tuple[SaveFeature, ...]:
+        """The given features, and those that keywords stand for."""
+        features = list(self.features)
+        for name in _PLUG_INS:
+            value = getattr(self, name)
+            if value or not isinstance(value, Mapping):
+                features.append(doors.need("features", name)(value))
+        names = [feature.name for feature in features]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"SaveOptions has the feature {name!r} twice; give it once")
+        return tuple(features)
+
+    def with_features(self, features: Sequence[SaveFeature]) -> SaveOptions:
+        """The same options with other features, also in place of keywords."""
+        return replace(self, features=tuple(features), quantize={})
 
 
 @dataclass(frozen=True, repr=False)
@@ -253,12 +291,10 @@ class SaveReport:
             `written_bytes`, but what is stored of quantised ones.
         saved_bytes: by how much `SaveOptions(compression="auto")` made what this process wrote
             smaller than `stored_bytes`.
-        quantized: on the coordinator only, for each array that `SaveOptions.quantize` matches the
-            largest absolute error of an element, and the largest in relation to the largest
-            magnitude in its block.
         replicas_differ: on the coordinator only, names of plain arrays that differ between
             processes, and are stored as one of them held them; see `ReplicasDiffer`.
         metadata: as this process gave it; that of process 0 is stored.
+        extra: on the coordinator only, what codecs say about arrays, by codec and array.
         left_out: names of leaves for which the format has no place, of an export into one that
             leaves them out (docs/formats/writing.md).
     """
@@ -279,13 +315,21 @@ class SaveReport:
     reused_bytes: int = 0
     patched_chunks: int = 0
     stored_bytes: int = 0
-    quantized: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     drained_bytes: int = 0
     budget_wait_s: float = 0.0
     bases: tuple[str, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     saved_bytes: int = 0
+    extra: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def quantized(self) -> dict[str, tuple[float, float]]:
+        """On the coordinator, for each array that `SaveOptions.quantize` matches, the largest
+        absolute error of an element, and the largest in relation to the largest magnitude in its
+        block."""
+        notes = self.extra.get("quantized", {}).items()
+        return {name: (note["errors"][0], note["errors"][1]) for name, note in notes}
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from unickpt.arrays.dtypes import Array
+from unickpt.extend import Array
 
 # Steps into which the whole range is divided, and the part of it that may be cut off, by the bits
 # of a code. Measured: more and smaller steps take several times as long, and gain at most 2 %; with

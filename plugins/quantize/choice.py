@@ -6,10 +6,9 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 
-from unickpt.arrays.names import matches
-from unickpt.quantized import codes as kinds
-from unickpt.quantized.restores import Restores
-from unickpt.quoting import quoted
+from unickpt.extend import ArrayEntry, name_matches, quoted
+from unickpt.plugins.quantize import codes as kinds
+from unickpt.plugins.quantize.restores import Restores
 
 # The last word of the names of arrays that count steps, also where they are floats, as in torch.
 _COUNTS = frozenset({"step", "steps", "count"})
@@ -39,22 +38,20 @@ def check(patterns: QuantizePatterns) -> None:
             )
 
 
-def codes_for(
-    patterns: QuantizePatterns, name: str, dtype: str, shape: tuple[int, ...], prng: str | None
-) -> str | None:
+def codes_for(patterns: QuantizePatterns, entry: ArrayEntry) -> str | None:
     """The codes as which an array is to be stored; None if as it is. The first match counts.
 
     Raises:
         ValueError: it is to be quantised, but cannot be; names the pattern.
     """
-    pattern = _first(patterns, name)
+    pattern = _first(patterns, entry.name)
     codes = None if pattern is None else patterns[pattern]
     if isinstance(codes, Restores):
         codes = codes.codes()
     if codes is None:
         return None
     codes = str.__str__(codes)
-    problem = "it holds PRNG keys" if prng is not None else _problem(codes, name, dtype, shape)
+    problem = "it holds PRNG keys" if entry.prng is not None else _problem(codes, entry)
     if problem is None:
         return codes
     raise ValueError(
@@ -63,11 +60,11 @@ def codes_for(
     )
 
 
-def _problem(codes: str, name: str, dtype: str, shape: tuple[int, ...]) -> str | None:
-    if re.split(r"[/.]", name)[-1] in _COUNTS and math.prod(shape) == 1:
+def _problem(codes: str, entry: ArrayEntry) -> str | None:
+    if re.split(r"[/.]", entry.name)[-1] in _COUNTS and math.prod(entry.shape) == 1:
         return "it counts steps"
     try:
-        kinds.check(codes, dtype)
+        kinds.check(codes, entry.dtype)
     except TypeError as error:
         return str(error)
     return None
@@ -96,4 +93,4 @@ def check_used(patterns: QuantizePatterns, names: Iterable[str]) -> None:
 
 
 def _first(patterns: QuantizePatterns, name: str) -> str | None:
-    return next((p for p in patterns if matches(p, name)), None)
+    return next((p for p in patterns if name_matches(p, name)), None)

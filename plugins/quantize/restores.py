@@ -6,12 +6,16 @@ the fewer restores it expects, and 8 bits once there have been more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from unickpt.extend import Index, SaveFeature
 
 # As Check-N-Run: up to how many restores these codes keep its models' accuracy.
 _CODES = (1, "int2"), (3, "int3"), (20, "int4")
 _MOST = "uint8"
+_KEY = "restores"
 
 
 @dataclass(frozen=True)
@@ -53,11 +57,34 @@ class Restores:
         return next((codes for most, codes in _CODES if self.expected <= most), _MOST)
 
 
-def chosen(
-    patterns: Mapping[str, str | Restores | None], happened: int
-) -> dict[str, str | Restores | None]:
-    """Patterns with the codes to store after a number of restores."""
-    return {
-        pattern: each.codes(happened) if isinstance(each, Restores) else each
-        for pattern, each in patterns.items()
-    }
+class RestoreCount:
+    """Counts how often a run resumed from steps with quantised arrays; stored with each step.
+
+    Arguments:
+        patterns: of `SaveOptions.quantize`.
+        make: makes the feature of a save, of patterns.
+        name: of the codec.
+    """
+
+    def __init__(
+        self,
+        patterns: Mapping[str, str | Restores | None],
+        make: Callable[[Mapping[str, str | Restores | None]], SaveFeature],
+        name: str,
+    ) -> None:
+        self._patterns, self._make, self._name, self._happened = patterns, make, name, 0
+
+    def before_save(self, step: int) -> tuple[SaveFeature, Mapping[str, Any]]:
+        """The patterns with the codes to store after the restores that happened."""
+        patterns = {
+            pattern: each.codes(self._happened) if isinstance(each, Restores) else each
+            for pattern, each in self._patterns.items()
+        }
+        return self._make(patterns), {_KEY: self._happened}
+
+    def after_load(self, step: int, index: Index) -> None:
+        """Counts this restore, and those that the step says."""
+        own = index.metadata.get("unickpt")
+        before = own.get(_KEY) if isinstance(own, Mapping) else None
+        is_quantized = any(entry.codec == self._name for entry in index.arrays.values())
+        self._happened = (before if type(before) is int else 0) + is_quantized

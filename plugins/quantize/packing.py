@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from unickpt.arrays.dtypes import Array
+from unickpt.extend import Array
 
 _GROUP = 8  # codes: as many fill whole bytes
 

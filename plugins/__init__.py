@@ -1,0 +1,1 @@
+"""Features beyond the core, one folder each, behind the seams of `unickpt.extend`."""

@@ -1,0 +1,196 @@
+"""The seam for codecs: what stores the chunks of an array otherwise than as they are.
+
+Zarr's own codecs (`codec_json.CODECS`) are read and written by TensorStore. All others have a name,
+by which an entry point (`unickpt.codecs`) or `register` finds them; the index names them among its
+features, so that a program that lacks one refuses the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, cast
+
+from unickpt import doors
+from unickpt.arrays.dtypes import Array
+from unickpt.errors import UnsupportedFormat
+from unickpt.format import codec_json
+from unickpt.format.index import CODEC_PREFIX, ArrayEntry
+from unickpt.quoting import quoted
+
+
+class NotDecodable(ValueError):
+    """Why stored bytes cannot be decoded."""
+
+
+class Stored(NamedTuple):
+    """A chunk as a codec stores it.
+
+    Arguments:
+        data: its bytes.
+        note: what the index says about the array (`Extra`), of this chunk; None for nothing.
+    """
+
+    data: Array
+    note: Any = None
+
+
+class Codec(Protocol):
+    """How chunks of arrays are stored; as an item of `SaveOptions.features` also of which arrays.
+
+    Several threads call it at once. A codec that is not Zarr's fulfils `Extra`, too.
+    """
+
+    name: str
+    """Of its entry point; the index and messages name it so."""
+
+    def configure(self, entry: ArrayEntry) -> Mapping[str, Any] | None:
+        """The settings with which a save stores an array; None to leave the array to other codecs.
+
+        Arguments:
+            entry: name, shape, dtype and chunks of the array.
+
+        Raises:
+            ValueError: it cannot be stored as requested; says why and what to do.
+        """
+
+    def encode(self, entry: ArrayEntry, chunk: Array) -> Stored:
+        """The bytes that are stored of a chunk.
+
+        Arguments:
+            entry: the array; its settings are `entry.settings`.
+            chunk: its elements, in the array's dtype; if `zarr_codec` gives one, filled up to the
+                array's chunk shape, as Zarr requires.
+
+        Raises:
+            UnsupportedLeaf: these elements cannot be stored so; names the array.
+        """
+
+    def decode(self, entry: ArrayEntry, data: Array, out: Array) -> None:
+        """The inverse of `encode`; not called if `zarr_codec` gives one, which TensorStore decodes.
+
+        Arguments:
+            entry: the array.
+            data: the stored bytes, as uint8; as many as `stored_bytes` says, else untrusted.
+            out: contiguous memory of the chunk's shape, in the array's dtype.
+
+        Raises:
+            NotDecodable: the bytes are not what `encode` makes.
+        """
+
+    def stored_bytes(self, entry: ArrayEntry, shape: Sequence[int]) -> int | None:
+        """How many bytes are stored of a chunk; None if that depends on its elements."""
+
+    def zarr_codec(self, settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """The codec of Zarr, as `zarr.json` has it, that stores the same bytes; None if there is
+        none: then programs without this codec cannot read the array."""
+
+
+class Extra(Protocol):
+    """What the index says about an array on behalf of a feature."""
+
+    def merge(self, notes: Sequence[Any]) -> Any:
+        """The note about all chunks, from notes about some of them, of any process; without notes,
+        that of an array without elements. Pure."""
+
+    def validate(self, entry: ArrayEntry, note: Any) -> None:
+        """Checks the settings and the note of an array that is being read; both are untrusted.
+
+        Raises:
+            ValueError: they are not what this feature writes.
+        """
+
+    def facts(self, entry: ArrayEntry) -> Mapping[str, Any]:
+        """The settings and the note of an array as reports show them, by name."""
+
+
+class CodecWithExtra(Codec, Extra, Protocol):
+    """What an entry point of the group `unickpt.codecs` leads to."""
+
+
+_registered: dict[str, CodecWithExtra] = {}
+_imported: dict[str, CodecWithExtra] = {}  # codecs are looked up for each chunk
+
+
+def register(codec: CodecWithExtra) -> None:
+    """Adds a codec for this process. A package adds one for all programs by an entry point in the
+    group `unickpt.codecs`.
+
+    Raises:
+        ValueError: another codec has the name.
+    """
+    if codec.name in _registered or codec.name in doors.ours("codecs"):
+        raise ValueError(f"a codec is called {quoted(codec.name)} already")
+    _registered[codec.name] = codec
+
+
+def unregister(name: str) -> None:
+    """Removes a codec that was registered."""
+    del _registered[name]
+
+
+def find(name: str) -> CodecWithExtra | None:
+    """The codec of a name; None if there is none.
+
+    Raises:
+        PluginError: it is another package's, and cannot be imported.
+    """
+    codec = _registered.get(name) or _imported.get(name)
+    if codec is None and (door := doors.find("codecs", name)) is not None:
+        codec = _imported[name] = cast(CodecWithExtra, door.open())
+    return codec
+
+
+def configure(entry: ArrayEntry, features: Iterable[object]) -> Codec | None:
+    """Gives an array of a save the codec that the first of some features chooses, if any does.
+
+    Returns:
+        What encodes its chunks, if they are stored in a codec of Zarr's, whose name the index has.
+
+    Raises:
+        ValueError: the array cannot be stored as requested, or nothing could read it.
+    """
+    for feature in features:
+        if not hasattr(feature, "configure"):
+            continue
+        codec = cast(Codec, feature)
+        settings = codec.configure(entry)
+        if settings is None:
+            continue
+        if (zarr := codec.zarr_codec(settings)) is not None:
+            entry.encoding = codec_json.from_json(dict(zarr))
+            return codec
+        if find(codec.name) is None:
+            raise ValueError(
+                f"the codec {quoted(codec.name)} is registered nowhere, so that nothing could read "
+                "the array: give its package an entry point in the group unickpt.codecs, or call "
+                "unickpt.extend.register_codec"
+            )
+        entry.encoding = ((CODEC_PREFIX + codec.name, tuple(sorted(settings.items()))),)
+        entry.extra = {codec.name: merge(codec.name, [])}
+        return None
+    return None
+
+
+def merge(name: str, notes: Sequence[Any]) -> Any:
+    """The note of a codec about an array, from notes about parts of it."""
+    codec = find(name)
+    assert codec is not None, "it made the notes"
+    return codec.merge(notes)
+
+
+def codec_of(entry: ArrayEntry) -> CodecWithExtra | None:
+    """The codec of an array; None if it is stored as it is, or by one of Zarr's codecs.
+
+    Raises:
+        UnsupportedFormat: there is none of the name that the index says.
+    """
+    name = entry.codec
+    if name is None:
+        return None
+    codec = find(name)
+    if codec is None:
+        raise UnsupportedFormat(
+            f"array {entry.name!r} is stored by the codec {quoted(name)}, which no installed "
+            "package has (entry points unickpt.codecs); install the one that does"
+        )
+    return codec

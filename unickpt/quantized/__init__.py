@@ -1,1 +1,0 @@
-"""Arrays of floats stored with fewer bits than they have: how a chunk becomes bytes, and back."""
