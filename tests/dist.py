@@ -21,7 +21,12 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = {"unickpt": "unickpt", "adapters": "unickpt/adapters", "backends": "unickpt/backends"}
+PACKAGES = {
+    "unickpt": "unickpt",
+    "adapters": "unickpt/adapters",
+    "backends": "unickpt/backends",
+    "plugins": "unickpt/plugins",
+}
 TORCH = "torch==2.13.0"  # the build for CPUs, where there is one; as in the Makefile
 
 BY_ITSELF = """

@@ -169,9 +169,6 @@ class SaveOptions(CommonOptions):
             affect the save.
         features: further plug-ins (`unickpt.extend.SaveFeature`), such as a codec.
 
-    Attributes:
-        all_features: `features`, and those that keywords stand for.
-
     Raises:
         MissingPackage: `progress=True` without tqdm.
         PluginError: an option needs a plug-in that cannot be imported.
@@ -202,7 +199,6 @@ class SaveOptions(CommonOptions):
     metrics: Callable[[SaveReport], None] | None = None
     progress: Progress = None
     features: Sequence[SaveFeature] = ()
-    all_features: tuple[SaveFeature, ...] = field(init=False, repr=False)
 
     __repr__ = given
 
@@ -234,19 +230,19 @@ class SaveOptions(CommonOptions):
             raise ValueError(
                 f"compression {self.compression!r} is not one of None, {', '.join(COMPRESSORS)}"
             )
-        object.__setattr__(self, "all_features", self._every_feature())
+        names = [feature.name for feature in self.all_features]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"SaveOptions has the feature {name!r} twice; give it once")
 
-    def _every_feature(self) -> tuple[SaveFeature, ...]:
-        """The given features, and those that keywords stand for."""
+    @property
+    def all_features(self) -> tuple[SaveFeature, ...]:
+        """`features`, and those that keywords stand for."""
         features = list(self.features)
         for name in _PLUG_INS:
             value = getattr(self, name)
             if value or not isinstance(value, Mapping):
                 features.append(doors.need("features", name)(value))
-        names = [feature.name for feature in features]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"SaveOptions has the feature {name!r} twice; give it once")
         return tuple(features)
 
     def with_features(self, features: Sequence[SaveFeature]) -> SaveOptions:

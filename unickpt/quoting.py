@@ -32,7 +32,7 @@ def quoted(value: object, most: int = _MOST) -> str:
 def given(obj: Any) -> str:
     """The repr of a dataclass, with only the fields that are not as by default; never fails."""
     shown = []
-    for field in (each for each in fields(obj) if each.repr):
+    for field in fields(obj):
         value = getattr(obj, field.name)
         default = field.default if field.default_factory is MISSING else field.default_factory()
         try:

@@ -18,7 +18,7 @@ MOST_LINES_OF_A_FUNCTION = 58
 
 WINGS = sorted(
     str(Path(folder).relative_to(ROOT))
-    for top in ("unickpt", "adapters", "backends")
+    for top in ("unickpt", "adapters", "backends", "plugins")
     for folder, _, files in os.walk(ROOT / top)  # which follows no links
     if any(file.endswith(".py") for file in files)
 )
@@ -66,7 +66,7 @@ def functions_of(file: str) -> set[str]:
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/reliability.md"])
 def test_every_file_of_ours_that_a_page_names_exists(page: str) -> None:
     text = (ROOT / page).read_text()
-    tops = "adapters|backends|benchmarks|docs|examples|tests|unickpt"
+    tops = "adapters|backends|benchmarks|docs|examples|plugins|tests|unickpt"
     paths = re.findall(rf"(?<![\w/.])(?:{tops})/[\w/]+\.(?:py|md|json)\b", text)
     assert [path for path in sorted(set(paths)) if not (ROOT / path).exists()] == []
 

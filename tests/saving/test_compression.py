@@ -228,7 +228,7 @@ def test_in_the_background_with_little_memory(tmp_path: Path) -> None:
 def test_quantised_arrays_are_left_alone(tmp_path: Path) -> None:
     tree = {"w": weights(200, 700), "q": weights(200, 700).astype(np.float32)}
     save(tmp_path / "c", tree, quantize={"q": "uint8"})
-    assert chosen(tmp_path / "c") == {"w": "blosc"}
+    assert chosen(tmp_path / "c") == {"w": "blosc", "q": "unickpt.quantized"}
     assert np.array_equal(unickpt.load(tmp_path / "c")["w"], tree["w"])
     assert unickpt.verify(tmp_path / "c").ok
 

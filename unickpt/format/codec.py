@@ -155,10 +155,10 @@ def encode(entry: ArrayEntry, part: Part, chunk: Array) -> Encoded:
     Raises:
         UnsupportedLeaf: its codec cannot store it; names the array.
     """
-    if (codec := codec_of(entry)) is not None:
-        stored = codec.encode(entry, chunk)
-        return Encoded((stored.data.data,), None, stored.note)
     if entry.encoding:
+        if (codec := codec_of(entry)) is not None:
+            stored = codec.encode(entry, chunk)
+            return Encoded((stored.data.data,), None, stored.note)
         return Encoded((compressed(entry, part, chunk),), digest(chunk))
     value = raw(part, chunk)
     return Encoded(value, None if len(value) == 1 else digest(chunk))

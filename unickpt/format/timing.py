@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ _COLUMNS: Mapping[str, np.dtype[Any]] = {
     **{f"{phase}_s": _F4 for phase in PHASES},
     **dict.fromkeys(_SIZES, _U8),
 }
+_IN_MEMORY = {name: kind.newbyteorder("=") for name, kind in _COLUMNS.items()}
 _KEPT = "write_s"
 """The column that is always there: it backs the number of processes, which is untrusted."""
 _SEAL_BYTES = 8
@@ -106,19 +108,12 @@ class Timing:
         return np.argsort(-self.done, kind="stable")
 
 
-def dtype_of(column: str) -> np.dtype[Any]:
-    """The dtype of a column in memory."""
-    return _COLUMNS[column].newbyteorder("=")
-
-
 def from_columns(
     collected: float, merged: float, columns: Mapping[str, NDArray[Any]], processes: int
 ) -> Timing:
     """A timing of columns by their names; those that are missing are 0."""
-    found = {
-        name: np.asarray(columns.get(name, np.zeros(processes)), dtype_of(name))
-        for name in _COLUMNS
-    }
+    none = np.zeros(processes)
+    found = {name: np.asarray(columns.get(name, none), kind) for name, kind in _IN_MEMORY.items()}
     return Timing(
         collected,
         merged,
@@ -126,28 +121,29 @@ def from_columns(
         {phase: found[f"{phase}_at"] for phase in PHASES},
         {phase: found[f"{phase}_s"] for phase in PHASES},
         found["blocked"],
-        *(found[name] for name in _SIZES),
+        *[found[name] for name in _SIZES],
     )
 
 
 def encode(timing: Timing) -> bytes:
     """A line of JSON, the columns that are not 0 throughout, and the xxh3-64 of both."""
-    every: dict[str, NDArray[Any]] = {
-        "began": timing.began,
-        "blocked": timing.blocked,
-        **{f"{phase}_at": column for phase, column in timing.at.items()},
-        **{f"{phase}_s": column for phase, column in timing.seconds.items()},
-        **{name: getattr(timing, name) for name in _SIZES},
-    }
-    kept = {name: column for name, column in every.items() if name == _KEPT or column.any()}
+    every: list[NDArray[Any]] = [timing.began, timing.blocked]
+    for times in timing.at, timing.seconds:
+        every += [times[phase] for phase in PHASES]
+    every += [timing.written, timing.stored, timing.reused, timing.staged, timing.chunks]
+    kept = [
+        (name, kind, column)
+        for (name, kind), column in zip(_COLUMNS.items(), every, strict=True)
+        if name == _KEPT or column.any()
+    ]
     head = {
         "processes": timing.processes,
         "collected": round(timing.collected, 3),
         "merged": round(timing.merged, 3),
-        "columns": [[name, _COLUMNS[name].str] for name in kept],
+        "columns": [[name, kind.str] for name, kind, _ in kept],
     }
     line = json.dumps(head, separators=(",", ":")).encode() + b"\n"
-    body = line + b"".join(column.astype(_COLUMNS[name]).tobytes() for name, column in kept.items())
+    body = b"".join([line, *[column.astype(kind).tobytes() for _, kind, column in kept]])
     return body + xxhash.xxh3_64_intdigest(body).to_bytes(_SEAL_BYTES, "little")
 
 
@@ -222,19 +218,16 @@ def _are_moments(column: NDArray[Any], *, signed: bool) -> bool:
     return bool(((column >= least) & (column <= _LONGEST_S)).all())  # false for NaN, too
 
 
-# The columns of a timing, and the statistics of a record that they are.
-_STATISTICS: Mapping[str, str] = {
-    "blocked": "blocked_s",
-    **{f"{phase}_at": f"{phase}_at" for phase in PHASES},
-    **{f"{phase}_s": f"{phase}_s" for phase in PHASES},
-    "written": "bytes",
-    "stored": "stored_bytes",
-    "reused": "reused_bytes",
-    "staged": "staged_bytes",
-    "chunks": "chunks",
-}
-
-_MOST: Mapping[str, float] = {"<f4": 1e8, "<f8": 1e12, "<u8": 2.0**62}
+# The statistics of a record that are the columns of a timing, in their order.
+_STATISTICS = (
+    *("began", "blocked_s"),
+    *[f"{phase}_at" for phase in PHASES],
+    *[f"{phase}_s" for phase in PHASES],
+    *("bytes", "stored_bytes", "reused_bytes", "staged_bytes", "chunks"),
+)
+_MOST_S, _MOST_WALL_S, _MOST_BYTES = 1e8, 1e12, 2.0**62
+_MOST = np.array([_MOST_S if kind == _F4 else _MOST_BYTES for kind in _COLUMNS.values()])
+_MOST[0] = _MOST_WALL_S  # the time of day of each host
 
 
 class Arrivals:
@@ -282,29 +275,28 @@ class Arrivals:
         Arguments:
             statistics: in the records of all processes, in order.
         """
-        count = len(statistics)
-        columns = {
-            column: _values(statistics, name, dtype_of(column))
-            for column, name in _STATISTICS.items()
+        count, (walls, *values) = len(statistics), _values(statistics)
+        columns: dict[str, NDArray[Any]] = {
+            name: row.astype(kind)
+            for (name, kind), row in zip(islice(_IN_MEMORY.items(), 1, None), values, strict=True)
         }
         took = columns["write_at"].astype(float) + columns["write_s"]
-        walls = _values(statistics, "began", np.dtype(float))
         began = walls - walls[0]
         start = self._published - took[0]  # of the coordinator, by its own clock
         # A record is published before it is seen, and after it was missing. For this, no clock but
         # the coordinator's is needed; so it corrects what the hosts' clocks say.
         began = np.clip(began, self._not_before - start - took, self._seen - start - took)
-        columns["began"] = np.clip(began, -_MOST["<f4"], _MOST["<f4"]).astype(np.float32)
+        columns["began"] = np.clip(began, -_MOST_S, _MOST_S).astype(np.float32)
         columns["began"][0] = 0
         collected, merged = self.collected - start, self._clock() - start
         return from_columns(collected, merged, columns, count)
 
 
-def _values(
-    statistics: Sequence[Mapping[str, float]], name: str, dtype: np.dtype[Any]
-) -> NDArray[Any]:
-    """A statistic of all processes; one that cannot be must not make the save fail."""
-    found = np.array([float(each.get(name, 0)) for each in statistics])
+def _values(statistics: Sequence[Mapping[str, float]]) -> NDArray[np.float64]:
+    """The statistics of all processes, a row for each of `_STATISTICS`; one that cannot be must
+    not make the save fail."""
+    rows = [[each.get(name, 0) for name in _STATISTICS] for each in statistics]
     # Of NaN and a number these two are the number.
-    clipped: NDArray[Any] = np.fmin(np.fmax(found, 0.0), _MOST[dtype.str])
-    return clipped.astype(dtype)
+    found: NDArray[np.float64] = np.fmax(np.array(rows, float).T, 0.0)
+    clipped: NDArray[np.float64] = np.fmin(found, _MOST[:, None])
+    return clipped

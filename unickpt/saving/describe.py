@@ -121,6 +121,7 @@ class _Leaves:
         keys: ExpertKeys | None,
     ) -> None:
         self._group, self._options, self._among, self._keys = group, options, among, keys
+        self._features = options.all_features
         self._first: dict[Any, str] = {}
         self.entries: dict[str, ArrayEntry] = {}
         self.sources: dict[str, ArraySource] = {}
@@ -154,8 +155,8 @@ class _Leaves:
             self.experts[name] = held
         axis = None if held is None else held.axis
         entry = _entry(name, source, self._options, axis)
-        if self._options.all_features:
-            encoder = codecs.configure(entry, self._options.all_features)
+        if self._features:
+            encoder = codecs.configure(entry, self._features)
             if encoder is not None:
                 self.encoders[name] = encoder
         self.entries[name], self.sources[name] = entry, source

@@ -25,6 +25,7 @@ from unickpt.frameworks.process_group import (
     new_session,
     within,
 )
+from unickpt.options import SaveOptions, SaveReport
 from unickpt.progress import Progress
 from unickpt.reading import checkpoint
 from unickpt.reading.options import LoadOptions

@@ -193,23 +193,16 @@ def _above(
 
 
 def _manifest(root: _Placed | None, height: int) -> bytes:
-    config = [
+    body = [
         os.urandom(16),
         b"\0",  # everything about the versions is in this file
-        _number(MOST_INLINE),
-        _number(_MOST_DECODED),
-        bytes([_ARITY_LOG2]),
-        _number(0),  # no compression
-    ]
-    body = [
-        *config,
+        _numbers([MOST_INLINE, _MOST_DECODED]),
+        bytes([_ARITY_LOG2, 0]),  # no compression
         _files([b"" if root is None else root.at.path.encode()]),
-        _number(1),
-        _number(1),
-        bytes([height]),
+        bytes([1, 1, height]),
         *_references([root] if root is not None else [], {root.at.path: 0} if root else {}),
         time.time_ns().to_bytes(8, "little"),
-        _number(0),  # no older versions
+        b"\0",  # no older versions
     ]
     return _sealed(MANIFEST_MAGIC, b"".join(body))
 
@@ -220,17 +213,17 @@ def _leaf(
     file = places["file"]
     apart = file >= 0
     used, which = np.unique(file[apart], return_inverse=True)
-    within = zip(*(places[each][~apart].tolist() for each in ("offset", "length")), strict=True)
+    within = places[["offset", "length"]][~apart].tolist()
     body = [
         b"\0",
         _files([paths[number] for number in used.tolist()]),
-        _number(len(keys)),
+        _numbers([len(keys)]),
         *_keys(keys, is_inner=False),
         _numbers(places["length"]),
         apart.astype(np.uint8).tobytes(),  # 1 for each value in a file
         _numbers(which),
         _numbers(places["offset"][apart]),
-        *(inline[offset : offset + length] for offset, length in within),
+        *[inline[offset : offset + length] for offset, length in within],
     ]
     return _sealed(NODE_MAGIC, b"".join(body))
 
@@ -241,7 +234,7 @@ def _inner(height: int, nodes: Sequence[_Placed]) -> bytes:
     body = [
         bytes([height]),
         _files([path.encode() for path in ordered]),
-        _number(len(nodes)),
+        _numbers([len(nodes)]),
         *_keys([node.first for node in nodes], is_inner=True),
         *_references(nodes, numbers),
     ]
@@ -251,17 +244,12 @@ def _inner(height: int, nodes: Sequence[_Placed]) -> bytes:
 def _references(nodes: Sequence[_Placed], files: dict[str, int]) -> list[bytes]:
     """Where nodes are, and what is below them; column by column."""
     if not nodes:
-        zero = _number(0)
-        return [zero, _number(_MISSING), _number(_MISSING), zero, zero, zero]
-    columns = [
-        [files[node.at.path] for node in nodes],
-        [node.at.offset for node in nodes],
-        [node.at.length for node in nodes],
-        [node.keys for node in nodes],
-        [node.tree_bytes for node in nodes],
-        [node.value_bytes for node in nodes],
+        return [_numbers([0, _MISSING, _MISSING, 0, 0, 0])]
+    rows = [
+        (files[x.at.path], x.at.offset, x.at.length, x.keys, x.tree_bytes, x.value_bytes)
+        for x in nodes
     ]
-    return [_numbers(column) for column in columns]
+    return [_numbers(list(column)) for column in zip(*rows, strict=True)]
 
 
 def _keys(keys: Sequence[bytes], *, is_inner: bool) -> list[bytes]:
@@ -274,9 +262,9 @@ def _keys(keys: Sequence[bytes], *, is_inner: bool) -> list[bytes]:
 def _files(paths: Sequence[bytes]) -> bytes:
     """The table of files; all paths are relative to the database's folder."""
     if not paths:
-        return _number(0)
+        return b"\0"
     shared, lengths, rest = _without_shared(paths)
-    numbers = [_number(len(paths)), _numbers(shared[1:]), _numbers(lengths)]
+    numbers = [_numbers([len(paths)]), _numbers(shared[1:]), _numbers(lengths)]
     return b"".join([*numbers, bytes(len(paths)), rest])
 
 
@@ -285,9 +273,11 @@ def _without_shared(texts: Sequence[bytes]) -> tuple[Any, Any, bytes]:
     lengths = np.fromiter(map(len, texts), np.int64, len(texts))
     longest = int(lengths.max())
     if len(texts) < _FEW or longest > _LONG:
-        counts = [0, *(_same(a, b) for a, b in pairwise(texts))]
-        rest = b"".join(text[n:] for text, n in zip(texts, counts, strict=True))
-        return counts, [len(text) - n for text, n in zip(texts, counts, strict=True)], rest
+        counts, own = [0], [texts[0]]
+        for before, text in pairwise(texts):
+            counts.append(_same(before, text))
+            own.append(text[counts[-1] :])
+        return counts, list(map(len, own)), b"".join(own)
     # One row for each; NumPy pads them with zeros.
     matrix = np.array(texts, f"S{max(1, longest)}").view(np.uint8).reshape(len(texts), -1)
     shared = np.zeros(len(texts), np.int64)
@@ -307,9 +297,19 @@ def _same(a: bytes, b: bytes) -> int:
 
 
 def _numbers(values: Any) -> bytes:
-    """As `_number`, for many."""
+    """Numbers, each with seven bits per byte, the lowest first; all bytes except the last are
+    above 127."""
     if len(values) < _FEW:
-        return b"".join(_number(int(value)) for value in values)
+        few = values if isinstance(values, list) else values.tolist()
+        if not few or max(few) < 128:
+            return bytes(few)
+        out = bytearray()
+        for value in few:
+            while value > 127:
+                out.append(value & 127 | 128)
+                value >>= 7
+            out.append(value)
+        return bytes(out)
     left = np.asarray(values).astype(np.uint64)
     columns = max(1, -(-int(left.max()).bit_length() // 7))
     shifted = left[:, None] >> (np.arange(columns, dtype=np.uint64) * np.uint64(7))
@@ -318,16 +318,6 @@ def _numbers(values: Any) -> bytes:
     kept = np.ones(digits.shape, np.bool_)
     kept[:, 1:] = more[:, :-1]
     return digits[kept].tobytes()
-
-
-def _number(value: int) -> bytes:
-    """Seven bits per byte, the lowest first; all bytes except the last are above 127."""
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
 
 
 def _sealed(magic: bytes, body: bytes) -> bytes:
