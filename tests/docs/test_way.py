@@ -70,7 +70,7 @@ dist.destroy_process_group()
     ("what", "most", "calls"),
     [
         ("save", 35, 870),
-        ("load", 29, 460),
+        ("load", 28, 450),
         ("rules", 40, 1120),
         ("Checkpointer.save", 49, 1120),
     ],

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from unickpt.errors import LoadMismatch
-from unickpt.format.index import RESERVED, ArrayEntry, Index
+from unickpt.format.index import RESERVED, ArrayEntry
 from unickpt.format.reader import Reader
 from unickpt.frameworks import per_process
 from unickpt.frameworks.leaves import (
@@ -270,7 +270,7 @@ class _Loading:
         view = StoredView(stored)
         if like is None:
             return view, None
-        known = StoredTree(_leaves_of(stored.index), view.node)
+        known = StoredTree({**stored.index.entries, **stored.index.values}, view.node)
         asked = LoadRequest.of(like, self.among, known, self.policy.selection)
         view.serve(asked.leaves, asked.targets)
         return view, asked
@@ -328,7 +328,7 @@ class _Loading:
         leaves = {name: value for name, value in asked.leaves.items() if name not in kept}
         done: dict[str, Any] = {name: asked.leaves[name] for name in kept}
         done |= {**asked.left_out, **self._read_values(view, leaves)}
-        stored = _leaves_of(view.index)
+        stored: dict[str, Any] = {**view.index.entries, **view.index.values}
         for node, check in tree.checks(asked.node):
             if any(leaf.name not in asked.left_out for leaf in tree.leaves(node)):
                 check(node, lambda name: done[name] if name in done else stored[name])
@@ -364,11 +364,6 @@ class _Loading:
             elif name in index.values:
                 found[name] = tree_json.as_asked(index.values[name], value)
         return found
-
-
-def _leaves_of(index: Index) -> dict[str, Any]:
-    """The arrays under each of their names, and the values."""
-    return {**index.entries, **index.values}
 
 
 def _filled(view: CheckpointView, overlaps: Overlaps, found: Mapping[str, Any]) -> dict[str, Any]:

@@ -378,7 +378,7 @@ def compare(view: CheckpointView, asked: LoadRequest, policy: Policy) -> LoadRep
             found.add(name)
     found.rows.sort(key=lambda row: natural(row.name))
     # Orbax stores None for an empty namedtuple, such as a state of optax without arrays.
-    nothing = {name for name in unused if _is_none(view, name)}
+    nothing = {name for name in unused if view.index.values.get(name, 0) is None}
     if nothing:
         nothing.intersection_update(tree.empty_containers(asked.node))
     skipped = sorted(set(unused) - nothing - asked.left_out.keys(), key=natural)
@@ -403,20 +403,12 @@ def compare(view: CheckpointView, asked: LoadRequest, policy: Policy) -> LoadRep
         tuple(found.loaded),
         tuple(sorted(found.kept, key=natural)),
         tuple(skipped),
-        tuple(sorted(found.mismatched, key=_natural_first)),
-        tuple(sorted(found.cast, key=_natural_first)),
+        tuple(sorted(found.mismatched, key=lambda row: natural(row[0]))),
+        tuple(sorted(found.cast, key=lambda row: natural(row[0]))),
         tuple((stored, name) for name, stored in sorted(view.renamed.items())),
         left_out=tuple(sorted(asked.left_out, key=natural)),
         new_objects=tuple(_new_objects(asked.node)),
     )
-
-
-def _natural_first(row: tuple[str, Any, Any]) -> Any:
-    return natural(row[0])
-
-
-def _is_none(view: CheckpointView, name: str) -> bool:
-    return name in view.index.values and view.index.values[name] is None
 
 
 def _abstract(value: Any, target: ArrayTarget | None) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -45,18 +45,13 @@ T = TypeVar("T")
 ReadArrays = Callable[[Reader, Sequence[Job]], dict[str, Any]]
 """Reads arrays of a checkpoint; see `read_arrays`."""
 
+_NAME = "unickpt-load"  # of threads
 _MOST_THREADS = 32  # of remote storage so many, because each request crosses a network
 # A task reads chunks in sequence; small chunks share a task, to reduce scheduling overhead. From a
 # disk also larger ones do, if enough tasks are left for each thread.
 TASK_BYTES, _MOST_TASK_BYTES = 1 << 20, 16 << 20
 TASK_CHUNKS = 256
 _TASKS_PER_THREAD = 4
-
-
-def threads_for(stored: Reader, name: str, *, background: bool = False) -> ThreadPoolExecutor:
-    """Threads that read chunks: many if each request crosses a network."""
-    count = _MOST_THREADS if stored.location.is_remote else _local_threads()
-    return Pool(count, name, background=background)
 
 
 @cache
@@ -83,12 +78,14 @@ def read_arrays(
     filled = filled or Filled(jobs)
     stored = _checking(stored, jobs) if options.verify and reader is None else stored
     done: dict[str, Any] = {}
-    own = reader or ChunkReader(stored)
+    whole, others = _whole_jobs(jobs)
+    sizes = [nbytes_of(job.entry.shape, job.entry.dtype) for job in whole]
+    is_small = len(whole) <= TASK_CHUNKS and sum(sizes) <= TASK_BYTES
+    # To start a thread for one piece of work takes as long as to read a megabyte.
+    own = reader or ChunkReader(stored, alone=not others and (is_small or len(whole) == 1))
     window = Window(options.working_bytes)
     work = _Reads(stored, Planner(stored, options.verify), own, window, filled, done)
     try:
-        whole, others = _whole_jobs(jobs)
-        sizes = [nbytes_of(job.entry.shape, job.entry.dtype) for job in whole]
         if reader is None:
             own.expect(sum(sizes) + sum(map(attrgetter("nbytes"), others)))
         sized = zip(whole, sizes, strict=True)
@@ -232,12 +229,20 @@ class Task:
 
 
 class ChunkReader:
-    """Threads that read chunks; small chunks share a task, also across arrays."""
+    """Threads that read chunks, many if each request crosses a network; small chunks share a task,
+    also across arrays.
+
+    Arguments:
+        stored: the checkpoint.
+        name, background: of the threads; see `Pool`.
+        alone: whether the calling thread reads, because there is one piece of work.
+    """
 
     def __init__(
-        self, stored: Reader, name: str = "unickpt-load", *, background: bool = False
+        self, stored: Reader, name: str = _NAME, *, background: bool = False, alone: bool = False
     ) -> None:
-        self._pool = threads_for(stored, name, background=background)
+        threads = _MOST_THREADS if stored.location.is_remote else _local_threads()
+        self._pool = Pool(0 if alone else threads, name, background=background)
         self._files = ExitStack()
         self._files.enter_context(files_kept_open())
         self._stored, self._scratch, self._task = stored, Scratch(), Task()

@@ -19,7 +19,7 @@ from unickpt.storage.btree import nodes
 from unickpt.storage.btree.nodes import DataReference, NodeColumn
 from unickpt.storage.errors import Damaged, Failed
 from unickpt.storage.kvstore import Future, KvStore
-from unickpt.storage.local_files import LocalKvStore, system_calls
+from unickpt.storage.local_files import RegularFiles, system_calls
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import DatabaseReader, ReadyResult
 
@@ -42,16 +42,13 @@ class LocalDatabaseReader(ocdbt.DatabaseReader):
     speed, as measured; and if a mapped file is truncated, the process is killed.
 
     Arguments:
-        store: the key-value store of the folder.
         tree: the database's B-tree.
+        files: of the folder.
     """
 
-    def __init__(self, store: LocalKvStore, tree: ocdbt.Tree) -> None:
-        super().__init__(store, tree)
-        self._files = store.files
-
-    def _bytes(self, reference: DataReference, may_be_sparse: bool = False) -> bytes:
-        return self._files.read(reference, may_be_sparse)
+    def __init__(self, tree: ocdbt.Tree, files: RegularFiles) -> None:
+        super().__init__(tree)
+        self._files = files
 
     def _check_file(self, path: str) -> None:
         self._files.check(path)
@@ -237,19 +234,26 @@ class Database:
 
     def reader(self) -> DatabaseReader:
         """Reads its values, which are untrusted."""
-        store = self.folder
-        if isinstance(store, LocalKvStore):
-            return LocalDatabaseReader(store, ocdbt.Tree(self._manifest, store.files.read))
-        return DatabaseReader(store, ocdbt.Tree(self._manifest, partial(ocdbt.fetch, store)))
+        if self._files is not None:
+            return LocalDatabaseReader(ocdbt.Tree(self._manifest, self._files.read), self._files)
+        tree = ocdbt.Tree(self._manifest, partial(ocdbt.fetch, self._store))
+        return DatabaseReader(tree, self._store)
 
     @cached_property
-    def folder(self) -> KvStore:
-        """The key-value store of its folder."""
+    def _files(self) -> RegularFiles | None:
+        return self.location.regular_files()
+
+    @cached_property
+    def _store(self) -> KvStore:
         return self.location.store(self.context)
 
-    def read_manifest(self) -> ts.KvStore.ReadResult:
-        """The manifest in the folder, and the storage's name for its version."""
-        return self.folder.read(ocdbt.MANIFEST).result()
+    def _read_manifest(self) -> tuple[bytes, bytes] | None:
+        """The manifest in the folder, and the storage's name for its version; None if it is
+        missing."""
+        if self._files is not None:
+            return self._files.read_manifest()
+        read = self._store.read(ocdbt.MANIFEST).result()
+        return (read.value, read.stamp.generation) if read.state == "value" else None
 
     def facts(self) -> nodes.Manifest:
         """The content of its manifest; reads nothing else.
@@ -268,12 +272,8 @@ class Database:
         Later reads are consistent even if another checkpoint replaces this one, and no chunk costs
         a second request that checks for a newer manifest.
         """
-        read = self.read_manifest()
-        if read.state != "value":
-            return None
-        found = replace(self, manifest=read.value, generation=read.stamp.generation)
-        vars(found)["folder"] = self.folder  # which is open
-        return found
+        read = self._read_manifest()
+        return None if read is None else replace(self, manifest=read[0], generation=read[1])
 
     @cached_property
     def _manifest_store(self) -> Mapping[str, Any] | None:
@@ -297,11 +297,11 @@ class Database:
         """
         if not self.generation:
             return ""
-        now = self.read_manifest()
-        if now.state != "value":
+        now = self._read_manifest()
+        if now is None:
             return "removed"
         # Not the bytes, which are the same after a copy was removed and made again.
-        return "replaced" if now.stamp.generation != self.generation else ""
+        return "replaced" if now[1] != self.generation else ""
 
     def draft(self, data: str) -> tuple[KvStore, KvStore]:
         """A new database that is not visible yet: its data is in the folder, its manifest in
@@ -323,8 +323,8 @@ class Database:
         """The pinned manifest, or else the one in the folder."""
         if self.manifest is not None:
             return self.manifest
-        read = self.read_manifest()
-        return read.value if read.state == "value" else None
+        read = self._read_manifest()
+        return None if read is None else read[0]
 
     def __str__(self) -> str:
         return str(self.location)

@@ -221,6 +221,20 @@ class RegularFiles(FolderBoundary):
                 offset += len(parts[-1])
         return b"".join(parts)
 
+    def read_manifest(self) -> tuple[bytes, bytes] | None:
+        """The manifest in the folder, and what tells this version of it from others; None if there
+        is none. Raises as `check_if_present`.
+        """
+        self.check_if_present(MANIFEST)
+        try:
+            handle = open_to_read(self.folder + MANIFEST)
+        except Damaged:
+            return None
+        with open(handle, "rb") as file, system_calls("read", self.folder + MANIFEST):
+            found = os.fstat(handle)
+            version = f"{found.st_dev} {found.st_ino} {found.st_mtime_ns}"
+            return file.read(MOST_MANIFEST_BYTES + 1), version.encode()
+
     def check_if_present(self, path: str) -> None:
         """Checks that TensorStore may read a file, which may be missing.
 

@@ -73,13 +73,11 @@ class Tree:
 
     Arguments:
         manifest: returns the database's manifest, or None if it has none.
-        fetch: returns the bytes that a reference refers to.
+        fetch: returns the bytes that a reference refers to; see `fetch`.
     """
 
-    def __init__(
-        self, manifest: Callable[[], bytes | None], fetch: Callable[[DataReference], bytes]
-    ) -> None:
-        self._manifest, self._fetch = manifest, fetch
+    def __init__(self, manifest: Callable[[], bytes | None], fetch: Callable[..., bytes]) -> None:
+        self._manifest, self.fetch = manifest, fetch
         self._nodes: dict[tuple[DataReference, bytes], nodes.BTreeNode] = {}
         self._top: set[str] = set()
         self._budget, self._stored = nodes.NodeBudget(), set[DataReference]()
@@ -204,7 +202,7 @@ class Tree:
         found = self._nodes.get((reference, prefix))
         if found is not None:
             return found
-        data = self._fetch(reference)
+        data = self.fetch(reference)
         if reference not in self._stored:
             self._stored.add(reference)
             self._budget.earn(len(data))
@@ -230,11 +228,11 @@ class DatabaseReader:
     TensorStore only reads bytes of files; the nodes that lead to them are checked here first.
 
     Arguments:
-        store: the key-value store of the database's folder.
-        tree: its B-tree.
+        tree: the database's B-tree.
+        store: the key-value store of its folder.
     """
 
-    def __init__(self, store: KvStore, tree: Tree) -> None:
+    def __init__(self, tree: Tree, store: KvStore | None = None) -> None:
         self._store, self.tree = store, tree
         self._checked, self._checked_files = set[str](), set[str]()
 
@@ -242,6 +240,7 @@ class DatabaseReader:
         """Starts to read a value."""
         found = self.tree.find(key)
         if isinstance(found, DataReference):
+            assert self._store is not None, "local files are read together"
             return self._store.read(found.path, byte_range=_range(found))
         return ReadyResult(found)
 
@@ -302,7 +301,7 @@ class DatabaseReader:
         found = self.tree.find(key)
         if length is not None and found is not None and length_of(found) != length:
             raise Damaged(f"{length_of(found)} bytes stored, {length} expected")
-        return self._bytes(found) if isinstance(found, DataReference) else found
+        return self.tree.fetch(found) if isinstance(found, DataReference) else found
 
     def read_range(
         self, key: str, offset: int, length: int, *, may_be_sparse: bool = False
@@ -325,7 +324,7 @@ class DatabaseReader:
         if not isinstance(found, DataReference):
             return found[offset : offset + length]
         reference = DataReference(found.path, found.offset + offset, length)
-        return self._bytes(reference, may_be_sparse)
+        return self.tree.fetch(reference, may_be_sparse)
 
     def length(self, key: str) -> int | None:
         """The length of a value in bytes according to the tree; None if it is missing."""
@@ -338,7 +337,7 @@ class DatabaseReader:
         if found is None or length_of(found) < length:
             return False
         if isinstance(found, DataReference):
-            self._bytes(DataReference(found.path, found.offset + length - 1, 1))
+            self.tree.fetch(DataReference(found.path, found.offset + length - 1, 1))
         return True
 
     def check(self, prefix: str) -> None:
@@ -352,9 +351,6 @@ class DatabaseReader:
                 self._check_file(path)
                 self._checked_files.add(path)
             self._checked.add(prefix)
-
-    def _bytes(self, reference: DataReference, may_be_sparse: bool = False) -> bytes:
-        return fetch(self._store, reference)
 
     def _check_file(self, path: str) -> None:
         """Does nothing: object storage contains only objects."""
@@ -378,8 +374,8 @@ class ReadyResult:
         return b"" if self._value is None else self._value
 
 
-def fetch(store: KvStore, reference: DataReference) -> bytes:
-    """The bytes that a reference refers to.
+def fetch(store: KvStore, reference: DataReference, may_be_sparse: bool = False) -> bytes:
+    """The bytes that a reference refers to; objects have no holes.
 
     Raises:
         Damaged: some are missing.
