@@ -152,7 +152,7 @@ class ChunkFinder:
                 if blob.length > _EDGE:
                     known.append((end - _EDGE, files.read(blob.file, end - _EDGE, _EDGE)))
                 return _in_zip(facts.dtype, chunk, Known(files, known))
-            header = read_header(Rest(files, blob.offset), blob.file, blob.offset)
+            header = read_header(files, blob.file, blob.offset)
             self._headers[blob.file, blob.offset] = header
         return _in_safetensors(name, facts, chunk, header)
 
@@ -230,26 +230,6 @@ class Known(Files):
             # Who looks for the end of a zip asks for more than the end has, except for comments.
             return bytes(length - len(data)) + data
         return self._files.read(file, offset, length)
-
-
-class Rest(Files):
-    """Files without their first bytes.
-
-    Arguments:
-        files: the whole ones.
-        begin: how many bytes are missing.
-    """
-
-    def __init__(self, files: Files, begin: int) -> None:
-        super().__init__(files.location, files.single is not None)
-        self._files, self._begin = files, begin
-
-    def size(self, file: str) -> int | None:
-        size = self._files.size(file)
-        return None if size is None else size - self._begin
-
-    def read(self, file: str, offset: int, length: int) -> bytes:
-        return self._files.read(file, self._begin + offset, length)
 
 
 class MemoryFile(Files):

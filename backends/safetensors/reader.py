@@ -197,21 +197,22 @@ def read_header(files: Files, file: str, begin: int = 0) -> SafetensorsHeader:
     """Reads and checks the header of a file.
 
     Arguments:
-        files: read it from its front.
+        files: of the checkpoint.
         file: its name.
-        begin: where it lies in the file that its tensors are read from.
+        begin: how many bytes of others the file has before those of safetensors.
 
     Raises:
         CheckpointCorrupt: it is damaged, or the file is shorter than it says.
         Failed: the storage failed.
     """
     where = f"{files.location}: {file}"
-    length = int.from_bytes(files.read(file, 0, 8), "little")
-    size = files.size(file)
+    length = int.from_bytes(files.read(file, begin, 8), "little")
+    whole = files.size(file)
+    size = None if whole is None else whole - begin
     if length > _MOST_HEADER or (size is not None and 8 + length > size):
         raise CheckpointCorrupt(f"{where} is no safetensors file: its header has {length} bytes")
     try:
-        found = json.loads(files.read(file, 8, length), object_pairs_hook=_once)
+        found = json.loads(files.read(file, begin + 8, length), object_pairs_hook=_once)
         metadata = found.pop("__metadata__", {})
         if not all(isinstance(x, str) for pair in metadata.items() for x in pair):
             raise ValueError("its metadata are not texts")

@@ -107,8 +107,7 @@ class _Drafted:
             sizes = {name: math.prod(fact.shape) for name, fact in self._open[not is_left].items()}
             least = min(sizes.values(), default=0)
             for name, fact in list(self._open[is_left].items()):
-                is_large = math.prod(fact.shape) > least and len(fact.shape) > 1
-                if is_large or (fact.shape and math.prod(fact.shape) > least):
+                if fact.shape and math.prod(fact.shape) > least:
                     self._parts(is_left, name)
 
     def _sums(self, is_left: bool) -> dict[str, int]:
