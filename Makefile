@@ -49,8 +49,12 @@ modules:
 dist: .venv/installed
 	$(BIN)/python tests/dist.py dist
 
-test: lint
-	$(BIN)/python -m pytest $(SPREAD) -m 'not slow and not trainers and not environment'
+# While lint keeps one core busy, another compiles the tests, which else each process does by itself.
+TESTED := -m 'not slow and not trainers and not environment'
+test: .venv/installed
+	$(BIN)/python -m pytest $(TESTED) --collect-only -qqq -p no:cacheprovider >/dev/null 2>&1 & \
+		$(MAKE) --no-print-directory lint && { wait; true; }
+	$(BIN)/python -m pytest $(SPREAD) $(TESTED)
 
 # Which tests have become slower than tests/durations.json says, by what the last runs took.
 durations:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.processes import Processes
 from support.quantized import codes_of
 from typer.testing import CliRunner
 
@@ -251,12 +250,11 @@ def test_a_destination_that_is_taken(folder: Path) -> None:
     assert "same" in run("diff", "jax", "torch", "--rules", "my.rules", *SIZE)
 
 
-def test_under_torchrun(folder: Path) -> None:
+def test_under_torchrun(folder: Path, processes: Processes) -> None:
     (folder / "my.rules").write_text(RULES.replace("[v e]\n", "[v e]  v=13\n"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-               "-m", "unickpt.cli", "convert", "jax", "torch", "--rules", "my.rules"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("converted 7 arrays") == 1
+    source = "from unickpt.cli.main import main; main()"
+    arguments = ("convert", "jax", "torch", "--rules", "my.rules")
+    said = processes.finish(processes.torch(2, source, *arguments))
+    assert "".join(said).count("converted 7 arrays") == 1
     assert unickpt.open("torch").index.processes == 2
     assert "same" in run("diff", "jax", "torch", "--rules", "my.rules")
