@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -187,3 +188,19 @@ def test_small_chunks_are_read_together_however_they_are_stored(
     unickpt.save(tmp_path / "c", state, options=SaveOptions(fsync=False, **option))
     found = unickpt.load(tmp_path / "c", options=LoadOptions(verify=False))
     assert all(np.allclose(found[name], array, rtol=0.01) for name, array in state.items())
+
+
+@pytest.mark.parametrize("count", [1, 64])
+def test_one_small_piece_of_work_starts_no_thread(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    like = {str(n): np.zeros(100_000, np.int64) for n in range(count)}
+    unickpt.save(tmp_path / "c", {name: zeros + 7 for name, zeros in like.items()})
+    started: list[str] = []
+    start = threading.Thread.start
+    monkeypatch.setattr(
+        threading.Thread, "start", lambda thread: (started.append(thread.name), start(thread))[1]
+    )
+    unickpt.load(tmp_path / "c", like)
+    assert all((array == 7).all() for array in like.values())
+    assert bool(started) == (count > 1), started

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 from unickpt.storage.errors import Failed, LockHeld
 from unickpt.storage.local_files import check_regular, close_quietly, closing, system_calls
-from unickpt.storage.ocdbt import MANIFEST
 
 LOCK_SUFFIX = ".__lock"
 _TIMES_PARENTS_MAY_VANISH = 100
@@ -204,21 +203,6 @@ _EXCLUSIVE_S = 60.0  # how long to wait for a lock file
 _LOCK_PAUSE_S = 0.02
 # Errors of `flock` on file systems without locks: some NFS mounts and FUSE file systems.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
-
-
-@contextmanager
-def manifest_locked(path: str, timeout_s: float) -> Iterator[None]:
-    """Lets one process at a time compare a folder's manifest with what it expects and replace it.
-
-    TensorStore's own lock file keeps the partial data of a killed process, and appends the next
-    process's data to it.
-    """
-    with locked(path, MANIFEST, timeout_s):
-        with system_calls():
-            for other in os.listdir(path):
-                if other.startswith(f"{MANIFEST}_") and other.endswith(LOCK_SUFFIX):
-                    os.unlink(os.path.join(path, other))  # partial data of a killed process
-        yield
 
 
 @contextmanager

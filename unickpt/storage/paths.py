@@ -7,7 +7,7 @@ import os
 import stat
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -195,24 +195,22 @@ class LocalLocation(Location):
             return f"{text}. Remove what is not needed, or write to another disk"
         return ""
 
-    def manifest_locked(self, timeout_s: float) -> AbstractContextManager[None]:
-        return local_folders.manifest_locked(self.path, timeout_s)
+    @contextmanager
+    def manifest_locked(self, timeout_s: float) -> Iterator[None]:
+        # TensorStore's own lock file keeps the partial data of a killed process, and appends the
+        # next process's data to it.
+        with local_folders.locked(self.path, MANIFEST, timeout_s):
+            with system_calls():
+                for other in os.listdir(self.path):
+                    if other.startswith(f"{MANIFEST}_") and other.endswith(LOCK_SUFFIX):
+                        os.unlink(self.path + other)
+            yield
 
     def file_lock(self, name: str) -> FileLock:
         return FileLock(self.path, name)
 
     def __str__(self) -> str:
         return self.path.rstrip("/")
-
-
-def at_path(path: str) -> LocalLocation:
-    """The location of a local path, as users give it.
-
-    Raises:
-        InvalidPath: it cannot be that of a folder.
-    """
-    spec = spec_of(path)
-    return LocalLocation(Path(spec["path"]).as_uri().rstrip("/") + "/", spec)
 
 
 def spec_of(path: str) -> dict[str, Any]:
@@ -314,7 +312,9 @@ def resolve(path: PathLike | Location, *, whole: bool = False, or_file: bool = F
     name, separator, _ = text.partition("://")
     if not separator:
         _check_slashes(text)
-        return _checked(at_path(text), text, or_file)
+        spec = spec_of(text)
+        local = LocalLocation(Path(spec["path"]).as_uri().rstrip("/") + "/", spec)
+        return _checked(local, text, or_file)
     scheme = schemes.find(name)
     if scheme is None:
         raise InvalidPath(f"{text!r}: unknown scheme {name!r}; known are {_known()}{_meant(name)}")

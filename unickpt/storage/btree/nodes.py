@@ -292,8 +292,12 @@ class _Body:
     def few(self, count: int) -> list[int]:
         """The next numbers, with seven bits per byte; all bytes of one except its last are above
         127."""
-        found: list[int] = []
         data, at, value, shift = self._data, self._at, 0, 0
+        plain = data[at : at + count]
+        if len(plain) == count and plain.isascii():  # as most
+            self._at += count
+            return [*plain]
+        found: list[int] = []
         while len(found) < count:
             if at == len(data):
                 self._need(at + 1)
