@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 4
 SPREAD := -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-fast test-trainers test-trainers-all test-oldest test-python test-gpu lint \
+.PHONY: demo test core test-fast test-trainers test-trainers-all test-oldest test-python test-gpu lint \
 	docs doors durations modules dist soak bench clean
 
 .venv/installed: pyproject.toml
@@ -55,6 +55,10 @@ test: .venv/installed
 	$(BIN)/python -m pytest $(TESTED) --collect-only -qqq -p no:cacheprovider >/dev/null 2>&1 & \
 		$(MAKE) --no-print-directory lint && { wait; true; }
 	$(BIN)/python -m pytest $(SPREAD) $(TESTED)
+
+# The core alone, installed without plug-ins, trainers and formats of others: 5 minutes.
+core: .venv/installed
+	$(BIN)/python tests/core.py
 
 # Which tests have become slower than tests/durations.json says, by what the last runs took.
 durations:

@@ -81,7 +81,7 @@ class Door:
 @cache
 def ours(group: Group) -> Mapping[str, Door]:
     """Those of unickpt, by name, in the order of pyproject.toml."""
-    return {name: Door(group, name, target) for name, target in DOORS[group].items()}
+    return {name: Door(group, name, target) for name, target in DOORS.get(group, {}).items()}
 
 
 def others(group: Group) -> Mapping[str, Door]:

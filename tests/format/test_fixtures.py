@@ -45,7 +45,16 @@ def same(found: Any, expected: Any) -> None:
             assert (type(theirs[at]), repr(theirs[at])) == (type(value), repr(value)), at
 
 
-@pytest.mark.parametrize("name", names())
+QUANTISED = {"quantised", "patched", "chained/step_0", "chained/step_2", "chained/step_3"}
+"""The fixtures with arrays that a plug-in reads."""
+
+
+def marked(name: str, *others: Any) -> Any:
+    """Arguments of a test, with the mark of what they need."""
+    return pytest.param(name, *others, marks=[pytest.mark.plugins] * (name in QUANTISED))
+
+
+@pytest.mark.parametrize("name", list(map(marked, names())))
 def test_each_fixture_is_intact(name: str) -> None:
     report = unickpt.verify(unpacked() / name)
     assert report.ok, report.damage
@@ -76,13 +85,13 @@ def test_fixtures_hold_every_kind_of_part() -> None:
         ("one_process", []),
         ("two_processes", []),
         ("compressed", ["patches"]),
-        ("quantised", ["quantized"]),
+        marked("quantised", ["quantized"]),
         ("sections", ["sections"]),
         ("linked", []),
         ("borrowed/step_0", []),
         ("borrowed/step_1", ["references"]),
-        ("patched", ["patches", "quantized"]),
-        ("chained/step_3", ["patches", "quantized", "references"]),
+        marked("patched", ["patches", "quantized"]),
+        marked("chained/step_3", ["patches", "quantized", "references"]),
         ("retired/step_5", ["references"]),
     ],
 )
@@ -112,6 +121,7 @@ def test_the_timing_of_a_save_stays_readable() -> None:
     assert 0 < found.done.max() <= found.collected + 1e-3
 
 
+@pytest.mark.plugins
 def test_quantised_arrays_stay_readable() -> None:
     path = unpacked() / "quantised"
     same(unickpt.load(path), states().floats())
@@ -159,7 +169,7 @@ def test_values_in_sections_stay_readable() -> None:
         assert sorted(buffer) == [0, 1, 2, 200, 201, 202]
 
 
-@pytest.mark.parametrize("name", ["patched", "chained/step_3"])
+@pytest.mark.parametrize("name", list(map(marked, ["patched", "chained/step_3"])))
 def test_chains_of_patches_stay_readable(name: str) -> None:
     same(unickpt.load(unpacked() / name), states().steps_of_patches(3))
     index = unickpt.open(unpacked() / name).index

@@ -64,6 +64,7 @@ def test_round_trip(index: Index) -> None:
     assert list(again.arrays) == list(index.arrays)
 
 
+@pytest.mark.plugins
 def test_arrays_that_differ_in_one_thing_only_are_not_mixed_up() -> None:
     mesh = Mesh(("x",), (2,), (0, 1))
     rows, columns = Layout(mesh, (("x",), ())), Layout(mesh, ((), ("x",)))

@@ -143,6 +143,7 @@ def test_the_record_of_a_conversion_goes_with_its_arrays(tmp_path: Path) -> None
         unickpt.load(tmp_path / "b", rules=again, under="m")
 
 
+@pytest.mark.plugins
 def test_conversions_exports_and_comparisons_of_a_part(step: str, tmp_path: Path) -> None:
     rules = unickpt.Rules.parse("a/list/{y...} <-> drop\na/w <-> w\nb.c <-> c")
     unickpt.convert(step, tmp_path / "m.safetensors", to="safetensors", under="model", rules=rules)
@@ -155,6 +156,7 @@ def test_conversions_exports_and_comparisons_of_a_part(step: str, tmp_path: Path
         unickpt.diff(step, tmp_path / "part", under="optim")
 
 
+@pytest.mark.plugins
 def test_the_command_line(step: str, tmp_path: Path) -> None:
     run("export", step, str(tmp_path / "e.npz"), "--to", "npz", "--under", "ema")
     assert set(np.load(tmp_path / "e.npz")) == {"w", "again"}

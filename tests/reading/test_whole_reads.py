@@ -180,7 +180,14 @@ def test_any_rows_of_a_table_in_blocks_are_those_of_the_table() -> None:
         damaged.rows(np.array([20], np.int64))
 
 
-@pytest.mark.parametrize("option", [{"compression": "zstd"}, {"quantize": {"**": "uint8"}}, {}])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"compression": "zstd"},
+        pytest.param({"quantize": {"**": "uint8"}}, marks=pytest.mark.plugins),
+        {},
+    ],
+)
 def test_small_chunks_are_read_together_however_they_are_stored(
     option: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -57,6 +57,8 @@ from unickpt.saving.writer import ChunkWriter
 from unickpt.storage import paths
 from unickpt.types import PendingSave
 
+pytestmark = pytest.mark.plugins  # some of its runs quantise
+
 _FEW, _MANY = 12, 20_000
 """How many runs `make test` and `make soak` try."""
 JOBS = st.builds(

@@ -42,8 +42,8 @@ def test_nothing_is_shown_by_its_address(run: Checkpointer) -> None:
 
 def test_options_show_what_differs_from_their_defaults() -> None:
     assert repr(SaveOptions()) == "SaveOptions()"
-    assert repr(SaveOptions(fsync=False, quantize={"*": "int4"})) == (
-        "SaveOptions(fsync=False, quantize={'*': 'int4'})"
+    assert repr(SaveOptions(fsync=False, compression="zstd")) == (
+        "SaveOptions(fsync=False, compression='zstd')"
     )
     assert repr(Retention(keep_last=2)) == "Retention(keep_last=2)"
     assert repr(Experts({"e/{x}": 1})) == "Experts(each_save={'e/{x}': 1})"

@@ -59,7 +59,10 @@ def refuse(*_: Any, **__: Any) -> None:
         lambda path: unickpt.save(path, {"w": 1}, overwrite=True, options=FAST),
         lambda path: unickpt.copy(path.with_name("other"), path, overwrite=True),
         lambda path: unickpt.convert(path.with_name("other"), path, overwrite=True),
-        lambda path: unickpt.convert(path.with_name("other"), path, to="dcp", overwrite=True),
+        pytest.param(
+            lambda path: unickpt.convert(path.with_name("other"), path, to="dcp", overwrite=True),
+            marks=pytest.mark.plugins,
+        ),
         lambda path: unickpt.convert(path, path.with_name("new")),
         lambda path: unickpt.copy(path, path.with_name("new")),
     ],
@@ -139,6 +142,7 @@ def borrowing(folder: Path) -> None:
     with_feature(folder / "step_1")
 
 
+@pytest.mark.plugins
 def test_what_it_refers_to_is_neither_replaced_nor_removed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     borrowing(folder)

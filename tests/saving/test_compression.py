@@ -225,6 +225,7 @@ def test_in_the_background_with_little_memory(tmp_path: Path) -> None:
         is_whole(path, tree)
 
 
+@pytest.mark.plugins
 def test_quantised_arrays_are_left_alone(tmp_path: Path) -> None:
     tree = {"w": weights(200, 700), "q": weights(200, 700).astype(np.float32)}
     save(tmp_path / "c", tree, quantize={"q": "uint8"})

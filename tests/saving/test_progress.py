@@ -158,6 +158,7 @@ def test_processes_that_load_together_tell_too(tmp_path: Path) -> None:
         check(of, least=10)  # also within each of the three arrays
 
 
+@pytest.mark.plugins
 def test_the_tools_take_the_same(tmp_path: Path) -> None:
     unickpt.save(tmp_path / "a", STATE, options=SaveOptions(**SMALL))
     to = SaveOptions(**SMALL)

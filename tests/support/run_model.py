@@ -17,7 +17,7 @@ import numpy as np
 
 import unickpt
 from support.quantized import codes_of
-from unickpt import Checkpointer, Experts, Restores, Retention, SaveOptions, UnickptError
+from unickpt import Checkpointer, Experts, Retention, SaveOptions, UnickptError
 from unickpt.runs import orphans
 from unickpt.storage import paths
 from unickpt.types import PendingSave
@@ -155,7 +155,7 @@ class JobOptions:
     after: int | None = None
 
     def save_options(self, **others: Any) -> SaveOptions:
-        codes: Any = Restores(1) if self.quantize == "restores" else self.quantize
+        codes: Any = unickpt.Restores(1) if self.quantize == "restores" else self.quantize
         made: dict[str, Any] = {
             "fsync": False,
             "timeout_s": 30,

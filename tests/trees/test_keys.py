@@ -110,6 +110,7 @@ def test_metrics_that_are_stored_as_one_are_an_error_that_names_both(tmp_path: P
         run.save(1, {}, metrics=metrics)
 
 
+@pytest.mark.plugins
 def test_texts_of_an_enumeration_are_options_and_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -386,7 +386,7 @@ def _unknown(stored: Mapping[str, msgspec.Raw], where: str, what: str) -> Unsupp
     by = f" {quoted(library)} wrote it;" if isinstance(library, str) else ""
     return UnsupportedFormat(
         f"{where}: {what}, so it is neither read nor replaced nor removed.{by} use that version, "
-        "or a newer one (pip install --upgrade unickpt)"
+        "or a newer one (pip install --upgrade unickpt), or install the plug-in that it used"
     )
 
 
