@@ -25,7 +25,7 @@ from unickpt.foreign.registry import unregister as unregister_format
 from unickpt.foreign.writers import register as register_writer
 from unickpt.foreign.writers import unregister as unregister_writer
 from unickpt.format.chunk_grid import Part
-from unickpt.format.codecs import Codec, Extra, NotDecodable, Stored
+from unickpt.format.codecs import Codec, Extra, NotDecodable, StoredChunk
 from unickpt.format.codecs import register as register_codec
 from unickpt.format.codecs import unregister as unregister_codec
 from unickpt.format.index import ArrayEntry, Index
@@ -59,7 +59,7 @@ __all__ = [
     "RunFeature",
     "SaveFeature",
     "Scheme",
-    "Stored",
+    "StoredChunk",
     "TensorSource",
     "Writer",
     "dtype_from_name",

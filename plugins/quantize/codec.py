@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unickpt.errors import UnsupportedLeaf
-from unickpt.extend import Array, ArrayEntry, NotDecodable, RunFeature, SaveFeature, Stored, quoted
+from unickpt.extend import (
+    Array,
+    ArrayEntry,
+    NotDecodable,
+    RunFeature,
+    SaveFeature,
+    StoredChunk,
+    quoted,
+)
 from unickpt.plugins.quantize import choice, codes, values
 from unickpt.plugins.quantize.blocks import stored_bytes
 from unickpt.plugins.quantize.choice import QuantizePatterns
@@ -55,7 +63,7 @@ class Quantize(SaveFeature):
         chosen = choice.codes_for(self.patterns, entry)
         return None if chosen is None else {"codes": chosen}
 
-    def encode(self, entry: ArrayEntry, chunk: Array) -> Stored:
+    def encode(self, entry: ArrayEntry, chunk: Array) -> StoredChunk:
         """Quantises a chunk."""
         chosen = entry.settings["codes"]
         try:
@@ -66,7 +74,7 @@ class Quantize(SaveFeature):
                 f"(SaveOptions.quantize): {error}. Leave it out, with None for its name before the "
                 "pattern that matches it"
             ) from None
-        return Stored(coded.data, {"errors": [coded.absolute, coded.relative]})
+        return StoredChunk(coded.data, {"errors": [coded.absolute, coded.relative]})
 
     def decode(self, entry: ArrayEntry, data: Array, out: Array) -> None:
         """Decodes a chunk."""

@@ -22,7 +22,7 @@ class NotDecodable(ValueError):
     """Why stored bytes cannot be decoded."""
 
 
-class Stored(NamedTuple):
+class StoredChunk(NamedTuple):
     """A chunk as a codec stores it.
 
     Arguments:
@@ -53,7 +53,7 @@ class Codec(Protocol):
             ValueError: it cannot be stored as requested; says why and what to do.
         """
 
-    def encode(self, entry: ArrayEntry, chunk: Array) -> Stored:
+    def encode(self, entry: ArrayEntry, chunk: Array) -> StoredChunk:
         """The bytes that are stored of a chunk.
 
         Arguments:

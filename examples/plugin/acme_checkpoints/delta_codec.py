@@ -36,7 +36,7 @@ class DeltaCodec(extend.SaveFeature):
         if (np.cumsum(delta) != chunk).any():
             raise UnsupportedLeaf(f"array {entry.name!r}: its differences overflow")
         data = zlib.compress(delta.tobytes(), entry.settings["level"])
-        return extend.Stored(np.frombuffer(data, np.uint8), {"chunks": 1})
+        return extend.StoredChunk(np.frombuffer(data, np.uint8), {"chunks": 1})
 
     def decode(self, entry, data, out):
         try:

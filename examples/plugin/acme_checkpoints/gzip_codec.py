@@ -23,7 +23,7 @@ class GzipCodec(extend.SaveFeature):
 
     def encode(self, entry, chunk):
         data = gzip.compress(np.ascontiguousarray(chunk), self.level, mtime=0)
-        return extend.Stored(np.frombuffer(data, np.uint8))
+        return extend.StoredChunk(np.frombuffer(data, np.uint8))
 
     def decode(self, entry, data, out):
         raise NotImplementedError("TensorStore decodes gzip")
