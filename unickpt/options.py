@@ -16,7 +16,7 @@ from unickpt.features import SaveFeature
 from unickpt.frameworks.host_memory import CommonOptions, MemoryBudget, check_number
 from unickpt.frameworks.process_group import Group
 from unickpt.progress import Progress
-from unickpt.quoting import counted, given, size_text
+from unickpt.quoting import counted, given, quoted, size_text
 from unickpt.storage import paths
 from unickpt.trees import name_ranges
 
@@ -229,6 +229,11 @@ class SaveOptions(CommonOptions):
         if self.compression is not None and self.compression not in COMPRESSORS:
             raise ValueError(
                 f"compression {self.compression!r} is not one of None, {', '.join(COMPRESSORS)}"
+            )
+        if not all(isinstance(each, SaveFeature) for each in self.features):
+            raise TypeError(
+                f"features={quoted(self.features)} must be a list of objects whose classes derive "
+                "from unickpt.extend.SaveFeature"
             )
         names = [feature.name for feature in self.all_features]
         for name in names:

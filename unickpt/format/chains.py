@@ -22,10 +22,10 @@ import numpy as np
 
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import CheckpointCorrupt
-from unickpt.format import codec, links, patches
+from unickpt.format import codec, codecs, links, patches
 from unickpt.format.chunk_grid import Part, chunk_key
 from unickpt.format.chunk_store import ChunkStore
-from unickpt.format.codecs import NotDecodable, codec_of
+from unickpt.format.codecs import NotDecodable
 from unickpt.format.index import ArrayEntry
 from unickpt.format.links import FULL_LINK
 from unickpt.format.patches import BadPatch, State
@@ -159,9 +159,7 @@ class Chains:
         try:
             data = self._rebuilt(entry, part, number, chain, out)
             if data is not out:
-                decoder = codec_of(entry)
-                assert decoder is not None, "others are in `out`"
-                decoder.decode(entry, data, out)
+                codecs.decode(entry, data, out)
         except (Failed, NotDecodable, BadPatch) as error:
             raise self._naming(error, entry, part, number) from error
         return None if expected is None else codec.digest(data)

@@ -19,6 +19,7 @@ from unickpt.errors import (
     UnsupportedFormat,
     naming_memory,
 )
+from unickpt.format import codecs
 from unickpt.format.chunk_grid import Part, chunk_key
 from unickpt.format.codec import as_stored, bytes_of, digest, zarr_metadata
 from unickpt.format.codecs import NotDecodable, codec_of
@@ -187,9 +188,9 @@ class ChunkStore:
         Raises:
             Failed, NotDecodable: it is missing or cannot be decoded.
         """
-        if (decoder := codec_of(entry)) is not None:
+        if entry.codec is not None:
             data = self.stored_bytes(entry, part, number, requested)
-            decoder.decode(entry, data, out)
+            codecs.decode(entry, data, out)
             return digest(data) if hashed else None
         if not (self._is_as_stored(entry, part, out) and self._read_value(part, number, out)):
             local = part.chunk_box(number).relative_to(part.box.start)

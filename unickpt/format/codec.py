@@ -15,7 +15,7 @@ import xxhash
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.dtypes import Array
-from unickpt.format import chunk_grid
+from unickpt.format import chunk_grid, codecs
 from unickpt.format.chunk_grid import Part, join_key
 from unickpt.format.codec_json import as_codecs, encoding_of
 from unickpt.format.codecs import codec_of
@@ -157,7 +157,7 @@ def encode(entry: ArrayEntry, part: Part, chunk: Array) -> Encoded:
     """
     if entry.encoding:
         if (codec := codec_of(entry)) is not None:
-            stored = codec.encode(entry, chunk)
+            stored = codecs.encode(codec, entry, chunk)
             return Encoded((stored.data.data,), None, stored.note)
         return Encoded((compressed(entry, part, chunk),), digest(chunk))
     value = raw(part, chunk)
@@ -177,7 +177,7 @@ def digest_as_stored(entry: ArrayEntry, chunk: Array) -> int:
         UnsupportedLeaf: its codec cannot store it.
     """
     codec = codec_of(entry)
-    return digest(chunk if codec is None else codec.encode(entry, chunk).data)
+    return digest(chunk if codec is None else codecs.encode(codec, entry, chunk).data)
 
 
 def nbytes_as_stored(entry: ArrayEntry, shape: Sequence[int]) -> int:

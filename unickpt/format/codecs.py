@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
+import numpy as np
+
 from unickpt import doors
 from unickpt.arrays.dtypes import Array
-from unickpt.errors import UnsupportedFormat
+from unickpt.errors import PluginError, UnickptError, UnsupportedFormat, UnsupportedLeaf
 from unickpt.format import codec_json
-from unickpt.format.index import CODEC_PREFIX, ArrayEntry
+from unickpt.format.index import CODEC_PREFIX, FEATURES, ArrayEntry
 from unickpt.quoting import quoted
 
 
@@ -27,7 +29,8 @@ class StoredChunk(NamedTuple):
 
     Arguments:
         data: its bytes.
-        note: what the index says about the array (`Extra`), of this chunk; None for nothing.
+        note: what the index says about the array (`Extra`), of this chunk; None for nothing, and
+            ignored if the codec is Zarr's.
     """
 
     data: Array
@@ -37,7 +40,9 @@ class StoredChunk(NamedTuple):
 class Codec(Protocol):
     """How chunks of arrays are stored; as an item of `SaveOptions.features` also of which arrays.
 
-    Several threads call it at once. A codec that is not Zarr's fulfils `Extra`, too.
+    Several threads call it at once. A codec that is not Zarr's fulfils `Extra`, too. Of such a one,
+    all methods but `configure` are called on what its entry point leads to, so that the settings
+    hold all they need.
     """
 
     name: str
@@ -132,11 +137,14 @@ def find(name: str) -> CodecWithExtra | None:
     """The codec of a name; None if there is none.
 
     Raises:
-        PluginError: it is another package's, and cannot be imported.
+        PluginError: it is another package's, and cannot be imported, or has another name.
     """
     codec = _registered.get(name) or _imported.get(name)
     if codec is None and (door := doors.find("codecs", name)) is not None:
-        codec = _imported[name] = cast(CodecWithExtra, door.open())
+        codec = cast(CodecWithExtra, door.open())
+        if codec.name != name:  # the index would name one, and its entries the other
+            raise PluginError(f"{door} calls itself {quoted(codec.name)}. Mend the package")
+        _imported[name] = codec
     return codec
 
 
@@ -159,6 +167,8 @@ def configure(entry: ArrayEntry, features: Iterable[object]) -> Codec | None:
         if (zarr := codec.zarr_codec(settings)) is not None:
             entry.encoding = codec_json.from_json(dict(zarr))
             return codec
+        if codec.name in FEATURES:
+            raise ValueError(f"no codec can be called {quoted(codec.name)}: rename it")
         if find(codec.name) is None:
             raise ValueError(
                 f"the codec {quoted(codec.name)} is registered nowhere, so that nothing could read "
@@ -169,6 +179,50 @@ def configure(entry: ArrayEntry, features: Iterable[object]) -> Codec | None:
         entry.extra = {codec.name: merge(codec.name, [])}
         return None
     return None
+
+
+def encode(codec: Codec, entry: ArrayEntry, chunk: Array) -> StoredChunk:
+    """The chunk as a codec stores it.
+
+    Raises:
+        UnsupportedLeaf: the codec failed, or made what it could not decode; names the array.
+    """
+    where = f"array {entry.name!r} ({entry.dtype_and_shape}): the codec {quoted(codec.name)}"
+    try:
+        stored = codec.encode(entry, chunk)
+        nbytes = codec.stored_bytes(entry, chunk.shape)
+    except (UnickptError, MemoryError):
+        raise
+    except Exception as error:
+        raise UnsupportedLeaf(
+            f"{where} failed: {type(error).__name__}: {error}. Leave the array to another codec, "
+            "or mend this one"
+        ) from error
+    data = stored.data
+    if data.dtype != np.uint8 or data.ndim != 1 or nbytes not in (None, data.nbytes):
+        expected = "bytes" if nbytes is None else f"{nbytes} bytes"
+        raise UnsupportedLeaf(
+            f"{where} returned {data.dtype}{list(data.shape)} for a chunk of {list(chunk.shape)}, "
+            f"not {expected}. Leave the array to another codec, or mend this one"
+        )
+    return stored
+
+
+def decode(entry: ArrayEntry, data: Array, out: Array) -> None:
+    """Decodes a chunk of an array whose codec is none of Zarr's; arguments as of `Codec.decode`.
+
+    Raises:
+        NotDecodable: the codec refused the bytes, or failed.
+    """
+    codec = codec_of(entry)
+    assert codec is not None, "TensorStore decodes the others"
+    try:
+        codec.decode(entry, data, out)
+    except (NotDecodable, UnickptError, MemoryError):
+        raise
+    except Exception as error:
+        what = f"the codec {quoted(codec.name)} failed: {type(error).__name__}: {error}"
+        raise NotDecodable(what) from error
 
 
 def merge(name: str, notes: Sequence[Any]) -> Any:

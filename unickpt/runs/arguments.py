@@ -241,7 +241,7 @@ def step_metadata(
         )
     numbers = _numbers(metrics or {})
     shown = {n: v if math.isfinite(v) else str(v) for n, v in numbers.items()}  # JSON lacks nan
-    own = {"step": step, "metrics": shown, **features}
+    own = {**features, "step": step, "metrics": shown}
     return {**(metadata or {}), RESERVED: own if after is None else {**own, "after": after}}
 
 

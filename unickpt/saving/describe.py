@@ -159,6 +159,7 @@ class _Leaves:
             encoder = codecs.configure(entry, self._features)
             if encoder is not None:
                 self.encoders[name] = encoder
+        _check_chunk(entry)
         self.entries[name], self.sources[name] = entry, source
 
 
@@ -244,6 +245,18 @@ def _source(value: Any, group: Group, among: Sequence[Adapter]) -> ArraySource:
     return adapter.source(value, group)
 
 
+def _check_chunk(entry: ArrayEntry) -> None:
+    """Checks that readers accept a chunk of which only the index says how large it is."""
+    nbytes, most = math.prod(entry.chunk) * entry.itemsize, chunk_store.COMPRESSED_MOST
+    if not entry.encoding or nbytes <= most:
+        return
+    if entry.codec is None or not codec.is_of_fixed_size(entry):
+        raise ValueError(
+            f"its chunks would have {nbytes} bytes, but compressed ones hold at most {most}; lower "
+            "SaveOptions.chunk_bytes, or do not compress"
+        )
+
+
 def _entry(name: str, source: ArraySource, options: SaveOptions, single: int | None) -> ArrayEntry:
     """The entry of an array; along the dimension `single`, each chunk has one element."""
     dtype = dtypes.name_of(source.dtype)
@@ -267,11 +280,6 @@ def _entry(name: str, source: ArraySource, options: SaveOptions, single: int | N
             encoding = codec.chosen_encoding(dtype)
     elif options.compression is not None:
         encoding = codec.encoding_for(options.compression)
-        if nbytes > chunk_store.COMPRESSED_MOST:
-            raise ValueError(
-                f"its chunks would have {nbytes} bytes, but compressed ones hold at most "
-                f"{chunk_store.COMPRESSED_MOST}; lower SaveOptions.chunk_bytes, or do not compress"
-            )
     boxes = source.boxes if source.boxes is not None else () if source.layout is None else None
     return ArrayEntry(
         name, source.shape, dtype, chunk, source.layout, cut, boxes, source.prng, encoding=encoding

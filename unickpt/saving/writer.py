@@ -257,7 +257,7 @@ class ChunkWriter:
         if item.borrowed and item.entry.codec is not None:  # as the base has it
             return codec.Encoded((memoryview(chunk),))
         if (encoder := self._encoders.get(item.entry.name)) is not None:
-            stored = encoder.encode(item.entry, codec.filled_up(item.part, chunk))
+            stored = codecs.encode(encoder, item.entry, codec.filled_up(item.part, chunk))
             return codec.Encoded((stored.data.data,), codec.digest(chunk))
         if self._encodes is not None and codec.is_chosen(item.entry):
             return self._encodes(item, chunk)
