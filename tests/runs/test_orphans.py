@@ -165,6 +165,7 @@ def test_a_person_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_not_while_a_job_has_the_lease(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orphans, "RECENT_S", 0.0)
+    monkeypatch.setattr(lease, "_RENEW_S", 0.1)  # who asks waits that long to see it
     before = {key for key in keys(root) if key.startswith("step_")}
     stale = orphans.find(root).orphans
     with Checkpointer(root) as job:

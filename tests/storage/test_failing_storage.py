@@ -198,6 +198,7 @@ def test_a_full_disk_fails_the_save_and_keeps_the_old(small_disk: Path) -> None:
     assert sound(path, 3)
 
 
+@pytest.mark.plugins
 def test_a_full_disk_is_an_error_that_says_how_much_is_needed_and_free(
     small_disk: Path, tmp_path: Path
 ) -> None:

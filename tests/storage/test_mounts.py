@@ -73,6 +73,7 @@ except unickpt.SaveConflict as error:
 TESTS = str(Path(__file__).parents[1])
 
 
+@pytest.mark.plugins
 def test_what_a_save_promises_holds_in_a_file_system(
     kind: str, mount: Path, processes: Processes
 ) -> None:

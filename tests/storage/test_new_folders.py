@@ -52,6 +52,7 @@ def flushed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return found
 
 
+@pytest.mark.plugins
 @pytest.mark.parametrize("way", WAYS)
 def test_the_folder_above_each_new_folder_is_flushed(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -122,6 +122,7 @@ def test_names_of_folders_are_taken_as_they_are(name: str, tmp_path: Path) -> No
     assert unickpt.load(tmp_path / f"{name}-run" / "step_1") == {"w": 3}
 
 
+@pytest.mark.plugins
 @pytest.mark.parametrize("name", ["x" * 255, "日" * 85])
 def test_the_longest_names_hold_checkpoints(name: str, tmp_path: Path) -> None:
     unickpt.save(tmp_path / name, {"w": 1})

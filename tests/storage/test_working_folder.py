@@ -81,6 +81,7 @@ def test_an_opened_checkpoint_is_read_from_where_it_was_opened(folders: tuple[Pa
     assert unickpt.verify(opened).ok
 
 
+@pytest.mark.plugins
 @pytest.mark.parametrize("to", ["npz", "safetensors", "hf", "torch", "dcp", "orbax"])
 def test_another_systems_files_are_read_from_where_they_were_opened(
     to: str, folders: tuple[Path, Path]
@@ -128,6 +129,7 @@ def test_a_home_folder_is_one_place(folders: tuple[Path, Path], monkeypatch: Any
     assert steps_in(folders[0]) == ["fast", "home"]
 
 
+@pytest.mark.plugins
 @pytest.mark.integration  # takes seconds
 def test_torch_distributed_saves_where_it_was_told(folders: tuple[Path, Path]) -> None:
     dcp = pytest.importorskip("torch.distributed.checkpoint")
