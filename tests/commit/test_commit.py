@@ -27,7 +27,7 @@ from unickpt import (
 )
 from unickpt.commit import attempt
 from unickpt.commit.attempt import Attempt
-from unickpt.commit.messages import Notes
+from unickpt.commit.messages import Notes, Record
 from unickpt.errors import CoverageError, ProcessFailed, SaveTimeout
 from unickpt.frameworks.leaves import adapters
 from unickpt.saving import writer
@@ -273,14 +273,15 @@ def test_a_chunk_that_was_told_of_but_not_written_prevents_the_commit(
 def test_a_damaged_record_prevents_the_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Attempt.publish
+    real = Notes.publish
 
-    def publish(self: Attempt, *arguments: Any) -> None:
-        real(self, *arguments)
-        for record in (tmp_path / "processes").glob("*/records/00001.ok"):
-            record.write_bytes(record.read_bytes()[:-1])
+    def publish(self: Notes, record: Record, kind: str) -> None:
+        if self._group.index == 0:
+            real(self, record, kind)
+        else:
+            self._records.write(self._own(kind), record.encode()[:-1]).result()
 
-    monkeypatch.setattr(Attempt, "publish", publish)
+    monkeypatch.setattr(Notes, "publish", publish)
     error, _ = save_in_job(tmp_path, 2, lambda index: numbers(1))
     assert isinstance(error, StorageError)
     assert "process 1: the record does not match its checksum" in str(error)

@@ -33,9 +33,9 @@ def test_the_snippets_of_a_page(
     monkeypatch.setenv("COLUMNS", "100")
     if any("s3://bucket" in s.text and s.not_run is None for s in snippets(page)):
         request.getfixturevalue("bucket")
-    reader = Reader()
-    for snippet in snippets(page):
-        reader.follow(snippet)
+    with Reader() as reader:
+        for snippet in snippets(page):
+            reader.follow(snippet)
 
 
 @pytest.mark.parametrize("page", PAGES)

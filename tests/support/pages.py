@@ -157,6 +157,14 @@ class Reader:
     def __init__(self) -> None:
         self.names: dict[str, Any] = {"__name__": "page"}
 
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Functions of the page refer to these names, so that else the garbage collector ends what
+        # is in them: it would wait 5 s for each worker process of a loader of torch.
+        self.names.clear()
+
     def follow(self, snippet: Snippet) -> None:
         """Runs a snippet.
 
