@@ -11,6 +11,10 @@ arrays that lie in files, `RangeReader` has all that. `unickpt.testing.ReaderSui
 that every format passes. docs/formats/own.md is an example.
 """
 
+import importlib as _importlib
+from typing import TYPE_CHECKING as _CHECKING
+from typing import Any as _Any
+
 from unickpt.arrays.dtypes import Array, DType
 from unickpt.arrays.dtypes import from_name as dtype_from_name
 from unickpt.arrays.dtypes import name_of as dtype_name
@@ -36,6 +40,9 @@ from unickpt.storage.locations import Location
 from unickpt.storage.schemes import Scheme
 from unickpt.storage.schemes import register as register_scheme
 
+if _CHECKING:
+    from unickpt.runs.retention import Retention
+
 __all__ = [
     "Array",
     "ArrayEntry",
@@ -56,6 +63,7 @@ __all__ = [
     "RangeReader",
     "Reader",
     "Request",
+    "Retention",
     "RunFeature",
     "SaveFeature",
     "Scheme",
@@ -74,3 +82,14 @@ __all__ = [
     "unregister_format",
     "unregister_writer",
 ]
+
+# Imported when they are first used. What `import unickpt` needs anyway is imported above.
+_LATER = {"Retention": "runs.retention"}
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(_importlib.import_module(f"unickpt.{_LATER[name]}"), name)
+    globals()[name] = found
+    return found
