@@ -10,15 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from unickpt.backends import training_states
+from unickpt.backends._files import training_states
+from unickpt.backends._files.flat_names import cannot_hold
+from unickpt.backends._files.parts import Part, together
 from unickpt.backends.safetensors.writer import SafetensorsWriter
 from unickpt.backends.torch_files import TorchWriter
 from unickpt.errors import UnsupportedLeaf
-from unickpt.foreign.flat_names import cannot_hold
-from unickpt.foreign.parts import Part, together
-from unickpt.format.index import Index
-from unickpt.format.writer import OfEachProcess, Plan, PlannedFile
-from unickpt.trees import tree
+from unickpt.extend import Index, Leaf, OfEachProcess, Plan, PlannedFile, children_by_key
 
 _COUNTS = "accelerate"  # in the metadata
 _PROCESS, _REGISTERED = "values/process", "custom_checkpoint_{}.pkl"
@@ -39,7 +37,7 @@ class AccelerateWriter:
         if strange:
             raise cannot_hold("accelerate", sorted(strange), "drop it by a rule")
         parts: dict[str, Plan] = {}
-        models = tree.by_key(root.get("models", tree.Leaf("", None)))
+        models = children_by_key(root.get("models", Leaf("", None)))
         for number, node in models.items():
             name = _numbered_name("model.safetensors", number)
             parts[name] = Part.of(index, node).plan(SafetensorsWriter(), most_bytes, name)
@@ -68,18 +66,18 @@ def _numbered_name(name: str, number: int) -> str:
 
 
 def _torch_files(
-    index: Index, root: Mapping[Any, training_states.Node]
-) -> Iterator[tuple[str, training_states.Node]]:
+    index: Index, root: Mapping[Any, training_states.Tree]
+) -> Iterator[tuple[str, training_states.Tree]]:
     """What is a file of torch.save each."""
-    none = tree.Leaf("", None)
-    for number, node in tree.by_key(root.get("optimizers", none)).items():
+    none = Leaf("", None)
+    for number, node in children_by_key(root.get("optimizers", none)).items():
         name = _numbered_name("optimizer.bin", number)
         yield name, training_states.numbered(index, node, f"optimizers/{number}")
-    for number, node in tree.by_key(root.get("schedulers", none)).items():
+    for number, node in children_by_key(root.get("schedulers", none)).items():
         yield _numbered_name("scheduler.bin", number), node
     if "scaler" in root:
         yield "scaler.pt", root["scaler"]
-    for number, node in tree.by_key(root.get("registered", none)).items():
+    for number, node in children_by_key(root.get("registered", none)).items():
         name = f"registered/{number}"
         ours = (
             training_states.numbered(index, node, name)
@@ -87,21 +85,21 @@ def _torch_files(
             else node
         )
         yield _REGISTERED.format(number), ours
-    others = tree.by_key(root["values"]).get("registered", none)
-    for number, node in tree.by_key(others).items():
+    others = children_by_key(root["values"]).get("registered", none)
+    for number, node in children_by_key(others).items():
         yield _REGISTERED.format(number), _unpacked(node, f"registered/{number}")
 
 
-def _unpacked(node: training_states.Node, what: str) -> training_states.Node:
+def _unpacked(node: training_states.Tree, what: str) -> training_states.Tree:
     """The state of a registered object, with tensors instead of what says that they are."""
-    if isinstance(node, tree.Leaf):
+    if isinstance(node, Leaf):
         return node
     if node.kind in ("namedtuple", "object"):
         raise UnsupportedLeaf(
             f"the state of {what} has a {node.type_name}, whose class unickpt does not know, and "
             f"files of torch.save name it: drop it by a rule, values/{what} <-> drop"
         )
-    of = tree.by_key(node)
+    of = children_by_key(node)
     if of.keys() == {training_states.TENSOR, training_states.DTYPE}:
         return of[training_states.TENSOR]
     return replace(node, children=tuple(_unpacked(child, what) for child in node.children))

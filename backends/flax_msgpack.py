@@ -15,18 +15,29 @@ from typing import Any
 
 import numpy as np
 
-from unickpt.arrays import dtypes
-from unickpt.backends.hugging_face import weight_map
+from unickpt.backends._files import loose_files
+from unickpt.backends._files.headers import Cursor, sizes
+from unickpt.backends._files.hugging_face import weight_map
+from unickpt.backends._files.loose_files import FoundFiles, open_kind
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.foreign import loose_files
-from unickpt.foreign.elements import ElementRun, FileRange, InMemoryElements, Joined
-from unickpt.foreign.file_ranges import ArrayTable, RangeReader, TensorSource, table_of
-from unickpt.foreign.files import Files
-from unickpt.foreign.headers import Cursor, sizes
-from unickpt.foreign.loose_files import FoundFiles, open_kind
-from unickpt.format.reader import Reader
-from unickpt.quoting import quoted
-from unickpt.trees import tree
+from unickpt.extend import (
+    MAX_DEPTH,
+    ArrayTable,
+    ElementRun,
+    FileRange,
+    Files,
+    InMemoryElements,
+    JoinedElements,
+    Leaf,
+    RangeReader,
+    Reader,
+    TensorSource,
+    dtype_from_name,
+    dtype_name,
+    put_nested,
+    quoted,
+    table_of_tree,
+)
 
 _ARRAY, _COMPLEX, _SCALAR, _TUPLE = 1, 2, 3, 4  # extensions; the last one is Orbax's
 _CHUNKED = "__msgpack_chunked_array__"
@@ -89,7 +100,7 @@ def _joined(files: Files, index: str) -> dict[str, Any]:
         found = opened[file]
         for key in keys:
             found = found.get(key) if isinstance(found, dict) else None
-        if not isinstance(found, TensorSource) or not tree.put(root, keys, found):
+        if not isinstance(found, TensorSource) or not put_nested(root, keys, found):
             raise files.incomplete(
                 f"{index} says that {quoted(name)} is an array in {file}, which does not contain it"
             )
@@ -111,7 +122,7 @@ class FlaxReader(RangeReader):
     format = "flax"
 
     def __init__(self, files: Files, file: str, root: Any) -> None:
-        def put(table: ArrayTable, leaf: tree.Leaf) -> None:
+        def put(table: ArrayTable, leaf: Leaf) -> None:
             if isinstance(leaf.value, TensorSource):
                 table.add(leaf.name, leaf.value)
                 return
@@ -120,7 +131,7 @@ class FlaxReader(RangeReader):
                 f"{quoted(leaf.value.found)}; give the path of the folder that contains both"
             )
 
-        table = table_of(files, root, (TensorSource, Elsewhere), put)
+        table = table_of_tree(files, root, (TensorSource, Elsewhere), put)
         super().__init__(files, table.index(), table.boxes)
 
 
@@ -162,8 +173,8 @@ class _MsgpackScanner:
         self._letters += len(name)
         if self._letters > _LETTERS * self._at.taken + _LEAST_LETTERS:
             raise self._damaged("its names are too long for its size")
-        if depth > tree.MAX_DEPTH:
-            raise self._unsupported(name, f"is nested deeper than {tree.MAX_DEPTH} levels")
+        if depth > MAX_DEPTH:
+            raise self._unsupported(name, f"is nested deeper than {MAX_DEPTH} levels")
         code = self._at.take(1)[0]
         kind, count = self._head(code)
         if kind == "value":
@@ -226,7 +237,7 @@ class _MsgpackScanner:
         if len({chunk.dtype for chunk in chunks}) > 1:
             raise self._damaged(f"the chunks of {quoted(name)} have several dtypes")
         runs = [ElementRun(chunk.elements, 0, chunk.count) for chunk in chunks if chunk.count]
-        joined = Joined(tuple(runs))
+        joined = JoinedElements(tuple(runs))
         if joined.count != math.prod(extents):
             raise self._damaged(
                 f"the chunks of {quoted(name)} have {joined.count} elements, "
@@ -274,7 +285,7 @@ class _MsgpackScanner:
         if kind not in ("bytes", "str") or not isinstance(text, str):
             raise self._damaged(f"{quoted(name)} has no dtype or no elements")
         try:
-            dtype = dtypes.name_of(dtypes.from_name(text))
+            dtype = dtype_name(dtype_from_name(text))
         except TypeError:
             raise self._unsupported(name, f"has the dtype {quoted(text)}") from None
         found = TensorSource(dtype, shape, FileRange(self._at.name, self._at.at))

@@ -18,18 +18,25 @@ from typing import Any
 
 import numpy as np
 
-from unickpt.arrays.dtypes import Array
+from unickpt.backends._files import loose_files
+from unickpt.backends._files.headers import Cursor, is_size
+from unickpt.backends._files.loose_files import FoundFiles, open_kind
 from unickpt.errors import CheckpointCorrupt, HintError, UnsupportedFormat
-from unickpt.foreign import loose_files
-from unickpt.foreign.elements import ByteRange, FileRange, Unreadable
-from unickpt.foreign.file_ranges import ArrayTable, RangeReader, TensorSource
-from unickpt.foreign.files import Files
-from unickpt.foreign.headers import Cursor, is_size
-from unickpt.foreign.loose_files import FoundFiles, open_kind
-from unickpt.format.reader import BlockType, Reader
-from unickpt.quoting import quoted
-from unickpt.storage.errors import Damaged
-from unickpt.trees import tree
+from unickpt.extend import (
+    Array,
+    ArrayTable,
+    BlockType,
+    ByteRange,
+    Damaged,
+    FileRange,
+    Files,
+    RangeReader,
+    Reader,
+    TensorSource,
+    Unreadable,
+    name_component,
+    quoted,
+)
 
 _VERSIONS = (2, 3)
 _ALIGNMENT = "general.alignment"
@@ -263,7 +270,7 @@ def _metadata(headers: Sequence[_GGUFHeader]) -> dict[str, Any]:
 
 
 def _array_name(tensor: str) -> str:
-    return tree.component(tensor)
+    return name_component(tensor)
 
 
 def _stored(tensor: _GGUFTensor, header: _GGUFHeader, quants: Any) -> tuple[TensorSource, int]:

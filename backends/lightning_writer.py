@@ -13,16 +13,25 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
+from unickpt.backends._files import pickles, torch_layout
+from unickpt.backends._files.flat_names import refuse
+from unickpt.backends._files.pickle_objects import BadPickle, Global
+from unickpt.backends._files.pickle_writer import PickledCall, reduced
 from unickpt.errors import CheckpointCorrupt, InvalidPath, UnsupportedLeaf
-from unickpt.foreign import lightning_types, pickles, torch_layout
-from unickpt.foreign.flat_names import refuse
-from unickpt.foreign.lightning_types import TYPES, StoredType
-from unickpt.foreign.pickle_objects import BadPickle, Global
-from unickpt.foreign.pickle_writer import PickledCall, reduced
-from unickpt.format.index import Index
-from unickpt.format.writer import Plan
-from unickpt.quoting import quoted
-from unickpt.trees import tree, tree_json
+from unickpt.extend import (
+    PYTHON_TYPES,
+    STORED_TYPES,
+    Index,
+    Leaf,
+    Node,
+    Plan,
+    StoredType,
+    child_names,
+    parsed_types,
+    quoted,
+    tree_from_json,
+    unwrapped,
+)
 
 _WEIGHTS = "state_dict"
 _DTYPE = re.compile(r"(bfloat|float|u?int|complex|qu?int|bits)\d[a-z0-9_]*|bool")
@@ -72,23 +81,25 @@ class LightningWriter:
 
 
 def _types(index: Index) -> dict[str, list[str]]:
-    return lightning_types.parsed(index.values.get(TYPES, "{}"), "the checkpoint", _TYPED)
+    return parsed_types(index.values.get(STORED_TYPES, "{}"), "the checkpoint", _TYPED)
 
 
-def _checkpoint(index: Index) -> tree.Node:
+def _checkpoint(index: Index) -> Node:
     """The tree of a checkpoint, without the types.
 
     Raises:
         UnsupportedLeaf: it is not one of Lightning.
     """
-    node = tree.unwrapped(tree_json.from_json(index.tree))
-    keys = node.keys if isinstance(node, tree.Node) and node.kind in _DICTS else ()
-    if not isinstance(node, tree.Node) or not {_WEIGHTS, TYPES} & {*keys}:
+    node = unwrapped(tree_from_json(index.tree))
+    keys = node.keys if isinstance(node, Node) and node.kind in _DICTS else ()
+    if not isinstance(node, Node) or not {_WEIGHTS, STORED_TYPES} & {*keys}:
         raise UnsupportedLeaf(
             f"it is not a checkpoint of Lightning: it holds no dict with {_WEIGHTS!r}; "
             "`--to torch` writes any checkpoint as a file of torch.save"
         )
-    pairs = [(key, x) for key, x in zip(node.keys, node.children, strict=True) if key != TYPES]
+    pairs = [
+        (key, x) for key, x in zip(node.keys, node.children, strict=True) if key != STORED_TYPES
+    ]
     return replace(node, keys=tuple(key for key, _ in pairs), children=tuple(x for _, x in pairs))
 
 
@@ -105,7 +116,7 @@ class _Pickled:
         self.shown: dict[str, str] = {}
         """The leaves that unickpt reads in the file as they are stored, with their names there."""
 
-    def value(self, node: tree.Node | tree.Leaf, name: str, shown: str | None) -> Any:
+    def value(self, node: Node | Leaf, name: str, shown: str | None) -> Any:
         """What is pickled of a value.
 
         Arguments:
@@ -116,16 +127,16 @@ class _Pickled:
         Raises:
             CheckpointCorrupt: it does not fit its type.
         """
-        node = tree.unwrapped(node)
+        node = unwrapped(node)
         kinds = self._types.get(name, [])
         self._left.discard(name)
-        if isinstance(node, tree.Leaf):
+        if isinstance(node, Leaf):
             found = self._leaves[node.name]
             is_time = getattr(getattr(found, "dtype", None), "kind", "") in ("m", "M")
             if shown is not None and _SAME.issuperset(kinds) and not is_time:
                 self.shown[node.name] = shown
         else:
-            names = tree.child_names(node.kind, node.keys, name)
+            names = child_names(node.kind, node.keys, name)
             below = _shown_below(node, kinds, shown)
             every = zip(node.children, names, below, strict=True)
             found = _container(node, [self.value(*each) for each in every])
@@ -146,11 +157,11 @@ class _Pickled:
             raise UnsupportedLeaf(
                 f"{quoted(name)} is stored as a {self._types[name][0]}, and rules renamed or "
                 "dropped it; leave it as it is, or write all values without their types, by the "
-                f"rule `{TYPES} <-> drop`"
+                f"rule `{STORED_TYPES} <-> drop`"
             )
 
 
-def _shown_below(node: tree.Node, kinds: list[str], shown: str | None) -> Sequence[str | None]:
+def _shown_below(node: Node, kinds: list[str], shown: str | None) -> Sequence[str | None]:
     """The names of a container's children in the file, as unickpt reads them."""
     nothing = [None] * len(node.children)
     if shown is None or node.kind == "namedtuple":
@@ -159,10 +170,10 @@ def _shown_below(node: tree.Node, kinds: list[str], shown: str | None) -> Sequen
         return [shown, *nothing[1:]]
     if kinds == ["defaultdict"]:
         return [*nothing[1:], shown]
-    return tree.child_names(node.kind, node.keys, shown) if _SAME.issuperset(kinds) else nothing
+    return child_names(node.kind, node.keys, shown) if _SAME.issuperset(kinds) else nothing
 
 
-def _container(node: tree.Node, children: Sequence[Any]) -> Any:
+def _container(node: Node, children: Sequence[Any]) -> Any:
     if node.kind != "namedtuple":
         return torch_layout.container(node, children)
     # Its class is not stored, only the names in it.
@@ -233,7 +244,7 @@ def _flagged(config: Any, flag: str) -> Any:
 _ANY = Global("typing.Any")
 _CONFIGS = {"DictConfig": "dictconfig", "ListConfig": "listconfig"}
 _TYPED: Mapping[str, Callable[[Any], Any]] = {
-    **{kind.name: _of_python(kind) for kind in lightning_types.OF_PYTHON},
+    **{kind.name: _of_python(kind) for kind in PYTHON_TYPES},
     "items": _items,
     "set": _call("builtins.set"),
     "frozenset": _call("builtins.frozenset"),

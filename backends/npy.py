@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from unickpt.backends._files import loose_files
+from unickpt.backends._files.loose_files import FoundFiles, open_kind
 from unickpt.backends.npz import MOST_HEADER, parsed
-from unickpt.foreign import loose_files
-from unickpt.foreign.file_ranges import ArrayTable, RangeReader
-from unickpt.foreign.files import Files
-from unickpt.foreign.loose_files import FoundFiles, open_kind
-from unickpt.format.reader import Reader
-from unickpt.trees import tree
+from unickpt.extend import ArrayTable, Files, RangeReader, Reader, name_component
 
 _MOST = MOST_HEADER + 12  # bytes before the elements
 
@@ -52,5 +49,5 @@ class NpyReader(RangeReader):
         if told != there:
             raise files.damaged(f"{file} has {there} bytes, {told} expected")
         table = ArrayTable()
-        table.add(tree.component(file.removesuffix(".npy")), found)
+        table.add(name_component(file.removesuffix(".npy")), found)
         super().__init__(files, table.index(), table.boxes)

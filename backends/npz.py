@@ -14,26 +14,43 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from unickpt.arrays import dtypes
-from unickpt.arrays.box import Box
-from unickpt.arrays.dtypes import Array
+from unickpt.backends._files import loose_files
+from unickpt.backends._files.flat_names import (
+    can_nest,
+    flat_names,
+    nested_name,
+    plain_values,
+    refuse,
+)
+from unickpt.backends._files.headers import sizes
+from unickpt.backends._files.loose_files import open_kind
+from unickpt.backends._files.zip_files import DEFLATED, STORED, Member, ZipFile
+from unickpt.backends._files.zip_layout import Content, ZipLayout
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.foreign import loose_files
-from unickpt.foreign.elements import FileRange
-from unickpt.foreign.file_ranges import ArrayTable, RangeReader, TensorSource, row_major
-from unickpt.foreign.files import Files
-from unickpt.foreign.flat_names import can_nest, flat_names, nested_name, plain_values, refuse
-from unickpt.foreign.headers import sizes
-from unickpt.foreign.loose_files import open_kind
-from unickpt.foreign.zip_files import DEFLATED, STORED, Member, ZipFile
-from unickpt.foreign.zip_layout import Content, ZipLayout
-from unickpt.format.chunk_grid import Part
-from unickpt.format.index import ArrayEntry, Index
-from unickpt.format.reader import Reader
-from unickpt.format.writer import Plan, PlannedFile
-from unickpt.quoting import quoted, shortened
-from unickpt.storage.errors import Failed, reading_failed
-from unickpt.trees import tree, tree_json
+from unickpt.extend import (
+    Array,
+    ArrayEntry,
+    ArrayTable,
+    Box,
+    Failed,
+    FileRange,
+    Files,
+    Index,
+    Part,
+    Plan,
+    PlannedFile,
+    RangeReader,
+    Reader,
+    TensorSource,
+    dtype_from_name,
+    dtype_name,
+    name_component,
+    quoted,
+    reading_failed,
+    row_major,
+    shortened,
+    tree_from_names,
+)
 
 _MAGIC = b"\x93NUMPY"
 MOST_HEADER = 10_000  # as NumPy's own limit for files that are not trusted
@@ -102,7 +119,7 @@ class NpzReader(RangeReader):
         self._deflated: dict[str, tuple[Member, NpyHeader]] = {}
         table = ArrayTable()
         is_nested = can_nest(map(_text, self._zip.members.values()))
-        name_of = nested_name if is_nested else tree.component
+        name_of = nested_name if is_nested else name_component
         for member in self._zip.members.values():
             array = name_of(_text(member))
             if array in table.entries:
@@ -193,7 +210,7 @@ def parsed(data: bytes, where: str) -> NpyHeader:
         told = shortened(str(error), _MOST_TOLD)
         raise CheckpointCorrupt(f"{where}: its header is damaged: {told}") from error
     try:
-        name = dtypes.name_of(dtype.newbyteorder("="))
+        name = dtype_name(dtype.newbyteorder("="))
     except TypeError as error:
         raise UnsupportedFormat(
             f"{where} has the dtype {quoted(str(dtype))}, which unickpt lacks; load it with NumPy, "
@@ -220,7 +237,7 @@ class NpzWriter:
         missing = [
             entry
             for entry in index.arrays.values()
-            if dtypes.from_name(entry.dtype).type.__module__ != "numpy"
+            if dtype_from_name(entry.dtype).type.__module__ != "numpy"
         ]
         refuse("npz", missing, plain_values(index))
         names = flat_names(index)
@@ -244,7 +261,7 @@ class NpzWriter:
 
 def _header(entry: ArrayEntry) -> bytes:
     head = io.BytesIO()
-    descr = np.lib.format.dtype_to_descr(dtypes.from_name(entry.dtype).newbyteorder("<"))
+    descr = np.lib.format.dtype_to_descr(dtype_from_name(entry.dtype).newbyteorder("<"))
     facts = {"descr": descr, "fortran_order": False, "shape": entry.shape}
     np.lib.format.write_array_header_1_0(head, facts)
     return head.getvalue()
@@ -254,7 +271,7 @@ def _shown(names: dict[str, str]) -> dict[str, str]:
     """The names as unickpt reads them: as containers, unless one is both a leaf and a container."""
     nested = {name: nested_name(text) for name, text in names.items()}
     try:
-        tree_json.from_names(nested.values())
+        tree_from_names(nested.values())
     except ValueError:
-        return {name: tree.component(text) for name, text in names.items()}
+        return {name: name_component(text) for name, text in names.items()}
     return nested

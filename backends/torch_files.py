@@ -10,22 +10,42 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from unickpt.backends.hugging_face import weight_map
+from unickpt.backends._files import known_objects, loose_files, torch_layout
+from unickpt.backends._files.flat_names import refuse
+from unickpt.backends._files.hugging_face import weight_map
+from unickpt.backends._files.loose_files import FoundFiles, open_kind
+from unickpt.backends._files.pickle_objects import (
+    BadPickle,
+    Global,
+    PickledObject,
+    attributes,
+    unread,
+)
+from unickpt.backends._files.torch_pickles import TorchFile
+from unickpt.backends._files.torch_tensors import Tensor, TorchStorage, holds_tensors
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.foreign import known_objects, loose_files, torch_layout
-from unickpt.foreign.file_ranges import ArrayTable, FileBox, RangeReader, table_of, whole
-from unickpt.foreign.files import Files
-from unickpt.foreign.flat_names import refuse
-from unickpt.foreign.loose_files import FoundFiles, open_kind
-from unickpt.foreign.pickle_objects import BadPickle, Global, PickledObject, attributes, unread
-from unickpt.foreign.torch_pickles import TorchFile
-from unickpt.foreign.torch_tensors import Tensor, TorchStorage, holds_tensors
-from unickpt.format.index import Index
-from unickpt.format.reader import Reader
-from unickpt.format.writer import Plan
-from unickpt.quoting import quoted, shortened
-from unickpt.storage.errors import Failed, reading_failed
-from unickpt.trees import tree, tree_json
+from unickpt.extend import (
+    MAX_DEPTH,
+    ArrayTable,
+    Expansion,
+    Failed,
+    FileBox,
+    Files,
+    Index,
+    Leaf,
+    Plain,
+    Plan,
+    RangeReader,
+    Reader,
+    entry_of_box,
+    is_plain,
+    plain_length,
+    quoted,
+    reading_failed,
+    shortened,
+    table_of_tree,
+    tree_from_json,
+)
 
 _MOST_TEXT = 1000
 # A container that occurs several times in a pickle is several containers of the tree: their number
@@ -71,18 +91,18 @@ class TorchFilesReader(RangeReader):
     format = "torch"
 
     def __init__(self, files: Files, root: Any, by_file: Mapping[int, TorchFile]) -> None:
-        def put(table: ArrayTable, leaf: tree.Leaf) -> None:
+        def put(table: ArrayTable, leaf: Leaf) -> None:
             where = _box(files, by_file[id(leaf.value)], leaf)
-            table.put(whole(leaf.name, leaf.value.shape, leaf.value.dtype, where), (where,))
+            table.put(entry_of_box(leaf.name, leaf.value.shape, leaf.value.dtype, where), (where,))
 
         def identity(tensor: Tensor) -> tuple[int, str]:
             return id(by_file[id(tensor)]), tensor.identity
 
-        table = table_of(files, root, Tensor, put, expand, identity)
+        table = table_of_tree(files, root, Tensor, put, expand, identity)
         super().__init__(files, table.index(), table.boxes)
 
 
-def _box(files: Files, file: TorchFile, leaf: tree.Leaf) -> FileBox:
+def _box(files: Files, file: TorchFile, leaf: Leaf) -> FileBox:
     try:
         return file.box(leaf.value)
     except Failed as error:
@@ -139,12 +159,12 @@ class _ObjectNode:
     children: Mapping[str | int, Any]
 
 
-def expand(found: Any, name: str) -> tree.Expansion | None:
-    """An object that holds tensors as a container, for `tree.flatten`."""
+def expand(found: Any, name: str) -> Expansion | None:
+    """An object that holds tensors as a container, for `flatten_tree`."""
     if not isinstance(found, _ObjectNode):
         return None
     keys = tuple(found.children)
-    return tree.Expansion(
+    return Expansion(
         "object",
         keys,
         tuple(found.children.values()),
@@ -182,8 +202,8 @@ class PlainTree:
         self._letters -= letters
         if self._letters < 0:
             raise self._too_many()
-        if depth > tree.MAX_DEPTH:
-            raise UnsupportedFormat(f"{self._where} is nested deeper than {tree.MAX_DEPTH} levels")
+        if depth > MAX_DEPTH:
+            raise UnsupportedFormat(f"{self._where} is nested deeper than {MAX_DEPTH} levels")
         if isinstance(found, PickledObject):
             found = self._decoded(known_objects.decoded, found)
         if isinstance(found, dict):
@@ -201,11 +221,11 @@ class PlainTree:
             made = self.file.opaque(found, self._opaque)
             self._opaque -= len(made.pickle)
             return made
-        return self._counted(found) if tree_json.is_plain(found) else _text(found)
+        return self._counted(found) if is_plain(found) else _text(found)
 
-    def _counted(self, found: tree_json.Plain) -> tree_json.Plain:
+    def _counted(self, found: Plain) -> Plain:
         """A plain value, whose length counts: whoever writes it writes all of it."""
-        self._values -= tree_json.length(found)
+        self._values -= plain_length(found)
         if self._values < 0:
             raise CheckpointCorrupt(f"{self._where}: its values are too long for its size")
         return found
@@ -268,7 +288,7 @@ def _text(found: Any) -> str:
     """What is neither an array nor a plain value, as a text for people."""
     if isinstance(found, PickledObject | Global):  # as a key
         return f"<{shortened(found.name, _MOST_TEXT)}>"
-    if tree_json.is_plain(found) or isinstance(found, tuple):  # of a key, which is short
+    if is_plain(found) or isinstance(found, tuple):  # of a key, which is short
         return quoted(found, _MOST_TEXT)
     return f"<{type(found).__name__}>"
 
@@ -285,6 +305,6 @@ class TorchWriter:
     def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
         refuse("torch", torch_layout.missing_dtypes(index), {})
         leaves, storages = torch_layout.leaves_of(index)
-        value = torch_layout.object_of(tree_json.from_json(index.tree), leaves.__getitem__)
+        value = torch_layout.object_of(tree_from_json(index.tree), leaves.__getitem__)
         planned = torch_layout.planned_file(file or "checkpoint.pt", value, storages)
         return Plan((planned,), {n: n for n in index.entries}, {n: n for n in index.values})

@@ -12,14 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from unickpt.backends import training_states
+from unickpt.backends._files import training_states
+from unickpt.backends._files.flat_names import cannot_hold
+from unickpt.backends._files.parts import Part, together
 from unickpt.backends.safetensors.writer import HuggingFaceWriter
 from unickpt.backends.torch_files import TorchWriter
 from unickpt.errors import UnsupportedLeaf
-from unickpt.foreign.flat_names import cannot_hold
-from unickpt.foreign.parts import Part, together
-from unickpt.format.index import Index
-from unickpt.format.writer import OfEachProcess, Plan, PlannedFile, text_file
+from unickpt.extend import Index, OfEachProcess, Plan, PlannedFile, text_file
 
 _MODEL, _OPTIMIZER, _STATE, _RNG = "model", "optimizer", "trainer_state", "rng"
 _FILES = {"scheduler": "scheduler.pt", "scaler": "scaler.pt"}
@@ -55,7 +54,7 @@ class TrainerWriter:
         if _MODEL not in root:
             raise UnsupportedLeaf("'model' is missing: the Trainer cannot go on without weights")
         parts = {"": Part.of(index, root[_MODEL]).plan(self._weights(), most_bytes)}
-        files: dict[str, training_states.Node] = {
+        files: dict[str, training_states.Tree] = {
             name: root[of] for of, name in _FILES.items() if of in root
         }
         if _OPTIMIZER in root:

@@ -37,8 +37,8 @@ from rich.console import Console
 from rich.table import Table
 
 import unickpt
-from unickpt.foreign.file_ranges import RangeReader
-from unickpt.foreign.files import Files
+from unickpt.format.file_ranges import RangeReader
+from unickpt.format.files import Files
 
 FORMATS = ("safetensors", "safetensors clone", "dcp", "dcp hf", "torch.save", "orbax")
 ROWS = 2048

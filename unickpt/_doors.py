@@ -28,6 +28,9 @@ DOORS = {
         "trainer": "unickpt.backends.trainer_writer:TrainerWriter",
         "accelerate": "unickpt.backends.accelerate_writer:AccelerateWriter",
     },
+    "refusals": {
+        "other-kinds": "unickpt.backends._files.other_kinds",
+    },
     "schemes": {
         "file": "unickpt.backends.file:SCHEME",
         "memory": "unickpt.backends.memory:SCHEME",

@@ -20,7 +20,7 @@ from typing import Any, Literal, cast, get_args
 from unickpt._doors import DOORS
 from unickpt.errors import PluginError
 
-Group = Literal["codecs", "features", "formats", "presets", "schemes", "writers"]
+Group = Literal["codecs", "features", "formats", "presets", "refusals", "schemes", "writers"]
 GROUPS: tuple[Group, ...] = get_args(Group)
 _PREFIX = "unickpt."
 # What other code asks of what a door leads to.
@@ -29,6 +29,7 @@ _ASKED: Mapping[Group, tuple[str, ...]] = {
     "features": ("__call__",),
     "formats": ("HINTS", "open"),
     "presets": ("__path__",),
+    "refusals": ("refusal",),
     "schemes": ("name", "spec"),
     "writers": ("__call__",),
 }

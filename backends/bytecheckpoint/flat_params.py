@@ -12,13 +12,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from unickpt.arrays.box import Box
+from unickpt.backends._files.pickle_objects import BadPickle
 from unickpt.backends.dcp.metadata import extents
 from unickpt.backends.dcp.reader import ChunkedArray
-from unickpt.foreign.elements import ElementRun, Joined
-from unickpt.foreign.file_ranges import FileBox
-from unickpt.foreign.pickle_objects import BadPickle
-from unickpt.quoting import quoted
+from unickpt.extend import Box, ElementRun, FileBox, JoinedElements, quoted
 
 FLAT = "_flat_param"
 """How the names of flat parameters end."""
@@ -141,7 +138,7 @@ def split(name: str, flat: ChunkedArray, parts: Sequence[FlatPart]) -> Mapping[s
                 f"whose shape is {list(part.shape)}"
             )
         if held or 0 in part.shape:
-            box = FileBox(Box.whole(part.shape), Joined(runs))
+            box = FileBox(Box.whole(part.shape), JoinedElements(runs))
             found[part.name] = replace(flat, shape=part.shape, boxes=[box])
     return found
 

@@ -13,23 +13,26 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from unickpt.arrays import dtypes
+from unickpt.backends._files import pickles, torch_tensors
+from unickpt.backends._files.pickle_objects import BadPickle, unread
+from unickpt.backends._files.torch_tensors import Tensor
 from unickpt.backends.bytecheckpoint.flat_params import FLAT, FlatPart, parts_of, split
 from unickpt.backends.dcp import reader as dcp
 from unickpt.backends.dcp.chunks import LocatedElements
 from unickpt.backends.dcp.metadata import Blob, DcpChunk, KeyPath, Metadata, TensorFacts, fields
 from unickpt.backends.dcp.objects import read_file, read_objects
 from unickpt.errors import CheckpointCorrupt
-from unickpt.foreign import pickles, torch_tensors
-from unickpt.foreign.elements import FileRange
-from unickpt.foreign.file_ranges import FileBox
-from unickpt.foreign.files import Files
-from unickpt.foreign.pickle_objects import BadPickle, unread
-from unickpt.foreign.torch_tensors import Tensor
-from unickpt.format.reader import Reader
-from unickpt.quoting import quoted
-from unickpt.storage.errors import reading
-from unickpt.threads import Pool
+from unickpt.extend import (
+    FileBox,
+    FileRange,
+    Files,
+    Pool,
+    Reader,
+    dtype_and_shape,
+    dtype_from_name,
+    quoted,
+    reading,
+)
 
 _ROOT = "bytecheckpoint.checkpointer.meta_type.Metadata"
 _MODEL, _OPTIMIZER, _EXTRA = "model", "optimizer", "extra_state"
@@ -251,15 +254,15 @@ def _raw(form: bytes, facts: TensorFacts, chunk: DcpChunk, files: Files) -> File
         tensor, _ = pickles.read(form, torch_tensors.CONSTRUCTORS, torch_tensors.storage)
     except BadPickle as error:
         raise unread(error, f"the description of {chunk.box}") from error
-    expected = dtypes.with_shape(facts.dtype, chunk.box.shape)
+    expected = dtype_and_shape(facts.dtype, chunk.box.shape)
     if not isinstance(tensor, Tensor):
         raise CheckpointCorrupt(f"{blob.file} contains no tensor where {expected} is expected")
     if (tensor.dtype, tensor.shape) != (facts.dtype, chunk.box.shape):
         raise CheckpointCorrupt(
-            f"{blob.file} contains {dtypes.with_shape(tensor.dtype, tensor.shape)} at byte "
+            f"{blob.file} contains {dtype_and_shape(tensor.dtype, tensor.shape)} at byte "
             f"{blob.offset}, where {expected} is expected for {chunk.box}"
         )
-    itemsize = dtypes.from_name(tensor.dtype).itemsize
+    itemsize = dtype_from_name(tensor.dtype).itemsize
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
     if (tensor.offset + last + 1) * itemsize > blob.length:
         raise CheckpointCorrupt(

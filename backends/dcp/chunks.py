@@ -15,18 +15,24 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from unickpt.arrays import dtypes
-from unickpt.arrays.dtypes import Array
+from unickpt.backends._files.torch_pickles import TorchFile
+from unickpt.backends._files.torch_tensors import Tensor
 from unickpt.backends.dcp.metadata import Blob, DcpChunk, TensorFacts
 from unickpt.backends.safetensors.reader import SafetensorsHeader, read_header
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.foreign.elements import ByteRange, Elements
-from unickpt.foreign.file_ranges import FileBox, read_flat
-from unickpt.foreign.files import CheckedFiles, Files
-from unickpt.foreign.torch_pickles import TorchFile
-from unickpt.foreign.torch_tensors import Tensor
-from unickpt.quoting import quoted
-from unickpt.storage.errors import Damaged
+from unickpt.extend import (
+    Array,
+    ByteRange,
+    CheckedFiles,
+    Damaged,
+    Elements,
+    FileBox,
+    Files,
+    dtype_and_shape,
+    dtype_from_name,
+    quoted,
+    read_flat,
+)
 
 _ZIP = b"PK\x03\x04"
 _EDGE = 1024  # of a chunk's zip: its pickle is at the beginning, its directory at the end
@@ -135,7 +141,7 @@ class ChunkFinder:
         find = partial(self._find, name, facts, chunk)
         if not blob.compressed:
             return LocatedElements(blob, find)
-        needed = chunk.box.size * dtypes.from_name(facts.dtype).itemsize
+        needed = chunk.box.size * dtype_from_name(facts.dtype).itemsize
         inner = replace(chunk, blob=Blob(blob.file, 0, 0))
         find = partial(_in_zip, facts.dtype, inner)
         return Compressed(blob, needed + _AROUND, partial(LocatedElements, inner.blob, find))
@@ -183,11 +189,11 @@ def _in_safetensors(
 
 def _check(expected: str, chunk: DcpChunk, dtype: str, shape: tuple[int, ...]) -> None:
     if (dtype, shape) != (expected, chunk.box.shape):
-        raise _contradicts(expected, chunk, dtypes.with_shape(dtype, shape))
+        raise _contradicts(expected, chunk, dtype_and_shape(dtype, shape))
 
 
 def _contradicts(dtype: str, chunk: DcpChunk, found: str) -> CheckpointCorrupt:
-    expected = dtypes.with_shape(dtype, chunk.box.shape)
+    expected = dtype_and_shape(dtype, chunk.box.shape)
     return CheckpointCorrupt(
         f"{chunk.blob.file} contains {found} at byte {chunk.blob.offset}, where the metadata "
         f"expects {expected} for {chunk.box}; are the files of one save?"

@@ -12,12 +12,10 @@ from functools import cached_property
 from operator import add, le
 from typing import Any
 
-from unickpt.arrays.box import Box
+from unickpt.backends._files import pickles, torch_tensors
+from unickpt.backends._files.pickle_objects import BadPickle, Global, PickledObject
 from unickpt.errors import UnsupportedFormat
-from unickpt.foreign import pickles, torch_tensors
-from unickpt.foreign.pickle_objects import BadPickle, Global, PickledObject
-from unickpt.quoting import quoted
-from unickpt.trees.tree import MAX_DEPTH
+from unickpt.extend import MAX_DEPTH, Box, quoted
 
 ROOTS = (
     "torch.distributed.checkpoint.metadata.Metadata",

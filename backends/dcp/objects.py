@@ -6,21 +6,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from unickpt.arrays import dtypes
-from unickpt.arrays.box import Box
+from unickpt.backends._files.known_objects import key_of
+from unickpt.backends._files.pickle_objects import BadPickle, unread
+from unickpt.backends._files.torch_pickles import TorchFile
+from unickpt.backends._files.torch_tensors import Tensor
 from unickpt.backends.dcp.chunks import Compressed, Known, MemoryFile, decompressed
 from unickpt.backends.dcp.metadata import Blob
 from unickpt.backends.torch_files import PlainTree
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.foreign.file_ranges import FileBox
-from unickpt.foreign.files import Files
-from unickpt.foreign.known_objects import key_of
-from unickpt.foreign.pickle_objects import BadPickle, unread
-from unickpt.foreign.torch_pickles import TorchFile
-from unickpt.foreign.torch_tensors import Tensor
-from unickpt.quoting import quoted
-from unickpt.storage.errors import Failed, reading, reading_failed
-from unickpt.threads import Pool
+from unickpt.extend import (
+    Box,
+    Failed,
+    FileBox,
+    Files,
+    Pool,
+    dtype_from_name,
+    quoted,
+    reading,
+    reading_failed,
+)
 
 _MOST_OBJECTS = 1 << 30  # bytes of all values that are no tensors; they are read by `open`
 _MOST_COMPRESSED = 16 << 20  # bytes that one of them may become
@@ -135,7 +139,7 @@ class _PickledValues(PlainTree):
 
     def leaf(self, tensor: Tensor) -> InnerTensor | str:
         numbers = Box.whole(tensor.shape).size
-        if numbers * dtypes.from_name(tensor.dtype).itemsize > tensor.nbytes:
+        if numbers * dtype_from_name(tensor.dtype).itemsize > tensor.nbytes:
             return "<torch.Tensor>"  # it repeats its elements, so it could have any size
         box = self.file.box(tensor)
         if self._compressed is None or tensor.storage.data is not None:

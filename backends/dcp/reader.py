@@ -12,24 +12,35 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unickpt.arrays.box import Box
+from unickpt.backends._files.known_objects import LOCAL
+from unickpt.backends._files.pickle_objects import BadPickle, unread
 from unickpt.backends.dcp import metadata
 from unickpt.backends.dcp.chunks import ChunkFinder, zstandard
 from unickpt.backends.dcp.metadata import KeyPath, Metadata, TensorFacts
 from unickpt.backends.dcp.objects import InnerTensor, read_objects
 from unickpt.backends.torch_files import expand
 from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, CoverageError, UnsupportedLeaf
-from unickpt.foreign.elements import FileRange
-from unickpt.foreign.file_ranges import WHOLE, FileBox, RangeReader, of_boxes, whole
-from unickpt.foreign.files import Files
-from unickpt.foreign.known_objects import LOCAL
-from unickpt.foreign.pickle_objects import BadPickle, unread
-from unickpt.format.coverage import check_boxes
-from unickpt.format.index import ArrayEntry, Index
-from unickpt.format.reader import Reader
-from unickpt.quoting import quoted
-from unickpt.storage.errors import reading
-from unickpt.trees import tree, tree_json
+from unickpt.extend import (
+    WHOLE_BOXES,
+    ArrayEntry,
+    Box,
+    FileBox,
+    FileRange,
+    Files,
+    Index,
+    Plain,
+    RangeReader,
+    Reader,
+    check_boxes,
+    entry_of_box,
+    entry_of_boxes,
+    flatten_tree,
+    is_plain,
+    leaves_of_tree,
+    quoted,
+    reading,
+    tree_to_json,
+)
 
 METADATA = ".metadata"
 _MOST_METADATA = 1 << 30
@@ -221,42 +232,44 @@ class DcpReader(RangeReader):
 
     def __init__(self, files: Files, state: Any, version: str) -> None:
         try:
-            node = tree.flatten(state, _is_leaf, expand)
+            node = flatten_tree(state, _is_leaf, expand)
         except UnsupportedLeaf as error:
             raise files.damaged(f"{METADATA}: {error}") from error
         entries, boxes = dict[str, ArrayEntry](), dict[str, Sequence[FileBox]]()
-        plain = dict[str, tree_json.Plain]()
-        for leaf in tree.leaves(node):
+        plain = dict[str, Plain]()
+        for leaf in leaves_of_tree(node):
             name, value = leaf.name, leaf.value
             if isinstance(value, ChunkedArray):
                 entries[name], boxes[name] = _entry(files, name, value), value.boxes
             elif isinstance(value, InnerTensor):
-                entries[name] = whole(name, value.tensor.shape, value.tensor.dtype, value.box)
+                entries[name] = entry_of_box(
+                    name, value.tensor.shape, value.tensor.dtype, value.box
+                )
                 boxes[name] = (value.box,)
             else:
                 plain[name] = value
-        super().__init__(files, Index(tree_json.to_json(node), entries, values=plain), boxes)
+        super().__init__(files, Index(tree_to_json(node), entries, values=plain), boxes)
         self.version = version
         if any(name.rpartition("/")[2] == LOCAL for name in entries):
             self.lacks = _ONE_PART
 
 
 def _is_leaf(value: Any) -> bool:
-    return isinstance(value, (ChunkedArray, InnerTensor)) or tree_json.is_plain(value)
+    return isinstance(value, (ChunkedArray, InnerTensor)) or is_plain(value)
 
 
 def _entry(files: Files, name: str, array: ChunkedArray) -> ArrayEntry:
     everything = Box.whole(array.shape)
     if everything.empty:
-        return whole(name, array.shape, array.dtype, FileBox(everything, FileRange("", 0)))
+        return entry_of_box(name, array.shape, array.dtype, FileBox(everything, FileRange("", 0)))
     if not array.boxes:
         raise files.damaged(
             f"{METADATA} lists no data of array {name!r}, whose shape is {list(array.shape)}"
         )
     if [found.box for found in array.boxes] == [everything] and not array.compressed:
-        return whole(name, array.shape, array.dtype, array.boxes[0])
-    entry = of_boxes(
-        name, array.shape, array.dtype, array.boxes, WHOLE if array.compressed else None
+        return entry_of_box(name, array.shape, array.dtype, array.boxes[0])
+    entry = entry_of_boxes(
+        name, array.shape, array.dtype, array.boxes, WHOLE_BOXES if array.compressed else None
     )
     try:
         check_boxes(entry, entry.boxes or ())

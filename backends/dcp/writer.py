@@ -10,24 +10,36 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from unickpt.arrays.box import Box, cut
+from unickpt.backends._files import torch_layout
+from unickpt.backends._files.flat_names import refuse
+from unickpt.backends._files.pickle_objects import Global
+from unickpt.backends._files.pickle_writer import PickledCall, dumps
+from unickpt.backends._files.zip_layout import ZipLayout
 from unickpt.errors import UnsupportedLeaf
-from unickpt.foreign import torch_layout
-from unickpt.foreign.flat_names import refuse
-from unickpt.foreign.pickle_objects import Global
-from unickpt.foreign.pickle_writer import PickledCall, dumps
-from unickpt.foreign.zip_layout import ZipLayout
-from unickpt.format.index import Index
-from unickpt.format.writer import Data, Ending, Plan, PlannedFile, text_file
-from unickpt.quoting import quoted
-from unickpt.trees import tree, tree_json
+from unickpt.extend import (
+    Box,
+    Data,
+    Ending,
+    Index,
+    Leaf,
+    Node,
+    Plan,
+    PlannedFile,
+    child_names,
+    cut_box,
+    name_component,
+    quoted,
+    text_file,
+    tree_from_json,
+    unwrapped,
+)
 
 _CHUNK_BYTES = 64 << 20
 _FILE_BYTES = 1 << 30
 _OVERHEAD = 4096  # of a chunk's zip, at most
 _DCP = "torch.distributed.checkpoint"
 _KeyPath = tuple[str | int, ...]
-_Visited = tuple[_KeyPath, tree.Node | tree.Leaf]
+_Visited = tuple[_KeyPath, Node | Leaf]
 _MAPPINGS = ("dict", "ordereddict", "namedtuple", "object")
 
 
@@ -39,8 +51,8 @@ class DcpWriter:
 
     def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
         refuse("dcp", torch_layout.missing_dtypes(index), {})
-        root = tree.unwrapped(tree_json.from_json(index.tree))
-        if isinstance(root, tree.Leaf) or root.kind not in _MAPPINGS:
+        root = unwrapped(tree_from_json(index.tree))
+        if isinstance(root, Leaf) or root.kind not in _MAPPINGS:
             raise UnsupportedLeaf(
                 "DCP stores dicts, and this checkpoint is a single leaf, a list or a tuple; put it "
                 "below a name by a rule"
@@ -67,7 +79,7 @@ class _DcpPlanner:
         self._arrays: dict[str, str] = {}
         self._values: dict[str, str] = {}
 
-    def plan(self, root: tree.Node) -> Plan:
+    def plan(self, root: Node) -> Plan:
         for path, node in self._visited(root, ()):
             name = ".".join(map(str, path))
             if name in self._paths:
@@ -76,8 +88,8 @@ class _DcpPlanner:
                     f"called {quoted(name)} in DCP; rename one of them by a rule"
                 )
             self._paths[name] = path
-            shown = "/".join(map(tree.component, path))
-            if isinstance(node, tree.Leaf) and node.name in self._index.entries:
+            shown = "/".join(map(name_component, path))
+            if isinstance(node, Leaf) and node.name in self._index.entries:
                 self._add_array(name, node.name, shown)
             else:
                 self._add_object(name, node, shown)
@@ -92,13 +104,13 @@ class _DcpPlanner:
         last = text_file(".metadata", dumps(metadata), last=True)
         return Plan((*self._files.planned(), last), self._arrays, self._values)
 
-    def _visited(self, node: tree.Node | tree.Leaf, path: _KeyPath) -> Iterator[_Visited]:
+    def _visited(self, node: Node | Leaf, path: _KeyPath) -> Iterator[_Visited]:
         """What DCP stores under a name of its own, with its path.
 
         That is all in dicts, and in lists that contain tensors or dicts; anything else is one
         value.
         """
-        if isinstance(node, tree.Leaf) or self._is_one_value(node):
+        if isinstance(node, Leaf) or self._is_one_value(node):
             yield path, node
         elif node.kind == "wrapper":
             yield from self._visited(node.children[0], path)
@@ -107,11 +119,11 @@ class _DcpPlanner:
             for key, child in zip(keys, node.children, strict=True):
                 yield from self._visited(child, (*path, key))
 
-    def _is_one_value(self, node: tree.Node) -> bool:
+    def _is_one_value(self, node: Node) -> bool:
         if node.kind != "list":
             return node.kind == "tuple"
-        for child in map(tree.unwrapped, node.children):
-            if isinstance(child, tree.Leaf):
+        for child in map(unwrapped, node.children):
+            if isinstance(child, Leaf):
                 if child.name in self._index.entries:
                     return False
             elif child.kind in _MAPPINGS or not self._is_one_value(child):
@@ -132,7 +144,7 @@ class _DcpPlanner:
     def _blobs_of(self, name: str) -> tuple[Any, list[tuple[Box, Any]]]:
         entry = self._index.arrays[name]
         whole = Box.whole(entry.shape)
-        boxes = list(cut(whole, max(1, self._chunk_bytes // entry.itemsize))) or [whole]
+        boxes = list(cut_box(whole, max(1, self._chunk_bytes // entry.itemsize))) or [whole]
         chunks = []
         for box in boxes:
             value = torch_layout.tensor(entry, box.shape, "0")
@@ -157,7 +169,7 @@ class _DcpPlanner:
         )
         return described, chunks
 
-    def _add_object(self, name: str, node: tree.Node | tree.Leaf, within: str) -> None:
+    def _add_object(self, name: str, node: Node | Leaf, within: str) -> None:
         """A plain value, or a list or tuple that DCP does not look into."""
         leaves: dict[str, Any] = {}
         storages: dict[str, tuple[str, Box, int]] = {}
@@ -230,12 +242,12 @@ def _ending(zips: Sequence[ZipLayout]) -> Ending:
     return ending
 
 
-def _below(node: tree.Node | tree.Leaf, name: str) -> Iterator[tuple[str, str]]:
+def _below(node: Node | Leaf, name: str) -> Iterator[tuple[str, str]]:
     """The leaves of a value, with their names in it."""
-    if isinstance(node, tree.Leaf):
+    if isinstance(node, Leaf):
         yield node.name, name
         return
-    names = tree.child_names(node.kind, node.keys, name)
+    names = child_names(node.kind, node.keys, name)
     for child, below in zip(node.children, names, strict=True):
         yield from _below(child, below)
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from unickpt.arrays import dtypes
 from unickpt.backends.deepspeed.folder import DeepSpeedFolder
 from unickpt.backends.deepspeed.states import (
     ModelFileState,
@@ -16,7 +15,7 @@ from unickpt.backends.deepspeed.states import (
     same_everywhere,
 )
 from unickpt.backends.deepspeed.unsharded import TorchState
-from unickpt.foreign.file_ranges import TensorSource
+from unickpt.extend import TensorSource, dtype_from_name
 
 _SAME = ("ds_version", "global_steps", "global_samples", "dp_world_size", "mp_world_size")
 
@@ -99,7 +98,7 @@ def _steps(
 def _number(folder: DeepSpeedFolder, found: TensorSource | int | float) -> float:
     if not isinstance(found, TensorSource):
         return found
-    out = np.empty(1, dtypes.from_name(found.dtype))
+    out = np.empty(1, dtype_from_name(found.dtype))
     found.elements.read(folder.files, found.first, out)
     return float(out[0])
 

@@ -19,8 +19,7 @@ from unickpt.backends.deepspeed.states import (
 from unickpt.backends.deepspeed.unsharded import TorchState, torch_state
 from unickpt.backends.deepspeed.weights import ModuleWeights
 from unickpt.backends.torch_files import PlainTree
-from unickpt.foreign.file_ranges import TensorSource
-from unickpt.quoting import quoted
+from unickpt.extend import TensorSource, quoted
 
 OF_ENGINE = (
     "global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size",

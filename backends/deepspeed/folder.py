@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unickpt.foreign.files import Files
-from unickpt.quoting import quoted
+from unickpt.extend import Files, quoted
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 _SCRIPT = "zero_to_fp32.py"  # DeepSpeed puts it beside `latest`; it is never run

@@ -10,14 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unickpt.arrays.box import Box
+from unickpt.backends._files.headers import sizes
+from unickpt.backends._files.pickle_objects import PickledObject
 from unickpt.backends.deepspeed.patterns import BadPattern, PatternTable
 from unickpt.backends.deepspeed.sources import unraveled
 from unickpt.errors import HintError
-from unickpt.foreign.file_ranges import row_major
-from unickpt.foreign.headers import sizes
-from unickpt.foreign.pickle_objects import PickledObject
-from unickpt.quoting import quoted
+from unickpt.extend import Box, quoted, row_major
 
 Extents = tuple[int, ...]
 

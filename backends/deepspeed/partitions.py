@@ -18,9 +18,7 @@ from unickpt.backends.deepspeed.states import (
     Shapes,
     same_everywhere,
 )
-from unickpt.foreign.elements import ElementRun
-from unickpt.foreign.file_ranges import TensorSource
-from unickpt.quoting import quoted
+from unickpt.extend import ElementRun, TensorSource, quoted
 
 EXPERT = re.compile(r"(.*deepspeed_experts\.)(\d{1,9})(\..*)")
 """The name of a parameter of an expert: what is before and behind the expert's number."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from unickpt.backends.deepspeed.sources import is_number
-from unickpt.quoting import quoted
+from unickpt.extend import quoted
 
 _MOST_PATTERN = 2000
 # Steps that matching may take at worst, by a rough estimate; a step takes about 10 ns.

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from unickpt.arrays.box import Box
-from unickpt.arrays.layout import Layout, Mesh
 from unickpt.backends.deepspeed import merging
 from unickpt.backends.deepspeed.sources import MergedArray, unraveled, whole
 from unickpt.errors import CheckpointCorrupt, HintError, UnsupportedFormat
-from unickpt.foreign.elements import ElementRun, MeanElements
-from unickpt.foreign.file_ranges import FileBox, TensorSource, row_major
-from unickpt.quoting import quoted
+from unickpt.extend import (
+    Box,
+    ElementRun,
+    FileBox,
+    Layout,
+    MeanElements,
+    Mesh,
+    TensorSource,
+    quoted,
+    row_major,
+)
 
 
 class Named(NamedTuple):

@@ -14,24 +14,36 @@ from typing import Any
 
 import numpy as np
 
-from unickpt.arrays import dtypes
-from unickpt.arrays.box import Box, cut
-from unickpt.arrays.dtypes import Array
+from unickpt.backends._files.torch_tensors import Tensor
 from unickpt.backends.deepspeed import folder as folders
 from unickpt.backends.deepspeed import merging
 from unickpt.backends.deepspeed.contents import Contents
 from unickpt.backends.deepspeed.sources import MergedArray, whole
 from unickpt.backends.torch_files import expand
 from unickpt.errors import CoverageError
-from unickpt.foreign import file_ranges
-from unickpt.foreign.file_ranges import ArrayTable, FileBox, RangeReader, table_of
-from unickpt.foreign.files import Files
-from unickpt.foreign.torch_tensors import Tensor
-from unickpt.format.coverage import check_boxes
-from unickpt.format.index import ArrayEntry
-from unickpt.format.reader import ParallelMap, Reader
-from unickpt.storage.errors import Failed, reading, reading_failed
-from unickpt.trees import tree
+from unickpt.extend import (
+    CHUNK_BYTES,
+    Array,
+    ArrayEntry,
+    ArrayTable,
+    Box,
+    Failed,
+    FileBox,
+    Files,
+    Leaf,
+    ParallelMap,
+    RangeReader,
+    Reader,
+    check_boxes,
+    cut_box,
+    dtype_from_name,
+    entry_of_box,
+    entry_of_boxes,
+    read_file_box,
+    reading,
+    reading_failed,
+    table_of_tree,
+)
 
 HINTS: Collection[str] = merging.HINTS
 
@@ -72,14 +84,14 @@ class DeepSpeedReader(RangeReader):
         files = contents.folder.files
         copies: list[_Copy] = []
 
-        def put(table: ArrayTable, leaf: tree.Leaf) -> None:
+        def put(table: ArrayTable, leaf: Leaf) -> None:
             array = leaf.value
             if isinstance(array, Tensor):  # of a user's state
                 array = whole(contents.files_of[id(array)].source(array, f"array {leaf.name!r}"))
             table.put(_entry(files, leaf.name, array), array.boxes)
             copies.extend((leaf.name, array.boxes, copy.boxes) for copy in array.copies)
 
-        table = table_of(files, contents.root, (MergedArray, Tensor), put, expand)
+        table = table_of_tree(files, contents.root, (MergedArray, Tensor), put, expand)
         meshes = [len(e.layout.mesh.processes) for e in table.entries.values() if e.layout]
         super().__init__(files, table.index(processes=max(meshes, default=1)), table.boxes)
         self._copies = copies
@@ -94,11 +106,11 @@ class DeepSpeedReader(RangeReader):
     def _differs(self, copy: _Copy) -> str:
         """How a copy of an array differs; empty if it does not."""
         name, ours, theirs = copy
-        dtype = dtypes.from_name(self.index.arrays[name].dtype)
-        most = file_ranges.CHUNK_BYTES // dtype.itemsize
+        dtype = dtype_from_name(self.index.arrays[name].dtype)
+        most = CHUNK_BYTES // dtype.itemsize
         try:
             for mine, other in zip(ours, theirs, strict=True):
-                for box in cut(mine.box, most):
+                for box in cut_box(mine.box, most):
                     both = [self._elements(found, box, dtype).tobytes() for found in (mine, other)]
                     if both[0] != both[1]:
                         return f"two ranks hold different elements in {box}"
@@ -108,17 +120,17 @@ class DeepSpeedReader(RangeReader):
 
     def _elements(self, found: FileBox, box: Box, dtype: Any) -> Array:
         out = np.empty(box.shape, dtype)
-        file_ranges.read_box(self._files, found, box.relative_to(found.box.start), out)
+        read_file_box(self._files, found, box.relative_to(found.box.start), out)
         return out
 
 
 def _entry(files: Files, name: str, array: MergedArray) -> ArrayEntry:
     # A part of an array is in the files of some ranks only: chunks must not span those of all.
-    nbytes = math.prod(array.shape) * dtypes.from_name(array.dtype).itemsize
-    most = min(max(_LEAST_CHUNK, nbytes // _CHUNKS), file_ranges.CHUNK_BYTES)
+    nbytes = math.prod(array.shape) * dtype_from_name(array.dtype).itemsize
+    most = min(max(_LEAST_CHUNK, nbytes // _CHUNKS), CHUNK_BYTES)
     if len(array.boxes) == 1 and array.boxes[0].box.shape == array.shape:
-        return file_ranges.whole(name, array.shape, array.dtype, array.boxes[0], most)
-    entry = file_ranges.of_boxes(name, array.shape, array.dtype, array.boxes, most)
+        return entry_of_box(name, array.shape, array.dtype, array.boxes[0], most)
+    entry = entry_of_boxes(name, array.shape, array.dtype, array.boxes, most)
     try:
         check_boxes(entry, entry.boxes or ())
     except CoverageError as error:

@@ -8,10 +8,16 @@ from typing import Any, overload
 
 import numpy as np
 
-from unickpt.arrays import dtypes
-from unickpt.arrays.layout import Layout
-from unickpt.foreign.elements import ConvertedElements, ElementRun, Elements, Joined
-from unickpt.foreign.file_ranges import FileBox, TensorSource
+from unickpt.extend import (
+    ConvertedElements,
+    ElementRun,
+    Elements,
+    FileBox,
+    JoinedElements,
+    Layout,
+    TensorSource,
+    dtype_from_name,
+)
 
 FLOAT32 = "float32"
 
@@ -50,7 +56,7 @@ def whole(source: TensorSource) -> MergedArray:
 
 def widened(array: MergedArray) -> MergedArray:
     """An array of 16 bits in float32, which is exact; others as they are."""
-    narrow = dtypes.from_name(array.dtype).itemsize == 2 and array.dtype in ("float16", "bfloat16")
+    narrow = dtype_from_name(array.dtype).itemsize == 2 and array.dtype in ("float16", "bfloat16")
     return array.converted(FLOAT32) if narrow else array
 
 
@@ -122,7 +128,7 @@ class EvenParts(Sequence[ElementRun]):
 
 def joined(dtype: str, shape: Sequence[int], runs: Sequence[ElementRun]) -> TensorSource:
     """A tensor whose elements, in row-major order, are in several runs."""
-    return TensorSource(dtype, tuple(shape), Joined(runs))
+    return TensorSource(dtype, tuple(shape), JoinedElements(runs))
 
 
 def is_number(found: Any) -> bool:

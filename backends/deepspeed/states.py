@@ -10,19 +10,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from unickpt.backends._files.headers import is_size
+from unickpt.backends._files.pickle_objects import PickledObject
+from unickpt.backends._files.pickles import Constructors
+from unickpt.backends._files.torch_pickles import TorchFile
+from unickpt.backends._files.torch_tensors import Tensor
 from unickpt.backends.deepspeed.patterns import steps_of
 from unickpt.backends.deepspeed.sources import Flat, is_number
 from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
-from unickpt.foreign.file_ranges import TensorSource
-from unickpt.foreign.files import Files
-from unickpt.foreign.headers import is_size
-from unickpt.foreign.pickle_objects import PickledObject
-from unickpt.foreign.pickles import Constructors
-from unickpt.foreign.torch_pickles import TorchFile
-from unickpt.foreign.torch_tensors import Tensor
-from unickpt.quoting import quoted
-from unickpt.storage.errors import Failed, reading, reading_failed
-from unickpt.threads import Pool
+from unickpt.extend import Failed, Files, Pool, TensorSource, quoted, reading, reading_failed
 
 T = TypeVar("T")
 _CONSTRUCTORS: Constructors = {

@@ -13,17 +13,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from unickpt.arrays.box import Box
-from unickpt.foreign import torch_layout
-from unickpt.foreign.files import Files
-from unickpt.foreign.flat_names import cannot_hold
-from unickpt.foreign.torch_pickles import TorchFile
-from unickpt.foreign.torch_tensors import Tensor
-from unickpt.format.index import Index
-from unickpt.format.writer import Plan, PlannedFile, text_file
-from unickpt.quoting import quoted
-from unickpt.storage.paths import resolve
-from unickpt.trees import tree
+from unickpt.backends._files import torch_layout
+from unickpt.backends._files.flat_names import cannot_hold
+from unickpt.backends._files.torch_pickles import TorchFile
+from unickpt.backends._files.torch_tensors import Tensor
+from unickpt.extend import (
+    Box,
+    Files,
+    Index,
+    Plan,
+    PlannedFile,
+    name_component,
+    quoted,
+    resolve_path,
+    text_file,
+)
 
 _LATEST = "latest_universal"
 _STATE = re.compile(r"zero/(.+)/([^/]+)\.pt")
@@ -55,7 +59,7 @@ def plan(index: Index, template: str | os.PathLike[str]) -> Plan:
             planned.append(_copy(files, slots[_WEIGHTS], tag))
             continue
         for slot_name, path in slots.items():
-            leaf, slot = f"{slot_name}/{tree.component(name)}", _slot(files, path)
+            leaf, slot = f"{slot_name}/{name_component(name)}", _slot(files, path)
             is_number = leaf in index.values and slot.shape == ()
             problem = "" if is_number else _problem(index, leaf, slot)
             if problem:
@@ -75,7 +79,7 @@ def plan(index: Index, template: str | os.PathLike[str]) -> Plan:
 
 def _opened(template: str | os.PathLike[str]) -> tuple[Files, str]:
     """The files of the template, and the name of its folder."""
-    location = resolve(template)
+    location = resolve_path(template)
     files = Files(location)
     if _LATEST in files.here:
         tag = files.text(_LATEST)

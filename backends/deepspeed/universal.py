@@ -9,11 +9,11 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from unickpt.backends._files.torch_tensors import Tensor
 from unickpt.backends.deepspeed.folder import DeepSpeedFolder
 from unickpt.backends.deepspeed.sources import Parameter, is_number
 from unickpt.backends.deepspeed.states import StateFile, read_all
-from unickpt.foreign.file_ranges import TensorSource
-from unickpt.foreign.torch_tensors import Tensor
+from unickpt.extend import TensorSource
 
 _EXPERTS = "deepspeed_experts."
 

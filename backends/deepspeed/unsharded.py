@@ -18,7 +18,7 @@ from unickpt.backends.deepspeed.partitions import EXPERT, local_experts
 from unickpt.backends.deepspeed.patterns import items, steps_of
 from unickpt.backends.deepspeed.sources import Parameter
 from unickpt.backends.deepspeed.states import ModelFileState, StateFile, same_everywhere, slots_of
-from unickpt.quoting import quoted
+from unickpt.extend import quoted
 
 _EXPERT_GROUP = re.compile(r"ep_size_(\d{1,6})")
 _WRAPPED = "optimizer_state_dict"  # of the optimizers for 16 bits

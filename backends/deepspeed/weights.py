@@ -10,13 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from unickpt.backends._files.torch_tensors import Tensor
 from unickpt.backends.deepspeed import partitions
 from unickpt.backends.deepspeed.folder import DeepSpeedFolder
 from unickpt.backends.deepspeed.states import ModelFileState, StateFile, flattened, read_all
-from unickpt.foreign.elements import Joined
-from unickpt.foreign.file_ranges import TensorSource
-from unickpt.foreign.torch_tensors import Tensor
-from unickpt.quoting import quoted
+from unickpt.extend import JoinedElements, TensorSource, quoted
 
 _LAYER_NAME = re.compile(r"(\d{1,9})\..+")
 _TIED = "tied_modules."
@@ -64,7 +62,7 @@ def of_models(
             if not isinstance(value, Tensor):
                 values.setdefault(name, (value, model.file))
             elif 0 in value.shape:
-                sources[name] = TensorSource(value.dtype, value.shape, Joined(()))
+                sources[name] = TensorSource(value.dtype, value.shape, JoinedElements(()))
         held.append({name: found for name, found in sources.items() if name not in aliases})
     _add_experts(folder, held)
     if folder.layers:
@@ -114,7 +112,7 @@ def _of_stage3(models: Sequence[Sequence[ModelFileState]]) -> ModuleWeights:
             elif name in model.sources:
                 found[name] = model.sources[name]
             elif name in model.buffers:
-                found[name] = TensorSource(value.dtype, value.shape, Joined(()))
+                found[name] = TensorSource(value.dtype, value.shape, JoinedElements(()))
             else:
                 raise model.file.damaged(
                     f"array 'module/{name}' is empty there, and is in no param_shapes; are all "

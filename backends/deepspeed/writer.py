@@ -13,6 +13,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from unickpt.backends._files import torch_layout
+from unickpt.backends._files.flat_names import cannot_hold
+from unickpt.backends._files.pickle_objects import Global
+from unickpt.backends._files.pickle_writer import PickledCall
+from unickpt.backends._files.training_states import KnownTorchFile, Tree, root_of, without_marks
 from unickpt.backends.deepspeed import template as templates
 from unickpt.backends.deepspeed.contents import OF_ENGINE
 from unickpt.backends.deepspeed.written_arrays import (
@@ -22,15 +27,19 @@ from unickpt.backends.deepspeed.written_arrays import (
     STEP,
     UniversalArrays,
 )
-from unickpt.backends.training_states import KnownTorchFile, Node, root_of, without_marks
-from unickpt.foreign import torch_layout
-from unickpt.foreign.flat_names import cannot_hold
-from unickpt.foreign.pickle_objects import Global
-from unickpt.foreign.pickle_writer import PickledCall
-from unickpt.format.index import Index
-from unickpt.format.writer import OfEachProcess, Plan, PlannedFile, text_file
-from unickpt.quoting import quoted
-from unickpt.trees import tree
+from unickpt.extend import (
+    Index,
+    Leaf,
+    Node,
+    OfEachProcess,
+    Plan,
+    PlannedFile,
+    children_by_key,
+    leaves_of_tree,
+    name_component,
+    quoted,
+    text_file,
+)
 
 _VERSION = "0.19.8"  # whose loaders the files are for; ZeRO 1 and 2 ask for one
 # ZeRO 1 and 2 read the first one, ZeRO 3 the second.
@@ -86,7 +95,7 @@ class UniversalWriter:
         if self.template is not None:
             return ()
         of_optimizer = {n for n in index.names if n.partition("/")[0] == OPTIMIZER}
-        kept = {leaf.name for node in _settings(index).values() for leaf in tree.leaves(node)}
+        kept = {leaf.name for node in _settings(index).values() for leaf in leaves_of_tree(node)}
         fixed = {n for n in ("mp_world_size",) if index.values.get(n, 1) != 1}
         return (of_optimizer - kept) | fixed | UniversalArrays.of(index).implied
 
@@ -96,10 +105,10 @@ class UniversalWriter:
         return _Folder(index, self._elements, self.untrained).plan()
 
 
-def _settings(index: Index) -> dict[str, Node]:
+def _settings(index: Index) -> dict[str, Tree]:
     """What of an optimizer's values an engine takes over: the scale of losses only if it changes,
     as that of another precision would be wrong."""
-    found = tree.by_key(root_of(index).get(OPTIMIZER, tree.Leaf("", None)))
+    found = children_by_key(root_of(index).get(OPTIMIZER, Leaf("", None)))
     kept: tuple[str, ...] = (_GROUPS, _CLIP)
     if index.values.get(f"{OPTIMIZER}/{_DYNAMIC}") is True:
         kept = (*kept, _SCALER, _DYNAMIC)
@@ -107,22 +116,22 @@ def _settings(index: Index) -> dict[str, Node]:
     if _GROUPS in chosen:
         chosen[_GROUPS] = _without_params(chosen[_GROUPS])
     if _SCALER in chosen:
-        scaler = tree.by_key(chosen[_SCALER])
+        scaler = children_by_key(chosen[_SCALER])
         fields = {key: x for key, x in scaler.items() if key in _SCALER_FIELDS}
         chosen[_SCALER] = _with(chosen[_SCALER], fields)
     return chosen
 
 
-def _without_params(node: Node) -> Node:
+def _without_params(node: Tree) -> Tree:
     """Groups of an optimizer without their parameters, which are an engine's own."""
-    if isinstance(node, tree.Node) and node.kind in ("list", "tuple"):
+    if isinstance(node, Node) and node.kind in ("list", "tuple"):
         return replace(node, children=tuple(map(_without_params, node.children)))
-    return _with(node, {key: x for key, x in tree.by_key(node).items() if key not in _PARAMS})
+    return _with(node, {key: x for key, x in children_by_key(node).items() if key not in _PARAMS})
 
 
-def _with(node: Node, children: Mapping[Any, Node]) -> Node:
+def _with(node: Tree, children: Mapping[Any, Tree]) -> Tree:
     """A container with other children; a leaf as it is."""
-    if isinstance(node, tree.Leaf):
+    if isinstance(node, Leaf):
         return node
     return replace(node, keys=tuple(children), children=tuple(children.values()))
 
@@ -140,7 +149,7 @@ class _File(KnownTorchFile):
             return self._index.values[name]
         return self.stored(self._index.entry(name))
 
-    def of(self, node: Node) -> Any:
+    def of(self, node: Tree) -> Any:
         return torch_layout.object_of(node, self.leaf)
 
 
@@ -181,7 +190,7 @@ class _Folder:
         arrays = {name: name for name in self._index.entries if name in self._used}
         values = {name: name for name in self._index.values if name in self._used}
         for name, leaf in self._arrays.untrained.items():
-            shown = f"module/{tree.component(name)}"
+            shown = f"module/{name_component(name)}"
             (values if leaf in values else arrays)[leaf] = shown
         values.pop(CLIENT, None)  # of one process
         return Plan(tuple(files), arrays, values, others=True, made=self._made)

@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unickpt.backends.deepspeed.contents import OF_ENGINE
-from unickpt.format.index import Index
-from unickpt.quoting import quoted
-from unickpt.trees import tree, tree_json
+from unickpt.extend import Index, keys_of_leaves, quoted, tree_from_json
 
 FP32, MODULE, STEP = "fp32", "module", "step"
 OPTIMIZER, CLIENT = "optimizer", "client_state"
@@ -90,7 +88,7 @@ class _Finding:
     def _named(self) -> dict[str, dict[str, str]]:
         """The names of all but the engine's own values: by the first component, by the second."""
         found: dict[str, dict[str, str]] = {}
-        for leaf, keys in tree.keys_of(tree_json.from_json(self.index.tree)):
+        for leaf, keys in keys_of_leaves(tree_from_json(self.index.tree)):
             if keys and keys[0] in (*OF_ENGINE, OPTIMIZER, CLIENT):
                 continue
             name = keys[1] if len(keys) == 2 else None

@@ -21,31 +21,41 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from unickpt.arrays import dtypes
-from unickpt.arrays.box import Box
-from unickpt.arrays.dtypes import Array
+from unickpt.backends._files import loose_files
+from unickpt.backends._files.loose_files import FoundFiles, open_kind
+from unickpt.backends._files.zip_files import DEFLATED, STORED, Member, ZipFile
 from unickpt.backends.hdf5.chunks import HDF5Chunk, HDF5Storage, storage
 from unickpt.backends.hdf5.objects import HDF5File, HDF5Object
 from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
-from unickpt.foreign import loose_files
-from unickpt.foreign.elements import FileRange
-from unickpt.foreign.file_ranges import (
+from unickpt.extend import (
     CHUNK_BYTES,
+    MAX_DEPTH,
+    Array,
+    ArrayEntry,
     ArrayTable,
+    Box,
+    Damaged,
+    Failed,
     FileBox,
+    FileRange,
+    Files,
+    Index,
+    ParallelMap,
+    Part,
     RangeReader,
-    read_box,
-    whole,
+    Reader,
+    Request,
+    dtype_and_shape,
+    dtype_name,
+    entry_of_box,
+    name_component,
+    quoted,
+    read_file_box,
+    reading,
+    reading_failed,
+    tree_from_names,
+    tree_to_json,
 )
-from unickpt.foreign.files import Files
-from unickpt.foreign.loose_files import FoundFiles, open_kind
-from unickpt.foreign.zip_files import DEFLATED, STORED, Member, ZipFile
-from unickpt.format.chunk_grid import Part
-from unickpt.format.index import ArrayEntry, Index
-from unickpt.format.reader import ParallelMap, Reader, Request
-from unickpt.quoting import quoted
-from unickpt.storage.errors import Damaged, Failed, reading, reading_failed
-from unickpt.trees import tree, tree_json
 
 _MOST_RANK = 32
 # Chunks can be compressed or missing. What an array takes in memory may exceed what is stored for
@@ -208,7 +218,7 @@ class Hdf5Reader(RangeReader):
             entry = entries[name]
             raise CheckpointCorrupt(
                 f"{self._where} has {self._stored.size} bytes, too few for its arrays of {total} "
-                f"bytes; the largest is {name!r}, {dtypes.with_shape(entry.dtype, entry.shape)}"
+                f"bytes; the largest is {name!r}, {dtype_and_shape(entry.dtype, entry.shape)}"
             )
 
     def _walk(
@@ -228,8 +238,8 @@ class Hdf5Reader(RangeReader):
             found: receives them.
             named: the names of layers.
         """
-        if len(path) > tree.MAX_DEPTH:
-            raise UnsupportedFormat(f"{self._where} is nested deeper than {tree.MAX_DEPTH} levels")
+        if len(path) > MAX_DEPTH:
+            raise UnsupportedFormat(f"{self._where} is nested deeper than {MAX_DEPTH} levels")
         names = named.get(stored, {})
         if len({*names.values()}) != len(names):
             names = {}
@@ -239,7 +249,7 @@ class Hdf5Reader(RangeReader):
                 raise UnsupportedFormat(f"{told} is a link, which could lead to other files")
             item, at = group.file.object(link.address), (*path, names.get(link.name, link.name))
             if item.is_dataset:
-                name = "/".join(map(tree.component, at))
+                name = "/".join(map(name_component, at))
                 first = found.by_address.setdefault(item.address, name)
                 if first == name:
                     found.datasets[name] = item
@@ -265,13 +275,13 @@ class Hdf5Reader(RangeReader):
                 raise dataset.file.damaged(f"{quoted(name)} has {how.size} bytes of {size}")
             if self._stored.unpacked is None and how.inline is None:
                 where = self._box(dataset, shape, how.begin)
-                return whole(name, shape, dtype, where), where
+                return entry_of_box(name, shape, dtype, where), where
             self._storages[name] = replace(how, chunk=shape)
             self._chunks[name] = {(0,) * len(shape): HDF5Chunk(how.begin, size)}
         chunk = tuple(max(1, n) for n in shape)
         if how.chunk is not None:
             chunk = _chunk(how.chunk, shape, dataset.type.size)
-        entry = whole(name, shape, dtype, self._box(dataset, shape, 0))
+        entry = entry_of_box(name, shape, dtype, self._box(dataset, shape, 0))
         return ArrayEntry(name, entry.shape, dtype, chunk, entry.layout), None
 
     def _box(self, dataset: HDF5Object, shape: tuple[int, ...], at: int) -> FileBox:
@@ -300,7 +310,7 @@ class Hdf5Reader(RangeReader):
         if (missing and all_missing > _SMALL) or every > self._stored.size:
             raise CheckpointCorrupt(
                 f"{self.location}: array {entry.name!r} has {stored} bytes in {self._name}, too "
-                f"few for {dtypes.with_shape(entry.dtype, entry.shape)}, or shared with others"
+                f"few for {dtype_and_shape(entry.dtype, entry.shape)}, or shared with others"
             )
 
     def _chunks_of(self, entry: ArrayEntry) -> Mapping[tuple[int, ...], HDF5Chunk]:
@@ -356,7 +366,7 @@ class Hdf5Reader(RangeReader):
         if how.inline is not None:
             begin, unpacked = 0, how.inline
         if not how.filters and unpacked is None:
-            read_box(self._files, self._box(how.dataset, shape, chunk.begin), local, out)
+            read_file_box(self._files, self._box(how.dataset, shape, chunk.begin), local, out)
             return
         if unpacked is not None:
             data = unpacked[begin : begin + chunk.size]
@@ -417,7 +427,7 @@ def _layer_names(root: HDF5Object) -> LayerNames:
     while waiting:
         path, group = waiting.pop()
         for link in group.links:
-            if link.address is None or link.address in seen or len(path) > tree.MAX_DEPTH:
+            if link.address is None or link.address in seen or len(path) > MAX_DEPTH:
                 continue  # which `_walk` refuses
             seen.add(link.address)
             item = root.file.object(link.address)
@@ -439,7 +449,7 @@ def _dtype(dataset: HDF5Object, told: str) -> str:
         return "bfloat16"
     try:
         if found.dtype is not None:
-            return dtypes.name_of(found.dtype.newbyteorder("="))
+            return dtype_name(found.dtype.newbyteorder("="))
     except TypeError:
         pass
     raise UnsupportedFormat(f"{told} has {found.description}; only numbers are read")
@@ -535,7 +545,7 @@ class ShardsReader(Reader):
                     f"{self.location}: {index} says that {quoted(group)} is in {lacking}, which "
                     "does not contain it; are the files of one save?"
                 )
-        self.index = Index(tree_json.to_json(tree_json.from_names(entries)), entries)
+        self.index = Index(tree_to_json(tree_from_names(entries)), entries)
 
     def read(self, requests: Sequence[Request]) -> Sequence[int]:
         for request in requests:

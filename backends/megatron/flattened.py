@@ -12,13 +12,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from unickpt.arrays.box import Box
+from unickpt.backends._files.pickle_objects import BadPickle
 from unickpt.backends.dcp.metadata import extents
 from unickpt.backends.dcp.reader import ChunkedArray
-from unickpt.foreign.elements import ElementRun, Joined
-from unickpt.foreign.file_ranges import FileBox
-from unickpt.foreign.pickle_objects import BadPickle
-from unickpt.quoting import quoted
+from unickpt.extend import Box, ElementRun, FileBox, JoinedElements, quoted
 
 _SHAPE = "nd_reformulated_orig_global_shape"
 
@@ -77,7 +74,7 @@ def unflattened(name: str, stored: ChunkedArray, shape: tuple[int, ...]) -> Chun
     return replace(stored, shape=shape, boxes=boxes)
 
 
-def _joined(name: str, box: Box, pieces: list[tuple[int, ElementRun]]) -> Joined:
+def _joined(name: str, box: Box, pieces: list[tuple[int, ElementRun]]) -> JoinedElements:
     """The elements of a box: all its pieces in order."""
     end = 0
     for first, run in sorted(pieces, key=lambda piece: piece[0]):
@@ -90,7 +87,7 @@ def _joined(name: str, box: Box, pieces: list[tuple[int, ElementRun]]) -> Joined
         end += run.count
     if end != box.size:
         raise BadPickle(f"{quoted(name)}: elements {end} to {box.size} of {box} are missing")
-    return Joined([run for _, run in sorted(pieces, key=lambda piece: piece[0])])
+    return JoinedElements([run for _, run in sorted(pieces, key=lambda piece: piece[0])])
 
 
 def _contradicts(name: str, stored: ChunkedArray, shape: tuple[int, ...]) -> BadPickle:

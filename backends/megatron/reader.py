@@ -13,16 +13,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+from unickpt.backends._files.pickle_objects import BadPickle
 from unickpt.backends.dcp import reader as dcp
 from unickpt.backends.dcp.metadata import Metadata
 from unickpt.backends.dcp.objects import read_file
 from unickpt.backends.megatron.flattened import shapes_of, unflattened
 from unickpt.errors import UnsupportedFormat
-from unickpt.foreign.files import Files
-from unickpt.foreign.pickle_objects import BadPickle
-from unickpt.format.reader import Reader
-from unickpt.quoting import quoted
-from unickpt.storage.errors import reading
+from unickpt.extend import Files, Reader, quoted, reading
 
 _MARKER, _COMMON = "metadata.json", "common.pt"
 _COMMON_OBJECT = "common_state/shard_0_1"

@@ -12,13 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unickpt.backends import flax_msgpack
+from unickpt.backends._files.loose_files import is_flax
 from unickpt.backends.flax_msgpack import Elsewhere
 from unickpt.backends.orbax.metadata import ItemMetadata, NamedTuple, Stored
-from unickpt.foreign.file_ranges import ArrayTable, RangeReader, TensorSource
-from unickpt.foreign.files import Files
-from unickpt.foreign.loose_files import is_flax
-from unickpt.format.index import Index
-from unickpt.quoting import quoted
+from unickpt.extend import ArrayTable, Files, Index, RangeReader, TensorSource, quoted
 
 FILE = "checkpoint"
 _PREFIXES = ("PLACEHOLDER://", "AGGREGATED://")

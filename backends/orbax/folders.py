@@ -18,8 +18,7 @@ import tensorstore as ts
 from unickpt.backends.orbax import items
 from unickpt.backends.orbax.items import ITEM, Located
 from unickpt.errors import CheckpointCorrupt, CheckpointNotFound
-from unickpt.foreign.files import Files
-from unickpt.quoting import quoted
+from unickpt.extend import Files, quoted
 
 _log = logging.getLogger("unickpt")
 _CHECKPOINT = "_CHECKPOINT_METADATA"

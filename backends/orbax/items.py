@@ -14,21 +14,25 @@ from typing import Any
 
 import tensorstore as ts
 
-from unickpt.arrays import dtypes
-from unickpt.arrays.box import Box
-from unickpt.arrays.dtypes import Array
-from unickpt.arrays.layout import Layout
 from unickpt.backends.orbax import aggregate, metadata, zarr
 from unickpt.backends.orbax.metadata import NamedTuple, Stored
 from unickpt.backends.orbax.zarr import InDatabase, InFolders, Store, ZarrArray
 from unickpt.errors import CheckpointCorrupt
-from unickpt.foreign.files import Files
-from unickpt.quoting import quoted
-from unickpt.storage import ocdbt, paths
-from unickpt.storage.database import Database
-from unickpt.storage.errors import reading
-from unickpt.storage.kvstore import Future
-from unickpt.threads import Pool, in_batches
+from unickpt.extend import (
+    MANIFEST,
+    Array,
+    Box,
+    Files,
+    Layout,
+    OcdbtDatabase,
+    Pool,
+    StorageFuture,
+    dtype_and_shape,
+    in_batches,
+    quoted,
+    reading,
+    storage_context,
+)
 
 ITEM = "_METADATA"
 """The file that makes a folder an item of arrays."""
@@ -84,7 +88,7 @@ class Located:
     def opened(self, context: ts.Context) -> ts.TensorStore:
         return zarr.open_array(self.store, self.name, self.array, context, fill=self.fill)
 
-    def start(self, source: ts.TensorStore, box: Box) -> Future[Any]:
+    def start(self, source: ts.TensorStore, box: Box) -> StorageFuture[Any]:
         """Starts to read a small box; raises as `zarr.read_box`."""
         self._check(self.array.keys(box))
         return zarr.start_read(source, box)
@@ -122,7 +126,7 @@ def any_item(files: Files, context: ts.Context, depth: int = _DEPTH, json_file: 
     if json_file in files.here:
         return Item(read_json(files, json_file), {})
     below = folders(files)
-    sign = next((name for name in (ocdbt.MANIFEST, _SHARDINGS) if name in files.here), None)
+    sign = next((name for name in (MANIFEST, _SHARDINGS) if name in files.here), None)
     if sign is not None:
         raise files.incomplete(f"{ITEM} is missing, which lists the arrays that {sign} is for")
     content: dict[str, Any] = {}
@@ -152,7 +156,7 @@ def is_item(files: Files, above: str = "") -> bool:
         return True
     if files.single is not None or not has(files, above + aggregate.FILE):
         return False
-    if aggregate.begins(files, above + aggregate.FILE) or has(files, above + ocdbt.MANIFEST):
+    if aggregate.begins(files, above + aggregate.FILE) or has(files, above + MANIFEST):
         return True
     name = zarr.METADATA[2]
     return any(has(files, f"{above}{below}/{name}") for below in folders(files, above))
@@ -220,8 +224,8 @@ def _locate(
         array = zarr.parse(item.version, data, where)
         if leaf.facts not in (None, (array.dtype, array.shape)):
             raise CheckpointCorrupt(
-                f"{where} is {dtypes.with_shape(array.dtype, array.shape)}, and "
-                f"{dtypes.with_shape(*leaf.facts)} by the file {aggregate.FILE!r}; are both of one "
+                f"{where} is {dtype_and_shape(array.dtype, array.shape)}, and "
+                f"{dtype_and_shape(*leaf.facts)} by the file {aggregate.FILE!r}; are both of one "
                 "save?"
             )
         sharding = shardings.get(leaf.name)
@@ -245,12 +249,12 @@ def _locate(
 
 
 def _store(files: Files, item: metadata.ItemMetadata, context: ts.Context) -> Store:
-    pinned = Database(files.location, context).pinned() if item.ocdbt is not False else None
+    pinned = OcdbtDatabase(files.location, context).pinned() if item.ocdbt is not False else None
     if pinned is not None:
         return InDatabase(pinned)
     if item.ocdbt:
         raise files.damaged(
-            f"there is no {ocdbt.MANIFEST}, which leads to the arrays; the save did not finish, or "
+            f"there is no {MANIFEST}, which leads to the arrays; the save did not finish, or "
             "the folder was not copied as a whole"
         )
     return InFolders(files)
@@ -277,7 +281,7 @@ def folders(files: Files, above: str = "") -> list[str]:
     """
     if files.location.is_local:
         location = files.location.child(above) if above else files.location
-        return location.folders(paths.context())
+        return location.folders(storage_context())
     # In object storage all is listed anyway, once.
     below = (name[len(above) :] for name in files.names if name.startswith(above))
     return sorted({name.partition("/")[0] for name in below if "/" in name})

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from unickpt.backends.orbax import step_writer
-from unickpt.backends.orbax.tree_writer import TreeFiles, tree_files
-from unickpt.errors import UnsupportedLeaf
-from unickpt.foreign.keras_states import (
+from unickpt.backends.orbax.keras_states import (
     CONFIG,
     FURTHER,
     MODEL,
@@ -25,10 +23,20 @@ from unickpt.foreign.keras_states import (
     TRAINED,
     VARIABLES,
 )
-from unickpt.format.index import Index
-from unickpt.format.writer import Plan
-from unickpt.quoting import quoted
-from unickpt.trees import tree, tree_json
+from unickpt.backends.orbax.tree_writer import TreeFiles, tree_files
+from unickpt.errors import UnsupportedLeaf
+from unickpt.extend import (
+    Index,
+    Leaf,
+    Node,
+    Plan,
+    children_by_key,
+    dict_node,
+    keys_of_leaves,
+    quoted,
+    tree_from_json,
+    tree_without,
+)
 
 _HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
 _STATE, _MODEL_CONFIG, _TEXT = "pytree", "model_config", "config"
@@ -60,31 +68,31 @@ class KerasWriter:
         return Plan(tuple(files), state.arrays, state.values, others=others)
 
 
-def _state(index: Index) -> tree.Node:
+def _state(index: Index) -> Node:
     """What `Model.get_state_tree` returns; the leaves have the names of the index.
 
     Raises:
         UnsupportedLeaf: it is not a checkpoint of a Keras model, or rules renamed its variables.
     """
-    root = tree_json.from_json(index.tree)
-    found = tree.by_key(root)
+    root = tree_from_json(index.tree)
+    found = children_by_key(root)
     model = found.get(MODEL)
     unknown = [key for key in found if key not in (MODEL, POSITION, *FURTHER)]
-    if unknown or not isinstance(model, tree.Node):
+    if unknown or not isinstance(model, Node):
         what = f"it holds {quoted(unknown[0])}" if unknown else f"it holds no {MODEL!r}"
         raise UnsupportedLeaf(
             f"it is not a checkpoint of unickpt.integrations.keras: {what}; {_HELP}"
         )
     others = _others(index, model)
-    trained = {name for name, _ in tree.keys_of(model)} - others
+    trained = {name for name, _ in keys_of_leaves(model)} - others
     state = {TRAINED: _part(model, others), OTHERS: _part(model, trained)}
     state |= {FURTHER[key]: node for key, node in found.items() if key in FURTHER}
-    return tree.dict_of(state)
+    return dict_node(state)
 
 
-def _others(index: Index, model: tree.Node) -> set[str]:
+def _others(index: Index, model: Node) -> set[str]:
     """The names of the variables of a model that are not trained."""
-    names = {"/".join(map(str, keys)): name for name, keys in tree.keys_of(model)}
+    names = {"/".join(map(str, keys)): name for name, keys in keys_of_leaves(model)}
     noted = index.metadata.get(VARIABLES)
     groups: list[Any] = (
         [noted.get(group) for group in (TRAINED, OTHERS)] if isinstance(noted, dict) else []
@@ -105,13 +113,13 @@ def _others(index: Index, model: tree.Node) -> set[str]:
     return {name for path, name in names.items() if path in others}
 
 
-def _part(model: tree.Node, left_out: set[str]) -> tree.Node | tree.Leaf:
+def _part(model: Node, left_out: set[str]) -> Node | Leaf:
     """The variables of a model without some, and without what held nothing else."""
-    return tree.without(model, left_out) or tree.dict_of({})
+    return tree_without(model, left_out) or dict_node({})
 
 
 def _config_files(config: Any, chunk_bytes: int) -> TreeFiles:
     """The files of the model's configuration, a text."""
-    text = tree.Leaf(_TEXT, None)
+    text = Leaf(_TEXT, None)
     index = Index(None, {}, values={_TEXT: json.dumps(config)})
-    return tree_files(index, tree.dict_of({_TEXT: text}), chunk_bytes)
+    return tree_files(index, dict_node({_TEXT: text}), chunk_bytes)

@@ -15,12 +15,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from unickpt.arrays.layout import Layout, Mesh
+from unickpt.backends.orbax.saved_arrays import MeshFacts, MeshKey
 from unickpt.errors import CheckpointCorrupt
-from unickpt.foreign.orbax_arrays import MeshFacts, MeshKey
-from unickpt.quoting import quoted
-from unickpt.trees import tree
-from unickpt.trees.tree import Expansion
+from unickpt.extend import MAX_DEPTH, Expansion, Layout, Mesh, quoted
 
 _ARRAYS = {"jax.Array": "array", "np.ndarray": "numpy"}
 _SCALAR, _TEXT = "scalar", "string"
@@ -139,8 +136,8 @@ def item(data: bytes, where: str) -> ItemMetadata:
 
 def _leaf(entry: Any) -> tuple[_Path, Any]:
     path = tuple((key["key"], key["key_type"]) for key in entry["key_metadata"])
-    if len(path) >= tree.MAX_DEPTH:
-        raise ValueError(f"nested deeper than {tree.MAX_DEPTH} levels")
+    if len(path) >= MAX_DEPTH:
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
     for key, kind in path:
         if type(key) is not str or kind not in (_SEQUENCE, _DICT):
             raise ValueError(f"the key {quoted(key)} of type {quoted(kind)}")
@@ -199,8 +196,8 @@ def _nested(leaves: Sequence[tuple[_Path, Any]], depth: int) -> Any:
 
 def _rich(found: Any, path: tuple[str, ...], leaves: dict[tuple[str, ...], Any]) -> Any:
     """A tree whose containers have their types; takes its leaves out of `leaves`."""
-    if len(path) >= tree.MAX_DEPTH:
-        raise ValueError(f"nested deeper than {tree.MAX_DEPTH} levels")
+    if len(path) >= MAX_DEPTH:
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
     if isinstance(found, list):
         return [_rich(each, (*path, str(n)), leaves) for n, each in enumerate(found)]
     category, kind = found.get("category"), found.get("clazz")

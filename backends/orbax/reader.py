@@ -8,28 +8,35 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from unickpt.arrays import dtypes
-from unickpt.arrays.box import Box
-from unickpt.arrays.dtypes import Array
-from unickpt.arrays.layout import Layout
 from unickpt.backends.orbax import folders, metadata, zarr
 from unickpt.backends.orbax.aggregate import Inline
 from unickpt.backends.orbax.folders import Found
 from unickpt.backends.orbax.items import Located
 from unickpt.backends.orbax.metadata import NamedTuple
+from unickpt.backends.orbax.saved_arrays import SavedArrays
 from unickpt.backends.orbax.zarr import ZarrArray
 from unickpt.errors import UnsupportedLeaf
-from unickpt.foreign.files import Files
-from unickpt.foreign.orbax_arrays import SavedArrays
-from unickpt.format import ocdbt_reader
-from unickpt.format.chunk_grid import Part
-from unickpt.format.index import ArrayEntry, Index
-from unickpt.format.reader import Reader, Request
-from unickpt.storage import paths
-from unickpt.storage.errors import reading
-from unickpt.threads import Pool
-from unickpt.trees import tree, tree_json
-from unickpt.trees.tree import Expansion
+from unickpt.extend import (
+    Array,
+    ArrayEntry,
+    Box,
+    Expansion,
+    Files,
+    Index,
+    Layout,
+    Part,
+    Pool,
+    Reader,
+    Request,
+    dtype_from_name,
+    flatten_tree,
+    is_plain,
+    leaves_of_tree,
+    open_own,
+    reading,
+    storage_context,
+    tree_to_json,
+)
 
 _THREADS = 16
 
@@ -47,10 +54,10 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         StorageError: the storage failed.
     """
     # Shared by all that is read: it keeps the manifests of databases as they are now.
-    context = paths.context()
+    context = storage_context()
     with reading(files.location):
         if (own := folders.own_item(files)) is not None:
-            return ocdbt_reader.open(files.location.child(own))
+            return open_own(files.location.child(own))
         found = folders.find(files, context)
         return None if found is None else OrbaxReader(files, found, context)
 
@@ -75,10 +82,10 @@ class OrbaxReader(Reader):
         self.location, self._files, self._context = files.location, files, context
         self.lacks = found.lacks
         try:
-            node = tree.flatten(found.tree, _is_leaf, _expand)
+            node = flatten_tree(found.tree, _is_leaf, _expand)
         except UnsupportedLeaf as error:
             raise files.damaged(f"{error}") from error
-        leaves = {leaf.name: leaf.value for leaf in tree.leaves(node)}
+        leaves = {leaf.name: leaf.value for leaf in leaves_of_tree(node)}
         self._open: dict[str, ts.TensorStore] = {}
         scalars = {
             name: leaf
@@ -104,7 +111,7 @@ class OrbaxReader(Reader):
         entries = {name: inline.index.arrays[name] for name, inline in self._inline.items()}
         entries.update({name: _entry(name, leaf) for name, leaf in self._arrays.items()})
         self.index = Index(
-            tree_json.to_json(node),
+            tree_to_json(node),
             entries,
             values=values,
             metadata=found.metadata,
@@ -119,7 +126,7 @@ class OrbaxReader(Reader):
 
         def number(name: str) -> Any:
             leaf = scalars[name]
-            out = np.empty((), dtypes.from_name(leaf.array.dtype))
+            out = np.empty((), dtype_from_name(leaf.array.dtype))
             self._read(name, leaf, Box((), ()), out)
             return out.item()
 
@@ -149,7 +156,7 @@ class OrbaxReader(Reader):
         if entry.name in self._inline:
             return None
         leaf, box = self._arrays[entry.name], part.chunk_box(number)
-        nbytes = box.size * dtypes.from_name(entry.dtype).itemsize
+        nbytes = box.size * dtype_from_name(entry.dtype).itemsize
         if max(nbytes, leaf.array.chunk_bytes) > zarr.SMALL:
             return None
         with reading(f"{self.location}: array {entry.name!r} {box}"):
@@ -185,7 +192,7 @@ class OrbaxReader(Reader):
 
 
 def _is_leaf(value: Any) -> bool:
-    return isinstance(value, (Located, Inline)) or tree_json.is_plain(value)
+    return isinstance(value, (Located, Inline)) or is_plain(value)
 
 
 def _expand(value: Any, name: str) -> Expansion | None:
@@ -194,7 +201,7 @@ def _expand(value: Any, name: str) -> Expansion | None:
 
 def _is_number(array: ZarrArray) -> bool:
     """Whether a number is a plain value, which complex ones are not."""
-    kind = dtypes.from_name(array.dtype).kind
+    kind = dtype_from_name(array.dtype).kind
     return array.shape == () and kind in "biuf"
 
 

@@ -11,13 +11,21 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, ClassVar
 
+from unickpt.backends.orbax.saved_arrays import SavedArrays
 from unickpt.backends.orbax.tree_writer import tree_files
 from unickpt.errors import UnsupportedLeaf
-from unickpt.foreign.orbax_arrays import SavedArrays
-from unickpt.format.index import Index
-from unickpt.format.step_metrics import finite_or_text, step_metrics
-from unickpt.format.writer import Plan, PlannedFile, text_file
-from unickpt.trees import tree, tree_json
+from unickpt.extend import (
+    Index,
+    Leaf,
+    Node,
+    Plan,
+    PlannedFile,
+    finite_or_text,
+    step_metrics,
+    text_file,
+    tree_from_json,
+    unwrapped,
+)
 
 ORBAX = "orbax"
 """The key of a checkpoint's metadata under which `unickpt.integrations.orbax` stores its own."""
@@ -46,7 +54,7 @@ def about(index: Index, handlers: Any) -> Iterator[PlannedFile]:
     yield text_file(_COMMITTED, "written by unickpt", last=True)
 
 
-def plan(index: Index, node: tree.Node, *, is_step: bool, chunk_bytes: int) -> Plan:
+def plan(index: Index, node: Node, *, is_step: bool, chunk_bytes: int) -> Plan:
     """The files of a tree, or of a step that has it as its item.
 
     Arguments:
@@ -105,8 +113,8 @@ class OrbaxWriter:
             raise ValueError(f"layout={self.layout!r} must be 'tree' or 'step'")
 
     def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
-        node = tree.unwrapped(tree_json.from_json(index.tree))
-        if isinstance(node, tree.Leaf):
+        node = unwrapped(tree_from_json(index.tree))
+        if isinstance(node, Leaf):
             raise UnsupportedLeaf(
                 "Orbax stores trees, and this checkpoint is a single leaf; put it below a name by "
                 "a rule"

@@ -18,15 +18,24 @@ from typing import Any
 
 import numpy as np
 
-from unickpt.arrays import dtypes
-from unickpt.arrays.box import Box
+from unickpt.backends._files.flat_names import refuse
+from unickpt.backends.orbax.saved_arrays import SavedArrays
 from unickpt.errors import UnsupportedLeaf
-from unickpt.foreign.flat_names import refuse
-from unickpt.foreign.orbax_arrays import SavedArrays
-from unickpt.format.index import ArrayEntry, Index
-from unickpt.format.writer import Data, PlannedFile, text_file
-from unickpt.quoting import quoted
-from unickpt.trees import tree
+from unickpt.extend import (
+    ArrayEntry,
+    Box,
+    Data,
+    Index,
+    Leaf,
+    Node,
+    PlannedFile,
+    dtype_from_name,
+    join_names,
+    name_component,
+    quoted,
+    text_file,
+    unwrapped,
+)
 
 _SEQUENCE, _DICT = 1, 2
 _EMPTY = {"list": "List", "tuple": "Tuple", "namedtuple": "NamedTuple"}
@@ -62,12 +71,12 @@ class TreeFiles:
 
 
 def _join(above: str, name: str) -> str:
-    return tree.join(above, name) if name else above
+    return join_names(above, name) if name else above
 
 
 def tree_files(
     index: Index,
-    node: tree.Node,
+    node: Node,
     chunk_bytes: int,
     custom_metadata: Any = None,
     saved: SavedArrays | None = None,
@@ -133,23 +142,21 @@ class _OrbaxLeaf:
         return ".".join(key for key, _ in self.keys)
 
 
-def _leaves(
-    index: Index, node: tree.Node | tree.Leaf, keys: _Keys, shown: str
-) -> Iterator[_OrbaxLeaf]:
-    is_wrapped = isinstance(node, tree.Node) and node.kind == "wrapper"
-    node = tree.unwrapped(node)
-    if isinstance(node, tree.Leaf):
+def _leaves(index: Index, node: Node | Leaf, keys: _Keys, shown: str) -> Iterator[_OrbaxLeaf]:
+    is_wrapped = isinstance(node, Node) and node.kind == "wrapper"
+    node = unwrapped(node)
+    if isinstance(node, Leaf):
         if is_wrapped and node.name in index.entries:
             # The array of an `nnx.Variable`, `flax.linen.Partitioned` and the like: JAX, and so
             # Orbax, has a key for it.
-            keys, shown = (*keys, (_VALUE, _DICT)), tree.join(shown, _VALUE)
+            keys, shown = (*keys, (_VALUE, _DICT)), join_names(shown, _VALUE)
         yield _OrbaxLeaf(node.name, shown, keys)
         return
     if not node.children and keys:
         yield _OrbaxLeaf("", shown, keys, _EMPTY.get(node.kind, "Dict"))
     kind = _SEQUENCE if node.kind in ("list", "tuple") else _DICT
     for key, child in zip(map(str, node.keys), node.children, strict=True):
-        below = tree.join(shown, key if kind == _SEQUENCE else tree.component(key))
+        below = join_names(shown, key if kind == _SEQUENCE else name_component(key))
         yield from _leaves(index, child, (*keys, (key, kind)), below)
 
 
@@ -159,7 +166,7 @@ def _check(index: Index, leaves: Sequence[_OrbaxLeaf]) -> None:
     missing = [
         entry
         for entry in {entry.name: entry for entry in entries.values()}.values()
-        if entry.dtype in _MISSING or dtypes.from_name(entry.dtype).kind in "mM"
+        if entry.dtype in _MISSING or dtype_from_name(entry.dtype).kind in "mM"
     ]
     plain = {leaf.name: index.values[leaf.name] for leaf in leaves if leaf.name in index.values}
     values = {
@@ -245,7 +252,7 @@ def _array_files(
 
 
 def _zarray(dtype: str, shape: Sequence[int], chunk: Sequence[int]) -> str:
-    found = dtypes.from_name(dtype)
+    found = dtype_from_name(dtype)
     facts = {
         "chunks": list(chunk),
         "compressor": None,
@@ -315,7 +322,7 @@ def _value_files(stored: str, value: Any, kind: str, texts: dict[str, Any]) -> l
     """The files of a number; a text is added to those of all."""
     if kind == "scalar":
         dtype = {bool: "bool", int: "int64", float: "float64"}[type(value)]
-        number = dtypes.from_name(dtype).newbyteorder("<").type(value)
+        number = dtype_from_name(dtype).newbyteorder("<").type(value)
         return [
             text_file(f"{stored}/.zarray", _zarray(dtype, (), ())),
             text_file(f"{stored}/0", number.tobytes()),

@@ -14,15 +14,21 @@ from typing import Any, Protocol
 import numpy as np
 import tensorstore as ts
 
-from unickpt.arrays import dtypes
-from unickpt.arrays.box import Box
-from unickpt.arrays.dtypes import Array
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat, naming_memory
-from unickpt.foreign.files import Files
-from unickpt.quoting import quoted
-from unickpt.storage.database import Database
-from unickpt.storage.errors import Damaged
-from unickpt.storage.kvstore import Future, asking
+from unickpt.extend import (
+    Array,
+    Box,
+    Damaged,
+    Files,
+    OcdbtDatabase,
+    StorageFuture,
+    asking_storage,
+    dtype_and_shape,
+    dtype_from_name,
+    dtype_name,
+    quoted,
+    zarr_dtype,
+)
 
 READ_BYTES = 1 << 20
 """Neighbouring chunks are read together up to so many bytes: each read takes time of its own."""
@@ -70,7 +76,7 @@ class ZarrArray:
 
     @property
     def chunk_bytes(self) -> int:
-        return math.prod(self.chunk) * dtypes.from_name(self.dtype).itemsize
+        return math.prod(self.chunk) * dtype_from_name(self.dtype).itemsize
 
     @property
     def least_stored(self) -> int:
@@ -195,9 +201,9 @@ def _extents(found: Any, least: int, shape: Sequence[int] | None = None) -> tupl
 def _dtype(found: Any, where: str) -> str:
     try:
         if isinstance(found, str) and _NUMPY.fullmatch(found):
-            return dtypes.name_of(np.dtype(found))
-        name = dtypes.name_of(dtypes.from_name(found))
-        ts.dtype(dtypes.stored_as(name))
+            return dtype_name(np.dtype(found))
+        name = dtype_name(dtype_from_name(found))
+        ts.dtype(zarr_dtype(name))
         return name
     except TypeError as error:
         raise UnsupportedFormat(f"{where}: the dtype {quoted(found)} is not known") from error
@@ -246,7 +252,7 @@ class InDatabase:
         database: with a pinned manifest.
     """
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: OcdbtDatabase) -> None:
         self._database, self._values = database, database.reader()
 
     def read(self, key: str) -> bytes | None:
@@ -337,7 +343,7 @@ def open_array(
         "metadata": dict(array.metadata),
         "fill_missing_data_reads": fill,
     }
-    with asking():
+    with asking_storage():
         return ts.open(spec, context=context, open=True, assume_metadata=True).result()
 
 
@@ -348,16 +354,16 @@ def read_box(source: ts.TensorStore, box: Box, dtype: str, out: Array, context: 
         Damaged: a chunk is missing or cannot be decoded.
         Failed: the storage failed.
     """
-    stored = ts.dtype(dtypes.stored_as(dtype)).numpy_dtype
-    with asking():
+    stored = ts.dtype(zarr_dtype(dtype)).numpy_dtype
+    with asking_storage():
         target = ts.array(out if out.dtype == stored else out.view(stored), context=context)
         target.write(source[box.slices]).result()
 
 
-def start_read(source: ts.TensorStore, box: Box) -> Future[Any]:
+def start_read(source: ts.TensorStore, box: Box) -> StorageFuture[Any]:
     """Starts to read a small box into new memory."""
-    with asking():
-        return Future(source[box.slices].read())
+    with asking_storage():
+        return StorageFuture(source[box.slices].read())
 
 
 def check_memory(array: ZarrArray) -> None:
@@ -367,5 +373,5 @@ def check_memory(array: ZarrArray) -> None:
         OutOfMemory: it has not.
     """
     if array.chunk_bytes > _BELIEVED:
-        with naming_memory(f"a chunk of {dtypes.with_shape(array.dtype, array.chunk)}"):
+        with naming_memory(f"a chunk of {dtype_and_shape(array.dtype, array.chunk)}"):
             np.empty(array.chunk_bytes, np.uint8)

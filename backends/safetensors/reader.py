@@ -14,28 +14,30 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unickpt.arrays.box import Box
-from unickpt.backends.hugging_face import weight_map
+from unickpt.backends._files import loose_files
+from unickpt.backends._files.flat_names import SEPARATOR, can_nest, nested_name
+from unickpt.backends._files.headers import sizes
+from unickpt.backends._files.hugging_face import weight_map
+from unickpt.backends._files.loose_files import FoundFiles, open_kind
 from unickpt.errors import CheckpointCorrupt, CoverageError
-from unickpt.foreign import loose_files
-from unickpt.foreign.elements import FileRange, Nibbles, Unreadable
-from unickpt.foreign.file_ranges import (
+from unickpt.extend import (
+    ArrayEntry,
     ArrayTable,
+    Box,
     FileBox,
+    FileRange,
+    Files,
+    Nibbles,
     RangeReader,
+    Reader,
     TensorSource,
-    of_boxes,
-    whole,
+    Unreadable,
+    check_boxes,
+    entry_of_box,
+    entry_of_boxes,
+    name_component,
+    quoted,
 )
-from unickpt.foreign.files import Files
-from unickpt.foreign.flat_names import SEPARATOR, can_nest, nested_name
-from unickpt.foreign.headers import sizes
-from unickpt.foreign.loose_files import FoundFiles, open_kind
-from unickpt.format.coverage import check_boxes
-from unickpt.format.index import ArrayEntry
-from unickpt.format.reader import Reader
-from unickpt.quoting import quoted
-from unickpt.trees import tree
 
 _SUFFIX = ".safetensors"
 # As transformers numbers the files of a folder; those of torch's ranks are numbered otherwise.
@@ -117,7 +119,7 @@ class SafetensorsReader(RangeReader):
         metadata = {k: v for header in headers.values() for k, v in header.metadata.items()}
         metadata.pop(_SHARDING, None)
         is_nested = metadata.pop(SEPARATOR, None) == "/" and can_nest(pieces)
-        name_of = nested_name if is_nested else tree.component
+        name_of = nested_name if is_nested else name_component
         table = ArrayTable()
         for name, (dtype, of_tensor) in pieces.items():
             try:
@@ -131,12 +133,12 @@ class SafetensorsReader(RangeReader):
 
 def _entry(name: str, dtype: str, boxes: Sequence[FileBox]) -> ArrayEntry:
     if len(boxes) == 1 and not any(boxes[0].box.start):
-        return whole(name, boxes[0].box.shape, dtype, boxes[0])
+        return entry_of_box(name, boxes[0].box.shape, dtype, boxes[0])
     shape = [max(found.box.stop[d] for found in boxes) for d in range(len(boxes[0].box.start))]
     filled = [found for found in boxes if found.box.size]
     if not filled and math.prod(shape) == 0:
-        return whole(name, shape, dtype, boxes[0])
-    entry = of_boxes(name, shape, dtype, filled or boxes)
+        return entry_of_box(name, shape, dtype, boxes[0])
+    entry = entry_of_boxes(name, shape, dtype, filled or boxes)
     check_boxes(entry, [(found.box, (0,)) for found in filled])
     return entry
 
@@ -207,8 +209,8 @@ def read_header(files: Files, file: str, begin: int = 0) -> SafetensorsHeader:
     """
     where = f"{files.location}: {file}"
     length = int.from_bytes(files.read(file, begin, 8), "little")
-    whole = files.size(file)
-    size = None if whole is None else whole - begin
+    total = files.size(file)
+    size = None if total is None else total - begin
     if length > _MOST_HEADER or (size is not None and 8 + length > size):
         raise CheckpointCorrupt(f"{where} is no safetensors file: its header has {length} bytes")
     try:
@@ -238,13 +240,19 @@ def _tensor(
         found = TensorSource(DTYPES[kind], shape, FileRange(file, at))
         nbytes = found.nbytes
     elif kind in _FOUR_BITS:
-        found, nbytes = TensorSource(_FOUR_BITS[kind], shape, Nibbles(file, at)), -(-count // 2)
+        found, nbytes = (
+            TensorSource(_FOUR_BITS[kind], shape, Nibbles(file, at)),
+            -(-count // 2),
+        )
     else:
         reason = (
             f"{where}: {quoted(name)} has the dtype {quoted(kind)}, which is not read; read the "
             "other tensors by their names (only=), or drop it by a rule"
         )
-        found, nbytes = TensorSource("uint8", shape, Unreadable(reason)), max(0, stop - begin)
+        found, nbytes = (
+            TensorSource("uint8", shape, Unreadable(reason)),
+            max(0, stop - begin),
+        )
     if begin != end or stop - begin != nbytes:
         raise ValueError(
             f"{quoted(name)} of {nbytes} bytes lies at {begin} to {stop}, after byte {end}"

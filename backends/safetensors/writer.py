@@ -14,15 +14,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from unickpt.arrays import dtypes
-from unickpt.arrays.box import Box
+from unickpt.backends._files.flat_names import (
+    SEPARATOR,
+    are_nested,
+    flat_names,
+    plain_values,
+    refuse,
+)
 from unickpt.backends.safetensors.reader import DTYPES
 from unickpt.errors import UnsupportedLeaf
-from unickpt.foreign.flat_names import SEPARATOR, are_nested, flat_names, plain_values, refuse
-from unickpt.format.index import RESERVED, ArrayEntry, Index
-from unickpt.format.writer import Data, Plan, PlannedFile, text_file
-from unickpt.trees import tree
-from unickpt.trees.moments import moments_among
+from unickpt.extend import (
+    RESERVED_METADATA,
+    ArrayEntry,
+    Box,
+    Data,
+    Index,
+    Plan,
+    PlannedFile,
+    dtype_from_name,
+    dtype_kind,
+    moments_among,
+    name_component,
+    text_file,
+)
 
 _NAMES = {name: code for code, name in DTYPES.items()}
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -113,7 +127,7 @@ def _check_model(index: Index) -> None:
 
 
 def _is_float(dtype: str) -> bool:
-    return dtype in _NAMES and dtypes.kind(dtypes.from_name(dtype)) == "float"
+    return dtype in _NAMES and dtype_kind(dtype_from_name(dtype)) == "float"
 
 
 def _casts(index: Index, dtype: str | None) -> dict[str, str]:
@@ -123,7 +137,7 @@ def _casts(index: Index, dtype: str | None) -> dict[str, str]:
     return {
         name: dtype
         for name, entry in index.arrays.items()
-        if entry.dtype != dtype and dtypes.kind(dtypes.from_name(entry.dtype)) == "float"
+        if entry.dtype != dtype and dtype_kind(dtype_from_name(entry.dtype)) == "float"
     }
 
 
@@ -145,12 +159,14 @@ def _shown(names: Mapping[str, str]) -> dict[str, str]:
     """The names as unickpt reads them."""
     if are_nested(names):
         return {name: name for name in names}
-    return {name: tree.component(text) for name, text in names.items()}
+    return {name: name_component(text) for name, text in names.items()}
 
 
 def _metadata(index: Index, names: Mapping[str, str]) -> dict[str, str]:
     """The checkpoint's metadata that are texts; transformers asks for `format`."""
-    texts = {k: v for k, v in index.metadata.items() if isinstance(v, str) and k != RESERVED}
+    texts = {
+        k: v for k, v in index.metadata.items() if isinstance(v, str) and k != RESERVED_METADATA
+    }
     return {"format": "pt", **texts, **({SEPARATOR: "/"} if are_nested(names) else {})}
 
 

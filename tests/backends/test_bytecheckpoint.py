@@ -19,11 +19,11 @@ from support.foreign import unpacked
 
 import unickpt
 from unickpt import CheckpointCorrupt, CheckpointNotFound, Rules
+from unickpt.backends._files.pickle_objects import BadPickle, Global
+from unickpt.backends._files.pickle_writer import PickledCall, dumps
 from unickpt.backends.bytecheckpoint.flat_params import parts_of
 from unickpt.errors import UnickptError, UnsupportedFormat
-from unickpt.foreign import file_ranges
-from unickpt.foreign.pickle_objects import BadPickle, Global
-from unickpt.foreign.pickle_writer import PickledCall, dumps
+from unickpt.format import file_ranges
 from unickpt.storage.paths import context, resolve
 from unickpt.testing.readers import ReaderSuite, arrays
 

@@ -26,8 +26,8 @@ from unickpt.backends.dcp import reader as dcp
 from unickpt.backends.dcp.chunks import decompressed
 from unickpt.backends.dcp.metadata import Metadata
 from unickpt.errors import UnickptError, UnsupportedFormat
-from unickpt.foreign import file_ranges
-from unickpt.foreign.files import Files
+from unickpt.format import file_ranges
+from unickpt.format.files import Files
 from unickpt.storage.errors import Damaged
 from unickpt.storage.paths import resolve
 from unickpt.testing.readers import ReaderSuite

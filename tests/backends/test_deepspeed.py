@@ -17,9 +17,9 @@ from unickpt import CheckpointCorrupt
 from unickpt.arrays.layout import Layout
 from unickpt.backends.deepspeed import merging, patterns, states
 from unickpt.errors import HintError, UnickptError, UnsupportedFormat
-from unickpt.foreign.elements import FileRange
-from unickpt.foreign.file_ranges import TensorSource
-from unickpt.foreign.files import Files
+from unickpt.format.elements import FileRange
+from unickpt.format.file_ranges import TensorSource
+from unickpt.format.files import Files
 from unickpt.storage import paths
 from unickpt.storage.paths import resolve
 from unickpt.testing.readers import ReaderSuite, arrays

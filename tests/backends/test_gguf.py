@@ -23,7 +23,7 @@ from unickpt import CheckpointCorrupt, UnickptError
 from unickpt.backends import gguf
 from unickpt.cli.app import app
 from unickpt.errors import HintError, UnsupportedFormat
-from unickpt.foreign import file_ranges
+from unickpt.format import file_ranges
 from unickpt.storage import paths
 from unickpt.storage.paths import resolve
 from unickpt.testing.readers import ReaderSuite

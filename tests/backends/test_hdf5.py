@@ -27,7 +27,7 @@ from unickpt.backends.hdf5 import reader as hdf5
 from unickpt.backends.hdf5.bounded_file import BoundedFile
 from unickpt.cli.app import app
 from unickpt.errors import UnsupportedFormat
-from unickpt.foreign import file_ranges
+from unickpt.format import file_ranges
 from unickpt.storage import paths
 from unickpt.storage.paths import resolve
 from unickpt.testing.readers import ReaderSuite

@@ -20,7 +20,7 @@ from support.torch_versions import DCP_ALONE
 import unickpt
 from unickpt import CheckpointCorrupt, CheckpointNotFound, LoadMismatch
 from unickpt.errors import UnickptError, UnsupportedFormat
-from unickpt.foreign import file_ranges
+from unickpt.format import file_ranges
 from unickpt.storage.paths import context, resolve
 from unickpt.testing.readers import ReaderSuite
 

@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 
 import unickpt
 from unickpt import CheckpointCorrupt, Opaque
+from unickpt.backends._files import pickles
+from unickpt.backends._files.pickle_objects import Global
+from unickpt.backends._files.pickle_writer import PickledCall, dumps
 from unickpt.cli.app import app
 from unickpt.errors import UnsupportedFormat
-from unickpt.foreign import pickles
-from unickpt.foreign.pickle_objects import Global
-from unickpt.foreign.pickle_writer import PickledCall, dumps
 from unickpt.format import index_json
 
 WRITERS = {"zip": file_writers.torch_zip, "legacy": file_writers.torch_legacy}

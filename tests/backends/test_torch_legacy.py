@@ -18,9 +18,9 @@ from support import file_writers, foreign, s3_server
 
 import unickpt
 from unickpt import Checkpoint, CheckpointCorrupt, UnickptError
+from unickpt.backends._files.pickle_objects import Global, PersistentId
+from unickpt.backends._files.pickle_writer import PickledCall, dumps
 from unickpt.errors import UnsupportedFormat
-from unickpt.foreign.pickle_objects import Global, PersistentId
-from unickpt.foreign.pickle_writer import PickledCall, dumps
 from unickpt.storage import paths
 from unickpt.storage.paths import resolve
 from unickpt.testing.readers import ReaderSuite, nested

@@ -14,8 +14,8 @@ from support.saving import in_job
 
 import unickpt
 from unickpt import SaveOptions, UnsupportedLeaf
-from unickpt.foreign import zip_layout
-from unickpt.foreign.zip_layout import Content, ZipLayout
+from unickpt.backends._files import zip_layout
+from unickpt.backends._files.zip_layout import Content, ZipLayout
 
 FAST = SaveOptions(fsync=False)
 KINDS = [

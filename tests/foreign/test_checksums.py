@@ -15,9 +15,9 @@ from support.saving import in_job
 
 import unickpt
 from unickpt import CheckpointCorrupt, Rules
-from unickpt.foreign import crc32, file_ranges
-from unickpt.foreign.crc32 import Parts, Range
-from unickpt.foreign.files import CheckedFiles, Files
+from unickpt.format import crc32, file_ranges
+from unickpt.format.crc32 import Parts, Range
+from unickpt.format.files import CheckedFiles, Files
 from unickpt.storage.errors import Damaged
 from unickpt.storage.paths import resolve
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from support.foreign import count_reads
 
 from unickpt import Checkpoint, CheckpointCorrupt
-from unickpt.foreign import file_ranges
-from unickpt.foreign.elements import ConvertedElements, ElementRun, FileRange, Joined
-from unickpt.foreign.file_ranges import FileBox, RangeReader, of_boxes, whole
-from unickpt.foreign.files import Files
+from unickpt.format import file_ranges
+from unickpt.format.elements import ConvertedElements, ElementRun, FileRange, Joined
+from unickpt.format.file_ranges import FileBox, RangeReader, of_boxes, whole
+from unickpt.format.files import Files
 from unickpt.format.index import Index
 from unickpt.storage.paths import resolve
 from unickpt.trees import tree_json

@@ -9,7 +9,7 @@ import pytest
 from support import s3_server
 
 from unickpt.errors import StorageError
-from unickpt.foreign.files import Files
+from unickpt.format.files import Files
 from unickpt.storage import paths
 from unickpt.storage.errors import Damaged
 from unickpt.storage.paths import resolve

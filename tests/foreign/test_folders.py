@@ -13,8 +13,8 @@ from support.file_writers import safetensors, torch_zip
 
 import unickpt
 from unickpt import CheckpointCorrupt, CheckpointNotFound
+from unickpt.backends._files.loose_files import SeveralCheckpoints
 from unickpt.errors import UnsupportedFormat
-from unickpt.foreign.loose_files import SeveralCheckpoints
 
 
 def flax_file(name: str, array: np.ndarray) -> bytes:

@@ -40,6 +40,7 @@ def write(label, data):
 
 
 attempt(write("benign", benign))
+attempt(write("refused", benign[:-1]))
 cases = [(label, write(n, data)) for n, (label, data) in
          enumerate(hostile_pickles.all_of_them(mark))]
 events, on = [], False

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 import unickpt
 from unickpt import CheckpointCorrupt, Opaque
-from unickpt.foreign import known_objects, pickle_objects, pickles
-from unickpt.foreign.pickle_objects import BadPickle
-from unickpt.foreign.torch_tensors import CONSTRUCTORS, Tensor
+from unickpt.backends._files import known_objects, pickle_objects, pickles
+from unickpt.backends._files.pickle_objects import BadPickle
+from unickpt.backends._files.torch_tensors import CONSTRUCTORS, Tensor
 
 PROTOCOLS = (2, 3, 4, 5)
 

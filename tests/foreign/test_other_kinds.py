@@ -20,8 +20,8 @@ from support import file_writers
 
 import unickpt
 from unickpt import CheckpointCorrupt
+from unickpt.backends._files import other_kinds
 from unickpt.errors import UnsupportedFormat
-from unickpt.foreign import other_kinds
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 12345\n"
 ARRAY = np.ones((3, 2), np.float32)

@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.pickled import trees, typed
 
-from unickpt.foreign import pickles
-from unickpt.foreign.pickle_objects import Global, PersistentId
-from unickpt.foreign.pickle_writer import PickledCall, dumps
+from unickpt.backends._files import pickles
+from unickpt.backends._files.pickle_objects import Global, PersistentId
+from unickpt.backends._files.pickle_writer import PickledCall, dumps
 
 
 class Slotted:

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.pickled import trees, typed
 
-from unickpt.foreign import pickles, torch_tensors
-from unickpt.foreign.pickle_objects import BadPickle, Global, PickledObject
+from unickpt.backends._files import pickles, torch_tensors
+from unickpt.backends._files.pickle_objects import BadPickle, Global, PickledObject
 
 _BOUND = 5.0  # seconds of processor time; what would take minutes or hours without a bound
 

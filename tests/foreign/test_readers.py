@@ -13,8 +13,8 @@ import pytest
 from support import foreign, npy_folder
 
 import unickpt
-from unickpt.foreign import registry
-from unickpt.foreign.files import Files
+from unickpt.format import formats
+from unickpt.format.files import Files
 from unickpt.storage.paths import resolve
 from unickpt.testing.readers import ReaderSuite, nested
 
@@ -51,11 +51,11 @@ class TestNpyFolder(ReaderSuite):
     @contextlib.contextmanager
     def registered(self) -> Iterator[None]:
         format = npy_folder.NpyFolder()
-        registry.register(format)
+        formats.register(format)
         try:
             yield
         finally:
-            registry.unregister(format)
+            formats.unregister(format)
 
 
 def test_an_array_of_another_format_has_no_tensorstore(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unickpt import CheckpointCorrupt
-from unickpt.foreign.files import Files
-from unickpt.foreign.zip_files import STORED, ZipFile
+from unickpt.backends._files.zip_files import STORED, ZipFile
+from unickpt.format.files import Files
 from unickpt.storage.errors import Failed
 from unickpt.storage.paths import resolve
 

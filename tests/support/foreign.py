@@ -17,8 +17,8 @@ import pytest
 import unickpt
 from support import TESTS
 from unickpt.backends.dcp import reader as dcp
-from unickpt.foreign import registry
-from unickpt.foreign.files import Files
+from unickpt.format import formats
+from unickpt.format.files import Files
 from unickpt.storage.paths import resolve
 
 FOLDER = Path(TESTS) / "fixtures" / "foreign"
@@ -86,11 +86,11 @@ def differing(
 @contextmanager
 def registered(format: Any) -> Iterator[None]:
     """While a format is known."""
-    registry.register(format)
+    formats.register(format)
     try:
         yield
     finally:
-        registry.unregister(format)
+        formats.unregister(format)
 
 
 def count_reads(patch: pytest.MonkeyPatch) -> list[tuple[str, int]]:

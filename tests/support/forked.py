@@ -42,7 +42,7 @@ PRELOADED = {
         "unickpt",
         "unickpt.adapters.numpy",
         "unickpt.backends.file",
-        "unickpt.foreign.writers",
+        "unickpt.format.writers",
         "unickpt.rules.view",
         "unickpt.reuse.expert_turns",
         "unickpt.runs.checkpointer",

@@ -65,7 +65,8 @@ TARGETS: tuple[tuple[str, str], ...] = (
     ("torch.distributed.elastic.rendezvous api", "x"), ("joblib load", MARK), ("dill loads", "cos"),
     ("cloudpickle loads", "cos"), ("pandas read_pickle", MARK), ("tensorflow load_library", MARK),
     ("sklearn.utils._testing _get_func_name", "x"), ("jax._src.lib xla_client", "x"),
-    ("unickpt.foreign.pickles _MACHINE.run", "x"), ("unickpt.storage.local_folders remove", MARK),
+    ("unickpt.backends._files.pickles _MACHINE.run", "x"),
+    ("unickpt.storage.local_folders remove", MARK),
     ("copyreg _reconstructor", "os"), ("copyreg add_extension", "os"), ("copyreg __newobj__", "os"),
     ("__main__ anything", "x"), ("os.path join", "x"), ("os..system", _SHELL), (" os", _SHELL),
 )  # fmt: skip

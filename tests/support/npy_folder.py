@@ -13,8 +13,8 @@ import numpy as np
 from unickpt.arrays.box import Box
 from unickpt.arrays.layout import Layout
 from unickpt.errors import CheckpointCorrupt
-from unickpt.foreign.files import Files
 from unickpt.format.chunk_grid import free_chunk
+from unickpt.format.files import Files
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader, Request
 from unickpt.format.writer import Data, Plan, PlannedFile, text_file

@@ -14,7 +14,7 @@ from unickpt.cli.clean import print_kept, print_orphans, rows_json
 from unickpt.cli.output import AsJson, clean, print_json
 from unickpt.cli.tables import Cell, date_text, print_table
 from unickpt.errors import CheckpointNotFound, UnickptError
-from unickpt.foreign.loose_files import SeveralCheckpoints
+from unickpt.format.formats import SeveralCheckpoints
 from unickpt.quoting import size_text
 from unickpt.reading.checkpoint import Checkpoint, open_reader
 from unickpt.reading.listing import Listed, checkpoints_below, natural, other_folders

@@ -11,7 +11,7 @@ import typer
 import unickpt
 from unickpt import Checkpoint, Rules
 from unickpt.cli.output import fail
-from unickpt.foreign import writers
+from unickpt.format import writers
 from unickpt.frameworks.host_memory import MemoryBudget
 from unickpt.options import SaveOptions
 

@@ -14,6 +14,7 @@ from unickpt.arrays.box import Box
 from unickpt.format.index import Index
 
 Ending = Callable[[Sequence[int]], Mapping[int, bytes]]
+"""Bytes of a file, by their offsets, from the CRC-32 of each of its `data`."""
 
 
 @dataclass(frozen=True)

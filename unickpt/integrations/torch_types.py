@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from unickpt.errors import CheckpointCorrupt
-from unickpt.foreign.lightning_types import StoredType
 from unickpt.quoting import quoted
+from unickpt.trees.stored_types import StoredType
 
 
 def dtype_named(name: Any) -> torch.dtype:

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import tensorstore as ts
 
 from unickpt.errors import CheckpointNotFound, CheckpointReplaced, HintError, out_of_memory
-from unickpt.foreign import registry
-from unickpt.format import ocdbt_reader
+from unickpt.format import formats, ocdbt_reader
 from unickpt.format.reader import Reader
 from unickpt.format.timing import Timing
 from unickpt.quoting import counted, printable, quoted, size_text
@@ -131,13 +130,13 @@ def open_reader(location: Location, hints: Hints | None = None) -> Reader | None
 
     Raises:
         CheckpointNotFound: a database is there that is no checkpoint of a known format.
-        All that `registry.open_foreign` raises.
+        All that `formats.open_foreign` raises.
     """
     others = dict(hints or {})
     format = others.pop(_FORMAT_HINT, None)
     context = paths.context()
     if location.is_local and location.is_file(context):
-        reader: Reader | None = registry.open_file(location, others)
+        reader: Reader | None = formats.open_file(location, others)
     else:
         reader = _open_folder(location, context, others, format)
     if reader is not None and format not in (None, reader.format):
@@ -158,12 +157,12 @@ def _open_folder(
         no_checkpoint = error
     if own is not None and format is None and location.is_local:
         for marker in filter(os.path.isfile, (f"{location.spec['path']}{m}" for m in _MARKERS)):
-            registry.check_alone(own, os.path.basename(marker))
+            formats.check_alone(own, os.path.basename(marker))
     if own is not None and format in (None, own.format):
         if hints:
-            registry.check_hints(own, hints)
+            formats.check_hints(own, hints)
         return own
-    reader = registry.open_foreign(location, hints)
+    reader = formats.open_foreign(location, hints)
     if reader is None and no_checkpoint is not None:
         raise no_checkpoint
     return own if reader is None else reader

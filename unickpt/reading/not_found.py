@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from unickpt.errors import CheckpointNotFound, StorageError, UnickptError
-from unickpt.foreign.loose_files import SeveralCheckpoints
+from unickpt.format.formats import SeveralCheckpoints
 from unickpt.quoting import shortened
 from unickpt.reading.listing import Listed, checkpoints_below, natural, other_folders
 from unickpt.storage import paths

@@ -24,6 +24,7 @@ from unickpt.storage.errors import Damaged, Failed
 from unickpt.storage.kvstore import Future, KvStore
 
 MANIFEST = "manifest.ocdbt"
+"""The file that a database begins with, in its folder."""
 RETIRED = "retired"
 """In the folder of a checkpoint: manifests under which there is no checkpoint any more, only chunks
 that others have borrowed."""

@@ -14,7 +14,7 @@ import pytest
 
 import unickpt
 from unickpt import CheckpointCorrupt, CheckpointNotFound, LoadMismatch, Rules
-from unickpt.foreign import file_ranges
+from unickpt.format import file_ranges
 from unickpt.format.reader import Request
 from unickpt.testing.thread_groups import Threads
 from unickpt.types import Box

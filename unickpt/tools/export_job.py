@@ -16,7 +16,7 @@ from unickpt import errors
 from unickpt.arrays import dtypes
 from unickpt.arrays.dtypes import Array
 from unickpt.commit.messages import Notes
-from unickpt.foreign import crc32
+from unickpt.format import crc32
 from unickpt.format.writer import Plan, PlannedFile
 from unickpt.frameworks.host_memory import HostBuffers, MemoryBudget
 from unickpt.frameworks.process_group import Group

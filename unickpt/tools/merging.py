@@ -14,7 +14,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, cut, flat_range_to_boxes
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import CheckpointExists, CheckpointNotFound, MergeError
-from unickpt.foreign import writers
+from unickpt.format import writers
 from unickpt.format.index import CONVERSION, RESERVED, ArrayEntry
 from unickpt.frameworks.host_memory import HostBuffers, MemoryBudget
 from unickpt.frameworks.leaves import adapters

@@ -30,6 +30,7 @@ Key = str | int
 Rebuild = Callable[[list[Any]], Any]
 Check = Callable[["Node", Callable[[str], Any]], None]
 MAX_DEPTH = 200
+"""How many containers may lie in each other."""
 _MOST_KEY_BITS = 4096  # Python converts no text of more than 4,300 digits to an int
 
 
@@ -134,6 +135,7 @@ _is_plain = re.compile(r"(?!__)\.*+[^%/.][^%/]*+").fullmatch
 
 
 def join(prefix: str, part: str) -> str:
+    """A name, of that of a container and one component."""
     return f"{prefix}/{part}" if prefix else part
 
 

@@ -53,6 +53,7 @@ class BadValue(ValueError):
 
 
 Plain = int | float | bool | str | bytes | Opaque | None
+"""A value that the tree of a checkpoint stores itself."""
 PLAIN_TYPES = (int, float, bool, str, bytes, Opaque, type(None))
 
 

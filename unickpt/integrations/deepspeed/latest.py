@@ -11,7 +11,7 @@ import json
 from contextlib import suppress
 
 from unickpt.errors import CheckpointNotFound
-from unickpt.foreign.files import Files
+from unickpt.format.files import Files
 from unickpt.reading import checkpoint
 from unickpt.storage import paths
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from unickpt.arrays.box import Box, flat_range_to_boxes
 from unickpt.backends.deepspeed import merging
 from unickpt.errors import UnsupportedLeaf
-from unickpt.foreign.file_ranges import row_major
+from unickpt.format.file_ranges import row_major
 from unickpt.integrations.deepspeed.held import PIPE_REPLICATED, Parameter, Range, shape_of
 
 Shapes = tuple[tuple[int, ...], ...]

@@ -13,8 +13,8 @@ from typing import Any
 import keras
 from keras.src.saving.serialization_lib import ObjectSharingScope, SafeModeScope
 
+from unickpt.backends.orbax.keras_states import CONFIG, OTHERS, TRAINED, VARIABLES
 from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, LoadMismatch
-from unickpt.foreign.keras_states import CONFIG, OTHERS, TRAINED, VARIABLES
 from unickpt.reading import checkpoint
 from unickpt.runs.checkpointer import Checkpointer
 

@@ -1,6 +1,6 @@
 """What is in a Lightning checkpoint besides arrays: stored without pickle, and restored exactly.
 
-Types that the format does not know are stored as what they consist of; `lightning_types` says how.
+Types that the format does not know are stored as what they consist of; `stored_types` says how.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import numpy as np
 import torch
 
 from unickpt.errors import CheckpointCorrupt, MissingPackage, UnsupportedFormat, UnsupportedLeaf
-from unickpt.foreign import lightning_types
-from unickpt.foreign.lightning_types import TYPES, StoredType
 from unickpt.frameworks.leaves import LocalFragments, SavedOnly, adapter_of, adapters
 from unickpt.integrations.torch_types import OF_TORCH, dtype_named
 from unickpt.loading import loader
@@ -25,7 +23,8 @@ from unickpt.loading.views import StoredView
 from unickpt.quoting import quoted
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.options import LoadOptions
-from unickpt.trees import hints, tree, tree_json
+from unickpt.trees import hints, stored_types, tree, tree_json
+from unickpt.trees.stored_types import STORED_TYPES, StoredType
 from unickpt.trees.tree import Leaf, Node
 
 
@@ -58,7 +57,7 @@ def _config_type(name: Any) -> Any:
 
 
 _TYPES = (
-    *lightning_types.OF_PYTHON,
+    *stored_types.PYTHON_TYPES,
     *OF_TORCH,
     StoredType("omegaconf", (), _of_config, lambda x: _omegaconf().OmegaConf.create(x)),
     StoredType("omegaconf readonly", (), lambda x: x, lambda x: _flagged(x, "readonly")),
@@ -108,9 +107,11 @@ def stored_form(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
             "these values of the Lightning checkpoint cannot be stored without pickle:\n"
             + "\n".join(f"  {line}" for line in taken.refused)
         )
-    if TYPES in checkpoint:
-        raise UnsupportedLeaf(f"the checkpoint has a key {TYPES!r} already; give it another name")
-    return found | ({TYPES: json.dumps(taken.types)} if taken.types else {})
+    if STORED_TYPES in checkpoint:
+        raise UnsupportedLeaf(
+            f"the checkpoint has a key {STORED_TYPES!r} already; give it another name"
+        )
+    return found | ({STORED_TYPES: json.dumps(taken.types)} if taken.types else {})
 
 
 class _TakenApart:
@@ -139,7 +140,7 @@ class _TakenApart:
         if _is_config(type(value)):
             return self._config(value, name)
         kind = _BY_NAME["omegaconf type"] if _is_config(value) else _BY_CLASS.get(type(value))
-        if kind is None or not lightning_types.has_known_factory(value):
+        if kind is None or not stored_types.has_known_factory(value):
             self.refused.append(f"{name}: {_class_name(value)}; {_hint(value, name)}")
             return None
         self.types.setdefault(name, []).append(kind.name)
@@ -201,12 +202,12 @@ def read(
         raise UnsupportedFormat(
             "the checkpoint is not one of Lightning: it holds no dict; load it with unickpt.load"
         )
-    types = lightning_types.parsed(
-        stored.index.values.get(TYPES, "{}"), str(stored.location), _BY_NAME
+    types = stored_types.parsed_types(
+        stored.index.values.get(STORED_TYPES, "{}"), str(stored.location), _BY_NAME
     )
     index, made = stored.index, dict[str, Any]()
     top = tree.by_key(node)
-    chosen = (top.keys() if only is None else only) - skip - {TYPES}
+    chosen = (top.keys() if only is None else only) - skip - {STORED_TYPES}
     wanted = {key: x for key, x in top.items() if key in chosen}
     for leaf in (leaf for below in wanted.values() for leaf in tree.leaves(below)):
         if leaf.name in index.values:

@@ -18,19 +18,18 @@ import numpy as np
 import torch
 
 from unickpt.errors import LoadMismatch, UnsupportedFormat, UnsupportedLeaf
-from unickpt.foreign import lightning_types
-from unickpt.foreign.lightning_types import StoredType
 from unickpt.frameworks.leaves import LocalFragments, SavedOnly
 from unickpt.integrations.torch_types import OF_TORCH
 from unickpt.quoting import quoted
-from unickpt.trees import tree_json
+from unickpt.trees import stored_types, tree_json
+from unickpt.trees.stored_types import StoredType
 from unickpt.trees.tree import Leaf, Node, Opaque
 
 _MARK = "megatron "
 _TENSOR, _ON_DEVICE, _NUMPY, _SCALAR = "tensor", "tensor on a device", "numpy", "numpy scalar "
 _KINDS = "?biufc"  # of NumPy's dtypes
 _TYPES = (
-    *lightning_types.OF_PYTHON,
+    *stored_types.PYTHON_TYPES,
     *OF_TORCH,
     StoredType("BytesIO", (io.BytesIO,), io.BytesIO.getvalue, io.BytesIO),
     StoredType(_TENSOR, (), lambda x: x, lambda x: x),
@@ -83,7 +82,7 @@ def stored_form(value: Any, where: str) -> Any:
     if type(value) in (dict, OrderedDict):
         return _typed("items", value, where)
     known = _BY_CLASS.get(type(value))
-    if known is not None and lightning_types.has_known_factory(value):
+    if known is not None and stored_types.has_known_factory(value):
         return _typed(known.name, value, where)
     return _opaque(value, where)
 

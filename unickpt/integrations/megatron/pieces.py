@@ -10,7 +10,7 @@ import torch
 
 from unickpt.arrays.box import Box
 from unickpt.errors import UnsupportedLeaf
-from unickpt.foreign.file_ranges import row_major
+from unickpt.format.file_ranges import row_major
 
 Ends = tuple[tuple[int, ...], tuple[int, ...]]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

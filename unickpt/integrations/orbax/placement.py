@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from unickpt.arrays import dtypes, layout
 from unickpt.arrays.layout import Layout
+from unickpt.backends.orbax.saved_arrays import SavedArrays
 from unickpt.errors import LoadMismatch, UnsupportedLeaf
-from unickpt.foreign.orbax_arrays import SavedArrays
 from unickpt.format.index import ArrayEntry
 from unickpt.frameworks.leaves import adapters, expand, is_leaf
 from unickpt.quoting import quoted

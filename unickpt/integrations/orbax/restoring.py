@@ -12,8 +12,8 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint._src.metadata.pytree_metadata_options import PYTREE_METADATA_OPTIONS
 from orbax.checkpoint._src.metadata.tree import build_default_tree_metadata, serialize_tree
 
+from unickpt.backends.orbax.saved_arrays import SavedArrays
 from unickpt.errors import LoadMismatch
-from unickpt.foreign.orbax_arrays import SavedArrays
 from unickpt.frameworks.leaves import PerProcess, adapters, expand, is_leaf
 from unickpt.integrations.orbax import placement
 from unickpt.integrations.orbax.placement import abstract_array

@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.foreign.crc32 import ChecksummedRanges, Parts, Range
+from unickpt.format.crc32 import ChecksummedRanges, Parts, Range
 from unickpt.storage import local_files, paths
 from unickpt.storage.errors import Damaged
 from unickpt.storage.kvstore import KvStore

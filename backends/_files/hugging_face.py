@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from unickpt.foreign.files import Files
-from unickpt.quoting import quoted
+from unickpt.extend import Files, quoted
 
 _MOST_INDEX = 100_000_000
 

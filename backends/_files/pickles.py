@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from unickpt.foreign.pickle_objects import (
+from unickpt.backends._files.pickle_objects import (
     BadPickle,
     EndsEarly,
     Global,
@@ -23,7 +23,7 @@ from unickpt.foreign.pickle_objects import (
     PickledObject,
     kind_of,
 )
-from unickpt.quoting import quoted
+from unickpt.extend import quoted
 
 # Larger integers can be chosen so that a dict of them takes quadratic time; in a tuple, whose hash
 # mixes those of its items, already smaller ones.

@@ -8,15 +8,11 @@ trainer keeps beside the weights is not part of them. If that leaves several, no
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from unickpt.errors import UnsupportedFormat
-from unickpt.foreign.files import Files
-from unickpt.format.reader import Reader
-from unickpt.quoting import quoted, shortened
-from unickpt.storage.errors import reading
+from unickpt.extend import Files, Reader, SeveralCheckpoints, quoted, reading, shortened
 
 R = TypeVar("R", bound=Reader)
 
@@ -248,12 +244,6 @@ def _belongs(files: Files, kind: FileKind, name: str) -> bool:
     if name.endswith(kind.shared) or kind.is_named(name):
         return kind.begins(files.head(name))
     return name.endswith(kind.suffixes)
-
-
-class SeveralCheckpoints(UnsupportedFormat):
-    """A location holds several checkpoints, of which none comes first: `paths`, by name."""
-
-    paths: Mapping[str, str] = {}
 
 
 def _ambiguous(files: Files, names: Sequence[str]) -> SeveralCheckpoints:

@@ -9,9 +9,7 @@ from typing import Any, Protocol, cast
 import xxhash
 
 from unickpt import doors, errors
-from unickpt.foreign import other_kinds
-from unickpt.foreign.files import Files
-from unickpt.foreign.loose_files import SeveralCheckpoints
+from unickpt.format.files import Files
 from unickpt.format.index import REPLACED
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted, some
@@ -38,6 +36,12 @@ class Format(Protocol):
             CheckpointCorrupt: there is one, and it is damaged.
             StorageError: the storage failed.
         """
+
+
+class SeveralCheckpoints(errors.UnsupportedFormat):
+    """A location holds several checkpoints, of which none comes first: `paths`, by name."""
+
+    paths: Mapping[str, str] = {}
 
 
 _registered: list[Format] = []
@@ -77,8 +81,8 @@ def open_foreign(location: Location, hints: Mapping[str, Any]) -> Reader | None:
         reader = _first(files, hints)
         if reader is None and not location.is_local and location.is_file(paths.context()):
             return open_file(location, hints)
-        if reader is None:
-            _refuse_other_kinds(files)
+        if reader is None and (refusal := _refusal(files)) is not None:
+            raise refusal
     except Failed as error:
         if error.status == "NOT_FOUND":  # such as a bucket that does not exist
             return None
@@ -130,7 +134,7 @@ def open_file(location: Location, hints: Mapping[str, Any]) -> Reader:
     if reader is not None:
         return reader
     with reading(location):
-        refusal = other_kinds.refusal(files, files.here[0])
+        refusal = _refusal(files)
         if refusal is not None:
             raise refusal
         head = files.head(files.here[0])
@@ -152,7 +156,7 @@ def _first(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         except SeveralCheckpoints:
             raise
         except (errors.CheckpointCorrupt, errors.UnsupportedFormat) as error:
-            refusal = other_kinds.refusal_instead(files, error)
+            refusal = _refusal(files, error)
             if refusal is None:
                 raise
             raise refusal from error
@@ -164,27 +168,25 @@ def _first(files: Files, hints: Mapping[str, Any]) -> Reader | None:
     return None
 
 
-def _refuse_other_kinds(files: Files) -> None:
-    """Refuses a folder with files of a kind that is not read, and the prefix of a checkpoint of
-    TensorFlow. Raises UnsupportedFormat."""
-    if files.here:
-        refusal = other_kinds.refusal_of_folder(files)
-        if refusal is not None and not files.databases:
-            raise refusal
-    elif _is_beside(files.location, ".index"):
-        raise errors.UnsupportedFormat(
-            f"{files.location} is the prefix of a checkpoint of TensorFlow (its .index is "
-            f"beside it); {other_kinds.TENSORFLOW}"
-        )
+def _refusal(
+    files: Files, error: errors.UnickptError | None = None
+) -> errors.UnsupportedFormat | None:
+    """What is said of files that no format reads, by those who know what they are: other packages
+    only if there are files, and no format took them for its own.
 
+    Arguments:
+        files: at the location.
+        error: of the format that took them for its own.
 
-def _is_beside(location: Location, suffix: str) -> bool:
-    """Whether there is a file whose name is that of a location, and a suffix."""
-    path = str(location.spec["path"]).rstrip("/")
-    if location.is_local:
-        return os.path.isfile(path + suffix)
-    folder, name = location.parent, path.rpartition("/")[2]
-    return folder is not None and folder.has_file(name + suffix, paths.context())
+    Raises:
+        Failed: the storage failed.
+    """
+    others = doors.others("refusals") if error is None and files.here else {}
+    for door in (*doors.ours("refusals").values(), *others.values()):
+        found = cast("errors.UnsupportedFormat | None", door.open().refusal(files, error))
+        if found is not None:
+            return found
+    return None
 
 
 def check_hints(reader: Reader, hints: Mapping[str, Any], known: Collection[str] = ()) -> None:

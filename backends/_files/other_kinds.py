@@ -7,18 +7,17 @@ file of another kind is thus never called damaged.
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from unickpt.backends._files.loose_files import is_legacy
+from unickpt.backends._files.zip_files import ZipFile
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.foreign.files import Files
-from unickpt.foreign.loose_files import is_legacy
-from unickpt.foreign.zip_files import ZipFile
-from unickpt.quoting import quoted
-from unickpt.storage.errors import Damaged
+from unickpt.extend import Damaged, Files, quoted, storage_context
 
 _START = 64 << 10  # bytes in which a pickle names the library that wrote it
 _BLOCK = 512  # of a tar file
@@ -401,7 +400,7 @@ _TELLING = re.compile(
 )
 
 
-def refusal(
+def _refusal_of(
     files: Files, name: str, kinds: Sequence[OtherKind] = KINDS
 ) -> UnsupportedFormat | None:
     """The error for a file of a kind that unickpt does not read; None if it is none of them.
@@ -429,7 +428,7 @@ def refusal(
     return UnsupportedFormat(f"{file} is {kind.name}; {way_out}")
 
 
-def refusal_instead(
+def _refusal_instead(
     files: Files, error: CheckpointCorrupt | UnsupportedFormat
 ) -> UnsupportedFormat | None:
     """The error for what a format took for its own, and could not read, if it is of another kind.
@@ -440,19 +439,19 @@ def refusal_instead(
         Failed: the storage failed.
     """
     if files.single is not None:
-        return refusal(files, files.single)
+        return _refusal_of(files, files.single)
     if isinstance(error.__cause__, ImportError):
         return None  # the format knows the file, and says which library it needs
     for name in sorted({*files.looked_at, *files.here})[:_MOST_FILES]:
         if name in str(error):
             kinds = KINDS if _WEIGHTS.fullmatch(name) else DOWNLOADS
-            found = refusal(files, name, kinds)
+            found = _refusal_of(files, name, kinds)
             if found is not None:
                 return found
     return None
 
 
-def refusal_of_folder(files: Files) -> UnsupportedFormat | None:
+def _refusal_of_folder(files: Files) -> UnsupportedFormat | None:
     """The error for a folder that no format recognises, if a file in it is of another kind.
 
     Raises:
@@ -461,7 +460,46 @@ def refusal_of_folder(files: Files) -> UnsupportedFormat | None:
     for name in files.here[:_MOST_FILES]:
         kinds = KINDS if _TELLING.fullmatch(name) else DOWNLOADS
         is_asked = kinds is KINDS or _WEIGHTS.fullmatch(name)
-        found = refusal(files, name, kinds) if is_asked else None
+        found = _refusal_of(files, name, kinds) if is_asked else None
         if found is not None:
             return found
     return None
+
+
+def _refusal_of_prefix(files: Files) -> UnsupportedFormat | None:
+    """The error for the prefix of a checkpoint of TensorFlow."""
+    location = files.location
+    path = str(location.spec["path"]).rstrip("/") + ".index"
+    if location.is_local:
+        there = os.path.isfile(path)
+    else:
+        folder, name = location.parent, path.rpartition("/")[2]
+        there = folder is not None and folder.has_file(name, storage_context())
+    if not there:
+        return None
+    return UnsupportedFormat(
+        f"{location} is the prefix of a checkpoint of TensorFlow (its .index is beside it); "
+        f"{TENSORFLOW}"
+    )
+
+
+def refusal(
+    files: Files, error: CheckpointCorrupt | UnsupportedFormat | None
+) -> UnsupportedFormat | None:
+    """The error for files that no format reads, if they are of a kind of this table.
+
+    Arguments:
+        files: of the checkpoint.
+        error: of the format that took them for its own; None if none did.
+
+    Raises:
+        Failed: the storage failed.
+    """
+    if error is not None:
+        return _refusal_instead(files, error)
+    if files.single is not None:
+        return _refusal_of(files, files.single)
+    if not files.here:
+        return _refusal_of_prefix(files)
+    found = _refusal_of_folder(files)
+    return found if found is not None and not files.databases else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
-from unickpt.quoting import quoted
+from unickpt.extend import quoted
 
 
 class BadPickle(ValueError):

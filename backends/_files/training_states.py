@@ -13,36 +13,45 @@ from typing import Any
 
 import numpy as np
 
-from unickpt.arrays import dtypes
-from unickpt.arrays.box import Box
-from unickpt.arrays.layout import Layout
+from unickpt.backends._files import torch_layout
+from unickpt.backends._files.pickle_objects import Global
+from unickpt.backends._files.pickle_writer import PickledCall
 from unickpt.errors import UnsupportedLeaf
-from unickpt.foreign import torch_layout
-from unickpt.foreign.pickle_objects import Global
-from unickpt.foreign.pickle_writer import PickledCall
-from unickpt.format.index import ArrayEntry, Index
-from unickpt.format.writer import PlannedFile
-from unickpt.quoting import quoted
-from unickpt.trees import tree, tree_json
+from unickpt.extend import (
+    ArrayEntry,
+    Box,
+    Index,
+    Layout,
+    Leaf,
+    Node,
+    PlannedFile,
+    children_by_key,
+    dict_node,
+    dtype_name,
+    leaves_of_tree,
+    quoted,
+    tree_from_json,
+    unwrapped,
+)
 
-Node = tree.Node | tree.Leaf
+Tree = Node | Leaf
 _RECONSTRUCT = Global("numpy._core.multiarray._reconstruct")
 _NDARRAY, _DTYPE = Global("numpy.ndarray"), Global("numpy.dtype")
 TENSOR, DTYPE = "torch.Tensor", "dtype"
 """What integrations.packing makes of a tensor: a dict with these keys."""
 
 
-def root_of(index: Index) -> dict[Any, Node]:
+def root_of(index: Index) -> dict[Any, Tree]:
     """What is at the top of a checkpoint."""
-    return tree.by_key(tree_json.from_json(index.tree))
+    return children_by_key(tree_from_json(index.tree))
 
 
-def is_optimizer(node: Node) -> bool:
+def is_optimizer(node: Tree) -> bool:
     """Whether a node is the state of an optimizer of torch."""
-    return tree.by_key(node).keys() == {"state", "param_groups"}
+    return children_by_key(node).keys() == {"state", "param_groups"}
 
 
-def numbered(index: Index, node: Node, name: str) -> tree.Node:
+def numbered(index: Index, node: Tree, name: str) -> Node:
     """The state of an optimizer by the numbers of its parameters, in the order of its groups.
 
     Arguments:
@@ -53,10 +62,10 @@ def numbered(index: Index, node: Node, name: str) -> tree.Node:
     Raises:
         UnsupportedLeaf: it is something else.
     """
-    of = tree.by_key(node)
-    groups = tree.unwrapped(of["param_groups"]) if is_optimizer(node) else None
-    state = tree.unwrapped(of["state"]) if groups is not None else None
-    if not isinstance(groups, tree.Node) or groups.kind != "list" or isinstance(state, tree.Leaf):
+    of = children_by_key(node)
+    groups = unwrapped(of["param_groups"]) if is_optimizer(node) else None
+    state = unwrapped(of["state"]) if groups is not None else None
+    if not isinstance(groups, Node) or groups.kind != "list" or isinstance(state, Leaf):
         raise UnsupportedLeaf(
             f"{name!r} is not the state of an optimizer as torch has it, with 'state' and a list "
             "'param_groups': only a step that the integration saved is a whole checkpoint"
@@ -64,25 +73,25 @@ def numbered(index: Index, node: Node, name: str) -> tree.Node:
     numbers: dict[Any, int] = {}
     found = []
     for group in groups.children:
-        in_group = tree.by_key(group)
+        in_group = children_by_key(group)
         params = in_group.get("params")
-        given = [index.values.get(leaf.name) for leaf in (tree.leaves(params) if params else ())]
+        given = [index.values.get(leaf.name) for leaf in (leaves_of_tree(params) if params else ())]
         numbers |= {param: len(numbers) + at for at, param in enumerate(given)}
-        made = _list([tree.Leaf("", numbers[param]) for param in given])
-        found.append(tree.dict_of({**in_group, "params": made}))
-    assert isinstance(state, tree.Node)
+        made = _list([Leaf("", numbers[param]) for param in given])
+        found.append(dict_node({**in_group, "params": made}))
+    assert isinstance(state, Node)
     unknown = [key for key in state.keys if key not in numbers]
     if unknown:
         raise UnsupportedLeaf(
             f"{name!r}: no group of 'param_groups' has the parameter {quoted(unknown[0])}, of "
             "which there is a state"
         )
-    slots = {numbers[key]: child for key, child in tree.by_key(state).items()}
-    return tree.dict_of({"state": tree.dict_of(slots), "param_groups": _list(found)})
+    slots = {numbers[key]: child for key, child in children_by_key(state).items()}
+    return dict_node({"state": dict_node(slots), "param_groups": _list(found)})
 
 
-def _list(children: Sequence[Node]) -> tree.Node:
-    return tree.Node("list", tuple(range(len(children))), tuple(children), list)
+def _list(children: Sequence[Tree]) -> Node:
+    return Node("list", tuple(range(len(children))), tuple(children), list)
 
 
 # --- files of torch.save --------------------------------------------------------------------------
@@ -108,7 +117,7 @@ class KnownTorchFile:
     def tensor(self, array: Any) -> PickledCall:
         """A tensor with what a NumPy array holds."""
         array = np.ascontiguousarray(array).reshape(np.shape(array))
-        key, dtype = str(len(self._storages)), dtypes.name_of(array.dtype)
+        key, dtype = str(len(self._storages)), dtype_name(array.dtype)
         self._storages[key] = array.astype(array.dtype.newbyteorder("<")).tobytes()
         layout = Layout.replicated(array.ndim, 1)
         entry = ArrayEntry("", array.shape, dtype, array.shape, layout)

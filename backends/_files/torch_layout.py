@@ -8,15 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
-from unickpt.arrays.box import Box
-from unickpt.foreign.file_ranges import row_major
-from unickpt.foreign.pickle_objects import Global, PersistentId
-from unickpt.foreign.pickle_writer import PickledCall, dumps
-from unickpt.foreign.torch_tensors import STORAGES
-from unickpt.foreign.zip_layout import ALIGN, Content, ZipLayout
-from unickpt.format.index import ArrayEntry, Index
-from unickpt.format.writer import PlannedFile
-from unickpt.trees import tree
+from unickpt.backends._files.pickle_objects import Global, PersistentId
+from unickpt.backends._files.pickle_writer import PickledCall, dumps
+from unickpt.backends._files.torch_tensors import STORAGES
+from unickpt.backends._files.zip_layout import ALIGN, Content, ZipLayout
+from unickpt.extend import ArrayEntry, Box, Index, Leaf, Node, PlannedFile, row_major
 
 _CLASSES = {dtype: f"torch.{name}Storage" for name, dtype in STORAGES.items()}
 # Dtypes that have no class of storages of their own.
@@ -105,7 +101,7 @@ def planned_file(name: str, value: Any, storages: Storages) -> PlannedFile:
     return PlannedFile(name, zipped.size, zipped.texts, data, zipped.ending, last=True)
 
 
-def object_of(node: tree.Node | tree.Leaf, value: Callable[[str], Any]) -> Any:
+def object_of(node: Node | Leaf, value: Callable[[str], Any]) -> Any:
     """A tree as it is pickled: with Python's own containers.
 
     Named tuples and objects become dicts, because torch makes no others when it reads a file.
@@ -114,12 +110,12 @@ def object_of(node: tree.Node | tree.Leaf, value: Callable[[str], Any]) -> Any:
         node: the tree.
         value: what to write for each leaf.
     """
-    if isinstance(node, tree.Leaf):
+    if isinstance(node, Leaf):
         return value(node.name)
     return container(node, [object_of(child, value) for child in node.children])
 
 
-def container(node: tree.Node, children: Sequence[Any]) -> Any:
+def container(node: Node, children: Sequence[Any]) -> Any:
     """A container of a tree as it is pickled, of what is pickled of its children."""
     if node.kind == "wrapper":
         return children[0]

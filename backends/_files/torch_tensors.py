@@ -14,19 +14,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from unickpt.arrays import dtypes
-from unickpt.foreign import pickles
-from unickpt.foreign.elements import Elements, Lazy
-from unickpt.foreign.headers import is_size, sizes
-from unickpt.foreign.pickle_objects import (
+from unickpt.backends._files import pickles
+from unickpt.backends._files.headers import is_size, sizes
+from unickpt.backends._files.pickle_objects import (
     BadPickle,
     Global,
     NotSupported,
     OutsideData,
     PickledObject,
 )
-from unickpt.foreign.pickles import Constructors
-from unickpt.quoting import quoted
+from unickpt.backends._files.pickles import Constructors
+from unickpt.extend import Elements, LazyElements, dtype_from_name, dtype_name, quoted
 
 STORAGES = {
     "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16",
@@ -70,7 +68,7 @@ class TorchStorage(OutsideData):
     @property
     def nbytes(self) -> int:
         """Its bytes."""
-        return self.count * (1 if self.dtype is None else dtypes.from_name(self.dtype).itemsize)
+        return self.count * (1 if self.dtype is None else dtype_from_name(self.dtype).itemsize)
 
 
 @dataclass(frozen=True, eq=False)  # by identity: a key of a dict must not be chosen by its hash
@@ -108,7 +106,7 @@ class Tensor:
         """Its elements, out of those that are stored for it."""
         if not self.lazy:
             return stored
-        return Lazy(stored, "conj" in self.lazy, "neg" in self.lazy)
+        return LazyElements(stored, "conj" in self.lazy, "neg" in self.lazy)
 
 
 def dtype_of(found: Any) -> str:
@@ -120,7 +118,7 @@ def dtype_of(found: Any) -> str:
     name = found.name if isinstance(found, Global) else ""
     short = name.removeprefix("torch.")
     try:
-        return dtypes.name_of(dtypes.from_name(short))
+        return dtype_name(dtype_from_name(short))
     except TypeError:
         raise NotSupported(f"{name or 'an object'} is not a dtype that unickpt supports") from None
 

@@ -9,9 +9,7 @@ import struct
 from typing import Any, TypeGuard
 
 from unickpt.errors import CheckpointCorrupt
-from unickpt.foreign.files import Files
-from unickpt.quoting import quoted
-from unickpt.storage.errors import Damaged
+from unickpt.extend import Damaged, Files, quoted
 
 _WINDOW = 64 << 10
 _MOST_SIZE = 1 << 62

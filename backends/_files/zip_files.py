@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from unickpt.errors import CheckpointCorrupt
-from unickpt.foreign.crc32 import Range
-from unickpt.foreign.files import Files
+from unickpt.extend import ChecksummedRange, Files
 
 _END, _END64, _LOCATOR64 = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 _ENTRY, _LOCAL = b"PK\x01\x02", b"PK\x03\x04"
@@ -115,7 +114,9 @@ class ZipFile:
         first, end = begin + len(head), begin + member.size
         if member.crc and first < end:
             before = zlib.crc32(head)
-            self.files.summed.add(Range(self.name, first, end, member.crc, before, member.name))
+            self.files.summed.add(
+                ChecksummedRange(self.name, first, end, member.crc, before, member.name)
+            )
 
     def inflate(self, member: Member, out: memoryview, skipped: int) -> None:
         """Decompresses a member into memory, piece by piece, and checks it.

@@ -19,10 +19,10 @@ from unickpt.arrays.box import Box, flat_range_to_boxes
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.layout import Layout
 from unickpt.errors import CheckpointCorrupt, UnickptError
-from unickpt.foreign.crc32 import Range
-from unickpt.foreign.elements import ByteRange, Elements
-from unickpt.foreign.files import CheckedFiles, Files
 from unickpt.format.chunk_grid import Part, free_chunk
+from unickpt.format.crc32 import Range
+from unickpt.format.elements import ByteRange, Elements
+from unickpt.format.files import CheckedFiles, Files
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader, Request
 from unickpt.storage.errors import Failed, reading, reading_failed
@@ -446,8 +446,8 @@ def table_of(
         identity: equal for what stands for the same array, whose other names are aliases.
 
     Raises:
-        UnsupportedFormat: the tree has names, or is nested, as no tree of unickpt.
-        All that `put` raises.
+        UnsupportedFormat: the tree has names, or is nested, as no tree of unickpt; besides, all
+            that `put` raises.
     """
 
     def is_leaf(value: Any) -> bool:

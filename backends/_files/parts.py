@@ -6,9 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from unickpt.format.index import ArrayEntry, Index
-from unickpt.format.writer import Plan, PlannedFile, Writer
-from unickpt.trees import tree, tree_json
+from unickpt.extend import (
+    ArrayEntry,
+    Index,
+    Leaf,
+    Node,
+    Plan,
+    PlannedFile,
+    Writer,
+    leaves_of_tree,
+    tree_from_json,
+    tree_to_json,
+)
 
 
 @dataclass(frozen=True)
@@ -26,7 +35,7 @@ class Part:
     stored: Mapping[str, str]
 
     @classmethod
-    def of(cls, whole: Index, node: tree.Node | tree.Leaf) -> Part:
+    def of(cls, whole: Index, node: Node | Leaf) -> Part:
         """The part with a structure.
 
         Arguments:
@@ -34,19 +43,19 @@ class Part:
             node: its leaves have their names in the whole; or none, and a plain value.
 
         Example:
-            >>> leaf = tree.Leaf("", 3)
-            >>> node = tree.Node("dict", ("step",), (leaf,), tuple)
+            >>> leaf = Leaf("", 3)
+            >>> node = Node("dict", ("step",), (leaf,), tuple)
             >>> Part.of(Index(None, {}), node).index.values
             {'step': 3}
         """
-        structure = tree_json.to_json(node)
+        structure = tree_to_json(node)
         entries = whole.entries
         arrays: dict[str, ArrayEntry] = {}
         aliases, sources, stored = dict[str, str](), dict[str, str](), dict[str, str]()
         first: dict[str, str] = {}  # names in the part, by those of their arrays
         values: dict[str, Any] = {}
-        new_leaves = tree.leaves(tree_json.from_json(structure))
-        for new, old in zip(new_leaves, tree.leaves(node), strict=True):
+        new_leaves = leaves_of_tree(tree_from_json(structure))
+        for new, old in zip(new_leaves, leaves_of_tree(node), strict=True):
             if not old.name:
                 values[new.name] = old.value
                 continue

@@ -1,8 +1,8 @@
-"""How a Lightning checkpoint stores values of types that the format does not know.
+"""Values of types that the format lacks, such as sets and paths, stored as what they consist of.
 
-They are stored as what they consist of. Which value was of which type is kept beside them, as a
-text under the key `TYPES`: JSON of the names of types, outermost first, by the names of values.
-The names are those of a list, so that no class is ever looked up.
+Which value was of which type is kept beside them, as a text under the key `STORED_TYPES`: JSON of
+the names of types, outermost first, by the names of values. The names are those of a list, so that
+no class is ever looked up.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import numpy as np
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.quoting import quoted
 
-TYPES = "unickpt_types"
-"""The key under which the types are stored, beside Lightning's own keys."""
+STORED_TYPES = "unickpt_types"
+"""The key under which the types are stored, beside the values."""
 _FACTORIES: dict[str, Any] = {
     kind.__name__: kind for kind in (int, float, str, bool, list, dict, set)
 }
@@ -56,7 +56,7 @@ def has_known_factory(value: Any) -> bool:
     return factory is None or _FACTORIES.get(getattr(factory, "__name__", "")) is factory
 
 
-OF_PYTHON = (
+PYTHON_TYPES = (
     StoredType("path", (PosixPath, WindowsPath), str, Path),
     StoredType("set", (set,), lambda x: sorted(x, key=repr), set),
     StoredType("frozenset", (frozenset,), lambda x: sorted(x, key=repr), frozenset),
@@ -89,11 +89,11 @@ OF_PYTHON = (
 """The types of Python itself and of NumPy."""
 
 
-def parsed(text: Any, where: str, known: Collection[str]) -> dict[str, list[str]]:
+def parsed_types(text: Any, where: str, known: Collection[str]) -> dict[str, list[str]]:
     """The types of values, by their names, outermost first.
 
     Arguments:
-        text: what is stored under `TYPES`; untrusted.
+        text: what is stored under `STORED_TYPES`; untrusted.
         where: the checkpoint, for errors.
         known: the names of types.
 
@@ -102,13 +102,13 @@ def parsed(text: Any, where: str, known: Collection[str]) -> dict[str, list[str]
         UnsupportedFormat: it names a type that is not known.
 
     Example:
-        >>> parsed('{"callbacks/dirpath": ["path"]}', "runs/last.ckpt", ["path"])
+        >>> parsed_types('{"callbacks/dirpath": ["path"]}', "runs/last.ckpt", ["path"])
         {'callbacks/dirpath': ['path']}
     """
     try:
         found = msgspec.json.decode(text, type=dict[str, list[str]])
     except (TypeError, ValueError, RecursionError):
-        raise CheckpointCorrupt(f"{where}: {TYPES!r} is {quoted(text)}") from None
+        raise CheckpointCorrupt(f"{where}: {STORED_TYPES!r} is {quoted(text)}") from None
     strange = [x for kinds in found.values() for x in kinds if x not in known]
     if strange:
         raise UnsupportedFormat(

@@ -18,7 +18,7 @@ import numpy as np
 from unickpt.arrays import dtypes
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import UnsupportedFormat
-from unickpt.foreign.files import Files
+from unickpt.format.files import Files
 
 
 class ByteRange(NamedTuple):

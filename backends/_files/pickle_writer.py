@@ -11,8 +11,8 @@ from collections.abc import Generator, Iterable
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
-from unickpt.foreign.pickle_objects import Global, PersistentId, PickledObject
-from unickpt.quoting import quoted
+from unickpt.backends._files.pickle_objects import Global, PersistentId, PickledObject
+from unickpt.extend import quoted
 
 PickledCall = PickledObject
 """A call of a class or function: `PickledCall(Global("torch.Size"), ((2, 3),))`. Its state, and
@@ -243,7 +243,7 @@ def reduced(value: Any) -> Any:
 
     Example:
         >>> import pickle, datetime
-        >>> from unickpt.foreign.pickle_writer import dumps
+        >>> from unickpt.backends._files.pickle_writer import dumps
         >>> pickle.loads(dumps(reduced(datetime.timedelta(1))))
         datetime.timedelta(days=1)
     """

@@ -29,7 +29,7 @@ _OTHER_SUFFIXES = (
 _registered: dict[str, Callable[..., Writer]] = {}
 
 
-def register(name: str, make: Callable[..., Writer]) -> None:
+def register_writer(name: str, make: Callable[..., Writer]) -> None:
     """Adds a format into which checkpoints are exported. A package brings one for all programs by
     an entry point: see `unickpt.doors`.
 
@@ -45,7 +45,7 @@ def register(name: str, make: Callable[..., Writer]) -> None:
     _registered[name] = make
 
 
-def unregister(name: str) -> None:
+def unregister_writer(name: str) -> None:
     """Removes a format that was registered."""
     del _registered[name]
 

@@ -11,11 +11,8 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from unickpt.arrays.box import Box
 from unickpt.errors import UnsupportedLeaf
-from unickpt.foreign.crc32 import combined
-from unickpt.format.writer import Data
-from unickpt.quoting import quoted
+from unickpt.extend import Box, Data, combined_crc32, quoted
 
 ALIGN = 64
 _WIDE, _MOST_NAME = 0xFFFFFFFF, 0xFFFF
@@ -93,7 +90,9 @@ class ZipLayout:
         """
         left = list(sums)
         every = [
-            combined(zlib.crc32(c.text), left.pop(0), c.nbytes) if c.nbytes else zlib.crc32(c.text)
+            combined_crc32(zlib.crc32(c.text), left.pop(0), c.nbytes)
+            if c.nbytes
+            else zlib.crc32(c.text)
             for c in self._contents
         ]
         headers = {

@@ -10,27 +10,30 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from unickpt.arrays import dtypes
-from unickpt.arrays.box import Box
-from unickpt.errors import CheckpointCorrupt
-from unickpt.foreign import pickle_objects, pickle_writer, pickles
-from unickpt.foreign.elements import FileRange, InMemoryElements
-from unickpt.foreign.file_ranges import FileBox
-from unickpt.foreign.files import Files
-from unickpt.foreign.loose_files import is_legacy
-from unickpt.foreign.pickle_objects import (
+from unickpt.backends._files import pickle_objects, pickle_writer, pickles
+from unickpt.backends._files.loose_files import is_legacy
+from unickpt.backends._files.pickle_objects import (
     BadPickle,
     EndsEarly,
     Global,
     PickledObject,
     unread,
 )
-from unickpt.foreign.pickles import Constructors
-from unickpt.foreign.torch_tensors import CONSTRUCTORS, Tensor, TorchStorage, storage
-from unickpt.foreign.zip_files import STORED, ZipFile
-from unickpt.quoting import quoted
-from unickpt.storage.errors import Damaged
-from unickpt.trees import tree
+from unickpt.backends._files.pickles import Constructors
+from unickpt.backends._files.torch_tensors import CONSTRUCTORS, Tensor, TorchStorage, storage
+from unickpt.backends._files.zip_files import STORED, ZipFile
+from unickpt.errors import CheckpointCorrupt
+from unickpt.extend import (
+    Box,
+    Damaged,
+    FileBox,
+    FileRange,
+    Files,
+    InMemoryElements,
+    Opaque,
+    dtype_from_name,
+    quoted,
+)
 
 _SCRIPT = "constants.pkl"
 _MOST_PICKLE = 1 << 30
@@ -80,7 +83,7 @@ class TorchFile:
         self._name = name
         self._described: dict[int, PickledObject] | None = None
 
-    def opaque(self, found: PickledObject | Global, most: int) -> tree.Opaque:
+    def opaque(self, found: PickledObject | Global, most: int) -> Opaque:
         """An object of `value` that only its class can read, as it was saved.
 
         Arguments:
@@ -96,7 +99,7 @@ class TorchFile:
                 if self._described is None:
                     self._described = pickles.described(*self._source.pickle(), _as_stored)
                 facts = self._described[found.at]
-            return tree.Opaque(found.name, pickle_writer.dumps(facts, most))
+            return Opaque(found.name, pickle_writer.dumps(facts, most))
         except (ValueError, TypeError, KeyError) as error:
             raise self.damaged(f"{found!r} is malformed: {error}") from error
 
@@ -115,7 +118,7 @@ class TorchFile:
         if held.data is not None:
             return FileBox(place, InMemoryElements(held.data, held.big_endian), 0, tensor.strides)
         begin = self._source.offset(held)
-        itemsize = dtypes.from_name(tensor.dtype).itemsize
+        itemsize = dtype_from_name(tensor.dtype).itemsize
         last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
         if 0 not in tensor.shape and (tensor.offset + last + 1) * itemsize > tensor.nbytes:
             raise self.damaged(f"a tensor reaches beyond the storage {tensor.storage.key!r}")

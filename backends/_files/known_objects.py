@@ -14,12 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from unickpt.arrays import dtypes
-from unickpt.arrays.dtypes import DType
-from unickpt.foreign.pickle_objects import BadPickle, Global, PickledObject
-from unickpt.foreign.torch_tensors import Tensor, TorchStorage, of_dtype
-from unickpt.quoting import quoted
-from unickpt.trees import tree_json
+from unickpt.backends._files.pickle_objects import BadPickle, Global, PickledObject
+from unickpt.backends._files.torch_tensors import Tensor, TorchStorage, of_dtype
+from unickpt.extend import DType, dtype_from_name, dtype_name, is_plain, quoted
 
 _MOST_RANK = 64  # NumPy's own limit
 _DTYPE = re.compile(r"[biufcSU][0-9]{1,9}")
@@ -110,7 +107,7 @@ def _scalar(found: PickledObject) -> Any:
     if dtype.kind == "S":
         return data.rstrip(b"\0")
     value = np.frombuffer(data, dtype.newbyteorder(">") if big_endian else dtype)[0].item()
-    return value if tree_json.is_plain(value) else None  # wider floats are not
+    return value if is_plain(value) else None  # wider floats are not
 
 
 def _dtype(found: Any) -> tuple[DType | None, bool]:
@@ -126,7 +123,7 @@ def _dtype(found: Any) -> tuple[DType | None, bool]:
         return unknown
     try:
         if isinstance(name, Global) and name.name.startswith("ml_dtypes."):
-            return dtypes.from_name(name.name.removeprefix("ml_dtypes.")), _ORDERS[state[1]]
+            return dtype_from_name(name.name.removeprefix("ml_dtypes.")), _ORDERS[state[1]]
         if isinstance(name, str) and _DTYPE.fullmatch(name):
             return np.dtype(name), _ORDERS[state[1]]
     except (TypeError, ValueError):
@@ -136,7 +133,7 @@ def _dtype(found: Any) -> tuple[DType | None, bool]:
 
 def _name_of(dtype: DType) -> str | None:
     try:
-        return dtypes.name_of(dtype)
+        return dtype_name(dtype)
     except TypeError:  # such as texts
         return None
 

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from unickpt.arrays import dtypes
 from unickpt.errors import UnsupportedLeaf
-from unickpt.format.index import ArrayEntry, Index
-from unickpt.quoting import printable, quoted, shortened
-from unickpt.trees import tree, tree_json
+from unickpt.extend import (
+    ArrayEntry,
+    Index,
+    dtype_from_name,
+    dtype_kind,
+    keys_of_leaves,
+    name_component,
+    printable,
+    quoted,
+    shortened,
+    tree_from_json,
+    tree_from_names,
+)
 
 _KEEP = "the rule `default {leaf...} <-> {leaf...}` keeps all others"
 # What all formats have, by the kind of a dtype that one lacks.
@@ -22,13 +31,14 @@ def flat_names(index: Index) -> dict[str, str]:
         UnsupportedLeaf: two leaves would have the same one.
 
     Example:
-        >>> node = tree_json.from_names(["model.w", "optim/0"])
-        >>> flat_names(Index(tree_json.to_json(node), {}))
+        >>> from unickpt.extend import tree_to_json
+        >>> node = tree_from_names(["model.w", "optim/0"])
+        >>> flat_names(Index(tree_to_json(node), {}))
         {'model.w': 'model.w', 'optim/0': 'optim/0'}
     """
     found: dict[str, str] = {}
     known: dict[str, str] = {}
-    for name, keys in tree.keys_of(tree_json.from_json(index.tree)):
+    for name, keys in keys_of_leaves(tree_from_json(index.tree)):
         text = "/".join(map(str, keys))
         other = known.setdefault(text, name)
         if other != name:
@@ -51,13 +61,13 @@ def nested_name(text: str) -> str:
         >>> nested_name("model/__w")
         'model/%5F_w'
     """
-    return "/".join(map(tree.component, text.split("/")))
+    return "/".join(map(name_component, text.split("/")))
 
 
 def can_nest(texts: Iterable[str]) -> bool:
     """Whether no leaf has the name of what would contain others."""
     try:
-        tree_json.from_names(dict.fromkeys(map(nested_name, texts)))
+        tree_from_names(dict.fromkeys(map(nested_name, texts)))
     except (ValueError, RecursionError):
         return False
     return True
@@ -91,7 +101,7 @@ def refuse(format: str, arrays: Iterable[ArrayEntry], values: Mapping[str, str])
     helps, dropped = list[str](), next(iter(values), "")
     for entry in arrays:
         lines.append(f"  {quoted(entry.name)}: {entry.dtype_and_shape}")
-        other = _OTHERS.get(dtypes.kind(dtypes.from_name(entry.dtype)))
+        other = _OTHERS.get(dtype_kind(dtype_from_name(entry.dtype)))
         if other is None:
             dropped = dropped or entry.name
         elif not helps:

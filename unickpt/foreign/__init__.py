@@ -1,1 +1,0 @@
-"""What readers of other systems' checkpoints need: the registry, files, ranges, pickles."""
