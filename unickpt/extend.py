@@ -100,7 +100,7 @@ from unickpt.trees.tree_json import to_json as tree_to_json
 
 if _CHECKING:
     from unickpt.format.step_metrics import finite_or_text, step_metrics
-    from unickpt.format.writers import register_writer, unregister_writer
+    from unickpt.format.writers import make_writer, register_writer, unregister_writer
     from unickpt.runs.retention import Retention
     from unickpt.trees.stored_types import PYTHON_TYPES, STORED_TYPES, StoredType, parsed_types
 
@@ -190,6 +190,7 @@ __all__ = [
     "join_names",
     "keys_of_leaves",
     "leaves_of_tree",
+    "make_writer",
     "moments_among",
     "name_component",
     "name_matches",
@@ -232,6 +233,7 @@ _LATER = {
     "STORED_TYPES": "trees.stored_types",
     "StoredType": "trees.stored_types",
     "finite_or_text": "format.step_metrics",
+    "make_writer": "format.writers",
     "parsed_types": "trees.stored_types",
     "register_writer": "format.writers",
     "step_metrics": "format.step_metrics",

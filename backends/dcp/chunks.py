@@ -15,10 +15,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from unickpt.backends._files.safetensors_headers import SafetensorsHeader, read_header
 from unickpt.backends._files.torch_pickles import TorchFile
 from unickpt.backends._files.torch_tensors import Tensor
 from unickpt.backends.dcp.metadata import Blob, DcpChunk, TensorFacts
-from unickpt.backends.safetensors.reader import SafetensorsHeader, read_header
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.extend import (
     Array,

@@ -10,9 +10,9 @@ from unickpt.backends._files.known_objects import key_of
 from unickpt.backends._files.pickle_objects import BadPickle, unread
 from unickpt.backends._files.torch_pickles import TorchFile
 from unickpt.backends._files.torch_tensors import Tensor
+from unickpt.backends._files.torch_trees import PlainTree
 from unickpt.backends.dcp.chunks import Compressed, Known, MemoryFile, decompressed
 from unickpt.backends.dcp.metadata import Blob
-from unickpt.backends.torch_files import PlainTree
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.extend import (
     Box,

@@ -14,11 +14,11 @@ from typing import Any
 
 from unickpt.backends._files.known_objects import LOCAL
 from unickpt.backends._files.pickle_objects import BadPickle, unread
+from unickpt.backends._files.torch_trees import expand
 from unickpt.backends.dcp import metadata
 from unickpt.backends.dcp.chunks import ChunkFinder, zstandard
 from unickpt.backends.dcp.metadata import KeyPath, Metadata, TensorFacts
 from unickpt.backends.dcp.objects import InnerTensor, read_objects
-from unickpt.backends.torch_files import expand
 from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, CoverageError, UnsupportedLeaf
 from unickpt.extend import (
     WHOLE_BOXES,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from unickpt.backends._files.torch_trees import PlainTree
 from unickpt.backends.deepspeed import consistency, partitions, universal, unsharded, weights
 from unickpt.backends.deepspeed.folder import DeepSpeedFolder
 from unickpt.backends.deepspeed.ranks import Named, Ranks
@@ -18,7 +19,6 @@ from unickpt.backends.deepspeed.states import (
 )
 from unickpt.backends.deepspeed.unsharded import TorchState, torch_state
 from unickpt.backends.deepspeed.weights import ModuleWeights
-from unickpt.backends.torch_files import PlainTree
 from unickpt.extend import TensorSource, quoted
 
 OF_ENGINE = (

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from unickpt.backends._files.torch_tensors import Tensor
+from unickpt.backends._files.torch_trees import expand
 from unickpt.backends.deepspeed import folder as folders
 from unickpt.backends.deepspeed import merging
 from unickpt.backends.deepspeed.contents import Contents
 from unickpt.backends.deepspeed.sources import MergedArray, whole
-from unickpt.backends.torch_files import expand
 from unickpt.errors import CoverageError
 from unickpt.extend import (
     CHUNK_BYTES,

@@ -20,13 +20,7 @@ from unickpt.backends._files.pickle_writer import PickledCall
 from unickpt.backends._files.training_states import KnownTorchFile, Tree, root_of, without_marks
 from unickpt.backends.deepspeed import template as templates
 from unickpt.backends.deepspeed.contents import OF_ENGINE
-from unickpt.backends.deepspeed.written_arrays import (
-    CLIENT,
-    FP32,
-    OPTIMIZER,
-    STEP,
-    UniversalArrays,
-)
+from unickpt.backends.deepspeed.written_arrays import CLIENT, FP32, OPTIMIZER, STEP, UniversalArrays
 from unickpt.extend import (
     Index,
     Leaf,

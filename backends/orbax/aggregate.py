@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from unickpt.backends import flax_msgpack
 from unickpt.backends._files.loose_files import is_flax
-from unickpt.backends.flax_msgpack import Elsewhere
+from unickpt.backends._files.msgpack_files import Elsewhere, scan
 from unickpt.backends.orbax.metadata import ItemMetadata, NamedTuple, Stored
 from unickpt.extend import ArrayTable, Files, Index, RangeReader, TensorSource, quoted
 
@@ -65,7 +64,7 @@ def added(files: Files, item: ItemMetadata | None) -> ItemMetadata:
         UnsupportedFormat: it refers to arrays in a way that is not known.
         Failed: the storage failed.
     """
-    tree = _tree(files, flax_msgpack.scan(files, FILE), ())
+    tree = _tree(files, scan(files, FILE), ())
     if item is None:
         return ItemMetadata(tree, _stored(files, tree), None, 2, True, {})
     flat = dict(_flat(tree, ()))

@@ -21,7 +21,7 @@ from unickpt.backends._files.flat_names import (
     plain_values,
     refuse,
 )
-from unickpt.backends.safetensors.reader import DTYPES
+from unickpt.backends._files.safetensors_headers import DTYPES
 from unickpt.errors import UnsupportedLeaf
 from unickpt.extend import (
     RESERVED_METADATA,

@@ -21,7 +21,7 @@ import unickpt
 from unickpt import CheckpointCorrupt, CheckpointNotFound, Rules
 from unickpt.backends._files.pickle_objects import BadPickle, Global
 from unickpt.backends._files.pickle_writer import PickledCall, dumps
-from unickpt.backends.bytecheckpoint.flat_params import parts_of
+from unickpt.backends.dcp.bytecheckpoint.flat_params import parts_of
 from unickpt.errors import UnickptError, UnsupportedFormat
 from unickpt.format import file_ranges
 from unickpt.storage.paths import context, resolve

@@ -18,7 +18,7 @@ from support import foreign, s3_server
 
 import unickpt
 from unickpt import Checkpoint, CheckpointCorrupt, UnickptError
-from unickpt.backends import flax_msgpack
+from unickpt.backends.flax import reader as flax_msgpack
 from unickpt.errors import UnsupportedFormat
 from unickpt.storage import paths
 from unickpt.storage.paths import resolve

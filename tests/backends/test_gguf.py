@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import unickpt
 from unickpt import CheckpointCorrupt, UnickptError
-from unickpt.backends import gguf
+from unickpt.backends.gguf import reader as gguf
 from unickpt.cli.app import app
 from unickpt.errors import HintError, UnsupportedFormat
 from unickpt.format import file_ranges

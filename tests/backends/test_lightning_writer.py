@@ -12,7 +12,7 @@ from support.saving import in_job
 
 import unickpt
 from unickpt import SaveOptions, UnsupportedLeaf
-from unickpt.backends import lightning_writer
+from unickpt.backends.trainers import lightning
 
 pytest.importorskip("lightning")
 pytestmark = pytest.mark.integration
@@ -57,7 +57,7 @@ def test_values_of_all_types_come_back_as_lightning_would_have_pickled_them(tmp_
 
 
 def test_every_type_that_the_plugin_stores_is_written() -> None:
-    assert {kind.name for kind in values._TYPES} == set(lightning_writer._TYPED)
+    assert {kind.name for kind in values._TYPES} == set(lightning._TYPED)
 
 
 def test_what_torch_takes_without_pickle_it_takes_of_an_export(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support import foreign, s3_server
 
 from unickpt import Checkpoint, CheckpointCorrupt, UnickptError
-from unickpt.backends import npz
+from unickpt.backends.numpy import npz
 from unickpt.errors import UnsupportedFormat
 from unickpt.storage import paths
 from unickpt.storage.paths import resolve

@@ -18,7 +18,7 @@ from support import foreign, s3_server
 
 import unickpt
 from unickpt import Checkpoint, CheckpointCorrupt, Opaque, UnickptError
-from unickpt.backends import torch_files
+from unickpt.backends.torch import reader as torch_files
 from unickpt.errors import UnsupportedFormat
 from unickpt.storage import paths
 from unickpt.storage.paths import resolve

@@ -11,7 +11,7 @@ from support import foreign
 
 import unickpt
 from unickpt import Checkpoint, CheckpointCorrupt
-from unickpt.backends import torch_files
+from unickpt.backends.torch import reader as torch_files
 
 pytestmark = [
     pytest.mark.integration,  # imports torch

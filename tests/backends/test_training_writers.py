@@ -16,7 +16,7 @@ from support.saving import files, in_job
 
 import unickpt
 from unickpt import SaveOptions, UnsupportedLeaf
-from unickpt.backends.trainer_writer import TrainerWriter
+from unickpt.backends.trainers.transformers import TrainerWriter
 from unickpt.format import writers
 from unickpt.tools.destinations import LocalDestination
 

@@ -42,7 +42,7 @@ SCHEME = extend.Scheme("acme", lambda url: {"driver": "memory", "path": url[7:] 
 POINTS = {
     "formats": {"acme": "acme_checkpoints:FORMAT"},
     "schemes": {"acme": "acme_checkpoints:SCHEME"},
-    "writers": {"acme": "unickpt.backends.npz:NpzWriter"},
+    "writers": {"acme": "unickpt.backends.numpy.npz:NpzWriter"},
     "presets": {"acme": "acme_rules"},
 }
 Run = Callable[[str], "subprocess.CompletedProcess[str]"]

@@ -188,7 +188,7 @@ def export(
     if to == writers.OWN:
         output.fail(f"say with --to which format to write: {', '.join(writers.names())}")
     try:
-        writers.make(to, of_format)
+        writers.make_writer(to, of_format)
     except (ValueError, TypeError) as error:
         output.fail(str(error))
     arguments |= {"verify": verify, "options": options.save_options(budget), "to": to, **of_format}

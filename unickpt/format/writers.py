@@ -116,8 +116,8 @@ def _without_writer(path: str, suffix: str) -> str:
     )
 
 
-def make(format: str, options: Mapping[str, Any]) -> Writer:
-    """The writer of a format.
+def make_writer(format: str, options: Mapping[str, Any]) -> Writer:
+    """The writer of a format, by its name: of unickpt, registered, or another package's.
 
     Arguments:
         format: its name.
@@ -128,7 +128,7 @@ def make(format: str, options: Mapping[str, Any]) -> Writer:
         TypeError: the format has no such option, or needs one that is missing.
 
     Example:
-        >>> make("hf", {"max_shard_size": "1GB"}).suffixes
+        >>> make_writer("hf", {"max_shard_size": "1GB"}).suffixes
         ()
     """
     make = _maker(format)

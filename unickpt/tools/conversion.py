@@ -204,7 +204,7 @@ def _writer(to: str, format_options: Mapping[str, Any], options: SaveOptions) ->
         raise ValueError(
             f"compression, chunk_shape and quantize are options of unickpt's own format, not {to}"
         )
-    return writers.make(to, format_options)
+    return writers.make_writer(to, format_options)
 
 
 def convertible(stored: Reader, rules: Rules | None, like: Any) -> StoredView | RuledView:

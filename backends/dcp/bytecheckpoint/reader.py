@@ -16,8 +16,8 @@ from typing import Any
 from unickpt.backends._files import pickles, torch_tensors
 from unickpt.backends._files.pickle_objects import BadPickle, unread
 from unickpt.backends._files.torch_tensors import Tensor
-from unickpt.backends.bytecheckpoint.flat_params import FLAT, FlatPart, parts_of, split
 from unickpt.backends.dcp import reader as dcp
+from unickpt.backends.dcp.bytecheckpoint.flat_params import FLAT, FlatPart, parts_of, split
 from unickpt.backends.dcp.chunks import LocatedElements
 from unickpt.backends.dcp.metadata import Blob, DcpChunk, KeyPath, Metadata, TensorFacts, fields
 from unickpt.backends.dcp.objects import read_file, read_objects

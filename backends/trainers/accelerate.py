@@ -13,10 +13,16 @@ from typing import Any, ClassVar
 from unickpt.backends._files import training_states
 from unickpt.backends._files.flat_names import cannot_hold
 from unickpt.backends._files.parts import Part, together
-from unickpt.backends.safetensors.writer import SafetensorsWriter
-from unickpt.backends.torch_files import TorchWriter
 from unickpt.errors import UnsupportedLeaf
-from unickpt.extend import Index, Leaf, OfEachProcess, Plan, PlannedFile, children_by_key
+from unickpt.extend import (
+    Index,
+    Leaf,
+    OfEachProcess,
+    Plan,
+    PlannedFile,
+    children_by_key,
+    make_writer,
+)
 
 _COUNTS = "accelerate"  # in the metadata
 _PROCESS, _REGISTERED = "values/process", "custom_checkpoint_{}.pkl"
@@ -40,9 +46,11 @@ class AccelerateWriter:
         models = children_by_key(root.get("models", Leaf("", None)))
         for number, node in models.items():
             name = _numbered_name("model.safetensors", number)
-            parts[name] = Part.of(index, node).plan(SafetensorsWriter(), most_bytes, name)
+            parts[name] = Part.of(index, node).plan(
+                make_writer("safetensors", {}), most_bytes, name
+            )
         for name, node in _torch_files(index, root):
-            parts[name] = Part.of(index, node).plan(TorchWriter(), most_bytes, name)
+            parts[name] = Part.of(index, node).plan(make_writer("torch", {}), most_bytes, name)
         for name, plan in parts.items():
             parts[name] = replace(plan, files=tuple(map(training_states.without_last, plan.files)))
         return together(parts, [*_positions(every), *_random_states(every)])

@@ -15,10 +15,8 @@ from typing import Any, ClassVar
 from unickpt.backends._files import training_states
 from unickpt.backends._files.flat_names import cannot_hold
 from unickpt.backends._files.parts import Part, together
-from unickpt.backends.safetensors.writer import HuggingFaceWriter
-from unickpt.backends.torch_files import TorchWriter
 from unickpt.errors import UnsupportedLeaf
-from unickpt.extend import Index, OfEachProcess, Plan, PlannedFile, text_file
+from unickpt.extend import Index, OfEachProcess, Plan, PlannedFile, Writer, make_writer, text_file
 
 _MODEL, _OPTIMIZER, _STATE, _RNG = "model", "optimizer", "trainer_state", "rng"
 _FILES = {"scheduler": "scheduler.pt", "scaler": "scaler.pt"}
@@ -34,7 +32,7 @@ class TrainerWriter:
         config: a folder whose other files (configuration, tokenizer, ...) are copied.
     """
 
-    max_shard_size: int | str = HuggingFaceWriter.max_shard_size
+    max_shard_size: int | str = "5GB"
     config: str | os.PathLike[str] | None = None
     suffixes: ClassVar[Sequence[str]] = ()
     per_process: ClassVar[bool] = True
@@ -42,8 +40,9 @@ class TrainerWriter:
     def __post_init__(self) -> None:
         self._weights()
 
-    def _weights(self) -> HuggingFaceWriter:
-        return HuggingFaceWriter(self.max_shard_size, config=self.config)
+    def _weights(self) -> Writer:
+        options = {"max_shard_size": self.max_shard_size, "config": self.config}
+        return make_writer("hf", options)
 
     def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
         root = training_states.root_of(index)
@@ -60,7 +59,7 @@ class TrainerWriter:
         if _OPTIMIZER in root:
             files["optimizer.pt"] = training_states.numbered(index, root[_OPTIMIZER], _OPTIMIZER)
         for name, node in files.items():
-            plan = Part.of(index, node).plan(TorchWriter(), most_bytes, name)
+            plan = Part.of(index, node).plan(make_writer("torch", {}), most_bytes, name)
             parts[name] = replace(plan, files=tuple(map(training_states.without_last, plan.files)))
         more = [*_generators(index), text_file("trainer_state.json", text, last=True)]
         return together(parts, more)

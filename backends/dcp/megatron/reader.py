@@ -15,9 +15,9 @@ from typing import Any
 
 from unickpt.backends._files.pickle_objects import BadPickle
 from unickpt.backends.dcp import reader as dcp
+from unickpt.backends.dcp.megatron.flattened import shapes_of, unflattened
 from unickpt.backends.dcp.metadata import Metadata
 from unickpt.backends.dcp.objects import read_file
-from unickpt.backends.megatron.flattened import shapes_of, unflattened
 from unickpt.errors import UnsupportedFormat
 from unickpt.extend import Files, Reader, quoted, reading
 

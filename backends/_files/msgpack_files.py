@@ -1,6 +1,6 @@
-"""Files of Flax: msgpack with arrays as extensions, read in place.
+"""What files of msgpack hold, with arrays as extensions of Flax's, which are not read.
 
-Sources: flax/serialization.py, flax/training/checkpoints.py, and msgpack's specification
+Sources: flax/serialization.py, and msgpack's specification
 (github.com/msgpack/msgpack/blob/master/spec.md). One pass finds out where the arrays are; their
 bytes are not read before they are needed. (msgpack's own Unpacker reads all of an extension, and
 so of an array, before it tells where the next value begins.)
@@ -9,34 +9,25 @@ so of an array, before it tells where the next value begins.)
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from unickpt.backends._files import loose_files
 from unickpt.backends._files.headers import Cursor, sizes
-from unickpt.backends._files.hugging_face import weight_map
-from unickpt.backends._files.loose_files import FoundFiles, open_kind
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.extend import (
     MAX_DEPTH,
-    ArrayTable,
     ElementRun,
     FileRange,
     Files,
     InMemoryElements,
     JoinedElements,
-    Leaf,
-    RangeReader,
-    Reader,
     TensorSource,
     dtype_from_name,
     dtype_name,
-    put_nested,
     quoted,
-    table_of_tree,
 )
 
 _ARRAY, _COMPLEX, _SCALAR, _TUPLE = 1, 2, 3, 4  # extensions; the last one is Orbax's
@@ -47,25 +38,6 @@ _SPEC = {"driver", "kvstore"}  # keys of T5X's specs of TensorStore
 _MOST_TEXT = 64 << 20
 # All names together may have so many letters for each byte that is no array's, and this many more.
 _LETTERS, _LEAST_LETTERS = 64, 1 << 16
-
-HINTS: Collection[str] = ()
-
-
-def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
-    """Opens a file of Flax; None if there is none.
-
-    Raises:
-        CheckpointCorrupt: it is damaged.
-        UnsupportedFormat: it contains what unickpt lacks, or refers to arrays elsewhere.
-        StorageError: the storage failed.
-    """
-
-    def make(found: FoundFiles) -> FlaxReader:
-        if found.index is not None:
-            return FlaxReader(files, found.index, _joined(files, found.index))
-        return FlaxReader(files, found.names[0], scan(files, found.names[0]))
-
-    return open_kind(files, loose_files.FLAX, make)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,51 +60,6 @@ def scan(files: Files, name: str) -> Any:
         Failed: the storage failed.
     """
     return _MsgpackScanner(Cursor(files, name)).root()
-
-
-def _joined(files: Files, index: str) -> dict[str, Any]:
-    """What the files hold that an index names, each leaf from the file that it says."""
-    where = weight_map(files, index, loose_files.FLAX.suffixes)
-    opened = {file: scan(files, file) for file in sorted({*where.values()})}
-    root: dict[str, Any] = {}
-    for name, file in where.items():
-        keys = name.split("/")
-        found = opened[file]
-        for key in keys:
-            found = found.get(key) if isinstance(found, dict) else None
-        if not isinstance(found, TensorSource) or not put_nested(root, keys, found):
-            raise files.incomplete(
-                f"{index} says that {quoted(name)} is an array in {file}, which does not contain it"
-            )
-    return root
-
-
-class FlaxReader(RangeReader):
-    """The arrays and plain values of one file.
-
-    Arguments:
-        files: of the checkpoint.
-        file: the name of the file.
-        root: what is in it, from `scan`.
-
-    Raises:
-        UnsupportedFormat: it refers to arrays elsewhere, or has names that unickpt cannot have.
-    """
-
-    format = "flax"
-
-    def __init__(self, files: Files, file: str, root: Any) -> None:
-        def put(table: ArrayTable, leaf: Leaf) -> None:
-            if isinstance(leaf.value, TensorSource):
-                table.add(leaf.name, leaf.value)
-                return
-            raise files.unsupported(
-                f"{file}: {quoted(leaf.name)} is not in this file, but elsewhere: "
-                f"{quoted(leaf.value.found)}; give the path of the folder that contains both"
-            )
-
-        table = table_of_tree(files, root, (TensorSource, Elsewhere), put)
-        super().__init__(files, table.index(), table.boxes)
 
 
 class _MsgpackScanner:

@@ -7,7 +7,7 @@ from typing import Any
 
 from unickpt.backends._files import loose_files
 from unickpt.backends._files.loose_files import FoundFiles, open_kind
-from unickpt.backends.npz import MOST_HEADER, parsed
+from unickpt.backends.numpy.npz import MOST_HEADER, parsed
 from unickpt.extend import ArrayTable, Files, RangeReader, Reader, name_component
 
 _MOST = MOST_HEADER + 12  # bytes before the elements

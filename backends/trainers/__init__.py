@@ -1,0 +1,1 @@
+"""What trainers of others go on from: only written, other formats read it."""
