@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def wings() -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Each folder with code, and its modules with the first lines of their docstrings."""
-    for top in ("unickpt", "adapters", "backends", "plugins"):
+    for top in ("unickpt", "adapters", "backends", "integrations", "plugins"):
         for folder, below, files in os.walk(ROOT / top):  # which follows no links
             below.sort()
             modules = [

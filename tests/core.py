@@ -101,13 +101,14 @@ def copy_core(folder: Path) -> None:
     """Copies what git knows, without plug-ins, trainers and formats of others."""
     names = call("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT)
     for name in filter(None, names.split("\0")):
-        gone = name.startswith(("plugins/", "unickpt/integrations", "integrations/"))
+        gone = name.startswith(("plugins/", "integrations/"))
         top, _, rest = name.partition("/")
         if gone or (top == "backends" and rest not in SCHEMES) or not os.path.lexists(ROOT / name):
             continue
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
-    (folder / "unickpt/plugins").unlink(missing_ok=True)
+    for link in ("plugins", "integrations"):
+        (folder / "unickpt" / link).unlink()
     project = (folder / "pyproject.toml").read_text()
     for group in GONE:
         section = rf'\[project\.entry-points\."unickpt\.{group}"\]\n(?:.+\n)+'

@@ -25,6 +25,7 @@ PACKAGES = {
     "unickpt": "unickpt",
     "adapters": "unickpt/adapters",
     "backends": "unickpt/backends",
+    "integrations": "unickpt/integrations",
     "plugins": "unickpt/plugins",
 }
 TORCH = "torch==2.13.0"  # the build for CPUs, where there is one; as in the Makefile

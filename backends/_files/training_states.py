@@ -2,7 +2,7 @@
 optimizers by numbers, generators, and values that are known.
 
 Sources: torch/optim/optimizer.py (`state_dict`), NumPy's `ndarray.__reduce__`, Python's
-`random.getstate`; what is stored is described in unickpt/integrations/rng.py.
+`random.getstate`; what is stored is described in integrations/rng.py.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 import unickpt
 
 what, top = sys.argv[1], os.path.dirname(os.path.realpath(unickpt.__file__))
-links = [f"{top}/{each}" for each in ("adapters", "backends", "plugins")]
+links = [f"{top}/{each}" for each in ("adapters", "backends", "integrations", "plugins")]
 tops = tuple(os.path.realpath(p) + os.sep for p in (top, *links))
 dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
 mesh = init_device_mesh("cpu", (1,))
