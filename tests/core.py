@@ -163,6 +163,7 @@ def main() -> None:
                 *chosen,
             ],
             cwd=tests,
+            env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},  # nor the original
             check=False,
         )
         sys.exit(done.returncode)

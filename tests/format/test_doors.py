@@ -21,6 +21,7 @@ from unickpt.errors import PluginError
 FORMAT = """
 import json
 from unickpt import CheckpointCorrupt, extend
+from unickpt.errors import UnsupportedFormat
 
 class Reader(extend.RangeReader):
     format = "acme"
@@ -37,6 +38,9 @@ class Format:
         return Reader(files, table.index(), table.boxes)
 
 FORMAT = Format()
+def refusal(files, error):
+    return UnsupportedFormat("a kit of Acme; assemble it") if "kit.acme" in files.here else None
+
 SCHEME = extend.Scheme("acme", lambda url: {"driver": "memory", "path": url[7:] + "/"})
 """
 POINTS = {
@@ -44,6 +48,7 @@ POINTS = {
     "schemes": {"acme": "acme_checkpoints:SCHEME"},
     "writers": {"acme": "unickpt.backends.numpy.npz:NpzWriter"},
     "presets": {"acme": "acme_rules"},
+    "refusals": {"acme": "acme_checkpoints"},
 }
 Run = Callable[[str], "subprocess.CompletedProcess[str]"]
 
@@ -89,6 +94,7 @@ def run(tmp_path: Path, site: Path) -> Run:
     return run
 
 
+@pytest.mark.plugins
 def test_ours_are_those_of_the_project() -> None:
     assert list_doors.FILE.read_text() == list_doors.source(), "run `make doors`"
     assert set(_doors.DOORS) == set(doors.GROUPS)
@@ -99,6 +105,7 @@ def test_each_of_ours_opens(group: doors.Group) -> None:
     assert all(door.open() is not None for door in doors.ours(group).values())
 
 
+@pytest.mark.plugins
 def test_what_another_package_brings_is_used_by_name_and_by_content(site: Path, run: Run) -> None:
     install(site, "acme", POINTS)
     done = run(
@@ -115,6 +122,26 @@ def test_what_another_package_brings_is_used_by_name_and_by_content(site: Path, 
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_another_package_says_what_a_file_is_that_no_format_reads(
+    site: Path, run: Run, tmp_path: Path
+) -> None:
+    install(site, "acme", POINTS)
+    for name in ("kit.acme", "other.acme"):
+        folder = tmp_path / name[:-5]
+        folder.mkdir()
+        (folder / name).write_bytes(b"acme")
+    done = run(
+        "import unickpt\n"
+        "for path in ('kit', 'kit/kit.acme', 'other'):\n"
+        "    try: unickpt.load(path)\n"
+        "    except unickpt.UnickptError as error: print(type(error).__name__, error)\n"
+    )
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["UnsupportedFormat a kit of Acme; assemble it"] * 2
+    assert lines[2].startswith("CheckpointNotFound"), lines
+
+
+@pytest.mark.plugins
 def test_packages_are_looked_up_only_for_what_ours_do_not_know(site: Path, run: Run) -> None:
     install(site, "acme", POINTS)
     done = run(
@@ -129,6 +156,7 @@ def test_packages_are_looked_up_only_for_what_ours_do_not_know(site: Path, run: 
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.plugins
 def test_ours_come_first_and_doctor_says_so(site: Path, run: Run) -> None:
     install(site, "acme", {"writers": {"npz": "acme_checkpoints:FORMAT"}})
     done = run(

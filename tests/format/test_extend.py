@@ -35,6 +35,7 @@ def test_a_checkpoint_goes_into_a_format_of_others_and_back(tmp_path: Path) -> N
     assert unickpt.verify(tmp_path / "npy").ok
 
 
+@pytest.mark.plugins
 @pytest.mark.usefixtures("format")
 def test_a_name_is_given_once() -> None:
     for name in ("npy-folder", "hf"):
