@@ -8,9 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from unickpt.storage import paths
-from unickpt.storage.locations import Location
-from unickpt.storage.paths import LocalLocation
+from unickpt.extend import LocalLocation, Location, PathLike, resolve_path, storage_context
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class Destination:
     @classmethod
     def of(
         cls,
-        path: paths.PathLike,
+        path: PathLike,
         theirs_of: Callable[[Sequence[str]], Sequence[str]],
         kept: Sequence[str] = (),
     ) -> Destination:
@@ -57,10 +55,10 @@ class Destination:
         Raises:
             InvalidPath, StorageError: as `unickpt.save`.
         """
-        found = paths.resolve(path)
+        found = resolve_path(path)
         if not isinstance(found, LocalLocation):
             return cls(found)
-        context = paths.context()
+        context = storage_context()
         theirs = tuple(theirs_of([*found.files(context), *found.folders(context)]))
         if not theirs and not kept:
             return cls(found)

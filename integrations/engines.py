@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from unickpt import Checkpoint
 from unickpt.errors import LoadMismatch
-from unickpt.frameworks.leaves import SavedOnly
-from unickpt.reading.checkpoint import Checkpoint
+from unickpt.extend import SavedOnly
 
 ENGINE = "deepspeed"
 """What the metadata of a checkpoint has if an engine's state is in it."""

@@ -23,17 +23,11 @@ import equinox as eqx
 import jax
 import numpy as np
 
+import unickpt
+from unickpt import Checkpoint, LoadOptions, SaveOptions
 from unickpt.errors import LoadMismatch
-from unickpt.loading import loader
-from unickpt.options import SaveOptions, SaveReport
-from unickpt.quoting import some
-from unickpt.reading import checkpoint
-from unickpt.reading.checkpoint import Checkpoint
-from unickpt.reading.options import LoadOptions
-from unickpt.saving import saver
-from unickpt.saving.background import PendingSave
-from unickpt.storage import paths
-from unickpt.trees.tree import Key, component
+from unickpt.extend import Key, PathLike, Source, first_few, name_component, reading_checkpoint
+from unickpt.types import PendingSave, SaveReport
 
 __all__ = ["arrays", "load", "metadata", "save", "save_async"]
 
@@ -42,7 +36,7 @@ _PLAIN = (bool, int, float, complex, str)
 
 
 def save(
-    path: paths.PathLike, model: Any, *, overwrite: bool = False, options: SaveOptions | None = None
+    path: PathLike, model: Any, *, overwrite: bool = False, options: SaveOptions | None = None
 ) -> SaveReport:
     """Saves the arrays of a model, and notes its settings.
 
@@ -63,22 +57,22 @@ def save(
         >>> bool(eqx.tree_equal(checkpoint.load("memory://equinox/docs", model), model))
         True
     """
-    return saver.save(
+    return unickpt.save(
         path, arrays(model), overwrite=overwrite, metadata=metadata(model), options=options
     )
 
 
 def save_async(
-    path: paths.PathLike, model: Any, *, overwrite: bool = False, options: SaveOptions | None = None
+    path: PathLike, model: Any, *, overwrite: bool = False, options: SaveOptions | None = None
 ) -> PendingSave:
     """As `save`, in the background; see `unickpt.save_async`."""
-    return saver.save_async(
+    return unickpt.save_async(
         path, arrays(model), overwrite=overwrite, metadata=metadata(model), options=options
     )
 
 
 def load(
-    path: checkpoint.Source,
+    path: Source,
     model: Any,
     *,
     shardings: Any = None,
@@ -121,9 +115,9 @@ def load(
         rest = _with_noted(stored, others) if static == "stored" else others
         if static != "keep":
             _compare(stored, eqx.combine(wanted, rest))
-        return eqx.combine(loader.load(stored, wanted, cast=cast, options=options), rest)
+        return eqx.combine(unickpt.load(stored, wanted, cast=cast, options=options), rest)
 
-    return read(path) if isinstance(path, Checkpoint) else checkpoint.reading(path, read)
+    return read(path) if isinstance(path, Checkpoint) else reading_checkpoint(path, read)
 
 
 def arrays(model: Any) -> Any:
@@ -192,7 +186,7 @@ def _settings(part: Any, path: tuple[Key, ...]) -> Iterator[tuple[str, str]]:
 def _noted(value: Any, path: tuple[Key, ...]) -> Iterator[tuple[str, str]]:
     text = _text(value)
     if text is not None:
-        yield "/".join(map(component, path)), text
+        yield "/".join(map(name_component, path)), text
 
 
 def _text(value: Any) -> str | None:
@@ -245,9 +239,9 @@ def _compare(stored: Checkpoint, model: Any) -> None:
     ]
     if differences:
         raise LoadMismatch(
-            f"{stored.url}: settings of the model differ: {some(differences)}. Build the model as "
-            "it was saved; or pass static='stored' to take the numbers, texts and flags of its "
-            "tree from the checkpoint, or static='keep' to load the arrays into this one"
+            f"{stored.url}: settings of the model differ: {first_few(differences)}. Build the "
+            "model as it was saved; or pass static='stored' to take the numbers, texts and flags "
+            "of its tree from the checkpoint, or static='keep' to load the arrays into this one"
         )
 
 
@@ -259,7 +253,7 @@ def _with_noted(stored: Checkpoint, others: Any) -> Any:
         return others  # was not saved by this module
 
     def value(path: tuple[Any, ...], leaf: Any) -> Any:
-        text = noted.get("/".join(component(_key(each)) for each in path))
+        text = noted.get("/".join(name_component(_key(each)) for each in path))
         if type(leaf) not in _PLAIN or not isinstance(text, str):
             return leaf
         found = _value(text)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from unickpt.quoting import some
+from unickpt.extend import first_few
 
 __all__ = ["check_shardings"]
 
@@ -40,8 +40,8 @@ def check_shardings(model: Any) -> None:
     if lost:
         raise ValueError(
             f"{len(lost)} variables have axis names and no sharding, so that each would be loaded "
-            f"whole onto one device: {some(lost)}. Call nnx.eval_shape under jax.set_mesh(mesh), "
-            "or take the state of nnx.get_abstract_model(make, mesh)"
+            f"whole onto one device: {first_few(lost)}. Call nnx.eval_shape under "
+            "jax.set_mesh(mesh), or take the state of nnx.get_abstract_model(make, mesh)"
         )
 
 

@@ -21,22 +21,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from unickpt import errors
-from unickpt.commit.version import Version
-from unickpt.format.refusals import refuse_unknown
-from unickpt.quoting import quoted
-from unickpt.runs.arguments import take_retention
-from unickpt.runs.attempt_folders import FOLDER
-from unickpt.runs.checkpointer import Checkpointer
-from unickpt.runs.housekeeping import barrier, on_process_0
-from unickpt.runs.retention import Retention
-from unickpt.runs.step_folder import StepFolder
-from unickpt.saving.background import PendingSave
-from unickpt.storage import paths
-from unickpt.storage.local_folders import sync_folder
-from unickpt.storage.ocdbt import MANIFEST
-from unickpt.threads import Pool, SerialExecutor
-from unickpt.tools.verification import verify
+import unickpt
+from unickpt import Checkpointer, Retention, errors
+from unickpt.extend import (
+    MANIFEST,
+    PathLike,
+    Pool,
+    SerialExecutor,
+    StepFolder,
+    Version,
+    barrier,
+    on_process_0,
+    quoted,
+    refuse_unknown,
+    resolve_path,
+    storage_context,
+    sync_folder,
+    take_retention,
+)
+from unickpt.types import PendingSave
 
 try:
     import fsspec
@@ -96,7 +99,7 @@ class MirroredCheckpointer(Checkpointer):
 
     def __init__(
         self,
-        root: paths.PathLike,
+        root: PathLike,
         mirror: str,
         *,
         mirror_keep_last: int | None = None,
@@ -107,10 +110,10 @@ class MirroredCheckpointer(Checkpointer):
         for name in ("after", "local", "experts", "partial"):
             if arguments.get(name) is not None:
                 raise ValueError(f"{name}= is not supported with a mirror")
-        if not paths.resolve(root).is_local:
+        if not resolve_path(root).is_local:
             raise ValueError(f"root={str(root)!r} must be a local path; its steps are copied")
         self._there = StepsFolder(mirror, storage_options or {})
-        if self._there.is_at(Path(paths.resolve(root).spec["path"])):
+        if self._there.is_at(Path(resolve_path(root).spec["path"])):
             raise ValueError(f"mirror={mirror!r} is the folder of root=; give another one")
         self._there_keeps = Retention(mirror_keep_last, mirror_keep_every)
         self._settled: dict[int, Version] = {}
@@ -357,7 +360,7 @@ class StepsFolder:
                     raise FileNotFoundError(f"{self._at(step)}/{MANIFEST}")
                 self._fetch(step, part)
                 part.joinpath(MANIFEST).write_bytes(manifest)
-                report = verify(part)
+                report = unickpt.verify(part)
                 if not report.ok:
                     raise errors.CheckpointCorrupt(
                         f"{self.url}: step {step} is damaged: {report.damage[0]}; restore an "
@@ -401,7 +404,7 @@ class StepsFolder:
 
     def _send(self, step: int, source: Path, attempt: str) -> dict[str, int]:
         """Copies the files of an attempt, and reads them back; returns their sizes by name."""
-        if not verify(source).ok:
+        if not unickpt.verify(source).ok:
             raise errors.CheckpointCorrupt(f"{source} is damaged; not copied to {self.url}")
         top = source / "processes" / attempt
         local = [
@@ -456,7 +459,7 @@ class StepsFolder:
             self._fetch(step, Path(folder), lambda name: name.split("/")[2:3] == ["root"])
             Path(folder, MANIFEST).write_bytes(manifest)
             try:
-                refuse_unknown(paths.resolve(folder), paths.context())
+                refuse_unknown(resolve_path(folder), storage_context())
             except errors.UnsupportedFormat as error:
                 raise errors.UnsupportedFormat(str(error).replace(folder, self._at(step))) from None
 
@@ -489,9 +492,9 @@ def _appear(part: Path, to: Path) -> None:
     if to.is_symlink() or not to.is_dir():
         os.rename(part, to)
         return
-    folder = to / FOLDER
+    folder = to / "processes"
     folder.mkdir(exist_ok=True)
-    for attempt in (part / FOLDER).iterdir():
+    for attempt in (part / "processes").iterdir():
         shutil.rmtree(folder / attempt.name, ignore_errors=True)
         os.rename(attempt, folder / attempt.name)
     sync_folder(str(folder))

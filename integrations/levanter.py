@@ -17,15 +17,19 @@ from typing import Any
 
 import jax
 
-from unickpt import errors
-from unickpt.loading.loader import load
-from unickpt.options import SaveOptions
-from unickpt.quoting import quoted, some
-from unickpt.reading.checkpoint import Checkpoint, open
-from unickpt.saving.background import PendingSave
-from unickpt.saving.saver import save_async
-from unickpt.storage import paths
-from unickpt.trees import tree
+import unickpt
+from unickpt import Checkpoint, SaveOptions, errors
+from unickpt.extend import (
+    PathLike,
+    first_few,
+    join_names,
+    name_component,
+    put_nested,
+    quoted,
+    resolve_path,
+    storage_context,
+)
+from unickpt.types import PendingSave
 
 __all__ = [
     "AsyncManager",
@@ -115,7 +119,7 @@ class AsyncManager:
             raise errors.CheckpointExists(
                 f"{path} was saved by levanter itself; remove the folder first"
             )
-        save = save_async(f"{path}/{FOLDER}", arrays, overwrite=True, options=self._options)
+        save = unickpt.save_async(f"{path}/{FOLDER}", arrays, overwrite=True, options=self._options)
         self._pending = _Pending(save, committed)
 
     def wait_until_finished(self) -> None:
@@ -212,7 +216,7 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, value in flat.items():
-        if not tree.put(found, name.split("."), value):
+        if not put_nested(found, name.split("."), value):
             raise errors.UnsupportedLeaf(f"two leaves of the tree have the name {quoted(name)}")
     return found
 
@@ -280,11 +284,11 @@ def tree_deserialize_leaves_tensorstore(
             wanted[name] = _ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
     missing = _missing(found, prefix, wanted)
     if missing and allow_missing:
-        _log.warning("%s lacks %s; these stay as they are", found.location, some(missing))
+        _log.warning("%s lacks %s; these stay as they are", found.location, first_few(missing))
         wanted = {name: each for name, each in wanted.items() if name not in missing}
     under = f"{prefix}/" if prefix else ""
     like: Any = nested(wanted)
-    loaded = load(found, like, cast=cast, unexpected="skip", under=under) if wanted else {}
+    loaded = unickpt.load(found, like, cast=cast, unexpected="skip", under=under) if wanted else {}
     return jax.tree.unflatten(
         structure,
         [
@@ -302,8 +306,8 @@ def _names(pytree: Any, is_leaf: Callable[[Any], bool]) -> list[str]:
 
 def _missing(found: Checkpoint, prefix: str, wanted: Mapping[str, Any]) -> list[str]:
     """The names that a checkpoint lacks."""
-    parts = {name: "/".join(map(tree.component, name.split("."))) for name in wanted}
-    return [name for name, part in parts.items() if tree.join(prefix, part) not in found]
+    parts = {name: "/".join(map(name_component, name.split("."))) for name in wanted}
+    return [name for name, part in parts.items() if join_names(prefix, part) not in found]
 
 
 def _at(loaded: Any, name: str) -> Any:
@@ -323,7 +327,7 @@ def _opened(path: str) -> tuple[Checkpoint, str] | None:
     while above and not above.endswith((":", "/")):
         found = _at_path(above)
         if found is not None:
-            return found, "/".join(tree.component(part) for part in parts)
+            return found, "/".join(name_component(part) for part in parts)
         if _is_step(above):
             return None
         above, _, last = above.rpartition("/")
@@ -334,20 +338,20 @@ def _opened(path: str) -> tuple[Checkpoint, str] | None:
 def _at_path(path: str) -> Checkpoint | None:
     """The checkpoint of unickpt in the folder of a step, if there is one."""
     try:
-        return open(f"{path}/{FOLDER}")
+        return unickpt.open(f"{path}/{FOLDER}")
     except errors.CheckpointNotFound:
         return None
 
 
 def _is_step(path: str) -> bool:
     """Whether a folder is a step, whoever saved it."""
-    return paths.resolve(path).has_file(_ABOUT, paths.context())
+    return resolve_path(path).has_file(_ABOUT, storage_context())
 
 
 # --- the way back --------------------------------------------------------------------------------
 
 
-def export(path: paths.PathLike, destination: paths.PathLike) -> None:
+def export(path: PathLike, destination: PathLike) -> None:
     """Writes a step as levanter itself saves it, with its `metadata.json`: levanter goes on from it
     without unickpt.
 
@@ -368,7 +372,7 @@ def export(path: paths.PathLike, destination: paths.PathLike) -> None:
     if _is_step(str(destination)) or _at_path(str(destination)) is not None:
         raise errors.CheckpointExists(f"there is a checkpoint at {destination}")
     series = _levanter("tensorstore_serialization")
-    arrays = jax.tree.map(_same, load(found))
+    arrays = jax.tree.map(_same, unickpt.load(found))
     _originals(series)[1](str(destination), arrays)
     checkpoint = _levanter("checkpoint")
     about = checkpoint._load_metadata(str(path))

@@ -16,12 +16,9 @@ from dataclasses import fields
 from datetime import UTC, datetime
 from typing import Any
 
-from unickpt.commit.version import version_at
 from unickpt.errors import StorageError
-from unickpt.format.step_metrics import finite_or_text
-from unickpt.loading.report import LoadReport
-from unickpt.options import SaveReport
-from unickpt.storage import paths
+from unickpt.extend import finite_or_text, resolve_path, version_at
+from unickpt.types import LoadReport, SaveReport
 
 Receiver = Callable[[SaveReport], None]
 """What `SaveOptions(metrics=)` takes."""
@@ -76,7 +73,7 @@ def reference(report: SaveReport, step: StepOf = step_of) -> dict[str, Any]:
         >>> facts["url"], facts["step"], facts["bytes"], len(facts["manifest_xxh3"])
         ('memory://run/step_4/', 4, 16, 16)
     """
-    version = version_at(paths.resolve(report.url))
+    version = version_at(resolve_path(report.url))
     return {
         "url": report.url,
         "step": step(report),

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from unickpt.arrays import dtypes
 from unickpt.errors import CheckpointCorrupt, UnsupportedLeaf
-from unickpt.quoting import quoted
+from unickpt.extend import dtype_name, quoted
 
 _TENSOR, _DTYPE = "torch.Tensor", "dtype"
 
@@ -59,7 +58,7 @@ def _tensor(stored: Any, name: Any, what: str) -> torch.Tensor:
     """The tensor of an array, which must be of the dtype that was stored with it."""
     array = np.asarray(stored)
     # torch and the format have the same names.
-    known = array.dtype.kind != "O" and name == dtypes.name_of(array.dtype)
+    known = array.dtype.kind != "O" and name == dtype_name(array.dtype)
     dtype = getattr(torch, name, None) if known else None
     if not isinstance(dtype, torch.dtype):
         raise CheckpointCorrupt(

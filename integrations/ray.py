@@ -20,10 +20,10 @@ from typing import Any
 import ray.train
 from ray.train import Checkpoint, CheckpointUploadMode
 
+import unickpt
+from unickpt import SaveOptions
 from unickpt.errors import InvalidPath
-from unickpt.options import SaveOptions
-from unickpt.saving import saver
-from unickpt.saving.background import PendingSave
+from unickpt.types import PendingSave
 
 _SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://"}
 """What precedes the paths of PyArrow's file systems in unickpt's."""
@@ -68,7 +68,7 @@ def report(
     path = storage.build_checkpoint_path_from_name(checkpoint_dir_name)
     saved = Checkpoint(path, storage.storage_filesystem)
     url = url_of(saved)
-    pending = saver.save_async(url, tree, overwrite=True, metadata=metadata, options=options)
+    pending = unickpt.save_async(url, tree, overwrite=True, metadata=metadata, options=options)
 
     def when_committed(checkpoint: Checkpoint, name: str) -> Checkpoint:
         pending.result()

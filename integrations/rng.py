@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from unickpt.frameworks.leaves import PerProcess
+from unickpt import PerProcess
 
 _ACCELERATORS = ("cuda", "xpu", "npu", "mlu", "musa", "hpu")
 

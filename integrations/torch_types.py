@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from unickpt.errors import CheckpointCorrupt
-from unickpt.quoting import quoted
-from unickpt.trees.stored_types import StoredType
+from unickpt.extend import StoredType, quoted
 
 
 def dtype_named(name: Any) -> torch.dtype:

@@ -15,7 +15,7 @@ import importlib as _importlib
 from typing import TYPE_CHECKING as _CHECKING
 from typing import Any as _Any
 
-from unickpt.arrays.box import Box
+from unickpt.arrays.box import Box, flat_range_to_boxes
 from unickpt.arrays.box import cut as cut_box
 from unickpt.arrays.dtypes import Array, DType
 from unickpt.arrays.dtypes import from_name as dtype_from_name
@@ -25,6 +25,7 @@ from unickpt.arrays.dtypes import stored_as as zarr_dtype
 from unickpt.arrays.dtypes import with_shape as dtype_and_shape
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.arrays.names import matches as name_matches
+from unickpt.commit.version import Version, version_at
 from unickpt.features import RunFeature, SaveFeature
 from unickpt.format.chunk_grid import Part
 from unickpt.format.codecs import Codec, Extra, NotDecodable, StoredChunk
@@ -64,25 +65,41 @@ from unickpt.format.files import CheckedFiles, Files
 from unickpt.format.formats import Format, SeveralCheckpoints
 from unickpt.format.formats import register as register_format
 from unickpt.format.formats import unregister as unregister_format
+from unickpt.format.index import REPLACED as REPLACED_METADATA
 from unickpt.format.index import RESERVED as RESERVED_METADATA
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.ocdbt_reader import open as open_own
 from unickpt.format.reader import BlockType, ParallelMap, Reader, Request
+from unickpt.format.refusals import refuse_unknown
 from unickpt.format.writer import Data, Ending, OfEachProcess, Plan, PlannedFile, Writer, text_file
+from unickpt.frameworks.leaves import SavedOnly, flatten_state, is_array, job_group
+from unickpt.frameworks.process_group import alone as group_of_one
+from unickpt.frameworks.process_group import loaded_together, new_session
+from unickpt.loading.views import read_into, structure_of
 from unickpt.quoting import printable, quoted, shortened
+from unickpt.quoting import some as first_few
+from unickpt.reading.checkpoint import Hints, Source
+from unickpt.reading.checkpoint import reading as reading_checkpoint
+from unickpt.reading.listing import checkpoints_below, other_folders
+from unickpt.saving.background import SaveCallbacks, SaveQueue, SaveRequest
+from unickpt.saving.saver import begin as save_in_background
 from unickpt.storage.database import Database as OcdbtDatabase
 from unickpt.storage.errors import Damaged, Failed, reading, reading_failed
 from unickpt.storage.kvstore import Future as StorageFuture
 from unickpt.storage.kvstore import asking as asking_storage
+from unickpt.storage.local_folders import sync_folder
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
+from unickpt.storage.paths import LocalLocation, PathLike
+from unickpt.storage.paths import absolute as absolute_path
 from unickpt.storage.paths import context as storage_context
 from unickpt.storage.paths import resolve as resolve_path
 from unickpt.storage.schemes import Scheme
 from unickpt.storage.schemes import register as register_scheme
-from unickpt.threads import Pool, in_batches
+from unickpt.threads import Pool, SerialExecutor, in_batches
+from unickpt.trees.hints import hint as storing_hint
 from unickpt.trees.moments import moments_among
-from unickpt.trees.tree import MAX_DEPTH, Expansion, Leaf, Node, Opaque, child_names, unwrapped
+from unickpt.trees.tree import MAX_DEPTH, Expansion, Key, Leaf, Node, Opaque, child_names, unwrapped
 from unickpt.trees.tree import by_key as children_by_key
 from unickpt.trees.tree import component as name_component
 from unickpt.trees.tree import dict_of as dict_node
@@ -91,18 +108,31 @@ from unickpt.trees.tree import join as join_names
 from unickpt.trees.tree import keys_of as keys_of_leaves
 from unickpt.trees.tree import leaves as leaves_of_tree
 from unickpt.trees.tree import put as put_nested
+from unickpt.trees.tree import rebuild as rebuild_tree
 from unickpt.trees.tree import without as tree_without
 from unickpt.trees.tree_json import Plain, is_plain
 from unickpt.trees.tree_json import from_json as tree_from_json
 from unickpt.trees.tree_json import from_names as tree_from_names
 from unickpt.trees.tree_json import length as plain_length
 from unickpt.trees.tree_json import to_json as tree_to_json
+from unickpt.trees.tree_json import value_to_json as plain_to_json
 
 if _CHECKING:
+    from unickpt.adapters.torch_optimizer import NamedOptimizer
     from unickpt.format.step_metrics import finite_or_text, step_metrics
     from unickpt.format.writers import make_writer, register_writer, unregister_writer
+    from unickpt.runs.arguments import fences_of, take_retention
+    from unickpt.runs.attempt_folders import remove_checkpoint
+    from unickpt.runs.housekeeping import barrier, on_process_0
     from unickpt.runs.retention import Retention
-    from unickpt.trees.stored_types import PYTHON_TYPES, STORED_TYPES, StoredType, parsed_types
+    from unickpt.runs.step_folder import StepFolder
+    from unickpt.trees.stored_types import (
+        PYTHON_TYPES,
+        STORED_TYPES,
+        StoredType,
+        has_known_factory,
+        parsed_types,
+    )
 
 __all__ = [
     "Array",
@@ -129,17 +159,21 @@ __all__ = [
     "FileRange",
     "Files",
     "Format",
+    "Hints",
     "InMemoryElements",
     "Index",
     "JoinedElements",
+    "Key",
     "Layout",
     "LazyElements",
     "Leaf",
+    "LocalLocation",
     "Location",
     "MANIFEST",
     "MAX_DEPTH",
     "MeanElements",
     "Mesh",
+    "NamedOptimizer",
     "Nibbles",
     "Node",
     "NotDecodable",
@@ -149,10 +183,12 @@ __all__ = [
     "PYTHON_TYPES",
     "ParallelMap",
     "Part",
+    "PathLike",
     "Plain",
     "Plan",
     "PlannedFile",
     "Pool",
+    "REPLACED_METADATA",
     "RESERVED_METADATA",
     "RangeReader",
     "Reader",
@@ -160,18 +196,29 @@ __all__ = [
     "Retention",
     "RunFeature",
     "STORED_TYPES",
+    "SaveCallbacks",
     "SaveFeature",
+    "SaveQueue",
+    "SaveRequest",
+    "SavedOnly",
     "Scheme",
+    "SerialExecutor",
     "SeveralCheckpoints",
+    "Source",
+    "StepFolder",
     "StorageFuture",
     "StoredChunk",
     "StoredType",
     "TensorSource",
     "Unreadable",
+    "Version",
     "WHOLE_BOXES",
     "Writer",
+    "absolute_path",
     "asking_storage",
+    "barrier",
     "check_boxes",
+    "checkpoints_below",
     "child_names",
     "children_by_key",
     "combined_crc32",
@@ -183,37 +230,60 @@ __all__ = [
     "dtype_name",
     "entry_of_box",
     "entry_of_boxes",
+    "fences_of",
     "finite_or_text",
+    "first_few",
+    "flat_range_to_boxes",
+    "flatten_state",
     "flatten_tree",
+    "group_of_one",
+    "has_known_factory",
     "in_batches",
+    "is_array",
     "is_plain",
+    "job_group",
     "join_names",
     "keys_of_leaves",
     "leaves_of_tree",
+    "loaded_together",
     "make_writer",
     "moments_among",
     "name_component",
     "name_matches",
+    "new_session",
+    "on_process_0",
     "open_own",
+    "other_folders",
     "parsed_types",
     "plain_length",
+    "plain_to_json",
     "printable",
     "put_nested",
     "quoted",
     "read_file_box",
     "read_flat",
+    "read_into",
     "reading",
+    "reading_checkpoint",
     "reading_failed",
+    "rebuild_tree",
+    "refuse_unknown",
     "register_codec",
     "register_format",
     "register_scheme",
     "register_writer",
+    "remove_checkpoint",
     "resolve_path",
     "row_major",
+    "save_in_background",
     "shortened",
     "step_metrics",
     "storage_context",
+    "storing_hint",
+    "structure_of",
+    "sync_folder",
     "table_of_tree",
+    "take_retention",
     "text_file",
     "tree_from_json",
     "tree_from_names",
@@ -223,20 +293,29 @@ __all__ = [
     "unregister_format",
     "unregister_writer",
     "unwrapped",
+    "version_at",
     "zarr_dtype",
 ]
 
 # Imported when they are first used. What `import unickpt` needs anyway is imported above.
 _LATER = {
+    "NamedOptimizer": "adapters.torch_optimizer",
     "PYTHON_TYPES": "trees.stored_types",
     "Retention": "runs.retention",
     "STORED_TYPES": "trees.stored_types",
+    "StepFolder": "runs.step_folder",
     "StoredType": "trees.stored_types",
+    "barrier": "runs.housekeeping",
+    "fences_of": "runs.arguments",
     "finite_or_text": "format.step_metrics",
+    "has_known_factory": "trees.stored_types",
     "make_writer": "format.writers",
+    "on_process_0": "runs.housekeeping",
     "parsed_types": "trees.stored_types",
     "register_writer": "format.writers",
+    "remove_checkpoint": "runs.attempt_folders",
     "step_metrics": "format.step_metrics",
+    "take_retention": "runs.arguments",
     "unregister_writer": "format.writers",
 }
 

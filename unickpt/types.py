@@ -1,5 +1,9 @@
 """What the functions of `unickpt` return and take beside options: results, arrays and layouts."""
 
+import importlib as _importlib
+from typing import TYPE_CHECKING as _CHECKING
+from typing import Any as _Any
+
 from unickpt.arrays.box import Box
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.frameworks.leaves import LocalFragments, PerProcessValues
@@ -8,10 +12,12 @@ from unickpt.loading.report import LoadReport
 from unickpt.options import SaveReport
 from unickpt.reading.stored_array import StoredArray
 from unickpt.saving.background import PendingSave
-from unickpt.tools.copying import CopyReport
-from unickpt.tools.difference import ArrayDifference, DiffReport
-from unickpt.tools.merging import MergeReport
-from unickpt.tools.verification import Damage, VerifyReport
+
+if _CHECKING:
+    from unickpt.tools.copying import CopyReport
+    from unickpt.tools.difference import ArrayDifference, DiffReport
+    from unickpt.tools.merging import MergeReport
+    from unickpt.tools.verification import Damage, VerifyReport
 
 __all__ = [
     "ArrayDifference",
@@ -31,3 +37,21 @@ __all__ = [
     "StoredArray",
     "VerifyReport",
 ]
+
+# Imported when they are first used, as what makes them.
+_LATER = {
+    "ArrayDifference": "tools.difference",
+    "CopyReport": "tools.copying",
+    "Damage": "tools.verification",
+    "DiffReport": "tools.difference",
+    "MergeReport": "tools.merging",
+    "VerifyReport": "tools.verification",
+}
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(_importlib.import_module(f"unickpt.{_LATER[name]}"), name)
+    globals()[name] = found
+    return found

@@ -20,9 +20,17 @@ from accelerate import Accelerator, DistributedType
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import RandomSampler
 
-from unickpt.adapters.torch_optimizer import NamedOptimizer
+import unickpt
+from unickpt import Checkpoint, PerProcess, SaveOptions
 from unickpt.errors import LoadMismatch
-from unickpt.frameworks.leaves import PerProcess, PerProcessValues
+from unickpt.extend import (
+    NamedOptimizer,
+    PathLike,
+    SaveCallbacks,
+    SaveRequest,
+    reading_checkpoint,
+    save_in_background,
+)
 from unickpt.integrations import rng
 from unickpt.integrations.accelerate.naming import (
     Excess,
@@ -35,14 +43,7 @@ from unickpt.integrations.accelerate.naming import (
 from unickpt.integrations.destination import Destination
 from unickpt.integrations.engines import EngineTree, check_same_kind, load_into, metadata_of
 from unickpt.integrations.packing import packed, unpacked
-from unickpt.loading import loader
-from unickpt.options import SaveOptions, SaveReport
-from unickpt.reading import checkpoint
-from unickpt.reading.checkpoint import Checkpoint
-from unickpt.saving import saver
-from unickpt.saving.background import PendingSave, SaveCallbacks, SaveRequest
-from unickpt.saving.task import SaveTask
-from unickpt.storage import paths
+from unickpt.types import PendingSave, PerProcessValues, SaveReport
 
 __all__ = ["load_state", "save_state", "save_state_async"]
 
@@ -53,7 +54,7 @@ _LISTS = ("models", "optimizers", "schedulers", "custom_objects", "dataloaders")
 
 def save_state(
     accelerator: Accelerator,
-    output_dir: paths.PathLike | None = None,
+    output_dir: PathLike | None = None,
     safe_serialization: bool = True,
     *,
     options: SaveOptions | None = None,
@@ -92,8 +93,10 @@ def save_state(
     _check_save(accelerator, safe_serialization, save_model_func_kwargs)
     path = next_path(accelerator, output_dir)
     to, overwrite = Destination.of(path, theirs_of), output_dir is not None
-    task = SaveTask(to.location, overwrite, SaveOptions.or_default(options))
-    report = saver.run(task, *_saved(accelerator, save_model_func_kwargs))
+    tree, metadata = _saved(accelerator, save_model_func_kwargs)
+    report = unickpt.save(
+        to.location, tree, overwrite=overwrite, metadata=metadata, options=options
+    )
     to.committed()
     accelerator.project_configuration.iteration += 1
     Excess(accelerator, path)()
@@ -102,7 +105,7 @@ def save_state(
 
 def save_state_async(
     accelerator: Accelerator,
-    output_dir: paths.PathLike | None = None,
+    output_dir: PathLike | None = None,
     safe_serialization: bool = True,
     *,
     options: SaveOptions | None = None,
@@ -131,7 +134,7 @@ def save_state_async(
         metadata=lambda: metadata,
         callbacks=SaveCallbacks(committed=to.committed),
     )
-    pending = saver.begin(request)
+    pending = save_in_background(request)
     accelerator.project_configuration.iteration += 1
     pending.add_done_callback(Excess(accelerator, path))
     return pending
@@ -139,7 +142,7 @@ def save_state_async(
 
 def load_state(
     accelerator: Accelerator,
-    input_dir: paths.PathLike | None = None,
+    input_dir: PathLike | None = None,
     load_kwargs: dict[str, Any] | None = None,
     **load_model_func_kwargs: Any,
 ) -> None:
@@ -177,28 +180,28 @@ def load_state(
         accelerator.project_configuration.iteration = iteration + 1
 
 
-def _load(accelerator: Accelerator, path: paths.PathLike, strict: bool) -> None:
+def _load(accelerator: Accelerator, path: PathLike, strict: bool) -> None:
     """Loads what `save_state` saved."""
     engine = _engine_of(accelerator)
 
     def read(stored: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
         check_same_kind(path, stored.metadata, engine is not None)
         _check_counts(path, stored.metadata.get(_COUNTS), _metadata(accelerator)[_COUNTS])
-        rest = loader.load(stored, only="values/**")["values"]
+        rest = unickpt.load(stored, only="values/**")["values"]
         mine = _of_this(accelerator, path, rest["process"])
         if engine is None:
             with _without_later_states(accelerator, stored):
-                loader.load(stored, _state(accelerator), unexpected="skip")
+                unickpt.load(stored, _state(accelerator), unexpected="skip")
         return rest, mine
 
     # Opened once: what is there may be replaced meanwhile.
     if engine is None:
-        rest, mine = checkpoint.reading(path, read)
+        rest, mine = reading_checkpoint(path, read)
     else:  # whose ranks load together, so none of them may start again by itself
-        stored = checkpoint.open(path)
+        stored = unickpt.open(path)
         rest, mine = read(stored)
         load_into(engine, stored, strict=strict)
-        loader.load(stored, _state(accelerator), unexpected="skip")
+        unickpt.load(stored, _state(accelerator), unexpected="skip")
     for number, registered in enumerate(accelerator._custom_objects):
         if not _is_own_kind(registered):
             what = f"{path}: registered object {number}"
@@ -331,9 +334,7 @@ def _set_position(dataloader: Any, found: Mapping[str, Any], number: int) -> Non
         dataloader.load_state_dict(found["state"])
 
 
-def _of_this(
-    accelerator: Accelerator, path: paths.PathLike, stored: PerProcessValues
-) -> dict[str, Any]:
+def _of_this(accelerator: Accelerator, path: PathLike, stored: PerProcessValues) -> dict[str, Any]:
     """What this process goes on with, of what each process saved."""
     values, index = stored.values, accelerator.process_index
     if len(values) == accelerator.num_processes:
@@ -393,7 +394,7 @@ def _check_kind(accelerator: Accelerator) -> None:
         )
 
 
-def _check_counts(path: paths.PathLike, stored: Any, here: dict[str, int]) -> None:
+def _check_counts(path: PathLike, stored: Any, here: dict[str, int]) -> None:
     if not isinstance(stored, dict):
         raise LoadMismatch(f"{path} was not saved by unickpt.integrations.accelerate")
     wrong = [f"{stored.get(k)} {k}, not {n}" for k, n in here.items() if stored.get(k) != n]

@@ -14,11 +14,16 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from unickpt.errors import CheckpointExists, CheckpointNotFound, InvalidPath
-from unickpt.reading.listing import checkpoints_below
-from unickpt.runs import attempt_folders
-from unickpt.storage import paths
-from unickpt.storage.ocdbt import MANIFEST
-from unickpt.storage.paths import LocalLocation
+from unickpt.extend import (
+    MANIFEST,
+    LocalLocation,
+    PathLike,
+    absolute_path,
+    checkpoints_below,
+    remove_checkpoint,
+    resolve_path,
+    storage_context,
+)
 
 _PREFIX = "checkpoint_"
 _NAME = re.compile(f"{_PREFIX}(0|[1-9][0-9]{{0,17}})")
@@ -30,7 +35,7 @@ def _folder(accelerator: Accelerator) -> str:
     return os.path.join(accelerator.project_dir, "checkpoints")
 
 
-def next_path(accelerator: Accelerator, output_dir: paths.PathLike | None) -> paths.PathLike:
+def next_path(accelerator: Accelerator, output_dir: PathLike | None) -> PathLike:
     automatic = accelerator.project_configuration.automatic_checkpoint_naming
     if not automatic and output_dir is None:
         raise ValueError("output_dir= is missing: say where to save")
@@ -54,9 +59,7 @@ def next_path(accelerator: Accelerator, output_dir: paths.PathLike | None) -> pa
     return path
 
 
-def found(
-    accelerator: Accelerator, input_dir: paths.PathLike | None
-) -> tuple[paths.PathLike, int | None]:
+def found(accelerator: Accelerator, input_dir: PathLike | None) -> tuple[PathLike, int | None]:
     """What to load, and its number if it was named automatically."""
     if input_dir is not None:
         return input_dir, None
@@ -88,11 +91,11 @@ def _names(accelerator: Accelerator, folder: str) -> list[int]:
 class Excess:
     """Removes the oldest checkpoints beyond `total_limit`, once another one is committed."""
 
-    def __init__(self, accelerator: Accelerator, path: paths.PathLike) -> None:
+    def __init__(self, accelerator: Accelerator, path: PathLike) -> None:
         configuration = accelerator.project_configuration
         self._accelerator = accelerator
         self._limit = configuration.total_limit
-        self._path = paths.absolute(path, or_file=True)  # the program may go elsewhere meanwhile
+        self._path = absolute_path(path, or_file=True)  # the program may go elsewhere meanwhile
         self._works = (
             configuration.automatic_checkpoint_naming
             and self._limit is not None
@@ -111,7 +114,7 @@ class Excess:
             if is_theirs(path) is not None:
                 shutil.rmtree(path, ignore_errors=True)
             else:
-                attempt_folders.remove_checkpoint(paths.resolve(path), paths.context())
+                remove_checkpoint(resolve_path(path), storage_context())
 
 
 def broadcast(value: Any) -> Any:
@@ -142,15 +145,15 @@ def theirs_of(names: Sequence[str]) -> Sequence[str]:
     return [name for name in names if _OF_ALL.fullmatch(name)]
 
 
-def is_theirs(path: paths.PathLike) -> str | None:
+def is_theirs(path: PathLike) -> str | None:
     """The path of a local folder that `Accelerator.save_state` has written; None for any other."""
     try:
-        found = paths.resolve(path)
+        found = resolve_path(path)
     except InvalidPath:
         return None
     if not isinstance(found, LocalLocation):
         return None
-    names = found.files(paths.context())
+    names = found.files(storage_context())
     return str(found) if _RANDOM.format(0) in names and MANIFEST not in names else None
 
 

@@ -25,8 +25,20 @@ from torch.distributed.checkpoint import storage as torch_storage
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
-from unickpt.frameworks.leaves import SavedOnly, adapters
-from unickpt.frameworks.process_group import alone, current_group, loaded_together, within
+import unickpt
+from unickpt import Checkpoint, LoadOptions, SaveOptions
+from unickpt.extend import (
+    PathLike,
+    SaveCallbacks,
+    SavedOnly,
+    SaveRequest,
+    group_of_one,
+    job_group,
+    loaded_together,
+    reading_checkpoint,
+    save_in_background,
+    structure_of,
+)
 from unickpt.integrations.dcp.file_system import FileSystemReader, FileSystemWriter
 from unickpt.integrations.dcp.storage import (
     StorageReader,
@@ -37,16 +49,7 @@ from unickpt.integrations.dcp.storage import (
     replaced_metadata,
     with_stored_lists,
 )
-from unickpt.loading import loader
-from unickpt.loading.views import StoredView
-from unickpt.options import SaveOptions, SaveReport
-from unickpt.reading import checkpoint
-from unickpt.reading.checkpoint import Checkpoint
-from unickpt.reading.options import LoadOptions
-from unickpt.saving import saver
-from unickpt.saving.background import PendingSave, SaveCallbacks, SaveRequest
-from unickpt.saving.task import SaveTask
-from unickpt.storage import paths
+from unickpt.types import PendingSave, SaveReport
 
 try:
     from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager
@@ -100,7 +103,7 @@ def __getattr__(name: str) -> Any:
 def save(
     state_dict: dict[str, Any],
     *,
-    checkpoint_id: paths.PathLike | None = None,
+    checkpoint_id: PathLike | None = None,
     storage_writer: torch_storage.StorageWriter | None = None,
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -141,8 +144,9 @@ def save(
     options = _together(writer.options, process_group, no_dist)
     state, overwrite = to_save(state_dict), writer.overwrite
     to = destination(writer.checkpoint_id, overwrite=overwrite)
-    task = SaveTask(to.location, overwrite, options)
-    report = saver.run(task, state, replaced_metadata(to))
+    report = unickpt.save(
+        to.location, state, overwrite=overwrite, metadata=replaced_metadata(to), options=options
+    )
     to.committed()
     return report
 
@@ -150,7 +154,7 @@ def save(
 def async_save(
     state_dict: dict[str, Any],
     *,
-    checkpoint_id: paths.PathLike | None = None,
+    checkpoint_id: PathLike | None = None,
     storage_writer: torch_storage.StorageWriter | None = None,
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -198,7 +202,7 @@ def async_save(
     request = SaveRequest(
         to.location, state, options, overwrite, lambda: metadata, callbacks=callbacks
     )
-    pending = saver.begin(request)
+    pending = save_in_background(request)
     upload = SaveFuture(pending)
     if not later:
         return upload
@@ -210,7 +214,7 @@ def async_save(
 def load(
     state_dict: dict[str, Any],
     *,
-    checkpoint_id: paths.PathLike | None = None,
+    checkpoint_id: PathLike | None = None,
     storage_reader: torch_storage.StorageReader | None = None,
     planner: LoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -242,8 +246,8 @@ def load(
     request = RequestedState(state_dict)
 
     def read(stored: Checkpoint) -> None:
-        request.view = StoredView(stored.reader)
-        loader.load(
+        request.stored = stored
+        unickpt.load(
             stored,
             request,
             missing="keep" if partial else "error",
@@ -254,9 +258,9 @@ def load(
 
     # As after torch's load, which ends with a collective, no rank goes on, and may remove the
     # folder, while another still reads.
-    group = within(options.group or current_group(adapters()), options.timeout_s)
+    group = job_group(options.group, options.timeout_s)
     with loaded_together(group, str(reader.checkpoint_id)):
-        checkpoint.reading(reader.checkpoint_id, read)
+        reading_checkpoint(reader.checkpoint_id, read)
     request.give_back()
 
 
@@ -268,7 +272,7 @@ class RequestedState:
     have them in different orders.
     """
 
-    view: StoredView
+    stored: Checkpoint
     """What is stored; set before the load."""
 
     def __init__(self, given: dict[str, Any]) -> None:
@@ -280,7 +284,7 @@ class RequestedState:
         if not self.resolved:
             items = sorted(self._given.items(), key=lambda item: str(item[0]))
             self.resolved = {k: v.state_dict() if _is_stateful(v) else v for k, v in items}
-        return with_stored_lists(self.resolved, self.view.node(), self.view.index.values)
+        return with_stored_lists(self.resolved, structure_of(self.stored), self.stored.index.values)
 
     def load_state_dict(self, found: dict[str, Any]) -> None:
         filled(self.resolved, found)
@@ -343,7 +347,7 @@ def _wait_staged(pending: PendingSave, staged: Future[None]) -> None:
 # --- arguments: what cannot be honoured is refused by its name ------------------------------------
 
 
-def _storage(kind: type[T], path: paths.PathLike | None, given: Any, argument: str, do: str) -> T:
+def _storage(kind: type[T], path: PathLike | None, given: Any, argument: str, do: str) -> T:
     """A storage class with the path that is given, and the options of one that is given.
 
     Arguments:
@@ -400,7 +404,7 @@ def _check_planner(planner: object, supported: type, storage: str) -> None:
 def _together(options: Options, process_group: dist.ProcessGroup | None, no_dist: bool) -> Options:
     """The options of a save or a load by some ranks."""
     if no_dist:
-        return replace(options, group=alone())
+        return replace(options, group=group_of_one())
     return options if process_group is None else replace(options, group=process_group)
 
 

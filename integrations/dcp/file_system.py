@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from unickpt import SaveOptions
+from unickpt.extend import PathLike
 from unickpt.integrations.dcp.storage import StorageReader, StorageWriter
-from unickpt.options import SaveOptions
-from unickpt.storage import paths
 
 
 class FileSystemWriter(StorageWriter):
@@ -34,7 +34,7 @@ class FileSystemWriter(StorageWriter):
 
     def __init__(
         self,
-        path: paths.PathLike | None = None,
+        path: PathLike | None = None,
         single_file_per_rank: bool = True,
         sync_files: bool = True,
         thread_count: int = 1,
@@ -68,5 +68,5 @@ class FileSystemReader(StorageReader):
         _extension_registry: of no effect: torch's files with extensions are refused when read.
     """
 
-    def __init__(self, path: paths.PathLike, _extension_registry: Any = None) -> None:
+    def __init__(self, path: PathLike, _extension_registry: Any = None) -> None:
         super().__init__(path)

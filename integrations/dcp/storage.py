@@ -21,23 +21,28 @@ from torch.distributed.checkpoint import storage
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from unickpt.arrays.box import Box
+import unickpt
+from unickpt import Checkpoint, LoadOptions, ProcessGroup, SaveOptions
 from unickpt.errors import CheckpointReplaced, InvalidPath, LoadMismatch, UnsupportedLeaf
-from unickpt.format.index import REPLACED
-from unickpt.frameworks.leaves import LocalFragments, SavedOnly
-from unickpt.frameworks.process_group import ProcessGroup, new_session
+from unickpt.extend import (
+    REPLACED_METADATA,
+    Box,
+    Key,
+    Leaf,
+    Node,
+    PathLike,
+    Plain,
+    SavedOnly,
+    absolute_path,
+    new_session,
+    put_nested,
+    read_into,
+    rebuild_tree,
+    resolve_path,
+    structure_of,
+)
 from unickpt.integrations.destination import Destination
-from unickpt.loading.views import StoredView, jobs_of
-from unickpt.options import SaveOptions
-from unickpt.reading import checkpoint
-from unickpt.reading.checkpoint import Checkpoint
-from unickpt.reading.chunk_reader import read_arrays
-from unickpt.reading.options import LoadOptions
-from unickpt.saving import saver
-from unickpt.saving.task import SaveTask
-from unickpt.storage import paths
-from unickpt.trees.tree import Key, Leaf, Node, put, rebuild
-from unickpt.trees.tree_json import Plain
+from unickpt.types import LocalFragments
 
 Keys = tuple[Key, ...]
 ValuesByName = Mapping[str, Plain]
@@ -49,7 +54,7 @@ class _AtPath:
     path: str | None
 
     @property
-    def checkpoint_id(self) -> paths.PathLike:
+    def checkpoint_id(self) -> PathLike:
         """The path.
 
         Raises:
@@ -59,14 +64,14 @@ class _AtPath:
             raise ValueError("checkpoint_id= is missing: give it a path")
         return self.path
 
-    def reset(self, checkpoint_id: paths.PathLike | None = None) -> None:
+    def reset(self, checkpoint_id: PathLike | None = None) -> None:
         if checkpoint_id is not None:
-            self.path = paths.absolute(checkpoint_id, or_file=True)
+            self.path = absolute_path(checkpoint_id, or_file=True)
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: paths.PathLike) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
         try:
-            paths.resolve(checkpoint_id, or_file=True)
+            resolve_path(checkpoint_id, or_file=True)
         except InvalidPath:
             return False
         return True
@@ -95,7 +100,7 @@ class StorageWriter(_AtPath, storage.StorageWriter):
 
     def __init__(
         self,
-        path: paths.PathLike | None = None,
+        path: PathLike | None = None,
         *,
         options: SaveOptions | None = None,
         overwrite: bool = True,
@@ -132,8 +137,10 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         state = PlannedState(plan, planner)
         to = destination(self.checkpoint_id, overwrite=self.overwrite)
         options = replace(self.options, group=group)
-        task = SaveTask(to.location, self.overwrite, options)
-        saver.run(task, state, replaced_metadata(to))
+        metadata = replaced_metadata(to)
+        unickpt.save(
+            to.location, state, overwrite=self.overwrite, metadata=metadata, options=options
+        )
         to.committed()
         return _done(state.results())
 
@@ -194,7 +201,7 @@ class PlannedState(SavedOnly):
         known = self._plan.planner_data if isinstance(self._plan.planner_data, Mapping) else {}
         root: dict[Any, Any] = {}
         for name, parts in boxes.items():
-            if not put(root, known.get(name, (name,)), _leaf(name, parts)):
+            if not put_nested(root, known.get(name, (name,)), _leaf(name, parts)):
                 raise UnsupportedLeaf(f"{name!r} has the same place in the state as another value")
         return root
 
@@ -232,15 +239,13 @@ class StorageReader(_AtPath, storage.StorageReader):
         options: see `unickpt.LoadOptions`; each rank reads alone.
     """
 
-    def __init__(
-        self, path: paths.PathLike | None = None, *, options: LoadOptions | None = None
-    ) -> None:
+    def __init__(self, path: PathLike | None = None, *, options: LoadOptions | None = None) -> None:
         self.path = None
         super().reset(path)
         self.options = LoadOptions.or_default(options)
         self._opened: _Opened | None = None
 
-    def reset(self, checkpoint_id: paths.PathLike | None = None) -> None:
+    def reset(self, checkpoint_id: PathLike | None = None) -> None:
         super().reset(checkpoint_id)
         self._opened = None
 
@@ -291,7 +296,7 @@ class StorageReader(_AtPath, storage.StorageReader):
             tensors[str(number)] = item, tensor
             by_array.setdefault(entry.name, {})[str(number)] = target
         try:
-            read_arrays(stored.reader, jobs_of(StoredView(stored.reader), by_array), self.options)
+            read_into(stored, by_array, self.options)
         except CheckpointReplaced as error:
             raise CheckpointReplaced(f"{error}; it was planned for the one before") from error
         for item, tensor in tensors.values():
@@ -320,17 +325,17 @@ class _Opened:
     keys: Mapping[str, Keys]
 
     @classmethod
-    def at(cls, path: paths.PathLike) -> _Opened:
+    def at(cls, path: PathLike) -> _Opened:
         """Opens a checkpoint.
 
         Raises:
             LoadMismatch: two of its items have the same name.
             UnickptError: as `unickpt.open`.
         """
-        stored = checkpoint.open(path)
+        stored = unickpt.open(path)
         nodes: dict[str, Node | Leaf] = {}
         keys_of: dict[str, Keys] = {}
-        for keys, node in items(StoredView(stored.reader).node(), stored.index.values):
+        for keys, node in items(structure_of(stored), stored.index.values):
             name = ".".join(map(str, keys))
             if name in nodes:
                 raise LoadMismatch(
@@ -397,7 +402,7 @@ def is_value(node: Node | Leaf, values: ValuesByName) -> bool:
 
 def value_of(node: Node | Leaf, values: ValuesByName) -> Any:
     """The value that such a part holds."""
-    return rebuild(node, values.__getitem__)
+    return rebuild_tree(node, values.__getitem__)
 
 
 def portable(given: Any) -> Any:
@@ -476,7 +481,7 @@ def _is_whole(given: Any) -> bool:
 # --- where a save goes: it may replace a checkpoint of torch's in a local folder ------------------
 
 
-def destination(path: paths.PathLike, *, overwrite: bool) -> Destination:
+def destination(path: PathLike, *, overwrite: bool) -> Destination:
     """The destination at a path. Raises InvalidPath, StorageError."""
     return Destination.of(path, _torchs if overwrite else lambda names: ())
 
@@ -487,7 +492,7 @@ def replaced_metadata(to: Destination) -> dict[str, Any]:
     if _METADATA not in to.theirs:
         return {}
     content = Path(os.path.join(str(to.location), _METADATA)).read_bytes()
-    return {REPLACED: {_METADATA: xxhash.xxh3_64_hexdigest(content)}}
+    return {REPLACED_METADATA: {_METADATA: xxhash.xxh3_64_hexdigest(content)}}
 
 
 _METADATA = ".metadata"

@@ -19,9 +19,18 @@ from typing import Any
 
 import torch.distributed as dist
 
+import unickpt
+from unickpt import Checkpoint, LoadOptions, PerProcess, Rules, SaveOptions
 from unickpt.errors import LoadMismatch
-from unickpt.frameworks.leaves import PerProcess, PerProcessValues, adapters
-from unickpt.frameworks.process_group import current_group, loaded_together, within
+from unickpt.extend import (
+    Hints,
+    SaveCallbacks,
+    SaveQueue,
+    SaveRequest,
+    job_group,
+    loaded_together,
+    reading_checkpoint,
+)
 from unickpt.integrations.deepspeed import values
 from unickpt.integrations.deepspeed.held import EngineParts
 from unickpt.integrations.deepspeed.latest import LATEST, LatestFile, latest
@@ -30,12 +39,7 @@ from unickpt.integrations.deepspeed.placing import Grid, Placing
 from unickpt.integrations.deepspeed.state import EngineArrays
 from unickpt.integrations.destination import Destination
 from unickpt.integrations.packing import packed, unpacked
-from unickpt.options import SaveOptions
-from unickpt.reading import checkpoint
-from unickpt.reading.checkpoint import Checkpoint, Hints
-from unickpt.reading.options import LoadOptions
-from unickpt.rules.rule_set import Rules
-from unickpt.saving.background import PendingSave, SaveCallbacks, SaveQueue, SaveRequest
+from unickpt.types import PendingSave, PerProcessValues
 
 __all__ = ["EngineCheckpoints", "use_unickpt"]
 
@@ -245,7 +249,7 @@ class EngineCheckpoints:
 
     def _check_tag(self, tag: str) -> None:
         """Checks that all ranks save under the same name."""
-        group = within(current_group(adapters()), self._options.timeout_s)
+        group = job_group(timeout_s=self._options.timeout_s)
         found = zlib.crc32(tag.encode())
         most, least = group.agree(found), _CRC - group.agree(_CRC - found)
         if most != least:
@@ -343,10 +347,10 @@ class EngineCheckpoints:
             one = EngineLoad(arrays, stored, wanted, rules, self._load_options)
             return one, one.run()
 
-        with loaded_together(current_group(adapters()), path):
+        with loaded_together(job_group(), path):
             if opened is None and self._hints:
-                opened = checkpoint.open(path, hints=self._hints)
-            done, plain = read(opened) if opened is not None else checkpoint.reading(path, read)
+                opened = unickpt.open(path, hints=self._hints)
+            done, plain = read(opened) if opened is not None else reading_checkpoint(path, read)
         if done.derived:
             done.arrays.parts.round()
         if wanted.values:

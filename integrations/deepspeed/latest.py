@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 
+import unickpt
 from unickpt.errors import CheckpointNotFound
-from unickpt.format.files import Files
-from unickpt.reading import checkpoint
-from unickpt.storage import paths
+from unickpt.extend import Files, absolute_path, resolve_path, storage_context
 
 LATEST, LATEST_UNIVERSAL, _NEXT = "latest", "latest_universal", "latest.next"
 
@@ -27,7 +26,7 @@ class LatestFile:
     """
 
     def __init__(self, folder: str, tag: str) -> None:
-        self._folder, self._tag, self._attempt = paths.absolute(folder), tag, ""
+        self._folder, self._tag, self._attempt = absolute_path(folder), tag, ""
 
     def prepare(self, attempt: str) -> None:
         """The save begins to write."""
@@ -49,7 +48,7 @@ class LatestFile:
 
     def _write(self, name: str, text: str | None) -> None:
         # On local disks in one step, as on others.
-        store = paths.resolve(self._folder).store(paths.context())
+        store = resolve_path(self._folder).store(storage_context())
         store.write(name, None if text is None else text.encode()).result()
 
 
@@ -82,13 +81,13 @@ def latest(folder: str, universal: bool = False) -> str | None:
 
 
 def _named(folder: str, name: str = LATEST) -> str | None:
-    files = Files(paths.resolve(folder))
+    files = Files(resolve_path(folder))
     return files.text(name).strip() if files.exists(name) else None
 
 
 def _is_of(path: str, attempt: str) -> bool:
     """Whether a checkpoint was committed by an attempt to save it."""
     try:
-        return checkpoint.open(path).index.attempt == attempt
+        return unickpt.open(path).index.attempt == attempt
     except CheckpointNotFound:  # it was not committed
         return False

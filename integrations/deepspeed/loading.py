@@ -13,18 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unickpt.adapters.torch_distributed import TO_NUMPY
-from unickpt.arrays import dtypes
+import unickpt
+from unickpt import Checkpoint, LoadOptions, Rules
 from unickpt.errors import LoadMismatch
-from unickpt.format.index import ArrayEntry
+from unickpt.extend import ArrayEntry, first_few
 from unickpt.integrations.deepspeed import values
 from unickpt.integrations.deepspeed.held import Updated
 from unickpt.integrations.deepspeed.state import FP32, MODULE, EngineArrays, Leaves, as_count
-from unickpt.loading import loader
-from unickpt.quoting import some
-from unickpt.reading.checkpoint import Checkpoint
-from unickpt.reading.options import LoadOptions
-from unickpt.rules.rule_set import Rules
 
 _log = logging.getLogger("unickpt")
 _STEP = "step"
@@ -91,7 +86,7 @@ class EngineLoad:
             values.check_groups(self.arrays.parts.engine, plain, self.stored.url)
             if not _is_of_no_step(plain) or self._any_slots():
                 self._request_slots()
-        loader.load(
+        unickpt.load(
             self.stored, self.tree, rules=self.rules, unexpected="skip", options=self.options
         )
         counts = {each: self._same(of) for each, of in self._counts.items()}
@@ -127,16 +122,18 @@ class EngineLoad:
         if missing and self.wanted.strict:
             raise LoadMismatch(
                 f"{self.stored.url}: the module of rank {dist.get_rank()} has weights that are not "
-                f"stored: {some(missing)}. "
+                f"stored: {first_few(missing)}. "
                 "Of a checkpoint that was saved with exclude_frozen_parameters=True, or to keep "
                 "what they are: load_checkpoint(..., load_module_strict=False)"
             )
         if missing:
-            _log.warning("%s: these weights stay as they are: %s", self.stored.url, some(missing))
+            _log.warning(
+                "%s: these weights stay as they are: %s", self.stored.url, first_few(missing)
+            )
 
     def _request(self, name: str, stored: str, dtype: torch.dtype, leaf: Any) -> bool:
         """Requests the weights of a parameter, or a buffer; False if they are not stored."""
-        arrays, own = self.arrays, dtypes.name_of(TO_NUMPY[dtype])
+        arrays, own = self.arrays, _name_of(dtype)
         has_masters = name in arrays.masters
         if self.rules is not None:  # presets have the masters only
             masters = arrays.slot(name, self._masters(name)) if has_masters else leaf
@@ -224,7 +221,7 @@ class EngineLoad:
             is_float = isinstance(index.values[f"{slot}/{name}"], float)
             return torch.float64 if is_float else torch.int64
         stored = self._dtype(slot, name)
-        return next((t for t, n in TO_NUMPY.items() if dtypes.name_of(n) == stored), own)
+        return getattr(torch, stored or "", own)
 
     def _same(self, counts: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, float]:
         """The numbers that several parameters have, which DeepSpeed keeps once for all of them.
@@ -253,7 +250,7 @@ def _plain_values(stored: Checkpoint) -> dict[str, Any]:
     leaves = {*stored.index.values, *stored.index.per_process, *stored.index.entries}
     chosen = {name if name in leaves else f"{name}/**" for name in values.NAMES}
     chosen &= {f"{name.partition('/')[0]}/**" if "/" in name else name for name in leaves}
-    found: dict[str, Any] = loader.load(stored, only=sorted(chosen)) if chosen else {}
+    found: dict[str, Any] = unickpt.load(stored, only=sorted(chosen)) if chosen else {}
     return found
 
 
@@ -297,3 +294,7 @@ def _set_counts(base: Any, each: Updated, counts: Mapping[str, float]) -> None:
             state[slot] = kind.detach().clone().fill_(number)
         else:
             state[slot] = type(kind)(number)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

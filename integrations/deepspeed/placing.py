@@ -14,10 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unickpt.arrays.box import Box, flat_range_to_boxes
 from unickpt.backends.deepspeed import merging
 from unickpt.errors import UnsupportedLeaf
-from unickpt.format.file_ranges import row_major
+from unickpt.extend import Box, flat_range_to_boxes, row_major
 from unickpt.integrations.deepspeed.held import PIPE_REPLICATED, Parameter, Range, shape_of
 
 Shapes = tuple[tuple[int, ...], ...]

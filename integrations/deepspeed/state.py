@@ -14,9 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unickpt.arrays.box import Box
 from unickpt.errors import UnsupportedLeaf
-from unickpt.frameworks.leaves import LocalFragments
+from unickpt.extend import Box, first_few
 from unickpt.integrations.deepspeed.held import (
     PIPE_REPLICATED,
     EngineParts,
@@ -27,7 +26,7 @@ from unickpt.integrations.deepspeed.held import (
     weights_of,
 )
 from unickpt.integrations.deepspeed.placing import Place, Placing, of_range
-from unickpt.quoting import some
+from unickpt.types import LocalFragments
 
 MODULE, FP32 = "module", "fp32"
 Leaves = dict[str, dict[str, Any]]
@@ -90,7 +89,7 @@ class EngineArrays:
         if gone:
             raise UnsupportedLeaf(
                 f"rank {dist.get_rank()}: the optimizer updates parameters that engine.module does "
-                f"not have: {some(gone)}. They were removed from it, or replaced, after "
+                f"not have: {first_few(gone)}. They were removed from it, or replaced, after "
                 "deepspeed.initialize; change the module before, and the same on all ranks"
             )
         self.masters = {

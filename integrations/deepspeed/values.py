@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unickpt.errors import LoadMismatch
-from unickpt.quoting import quoted
+from unickpt.extend import quoted
 
 OPTIMIZER, CLIENT = "optimizer", "client_state"
 _SCALER = "loss_scaler"

@@ -21,21 +21,21 @@ from typing import Any, Literal
 
 from keras.src.callbacks.monitor_callback import MonitorCallback
 
+import unickpt
+from unickpt import Checkpoint, Checkpointer, LoadOptions, PerProcess, Rules, SaveOptions
 from unickpt.errors import CheckpointNotFound, LoadMismatch
-from unickpt.frameworks.leaves import PerProcess, adapters
-from unickpt.frameworks.process_group import current_group
+from unickpt.extend import (
+    PathLike,
+    Source,
+    absolute_path,
+    job_group,
+    reading_checkpoint,
+    resolve_path,
+)
 from unickpt.integrations.keras import models, orbax_steps
 from unickpt.integrations.keras.resuming import FitPosition, ResumedFit, nothing, shared
 from unickpt.integrations.keras.state import KerasState, random_state
-from unickpt.loading import loader
-from unickpt.loading.report import LoadReport
-from unickpt.options import SaveOptions, SaveReport
-from unickpt.reading import checkpoint
-from unickpt.reading.options import LoadOptions
-from unickpt.rules.rule_set import Rules
-from unickpt.runs.checkpointer import Checkpointer
-from unickpt.saving import saver
-from unickpt.storage import paths
+from unickpt.types import LoadReport, SaveReport
 
 __all__ = ["UnickptCheckpoint", "load", "load_model", "save"]
 
@@ -43,7 +43,7 @@ _log = logging.getLogger("unickpt")
 
 
 def save(
-    path: paths.PathLike,
+    path: PathLike,
     model: Any,
     *,
     weights_only: bool = False,
@@ -65,11 +65,11 @@ def save(
     """
     tree = KerasState(model, weights_only).tree()
     noted = models.variables(model) | ({} if weights_only else models.config(model))
-    return saver.save(path, tree, overwrite=overwrite, metadata=noted, options=options)
+    return unickpt.save(path, tree, overwrite=overwrite, metadata=noted, options=options)
 
 
 def load_model(
-    path: checkpoint.Source,
+    path: Source,
     custom_objects: Mapping[str, Any] | None = None,
     *,
     safe_mode: bool = True,
@@ -98,7 +98,7 @@ def load_model(
 
 
 def load(
-    path: checkpoint.Source,
+    path: Source,
     model: Any,
     *,
     weights_only: bool = False,
@@ -134,18 +134,18 @@ def load(
             optimizer.build(model.trainable_variables)
     state = KerasState(model, weights_only)
 
-    def read(stored: checkpoint.Checkpoint) -> LoadReport:
+    def read(stored: Checkpoint) -> LoadReport:
         wanted = ["model/**"]
         if not weights_only:
             wanted += ["optimizer/**", *sorted(state.names("metrics") & set(stored))]
         with _explained():
-            found, report = loader.load(
+            found, report = unickpt.load(
                 stored, state.like(), rules=rules, only=wanted, return_report=True, options=options
             )
         state.assign(found)
         return report
 
-    return read(path) if isinstance(path, checkpoint.Checkpoint) else checkpoint.reading(path, read)
+    return read(path) if isinstance(path, Checkpoint) else reading_checkpoint(path, read)
 
 
 @contextmanager
@@ -198,7 +198,7 @@ class UnickptCheckpoint(MonitorCallback):
 
     def __init__(
         self,
-        directory: paths.PathLike,
+        directory: PathLike,
         monitor: str = "val_loss",
         verbose: int = 0,
         save_best_only: bool = False,
@@ -222,7 +222,7 @@ class UnickptCheckpoint(MonitorCallback):
                 "resume=True needs the optimizer, and save_weights_only=True leaves it out; use "
                 "unickpt.integrations.keras.load(path, model, weights_only=True)"
             )
-        self.directory, self.verbose = paths.absolute(directory), verbose
+        self.directory, self.verbose = absolute_path(directory), verbose
         self.save_best_only, self.save_weights_only = save_best_only, save_weights_only
         self.save_freq, self.max_to_keep = save_freq, max_to_keep
         self.save_on_background, self.resume, self.options = save_on_background, resume, options
@@ -254,7 +254,7 @@ class UnickptCheckpoint(MonitorCallback):
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         self.close()  # the last `fit` may have failed
-        location = paths.resolve(self.directory)
+        location = resolve_path(self.directory)
         if location.is_local:  # is there from the start, also if nothing is good enough to be saved
             with suppress(OSError):  # the first save says what is wrong
                 os.makedirs(str(location), exist_ok=True)
@@ -336,7 +336,7 @@ class UnickptCheckpoint(MonitorCallback):
         wait = not self.save_on_background
         noted = self._config | models.variables(self.model)
         self._checkpointer.save(step, tree, metadata=noted, wait=wait)
-        if self.verbose and current_group(adapters()).index == 0:
+        if self.verbose and job_group().index == 0:
             print(f"\nsaving step {step} to {self._checkpointer.path(step)}", flush=True)
 
     def _position(self, epoch: int, batch: int) -> FitPosition:

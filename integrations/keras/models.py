@@ -13,10 +13,11 @@ from typing import Any
 import keras
 from keras.src.saving.serialization_lib import ObjectSharingScope, SafeModeScope
 
+import unickpt
+from unickpt import Checkpoint, Checkpointer
 from unickpt.backends.orbax.keras_states import CONFIG, OTHERS, TRAINED, VARIABLES
 from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, LoadMismatch
-from unickpt.reading import checkpoint
-from unickpt.runs.checkpointer import Checkpointer
+from unickpt.extend import Source
 
 _SHARED = "shared_object_id"
 _COUNTED = re.compile(r"_\d+(?=/|$)")
@@ -55,26 +56,25 @@ def _numbered(config: Any, numbers: dict[int, int]) -> Any:
     return found
 
 
-def newest(source: checkpoint.Source) -> checkpoint.Checkpoint:
+def newest(source: Source) -> Checkpoint:
     """A checkpoint; of a directory of steps, the newest.
 
     Raises:
         CheckpointNotFound: there is none.
     """
+    if isinstance(source, Checkpoint):
+        return source
     try:
-        return checkpoint.opened(source)
+        return unickpt.open(source)
     except CheckpointNotFound:
-        assert not isinstance(source, checkpoint.Checkpoint), "it is open"
         run = Checkpointer(source)
         latest = run.latest()
         if latest is None:
             raise
-        return checkpoint.open(run.path(latest))
+        return unickpt.open(run.path(latest))
 
 
-def made(
-    stored: checkpoint.Checkpoint, custom_objects: Mapping[str, Any] | None, safe_mode: bool
-) -> Any:
+def made(stored: Checkpoint, custom_objects: Mapping[str, Any] | None, safe_mode: bool) -> Any:
     """The model that a checkpoint's configuration describes, with new variables.
 
     Raises:

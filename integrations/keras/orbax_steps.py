@@ -5,11 +5,10 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Literal, NamedTuple
 
+import unickpt
+from unickpt import Rules
 from unickpt.errors import CheckpointNotFound
-from unickpt.reading import checkpoint
-from unickpt.reading.listing import other_folders
-from unickpt.rules.rule_set import Rules
-from unickpt.storage import paths
+from unickpt.extend import PathLike, other_folders, resolve_path
 
 _ITEM = "pytree"  # with `Model.get_state_tree`
 _RULES = """
@@ -61,18 +60,18 @@ class OrbaxStep(NamedTuple):
         return divmod(self.number, batches)
 
 
-def newest(directory: paths.PathLike) -> OrbaxStep | None:
+def newest(directory: PathLike) -> OrbaxStep | None:
     """The newest step that Orbax has committed in a directory; None if there is none.
 
     Raises:
         StorageError: the storage failed.
     """
-    if not paths.resolve(directory).exists():
+    if not resolve_path(directory).exists():
         return None
     numbered = [found for found in other_folders(directory) if found.name.isdecimal()]
     for found in sorted(numbered, key=lambda one: int(one.name), reverse=True):
         for path, kind in ((found.path, "orbax"), (f"{found.path}/{_ITEM}", "unickpt")):
             with suppress(CheckpointNotFound):  # it was not committed, or has the other kind
-                if checkpoint.open(path).reader.format == kind:
+                if unickpt.open(path).reader.format == kind:
                     return OrbaxStep(int(found.name), path, kind == "unickpt")
     return None

@@ -17,9 +17,8 @@ import numpy as np
 from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
 
-from unickpt.arrays import dtypes
 from unickpt.errors import UnsupportedLeaf
-from unickpt.trees import tree
+from unickpt.extend import dtype_from_name, put_nested
 
 SUPPORTED = ("jax", "torch")
 _SEED = "seed_generator_state"
@@ -110,7 +109,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Dicts within dicts, from values by path."""
     whole: dict[str, Any] = {}
     for path, value in values.items():
-        if not tree.put(whole, path.split("/"), value):
+        if not put_nested(whole, path.split("/"), value):
             raise UnsupportedLeaf(f"the path {path!r} goes through another variable")
     return whole
 
@@ -152,7 +151,7 @@ def _target(variable: Any, group: str) -> Any:
     if _is_seed(variable):
         return np.empty(variable.shape, np.uint32)
     if group == "metrics":  # assigned later: an epoch begins with a reset
-        return np.empty(variable.shape, dtypes.from_name(variable.dtype))
+        return np.empty(variable.shape, dtype_from_name(variable.dtype))
     value = variable.value
     if keras.backend.backend() == "torch":
         return value.detach()

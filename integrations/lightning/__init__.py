@@ -22,18 +22,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint import state_dict as torch_state
 
+import unickpt
+from unickpt import Checkpoint, LoadOptions, SaveOptions
 from unickpt.errors import CheckpointNotFound, InvalidPath
-from unickpt.frameworks.process_group import Group, alone
+from unickpt.extend import PathLike, checkpoints_below, group_of_one, reading_checkpoint
 from unickpt.integrations.engines import check_same_kind
 from unickpt.integrations.lightning import engines, saves
 from unickpt.integrations.lightning.values import ToSave, read
-from unickpt.loading import loader
-from unickpt.options import SaveOptions
-from unickpt.reading import checkpoint
-from unickpt.reading.checkpoint import Checkpoint
-from unickpt.reading.listing import checkpoints_below
-from unickpt.reading.options import LoadOptions
-from unickpt.storage import paths
+from unickpt.types import Group
 
 _SHARDED = ("state_dict", "optimizer_states")
 """What all ranks save and load; all else is as rank 0 has it."""
@@ -96,10 +92,11 @@ class UnickptCheckpointIO(_CheckpointIO):
 
     @cached_property
     def _alone(self) -> Group:
-        return alone()  # the same for all saves, so that what is known of the state is used again
+        # The same for all saves, so that what is known of the state is used again.
+        return group_of_one()
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: paths.PathLike, storage_options: Any = None
+        self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None
     ) -> None:
         """Saves what one process holds; returns when it may change.
 
@@ -136,7 +133,7 @@ class UnickptCheckpointIO(_CheckpointIO):
 
     def load_checkpoint(
         self,
-        path: paths.PathLike,
+        path: PathLike,
         map_location: Any = None,
         weights_only: bool | None = None,
         *,
@@ -176,9 +173,9 @@ class UnickptCheckpointIO(_CheckpointIO):
             check_same_kind(path, stored.metadata, has_engine=False)
             return dict(read(stored, device=map_location, options=self.load_options))
 
-        return checkpoint.reading(path, whole)
+        return reading_checkpoint(path, whole)
 
-    def remove_checkpoint(self, path: paths.PathLike) -> None:
+    def remove_checkpoint(self, path: PathLike) -> None:
         """Removes a checkpoint, when the saves in flight are committed; it stays if they fail."""
         if _is_in_memory(path):
             _torch_io().remove_checkpoint(path)
@@ -258,7 +255,7 @@ class ShardedCheckpoints:
         return found
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: paths.PathLike, storage_options: Any = None
+        self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None
     ) -> None:
         """Saves the parts of all ranks; returns when they may change.
 
@@ -284,7 +281,7 @@ class ShardedCheckpoints:
         io._begin(tree, destination, io.options, self.global_rank, self.world_size, metadata)
 
     def load_checkpoint(
-        self, checkpoint_path: paths.PathLike, weights_only: bool | None = None
+        self, checkpoint_path: PathLike, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Loads into the model and the optimizers; also what Lightning itself saved.
 
@@ -308,7 +305,7 @@ class ShardedCheckpoints:
         states = [self._optimizer_state(x) for x in self.optimizers] if fits else []
         model = self.lightning_module_state_dict()
         state: dict[str, Any] = {"state_dict": model, "optimizer_states": states}
-        rest = checkpoint.reading(path, lambda stored: self._load(stored, state))
+        rest = reading_checkpoint(path, lambda stored: self._load(stored, state))
         strict = torch_state.StateDictOptions(strict=self.lightning_module.strict_loading)
         torch_state.set_model_state_dict(self.model, state["state_dict"], options=strict)
         for optimizer, given in zip(self.optimizers, state["optimizer_states"], strict=False):
@@ -321,7 +318,7 @@ class ShardedCheckpoints:
         check_same_kind(stored.location, stored.metadata, has_engine=False)
         rest: dict[str, Any] = read(stored, skip={*_SHARDED}, options=io.load_options)
         wanted = [key for key in _SHARDED if state[key]]
-        found = loader.load(
+        found = unickpt.load(
             stored,
             {key: state[key] for key in wanted},
             only=[f"{key}/**" for key in wanted],
@@ -340,7 +337,7 @@ class ShardedCheckpoints:
             super().teardown()  # type: ignore[misc]
 
 
-def last_checkpoint(folder: paths.PathLike) -> str | None:
+def last_checkpoint(folder: PathLike) -> str | None:
     """The path of the newest complete checkpoint in a folder of a local disk or an object storage.
 
     Unlike `ckpt_path="last"` it also finds those that are not called so, and those at URLs.
@@ -362,7 +359,7 @@ def last_checkpoint(folder: paths.PathLike) -> str | None:
         listed = [found for found in checkpoints_below(folder) if found.name[0] != "."]
     except CheckpointNotFound:
         return None
-    newest = [(*_time_of(checkpoint.open(found.path)), found.path) for found in listed]
+    newest = [(*_time_of(unickpt.open(found.path)), found.path) for found in listed]
     return max(newest)[-1] if newest else None
 
 
@@ -388,13 +385,13 @@ def _torch_io() -> Any:
     return _of_fabric("TorchCheckpointIO")[0]()
 
 
-def _is_in_memory(path: paths.PathLike) -> bool:
+def _is_in_memory(path: PathLike) -> bool:
     """Whether a path is in fsspec's memory, where Lightning looks for checkpoints. unickpt, whose
     `memory://` is another, does not save there: they stay files of Lightning's."""
     return os.fspath(path).startswith("memory://")
 
 
-def _is_file(path: paths.PathLike) -> bool:
+def _is_file(path: PathLike) -> bool:
     return "://" not in os.fspath(path) and os.path.isfile(path)
 
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import unickpt
+from unickpt import LoadOptions
 from unickpt.integrations.engines import EngineTree, check_same_kind, load_into, metadata_of
 from unickpt.integrations.lightning.values import read, stored_form
-from unickpt.reading import checkpoint
-from unickpt.reading.options import LoadOptions
 
 LATEST = "latest"
 """A file in the folder of a checkpoint that DeepSpeed itself wrote."""
@@ -50,7 +50,7 @@ def load(strategy: Any, path: str, fits: bool, options: LoadOptions | None) -> d
         options: how to load.
     """
 
-    stored = checkpoint.open(path)  # once: what is there may be replaced meanwhile
+    stored = unickpt.open(path)  # once: what is there may be replaced meanwhile
     check_same_kind(path, stored.metadata, has_engine=True)
     rest: dict[str, Any] = read(stored, only={_REST}, options=options)
     strict = strategy.lightning_module.strict_loading

@@ -19,13 +19,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from unickpt import SaveOptions
 from unickpt.errors import CheckpointExists, SaveTimeout, StorageError, UnickptError
-from unickpt.options import SaveOptions, SaveReport
-from unickpt.runs import attempt_folders
-from unickpt.saving.background import SaveCallbacks, SaveQueue, SaveRequest
-from unickpt.storage import paths
-from unickpt.storage.errors import Failed
-from unickpt.storage.local_folders import sync_folder
+from unickpt.extend import (
+    Failed,
+    PathLike,
+    SaveCallbacks,
+    SaveQueue,
+    SaveRequest,
+    remove_checkpoint,
+    resolve_path,
+    storage_context,
+    sync_folder,
+)
+from unickpt.types import SaveReport
 
 _log = logging.getLogger("unickpt")
 _PAUSE_S = 0.01
@@ -47,7 +54,7 @@ class SaveDestination:
     hidden: str | None
 
     @classmethod
-    def of(cls, path: paths.PathLike) -> SaveDestination:
+    def of(cls, path: PathLike) -> SaveDestination:
         """Looks what is at a path."""
         text = _whole(path)
         if "://" in text or (os.path.lexists(text) and not os.path.islink(text)):
@@ -143,7 +150,7 @@ class Saves:
         for saves in tuple(cls._every):
             saves.wait()
 
-    def destination(self, path: paths.PathLike) -> SaveDestination:
+    def destination(self, path: PathLike) -> SaveDestination:
         """Where to save; waits if a save or a removal of the same path is in flight."""
         for saves in tuple(self._every):
             if _whole(path) in saves.in_flight():
@@ -193,7 +200,7 @@ class Saves:
         )
         self._queue.save(request)
 
-    def remove(self, path: paths.PathLike) -> None:
+    def remove(self, path: PathLike) -> None:
         """Removes a checkpoint, after the saves that are in flight; it stays if they fail."""
         with self._lock:
             unfinished = self._unfinished()
@@ -317,7 +324,7 @@ def _counts_versions(callback: Any, name: str) -> bool:
     return "{" not in callback.filename and name.startswith(callback.filename)
 
 
-def remove(path: paths.PathLike) -> None:
+def remove(path: PathLike) -> None:
     """Removes a checkpoint, or a file of Lightning's own; of a symbolic link only the link.
 
     Raises:
@@ -330,12 +337,12 @@ def remove(path: paths.PathLike) -> None:
         except OSError as error:
             raise StorageError(f"{text}: it could not be removed: {error}") from error
         return
-    location = paths.resolve(path)
+    location = resolve_path(path)
     if location.exists():
-        attempt_folders.remove_checkpoint(location, paths.context())
+        remove_checkpoint(location, storage_context())
 
 
-def _whole(path: paths.PathLike) -> str:
+def _whole(path: PathLike) -> str:
     """A path or URL by which a checkpoint is known, from whichever folder and however named."""
     text = os.fspath(path)
     if "://" in text:
@@ -351,6 +358,6 @@ def _with_path(options: SaveOptions, path: str) -> SaveOptions:
         return options
 
     def call(report: SaveReport) -> None:
-        metrics(replace(report, url=str(paths.resolve(path))))
+        metrics(replace(report, url=str(resolve_path(path))))
 
     return replace(options, metrics=call)

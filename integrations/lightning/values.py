@@ -15,17 +15,33 @@ from typing import Any
 import numpy as np
 import torch
 
+import unickpt
+from unickpt import Checkpoint, LoadOptions
 from unickpt.errors import CheckpointCorrupt, MissingPackage, UnsupportedFormat, UnsupportedLeaf
-from unickpt.frameworks.leaves import LocalFragments, SavedOnly, adapter_of, adapters
+from unickpt.extend import (
+    PYTHON_TYPES,
+    STORED_TYPES,
+    Leaf,
+    Node,
+    SavedOnly,
+    StoredType,
+    child_names,
+    children_by_key,
+    has_known_factory,
+    is_array,
+    is_plain,
+    join_names,
+    leaves_of_tree,
+    name_component,
+    parsed_types,
+    quoted,
+    rebuild_tree,
+    storing_hint,
+    structure_of,
+    unwrapped,
+)
 from unickpt.integrations.torch_types import OF_TORCH, dtype_named
-from unickpt.loading import loader
-from unickpt.loading.views import StoredView
-from unickpt.quoting import quoted
-from unickpt.reading.checkpoint import Checkpoint
-from unickpt.reading.options import LoadOptions
-from unickpt.trees import hints, stored_types, tree, tree_json
-from unickpt.trees.stored_types import STORED_TYPES, StoredType
-from unickpt.trees.tree import Leaf, Node
+from unickpt.types import LocalFragments
 
 
 def _omegaconf() -> Any:
@@ -57,7 +73,7 @@ def _config_type(name: Any) -> Any:
 
 
 _TYPES = (
-    *stored_types.PYTHON_TYPES,
+    *PYTHON_TYPES,
     *OF_TORCH,
     StoredType("omegaconf", (), _of_config, lambda x: _omegaconf().OmegaConf.create(x)),
     StoredType("omegaconf readonly", (), lambda x: x, lambda x: _flagged(x, "readonly")),
@@ -101,7 +117,7 @@ def stored_form(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         {'dirpath': '/runs', 'step': 3, 'unickpt_types': '{"dirpath": ["path"]}'}
     """
     taken = _TakenApart()
-    found = {key: taken.form(x, tree.component(key)) for key, x in checkpoint.items()}
+    found = {key: taken.form(x, name_component(key)) for key, x in checkpoint.items()}
     if taken.refused:
         raise UnsupportedLeaf(
             "these values of the Lightning checkpoint cannot be stored without pickle:\n"
@@ -120,18 +136,17 @@ class _TakenApart:
     def __init__(self) -> None:
         self.types: dict[str, list[str]] = {}
         self.refused: list[str] = []
-        self._among = adapters()
 
     def form(self, value: Any, name: str) -> Any:
         """What is stored of a value."""
         if isinstance(value, torch.Tensor):
             return self._tensor(value, name)
-        if tree_json.is_plain(value) or isinstance(value, LocalFragments):
+        if is_plain(value) or isinstance(value, LocalFragments):
             return value
         if type(value) in (dict, OrderedDict):
             return self._dict(value, name)
         if type(value) in (list, tuple) or (isinstance(value, tuple) and _is_namedtuple(value)):
-            children = [self.form(x, tree.join(name, str(n))) for n, x in enumerate(value)]
+            children = [self.form(x, join_names(name, str(n))) for n, x in enumerate(value)]
             return type(value)(*children) if _is_namedtuple(value) else type(value)(children)
         if isinstance(value, np.ndarray):
             return self._typed("numpy", value, name)
@@ -140,7 +155,7 @@ class _TakenApart:
         if _is_config(type(value)):
             return self._config(value, name)
         kind = _BY_NAME["omegaconf type"] if _is_config(value) else _BY_CLASS.get(type(value))
-        if kind is None or not stored_types.has_known_factory(value):
+        if kind is None or not has_known_factory(value):
             self.refused.append(f"{name}: {_class_name(value)}; {_hint(value, name)}")
             return None
         self.types.setdefault(name, []).append(kind.name)
@@ -148,7 +163,7 @@ class _TakenApart:
 
     def _tensor(self, value: torch.Tensor, name: str) -> Any:
         # Lightning reads its checkpoints before there is a model whose tensors could be filled.
-        if adapter_of(value, self._among) is None:
+        if not is_array(value):
             self.refused.append(
                 f"{name}: {_class_name(value)}; it would come back as a dict of the arrays that it "
                 "consists of: store these, or a dense tensor"
@@ -168,7 +183,7 @@ class _TakenApart:
     def _dict(self, value: dict[Any, Any], name: str) -> Any:
         if not all(type(key) in (str, int) for key in value):
             return self.form(self._typed("items", value, name), name)
-        names = tree.child_names("dict", tuple(value), name)
+        names = child_names("dict", tuple(value), name)
         pairs = zip(value.items(), names, strict=True)
         return type(value)((key, self.form(x, below)) for (key, x), below in pairs)
 
@@ -197,27 +212,27 @@ def read(
         CheckpointCorrupt: what it holds does not fit the types that it names.
         UnickptError: as `unickpt.load`.
     """
-    node = tree.unwrapped(StoredView(stored.reader).node())
+    node = unwrapped(structure_of(stored))
     if not isinstance(node, Node) or node.kind not in ("dict", "ordereddict"):
         raise UnsupportedFormat(
             "the checkpoint is not one of Lightning: it holds no dict; load it with unickpt.load"
         )
-    types = stored_types.parsed_types(
+    types = parsed_types(
         stored.index.values.get(STORED_TYPES, "{}"), str(stored.location), _BY_NAME
     )
     index, made = stored.index, dict[str, Any]()
-    top = tree.by_key(node)
+    top = children_by_key(node)
     chosen = (top.keys() if only is None else only) - skip - {STORED_TYPES}
     wanted = {key: x for key, x in top.items() if key in chosen}
-    for leaf in (leaf for below in wanted.values() for leaf in tree.leaves(below)):
+    for leaf in (leaf for below in wanted.values() for leaf in leaves_of_tree(below)):
         if leaf.name in index.values:
             made[leaf.name] = index.values[leaf.name]
         else:
             made[leaf.name] = _empty(stored, leaf.name, types.get(leaf.name, []), device)
-    like = {key: tree.rebuild(below, made.__getitem__) for key, below in wanted.items()}
-    loader.load(stored, like, unexpected="skip", options=options)
+    like = {key: rebuild_tree(below, made.__getitem__) for key, below in wanted.items()}
+    unickpt.load(stored, like, unexpected="skip", options=options)
     restored = _Restored(made, types, str(stored.location))
-    return {key: restored.value(below, tree.component(key)) for key, below in wanted.items()}
+    return {key: restored.value(below, name_component(key)) for key, below in wanted.items()}
 
 
 def _empty(stored: Checkpoint, name: str, types: list[str], device: Any) -> Any:
@@ -245,7 +260,7 @@ class _Restored:
         if isinstance(node, Leaf):
             found = self._made[node.name]
         else:
-            names = tree.child_names(node.kind, node.keys, name)
+            names = child_names(node.kind, node.keys, name)
             pairs = zip(node.children, names, strict=True)
             found = node.rebuild([self.value(child, below) for child, below in pairs])
         for kind in reversed(self._types.get(name, [])):
@@ -278,5 +293,5 @@ def _hint(value: Any, name: str) -> str:
         return "store dataclasses.asdict(x)"
     if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
         return "store x.state_dict()"
-    hint = hints.hint(value)
+    hint = storing_hint(value)
     return f"{hint}, in the state_dict() of the callback" if top == "callbacks" else hint

@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
+from unickpt import LoadOptions, SaveOptions
 from unickpt.errors import MissingPackage
-from unickpt.options import SaveOptions
-from unickpt.reading.options import LoadOptions
 
 __all__ = ["install"]
 

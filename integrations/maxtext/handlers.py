@@ -12,13 +12,11 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import v1
 from orbax.checkpoint.checkpoint_args import get_registered_args_cls, register_with_handler
 
-from unickpt.frameworks.leaves import adapters, expand, is_leaf
+import unickpt
+from unickpt import LoadOptions, SaveOptions
+from unickpt.extend import flatten_state, leaves_of_tree, rebuild_tree
 from unickpt.integrations.orbax.handler import Handler, registry
 from unickpt.integrations.orbax.v1_handler import TREE_MARKER, TreeHandler
-from unickpt.options import SaveOptions
-from unickpt.reading.checkpoint import open as open_checkpoint
-from unickpt.reading.options import LoadOptions
-from unickpt.trees import tree
 
 ITEMS = "items"
 """The item with the state, as MaxText calls it."""
@@ -146,17 +144,14 @@ def without_absent(directory: Any, like: Any) -> Any:
     """
     if like is None:
         return None
-    among = adapters()
-    node = tree.flatten(
-        like, lambda obj: is_leaf(obj, among), lambda obj, name: expand(obj, name, among)
-    )
-    leaves = {leaf.name: leaf.value for leaf in tree.leaves(node)}
+    node = flatten_state(like)
+    leaves = {leaf.name: leaf.value for leaf in leaves_of_tree(node)}
     optional = {name for name in leaves if _may_lack(name)}
     if not optional:
         return like
-    checkpoint = open_checkpoint(os.fspath(directory))
+    checkpoint = unickpt.open(os.fspath(directory))
     absent = {n for n in optional if n not in checkpoint and n not in checkpoint.values}
-    return tree.rebuild(node, lambda name: ocp.PLACEHOLDER if name in absent else leaves[name])
+    return rebuild_tree(node, lambda name: ocp.PLACEHOLDER if name in absent else leaves[name])
 
 
 def _may_lack(name: str) -> bool:

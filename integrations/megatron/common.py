@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import xxhash
 
+from unickpt import Checkpoint
 from unickpt.errors import CheckpointCorrupt, LoadMismatch
 from unickpt.integrations.megatron.objects import stored_form
-from unickpt.reading.checkpoint import Checkpoint
 
 COMMON = "common.pt"
 COMMON_KEY = "common_state"

@@ -16,23 +16,26 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, 
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
 
-from unickpt.arrays.box import Box
+import unickpt
+from unickpt import Checkpoint, LoadOptions
 from unickpt.errors import LoadMismatch, UnsupportedFormat
-from unickpt.frameworks.leaves import adapters
-from unickpt.frameworks.process_group import current_group, loaded_together, within
+from unickpt.extend import (
+    MANIFEST,
+    Box,
+    Leaf,
+    Node,
+    job_group,
+    loaded_together,
+    reading_checkpoint,
+    rebuild_tree,
+)
 from unickpt.integrations.megatron import common, objects
 from unickpt.integrations.megatron.optimizers import Buckets, is_bucket, is_geometry
 from unickpt.integrations.megatron.pieces import Piece, pieces_of
 from unickpt.integrations.megatron.saving import BACKEND, VERSION, fragments, place
 from unickpt.integrations.megatron.stored import StoredItems
-from unickpt.loading import loader
-from unickpt.reading import checkpoint
-from unickpt.reading.checkpoint import Checkpoint
-from unickpt.reading.options import LoadOptions
-from unickpt.storage.ocdbt import MANIFEST
-from unickpt.trees import tree
-from unickpt.trees.tree import Leaf, Node
 
+_OWN = {"format": "unickpt"}  # also where files of Megatron's lie beside it
 _LACKING = (
     "{} lacks sharded objects that the state dict asks for. Objects, such as the states of random "
     "generators, keep the parallel sizes with which they were saved: leave them out of the state "
@@ -95,10 +98,10 @@ class LoadStrategy(megatron_torch.TorchDistLoadShardedStrategy):
             made[:] = [request.filled(self._cast, self._unpickle, self.options)]
 
         # No rank goes on while another fails: it would wait for it elsewhere.
-        group = within(self.options.group or current_group(adapters()), self.options.timeout_s)
+        group = job_group(self.options.group, self.options.timeout_s)
         with loaded_together(group, folder):
             try:
-                checkpoint.reading(folder, read)
+                reading_checkpoint(folder, read)
             except Exception as error:
                 error.add_note(f"unickpt: on rank {dist.get_rank()} of {dist.get_world_size()}")
                 raise
@@ -110,7 +113,7 @@ class LoadStrategy(megatron_torch.TorchDistLoadShardedStrategy):
         if not is_ours(folder):
             found: dict[str, Any] = super().load_tensors_metadata(checkpoint_dir, *megatrons)
             return found
-        return StoredItems(checkpoint.open(folder, hints=checkpoint.OWN), folder).tensors()
+        return StoredItems(unickpt.open(folder, hints=_OWN), folder).tensors()
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> dict[str, Any]:
         """The stored tensors and objects, without data, by key."""
@@ -118,7 +121,7 @@ class LoadStrategy(megatron_torch.TorchDistLoadShardedStrategy):
         if not is_ours(folder):
             found: dict[str, Any] = super().load_sharded_metadata(checkpoint_dir)
             return found
-        stored = StoredItems(checkpoint.open(folder, hints=checkpoint.OWN), folder)
+        stored = StoredItems(unickpt.open(folder, hints=_OWN), folder)
         # What Megatron's optimizer asks for by the keys of its buckets, is stored by other ones.
         return {**stored.objects(), **stored.tensors(), **self._buckets.metadata()}
 
@@ -143,7 +146,7 @@ def is_ours(folder: str) -> bool:
         return config is not None and config.sharded_backend == BACKEND  # the error says the rest
     if not os.path.exists(os.path.join(folder, ".metadata")):
         return True
-    return common.belongs(folder, checkpoint.open(folder, hints=checkpoint.OWN))
+    return common.belongs(folder, unickpt.open(folder, hints=_OWN))
 
 
 def _check_version(folder: str) -> None:
@@ -184,7 +187,7 @@ class _Request:
         lacking = [text for value in wanted if (text := self._add_object(like, value))]
         if lacking:
             raise LoadMismatch("\n".join([_LACKING.format(self._items.stored.url), *lacking]))
-        loader.load(self._items.stored, like, unexpected="skip", cast=cast, options=options)
+        unickpt.load(self._items.stored, like, unexpected="skip", cast=cast, options=options)
         with torch.no_grad():
             for piece, same in copies:
                 piece.data.copy_(same.data)
@@ -249,5 +252,5 @@ class _Request:
         stored, values = self._items.stored, self._index.values
         memory = objects.empty(node, stored.get)
         self._memory |= memory
-        place(like, key, tree.rebuild(node, lambda n: memory[n] if n in memory else values[n]))
+        place(like, key, rebuild_tree(node, lambda n: memory[n] if n in memory else values[n]))
         return ""

@@ -17,19 +17,26 @@ from typing import Any
 import numpy as np
 import torch
 
+from unickpt import Opaque
 from unickpt.errors import LoadMismatch, UnsupportedFormat, UnsupportedLeaf
-from unickpt.frameworks.leaves import LocalFragments, SavedOnly
+from unickpt.extend import (
+    PYTHON_TYPES,
+    Leaf,
+    Node,
+    SavedOnly,
+    StoredType,
+    has_known_factory,
+    is_plain,
+    quoted,
+)
 from unickpt.integrations.torch_types import OF_TORCH
-from unickpt.quoting import quoted
-from unickpt.trees import stored_types, tree_json
-from unickpt.trees.stored_types import StoredType
-from unickpt.trees.tree import Leaf, Node, Opaque
+from unickpt.types import LocalFragments
 
 _MARK = "megatron "
 _TENSOR, _ON_DEVICE, _NUMPY, _SCALAR = "tensor", "tensor on a device", "numpy", "numpy scalar "
 _KINDS = "?biufc"  # of NumPy's dtypes
 _TYPES = (
-    *stored_types.PYTHON_TYPES,
+    *PYTHON_TYPES,
     *OF_TORCH,
     StoredType("BytesIO", (io.BytesIO,), io.BytesIO.getvalue, io.BytesIO),
     StoredType(_TENSOR, (), lambda x: x, lambda x: x),
@@ -73,7 +80,7 @@ def stored_form(value: Any, where: str) -> Any:
         return _wrapper(_NUMPY)(LocalFragments.whole(value))
     if isinstance(value, np.generic) and value.dtype.kind in _KINDS.replace("c", ""):
         return _wrapper(f"{_SCALAR}{value.dtype.name}")(value.item())
-    if tree_json.is_plain(value):
+    if is_plain(value):
         return value
     if type(value) in (dict, OrderedDict) and all(type(key) in (str, int) for key in value):
         return type(value)((k, stored_form(x, f"{where}/{k}")) for k, x in value.items())
@@ -82,7 +89,7 @@ def stored_form(value: Any, where: str) -> Any:
     if type(value) in (dict, OrderedDict):
         return _typed("items", value, where)
     known = _BY_CLASS.get(type(value))
-    if known is not None and stored_types.has_known_factory(value):
+    if known is not None and has_known_factory(value):
         return _typed(known.name, value, where)
     return _opaque(value, where)
 

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.utils import (
 )
 
 from unickpt.errors import UnsupportedLeaf
-from unickpt.format.file_ranges import row_major
+from unickpt.extend import row_major
 from unickpt.integrations.megatron.pieces import (
     Piece,
     Strided,

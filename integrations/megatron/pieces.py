@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from unickpt.arrays.box import Box
 from unickpt.errors import UnsupportedLeaf
-from unickpt.format.file_ranges import row_major
+from unickpt.extend import Box, row_major
 
 Ends = tuple[tuple[int, ...], tuple[int, ...]]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

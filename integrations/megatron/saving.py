@@ -14,19 +14,16 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.strategies import async_utils
 from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
 
+import unickpt
+from unickpt import SaveOptions
 from unickpt.errors import UnsupportedLeaf
-from unickpt.frameworks.leaves import LocalFragments, SavedOnly
+from unickpt.extend import SaveCallbacks, SavedOnly, SaveQueue, SaveRequest, fences_of, put_nested
 from unickpt.integrations.destination import Destination
 from unickpt.integrations.megatron import common, optimizers
 from unickpt.integrations.megatron.objects import stored_form
 from unickpt.integrations.megatron.pieces import Piece, is_main, pieces_of
 from unickpt.integrations.megatron.waiting import Wait
-from unickpt.options import SaveOptions, SaveReport
-from unickpt.runs.arguments import fences_of
-from unickpt.saving import saver
-from unickpt.saving.background import PendingSave, SaveCallbacks, SaveQueue, SaveRequest
-from unickpt.saving.task import SaveTask
-from unickpt.trees import tree
+from unickpt.types import LocalFragments, PendingSave, SaveReport
 
 BACKEND, VERSION = "unickpt", 1
 """What `metadata.json` says of our checkpoints."""
@@ -81,8 +78,7 @@ class SaveStrategy(megatron_torch.TorchDistSaveShardedStrategy):  # as Megatron 
             UnickptError: as `unickpt.save`.
         """
         to, state = self._prepared(sharded_state_dict, checkpoint_dir)
-        task = SaveTask(to.location, True, self.options)
-        self.report = saver.run(task, state)
+        self.report = unickpt.save(to.location, state, overwrite=True, options=self.options)
         to.committed()
 
     def async_save(
@@ -194,7 +190,7 @@ def place(root: dict[str, Any], key: str, value: Any) -> None:
         UnsupportedLeaf: something else is there.
     """
     parts = key.split("/")
-    if not tree.put(root, parts if all(parts) else [key], value):
+    if not put_nested(root, parts if all(parts) else [key], value):
         raise UnsupportedLeaf(f"{key!r} occurs twice, or lies below a value; rename one")
 
 

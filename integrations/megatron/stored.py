@@ -8,12 +8,19 @@ from collections.abc import Iterator
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
+from unickpt import Checkpoint
 from unickpt.errors import LoadMismatch
+from unickpt.extend import (
+    Leaf,
+    Node,
+    children_by_key,
+    leaves_of_tree,
+    plain_to_json,
+    structure_of,
+    tree_to_json,
+    unwrapped,
+)
 from unickpt.integrations.megatron.optimizers import is_of_group, same_object
-from unickpt.loading.views import StoredView
-from unickpt.reading.checkpoint import Checkpoint
-from unickpt.trees import tree, tree_json
-from unickpt.trees.tree import Leaf, Node
 
 _SHARD = re.compile(r"shard_[\d.]+_[\d.]+")
 
@@ -28,7 +35,7 @@ class StoredItems:
 
     def __init__(self, stored: Checkpoint, folder: str) -> None:
         self.stored, self._folder = stored, folder
-        node = tree.unwrapped(StoredView(stored.reader).node())
+        node = unwrapped(structure_of(stored))
         if not isinstance(node, Node) or node.kind != "dict":
             raise LoadMismatch(
                 f"{folder}: it was not saved by SaveStrategy; load it with unickpt.load"
@@ -76,10 +83,10 @@ class StoredItems:
     def _text(self, node: Node | Leaf) -> str:
         """All that a value holds."""
         values = self.stored.index.values
-        parts = [repr(tree_json.to_json(node))]
-        for leaf in tree.leaves(node):
+        parts = [repr(tree_to_json(node))]
+        for leaf in leaves_of_tree(node):
             if leaf.name in values:
-                parts.append(repr(tree_json.value_to_json(values[leaf.name])))
+                parts.append(repr(plain_to_json(values[leaf.name])))
             else:
                 parts.append(self.stored[leaf.name][...].tobytes().hex())
         return "\n".join(parts)
@@ -107,7 +114,7 @@ class StoredItems:
 
 
 def _children(node: Node | Leaf | None) -> dict[str | int, Node | Leaf]:
-    return tree.by_key(node) if isinstance(node, Node) and node.kind == "dict" else {}
+    return children_by_key(node) if isinstance(node, Node) and node.kind == "dict" else {}
 
 
 def _items(node: Node | Leaf, above: tuple[str, ...]) -> Iterator[tuple[str, Node | Leaf]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.strategies import async_utils
 
-from unickpt.saving.background import PendingSave
+from unickpt.types import PendingSave
 
 _LOOKS_S = 1.0
 _PROGRAM = """

@@ -12,15 +12,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_args import register_with_handler
 
+import unickpt
+from unickpt import LoadOptions, Rules, SaveOptions
+from unickpt.extend import SaveCallbacks, SaveRequest, save_in_background
 from unickpt.integrations.destination import Destination
 from unickpt.integrations.orbax.placement import described_placement
 from unickpt.integrations.orbax.restoring import METADATA, StoredTree
-from unickpt.options import SaveOptions
-from unickpt.reading.checkpoint import open as open_checkpoint
-from unickpt.reading.options import LoadOptions
-from unickpt.rules.rule_set import Rules
-from unickpt.saving import saver
-from unickpt.saving.background import PendingSave, SaveCallbacks, SaveRequest
+from unickpt.types import PendingSave
 
 MARKER = "UNICKPT.txt"
 _NOT_REPLACED = (MARKER, "_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt")
@@ -115,7 +113,7 @@ class Handler(ocp.handlers.AsyncCheckpointHandler):
         """Does nothing: no resources outlive a call."""
 
     def _stored(self, directory: Any) -> StoredTree:
-        checkpoint = open_checkpoint(os.fspath(directory))
+        checkpoint = unickpt.open(os.fspath(directory))
         return StoredTree(checkpoint, self._rules, self._load_options, self._metadata_options)
 
 
@@ -146,7 +144,7 @@ def begin_save(
     own: dict[str, Any] = described_placement(tree)
     if custom_metadata is not None:
         own["custom_metadata"] = custom_metadata
-    return saver.begin(
+    return save_in_background(
         SaveRequest(
             Destination.of(path, lambda _: (), _NOT_REPLACED).location,
             tree,

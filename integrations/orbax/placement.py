@@ -10,14 +10,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from unickpt.arrays import dtypes, layout
-from unickpt.arrays.layout import Layout
 from unickpt.backends.orbax.saved_arrays import SavedArrays
 from unickpt.errors import LoadMismatch, UnsupportedLeaf
-from unickpt.format.index import ArrayEntry
-from unickpt.frameworks.leaves import adapters, expand, is_leaf
-from unickpt.quoting import quoted
-from unickpt.trees import tree
+from unickpt.extend import (
+    ArrayEntry,
+    Layout,
+    dtype_from_name,
+    flatten_state,
+    leaves_of_tree,
+    quoted,
+)
+from unickpt.extend import Mesh as StoredMesh
 
 _ShapeDtypeStruct: Any = jax.ShapeDtypeStruct  # which has no types
 
@@ -60,13 +63,9 @@ def described_placement(saved: Any) -> dict[str, Any]:
 def _numpy_names(saved: Any, leaves: Sequence[Any]) -> list[str] | bool:
     if all(isinstance(leaf, _NOT_NUMPY) for leaf in leaves):
         return False  # as almost always; to name the leaves takes longer
-    among = adapters()
-
-    def is_end(obj: Any) -> bool:  # objects are asked for their state once, by the save
-        return is_leaf(obj, among) or hasattr(type(obj), "state_dict")
-
-    node = tree.flatten(saved, is_end, lambda obj, name: expand(obj, name, among))
-    named = {leaf.name: leaf.value for leaf in tree.leaves(node)}
+    # Objects are asked for their state once, by the save.
+    node = flatten_state(saved, lambda obj: hasattr(type(obj), "state_dict"))
+    named = {leaf.name: leaf.value for leaf in leaves_of_tree(node)}
     numpy = [name for name, leaf in named.items() if isinstance(leaf, np.ndarray | np.generic)]
     return numpy if any(isinstance(leaf, jax.Array) for leaf in named.values()) else bool(numpy)
 
@@ -82,7 +81,7 @@ def target(entry: ArrayEntry, saved: SavedArrays, where: str) -> Any:
     Raises:
         LoadMismatch: it was distributed over devices that the processes of this job do not have.
     """
-    shape, dtype = entry.shape, dtypes.from_name(entry.dtype)
+    shape, dtype = entry.shape, dtype_from_name(entry.dtype)
     if entry.prng is not None:
         key = jax.eval_shape(
             lambda data: jax.random.wrap_key_data(data, impl=entry.prng),
@@ -123,7 +122,7 @@ def _sharding(entry: ArrayEntry, saved: SavedArrays, rank: int, where: str) -> N
 
 
 @lru_cache(maxsize=64)
-def _mesh(saved: layout.Mesh, types: tuple[str, ...], ids: tuple[int, ...]) -> Mesh | None:
+def _mesh(saved: StoredMesh, types: tuple[str, ...], ids: tuple[int, ...]) -> Mesh | None:
     """A mesh of this job like one that was saved; None if it has not the devices.
 
     The same devices; else devices of the same processes; else, if there are as many, all devices in

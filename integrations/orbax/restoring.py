@@ -12,17 +12,13 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint._src.metadata.pytree_metadata_options import PYTREE_METADATA_OPTIONS
 from orbax.checkpoint._src.metadata.tree import build_default_tree_metadata, serialize_tree
 
+import unickpt
+from unickpt import Checkpoint, LoadOptions, PerProcess, Rules
 from unickpt.backends.orbax.saved_arrays import SavedArrays
 from unickpt.errors import LoadMismatch
-from unickpt.frameworks.leaves import PerProcess, adapters, expand, is_leaf
+from unickpt.extend import flatten_state, leaves_of_tree, rebuild_tree, structure_of
 from unickpt.integrations.orbax import placement
 from unickpt.integrations.orbax.placement import abstract_array
-from unickpt.loading.loader import load
-from unickpt.loading.views import StoredView
-from unickpt.reading.checkpoint import Checkpoint
-from unickpt.reading.options import LoadOptions
-from unickpt.rules.rule_set import Rules
-from unickpt.trees import tree
 
 METADATA = "orbax"
 """The key of our checkpoint's metadata under which the handler stores its own."""
@@ -80,7 +76,7 @@ class StoredTree:
 
     def abstract(self) -> Any:
         """The stored tree: plain values, and for each array a target that is placed as it was."""
-        return tree.rebuild(StoredView(self._checkpoint.reader).node(), self.leaf)
+        return rebuild_tree(structure_of(self._checkpoint), self.leaf)
 
     def leaf(self, name: str) -> Any:
         """A plain value, an abstract array, or an `ArrayElsewhere`."""
@@ -107,8 +103,8 @@ class StoredTree:
         Arguments:
             describe_leaf: makes a leaf of a name.
         """
-        node = StoredView(self._checkpoint.reader).node()
-        return self._as_orbax(tree.rebuild(node, describe_leaf))
+        node = structure_of(self._checkpoint)
+        return self._as_orbax(rebuild_tree(node, describe_leaf))
 
     def array_metadata(self, name: str) -> tuple[Any, Any]:
         """Orbax's descriptions of an array's sharding and of its storage."""
@@ -177,7 +173,7 @@ class StoredTree:
         like = jax.tree_util.tree_map_with_path(leaves.target, target)
         holes = _names_of_holes(like)
         try:
-            restored = load(
+            restored = unickpt.load(
                 self._checkpoint,
                 like,
                 rules=None if args.item is None else self._rules,
@@ -334,10 +330,4 @@ def _sharding_of(restore_args: Any) -> Any:
 
 def _names_of_holes(like: Any) -> list[str]:
     """The names of the leaves that are not restored."""
-    frameworks = adapters()
-    node = tree.flatten(
-        like,
-        lambda value: is_leaf(value, frameworks),
-        lambda value, name: expand(value, name, frameworks),
-    )
-    return [leaf.name for leaf in tree.leaves(node) if leaf.value is _HOLE]
+    return [leaf.name for leaf in leaves_of_tree(flatten_state(like)) if leaf.value is _HOLE]

@@ -16,13 +16,11 @@ from orbax.checkpoint.experimental.v1._src.context.context import get_context
 from orbax.checkpoint.experimental.v1._src.serialization.array_leaf_handler import ArrayMetadata
 from orbax.checkpoint.experimental.v1._src.serialization.numpy_leaf_handler import NumpyMetadata
 
+import unickpt
+from unickpt import LoadOptions, Rules, SaveOptions
 from unickpt.errors import SaveTimeout
 from unickpt.integrations.orbax.handler import as_future, begin_save, cast, write_marker
 from unickpt.integrations.orbax.restoring import ArrayElsewhere, StoredTree
-from unickpt.options import SaveOptions
-from unickpt.reading.checkpoint import open as open_checkpoint
-from unickpt.reading.options import LoadOptions
-from unickpt.rules.rule_set import Rules
 
 TREE_MARKER = "_METADATA"
 """The file by which Orbax's version 1 knows the folder of a tree."""
@@ -93,7 +91,7 @@ class TreeHandler:
         return handleable
 
     def _stored(self, directory: Any) -> StoredTree:
-        checkpoint = open_checkpoint(os.fspath(directory))
+        checkpoint = unickpt.open(os.fspath(directory))
         metadata_options = get_context().pytree_options.saving.pytree_metadata_options
         return StoredTree(checkpoint, self.rules, self.load_options, metadata_options)
 

@@ -16,21 +16,19 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.observability import structured_logger as trace
 from torchtitan.tools import filesystem
 
+import unickpt
+from unickpt import Checkpoint, Checkpointer, SaveOptions
 from unickpt.errors import CheckpointNotFound, LoadMismatch
-from unickpt.frameworks.leaves import adapters
-from unickpt.frameworks.process_group import Group, current_group, within
+from unickpt.extend import (
+    MANIFEST,
+    job_group,
+    on_process_0,
+    resolve_path,
+    storage_context,
+    structure_of,
+)
 from unickpt.integrations import dcp
-from unickpt.loading.views import StoredView
-from unickpt.options import SaveOptions
-from unickpt.reading import checkpoint
-from unickpt.reading.checkpoint import Checkpoint
-from unickpt.runs.checkpointer import Checkpointer
-from unickpt.runs.housekeeping import on_process_0
-from unickpt.saving import saver
-from unickpt.saving.background import PendingSave
-from unickpt.storage import paths
-from unickpt.storage.ocdbt import MANIFEST
-from unickpt.tools import conversion
+from unickpt.types import Group, PendingSave
 
 _log = logging.getLogger("unickpt")
 _ASYNC_MODES = ("disabled", "async", "async_with_pinned_mem")
@@ -184,15 +182,15 @@ class TorchtitanCheckpointManager(base.BaseCheckpointManager):
     def _save_hf(self, step: int, state: dict[str, Any]) -> None:
         """Writes files as transformers reads them; also into object storage."""
         where = filesystem.join(self.folder, f"step-{step}")
-        made = paths.resolve(f"{where}.unickpt")  # first so: any process can write any file of it
-        saver.save(str(made), state, overwrite=True, options=self._options)
+        made = resolve_path(f"{where}.unickpt")  # first so: any process can write any file of it
+        unickpt.save(str(made), state, overwrite=True, options=self._options)
         assets = getattr(self.sd_adapter, "hf_assets_path", None)
-        conversion.convert(
+        unickpt.convert(
             str(made), where, to="hf", overwrite=True, options=self._options, config=assets
         )
 
         def remove() -> None:
-            context = paths.context()
+            context = storage_context()
             made.remove_file(MANIFEST, context)  # so that no reader ever takes a part for a whole
             made.remove(context)
 
@@ -258,7 +256,7 @@ class TorchtitanCheckpointManager(base.BaseCheckpointManager):
     def _load_step(self, step: int) -> None:
         """Loads a step of the Checkpointer, which then goes on from it."""
         path = self._checkpointer.path(step)
-        stored = checkpoint.open(path)
+        stored = unickpt.open(path)
         states = self._states_to_load(only_model=step == 0)
         if states.keys() - {base.MODEL} and not _keys(stored) - {base.MODEL}:
             older = [s for s in self._checkpointer.steps() if s < step]
@@ -270,7 +268,7 @@ class TorchtitanCheckpointManager(base.BaseCheckpointManager):
                 f"(last_save_model_only); {do}, or begin another training with initial_load_path="
             )
         request = dcp.RequestedState(states)
-        request.view = StoredView(stored.reader)
+        request.stored = stored
         self._checkpointer.load(request, step=step, unexpected="skip", cast=True)
         request.give_back()
 
@@ -292,7 +290,7 @@ class TorchtitanCheckpointManager(base.BaseCheckpointManager):
     def _load_from(self, path: str, only_model: bool) -> None:
         """Loads a checkpoint of another training: this manager's, or one of torchtitan's own."""
         states = self._states_to_load(only_model)
-        if base.MODEL in _keys(checkpoint.open(path)):
+        if base.MODEL in _keys(unickpt.open(path)):
             dcp.load(states, checkpoint_id=path)
             return
         # torchtitan's own has the model's names beside the other keys.
@@ -317,8 +315,8 @@ class TorchtitanCheckpointManager(base.BaseCheckpointManager):
     def _their_steps(self) -> list[int]:
         """The steps that torchtitan's own manager saved into the folder; they count until this one
         has saved a step there."""
-        folder = paths.resolve(self.folder)
-        found = folder.folders_with(_THEIR_METADATA, paths.context()) if folder.exists() else []
+        folder = resolve_path(self.folder)
+        found = folder.folders_with(_THEIR_METADATA, storage_context()) if folder.exists() else []
         return [int(m[1]) for m in map(_THEIR_STEP.fullmatch, found) if m]
 
     def _agreed_latest(self) -> int:
@@ -332,12 +330,12 @@ class TorchtitanCheckpointManager(base.BaseCheckpointManager):
         return group.agree(newest + 1 if group.index == 0 else 0) - 1
 
     def _group(self) -> Group:
-        return within(current_group(adapters()), self._options.timeout_s)
+        return job_group(timeout_s=self._options.timeout_s)
 
 
 def _keys(stored: Checkpoint) -> set[Any]:
     """The keys at the top of a checkpoint's tree."""
-    node = StoredView(stored.reader).node()
+    node = structure_of(stored)
     return set(getattr(node, "keys", ()))
 
 

@@ -25,17 +25,14 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
-from unickpt.adapters.torch_optimizer import NamedOptimizer
+import unickpt
+from unickpt import Checkpointer, PerProcess, Retention
 from unickpt.errors import CheckpointExists, CheckpointNotFound, LaterStepsExist, LoadMismatch
-from unickpt.frameworks.leaves import PerProcess
+from unickpt.extend import NamedOptimizer
 from unickpt.integrations import rng
 from unickpt.integrations.engines import check_same_kind
 from unickpt.integrations.transformers import engines
 from unickpt.integrations.transformers.files import agreed, export, foreign, remove_exports, step_of
-from unickpt.loading import loader
-from unickpt.reading import checkpoint
-from unickpt.runs.checkpointer import Checkpointer
-from unickpt.runs.retention import Retention
 
 __all__ = ["UnickptCallback", "UnickptMixin"]
 
@@ -181,7 +178,7 @@ class UnickptMixin:
             return
         path = run.path(step) if asked is True and step is not None else step_of(run, str(asked))
         try:
-            opened = checkpoint.open(path)
+            opened = unickpt.open(path)
         except (CheckpointNotFound, ValueError) as error:
             if not os.path.isfile(os.path.join(path, TRAINER_STATE_NAME)):
                 told = (
@@ -378,12 +375,12 @@ def _tree(trainer: Any) -> dict[str, Any]:
 
 def _load(path: str, tree: dict[str, Any]) -> Any:
     """Loads a part of a checkpoint."""
-    return loader.load(path, tree, unexpected="skip")
+    return unickpt.load(path, tree, unexpected="skip")
 
 
 def _state_text(path: str) -> str:
     """The state of the Trainer in a checkpoint, as its JSON."""
-    return str(loader.load(path, only=_STATE)[_STATE].values[0])
+    return str(unickpt.load(path, only=_STATE)[_STATE].values[0])
 
 
 def _total_batch(trainer: Any) -> int:

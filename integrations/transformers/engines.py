@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers.trainer import _is_peft_model
 
+import unickpt
 from unickpt.integrations.engines import EngineTree, load_into, metadata_of
-from unickpt.reading import checkpoint
 
 
 def without_engine(trainer: Any) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def load_instead(engine: Any, folder: str, path: str) -> None:
             return theirs(load_dir, *args, **kwargs)
         engine.load_checkpoint = theirs
         strict = kwargs.get("load_module_strict", True)
-        return path, load_into(engine, checkpoint.open(path), strict=strict)
+        return path, load_into(engine, unickpt.open(path), strict=strict)
 
     engine.load_checkpoint = load_checkpoint
 
@@ -61,7 +61,7 @@ def load_weights(trainer: Any, path: str) -> None:
     """Loads the weights, and the masters, which are the same in full precision."""
     strict = not _is_peft_model(trainer.model)
     weights: dict[str, bool] = {"optimizer": False, "scheduler": False, "values": False}
-    load_into(trainer.deepspeed, checkpoint.open(path), strict=strict, **weights)
+    load_into(trainer.deepspeed, unickpt.open(path), strict=strict, **weights)
 
 
 def keeps_weights(trainer: Any) -> bool:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from unickpt import Checkpointer
 from unickpt.errors import CheckpointExists
-from unickpt.runs.checkpointer import Checkpointer
 
 EXPORT = ".unickpt-step"
 """In a folder of HF files: of which step they are. Others are left alone."""

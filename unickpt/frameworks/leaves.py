@@ -16,7 +16,7 @@ from unickpt.arrays.box import Box, flat_range_to_boxes, overlap
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.memory_region import MemoryRegion
 from unickpt.frameworks.grown_state import MakeArray, first_array, with_grown
-from unickpt.frameworks.process_group import Group
+from unickpt.frameworks.process_group import Group, current_group, within
 from unickpt.frameworks.protocol import (
     Adapter,
     ArraySource,
@@ -43,6 +43,22 @@ def _module(framework: str) -> Adapter:
     return cast(Adapter, importlib.import_module(f"unickpt.adapters.{framework}"))
 
 
+def job_group(given: Group | None = None, timeout_s: float | None = None) -> Group:
+    """The processes that save or load together: those given, else all of the job, as its frameworks
+    report it.
+
+    Arguments:
+        given: such as `LoadOptions.group`.
+        timeout_s: how long they wait for each other, such as `LoadOptions.timeout_s`; None for as
+            long as they do by themselves.
+
+    Raises:
+        ValueError: two frameworks each report a job.
+    """
+    group = given or current_group(adapters())
+    return group if timeout_s is None else within(group, timeout_s)
+
+
 def adapter_named(framework: str) -> Adapter:
     """The adapter of a framework, which is imported.
 
@@ -61,6 +77,11 @@ def adapter_of(leaf: Any, adapters: Sequence[Adapter]) -> Adapter | None:
         if adapter.is_array(leaf):
             return adapter
     return None
+
+
+def is_array(value: Any) -> bool:
+    """Whether an object is an array of a framework, which a save stores as one."""
+    return adapter_of(value, adapters()) is not None
 
 
 @dataclass(frozen=True)
@@ -163,6 +184,27 @@ def _array_maker(state: Any, adapters: Sequence[Adapter]) -> MakeArray | None:
     array = first_array(state, lambda value: adapter_of(value, adapters) is not None)
     adapter = adapter_of(array, adapters)
     return None if adapter is None else lambda entry: adapter.empty(entry, array)
+
+
+def flatten_state(
+    state: Any, is_end: Callable[[Any], bool] = lambda obj: False
+) -> tree.Node | tree.Leaf:
+    """The structure of a tree as a save sees it: its containers and the states of its objects,
+    which are asked for them, down to arrays and plain values.
+
+    Arguments:
+        state: the tree.
+        is_end: which objects are not taken apart; arrays and plain values never are.
+
+    Raises:
+        UnsupportedLeaf: an object of it has no place in a tree; names it.
+    """
+    among = adapters()
+    return tree.flatten(
+        state,
+        lambda obj: is_leaf(obj, among) or is_end(obj),
+        lambda obj, name: expand(obj, name, among),
+    )
 
 
 def _is_stateful(obj: Any) -> bool:

@@ -18,6 +18,8 @@ from unickpt.format.reader import Reader
 from unickpt.frameworks.leaves import PerProcess
 from unickpt.frameworks.protocol import ArrayTarget
 from unickpt.frameworks.sections import StoredValue
+from unickpt.reading.checkpoint import Checkpoint
+from unickpt.reading.chunk_reader import read_arrays
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.read_plan import Job, StoredJob
 from unickpt.reading.recipes import Fill, Recipe, Unchanged, whole_dims
@@ -241,6 +243,32 @@ def _with_names(index: Index, renamed: Mapping[str, str]) -> Index:
         values={new.get(name, name): v for name, v in index.values.items()},
         per_process={new.get(name, name): p for name, p in index.per_process.items()},
     )
+
+
+def structure_of(stored: Checkpoint) -> tree.Node | tree.Leaf:
+    """The structure of a stored tree: its containers, and the names of what is in them. The values
+    are in `stored.index.values`, and what is said of arrays in `stored.index.arrays`.
+
+    Raises:
+        CheckpointCorrupt: it is damaged.
+    """
+    return StoredView(stored.reader).node()
+
+
+def read_into(stored: Checkpoint, targets: TargetsByArray, options: LoadOptions) -> None:
+    """Reads boxes of stored arrays into memory; each chunk once, and checked.
+
+    Arguments:
+        stored: the checkpoint.
+        targets: for each array, by any names, where its boxes go, such as
+            `LocalFragments(shape, [(box, tensor)]).target()`.
+        options: how to read; this process reads alone.
+
+    Raises:
+        CheckpointReplaced: a save has replaced the checkpoint meanwhile.
+        UnickptError: as `unickpt.load`.
+    """
+    read_arrays(stored.reader, jobs_of(StoredView(stored.reader), targets), options)
 
 
 def jobs_of(view: CheckpointView, targets_by_array: TargetsByArray) -> list[Job]:

@@ -70,7 +70,7 @@ def take_policies(arguments: dict[str, Any]) -> tuple[Retention, SaveEvery, Expe
 
 
 def take_retention(arguments: dict[str, Any]) -> Retention:
-    """What to keep, taken out of the arguments of a Checkpointer.
+    """What to keep: `keep`, `keep_last` and the like, taken out of the arguments of a Checkpointer.
 
     Raises:
         ValueError: it is not valid, or is given twice.

@@ -461,7 +461,11 @@ def check_same_step(group: Group, where: Location, call: str, step: int) -> None
 
 
 def on_process_0(group: Group, where: Location, what: str, work: Callable[[], object]) -> None:
-    """Calls `work` on process 0, while the others wait for it."""
+    """Calls `work` on process 0, while the others wait for it.
+
+    Raises:
+        ProcessFailed: on the others, if `work` raises an error; `where` and `what` say of what.
+    """
     barrier(group)
     error: Exception | None = None
     if group.index == 0:

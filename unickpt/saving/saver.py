@@ -14,6 +14,7 @@ from unickpt.saving.plan_cache import PlanCache, SameTree
 from unickpt.saving.task import SaveTask, call_metrics
 from unickpt.saving.write_plan import DirectSource
 from unickpt.storage import paths
+from unickpt.storage.locations import Location
 from unickpt.threads import collection_paused
 from unickpt.trees.tree import Leaf, Node
 
@@ -68,7 +69,11 @@ def save_async(
 
 
 def begin(request: SaveRequest) -> PendingSave:
-    """As `save_async`, with callbacks."""
+    """As `unickpt.save_async`, for trainers: with callbacks, and what else `SaveRequest` has.
+
+    Raises:
+        UnickptError: as `unickpt.save_async`; also any error of `SaveCallbacks.begin`.
+    """
     return _queue(os.getpid()).save(request)
 
 
@@ -79,7 +84,7 @@ def _queue(process: int) -> SaveQueue:
 
 
 def save(
-    path: paths.PathLike,
+    path: paths.PathLike | Location,
     tree: Any,
     *,
     overwrite: bool = False,
