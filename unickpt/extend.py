@@ -62,7 +62,7 @@ from unickpt.format.file_ranges import read_box as read_file_box
 from unickpt.format.file_ranges import table_of as table_of_tree
 from unickpt.format.file_ranges import whole as entry_of_box
 from unickpt.format.files import CheckedFiles, Files
-from unickpt.format.formats import Format, SeveralCheckpoints
+from unickpt.format.formats import Format, SeveralCheckpoints, format_named
 from unickpt.format.formats import register as register_format
 from unickpt.format.formats import unregister as unregister_format
 from unickpt.format.index import REPLACED as REPLACED_METADATA
@@ -119,6 +119,7 @@ from unickpt.trees.tree_json import value_to_json as plain_to_json
 
 if _CHECKING:
     from unickpt.adapters.torch_optimizer import NamedOptimizer
+    from unickpt.arrays.saved_arrays import MeshFacts, MeshKey, SavedArrays
     from unickpt.format.step_metrics import finite_or_text, step_metrics
     from unickpt.format.writers import make_writer, register_writer, unregister_writer
     from unickpt.runs.arguments import fences_of, take_retention
@@ -173,6 +174,8 @@ __all__ = [
     "MAX_DEPTH",
     "MeanElements",
     "Mesh",
+    "MeshFacts",
+    "MeshKey",
     "NamedOptimizer",
     "Nibbles",
     "Node",
@@ -200,6 +203,7 @@ __all__ = [
     "SaveFeature",
     "SaveQueue",
     "SaveRequest",
+    "SavedArrays",
     "SavedOnly",
     "Scheme",
     "SerialExecutor",
@@ -236,6 +240,7 @@ __all__ = [
     "flat_range_to_boxes",
     "flatten_state",
     "flatten_tree",
+    "format_named",
     "group_of_one",
     "has_known_factory",
     "in_batches",
@@ -299,10 +304,13 @@ __all__ = [
 
 # Imported when they are first used. What `import unickpt` needs anyway is imported above.
 _LATER = {
+    "MeshFacts": "arrays.saved_arrays",
+    "MeshKey": "arrays.saved_arrays",
     "NamedOptimizer": "adapters.torch_optimizer",
     "PYTHON_TYPES": "trees.stored_types",
     "Retention": "runs.retention",
     "STORED_TYPES": "trees.stored_types",
+    "SavedArrays": "arrays.saved_arrays",
     "StepFolder": "runs.step_folder",
     "StoredType": "trees.stored_types",
     "barrier": "runs.housekeeping",

@@ -46,6 +46,7 @@ from unickpt.extend import (
 )
 
 HINTS: Collection[str] = merging.HINTS
+TensorParallelRules = merging.TensorParallelRules  # for the trainer, by `format_named`
 
 # Into how many chunks an array is cut, and what a chunk has at least, in bytes.
 _CHUNKS, _LEAST_CHUNK = 16, 16 << 10

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from unickpt.backends.orbax.saved_arrays import MeshFacts, MeshKey
 from unickpt.errors import CheckpointCorrupt
-from unickpt.extend import MAX_DEPTH, Expansion, Layout, Mesh, quoted
+from unickpt.extend import MAX_DEPTH, Expansion, Layout, Mesh, MeshFacts, MeshKey, quoted
 
 _ARRAYS = {"jax.Array": "array", "np.ndarray": "numpy"}
 _SCALAR, _TEXT = "scalar", "string"

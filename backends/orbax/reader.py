@@ -13,7 +13,6 @@ from unickpt.backends.orbax.aggregate import Inline
 from unickpt.backends.orbax.folders import Found
 from unickpt.backends.orbax.items import Located
 from unickpt.backends.orbax.metadata import NamedTuple
-from unickpt.backends.orbax.saved_arrays import SavedArrays
 from unickpt.backends.orbax.zarr import ZarrArray
 from unickpt.errors import UnsupportedLeaf
 from unickpt.extend import (
@@ -28,6 +27,7 @@ from unickpt.extend import (
     Pool,
     Reader,
     Request,
+    SavedArrays,
     dtype_from_name,
     flatten_tree,
     is_plain,

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, ClassVar
 
-from unickpt.backends.orbax.saved_arrays import SavedArrays
 from unickpt.backends.orbax.tree_writer import tree_files
 from unickpt.errors import UnsupportedLeaf
 from unickpt.extend import (
@@ -20,6 +19,7 @@ from unickpt.extend import (
     Node,
     Plan,
     PlannedFile,
+    SavedArrays,
     finite_or_text,
     step_metrics,
     text_file,

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from unickpt.backends._files.flat_names import refuse
-from unickpt.backends.orbax.saved_arrays import SavedArrays
 from unickpt.errors import UnsupportedLeaf
 from unickpt.extend import (
     ArrayEntry,
@@ -29,6 +28,7 @@ from unickpt.extend import (
     Leaf,
     Node,
     PlannedFile,
+    SavedArrays,
     dtype_from_name,
     join_names,
     name_component,

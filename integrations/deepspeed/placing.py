@@ -14,9 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unickpt.backends.deepspeed import merging
-from unickpt.errors import UnsupportedLeaf
-from unickpt.extend import Box, flat_range_to_boxes, row_major
+from unickpt.errors import HintError, UnsupportedLeaf
+from unickpt.extend import Box, flat_range_to_boxes, format_named, row_major
 from unickpt.integrations.deepspeed.held import PIPE_REPLICATED, Parameter, Range, shape_of
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -78,6 +77,25 @@ class Grid:
 
 
 @dataclass(frozen=True)
+class RankPiece:
+    """A box of a parameter, and where one rank has it; those of the format's rules are as this.
+
+    Arguments:
+        box: of the parameter.
+        rank: tensor-parallel.
+        first: the number of its first element in what the rank holds, in row-major order.
+        strides: of the box's dimensions there.
+        scale: what the rank's elements are multiplied by.
+    """
+
+    box: Box
+    rank: int
+    first: int
+    strides: tuple[int, ...]
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
 class Place:
     """Where a parameter of this rank is in an array.
 
@@ -92,11 +110,11 @@ class Place:
     name: str
     shape: tuple[int, ...]
     local: tuple[int, ...]
-    pieces: Sequence[merging.RankPiece]
-    own: Sequence[merging.RankPiece]
+    pieces: Sequence[RankPiece]
+    own: Sequence[RankPiece]
 
     def fragments(
-        self, held: Iterable[tuple[Box, torch.Tensor]], pieces: Sequence[merging.RankPiece]
+        self, held: Iterable[tuple[Box, torch.Tensor]], pieces: Sequence[RankPiece]
     ) -> list[tuple[Box, torch.Tensor]]:
         """Boxes of the array with their data.
 
@@ -120,7 +138,7 @@ class Place:
                 found.append((Box(tuple(start), tuple(stop)), data[inside] if inside else data))
         return found
 
-    def _here(self, piece: merging.RankPiece) -> Box:
+    def _here(self, piece: RankPiece) -> Box:
         """The box of what this rank has that a piece of the array is."""
         start, left = [], piece.first
         for step in row_major(self.local):
@@ -143,14 +161,17 @@ class Placing:
     grid: Grid
     info: Mapping[str, Any]
     hints: Mapping[str, Any]
-    _rules: merging.TensorParallelRules | None = None
+    _rules: Any = None  # of the format of DeepSpeed: how tensor-parallel ranks share parameters
     _shapes: dict[str, Shapes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.grid.tp_size > 1:
             try:
-                self._rules = merging.TensorParallelRules(self.info, self.hints, self.grid.tp_size)
-            except (merging.BadInfo, merging.Unsupported) as error:
+                rules = format_named("deepspeed").TensorParallelRules
+                self._rules = rules(self.info, self.hints, self.grid.tp_size)
+            except HintError:
+                raise
+            except ValueError as error:
                 raise UnsupportedLeaf(f"universal_checkpoint_info: {error}") from error
 
     def learn(self, params: Mapping[str, Parameter]) -> None:
@@ -183,16 +204,16 @@ class Placing:
         local = shape_of(param)
         own = not getattr(param, PIPE_REPLICATED, False)
         if self._rules is None:
-            piece = [merging.RankPiece(Box.whole(local), self.grid.tp, 0, row_major(local))]
+            piece = [RankPiece(Box.whole(local), self.grid.tp, 0, row_major(local))]
             return Place(name, local, local, piece, piece if own else ())
         if not self._rules.known:  # nobody knows how to put the parts together
-            piece = [merging.RankPiece(Box.whole(local), self.grid.tp, 0, row_major(local))]
+            piece = [RankPiece(Box.whole(local), self.grid.tp, 0, row_major(local))]
             return Place(f"{name}@{self.grid.tp}", local, local, piece, piece if own else ())
         try:
             plan = self._rules.plan(name, self._shapes[name])
             pieces = self._rules.held(name, self._shapes[name], self.grid.tp)
             _check(plan, pieces, local)
-        except (merging.BadInfo, merging.Unsupported) as error:
+        except ValueError as error:
             raise UnsupportedLeaf(f"{name!r}: universal_checkpoint_info: {error}") from error
         mine = [piece for piece in plan.pieces if piece.rank == self.grid.tp]
         return Place(name, plan.shape, local, pieces, mine if own else ())
@@ -231,11 +252,9 @@ def of_range(shape: tuple[int, ...], part: Range, data: torch.Tensor) -> list[tu
     return found
 
 
-def _check(
-    plan: merging.TensorParallelPlan, pieces: Sequence[merging.RankPiece], local: tuple[int, ...]
-) -> None:
+def _check(plan: Any, pieces: Sequence[RankPiece], local: tuple[int, ...]) -> None:
     if plan.mean:
-        raise merging.Unsupported(
+        raise ValueError(
             "it is the mean of the ranks' (parameter_to_average_patterns), which a save without "
             "communication cannot compute; keep it equal on all ranks, and name it among "
             "tp_replicated_parameter_patterns"
@@ -243,9 +262,9 @@ def _check(
     steps = row_major(local)
     for piece in pieces:
         if piece.scale != 1.0:
-            raise merging.Unsupported("its affine_map scales it; unickpt does not")
+            raise ValueError("its affine_map scales it; unickpt does not")
         wrong = any(
             n > 1 and a != b for n, a, b in zip(piece.box.shape, piece.strides, steps, strict=True)
         )
         if wrong:
-            raise merging.Unsupported("a rank has it in another order than row-major")
+            raise ValueError("a rank has it in another order than row-major")

@@ -15,10 +15,13 @@ from keras.src.saving.serialization_lib import ObjectSharingScope, SafeModeScope
 
 import unickpt
 from unickpt import Checkpoint, Checkpointer
-from unickpt.backends.orbax.keras_states import CONFIG, OTHERS, TRAINED, VARIABLES
 from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, LoadMismatch
 from unickpt.extend import Source
 
+# As the format of Keras (`unickpt convert --to keras`) knows them: in the metadata, the model's
+# configuration, and the paths of its variables, by Keras' two groups and in its order.
+CONFIG, VARIABLES = "keras", "keras_variables"
+TRAINED, OTHERS = "trainable_variables", "non_trainable_variables"
 _SHARED = "shared_object_id"
 _COUNTED = re.compile(r"_\d+(?=/|$)")
 _log = logging.getLogger("unickpt")

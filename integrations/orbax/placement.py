@@ -10,11 +10,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from unickpt.backends.orbax.saved_arrays import SavedArrays
 from unickpt.errors import LoadMismatch, UnsupportedLeaf
 from unickpt.extend import (
     ArrayEntry,
     Layout,
+    SavedArrays,
     dtype_from_name,
     flatten_state,
     leaves_of_tree,

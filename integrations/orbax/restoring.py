@@ -14,9 +14,8 @@ from orbax.checkpoint._src.metadata.tree import build_default_tree_metadata, ser
 
 import unickpt
 from unickpt import Checkpoint, LoadOptions, PerProcess, Rules
-from unickpt.backends.orbax.saved_arrays import SavedArrays
 from unickpt.errors import LoadMismatch
-from unickpt.extend import flatten_state, leaves_of_tree, rebuild_tree, structure_of
+from unickpt.extend import SavedArrays, flatten_state, leaves_of_tree, rebuild_tree, structure_of
 from unickpt.integrations.orbax import placement
 from unickpt.integrations.orbax.placement import abstract_array
 

@@ -67,6 +67,23 @@ def unregister(format: Format) -> None:
     _registered.remove(format)
 
 
+def format_named(name: str) -> Any:
+    """What the door of a format leads to, of unickpt or of another package: for a trainer's
+    integration, which stores what that trainer's own files hold and needs what else is there.
+
+    Arguments:
+        name: of its entry point, such as "deepspeed".
+
+    Raises:
+        PluginError: there is none, or it cannot be imported.
+
+    Example:
+        >>> sorted(format_named("npz").HINTS)
+        []
+    """
+    return doors.need("formats", name)
+
+
 def open_foreign(location: Location, hints: Mapping[str, Any]) -> Reader | None:
     """Opens what another system saved at a location; None if no format recognises it.
 

@@ -1,4 +1,4 @@
-"""What Orbax's files say of arrays, and neither the arrays nor their layouts do."""
+"""What is known of saved arrays of JAX beyond their layouts, to restore them as they were."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class SavedArrays:
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> SavedArrays:
-        """From `to_json`, as `unickpt.integrations.orbax` stores it in the metadata of a tree."""
+        """From `to_json`, as it is stored in the metadata of a checkpoint; of what has another form
+        nothing is known."""
         numpy, meshes = found.get("numpy"), found.get("meshes", ())
         try:
             return cls(
