@@ -1,4 +1,4 @@
-"""Training jobs of Lightning for tests/integrations/test_lightning.py, run by forked processes."""
+"""Training jobs of Lightning for test_lightning.py, run by forked processes."""
 
 from __future__ import annotations
 
