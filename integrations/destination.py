@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
-from unickpt.extend import LocalLocation, Location, PathLike, resolve_path, storage_context
+import unickpt
+from unickpt import SaveOptions
+from unickpt.extend import (
+    LocalLocation,
+    Location,
+    PathLike,
+    SaveCallbacks,
+    SaveRequest,
+    resolve_path,
+    save_in_background,
+    storage_context,
+)
+from unickpt.types import PendingSave, SaveReport
 
 
 @dataclass(frozen=True)
@@ -63,6 +76,36 @@ class Destination:
         if not theirs and not kept:
             return cls(found)
         return cls(_ReplacedFolder(found.url, found.spec, frozenset((*theirs, *kept))), theirs)
+
+    def save(
+        self,
+        tree: Any,
+        *,
+        overwrite: bool = True,
+        metadata: Mapping[str, Any] | None = None,
+        options: SaveOptions | None = None,
+    ) -> SaveReport:
+        """As `unickpt.save`; then removes what was replaced."""
+        report = unickpt.save(
+            self.location, tree, overwrite=overwrite, metadata=metadata, options=options
+        )
+        self.committed()
+        return report
+
+    def save_async(
+        self,
+        tree: Any,
+        *,
+        overwrite: bool = True,
+        metadata: Mapping[str, Any] | None = None,
+        options: SaveOptions | None = None,
+    ) -> PendingSave:
+        """As `unickpt.save_async`; removes what was replaced, after the commit."""
+        request = SaveRequest(
+            *(self.location, tree, SaveOptions.or_default(options), overwrite, lambda: metadata),
+            callbacks=SaveCallbacks(committed=self.committed),
+        )
+        return save_in_background(request)
 
     def committed(self) -> None:
         """Removes what the save has replaced; called after the commit, on any rank. Until then the

@@ -26,10 +26,7 @@ from unickpt.errors import LoadMismatch
 from unickpt.extend import (
     NamedOptimizer,
     PathLike,
-    SaveCallbacks,
-    SaveRequest,
     reading_checkpoint,
-    save_in_background,
 )
 from unickpt.integrations import rng
 from unickpt.integrations.accelerate.naming import (
@@ -94,10 +91,7 @@ def save_state(
     path = next_path(accelerator, output_dir)
     to, overwrite = Destination.of(path, theirs_of), output_dir is not None
     tree, metadata = _saved(accelerator, save_model_func_kwargs)
-    report = unickpt.save(
-        to.location, tree, overwrite=overwrite, metadata=metadata, options=options
-    )
-    to.committed()
+    report = to.save(tree, overwrite=overwrite, metadata=metadata, options=options)
     accelerator.project_configuration.iteration += 1
     Excess(accelerator, path)()
     return report
@@ -128,13 +122,8 @@ def save_state_async(
     path = next_path(accelerator, output_dir)
     to = Destination.of(path, theirs_of)
     tree, metadata = _saved(accelerator, save_model_func_kwargs)
-    request = SaveRequest(
-        *(to.location, tree, SaveOptions.or_default(options)),
-        overwrite=output_dir is not None,
-        metadata=lambda: metadata,
-        callbacks=SaveCallbacks(committed=to.committed),
-    )
-    pending = save_in_background(request)
+    overwrite = output_dir is not None
+    pending = to.save_async(tree, overwrite=overwrite, metadata=metadata, options=options)
     accelerator.project_configuration.iteration += 1
     pending.add_done_callback(Excess(accelerator, path))
     return pending

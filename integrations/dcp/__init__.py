@@ -29,14 +29,11 @@ import unickpt
 from unickpt import Checkpoint, LoadOptions, SaveOptions
 from unickpt.extend import (
     PathLike,
-    SaveCallbacks,
     SavedOnly,
-    SaveRequest,
     group_of_one,
     job_group,
     loaded_together,
     reading_checkpoint,
-    save_in_background,
     structure_of,
 )
 from unickpt.integrations.dcp.file_system import FileSystemReader, FileSystemWriter
@@ -144,11 +141,7 @@ def save(
     options = _together(writer.options, process_group, no_dist)
     state, overwrite = to_save(state_dict), writer.overwrite
     to = destination(writer.checkpoint_id, overwrite=overwrite)
-    report = unickpt.save(
-        to.location, state, overwrite=overwrite, metadata=replaced_metadata(to), options=options
-    )
-    to.committed()
-    return report
+    return to.save(state, overwrite=overwrite, metadata=replaced_metadata(to), options=options)
 
 
 def async_save(
@@ -197,12 +190,8 @@ def async_save(
         options = replace(options, staging="lazy")
     state, overwrite = to_save(state_dict), writer.overwrite
     to = destination(writer.checkpoint_id, overwrite=overwrite)
-    callbacks = SaveCallbacks(committed=to.committed)
     metadata = replaced_metadata(to)
-    request = SaveRequest(
-        to.location, state, options, overwrite, lambda: metadata, callbacks=callbacks
-    )
-    pending = save_in_background(request)
+    pending = to.save_async(state, overwrite=overwrite, metadata=metadata, options=options)
     upload = SaveFuture(pending)
     if not later:
         return upload

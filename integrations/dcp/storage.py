@@ -137,11 +137,7 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         state = PlannedState(plan, planner)
         to = destination(self.checkpoint_id, overwrite=self.overwrite)
         options = replace(self.options, group=group)
-        metadata = replaced_metadata(to)
-        unickpt.save(
-            to.location, state, overwrite=self.overwrite, metadata=metadata, options=options
-        )
-        to.committed()
+        to.save(state, overwrite=self.overwrite, metadata=replaced_metadata(to), options=options)
         return _done(state.results())
 
     def finish(self, metadata: torch_metadata.Metadata, results: list[list[WriteResult]]) -> None:

@@ -14,7 +14,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.strategies import async_utils
 from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
 
-import unickpt
 from unickpt import SaveOptions
 from unickpt.errors import UnsupportedLeaf
 from unickpt.extend import SaveCallbacks, SavedOnly, SaveQueue, SaveRequest, fences_of, put_nested
@@ -78,8 +77,7 @@ class SaveStrategy(megatron_torch.TorchDistSaveShardedStrategy):  # as Megatron 
             UnickptError: as `unickpt.save`.
         """
         to, state = self._prepared(sharded_state_dict, checkpoint_dir)
-        self.report = unickpt.save(to.location, state, overwrite=True, options=self.options)
-        to.committed()
+        self.report = to.save(state, options=self.options)
 
     def async_save(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: str, async_strategy: str = "mcore"
