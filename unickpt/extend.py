@@ -1,4 +1,4 @@
-"""For plug-ins, formats and storages: what they need of unickpt, and how they are registered.
+"""For plug-ins, formats, storages, trainers: what they need of unickpt, how they are registered.
 
     from unickpt import extend
 
@@ -9,6 +9,10 @@
 A format's `open` returns a `Reader`, which needs a location, an index and `read(requests)`; for
 arrays that lie in files, `RangeReader` has all that. `unickpt.testing.ReaderSuite` has the tests
 that every format passes. docs/formats/own.md is an example.
+
+A trainer's integration saves by a `SaveRequest`, with `save_in_background` or a `SaveQueue` of its
+own, from objects that are `SavedOnly`; and looks into a checkpoint by `structure_of` and
+`read_into`, on the processes of `job_group`.
 """
 
 import importlib as _importlib
