@@ -453,8 +453,8 @@ def filled(given: Any, found: Any) -> Any:
     if given is found:
         return given
     if isinstance(given, dict) and isinstance(found, dict):
-        for key, value in found.items():
-            given[key] = filled(given[key], value)
+        for key in filter(given.__contains__, found):  # others are stored, and were not asked for
+            given[key] = filled(given[key], found[key])
         return given
     if isinstance(given, list) and isinstance(found, list):
         same = len(given) == len(found)

@@ -79,6 +79,16 @@ def test_stateful_objects_are_loaded_in_place_and_others_replaced(tmp_path: Path
     assert loaded["plain"]["list"] == [1, 2]
 
 
+def test_what_else_is_stored_in_a_dict_is_skipped(tmp_path: Path) -> None:
+    """As in torchtitan, where a dict has the position of each data-parallel rank."""
+    state = {"loader": {"rank_0": b"one", "rank_1": b"two"}, "w": torch.ones(2)}
+    dcp.save(state, checkpoint_id=tmp_path / "c")
+    found = {"loader": {"rank_1": b""}, "w": torch.zeros(2)}
+    dcp.load(found, checkpoint_id=tmp_path / "c")
+    assert found["loader"] == {"rank_1": b"two"}
+    assert found["w"].tolist() == [1, 1]
+
+
 def test_an_empty_state_dict(tmp_path: Path) -> None:
     dcp.save({}, checkpoint_id=tmp_path / "c")
     state: dict[str, Any] = {}
