@@ -38,6 +38,15 @@ class _ReplacedFolder(LocalLocation):
         return [name for name in super().foreign_files() if name not in self.theirs]
 
 
+TORCH_METADATA = ".metadata"
+
+
+def torch_files(names: Sequence[str]) -> Sequence[str]:
+    """What of a folder is a checkpoint of torch's DCP, with which Megatron writes its own, too."""
+    data = [name for name in names if name.endswith(".distcp")]
+    return [TORCH_METADATA, *data] if data else []
+
+
 @dataclass(frozen=True)
 class Destination:
     """Where to save, and what of a trainer's own checkpoint there is replaced.

@@ -22,8 +22,18 @@ def dtype_named(name: Any) -> torch.dtype:
     return found
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype of torch, for `dtype_named`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def class_name(value: object) -> str:
+    """The name of a value's class, with its module."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
 OF_TORCH = (
     StoredType("torch.Size", (torch.Size,), list, torch.Size),
     StoredType("torch.device", (torch.device,), str, torch.device),
-    StoredType("torch.dtype", (torch.dtype,), lambda x: str(x).removeprefix("torch."), dtype_named),
+    StoredType("torch.dtype", (torch.dtype,), dtype_name, dtype_named),
 )

@@ -16,6 +16,7 @@ own, from objects that are `SavedOnly`; and looks into a checkpoint by `structur
 """
 
 import importlib as _importlib
+import typing as _typing
 from typing import TYPE_CHECKING as _CHECKING
 from typing import Any as _Any
 
@@ -331,10 +332,11 @@ _LATER = {
     "unregister_writer": "format.writers",
 }
 
+if not _typing.TYPE_CHECKING:  # by this name mypy knows it; else it would take any name
 
-def __getattr__(name: str) -> _Any:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(_importlib.import_module(f"unickpt.{_LATER[name]}"), name)
-    globals()[name] = found
-    return found
+    def __getattr__(name: str) -> _Any:
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = getattr(_importlib.import_module(f"unickpt.{_LATER[name]}"), name)
+        globals()[name] = found
+        return found

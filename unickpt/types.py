@@ -1,6 +1,7 @@
 """What the functions of `unickpt` return and take beside options: results, arrays and layouts."""
 
 import importlib as _importlib
+import typing as _typing
 from typing import TYPE_CHECKING as _CHECKING
 from typing import Any as _Any
 
@@ -48,10 +49,11 @@ _LATER = {
     "VerifyReport": "tools.verification",
 }
 
+if not _typing.TYPE_CHECKING:  # by this name mypy knows it; else it would take any name
 
-def __getattr__(name: str) -> _Any:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(_importlib.import_module(f"unickpt.{_LATER[name]}"), name)
-    globals()[name] = found
-    return found
+    def __getattr__(name: str) -> _Any:
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = getattr(_importlib.import_module(f"unickpt.{_LATER[name]}"), name)
+        globals()[name] = found
+        return found

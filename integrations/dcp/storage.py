@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from unickpt.extend import (
     resolve_path,
     structure_of,
 )
-from unickpt.integrations.destination import Destination
+from unickpt.integrations.destination import TORCH_METADATA, Destination, torch_files
 from unickpt.types import LocalFragments
 
 Keys = tuple[Key, ...]
@@ -479,22 +479,13 @@ def _is_whole(given: Any) -> bool:
 
 def destination(path: PathLike, *, overwrite: bool) -> Destination:
     """The destination at a path. Raises InvalidPath, StorageError."""
-    return Destination.of(path, _torchs if overwrite else lambda names: ())
+    return Destination.of(path, torch_files if overwrite else lambda names: ())
 
 
 def replaced_metadata(to: Destination) -> dict[str, Any]:
     """What a checkpoint says of torch's checkpoint that it replaces, whose files are removed after
     the commit: a job that is killed in between leaves both, and readers know which one counts."""
-    if _METADATA not in to.theirs:
+    if TORCH_METADATA not in to.theirs:
         return {}
-    content = Path(os.path.join(str(to.location), _METADATA)).read_bytes()
-    return {REPLACED_METADATA: {_METADATA: xxhash.xxh3_64_hexdigest(content)}}
-
-
-_METADATA = ".metadata"
-
-
-def _torchs(names: Sequence[str]) -> Sequence[str]:
-    """What of a folder is a checkpoint of torch's."""
-    data = [name for name in names if name.endswith(".distcp")]
-    return [_METADATA, *data] if data else []
+    content = Path(os.path.join(str(to.location), TORCH_METADATA)).read_bytes()
+    return {REPLACED_METADATA: {TORCH_METADATA: xxhash.xxh3_64_hexdigest(content)}}

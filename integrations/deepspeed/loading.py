@@ -20,6 +20,7 @@ from unickpt.extend import ArrayEntry, first_few
 from unickpt.integrations.deepspeed import values
 from unickpt.integrations.deepspeed.held import Updated
 from unickpt.integrations.deepspeed.state import FP32, MODULE, EngineArrays, Leaves, as_count
+from unickpt.integrations.torch_types import dtype_name
 
 _log = logging.getLogger("unickpt")
 _STEP = "step"
@@ -133,7 +134,7 @@ class EngineLoad:
 
     def _request(self, name: str, stored: str, dtype: torch.dtype, leaf: Any) -> bool:
         """Requests the weights of a parameter, or a buffer; False if they are not stored."""
-        arrays, own = self.arrays, _name_of(dtype)
+        arrays, own = self.arrays, dtype_name(dtype)
         has_masters = name in arrays.masters
         if self.rules is not None:  # presets have the masters only
             masters = arrays.slot(name, self._masters(name)) if has_masters else leaf
@@ -294,7 +295,3 @@ def _set_counts(base: Any, each: Updated, counts: Mapping[str, float]) -> None:
             state[slot] = kind.detach().clone().fill_(number)
         else:
             state[slot] = type(kind)(number)
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -40,7 +40,7 @@ from unickpt.extend import (
     structure_of,
     unwrapped,
 )
-from unickpt.integrations.torch_types import OF_TORCH, dtype_named
+from unickpt.integrations.torch_types import OF_TORCH, class_name, dtype_named
 from unickpt.types import LocalFragments
 
 
@@ -156,7 +156,7 @@ class _TakenApart:
             return self._config(value, name)
         kind = _BY_NAME["omegaconf type"] if _is_config(value) else _BY_CLASS.get(type(value))
         if kind is None or not has_known_factory(value):
-            self.refused.append(f"{name}: {_class_name(value)}; {_hint(value, name)}")
+            self.refused.append(f"{name}: {class_name(value)}; {_hint(value, name)}")
             return None
         self.types.setdefault(name, []).append(kind.name)
         return self.form(kind.store(value), name)
@@ -165,7 +165,7 @@ class _TakenApart:
         # Lightning reads its checkpoints before there is a model whose tensors could be filled.
         if not is_array(value):
             self.refused.append(
-                f"{name}: {_class_name(value)}; it would come back as a dict of the arrays that it "
+                f"{name}: {class_name(value)}; it would come back as a dict of the arrays that it "
                 "consists of: store these, or a dense tensor"
             )
         return value
@@ -277,10 +277,6 @@ class _Restored:
 
 def _is_namedtuple(value: Any) -> bool:
     return type(value) is not tuple and hasattr(value, "_fields")
-
-
-def _class_name(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _hint(value: Any, name: str) -> str:

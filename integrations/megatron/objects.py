@@ -29,7 +29,7 @@ from unickpt.extend import (
     is_plain,
     quoted,
 )
-from unickpt.integrations.torch_types import OF_TORCH
+from unickpt.integrations.torch_types import OF_TORCH, class_name
 from unickpt.types import LocalFragments
 
 _MARK = "megatron "
@@ -103,10 +103,10 @@ def _opaque(value: Any, where: str) -> Opaque:
         data = pickle.dumps(value)
     except Exception as error:
         raise UnsupportedLeaf(
-            f"{where!r}: a {_class_name(value)} is no plain value and cannot be pickled: {error}; "
+            f"{where!r}: a {class_name(value)} is no plain value and cannot be pickled: {error}; "
             "wrap it in a LocalNonpersistentObject, or leave it out"
         ) from error
-    return Opaque(_class_name(value), data)
+    return Opaque(class_name(value), data)
 
 
 def empty(node: Node | Leaf, entry: Callable[[str], Any], kind: str = "") -> dict[str, Any]:
@@ -178,7 +178,3 @@ def _kind(node: Node) -> str:
     """The name of the type of which a stored value was, if it is within our wrapper."""
     ours = node.kind == "wrapper" and node.type_name.startswith(_MARK)
     return node.type_name.removeprefix(_MARK) if ours else ""
-
-
-def _class_name(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
 from unickpt import SaveOptions
 from unickpt.errors import UnsupportedLeaf
 from unickpt.extend import SaveCallbacks, SavedOnly, SaveQueue, SaveRequest, fences_of, put_nested
-from unickpt.integrations.destination import Destination
+from unickpt.integrations.destination import Destination, torch_files
 from unickpt.integrations.megatron import common, optimizers
 from unickpt.integrations.megatron.objects import stored_form
 from unickpt.integrations.megatron.pieces import Piece, is_main, pieces_of
@@ -112,7 +112,8 @@ class SaveStrategy(megatron_torch.TorchDistSaveShardedStrategy):  # as Megatron 
         first = dist.get_rank() == 0
         if first and handed:
             common.write(folder, handed[0].data)
-        return Destination.of(folder, _theirs, _KEPT), _State(state, folder, self._buckets, first)
+        made = _State(state, folder, self._buckets, first)
+        return Destination.of(folder, torch_files, _KEPT), made
 
     def _owners(self, state: dict[str, Any]) -> set[Hashable] | None:
         """The memory that only steps of the optimizer change."""
@@ -210,12 +211,6 @@ def fragments(key: str, pieces: Sequence[Piece]) -> LocalFragments:
         return LocalFragments(first.shape, [(piece.box, piece.data) for piece in pieces])
     except ValueError as error:
         raise UnsupportedLeaf(f"{key!r}: {error}") from error
-
-
-def _theirs(names: Sequence[str]) -> Sequence[str]:
-    """What of a folder is a checkpoint of Megatron's own."""
-    data = [name for name in names if name.endswith(".distcp")]
-    return [".metadata", *data] if data else []
 
 
 def _request_class(async_strategy: str) -> Any:
