@@ -12,10 +12,10 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceSharding
 
+from unickpt import doors
 from unickpt.adapters.jax_group import JaxGroup, only_this_process
 from unickpt.adapters.jax_group import group as group
 from unickpt.adapters.jax_group import group_of as group_of
-from unickpt.adapters.jax_routers import RouterTokens as RouterTokens
 from unickpt.adapters.jax_settings import unchecked
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, overlap
@@ -566,3 +566,9 @@ def _named(sharding: NamedSharding, rank: int) -> Layout:
         names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
         dims.append(tuple(str(n) for n in names))
     return Layout(Mesh(axes, mesh.devices.shape, processes), tuple(dims))
+
+
+def __getattr__(name: str) -> Any:
+    if name != "RouterTokens":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return doors.need("features", "router_tokens_jax")

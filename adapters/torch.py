@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from unickpt import doors
 from unickpt.adapters import torch_digests
 from unickpt.adapters.torch_cuda import (
     buffer_for_cuda,
@@ -44,7 +45,6 @@ from unickpt.adapters.torch_optimizer import (
     expand_optimizer,
     is_optimizer,
 )
-from unickpt.adapters.torch_routers import RouterTokens as RouterTokens
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
@@ -558,3 +558,9 @@ def _tie(held: _TensorMemory) -> Hashable:
         tensor.dtype,
         held.lazily,
     )
+
+
+def __getattr__(name: str) -> Any:
+    if name != "RouterTokens":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return doors.need("features", "router_tokens_torch")

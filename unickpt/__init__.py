@@ -41,12 +41,12 @@ from unickpt.saving.saver import save, save_async
 from unickpt.trees.tree import Opaque
 
 if _CHECKING:
+    from unickpt.plugins.experts import Experts
     from unickpt.plugins.quantize import Restores
     from unickpt.reporting.html_report import report
     from unickpt.rules.functions import Function
     from unickpt.rules.rule_set import Rules
     from unickpt.runs.checkpointer import Checkpointer
-    from unickpt.runs.partial_saves import Experts
     from unickpt.runs.retention import Retention
     from unickpt.runs.save_triggers import SaveEvery
     from unickpt.tools import merge_methods
@@ -99,7 +99,7 @@ __all__ = [
 # need is imported above, so that their first call is as fast as the next.
 _LATER = {
     "Checkpointer": "runs.checkpointer",
-    "Experts": "runs.partial_saves",
+    "Experts": "plugins.experts",
     "Function": "rules.functions",
     "Restores": "plugins.quantize",
     "Retention": "runs.retention",

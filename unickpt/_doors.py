@@ -45,5 +45,8 @@ DOORS = {
     },
     "features": {
         "quantize": "unickpt.plugins.quantize:Quantize",
+        "experts": "unickpt.plugins.experts:Experts",
+        "router_tokens_jax": "unickpt.plugins.experts.jax_routers:RouterTokens",
+        "router_tokens_torch": "unickpt.plugins.experts.torch_routers:RouterTokens",
     },
 }

@@ -31,8 +31,10 @@ from unickpt.arrays.dtypes import with_shape as dtype_and_shape
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.arrays.names import matches as name_matches
 from unickpt.commit.version import Version, version_at
-from unickpt.features import RunFeature, SaveFeature
-from unickpt.format.chunk_grid import Part
+from unickpt.features import Run, RunFeature, SaveCall, SaveFeature
+from unickpt.format.borrowed import MOST_BASES
+from unickpt.format.chunk_grid import Part, numbered_parts
+from unickpt.format.codec import common_codec
 from unickpt.format.codecs import Codec, Extra, NotDecodable, StoredChunk
 from unickpt.format.codecs import register as register_codec
 from unickpt.format.codecs import unregister as unregister_codec
@@ -76,12 +78,14 @@ from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.ocdbt_reader import open as open_own
 from unickpt.format.reader import BlockType, ParallelMap, Reader, Request
 from unickpt.format.refusals import refuse_unknown
+from unickpt.format.unit_steps import UnitSteps
+from unickpt.format.unit_steps import stored as stored_unit_steps
 from unickpt.format.writer import Data, Ending, OfEachProcess, Plan, PlannedFile, Writer, text_file
 from unickpt.frameworks.leaves import SavedOnly, flatten_state, is_array, job_group
 from unickpt.frameworks.process_group import alone as group_of_one
 from unickpt.frameworks.process_group import loaded_together, new_session
 from unickpt.loading.views import read_into, structure_of
-from unickpt.quoting import printable, quoted, shortened
+from unickpt.quoting import given, printable, quoted, shortened
 from unickpt.quoting import some as first_few
 from unickpt.reading.checkpoint import Hints, Source
 from unickpt.reading.checkpoint import reading as reading_checkpoint
@@ -121,6 +125,7 @@ from unickpt.trees.tree_json import from_names as tree_from_names
 from unickpt.trees.tree_json import length as plain_length
 from unickpt.trees.tree_json import to_json as tree_to_json
 from unickpt.trees.tree_json import value_to_json as plain_to_json
+from unickpt.write_filter import ArrayUnits, Earlier, Selection, Unit, Units, WriteFilter
 
 if _CHECKING:
     from unickpt.adapters.torch_optimizer import NamedOptimizer
@@ -144,6 +149,7 @@ __all__ = [
     "Array",
     "ArrayEntry",
     "ArrayTable",
+    "ArrayUnits",
     "BlockType",
     "Box",
     "ByteRange",
@@ -155,6 +161,7 @@ __all__ = [
     "DType",
     "Damaged",
     "Data",
+    "Earlier",
     "ElementRun",
     "Elements",
     "Ending",
@@ -177,6 +184,7 @@ __all__ = [
     "Location",
     "MANIFEST",
     "MAX_DEPTH",
+    "MOST_BASES",
     "MeanElements",
     "Mesh",
     "MeshFacts",
@@ -202,8 +210,10 @@ __all__ = [
     "Reader",
     "Request",
     "Retention",
+    "Run",
     "RunFeature",
     "STORED_TYPES",
+    "SaveCall",
     "SaveCallbacks",
     "SaveFeature",
     "SaveQueue",
@@ -211,6 +221,7 @@ __all__ = [
     "SavedArrays",
     "SavedOnly",
     "Scheme",
+    "Selection",
     "SerialExecutor",
     "SeveralCheckpoints",
     "Source",
@@ -219,9 +230,13 @@ __all__ = [
     "StoredChunk",
     "StoredType",
     "TensorSource",
+    "Unit",
+    "UnitSteps",
+    "Units",
     "Unreadable",
     "Version",
     "WHOLE_BOXES",
+    "WriteFilter",
     "Writer",
     "absolute_path",
     "asking_storage",
@@ -231,6 +246,7 @@ __all__ = [
     "child_names",
     "children_by_key",
     "combined_crc32",
+    "common_codec",
     "cut_box",
     "dict_node",
     "dtype_and_shape",
@@ -246,6 +262,7 @@ __all__ = [
     "flatten_state",
     "flatten_tree",
     "format_named",
+    "given",
     "group_of_one",
     "has_known_factory",
     "in_batches",
@@ -261,6 +278,7 @@ __all__ = [
     "name_component",
     "name_matches",
     "new_session",
+    "numbered_parts",
     "on_process_0",
     "open_own",
     "other_folders",
@@ -289,6 +307,7 @@ __all__ = [
     "shortened",
     "step_metrics",
     "storage_context",
+    "stored_unit_steps",
     "storing_hint",
     "structure_of",
     "sync_folder",

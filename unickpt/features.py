@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from unickpt.format.index import Index
+from unickpt.write_filter import WriteFilter
 
 
 class SaveFeature:
@@ -24,26 +26,86 @@ class SaveFeature:
             UnsupportedLeaf: the feature does not fit them; the save fails.
         """
 
-    def in_run(self) -> RunFeature | None:
+    def write_filter(self, attempt: str) -> WriteFilter | None:
+        """What a save leaves out; None for nothing. Called on each process, in the call that saves.
+
+        Arguments:
+            attempt: the name that the save will have in the index.
+
+        Raises:
+            UnsupportedLeaf: that cannot be told; the save fails.
+        """
+        return None
+
+    def in_run(self, run: Run) -> RunFeature | None:
         """What a `Checkpointer` asks before each save and after each load; None for nothing."""
         return None
 
 
-class RunFeature(Protocol):
-    """The part of a feature that lives as long as a run."""
+@dataclass(frozen=True)
+class Run:
+    """What a feature knows of a run.
 
-    def before_save(self, step: int) -> tuple[SaveFeature, Mapping[str, Any]]:
+    Arguments:
+        is_local: whether steps are saved on a local disk.
+        path: where a step is saved, by its number.
+        wait_ended: waits until all saves that have begun are committed, or have failed.
+    """
+
+    is_local: bool
+    path: Callable[[int], str]
+    wait_ended: Callable[[], None]
+
+
+@dataclass
+class SaveCall:
+    """A call of `Checkpointer.save`, out of which features take what is theirs.
+
+    Arguments:
+        step: that is saved.
+        metrics: as given; on process 0 only.
+        keywords: those that are for features, as given.
+        is_coordinator: whether this is process 0, whose metrics are stored.
+    """
+
+    step: int
+    metrics: Mapping[str, float] | None = None
+    keywords: dict[str, Any] = field(default_factory=dict)
+    is_coordinator: bool = True
+
+
+class RunFeature:
+    """The part of a feature that lives as long as a run; a base class whose methods do nothing."""
+
+    needs_steps_before = False
+    """Whether steps refer to steps before them: these are then retired instead of kept, if no rule
+    keeps them."""
+
+    def before_save(self, call: SaveCall) -> tuple[SaveFeature, Mapping[str, Any]]:
         """The feature with which a step is saved, and what the step's metadata say below
         `["unickpt"]`. Called on each process, in the call that saves.
 
         Arguments:
-            step: its number.
+            call: to save it.
+        """
+        raise NotImplementedError
+
+    def after_save(self, feature: SaveFeature | None, error: BaseException | None) -> None:
+        """Records that a save has ended.
+
+        Arguments:
+            feature: as of `before_save`; None if the call failed before that.
+            error: why it failed; None if it is committed.
         """
 
-    def after_load(self, step: int, index: Index) -> None:
+    def after_load(self, step: int, path: str, index: Index | None) -> None:
         """Records that the run resumes from a step. Called on each process.
 
         Arguments:
             step: its number.
-            index: of its checkpoint.
+            path: from which it was loaded, which need not be where the run saves.
+            index: of its checkpoint; None if that is not of unickpt.
         """
+
+    def after_removal(self, steps: Collection[int]) -> None:
+        """Records that steps were removed, to go back to an earlier one."""

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from unickpt import doors
 from unickpt.features import SaveFeature
@@ -31,6 +31,50 @@ STAGINGS = get_args(Staging)
 # Each is of a plug-in, with an entry point of this name in the group `unickpt.features`, which is
 # called with its value.
 _PLUG_INS = ("quantize",)
+
+
+def take_experts(arguments: dict[str, Any]) -> SaveFeature | None:
+    """The policy for experts, taken out of the arguments of a Checkpointer.
+
+    Raises:
+        ValueError: it is not valid, or is given twice.
+    """
+    experts, partial = arguments.pop("experts", None), arguments.pop("partial", None)
+    names = ("choose", "plt_budget")
+    more: dict[str, Any] = {name: arguments.pop(name) for name in names if name in arguments}
+    if partial is not None and experts is not None:
+        raise ValueError("give experts, or partial, which is short for it; not both")
+    if partial is None and experts is None:
+        if more.get("choose") is not None:
+            raise ValueError("choose is for experts; give partial, too")
+        return None
+    policy: Any = doors.need("features", "experts")
+    if partial is not None:
+        experts = policy(partial)
+    if not isinstance(experts, policy):
+        raise ValueError(
+            f"experts={experts!r} must be Experts, such as Experts({{'**/experts/{{x}}/w': 4}})"
+        )
+    joined_policy: SaveFeature = joined(experts, more)
+    return joined_policy
+
+
+P = TypeVar("P")
+
+
+def joined(policy: P, given: Mapping[str, Any]) -> P:
+    """A policy with the fields that were given beside it.
+
+    Raises:
+        ValueError: one is given twice.
+    """
+    for each in fields(policy):  # type: ignore[arg-type]
+        if each.name in given and getattr(policy, each.name) != each.default:
+            raise ValueError(
+                f"give {each.name} to the Checkpointer or to its {type(policy).__name__}, "
+                "not to both"
+            )
+    return replace(policy, **given)  # type: ignore[type-var]
 
 
 class ChoosesCodes(Protocol):
@@ -249,6 +293,10 @@ class SaveOptions(CommonOptions):
             if value or not isinstance(value, Mapping):
                 features.append(doors.need("features", name)(value))
         return tuple(features)
+
+    def with_feature(self, feature: SaveFeature) -> SaveOptions:
+        """The same options with one more feature."""
+        return replace(self, features=(*self.features, feature))
 
     def with_features(self, features: Sequence[SaveFeature]) -> SaveOptions:
         """The same options with other features, also in place of keywords."""

@@ -12,6 +12,7 @@ from unickpt.extend import (
     Array,
     ArrayEntry,
     NotDecodable,
+    Run,
     RunFeature,
     SaveFeature,
     StoredChunk,
@@ -51,7 +52,7 @@ class Quantize(SaveFeature):
         except ValueError as error:
             raise UnsupportedLeaf(str(error)) from None
 
-    def in_run(self) -> RunFeature | None:
+    def in_run(self, run: Run) -> RunFeature | None:
         """Counts restores, if a pattern asks for that."""
         counts = any(isinstance(each, Restores) for each in self.patterns.values())
         return RestoreCount(self.patterns, Quantize, NAME) if counts else None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from unickpt.extend import Index, SaveFeature
+from unickpt.extend import Index, RunFeature, SaveCall, SaveFeature
 
 # As Check-N-Run: up to how many restores these codes keep its models' accuracy.
 _CODES = (1, "int2"), (3, "int3"), (20, "int4")
@@ -57,7 +57,7 @@ class Restores:
         return next((codes for most, codes in _CODES if self.expected <= most), _MOST)
 
 
-class RestoreCount:
+class RestoreCount(RunFeature):
     """Counts how often a run resumed from steps with quantised arrays; stored with each step.
 
     Arguments:
@@ -74,7 +74,7 @@ class RestoreCount:
     ) -> None:
         self._patterns, self._make, self._name, self._happened = patterns, make, name, 0
 
-    def before_save(self, step: int) -> tuple[SaveFeature, Mapping[str, Any]]:
+    def before_save(self, call: SaveCall) -> tuple[SaveFeature, Mapping[str, Any]]:
         """The patterns with the codes to store after the restores that happened."""
         patterns = {
             pattern: each.codes(self._happened) if isinstance(each, Restores) else each
@@ -82,8 +82,10 @@ class RestoreCount:
         }
         return self._make(patterns), {_KEY: self._happened}
 
-    def after_load(self, step: int, index: Index) -> None:
+    def after_load(self, step: int, path: str, index: Index | None) -> None:
         """Counts this restore, and those that the step says."""
+        if index is None:
+            return
         own = index.metadata.get("unickpt")
         before = own.get(_KEY) if isinstance(own, Mapping) else None
         is_quantized = any(entry.codec == self._name for entry in index.arrays.values())

@@ -44,7 +44,7 @@ PRELOADED = {
         "unickpt.backends.file",
         "unickpt.format.writers",
         "unickpt.rules.view",
-        "unickpt.reuse.expert_turns",
+        "unickpt.plugins.experts.turns",
         "unickpt.runs.checkpointer",
         "unickpt.saving.bases",
         "unickpt.saving.taking",

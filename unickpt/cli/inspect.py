@@ -21,7 +21,7 @@ from unickpt.cli.output import AsJson, Where, clean, console, fail, print_json
 from unickpt.cli.saves import timing_table
 from unickpt.cli.tables import Cell, date_text, print_table, shape_text
 from unickpt.display import tree_table
-from unickpt.format import ocdbt_reader
+from unickpt.format import ocdbt_reader, unit_steps
 from unickpt.format.chunk_grid import Part
 from unickpt.format.codec import AUTO, common_codec
 from unickpt.format.codec_json import as_codecs
@@ -30,7 +30,6 @@ from unickpt.format.index import ArrayEntry, Index
 from unickpt.quoting import counted, quoted, size_text, some
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.stored_array import StoredArray
-from unickpt.reuse import experts
 from unickpt.trees import tree, tree_json
 
 _MANY_PARTS = 20
@@ -293,14 +292,14 @@ def _totals(checkpoint: Checkpoint) -> Text:
 def _experts(checkpoint: Checkpoint) -> list[Text]:
     """A line for each key of experts of which some are saved at a time; and one for the PLT."""
     where, metadata = str(checkpoint.location), checkpoint.index.metadata
-    record = experts.stored(metadata, where)
-    if record is None:
+    steps_of = unit_steps.stored(metadata, where)
+    if steps_of is None:
         return []
     older: dict[str, dict[int, list[int]]] = {}
-    for key, number, step in experts.older(metadata, where):
+    for key, number, step in unit_steps.older(metadata, where):
         older.setdefault(key, {}).setdefault(step, []).append(number)
     lines = []
-    for key, steps in record.steps.items():
+    for key, steps in steps_of.items():
         found = sorted(older.get(key, {}).items(), reverse=True)
         shown = "; ".join(f"{some(numbers)} of step {step}" for step, numbers in found[:8])
         more = "; ..." if len(found) > 8 else ""
@@ -310,8 +309,8 @@ def _experts(checkpoint: Checkpoint) -> list[Text]:
             else "all of this step"
         )
         lines.append(Text.assemble(("experts: ", "bold"), text))
-    if record.layers:
-        text = f"{record.lost_tokens:.3%} of all tokens, if the run restarts from this step (PLT)"
+    if (lost := unit_steps.lost(metadata)) is not None:
+        text = f"{lost:.3%} of all tokens, if the run restarts from this step (PLT)"
         lines.append(Text.assemble(("lost: ", "bold"), text))
     return lines
 

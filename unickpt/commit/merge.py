@@ -17,7 +17,7 @@ from unickpt.commit.merge_chunks import Chunks, Requests, merged_chunks, request
 from unickpt.commit.messages import Names, Records
 from unickpt.commit.replicas import ReplicaDifference, Replicas
 from unickpt.errors import CoverageError
-from unickpt.format import codecs, digest_table
+from unickpt.format import codecs, digest_table, unit_steps
 from unickpt.format.codec import AUTO
 from unickpt.format.coverage import check_boxes
 from unickpt.format.growth import Growth
@@ -28,7 +28,6 @@ from unickpt.format.index import (
     Index,
     PerProcessEntry,
 )
-from unickpt.reuse.experts import with_steps
 from unickpt.trees import tree, tree_json
 
 
@@ -133,9 +132,8 @@ def _digest_blocks(table: digest_table.Table) -> DigestBlocks | None:
 
 
 def _metadata(index: Index, records: Records) -> Mapping[str, Any]:
-    """The metadata, with the steps of experts, if some may be left out of a save."""
-    steps = [(process, record.experts) for process, record in records]
-    return with_steps(index.metadata, steps) if any(each for _, each in steps) else index.metadata
+    """The metadata, with the steps of units, if some may be left out of a save."""
+    return unit_steps.merged(index.metadata, [(n, record.units) for n, record in records])
 
 
 # The tables of an index that are joined by name.

@@ -26,8 +26,8 @@ from unickpt.errors import (
 from unickpt.format.growth import Growth
 from unickpt.format.index import BaseEntry, Index, nbytes_of
 from unickpt.format.links import FULL_LINK
+from unickpt.format.unit_steps import UnitSteps
 from unickpt.frameworks.process_group import Group
-from unickpt.reuse.experts import ExpertSteps
 from unickpt.storage.btree.builder import INLINE, PLACE_DTYPE, PLACE_FIELDS
 from unickpt.storage.kvstore import Future, KvStore
 from unickpt.storage.locations import Location
@@ -72,7 +72,7 @@ class Record:
         growth: how checkpoints grew up to the one whose patches this one goes on with, if any.
         patches: one element of `PATCH_DTYPE` for each patch of a chunk, ascending.
         extra: what codecs say about arrays, by codec and array number (`codecs.Extra`).
-        experts: of which step its experts are, by key, if some may be left out of a save.
+        units: of which step its units are, by key, if some may be left out of a save.
         follows: of the arrays that may be compressed, by number, whether those are that the base
             has; the others are as this process chose.
         knows_base: whether it knew what the base says, if there is one.
@@ -93,7 +93,7 @@ class Record:
     growth: Growth | None = None
     patches: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, PATCH_DTYPE))
     extra: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
-    experts: ExpertSteps = field(default_factory=dict)
+    units: UnitSteps = field(default_factory=dict)
     follows: Mapping[int, bool] = field(default_factory=dict)
     knows_base: bool = True
 

@@ -30,6 +30,9 @@ MARKS = "borrowers"
 """In the folder of an attempt: a file for each checkpoint that may borrow from it."""
 _DIGEST = re.compile("[0-9a-f]{16}")
 
+MOST_BASES = 16
+"""So many take a reader about as long to open as a large index."""
+
 
 def decode(data: bytes, index: Index) -> BorrowedTable:
     """Decodes the table of borrowed chunks.

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from unickpt.errors import LoadMismatch
+from unickpt.format import unit_steps
 from unickpt.format.index import RESERVED, ArrayEntry
 from unickpt.format.reader import Reader
 from unickpt.frameworks import per_process
@@ -43,7 +44,6 @@ from unickpt.reading import checkpoint
 from unickpt.reading.chunk_reader import Filled, ReadArrays, read_arrays
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.targets import NewTarget, NumberTarget
-from unickpt.reuse import experts
 from unickpt.threads import collection_paused
 from unickpt.trees import tree, tree_json
 from unickpt.trees.name_ranges import natural
@@ -278,7 +278,7 @@ class _Loading:
     def _older_experts(self, stored: Reader) -> tuple[tuple[str, int, int], ...]:
         if RESERVED not in stored.index.metadata:
             return ()
-        found = experts.older(stored.index.metadata, str(stored.location))
+        found = unit_steps.older(stored.index.metadata, str(stored.location))
         if found and self.strict_experts:
             shown = some([f"{number} of {key!r} of step {step}" for key, number, step in found])
             raise LoadMismatch(

@@ -21,8 +21,6 @@ from unickpt.storage.btree.nodes import DataReference
 
 # Of the base's bytes, the share that a checkpoint must have borrowed for the next one to borrow.
 LEAST_USED = 0.5
-# So many bases take a reader about as long to open as a large index.
-MOST_BASES = 16
 
 
 class Siblings:
@@ -45,7 +43,7 @@ class Siblings:
         """Whether enough of the base is still in use. All processes find the same."""
         index = self._reader.index
         if self._chained:
-            return len(index.bases) < MOST_BASES
+            return len(index.bases) < borrowed.MOST_BASES
         if not index.bases:
             return True
         if len(index.bases) > 1:

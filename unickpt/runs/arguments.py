@@ -8,17 +8,16 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict
 
 from unickpt.errors import UnsupportedLeaf
+from unickpt.features import SaveFeature
 from unickpt.format.index import RESERVED
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.protocol import Fence
 from unickpt.loading.loader import LoadArguments
-from unickpt.options import SaveOptions
+from unickpt.options import SaveOptions, joined, take_experts
 from unickpt.quoting import quoted, some
-from unickpt.reuse.experts import Choose
-from unickpt.runs.partial_saves import Experts
 from unickpt.runs.retention import Retention
 from unickpt.runs.roles import Roles
 from unickpt.runs.save_triggers import SaveEvery
@@ -41,7 +40,7 @@ class PolicyFields(TypedDict, total=False):
     save_every_s: float | None
     preemption: bool
     partial: Mapping[str, int | tuple[int | str, int]] | None
-    choose: Choose | Literal["most_lost"] | None
+    choose: Callable[..., Sequence[int]] | Literal["most_lost"] | None
     plt_budget: float | None
 
 
@@ -52,18 +51,17 @@ class StepArguments(LoadArguments, total=False):
     fallback: bool
 
 
-P = TypeVar("P", Retention, SaveEvery, Experts)
 _WHEN = {"save_every_s": "seconds", "preemption": "preemption"}
 
 
-def take_policies(arguments: dict[str, Any]) -> tuple[Retention, SaveEvery, Experts | None]:
+def take_policies(arguments: dict[str, Any]) -> tuple[Retention, SaveEvery, SaveFeature | None]:
     """The policies among the arguments of a Checkpointer.
 
     Raises:
         ValueError: they are not valid, or are given twice.
         TypeError: there are other arguments.
     """
-    found = take_retention(arguments), _take_save_every(arguments), _take_experts(arguments)
+    found = take_retention(arguments), _take_save_every(arguments), take_experts(arguments)
     for name in arguments:
         raise TypeError(f"Checkpointer() got an unexpected keyword argument {name!r}")
     return found
@@ -79,43 +77,13 @@ def take_retention(arguments: dict[str, Any]) -> Retention:
     names = [field.name for field in fields(Retention) if field.name != "keep"]
     values = {name: arguments.pop(name, None) for name in names}
     given = {name: value for name, value in values.items() if value is not None}
-    return _joined(keep if isinstance(keep, Retention) else Retention(keep=keep), given)
+    return joined(keep if isinstance(keep, Retention) else Retention(keep=keep), given)
 
 
 def _take_save_every(arguments: dict[str, Any]) -> SaveEvery:
     when = arguments.pop("save_every", None)
     given = {_WHEN[name]: arguments.pop(name) for name in _WHEN if name in arguments}
-    return _joined(when if isinstance(when, SaveEvery) else SaveEvery(when), given)
-
-
-def _take_experts(arguments: dict[str, Any]) -> Experts | None:
-    experts, partial = arguments.pop("experts", None), arguments.pop("partial", None)
-    names = ("choose", "plt_budget")
-    given: dict[str, Any] = {name: arguments.pop(name) for name in names if name in arguments}
-    if partial is not None:
-        if experts is not None:
-            raise ValueError("give experts, or partial, which is short for it; not both")
-        experts = Experts(partial)
-    if experts is None:
-        if given.get("choose") is not None:
-            raise ValueError("choose is for experts; give partial, too")
-        return None
-    if not isinstance(experts, Experts):
-        raise ValueError(
-            f"experts={experts!r} must be Experts, such as Experts({{'**/experts/{{x}}/w': 4}})"
-        )
-    return _joined(experts, given)
-
-
-def _joined(policy: P, given: Mapping[str, Any]) -> P:
-    """A policy with the fields that were given beside it."""
-    for field in fields(policy):
-        if field.name in given and getattr(policy, field.name) != field.default:
-            raise ValueError(
-                f"give {field.name} to the Checkpointer or to its {type(policy).__name__}, "
-                "not to both"
-            )
-    return replace(policy, **given)
+    return joined(when if isinstance(when, SaveEvery) else SaveEvery(when), given)
 
 
 _STEPS_END = 10**18  # the folders of later steps are not recognised

@@ -11,13 +11,13 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
+from unickpt.features import SaveCall, SaveFeature
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.process_group import Group, current_group, within
 from unickpt.loading.loader import LoadArguments
 from unickpt.loading.report import LoadReport
 from unickpt.options import SaveOptions
 from unickpt.reading.options import LoadOptions
-from unickpt.reuse.partial_save import PartialSave
 from unickpt.runs.arguments import (
     PolicyFields,
     StepArguments,
@@ -32,14 +32,12 @@ from unickpt.runs.arguments import (
     take_policies,
 )
 from unickpt.runs.housekeeping import Housekeeping, Removal, check_shared
-from unickpt.runs.partial_saves import Experts, PartialSaves
 from unickpt.runs.retention import Retention
 from unickpt.runs.run_features import RunFeatures
 from unickpt.runs.save_triggers import SaveEvery, SaveTriggers, SigtermHandler
 from unickpt.runs.step_folder import Branch
 from unickpt.runs.step_loader import StepLoader
 from unickpt.runs.tiers import Tier, Tiers
-from unickpt.runs.token_counts import TokensSeen, tokens_among
 from unickpt.saving.background import PendingSave, SaveQueue, SaveRequest
 from unickpt.storage import paths
 
@@ -133,7 +131,7 @@ class Checkpointer:
         local: paths.PathLike | None = None,
         roles: Sequence[paths.PathLike] = (),
         reuse: bool | Literal["digest", "compare", "patch"] = False,
-        experts: Experts | None = None,
+        experts: SaveFeature | None = None,
         optimizers: Sequence[Any] = (),
         options: SaveOptions | None = None,
         **policies: Unpack[PolicyFields],
@@ -147,15 +145,14 @@ class Checkpointer:
         check_changed(self._options.changed, self._reuses)
         if not isinstance(reuse, bool):
             self._options = replace(self._options, reuse=reuse)
-        self._features = RunFeatures(self._options)
+        if chosen is not None:
+            self._options = self._options.with_feature(chosen)
         refused = {"after": after, "local": local, "save_every_s": when.seconds}
         tier, refused["preemption"] = Tier(root), when.preemption or None
         others = roles_of(tier, roles, refused)
         self._tiers = Tiers(tier, None if local is None else Tier(local), others)
         self._queue = SaveQueue()
-        self._partial: PartialSaves | None = None
-        if chosen is not None:
-            self._partial = PartialSaves(chosen, self._tiers.first, self._queue.wait_ended)
+        self._features = RunFeatures(self._options, self._tiers.first, self._queue.wait_ended)
         self._fences = fences_of(optimizers, self._queue.fence)
         self._sigterm: SigtermHandler | None = None
         if when.preemption:
@@ -164,7 +161,7 @@ class Checkpointer:
         self._branch = Branch(after if after is None else step_number(after, "after="))
         self._housekeeping = Housekeeping(
             *(self._tiers, retention, self._options, self._branch, self._queue.errors.add),
-            retires=self._partial is not None,
+            retires=self._features.need_steps_before,
         )
         self._removal = Removal(self._tiers, self._branch, self._housekeeping)
         self._closed = self._is_shared = False
@@ -205,7 +202,7 @@ class Checkpointer:
         *,
         wait: bool = False,
         metrics: Mapping[str, float] | None = None,
-        tokens: TokensSeen | None = None,
+        tokens: Mapping[str, Mapping[int, float] | Sequence[float]] | None = None,
         changed: Mapping[str, Any] | Literal["tracked"] | None = None,
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
@@ -251,9 +248,8 @@ class Checkpointer:
             )
             try:
                 pending = self._queue.save(request)
-            except BaseException:
-                if self._partial is not None:
-                    self._partial.forget()
+            except BaseException as error:
+                self._features.failed(error)
                 raise
         self._saved_at = time.monotonic()
         if wait:
@@ -268,7 +264,7 @@ class Checkpointer:
         tree: Any,
         wait: bool,
         metrics: Mapping[str, float] | None,
-        tokens: TokensSeen | None,
+        tokens: Mapping[str, Any] | None,
         changed: Mapping[str, Any] | Literal["tracked"] | None,
         metadata: Mapping[str, Any] | None,
         overwrite: bool,
@@ -289,26 +285,24 @@ class Checkpointer:
             else self._housekeeping.hooks_of_others(step, overwrite)
         )
         shown = metrics if group.index == 0 else None
-        begin: Callable[[str], PartialSave | None] = lambda _: None  # noqa: E731
-        if self._partial is not None:
-            shown, tokens = tokens_among(shown or {}, tokens)
-            counted = tokens if group.index == 0 else None
-            begin, hooks = self._partial.following(step, counted, hooks)
-        elif tokens is not None:
+        given = {} if tokens is None else {"tokens": tokens}
+        call = SaveCall(step, shown, given, is_coordinator=group.index == 0)
+        options, more, hooks = self._features.before_save(call, hooks)
+        if call.keywords:
             raise ValueError(
                 "tokens= counts what experts have seen; create the Checkpointer with experts="
             )
-        options, more = self._features.before_save(step)
         return SaveRequest(
             self._tiers.first.path(step),
             tree,
             knowing(options, changed, self._reuses),
             overwrite,
-            metadata=partial(step_metadata, step, shown, metadata, self._branch.recorded, more),
+            metadata=partial(
+                step_metadata, step, call.metrics, metadata, self._branch.recorded, more
+            ),
             owners=owners,
             callbacks=hooks,
             find_base=partial(self._housekeeping.find_base, self._reuses),
-            partial=begin,
             waits=wait,
         )
 
@@ -423,8 +417,7 @@ class Checkpointer:
 
     def _forgotten(self, removed: list[int], newest: int | None = None) -> list[int]:
         """The steps that were removed; no later save refers to them, but to `newest`."""
-        if self._partial is not None:
-            self._partial.removed(removed)
+        self._features.removed(removed)
         if self._housekeeping.recent in removed:
             self._housekeeping.recent = newest
             self._queue.forget()
@@ -512,9 +505,8 @@ class Checkpointer:
         given = {**arguments, "like": like, "return_report": return_report}
         loader = StepLoader(self._tiers, self._branch, group, given)
         loaded, found = loader.load(step, fallback)
-        for told in (self._partial, self._features):
-            if told is not None and loader.path is not None:
-                told.loaded(loaded, loader.path)
+        if loader.path is not None:
+            self._features.loaded(loaded, loader.path)
         self._has_loaded(loaded, group)
         return found
 

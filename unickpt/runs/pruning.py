@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from unickpt.commit.lease import holder
 from unickpt.errors import CheckpointNotFound, UnickptError, UnsupportedFormat
-from unickpt.format.index import RESERVED
+from unickpt.format import unit_steps
 from unickpt.quoting import some
 from unickpt.reading import checkpoint
 from unickpt.runs.arguments import roles_of
@@ -112,7 +112,7 @@ class PruneRun:
         expendable -= {*there} - {*cleaning.expendable(there, [])}
         unknown = self._unknown(expendable)
         expendable -= unknown.keys()
-        removed, borrowed = self._unneeded(expendable, retires=self._has_experts(steps[-1]))
+        removed, borrowed = self._unneeded(expendable, retires=self._leaves_out(steps[-1]))
         roles = self._tiers.roles
         counting = steps if roles is None else roles.complete(steps)
         kept_by = self._retention.kept({step: metrics[step] for step in counting})
@@ -144,7 +144,7 @@ class PruneRun:
                 tier.lease.take()
             going = sorted({*plan.removed} & {*self.plan().removed})
             there, here = self._committed()
-            retires = self._has_experts(max({*there, *here}))
+            retires = self._leaves_out(max({*there, *here}))
             self._cleaning(retires=retires).remove(going)
             there, here = self._committed()
             return [step for step in going if step not in {*there, *here}]
@@ -169,12 +169,12 @@ class PruneRun:
                 f"keep_best={retention.keep_best} keeps steps; they have {names or 'no metrics'}"
             )
 
-    def _has_experts(self, newest: int) -> bool:
-        """Whether the run saves some experts at a time, so that each step borrows from those before
-        it, and they are retired instead of kept, as its Checkpointer does."""
+    def _leaves_out(self, newest: int) -> bool:
+        """Whether saves of the run leave units out, so that each step borrows from those before it,
+        and they are retired instead of kept, as its Checkpointer does."""
         try:
             reader = checkpoint.open(self._tiers.path(newest))
-            return "experts" in reader.metadata.get(RESERVED, {})
+            return unit_steps.stored(reader.metadata, str(reader.location)) is not None
         except (UnickptError, TypeError):
             return False
 

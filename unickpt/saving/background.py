@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from unickpt.errors import ForkedProcess, ProcessFailed, SaveTimeout, out_of_memory
 from unickpt.options import SaveOptions, SaveReport
-from unickpt.reuse.expert_keys import ExpertKeys
-from unickpt.reuse.partial_save import PartialSave
 from unickpt.saving.plan_cache import PlanCache, SameTree
 from unickpt.saving.snapshot import Snapshot
 from unickpt.saving.staging_memory import Abandoned, HostMemoryPool
@@ -390,8 +388,6 @@ class SaveRequest:
         owners: what the optimizers own whose steps wait for staging.
         callbacks, find_base: of this save; see `SaveTask`.
         waits: whether the caller waits for the commit, and so is blocked until then.
-        partial: returns which experts need not be written, given the attempt's name; an error
-            fails the save.
         is_delayed: whether `callbacks.prepare` waits until somebody else has made the destination,
             who also bounds how many saves are in flight.
     """
@@ -404,7 +400,6 @@ class SaveRequest:
     owners: set[Hashable] | None = None
     callbacks: SaveCallbacks = field(default_factory=SaveCallbacks)
     find_base: Callable[[], paths.PathLike | None] = lambda: None
-    partial: Callable[[str], PartialSave | None] = lambda _: None
     waits: bool = False
     is_delayed: bool = False
 
@@ -442,7 +437,7 @@ class SaveQueue:
         with task.failing(refused=True):  # so that the other processes are notified
             self.errors.raise_unless_refused()
         with collection_paused():
-            found, keys = self._describe(task, request)
+            found = self._describe(task, request)
         # Early, if that costs the caller no time; and again when it is this save's turn.
         is_known = not request.is_delayed and not task.location.is_remote
         if is_known and task.location.exists():
@@ -455,29 +450,26 @@ class SaveQueue:
             snapshot = Snapshot(task, self._area, request.owners, waited_s, same)
             if isinstance(found, tree.Node):
                 kept = snapshot.sources, snapshot.methods
-                snapshot.cached = self._plans.learn(found, task, *kept, keys)
+                snapshot.cached = self._plans.learn(found, task, *kept)
             task.keep(snapshot.sources, snapshot.working_bytes)
             pending = PendingSave(task, snapshot, previous, request.callbacks, self.errors)
             pending.begin()
         self._pending = [*(p for p in self._pending if not p._finished.done()), pending]
         return pending
 
-    def _describe(
-        self, task: SaveTask, request: SaveRequest
-    ) -> tuple[SameTree | tree.Node | tree.Leaf, ExpertKeys | None]:
-        """Describes a tree; returns what is known of it, else its structure; and what names the
-        experts that the save may leave out."""
+    def _describe(self, task: SaveTask, request: SaveRequest) -> SameTree | tree.Node | tree.Leaf:
+        """Describes a tree; returns what is known of it, else its structure."""
         with task.failing():
             request.callbacks.begin()
-            metadata, partial = request.metadata(), request.partial(task.attempt)
-        found = self._plans.describe(task, request.tree, metadata, partial)
+            metadata = request.metadata()
+        found = self._plans.describe(task, request.tree, metadata)
         if task.options.changed is not None:
             from unickpt.saving import unchanged_arrays  # only where it is asked for
 
             with task.failing():
                 before = self._seen_before(task.options.base, request.find_base())
             task.seen = unchanged_arrays.skip_unchanged(task, found, before)
-        return found, None if partial is None else partial.keys
+        return found
 
     def _seen_before(
         self, given: paths.PathLike | None, newest: paths.PathLike | None

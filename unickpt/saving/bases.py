@@ -14,10 +14,10 @@ from unickpt.errors import (
 from unickpt.format.index import Index
 from unickpt.options import SaveOptions
 from unickpt.reuse.base import FAULTY, Base, How, open_base
-from unickpt.reuse.partial_save import ExpertSelection
 from unickpt.saving.describe import Description
 from unickpt.storage import paths
 from unickpt.storage.locations import Location
+from unickpt.write_filter import Selection
 
 _log = logging.getLogger("unickpt")
 
@@ -30,7 +30,7 @@ def open_for(
     budget_bytes: int,
     asked: paths.PathLike | None,
     read: Callable[[Index | None], None] | None = None,
-) -> tuple[Base | None, ExpertSelection | None]:
+) -> tuple[Base | None, Selection | None]:
     """Opens the base of a save; None if it has none, or that is damaged, which is logged.
 
     Arguments:
@@ -42,14 +42,14 @@ def open_for(
         read: called with the index of the base, or with None if it cannot be read.
 
     Returns:
-        Also which experts the save writes, with the checkpoint that has the others.
+        Also which units the save writes, with the checkpoint that has the others.
 
     Raises:
         CheckpointNotFound, InvalidPath: there is none where `SaveOptions.base` says.
         StorageError: it is not there, but has what this save does not write.
     """
     selection, unchanged = description.selection, description.unchanged
-    bases = [] if selection is None else list(selection.bases())
+    bases = [] if selection is None else selection.earlier
     compare, patch = options.reuse == "compare", options.reuse == "patch"
     how = How(compare, patch, budget_bytes, options.kept_cost, chained=bool(bases))
     paths_of: list[paths.PathLike] = [base.path for base in bases]
@@ -72,9 +72,9 @@ def open_for(
                 read(None)
         if selection is None or found is None:
             continue
-        same = [base for base in bases if base.attempt == found.index.attempt]
-        if same:  # if the save before has failed, the one before that
-            selection = selection.on(same[0])
+        same = selection.on(found.index.attempt)
+        if same is not None:  # if the save before has failed, of the one before that
+            selection = same
             break
     if selection is not None:
         selection.check(None if found is None else found.index, location)

@@ -23,9 +23,8 @@ from unickpt.frameworks.protocol import Adapter, ArraySource
 from unickpt.frameworks.sections import Encoded
 from unickpt.options import SaveOptions
 from unickpt.quoting import quoted
-from unickpt.reuse.expert_keys import ArrayExperts, ExpertKeys, check_counts
-from unickpt.reuse.partial_save import Expert, ExpertSelection, PartialSave
 from unickpt.trees import hints, tree, tree_json
+from unickpt.write_filter import ArrayUnits, Selection, Unit, Units, WriteFilter
 
 if TYPE_CHECKING:
     from unickpt.reuse.unchanged import Unchanged
@@ -42,8 +41,8 @@ class Description:
         index: what all processes should agree on; arrays of `LocalFragments` have no boxes yet.
         sources: the arrays of this process by name.
         blobs: its per-process values by name, encoded.
-        experts: the arrays with experts that may be left out of a save.
-        selection: which experts are written, if some may be left out.
+        units: the arrays with units that may be left out of a save (`write_filter`).
+        selection: which units are written, if some may be left out.
         unchanged: what is known not to have changed since the base.
         encoders: what encodes the chunks of arrays in place of a codec of Zarr's.
     """
@@ -51,8 +50,8 @@ class Description:
     index: Index
     sources: Mapping[str, ArraySource]
     blobs: Mapping[str, Encoded]
-    experts: Mapping[str, ArrayExperts] = field(default_factory=dict)
-    selection: ExpertSelection | None = None
+    units: Mapping[str, ArrayUnits] = field(default_factory=dict)
+    selection: Selection | None = None
     unchanged: Unchanged | None = None
     encoders: Mapping[str, codecs.Codec] = field(default_factory=dict)
 
@@ -83,29 +82,29 @@ class Description:
 
     def has(self, name: str, source: ArraySource) -> bool:
         """Whether this save does not leave all out that this process holds of an array."""
-        if self.selection is None or name not in self.experts:
+        if self.selection is None or name not in self.units:
             return True
         return not all(self.selection.borrows(name, f.box) for f in source.fragments)
 
-    def writes(self, expert: Expert | None) -> bool:
-        """Whether this save does not leave an expert out, or what is of none."""
+    def writes(self, unit: Unit | None) -> bool:
+        """Whether this save does not leave a unit out, or what is of none."""
         selection = self.selection
-        return expert is None or selection is None or selection.writes(expert)
+        return unit is None or selection is None or selection.writes(unit)
 
-    def selected(self, partial: PartialSave) -> Description:
-        """The same, of a save that writes only some experts.
+    def selected(self, some: WriteFilter) -> Description:
+        """The same, of a save that writes only some units.
 
         Raises:
             UnsupportedLeaf: they cannot be chosen.
         """
         try:
-            selection = partial.select(self.index, self.experts)
+            selection = some.select(self.index, self.units)
         except ValueError as error:
             raise UnsupportedLeaf(str(error)) from None
         return self.with_selection(selection)
 
-    def with_selection(self, selection: ExpertSelection) -> Description:
-        """The same, of a save that writes some experts, with what it records of them."""
+    def with_selection(self, selection: Selection) -> Description:
+        """The same, of a save that writes some units, with what it records of them."""
         index = replace(self.index, metadata=selection.metadata)
         return replace(self, index=index, selection=selection)
 
@@ -118,9 +117,9 @@ class _Leaves:
         group: Group,
         options: SaveOptions,
         among: Sequence[Adapter],
-        keys: ExpertKeys | None,
+        units: Units | None,
     ) -> None:
-        self._group, self._options, self._among, self._keys = group, options, among, keys
+        self._group, self._options, self._among, self._units = group, options, among, units
         self._features = options.all_features
         self._first: dict[Any, str] = {}
         self.entries: dict[str, ArrayEntry] = {}
@@ -128,7 +127,7 @@ class _Leaves:
         self.aliases: dict[str, str] = {}
         self.plain: dict[str, tree_json.Plain] = {}
         self.blobs: dict[str, Encoded] = {}
-        self.experts: dict[str, ArrayExperts] = {}
+        self.units: dict[str, ArrayUnits] = {}
         self.encoders: dict[str, codecs.Codec] = {}
         self.bad: list[str] = []
         """Why some cannot be stored."""
@@ -150,9 +149,9 @@ class _Leaves:
             self.aliases[name] = self._first[source.identity]
             return
         self._first[source.identity] = name
-        held = None if self._keys is None else self._keys.find(name, source.shape, source.layout)
+        held = None if self._units is None else self._units.find(name, source.shape, source.layout)
         if held is not None:
-            self.experts[name] = held
+            self.units[name] = held
         axis = None if held is None else held.axis
         entry = _entry(name, source, self._options, axis)
         if self._features:
@@ -169,7 +168,7 @@ def describe(
     group: Group,
     options: SaveOptions,
     among: Sequence[Adapter],
-    keys: ExpertKeys | None = None,
+    units: Units | None = None,
 ) -> Description:
     """Describes every leaf of a tree, flattened already or not, without side effects.
 
@@ -179,7 +178,7 @@ def describe(
         group: the processes.
         options: of the save.
         among: the adapters.
-        keys: name the experts that may be left out.
+        units: those that may be left out.
 
     Raises:
         UnsupportedLeaf: names every leaf that cannot be stored, and why.
@@ -192,7 +191,7 @@ def describe(
             lambda obj, name: expand(obj, name, among),
             problem_of=problem_finder(group, options, among),
         )
-    found = _Leaves(group, options, among, keys)
+    found = _Leaves(group, options, among, units)
     for leaf in tree.leaves(node):
         found.add(leaf.name, leaf.value)
     if found.bad:
@@ -201,9 +200,9 @@ def describe(
     if group.count == 1:
         for feature in options.all_features:
             feature.check(entries)
-    if found.experts:
+    if units is not None:
         try:
-            check_counts(found.experts)
+            units.check(found.units)
         except ValueError as error:
             raise UnsupportedLeaf(str(error)) from None
     index = Index(
@@ -216,7 +215,7 @@ def describe(
         processes=group.count,
         compression=options.compression,
     )
-    return Description(index, found.sources, found.blobs, found.experts, encoders=found.encoders)
+    return Description(index, found.sources, found.blobs, found.units, encoders=found.encoders)
 
 
 def problem_finder(

@@ -4,7 +4,7 @@ A training loop saves the same tree again and again: the same names, shapes, dty
 with other data. Then only the data are looked at: small arrays are copied all at once, into memory
 that is kept for that, and immutable ones are referred to, without a description of each. A save for
 which the caller waits copies nothing, and refers to all arrays in the memory of the host. Of
-experts that take turns, only those are looked at whose turn it is.
+units that take turns, only those are looked at whose turn it is.
 """
 
 from __future__ import annotations
@@ -35,14 +35,13 @@ from unickpt.frameworks.process_group import Group, members_of
 from unickpt.frameworks.protocol import Adapter, ArraySource, Fragment, Memory, Read
 from unickpt.frameworks.sections import Encoded
 from unickpt.options import SaveOptions
-from unickpt.reuse.expert_keys import ExpertKeys
-from unickpt.reuse.partial_save import Expert, PartialSave
 from unickpt.saving.describe import Description, checked_metadata, problem_finder, unstorable
 from unickpt.saving.snapshot_policy import SnapshotMethod, SnapshotPolicy
 from unickpt.saving.task import SaveTask
 from unickpt.saving.write_plan import WritePlan
 from unickpt.trees import tree, tree_json
 from unickpt.trees.tree import Skeleton, leaves_of, skeleton
+from unickpt.write_filter import Unit, Units, WriteFilter
 
 _PLAIN = {int, float, bool, str, bytes, type(None)}
 _ALIGNMENT = 64
@@ -56,7 +55,7 @@ class _Together:
     Arguments:
         adapter: of the framework.
         copied: whether they are copied; else they are referred to.
-        expert: of which all are; None if they are of none.
+        unit: of which all are; None if they are of none.
         at: their numbers among the leaves.
         names: of them.
         sources: the arrays as they are kept.
@@ -66,7 +65,7 @@ class _Together:
 
     adapter: Adapter
     copied: bool
-    expert: Expert | None
+    unit: Unit | None
     at: list[int] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     sources: list[ArraySource] = field(default_factory=list)
@@ -122,14 +121,14 @@ class _Other(NamedTuple):
     Arguments:
         at: its number among the leaves.
         name: of it.
-        expert: of which it is; None if it is of none, or of several.
+        unit: of which it is; None if it is of none, or of several.
         adapter: of its framework.
         kept: how it is kept.
     """
 
     at: int
     name: str
-    expert: Expert | None
+    unit: Unit | None
     adapter: Adapter
     kept: ArraySource
 
@@ -165,7 +164,7 @@ class CachedPlan:
     Arguments:
         cache: where it is kept.
         options: those of that save on which a plan depends.
-        among, group, keys: of that save, on which a plan depends, too; the last name experts that
+        among, group, units: of that save, on which a plan depends, too; the last are those that
             a save may leave out.
         skeleton: of the tree.
         types: of its leaves.
@@ -182,7 +181,7 @@ class CachedPlan:
     options: tuple[Any, ...]
     among: Sequence[Adapter]
     group: tuple[int, int, Members | None]
-    keys: ExpertKeys | None
+    units: Units | None
     skeleton: Skeleton
     types: Sequence[type]
     names: Mapping[int, str]
@@ -271,16 +270,16 @@ class SameTree:
         """The arrays of that which are described again."""
 
     def describe(
-        self, metadata: Mapping[str, Any] | None, some: PartialSave | None = None
+        self, metadata: Mapping[str, Any] | None, some: WriteFilter | None = None
     ) -> Description:
         """The description of the save.
 
         Arguments:
             metadata: as for `SaveTask.describe`.
-            some: which experts need not be written.
+            some: which units need not be written.
 
         Raises:
-            UnsupportedLeaf: a value per process, or the metadata, cannot be stored, or no experts
+            UnsupportedLeaf: a value per process, or the metadata, cannot be stored, or no units
                 can be chosen.
         """
         plain: dict[str, tree_json.Plain] = {}
@@ -301,8 +300,8 @@ class SameTree:
         index = replace(known.index, values=plain, metadata=checked_metadata(metadata))
         found = replace(known, index=index, blobs=blobs)
         self._description = found = found if some is None else found.selected(some)
-        self._others = [other for other in self.plan.others if found.writes(other.expert)]
-        self._together = [group for group in self.plan.together if found.writes(group.expert)]
+        self._others = [other for other in self.plan.others if found.writes(other.unit)]
+        self._together = [group for group in self.plan.together if found.writes(group.unit)]
         self.others = [o.adapter.source(self._values[o.at], self._group) for o in self._others]
         return found
 
@@ -389,7 +388,6 @@ class PlanCache:
         job: SaveTask,
         root: Any,
         metadata: Mapping[str, Any] | None,
-        some: PartialSave | None = None,
     ) -> SameTree | tree.Node | tree.Leaf:
         """Describes what a save has to save, as `SaveTask.describe`.
 
@@ -397,12 +395,13 @@ class PlanCache:
             What is known of the tree; else the tree, flattened.
         """
         with job.failing():
-            keys = None if some is None else some.keys
-            found = self.find(root, job.options, job.group, keys)
+            some = job.write_filter
+            units = None if some is None else some.units
+            found = self.find(root, job.options, job.group, units)
             if isinstance(found, SameTree):
                 job.describe_again(found.describe(metadata, some), found.assumed())
                 return found
-        job.describe(found, metadata, some)
+        job.describe(found, metadata)
         return found
 
     def is_repeated(self, sources: Mapping[str, ArraySource]) -> bool:
@@ -414,14 +413,14 @@ class PlanCache:
         return found
 
     def find(
-        self, root: Any, options: SaveOptions, group: Group, keys: ExpertKeys | None = None
+        self, root: Any, options: SaveOptions, group: Group, units: Units | None = None
     ) -> SameTree | tree.Node | tree.Leaf:
         """Looks for a tree's plan; who gets it gives it back.
 
         Arguments:
             root: the tree.
             options, group: of the save.
-            keys: name the experts that it may leave out.
+            units: those that it may leave out.
 
         Returns:
             The tree, flattened, if there is none.
@@ -443,7 +442,7 @@ class PlanCache:
 
         key = _planned_by(options), among, _of(group)
         for plan in reversed(self._free):
-            if plan.keys is not keys or (plan.options, plan.among, plan.group) != key:
+            if plan.units is not units or (plan.options, plan.among, plan.group) != key:
                 continue
             values = leaves_of(root, plan.skeleton, level)
             if values is not None and plan.recognise(values) and self._take(plan):
@@ -464,7 +463,6 @@ class PlanCache:
         job: SaveTask,
         kept: Mapping[str, ArraySource],
         methods: Mapping[Fragment, SnapshotMethod] | None,
-        keys: ExpertKeys | None = None,
     ) -> CachedPlan | None:
         """What a save knows of its tree, for the next one; the save gives it back when it ends.
 
@@ -473,7 +471,6 @@ class PlanCache:
             job: the save; its arrays are described, and not kept yet.
             kept: the arrays as they are kept.
             methods: how each fragment of them is kept; None if all stay where they are.
-            keys: name the experts that it may leave out.
 
         Returns:
             None if it is a tree of which every leaf must be described each time.
@@ -483,7 +480,7 @@ class PlanCache:
             return None
         names: dict[int, str] = {}
         arrays: dict[int, tuple[Adapter, list[int]]] = {}
-        together: dict[tuple[int, bool, Expert | None], _Together] = {}
+        together: dict[tuple[int, bool, Unit | None], _Together] = {}
         others: list[_Other] = []
         leaves = list(tree.leaves(root))
         for number, (name, value) in enumerate((leaf.name, leaf.value) for leaf in leaves):
@@ -496,17 +493,17 @@ class PlanCache:
             arrays.setdefault(id(adapter), (adapter, []))[1].append(number)
             if name not in kept or not kept[name].fragments:
                 continue  # it is another name of an array, or has no elements
-            source, held = described.sources[name], described.experts.get(name)
-            copied, expert = None, None if held is None else held.only
-            # What is left out now is not kept as it will be; nor is an array of several experts.
+            source, held = described.sources[name], described.units.get(name)
+            copied, unit = None, None if held is None else held.only
+            # What is left out now is not kept as it will be; nor is an array of several units.
             is_left_out = any(described.borrows(name, f.box) for f in source.fragments)
-            if (methods is None or not is_left_out) and (held is None or expert is not None):
+            if (methods is None or not is_left_out) and (held is None or unit is not None):
                 copied = _is_copied(source, kept[name], job.options.staging, methods)
             if copied is None:
-                others.append(_Other(number, name, expert, adapter, kept[name]))
+                others.append(_Other(number, name, unit, adapter, kept[name]))
             else:
-                group = _Together(adapter, copied, expert)
-                same = together.setdefault((id(adapter), copied, expert), group)
+                group = _Together(adapter, copied, unit)
+                same = together.setdefault((id(adapter), copied, unit), group)
                 same.at.append(number)
                 same.names.append(name)
                 same.sources.append(kept[name])
@@ -520,14 +517,14 @@ class PlanCache:
             options=_planned_by(job.options),
             among=among,
             group=_of(job.group),
-            keys=keys,
+            units=None if job.write_filter is None else job.write_filter.units,
             skeleton=like,
             types=list(map(type, values)),
             names=names,
             arrays=[(n, leaves[n].name) for _, at in arrays.values() for n in at],
             facts=facts,
             description=Description(
-                described.index, kept, {}, described.experts, encoders=described.encoders
+                described.index, kept, {}, described.units, encoders=described.encoders
             ),
             together=list(together.values()),
             others=others,

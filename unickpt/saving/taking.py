@@ -228,6 +228,6 @@ def notes(base: Base, items: Sequence[WriteItem]) -> Iterator[tuple[int, str, An
 
 def _is_unlikely(base: Base, unchanged: Unchanged | None, item: WriteItem) -> tuple[Any, bool]:
     """What is probably written comes first: the disk has time for it while the rest, which is only
-    hashed, keeps the CPUs busy. Experts stay together."""
+    hashed, keeps the CPUs busy. Units stay together."""
     is_looked_at = unchanged is not None and unchanged.claims(item.entry.name, item.box)
-    return item.expert or ("", -1), is_looked_at or base.is_settled(item.part, item.number)
+    return item.unit or ("", -1), is_looked_at or base.is_settled(item.part, item.number)

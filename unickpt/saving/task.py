@@ -25,7 +25,6 @@ from unickpt.frameworks.protocol import ArraySource
 from unickpt.options import SaveOptions, SaveReport
 from unickpt.progress import ProgressFunction, reporting
 from unickpt.reuse.base import Base
-from unickpt.reuse.partial_save import PartialSave
 from unickpt.saving import fingerprints
 from unickpt.saving.describe import Description, describe
 from unickpt.saving.write_plan import (
@@ -42,6 +41,7 @@ from unickpt.saving.writer import ChunkWriter
 from unickpt.storage import paths
 from unickpt.storage.locations import Location
 from unickpt.threads import Events, Ticker
+from unickpt.write_filter import WriteFilter
 
 if TYPE_CHECKING:
     from unickpt.reuse.unchanged import SeenState
@@ -171,6 +171,7 @@ class SaveTask:
         self.working_bytes = share(options.budget_bytes, self.on_node)
         """Memory of this process to write with, in bytes."""
         self._has_begun = False  # to make folders
+        self._filters: dict[str, WriteFilter] | None = None
         self.seen: SeenState | None = None
         """By which the next save knows what did not change; only with `changed`."""
         self._samples: dict[int, Callable[[], int]] = {}
@@ -183,23 +184,37 @@ class SaveTask:
 
     # --- preparing -----------------------------------------------------------------------------
 
-    def describe(
-        self, tree: Any, metadata: Mapping[str, Any] | None, partial: PartialSave | None = None
-    ) -> None:
+    @property
+    def write_filter(self) -> WriteFilter | None:
+        """What the save may leave out; the first to ask may wait for earlier saves.
+
+        Raises:
+            UnsupportedLeaf: a feature cannot tell.
+            ValueError: several features leave something out.
+        """
+        if self._filters is None:  # no `cached_property`, whose lock all saves would share
+            asked = ((f.name, f.write_filter(self.attempt)) for f in self.options.all_features)
+            self._filters = {name: found for name, found in asked if found is not None}
+            if len(self._filters) > 1:
+                both = list(self._filters)
+                raise ValueError(f"only one feature of a save can leave parts out, not {both}")
+        return next(iter(self._filters.values()), None)
+
+    def describe(self, tree: Any, metadata: Mapping[str, Any] | None) -> None:
         """Describes every leaf; writes nothing.
 
         Arguments:
             tree, metadata: as for `save`.
-            partial: which experts need not be written.
 
         Raises:
             UnsupportedLeaf, CoverageError: see `save`.
         """
         with self.failing():
-            keys = None if partial is None else partial.keys
-            self.description = describe(tree, metadata, self.group, self.options, adapters(), keys)
-            if partial is not None:
-                self.description = self.description.selected(partial)
+            some = self.write_filter
+            of = None if some is None else some.units
+            self.description = describe(tree, metadata, self.group, self.options, adapters(), of)
+            if some is not None:
+                self.description = self.description.selected(some)
             if self.group.count == 1:
                 check_alone(self.description)
             if not self.options.check_replicas:
@@ -348,7 +363,7 @@ class SaveTask:
         if base is not None and base.growth is not None:
             record = replace(record, growth=base.growth)
         if self.description.selection is not None:
-            record = replace(record, experts=self.description.selection.steps)
+            record = replace(record, units=self.description.selection.steps)
         if chosen is not None:
             follows = chosen.follows(list(self.description.index.arrays.values()))
             record = replace(record, follows=follows, knows_base=chosen.is_known)
@@ -371,7 +386,7 @@ class SaveTask:
         return Compressing(alone=self.group.count == 1)
 
     def _open_base(self) -> tuple[Base | None, bool]:
-        """The base, and whether all chunks that are equal there are taken, or only those of experts
+        """The base, and whether all chunks that are equal there are taken, or only those of units
         that this save leaves out. Raises as `bases.open_for`."""
         asked = self._find_base() if self.options.base is None else self.options.base
         if asked is None and self.description.is_whole:

@@ -36,8 +36,8 @@ def skip_unchanged(
     assert changed is not None, "else there is nothing to skip"
     entries = description.index.arrays
     with task.failing():
-        # Of an expert, the step before has the state of its last turn, not of the last call.
-        words = unchanged.words_of(changed, entries, set(description.experts))
+        # Of a unit, the step before has the state of its last turn, not of the last call.
+        words = unchanged.words_of(changed, entries, set(description.units))
         large = [
             name
             for name in words

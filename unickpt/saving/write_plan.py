@@ -22,8 +22,8 @@ from unickpt.format.index import ArrayEntry
 from unickpt.frameworks.host_memory import HostBuffers, stage
 from unickpt.frameworks.protocol import Fragment
 from unickpt.reuse.base import Base
-from unickpt.reuse.partial_save import Expert
 from unickpt.saving.describe import Description
+from unickpt.write_filter import Unit
 
 
 @dataclass(slots=True, eq=False)  # not frozen: a save makes one for each chunk, see `protocol`
@@ -41,7 +41,7 @@ class WriteItem:
         nbytes: of its elements in memory; of several chunks, of all.
         fragment: holds its data.
         assumed: as `ArraySource.assumed`.
-        expert: of which it is a part.
+        unit: of which it is a part.
         borrowed: whether the chunk of the step before is saved, not its data.
         count: how many chunks these are.
     """
@@ -55,7 +55,7 @@ class WriteItem:
     nbytes: int
     fragment: Fragment
     assumed: bool = False
-    expert: Expert | None = None
+    unit: Unit | None = None
     borrowed: bool = False
     count: int = 1
 
@@ -78,7 +78,7 @@ class WriteItem:
         """The same, borrowed or not."""
         return WriteItem(  # `replace` takes four times as long
             self.array, self.entry, self.part, self.number, self.position, self.box, self.nbytes,
-            self.fragment, self.assumed, self.expert, borrowed, self.count,
+            self.fragment, self.assumed, self.unit, borrowed, self.count,
         )  # fmt: skip
 
     def some(self, which: range) -> WriteItem:
@@ -120,14 +120,14 @@ def plan_writes(description: Description, process: int) -> WritePlan:
 
 
 def plan_again(known: WritePlan, description: Description, process: int) -> WritePlan:
-    """As `plan_writes`, of a tree of which a plan is known: perhaps of a save of other experts."""
+    """As `plan_writes`, of a tree of which a plan is known: perhaps of a save of other units."""
     selection = description.selection
-    if selection is None or not description.experts:
+    if selection is None or not description.units:
         return known
     changed = dict[int, WriteItem]()
     for item in known.held:
-        if item.expert is not None:  # a chunk has one expert
-            borrowed = not selection.writes(item.expert)
+        if item.unit is not None:  # a chunk has one unit
+            borrowed = not selection.writes(item.unit)
             if borrowed != item.borrowed:
                 changed[id(item)] = item.with_borrowed(borrowed)
     held = [changed.get(id(item), item) for item in known.held]
@@ -139,8 +139,8 @@ def plan_again(known: WritePlan, description: Description, process: int) -> Writ
 def _plan(held: Sequence[WriteItem], description: Description, process: int) -> WritePlan:
     alone = all(len(item.fragment.replicas) == 1 for item in held)
     own = list(held) if alone else _own_items(held, process, description)
-    if description.experts:  # each expert is written to files of its own: see `Writer`
-        own.sort(key=lambda item: item.expert or ("", -1))
+    if description.units:  # each unit is written to files of its own: see `Writer`
+        own.sort(key=lambda item: item.unit or ("", -1))
     return WritePlan(held, own, alone)
 
 
@@ -149,7 +149,7 @@ def _held_items(description: Description) -> Iterator[WriteItem]:
     unchanged = description.unchanged
     for array, (name, entry) in enumerate(description.index.arrays.items()):
         source = description.sources[name]
-        selection = description.selection if name in description.experts else None
+        selection = description.selection if name in description.units else None
         fragments, assumed = source.fragments, source.assumed
         parts = chunk_grid.parts_of(entry, [fragment.box for fragment in fragments])
         itemsize, first = source.dtype.itemsize, 0
@@ -170,13 +170,13 @@ def _held_items(description: Description) -> Iterator[WriteItem]:
                     inside = box is fragment.box or fragment.box.contains(box)
                     assert inside, f"chunk {box} crosses {fragment.box}"
                     at, nbytes = first + number, box.size * itemsize
-                    expert, borrowed = None, False
+                    unit, borrowed = None, False
                     if selection is not None:
-                        expert, borrowed = selection.of(name, box)
+                        unit, borrowed = selection.of(name, box)
                     if unchanged is not None and unchanged.skips_chunk(name, box):
                         borrowed = True
                     of = array, entry, part, number, at, box, nbytes
-                    yield WriteItem(*of, fragment, assumed, expert, borrowed)
+                    yield WriteItem(*of, fragment, assumed, unit, borrowed)
             first += part.count
 
 
@@ -185,7 +185,7 @@ def _own_items(
 ) -> list[WriteItem]:
     """The chunks that a process writes; replicas are split among the processes that hold them.
 
-    Those of experts by themselves, alike in each save, so that a process finds what it does not
+    Those of units by themselves, alike in each save, so that a process finds what it does not
     write in files of its own. Then the others, so that all processes write the same amount.
     """
     runs = [
@@ -194,10 +194,10 @@ def _own_items(
     ]
     mine: list[WriteItem] = []
     selection = description.selection
-    alone = {} if selection is None else selection.writes_by_process
+    alone = {} if selection is None else selection.bytes_by_process
     for known, some in (
-        ({}, [run for run in runs if run[0].expert is not None] if description.experts else []),
-        (alone, [run for run in runs if run[0].expert is None] if description.experts else runs),
+        ({}, [run for run in runs if run[0].unit is not None] if description.units else []),
+        (alone, [run for run in runs if run[0].unit is None] if description.units else runs),
     ):
         for assumed, share in (False, chunk_owners.shares), (True, chunk_owners.shares_of_assumed):
             of = [run for run in some if run[0].assumed is assumed]

@@ -60,7 +60,7 @@ class ChunkWriter:
         budget_bytes: memory to write with.
         source: provides the chunks.
         base: the earlier checkpoint whose chunks are not written again.
-        reuses: whether that goes for all chunks that are equal, or only for those of other experts.
+        reuses: whether that goes for all chunks that are equal, or only for those of other units.
         told: called with the bytes that are done and those in total; None for nobody.
         encodes: what encodes the chunks of arrays that may be compressed.
     """
@@ -181,10 +181,10 @@ class ChunkWriter:
         # The rest of the budget is for what is needed besides the data.
         window = Window(self._budget - most_bytes, threads + 1)  # so that no thread waits
         looked, first = time.monotonic(), 0
-        # Each makes a file: one expert's, so that a later save needs all of it or nothing.
+        # Each makes a file: one unit's, so that a later save needs all of it or nothing.
         batches = [
             batch
-            for _, run in itertools.groupby(items, attrgetter("expert"))
+            for _, run in itertools.groupby(items, attrgetter("unit"))
             for batch in in_batches(run, _MOST_CHUNKS, most_bytes, size_of)
         ] or ([[]] if values else [])
         with Pool(threads, background=self._source.background) as pool, self._stopping():
@@ -194,7 +194,7 @@ class ChunkWriter:
                 size = sum(item.nbytes for item in batch)
                 window.make_room(size)
                 chunks = [self._source.fetch(item) for item in batch]
-                # The first batch, which is none of an expert, has the other values.
+                # The first batch, which is of no unit, has the other values.
                 some, rest = rows[first : first + len(batch)], () if first else values
                 work = _Batch(self, done, some, batch, chunks, rest, base)
                 held = sum(chunk.nbytes for chunk in chunks) + self._copies * size

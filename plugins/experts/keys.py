@@ -8,39 +8,12 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
-from unickpt.arrays.box import Box
-from unickpt.arrays.layout import Layout
+from unickpt.extend import ArrayUnits
+from unickpt.types import Layout
 
 _MARK, _LAYER = "{x}", "{l}"
 _NUMBERS = {_MARK: "(?P<x>0|[1-9][0-9]{0,8})", _LAYER: "(?P<l>0|[1-9][0-9]{0,8})"}
 _SEPARATOR = "[/.]"  # torch's names have dots
-
-
-@dataclass(frozen=True)
-class ArrayExperts:
-    """The experts that one array holds a part of.
-
-    Arguments:
-        key: the key of `Experts` that names the array; if it names layers, with the number of the
-            array's layer.
-        experts: their numbers.
-        axis: the dimension along which they are stacked; None if the array is of one expert.
-    """
-
-    key: str
-    experts: range
-    axis: int | None = None
-
-    @property
-    def only(self) -> tuple[str, int] | None:
-        """The key and the number of the array's expert; None if several are stacked."""
-        return (self.key, self.experts.start) if self.axis is None else None
-
-    def within(self, box: Box) -> range:
-        """The experts of a box of the array."""
-        if self.axis is None:
-            return self.experts
-        return range(box.start[self.axis], box.stop[self.axis])
 
 
 @dataclass(frozen=True)
@@ -122,14 +95,14 @@ class ExpertKeys:
         self._keys = [ExpertKey.of(text, value) for text, value in each_save.items()]
         self._names = [(key, _pattern(_parts(key.text))) for key in self._keys]
         self._layers = [(key, _pattern(_layer(key))) for key in self._keys]
-        self._known: dict[str, tuple[tuple[int, ...], Layout | None, ArrayExperts | None]] = {}
+        self._known: dict[str, tuple[tuple[int, ...], Layout | None, ArrayUnits | None]] = {}
         self._texts = {key.text: key for key in self._keys if _LAYER not in key.text}
         self._layered = [(key, _layered(key)) for key in self._keys if _LAYER in key.text]
 
     def __iter__(self) -> Iterator[ExpertKey]:
         return iter(self._keys)
 
-    def find(self, name: str, shape: Sequence[int], layout: Layout | None) -> ArrayExperts | None:
+    def find(self, name: str, shape: Sequence[int], layout: Layout | None) -> ArrayUnits | None:
         """The experts that an array holds a part of; None if it is saved every time.
 
         Arguments:
@@ -146,7 +119,7 @@ class ExpertKeys:
         self._known[name] = tuple(shape), layout, found
         return found
 
-    def _find(self, name: str, shape: Sequence[int], layout: Layout | None) -> ArrayExperts | None:
+    def _find(self, name: str, shape: Sequence[int], layout: Layout | None) -> ArrayUnits | None:
         matching = [(key, found) for key, at in self._names if (found := at.fullmatch(f"/{name}"))]
         if len(matching) > 1:
             both = " and ".join(repr(key.text) for key, _ in matching)
@@ -155,10 +128,10 @@ class ExpertKeys:
             text = key.of_layer(found.groupdict().get("l"))
             if key.axis is None:
                 number = int(found["x"])
-                return ArrayExperts(text, range(number, number + 1))
+                return ArrayUnits(text, range(number, number + 1))
             axis = _dimension(key.axis, len(shape), layout)
             if axis is not None:
-                return ArrayExperts(text, range(shape[axis]), axis)
+                return ArrayUnits(text, range(shape[axis]), axis)
         return None
 
     def key_of(self, text: str) -> tuple[ExpertKey, int] | None:
@@ -166,7 +139,7 @@ class ExpertKeys:
         another `Experts`.
 
         Arguments:
-            text: as of `ArrayExperts.key`.
+            text: as of `ArrayUnits.key`.
         """
         if text in self._texts:
             return self._texts[text], 0
@@ -176,7 +149,7 @@ class ExpertKeys:
         return None
 
     def key_of_layer(self, layer: str) -> str | None:
-        """The key of the experts of a layer, as of `ArrayExperts.key`.
+        """The key of the experts of a layer, as of `ArrayUnits.key`.
 
         Arguments:
             layer: a key, or what stands before the number in the name of an array of one expert, or
@@ -193,22 +166,21 @@ class ExpertKeys:
             raise ValueError(f"several keys of `experts` match it: {', '.join(map(repr, found))}")
         return found[0] if found else None
 
+    def check(self, found: Mapping[str, ArrayUnits]) -> None:
+        """Checks that all arrays that are stacked under one key have the same experts.
 
-def check_counts(found: Mapping[str, ArrayExperts]) -> None:
-    """Checks that all arrays that are stacked under one key have the same experts.
-
-    Raises:
-        ValueError: names two arrays that differ.
-    """
-    first: dict[str, str] = {}
-    for name, experts in found.items():
-        if experts.axis is not None:
-            other = first.setdefault(experts.key, name)
-            if found[other].experts != experts.experts:
-                raise ValueError(
-                    f"{len(found[other].experts)} experts are stacked in {other!r}, but "
-                    f"{len(experts.experts)} in {name!r}; give them different keys of `experts`"
-                )
+        Raises:
+            ValueError: names two arrays that differ.
+        """
+        first: dict[str, str] = {}
+        for name, held in found.items():
+            if held.axis is not None:
+                other = first.setdefault(held.key, name)
+                if found[other].numbers != held.numbers:
+                    raise ValueError(
+                        f"{len(found[other].numbers)} experts are stacked in {other!r}, but "
+                        f"{len(held.numbers)} in {name!r}; give them different keys of `experts`"
+                    )
 
 
 def _dimension(axis: int | str, rank: int, layout: Layout | None) -> int | None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support import TESTS
 from support.dying import start_job
+from support.experts import in_run
 from support.forks import Forks
 from support.processes import Processes
 from support.saving import in_job
@@ -101,8 +102,7 @@ def job(
         given = {"experts": unickpt.Experts(KEYS), "options": options, **arguments}
         with Checkpointer(root, **given) as checkpointer:
             newest = checkpointer.latest() or 0
-            assert checkpointer._partial is not None
-            checkpointer._partial.loaded(newest, checkpointer.path(newest))
+            checkpointer._features.loaded(newest, checkpointer.path(newest))
             return work(checkpointer, group.index)
 
     return in_job(count, run)
@@ -197,9 +197,9 @@ def test_processes_that_choose_differently_save_nothing(tmp_path: Path) -> None:
     def work(run: Checkpointer, index: int) -> list[Any]:
         found = []
         for step in range(1, 5):
-            if run._partial is not None:
+            if "experts" in run._features._of_run:
                 wrong = step == 2 and index == 1
-                run._partial._choose = (lambda facts: [3]) if wrong else None
+                in_run(run)._choose = (lambda facts: [3]) if wrong else None
             try:
                 found.append(run.save(step, state_of(step, index, 2)).result())
             except Exception as error:
@@ -261,7 +261,7 @@ try:
     experts = unickpt.Experts(KEYS)
     with unickpt.Checkpointer(root, experts=experts, keep_last=2, options=options) as run:
         run._housekeeping.loaded(first - 1)
-        run._partial.loaded(first - 1, run.path(first - 1))
+        run._features.loaded(first - 1, run.path(first - 1))
         for number in range(first, first + many):
             if number == first + 2:
                 die_at(step, when)
@@ -272,7 +272,7 @@ except unickpt.UnickptError as error:
     print(json.dumps(f"{{type(error).__name__}}: {{error}}"))
 """
 STEPS = [
-    ("reuse.partial_save.PartialSave:select", "during"),
+    ("plugins.experts.partial_save.PartialSave:select", "during"),
     ("reuse.base.Base:take_spans", "before"),
     ("reuse.base.Base:take_spans", "during"),
     ("storage.local_files.RegularFiles:link", "after"),

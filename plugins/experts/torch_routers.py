@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from unickpt.frameworks.router_tokens import SeenBefore, is_router, layer_beside
+from unickpt.plugins.experts.routers import SeenBefore, is_router, layer_beside
 
 
 class RouterTokens(SeenBefore):

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.experts import in_run
 from support.saving import in_job
 from test_experts_processes import EXPERTS, KEYS, check, full, state_of
 
 import unickpt
 from unickpt import Checkpointer, Experts, ProcessGroup, SaveOptions, StorageError
 from unickpt.commit.attempt import Attempt
-from unickpt.runs.partial_saves import PartialSaves
+from unickpt.plugins.experts.in_run import PartialSaves
 
 
 class Commits:
@@ -154,8 +155,7 @@ def test_what_is_known_beforehand_is_what_was_committed(
         for step in range(1, 8):
             run.save(step, state_of(step, index, 2), tokens={"own/{x}/*": [step * 3] * EXPERTS})
         run.wait()
-        assert run._partial is not None
-        known = run._partial._known
+        known = in_run(run)._known
         path = tmp_path / "step_7"
         stored = unickpt.open(path).metadata["unickpt"]["experts"]
         steps = {key: {int(x): s for x, s in of.items()} for key, of in stored["steps"].items()}
@@ -189,7 +189,7 @@ def test_a_choice_by_tokens_waits_for_them_in_a_job_of_several_processes(tmp_pat
 
 
 def test_most_lost_goes_by_tokens_then_by_age() -> None:
-    from unickpt.reuse.experts import ExpertFacts, most_lost
+    from unickpt.plugins.experts.record import ExpertFacts, most_lost
 
     steps = {0: 4, 1: 2, 2: 3, 3: 2}
     assert most_lost(ExpertFacts("k", (0, 1, 2, 3), 3, steps, {0: 9.0})) == [0, 1, 3]

@@ -21,9 +21,9 @@ import unickpt
 from unickpt import Checkpointer, Experts, ProcessGroup, SaveOptions
 from unickpt.adapters import torch as torch_adapter
 from unickpt.adapters.torch import NamedOptimizer
-from unickpt.reuse.expert_keys import ExpertKeys
-from unickpt.reuse.experts import ExpertRecord
-from unickpt.reuse.partial_save import PartialSave
+from unickpt.plugins.experts.keys import ExpertKeys
+from unickpt.plugins.experts.partial_save import PartialSave
+from unickpt.plugins.experts.record import ExpertRecord
 from unickpt.saving import plan_cache, task, write_plan
 from unickpt.saving.write_plan import WritePlan
 
@@ -39,7 +39,7 @@ def recognised(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def facts(plan: WritePlan) -> list[list[Any]]:
     return [
-        [(i.entry.name, i.position, i.box, i.expert, i.borrowed, id(i.fragment)) for i in items]
+        [(i.entry.name, i.position, i.box, i.unit, i.borrowed, id(i.fragment)) for i in items]
         for items in (plan.held, plan.own)
     ]
 
@@ -267,10 +267,16 @@ def test_other_experts_are_another_plan(tmp_path: Path) -> None:
     """How arrays are cut depends on the keys."""
     cache, state = plan_cache.PlanCache(2), {"up": np.ones((4, 30)), "experts": {"0": np.ones(3)}}
     keys = [ExpertKeys({"up": (dim, 1)}) for dim in (0, 1)]
-    job = task.SaveTask(tmp_path / "a", False, SaveOptions(fsync=False))
-    metadata = {"unickpt": {}}
-    tree = cache.describe(job, state, metadata, PartialSave(keys[0], 0, ExpertRecord({})))
-    learned = cache.learn(tree, job, job.description.sources, None, keys[0])  # type: ignore[arg-type]
+
+    class First(unickpt.extend.SaveFeature):
+        name = "first"
+
+        def write_filter(self, attempt: str) -> PartialSave:
+            return PartialSave(keys[0], 0, ExpertRecord({}))
+
+    job = task.SaveTask(tmp_path / "a", False, SaveOptions(fsync=False, features=[First()]))
+    tree = cache.describe(job, state, {"unickpt": {}})
+    learned = cache.learn(tree, job, job.description.sources, None)  # type: ignore[arg-type]
     assert learned is not None
     learned.give_back()
     found = [

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from unickpt.frameworks.router_tokens import SeenBefore, is_router, layer_beside
+from unickpt.plugins.experts.routers import SeenBefore, is_router, layer_beside
 
 
 class RouterTokens(SeenBefore):

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 
 from unickpt.errors import UnsupportedLeaf
-from unickpt.reuse.expert_keys import ExpertKeys
-from unickpt.saving.describe import check_mapping
+from unickpt.plugins.experts.keys import ExpertKeys
 
 TokensSeen = Mapping[str, Mapping[int, float] | Sequence[float]]
 """How many tokens the experts of each layer have seen: by their numbers, or of all in order."""
@@ -31,7 +30,8 @@ def tokens_among(
         >>> tokens_among({"loss": 1.5, "tokens/moe/0": 10}, None)
         ({'loss': 1.5}, {'moe': {0: 10}})
     """
-    check_mapping("tokens", tokens)
+    if tokens is not None and not isinstance(tokens, Mapping):
+        raise UnsupportedLeaf(f"tokens must be a dict, not of type {type(tokens).__name__}")
     rest, found = {}, dict[str, dict[int, float]]()
     for name, value in metrics.items():
         if not str(name).startswith(_TOKENS):

@@ -17,9 +17,9 @@ from support.processes import Processes
 
 import unickpt
 from unickpt import Checkpointer, Experts, SaveOptions
-from unickpt.reuse.expert_keys import ExpertKeys
-from unickpt.reuse.expert_turns import orders
-from unickpt.reuse.experts import ExpertRecord, choose
+from unickpt.plugins.experts.keys import ExpertKeys
+from unickpt.plugins.experts.record import ExpertRecord, choose
+from unickpt.plugins.experts.turns import orders
 
 TEXT = "layers/{l}/experts/{x}/*"
 

@@ -11,17 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from unickpt.format import chunk_grid
-from unickpt.format.index import ArrayEntry
-from unickpt.format.reader import Reader
-from unickpt.reuse.expert_keys import ArrayExperts, ExpertKeys
-from unickpt.reuse.experts import ExpertSteps
+from unickpt.extend import ArrayEntry, ArrayUnits, Reader, UnitSteps, numbered_parts
+from unickpt.plugins.experts.keys import ExpertKeys
 
 Writers = Mapping[str, Mapping[int, Mapping[int, int]]]
 """By key and expert, how many bytes of it each process has written, or taken from a step before."""
 
 
-def writers(reader: Reader, arrays: Mapping[str, ArrayExperts]) -> Writers:
+def writers(reader: Reader, arrays: Mapping[str, ArrayUnits]) -> Writers:
     """Who wrote which experts of a checkpoint.
 
     Arguments:
@@ -40,7 +37,7 @@ def writers(reader: Reader, arrays: Mapping[str, ArrayExperts]) -> Writers:
         of_key = found.setdefault(held.key, {})
         for number, processes in _by_expert(entry, held, rows):
             # All chunks count as equally large: nothing depends on a few bytes.
-            each = entry.nbytes // max(1, len(held.experts) * len(processes))
+            each = entry.nbytes // max(1, len(held.numbers) * len(processes))
             into = of_key.setdefault(number, {})
             for process, count in zip(*np.unique(processes, return_counts=True), strict=True):
                 into[int(process)] = into.get(int(process), 0) + each * int(count)
@@ -48,24 +45,24 @@ def writers(reader: Reader, arrays: Mapping[str, ArrayExperts]) -> Writers:
 
 
 def _by_expert(
-    entry: ArrayEntry, held: ArrayExperts, rows: np.ndarray
+    entry: ArrayEntry, held: ArrayUnits, rows: np.ndarray
 ) -> Iterator[tuple[int, np.ndarray]]:
     """The experts of an array, with what `rows` says of their chunks."""
     if held.axis is None:
-        yield held.experts.start, rows
+        yield held.numbers.start, rows
         return
     experts = np.zeros(len(rows), np.int64)
-    for first, part in chunk_grid.numbered_parts(entry):
+    for first, part in numbered_parts(entry):
         along = np.arange(part.grid[held.axis]) * part.chunk[held.axis] + part.box.start[held.axis]
         shape = [-1 if d == held.axis else 1 for d in range(len(part.grid))]
         experts[first : first + part.count] = np.broadcast_to(
             along.reshape(shape), part.grid
         ).reshape(-1)
-    for number in held.experts:
+    for number in held.numbers:
         yield number, rows[experts == number]
 
 
-def orders(steps: ExpertSteps, keys: ExpertKeys, by: Writers) -> dict[str, tuple[int, ...]]:
+def orders(steps: UnitSteps, keys: ExpertKeys, by: Writers) -> dict[str, tuple[int, ...]]:
     """For each key, its experts in the order in which they take their turns, the first one first.
 
     In it the processes alternate, so that those of one save are of as many of them as possible. And

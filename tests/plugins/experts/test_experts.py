@@ -19,7 +19,7 @@ from support.strategies import examples
 
 import unickpt
 from unickpt import Checkpointer, Experts, LoadMismatch, SaveOptions, StorageError, UnsupportedLeaf
-from unickpt.reuse.experts import ExpertFacts
+from unickpt.plugins.experts.record import ExpertFacts
 
 OPTIONS = SaveOptions(chunk_bytes=4096, fsync=False)
 SMALL = {"chunk_bytes": 4096}
@@ -430,7 +430,7 @@ def test_load_tells_which_experts_are_older(
 
 
 @pytest.mark.parametrize(
-    "record", [5, {"steps": 1}, {"steps": {}, "doublings": -1}, {"steps": {"a": {"x": 1}}}]
+    "record", [5, {"steps": 1}, {"steps": {"a": {"1": -1}}}, {"steps": {"a": {"x": 1}}}]
 )
 def test_a_malformed_record_is_refused(record: Any, tmp_path: Path) -> None:
     unickpt.save(tmp_path / "a", {}, metadata={"unickpt": {"step": 1, "experts": record}})
@@ -461,3 +461,11 @@ def test_experts_have_patches(tmp_path: Path) -> None:
                 assert np.array_equal(found[x]["up"], states[int(saved)][x]), (step, x)
             assert unickpt.verify(at).ok
     assert patched >= 8
+
+
+def test_a_save_that_is_no_step_refuses_experts(tmp_path: Path) -> None:
+    options = SaveOptions(fsync=False, features=[Experts({"experts/{x}/w": 1})])
+    with pytest.raises(unickpt.UnsupportedLeaf, match=r"give Experts to a Checkpointer"):
+        unickpt.save(tmp_path / "a", {"w": np.ones(3)}, options=options)
+    with pytest.raises(ValueError, match="two features are called|same name|experts"):
+        Checkpointer(tmp_path / "run", experts=Experts({"experts/{x}/w": 1}), options=options)

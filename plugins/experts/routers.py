@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unickpt.arrays.names import matches
+from unickpt.extend import name_matches
 
 
 class SeenBefore:
@@ -48,4 +48,4 @@ def layer_beside(router: str, experts: str, separator: str) -> str:
 
 def is_router(pattern: str, name: str) -> bool:
     """Whether a pattern of names, with dots or slashes, matches a router's."""
-    return matches(pattern.replace(".", "/"), name.replace(".", "/"))
+    return name_matches(pattern.replace(".", "/"), name.replace(".", "/"))

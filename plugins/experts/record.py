@@ -11,13 +11,11 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any, TypeVar
 
-from unickpt.errors import CheckpointCorrupt, CoverageError
-from unickpt.format.index import RESERVED
-from unickpt.reuse.expert_keys import ExpertKey
+from unickpt.errors import CheckpointCorrupt
+from unickpt.extend import RESERVED_METADATA, UnitSteps, stored_unit_steps
+from unickpt.plugins.experts.keys import ExpertKey
 
-ExpertSteps = Mapping[str, Mapping[int, int]]
-"""For each key, the step that the state of each expert is of."""
-_MEMBER = "experts"
+_MEMBER = "experts"  # `stored_unit_steps` reads its `steps`
 _Count = TypeVar("_Count", int, float)
 
 
@@ -74,7 +72,7 @@ class ExpertRecord:
         keys: for each layer, the key of its experts.
     """
 
-    steps: ExpertSteps
+    steps: UnitSteps
     layers: Mapping[str, TokenCounts] = field(default_factory=dict)
     doublings: int = 0
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -118,7 +116,7 @@ class ExpertRecord:
 
     def saving(
         self,
-        chosen: ExpertSteps | None,
+        chosen: UnitSteps | None,
         seen: Mapping[str, Mapping[int, float]],
         keys: Mapping[str, str],
     ) -> ExpertRecord:
@@ -241,29 +239,7 @@ def _in_turn(experts: Sequence[int], steps: Mapping[int, int]) -> list[int]:
     return sorted([*experts[first:], *experts[:first]], key=steps.__getitem__)
 
 
-def older(metadata: Mapping[str, Any], where: str) -> tuple[tuple[str, int, int], ...]:
-    """The experts whose state is of an earlier step than their checkpoint: key, number, step.
-
-    Arguments:
-        metadata: of the checkpoint.
-        where: it is.
-
-    Raises:
-        CheckpointCorrupt: what it records of its experts is malformed.
-    """
-    record = stored(metadata, where)
-    if record is None:
-        return ()
-    step = metadata[RESERVED].get("step")
-    return tuple(
-        (key, number, of)
-        for key, steps in record.steps.items()
-        for number, of in sorted(steps.items())
-        if of != step
-    )
-
-
-# --- reading and merging --------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 def stored(metadata: Mapping[str, Any], where: str) -> ExpertRecord | None:
@@ -272,23 +248,21 @@ def stored(metadata: Mapping[str, Any], where: str) -> ExpertRecord | None:
     Raises:
         CheckpointCorrupt: it is malformed.
     """
-    own = metadata.get(RESERVED)
-    if not isinstance(own, dict) or _MEMBER not in own:
+    steps = stored_unit_steps(metadata, where)
+    if steps is None:
         return None
     try:
-        found = own[_MEMBER]
+        found = metadata[RESERVED_METADATA][_MEMBER]
         layers = found.get("layers", {})
         return ExpertRecord(
-            {key: _numbered(of, _count) for key, of in found["steps"].items()},
+            steps,
             {
                 name: TokenCounts(
-                    _numbered(t["seen"], _amount),
-                    _numbered(t["lost"], _amount),
-                    _amount(t["lost_before"]),
+                    _numbered(t["seen"]), _numbered(t["lost"]), _amount(t["lost_before"])
                 )
                 for name, t in layers.items()
             },
-            _count(found["doublings"]),
+            _count(found.get("doublings", 0)),
             {name: _text(t["key"]) for name, t in layers.items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -299,43 +273,14 @@ def stored(metadata: Mapping[str, Any], where: str) -> ExpertRecord | None:
 
 def recorded(metadata: Mapping[str, Any], record: ExpertRecord) -> dict[str, Any]:
     """The metadata of a checkpoint with what it records of its experts."""
-    return {**metadata, RESERVED: {**metadata[RESERVED], _MEMBER: record.to_json()}}
+    return {
+        **metadata,
+        RESERVED_METADATA: {**metadata[RESERVED_METADATA], _MEMBER: record.to_json()},
+    }
 
 
-def with_steps(
-    metadata: Mapping[str, Any], written: Sequence[tuple[int, ExpertSteps]]
-) -> dict[str, Any]:
-    """The metadata of a checkpoint with the steps of the experts of all processes.
-
-    Arguments:
-        metadata: as process 0 describes it.
-        written: processes, and of which step what each wrote of an expert is.
-
-    Raises:
-        CoverageError: what two processes wrote of an expert is of different steps.
-    """
-    merged: dict[str, dict[int, int]] = {}
-    first: dict[tuple[str, int], int] = {}
-    for process, steps in written:
-        for key, of in steps.items():
-            into = merged.setdefault(key, {})
-            for number, step in of.items():
-                if into.setdefault(number, step) != step:
-                    raise CoverageError(
-                        f"expert {number} of {key!r} would be of two steps: process "
-                        f"{first[key, number]} has it of step {into[number]}, process {process} of "
-                        f"step {step}. All processes must save the same steps with the same "
-                        "`experts`. Nothing was saved; the next save writes all"
-                    )
-                first.setdefault((key, number), process)
-    if not merged:
-        return dict(metadata)
-    found = stored(metadata, "the description of process 0")
-    return recorded(metadata, replace(found or ExpertRecord({}), steps=merged))
-
-
-def _numbered(found: Mapping[str, Any], value: Callable[[Any], Any]) -> dict[int, Any]:
-    return {int(_text(number)): value(each) for number, each in found.items()}
+def _numbered(found: Mapping[str, Any]) -> dict[int, float]:
+    return {int(_text(number)): _amount(each) for number, each in found.items()}
 
 
 def _text(value: Any) -> str:

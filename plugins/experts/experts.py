@@ -1,0 +1,75 @@
+"""Which experts a run saves, and how many at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from unickpt.errors import UnsupportedLeaf
+from unickpt.extend import Run, SaveFeature, given
+from unickpt.plugins.experts.in_run import PartialSaves
+from unickpt.plugins.experts.keys import ExpertKeys
+from unickpt.plugins.experts.record import Choose, most_lost
+
+
+@dataclass(frozen=True)
+class Experts(SaveFeature):
+    """The experts of a mixture of experts take turns: each save writes only some of them, and
+    refers to the step before for the others, whose state is then older. See docs/experts.md.
+
+    What matches no key is written every time. The first save, and the next after one that failed,
+    write all.
+
+    Arguments:
+        each_save: how many experts a save writes, by key. For experts that have arrays of their
+            own, a key is a pattern of names (`*` is one component, `**` any number of them, `{x}`
+            the number of the expert). For experts that are stacked in arrays, a key is a pattern of
+            names, and its value a pair: the dimension, or the mesh axis that splits it, and how
+            many. With `{l}` in the place of a layer's number, the experts of each layer take turns
+            by themselves, so that a save has others of each. Optimizer states whose names match
+            belong to their expert.
+        choose: chooses the experts to write: called for each key with a frozen dataclass (`key`,
+            `experts`, `k`, `steps`, `lost`), returns numbers. All processes must choose the same.
+            "most_lost" chooses those whose stored state lacks most tokens.
+        plt_budget: with token counts (see `Checkpointer.save`), the greatest proportion of tokens
+            whose updates the restarts of a run may lose. If another restart like the last one
+            exceeded it, twice as many experts are saved. None: never.
+
+    Raises:
+        ValueError: they are not valid.
+
+    Example:
+        >>> Experts({"**/experts/{x}/**": 4}).plt_budget
+        0.0375
+    """
+
+    each_save: Mapping[str, int | tuple[int | str, int]]
+    choose: Choose | Literal["most_lost"] | None = None
+    plt_budget: float | None = 0.0375
+
+    name = "experts"
+    __repr__ = given
+
+    def __post_init__(self) -> None:
+        ExpertKeys(self.each_save)
+        if self.choose not in (None, "most_lost") and not callable(self.choose):
+            raise ValueError(
+                f'choose={self.choose!r} must be a function of facts, or "most_lost"; see Experts'
+            )
+        if self.plt_budget is not None and not 0 <= self.plt_budget <= 1:
+            raise ValueError(
+                f"plt_budget={self.plt_budget!r} must be a fraction from 0 to 1, or None"
+            )
+
+    def check(self, arrays: Iterable[str]) -> None:
+        """Refuses a save outside of a run, which would write all experts without a word."""
+        raise UnsupportedLeaf(
+            "experts take turns over the steps of a run: give Experts to a Checkpointer "
+            "(experts=...), not to a single save"
+        )
+
+    def in_run(self, run: Run) -> PartialSaves:
+        """What a run asks before each save and after each load."""
+        choose = most_lost if self.choose == "most_lost" else self.choose
+        return PartialSaves(ExpertKeys(self.each_save), choose, self.plt_budget, run)

@@ -1,0 +1,221 @@
+"""The saves of a run that write only some experts: which step they refer to, and what it lacks."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from unickpt.errors import UnickptError
+from unickpt.extend import (
+    MOST_BASES,
+    Index,
+    Run,
+    RunFeature,
+    SaveCall,
+    SaveFeature,
+    open_own,
+    resolve_path,
+)
+from unickpt.plugins.experts import token_counts
+from unickpt.plugins.experts.keys import ExpertKeys
+from unickpt.plugins.experts.partial_save import Chosen, PartialBase, PartialSave
+from unickpt.plugins.experts.record import Choose, ExpertRecord, stored
+from unickpt.plugins.experts.token_counts import TokensSeen
+
+_log = logging.getLogger("unickpt")
+
+
+class PartialSaves(RunFeature):
+    """What a run knows of the experts in its newest step, alike on all processes.
+
+    A save does not wait for the one before: what that will have is known, if it refers to a step
+    that all processes know. If it fails after all, the next one, which has begun, takes what it
+    does not write from the step before, and the next after that writes all.
+
+    Arguments:
+        keys: name the experts.
+        choose: chooses those to write, if they do not take turns.
+        plt_budget: as of `Experts`.
+        run: that is saved.
+    """
+
+    needs_steps_before = True
+
+    def __init__(
+        self, keys: ExpertKeys, choose: Choose | None, plt_budget: float | None, run: Run
+    ) -> None:
+        self._keys, self._choose, self._plt_budget, self._run = keys, choose, plt_budget, run
+        self._lock = threading.Lock()
+        self._known = _Known()
+        self._forgotten = 0
+        """How often it was forgotten: what begun before that is no base."""
+        self._is_predicted = True
+        """Whether `_known` is what the last save will have; else it has to end first."""
+        self._most = None if run.is_local else MOST_BASES - 1
+
+    def before_save(self, call: SaveCall) -> tuple[SaveFeature, Mapping[str, Any]]:
+        """What a save does with experts.
+
+        Arguments:
+            call: to save it; token counts are taken out of it.
+
+        Raises:
+            UnsupportedLeaf: the name of a metric that counts tokens has no number.
+        """
+        tokens = call.keywords.pop("tokens", None)
+        call.metrics, tokens = token_counts.tokens_among(call.metrics or {}, tokens)
+        tokens = tokens if call.is_coordinator else None
+        save = _Save(call.step, self._run.path(call.step))
+        return _ExpertsOfSave(self._keys, save, lambda: self._begin(save, tokens)), {}
+
+    def _begin(self, save: _Save, tokens: TokensSeen | None) -> PartialSave:
+        """See `SaveFeature.write_filter`."""
+        layers = {layer: token_counts.key_of(layer, self._keys) for layer in tokens or ()}
+        seen = {
+            layer: token_counts.counts_of(layer, counts) for layer, counts in (tokens or {}).items()
+        }
+        if not self._is_predicted:
+            self._run.wait_ended()
+        with self._lock:
+            known, save.forgotten = self._known, self._forgotten
+        return PartialSave(
+            *(self._keys, save.step, known.record, known.base, self._choose, seen, layers),
+            earlier=known.earlier,
+            most_bases=self._most,
+            selected=lambda chosen: self._selected(save, known, chosen),
+        )
+
+    def after_save(self, feature: SaveFeature | None, error: BaseException | None) -> None:
+        """Records what the newest step has, or that this is not known."""
+        if error is not None:
+            self._forget()
+        elif isinstance(feature, _ExpertsOfSave):
+            self._committed(feature.save)
+
+    def _selected(self, save: _Save, known: _Known, chosen: Chosen) -> None:
+        """Records what a save will have once it has ended."""
+        index, base, written = chosen.index, chosen.base, chosen.written
+        after = None
+        if base is not None and written is not None:
+            # Only process 0 knows the tokens; and who writes what, of a job of other processes.
+            if index.processes == 1 or (self._choose is None and base.processes == index.processes):
+                after = base.followed_by(save.path, save.attempt, written)
+        elif index.processes == 1:
+            after = PartialBase.of(save.path, save.attempt, index, chosen.steps, self._keys)
+        with self._lock:
+            if save.forgotten != self._forgotten:
+                return
+            self._is_predicted = after is not None
+            if after is not None:
+                record = replace(chosen.record, steps=after.steps)
+                save.known = self._known = _Known(save.step, record, after, known.record)
+
+    def _committed(self, save: _Save) -> None:
+        with self._lock:
+            if save.forgotten != self._forgotten:
+                return
+            if save.known is not None:
+                if self._known is save.known and save.known.base is not None:
+                    base = save.known.base.without_before()
+                    self._known = replace(save.known, base=base)
+                return
+        self._remember(save.step, save.path, restarted=False)
+
+    def after_load(self, step: int, path: str, index: Index | None) -> None:
+        """Records that the run goes on from a step; if it was loaded from elsewhere than where the
+        run saves, the next save writes all experts."""
+        self._forget()
+        self._remember(step, path, restarted=True)
+
+    def after_removal(self, steps: Collection[int]) -> None:
+        """No later save refers to a step that was removed."""
+        if self._known.step in steps:
+            self._forget()
+
+    def _forget(self) -> None:
+        """The next save writes all experts: the newest step is not known, or differs by process."""
+        with self._lock:
+            self._forgotten += 1
+            self._is_predicted = True
+            self._known = replace(self._known, base=None, step=None)
+
+    def _remember(self, step: int, path: str, *, restarted: bool) -> None:
+        base, is_known = None, False
+        record = ExpertRecord({})
+        try:
+            reader = open_own(resolve_path(path))
+            found = None if reader is None else stored(reader.index.metadata, path)
+            if reader is not None and found is not None:
+                record = found.restarted(self._plt_budget) if restarted else found
+                is_known = True
+                if path == self._run.path(step):
+                    base = PartialBase.read(path, reader, found.steps, self._keys)
+        except (UnickptError, ValueError) as error:
+            _log.warning("%s: the next save writes all experts: %s", path, error)
+            record = record if is_known else self._known.record
+        with self._lock:
+            self._known = _Known(None if base is None else step, record, base)
+            self._is_predicted = True
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What the next save follows.
+
+    Arguments:
+        step: its number; None if the next save writes all.
+        record: what it records of its experts.
+        base: it.
+        earlier: what the step before it records.
+    """
+
+    step: int | None = None
+    record: ExpertRecord = field(default_factory=lambda: ExpertRecord({}))
+    base: PartialBase | None = None
+    earlier: ExpertRecord = field(default_factory=lambda: ExpertRecord({}))
+
+
+@dataclass
+class _Save:
+    """A save that has begun.
+
+    Arguments:
+        step, path: of the checkpoint.
+        attempt: that makes it.
+        forgotten: see `PartialSaves`.
+        known: what it will have; None if that is read once it has ended.
+    """
+
+    step: int
+    path: str
+    attempt: str = ""
+    forgotten: int = -1
+    known: _Known | None = None
+
+
+class _ExpertsOfSave(SaveFeature):
+    """The experts of one save of a run.
+
+    Arguments:
+        keys: name them. Saves with the same ones are alike, for the plans that saves share.
+        save: what is known of it.
+        begin: returns what it leaves out.
+    """
+
+    name = "experts"
+
+    def __init__(self, keys: ExpertKeys, save: _Save, begin: Callable[[], PartialSave]) -> None:
+        self.save, self._keys, self._begin = save, keys, begin
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ExpertsOfSave) and other._keys is self._keys
+
+    def __hash__(self) -> int:
+        return id(self._keys)
+
+    def write_filter(self, attempt: str) -> PartialSave:
+        self.save.attempt = attempt
+        return self._begin()

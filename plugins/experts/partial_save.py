@@ -1,0 +1,248 @@
+"""What one save does with experts: which it writes, and which it takes from the step before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from unickpt.extend import (
+    ArrayEntry,
+    ArrayUnits,
+    Earlier,
+    Index,
+    Reader,
+    Selection,
+    UnitSteps,
+    common_codec,
+)
+from unickpt.plugins.experts import turns
+from unickpt.plugins.experts.keys import ExpertKeys
+from unickpt.plugins.experts.record import Choose, ExpertRecord, choose, recorded
+
+
+def _stored_as(entry: ArrayEntry, index: Index) -> tuple[object, ...]:
+    """What must be alike in the base. Chunks may differ, which are then copied; but not of a
+    codec that is none of Zarr's, which would encode the copies again."""
+    if entry.codec is None:
+        return entry.shape, entry.dtype
+    compression = common_codec(index.compression)
+    return entry.shape, entry.dtype, entry.encoding, entry.chunk, entry.cut, compression
+
+
+@dataclass(frozen=True)
+class PartialBase:
+    """The checkpoint whose experts a save may refer to.
+
+    Arguments:
+        path: of the checkpoint.
+        attempt: that made it, by which another checkpoint at this path is noticed.
+        arrays: of its arrays with experts what must be alike.
+        steps: of which step its experts are.
+        orders: by key, the experts in the order of their turns.
+        writers: by key and expert, the bytes of each process that saves now.
+        processes: how many made it.
+        before: what is referred to instead if the save of this one, which had not ended, fails.
+    """
+
+    path: str
+    attempt: str
+    arrays: Mapping[str, tuple[object, ...]]
+    steps: UnitSteps
+    orders: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    writers: Mapping[str, Mapping[int, Mapping[int, int]]] = field(default_factory=dict)
+    processes: int = 1
+    before: PartialBase | None = None
+
+    @classmethod
+    def of(
+        cls, path: str, attempt: str, index: Index, steps: UnitSteps, keys: ExpertKeys
+    ) -> PartialBase:
+        """What has to be kept of a checkpoint's index until the next save.
+
+        Arguments:
+            path, attempt: of the checkpoint.
+            index: its index; of a job of one process, it may be what that process saves.
+            steps: of which step its experts are.
+            keys: name the experts.
+        """
+        stored = {n: _stored_as(index.arrays[n], index) for n in _held(index, keys)}
+        orders = turns.orders(steps, keys, {})
+        return cls(path, attempt, stored, steps, orders, processes=index.processes)
+
+    @classmethod
+    def read(cls, path: str, reader: Reader, steps: UnitSteps, keys: ExpertKeys) -> PartialBase:
+        """The same of a committed checkpoint.
+
+        Raises:
+            CheckpointCorrupt, StorageError: it cannot be read.
+        """
+        index = reader.index
+        found = cls.of(path, index.attempt, index, steps, keys)
+        if index.processes == 1:
+            return found
+        writers = turns.writers(reader, _held(index, keys))
+        orders = turns.orders(steps, keys, writers)
+        return replace(found, orders=orders, writers=writers)
+
+    def followed_by(self, path: str, attempt: str, chosen: UnitSteps) -> PartialBase:
+        """What there will be once a save that refers to this one has ended."""
+        steps = {key: {**of, **chosen.get(key, {})} for key, of in self.steps.items()}
+        return replace(self, path=path, attempt=attempt, steps=steps, before=self.without_before())
+
+    def without_before(self) -> PartialBase:
+        """The same, whose save has ended."""
+        return replace(self, before=None)
+
+    def chain(self) -> Iterator[PartialBase]:
+        """The checkpoints that may have experts of the next save, the right one first."""
+        base: PartialBase | None = self
+        while base is not None:
+            yield base
+            base = base.before
+
+    def bytes_of(self, chosen: UnitSteps, processes: int) -> dict[int, int]:
+        """How many bytes of experts each process writes, as far as all processes know.
+
+        Arguments:
+            chosen: the experts that are written.
+            processes: how many save them.
+        """
+        found: dict[int, int] = {}
+        if self.processes != processes:
+            return found
+        for key, numbers in chosen.items():
+            for number in numbers:
+                for process, nbytes in self.writers.get(key, {}).get(number, {}).items():
+                    found[process] = found.get(process, 0) + nbytes
+        return found
+
+
+def _held(index: Index, keys: ExpertKeys) -> dict[str, ArrayUnits]:
+    found = {name: keys.find(name, e.shape, e.layout) for name, e in index.arrays.items()}
+    return {name: held for name, held in found.items() if held is not None}
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a save does with experts.
+
+    Arguments:
+        index: what this process has to save.
+        record: what the checkpoint records of its experts; only process 0 knows the token counts.
+        steps: of which step the experts of this process are once they are saved.
+        written: the experts that are written, by key; None if all are.
+        base: has the others.
+    """
+
+    index: Index
+    record: ExpertRecord
+    steps: UnitSteps
+    written: UnitSteps | None = None
+    base: PartialBase | None = None
+
+
+def _ignore(_: Chosen) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class PartialSave:
+    """A save of a run with partial experts, before its arrays are known (a `WriteFilter`).
+
+    Arguments:
+        units: name the experts.
+        step: that is saved.
+        before: what the step before records of its experts.
+        base: that step, whose experts it may refer to; None if it must write all.
+        choose: chooses the experts to write, if they do not take turns.
+        seen: token counts by layer; on process 0 only.
+        layers: for each of these layers, the key of its experts.
+        earlier: what the step records that is before `base.before`.
+        most_bases: how many checkpoints it may refer to; None if it only makes links.
+        selected: called with what was chosen.
+    """
+
+    units: ExpertKeys
+    step: int
+    before: ExpertRecord
+    base: PartialBase | None = None
+    choose: Choose | None = None
+    seen: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    layers: Mapping[str, str] = field(default_factory=dict)
+    earlier: ExpertRecord = field(default_factory=lambda: ExpertRecord({}))
+    most_bases: int | None = None
+    selected: Callable[[Chosen], object] = _ignore
+
+    def select(self, index: Index, units: Mapping[str, ArrayUnits]) -> Selection:
+        """Chooses the experts to write: all, if the base lacks some of those of this process.
+
+        Raises:
+            ValueError: `choose` did not choose experts, or a token count is less than before.
+        """
+        base = self.base if self._has_all(index, units) else None
+        chosen = None if base is None else self._chosen(base)
+        if base is None or chosen is None or self._needs_too_many(base, chosen):
+            base = chosen = None
+        record = self.before.saving(chosen, self.seen, self.layers)
+        others = self.earlier.saving(chosen, self.seen, self.layers)
+        found = Chosen(index, record, self._steps(units, chosen, base), chosen, base)
+        self.selected(found)
+        metadata, earlier = recorded(index.metadata, record), list[Earlier]()
+        for each in () if base is None else base.chain():
+            told = metadata if each is base else recorded(index.metadata, others)
+            steps = self._steps(units, chosen, each)
+            earlier.append(Earlier(each.path, each.attempt, told, steps))
+        nbytes = {} if base is None or chosen is None else base.bytes_of(chosen, index.processes)
+        return Selection(units, metadata, found.steps, "experts", chosen, earlier, nbytes)
+
+    def _steps(
+        self, units: Mapping[str, ArrayUnits], chosen: UnitSteps | None, base: PartialBase | None
+    ) -> UnitSteps:
+        """Of which step the experts of this process are once they are saved."""
+        found: dict[str, dict[int, int]] = {}
+        for held in units.values():
+            of = found.setdefault(held.key, {})
+            if base is None or chosen is None:
+                of.update(dict.fromkeys(held.numbers, self.step))
+            else:
+                written, before = chosen[held.key], base.steps[held.key]
+                of.update({n: written.get(n, before[n]) for n in held.numbers})
+        return found
+
+    def _chosen(self, base: PartialBase) -> dict[str, dict[int, int]]:
+        chosen = {}
+        record = replace(self.before, steps=base.steps)
+        for text in base.steps:
+            found = self.units.key_of(text)
+            if found is not None:
+                order = base.orders.get(text)
+                chosen[text] = choose(found[0], text, record, self.step, self.choose, order)
+        return chosen
+
+    def _needs_too_many(self, base: PartialBase, chosen: UnitSteps) -> bool:
+        """Whether the experts that are not written would lie in too many checkpoints."""
+        if self.most_bases is None:
+            return False
+        needed = {
+            step
+            for key, of in base.steps.items()
+            for number, step in of.items()
+            if number not in chosen.get(key, {})
+        }
+        return len(needed) > self.most_bases
+
+    def _has_all(self, index: Index, units: Mapping[str, ArrayUnits]) -> bool:
+        """Whether the base has all experts of this process.
+
+        Not whether in the same chunks, which may differ for one process and not for another.
+        """
+        if self.base is None:
+            return False
+        arrays, steps = index.arrays, self.base.steps
+        known = self.base.arrays
+        for name, held in units.items():
+            if known.get(name) != _stored_as(arrays[name], index):
+                return False
+            if not all(map(steps.get(held.key, {}).__contains__, held.numbers)):
+                return False
+        return True

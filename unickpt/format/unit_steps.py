@@ -1,0 +1,106 @@
+"""Of which step the units of a checkpoint are (`write_filter`): in its metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from unickpt.errors import CheckpointCorrupt, CoverageError
+from unickpt.format.index import RESERVED
+
+UnitSteps = Mapping[str, Mapping[int, int]]
+"""For each key, the step that the state of each unit is of."""
+_MEMBER = "experts"
+"""Of the reserved metadata. Its member `steps` is read here; all others are the feature's."""
+
+
+def stored(metadata: Mapping[str, Any], where: str) -> dict[str, dict[int, int]] | None:
+    """What the metadata of a checkpoint say; None if they say nothing.
+
+    Raises:
+        CheckpointCorrupt: it is malformed.
+    """
+    own = metadata.get(RESERVED)
+    if not isinstance(own, dict) or _MEMBER not in own:
+        return None
+    try:
+        steps = own[_MEMBER]["steps"]
+        return {key: {_number(n): _step(s) for n, s in of.items()} for key, of in steps.items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointCorrupt(
+            f"{where}: what its metadata records of its experts is malformed: {error!r}"
+        ) from None
+
+
+def _number(text: object) -> int:
+    if not isinstance(text, str):  # JSON has no other keys
+        raise TypeError(f"{text!r} is not text")
+    return int(text)
+
+
+def _step(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is not a count")
+    return value
+
+
+def older(metadata: Mapping[str, Any], where: str) -> tuple[tuple[str, int, int], ...]:
+    """The units whose state is of an earlier step than their checkpoint: key, number, step.
+
+    Arguments:
+        metadata: of the checkpoint.
+        where: it is.
+
+    Raises:
+        CheckpointCorrupt: what they say is malformed.
+    """
+    found = stored(metadata, where)
+    if found is None:
+        return ()
+    step = metadata[RESERVED].get("step")
+    return tuple(
+        (key, number, of)
+        for key, steps in found.items()
+        for number, of in sorted(steps.items())
+        if of != step
+    )
+
+
+def lost(metadata: Mapping[str, Any]) -> float | None:
+    """What proportion of the training of units a restart from this checkpoint loses, if that is
+    known; `stored` was called before."""
+    found = metadata[RESERVED][_MEMBER].get("plt")
+    return found if type(found) is float else None
+
+
+def merged(
+    metadata: Mapping[str, Any], written: Sequence[tuple[int, UnitSteps]]
+) -> Mapping[str, Any]:
+    """The metadata of a checkpoint with the steps of the units of all processes.
+
+    Arguments:
+        metadata: as process 0 describes it.
+        written: processes, and of which step what each wrote of a unit is.
+
+    Raises:
+        CoverageError: what two processes wrote of a unit is of different steps.
+    """
+    found: dict[str, dict[int, int]] = {}
+    first: dict[tuple[str, int], int] = {}
+    for process, steps in written:
+        for key, of in steps.items():
+            into = found.setdefault(key, {})
+            for number, step in of.items():
+                if into.setdefault(number, step) != step:
+                    raise CoverageError(
+                        f"expert {number} of {key!r} would be of two steps: process "
+                        f"{first[key, number]} has it of step {into[number]}, process {process} of "
+                        f"step {step}. All processes must save the same steps with the same "
+                        "`experts`. Nothing was saved; the next save writes all"
+                    )
+                first.setdefault((key, number), process)
+    if not found:
+        return metadata
+    own = metadata[RESERVED]
+    stored_as = {key: {str(n): of[n] for n in sorted(of)} for key, of in found.items()}
+    return {**metadata, RESERVED: {**own, _MEMBER: {**own.get(_MEMBER, {}), "steps": stored_as}}}
