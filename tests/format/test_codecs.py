@@ -151,17 +151,18 @@ def test_features_are_checked(features: Any) -> None:
 
 
 def test_a_feature_of_a_run_cannot_change_what_the_run_says(tmp_path: Path) -> None:
-    class Counting(extend.SaveFeature):
+    class Counting(extend.SaveFeature, extend.RunFeature):
         name = "counting"
         loaded: list[int] = []  # noqa: RUF012
 
-        def in_run(self) -> Any:
+        def in_run(self, run: extend.Run) -> extend.RunFeature:
             return self
 
-        def before_save(self, step: int) -> tuple[extend.SaveFeature, dict[str, Any]]:
-            return self, {"step": -1, "counted": 10 * step}
+        def before_save(self, call: extend.SaveCall) -> tuple[extend.SaveFeature, dict[str, Any]]:
+            return self, {"step": -1, "counted": 10 * call.step}
 
-        def after_load(self, step: int, index: extend.Index) -> None:
+        def after_load(self, step: int, path: str, index: extend.Index | None) -> None:
+            assert index is not None
             self.loaded.append(index.metadata["unickpt"]["counted"])
 
     options = SaveOptions(features=[Counting()], fsync=False)

@@ -133,7 +133,8 @@ def _digest_blocks(table: digest_table.Table) -> DigestBlocks | None:
 
 def _metadata(index: Index, records: Records) -> Mapping[str, Any]:
     """The metadata, with the steps of units, if some may be left out of a save."""
-    return unit_steps.merged(index.metadata, [(n, record.units) for n, record in records])
+    steps = [(process, record.units) for process, record in records if record.units]
+    return unit_steps.merged(index.metadata, steps) if steps else index.metadata
 
 
 # The tables of an index that are joined by name.

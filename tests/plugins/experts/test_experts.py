@@ -467,5 +467,5 @@ def test_a_save_that_is_no_step_refuses_experts(tmp_path: Path) -> None:
     options = SaveOptions(fsync=False, features=[Experts({"experts/{x}/w": 1})])
     with pytest.raises(unickpt.UnsupportedLeaf, match=r"give Experts to a Checkpointer"):
         unickpt.save(tmp_path / "a", {"w": np.ones(3)}, options=options)
-    with pytest.raises(ValueError, match="two features are called|same name|experts"):
+    with pytest.raises(ValueError, match="experts"):
         Checkpointer(tmp_path / "run", experts=Experts({"experts/{x}/w": 1}), options=options)
