@@ -571,4 +571,4 @@ def _named(sharding: NamedSharding, rank: int) -> Layout:
 def __getattr__(name: str) -> Any:
     if name != "RouterTokens":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return doors.need("features", "router_tokens_jax")
+    return doors.need("names", "router_tokens_jax")

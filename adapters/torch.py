@@ -563,4 +563,4 @@ def _tie(held: _TensorMemory) -> Hashable:
 def __getattr__(name: str) -> Any:
     if name != "RouterTokens":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return doors.need("features", "router_tokens_torch")
+    return doors.need("names", "router_tokens_torch")

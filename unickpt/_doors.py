@@ -43,10 +43,16 @@ DOORS = {
     "codecs": {
         "quantized": "unickpt.plugins.quantize:CODEC",
     },
+    "names": {
+        "data": "unickpt.plugins.data",
+        "observe": "unickpt.plugins.observe.observe:observe",
+        "draft_rules": "unickpt.plugins.observe.drafting:draft",
+        "check_rules": "unickpt.plugins.observe.checking:check",
+        "router_tokens_jax": "unickpt.plugins.experts.jax_routers:RouterTokens",
+        "router_tokens_torch": "unickpt.plugins.experts.torch_routers:RouterTokens",
+    },
     "features": {
         "quantize": "unickpt.plugins.quantize:Quantize",
         "experts": "unickpt.plugins.experts:Experts",
-        "router_tokens_jax": "unickpt.plugins.experts.jax_routers:RouterTokens",
-        "router_tokens_torch": "unickpt.plugins.experts.torch_routers:RouterTokens",
     },
 }

@@ -20,7 +20,9 @@ from typing import Any, Literal, cast, get_args
 from unickpt._doors import DOORS
 from unickpt.errors import PluginError
 
-Group = Literal["codecs", "features", "formats", "presets", "refusals", "schemes", "writers"]
+Group = Literal[
+    "codecs", "features", "formats", "names", "presets", "refusals", "schemes", "writers"
+]
 GROUPS: tuple[Group, ...] = get_args(Group)
 _PREFIX = "unickpt."
 # What other code asks of what a door leads to.
@@ -28,6 +30,7 @@ _ASKED: Mapping[Group, tuple[str, ...]] = {
     "codecs": ("encode", "decode", "stored_bytes", "zarr_codec", "merge", "validate", "facts"),
     "features": ("__call__",),
     "formats": ("HINTS", "open"),
+    "names": (),  # what public names of unickpt stand for that the core does not have
     "presets": ("__path__",),
     "refusals": ("refusal",),
     "schemes": ("name", "spec"),

@@ -81,13 +81,29 @@ from unickpt.format.refusals import refuse_unknown
 from unickpt.format.unit_steps import UnitSteps
 from unickpt.format.unit_steps import stored as stored_unit_steps
 from unickpt.format.writer import Data, Ending, OfEachProcess, Plan, PlannedFile, Writer, text_file
-from unickpt.frameworks.leaves import SavedOnly, flatten_state, is_array, job_group
+from unickpt.frameworks.leaves import NOTHING as NOTHING_HERE
+from unickpt.frameworks.leaves import (
+    SavedOnly,
+    Sections,
+    adapters,
+    flatten_state,
+    is_array,
+    job_group,
+)
+from unickpt.frameworks.leaves import expand as expand_leaf
+from unickpt.frameworks.leaves import (
+    is_leaf as is_saved_as_leaf,
+)
+from unickpt.frameworks.per_process import encode as encode_per_process
 from unickpt.frameworks.process_group import alone as group_of_one
-from unickpt.frameworks.process_group import loaded_together, new_session
+from unickpt.frameworks.process_group import current_group, loaded_together, new_session
+from unickpt.frameworks.sections import Encoded as EncodedValue
+from unickpt.frameworks.sections import Joined as JoinedParts
 from unickpt.loading.views import read_into, structure_of
-from unickpt.quoting import given, printable, quoted, shortened
+from unickpt.quoting import counted, given, printable, quoted, shortened
 from unickpt.quoting import some as first_few
 from unickpt.reading.checkpoint import Hints, Source
+from unickpt.reading.checkpoint import opened as opened_checkpoint
 from unickpt.reading.checkpoint import reading as reading_checkpoint
 from unickpt.reading.listing import checkpoints_below, other_folders
 from unickpt.saving.background import SaveCallbacks, SaveQueue, SaveRequest
@@ -122,6 +138,7 @@ from unickpt.trees.tree import without as tree_without
 from unickpt.trees.tree_json import Plain, is_plain
 from unickpt.trees.tree_json import from_json as tree_from_json
 from unickpt.trees.tree_json import from_names as tree_from_names
+from unickpt.trees.tree_json import is_kind as is_plain_kind
 from unickpt.trees.tree_json import length as plain_length
 from unickpt.trees.tree_json import to_json as tree_to_json
 from unickpt.trees.tree_json import value_to_json as plain_to_json
@@ -132,6 +149,15 @@ if _CHECKING:
     from unickpt.arrays.saved_arrays import MeshFacts, MeshKey, SavedArrays
     from unickpt.format.step_metrics import finite_or_text, step_metrics
     from unickpt.format.writers import make_writer, register_writer, unregister_writer
+    from unickpt.rules.in_memory import apply as apply_rules
+    from unickpt.rules.in_memory import elements as ruled_elements
+    from unickpt.rules.in_memory import facts_of, stored_leaves
+    from unickpt.rules.observed import DraftReport, ObservedReport, RulesCheck
+    from unickpt.rules.plan import Fact as LeafFact
+    from unickpt.rules.plan import LeafKind
+    from unickpt.rules.plan import Made as MadeLeaf
+    from unickpt.rules.planner import make_plan as plan_rules
+    from unickpt.rules.rule import exprs_of as rule_exprs_of
     from unickpt.runs.arguments import fences_of, take_retention
     from unickpt.runs.attempt_folders import remove_checkpoint
     from unickpt.runs.housekeeping import barrier, on_process_0
@@ -161,9 +187,11 @@ __all__ = [
     "DType",
     "Damaged",
     "Data",
+    "DraftReport",
     "Earlier",
     "ElementRun",
     "Elements",
+    "EncodedValue",
     "Ending",
     "Expansion",
     "Extra",
@@ -176,23 +204,29 @@ __all__ = [
     "InMemoryElements",
     "Index",
     "JoinedElements",
+    "JoinedParts",
     "Key",
     "Layout",
     "LazyElements",
     "Leaf",
+    "LeafFact",
+    "LeafKind",
     "LocalLocation",
     "Location",
     "MANIFEST",
     "MAX_DEPTH",
     "MOST_BASES",
+    "MadeLeaf",
     "MeanElements",
     "Mesh",
     "MeshFacts",
     "MeshKey",
+    "NOTHING_HERE",
     "NamedOptimizer",
     "Nibbles",
     "Node",
     "NotDecodable",
+    "ObservedReport",
     "OcdbtDatabase",
     "OfEachProcess",
     "Opaque",
@@ -210,6 +244,7 @@ __all__ = [
     "Reader",
     "Request",
     "Retention",
+    "RulesCheck",
     "Run",
     "RunFeature",
     "STORED_TYPES",
@@ -221,6 +256,7 @@ __all__ = [
     "SavedArrays",
     "SavedOnly",
     "Scheme",
+    "Sections",
     "Selection",
     "SerialExecutor",
     "SeveralCheckpoints",
@@ -239,6 +275,8 @@ __all__ = [
     "WriteFilter",
     "Writer",
     "absolute_path",
+    "adapters",
+    "apply_rules",
     "asking_storage",
     "barrier",
     "check_boxes",
@@ -247,14 +285,19 @@ __all__ = [
     "children_by_key",
     "combined_crc32",
     "common_codec",
+    "counted",
+    "current_group",
     "cut_box",
     "dict_node",
     "dtype_and_shape",
     "dtype_from_name",
     "dtype_kind",
     "dtype_name",
+    "encode_per_process",
     "entry_of_box",
     "entry_of_boxes",
+    "expand_leaf",
+    "facts_of",
     "fences_of",
     "finite_or_text",
     "first_few",
@@ -267,7 +310,9 @@ __all__ = [
     "has_known_factory",
     "in_batches",
     "is_array",
+    "is_saved_as_leaf",
     "is_plain",
+    "is_plain_kind",
     "job_group",
     "join_names",
     "keys_of_leaves",
@@ -281,10 +326,12 @@ __all__ = [
     "numbered_parts",
     "on_process_0",
     "open_own",
+    "opened_checkpoint",
     "other_folders",
     "parsed_types",
     "plain_length",
     "plain_to_json",
+    "plan_rules",
     "printable",
     "put_nested",
     "quoted",
@@ -303,10 +350,13 @@ __all__ = [
     "remove_checkpoint",
     "resolve_path",
     "row_major",
+    "rule_exprs_of",
+    "ruled_elements",
     "save_in_background",
     "shortened",
     "step_metrics",
     "storage_context",
+    "stored_leaves",
     "stored_unit_steps",
     "storing_hint",
     "structure_of",
@@ -328,25 +378,37 @@ __all__ = [
 
 # Imported when they are first used. What `import unickpt` needs anyway is imported above.
 _LATER = {
+    "DraftReport": "rules.observed",
+    "LeafFact": "rules.plan:Fact",
+    "LeafKind": "rules.plan",
+    "MadeLeaf": "rules.plan:Made",
     "MeshFacts": "arrays.saved_arrays",
     "MeshKey": "arrays.saved_arrays",
     "NamedOptimizer": "adapters.torch_optimizer",
+    "ObservedReport": "rules.observed",
     "PYTHON_TYPES": "trees.stored_types",
     "Retention": "runs.retention",
+    "RulesCheck": "rules.observed",
     "STORED_TYPES": "trees.stored_types",
     "SavedArrays": "arrays.saved_arrays",
     "StepFolder": "runs.step_folder",
     "StoredType": "trees.stored_types",
+    "apply_rules": "rules.in_memory:apply",
     "barrier": "runs.housekeeping",
+    "facts_of": "rules.in_memory",
     "fences_of": "runs.arguments",
     "finite_or_text": "format.step_metrics",
     "has_known_factory": "trees.stored_types",
     "make_writer": "format.writers",
     "on_process_0": "runs.housekeeping",
     "parsed_types": "trees.stored_types",
+    "plan_rules": "rules.planner:make_plan",
     "register_writer": "format.writers",
     "remove_checkpoint": "runs.attempt_folders",
+    "rule_exprs_of": "rules.rule:exprs_of",
+    "ruled_elements": "rules.in_memory:elements",
     "step_metrics": "format.step_metrics",
+    "stored_leaves": "rules.in_memory",
     "take_retention": "runs.arguments",
     "unregister_writer": "format.writers",
 }
@@ -356,6 +418,7 @@ if not _typing.TYPE_CHECKING:  # by this name mypy knows it; else it would take 
     def __getattr__(name: str) -> _Any:
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = getattr(_importlib.import_module(f"unickpt.{_LATER[name]}"), name)
+        module, _, own = _LATER[name].partition(":")
+        found = getattr(_importlib.import_module(f"unickpt.{module}"), own or name)
         globals()[name] = found
         return found

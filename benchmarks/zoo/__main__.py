@@ -22,8 +22,8 @@ import numpy as np
 from benchmarks.zoo.conversion import Conversion
 from unickpt import Rules
 from unickpt.errors import RuleError
-from unickpt.observing.agreement import through
-from unickpt.observing.converters import Converter, Example
+from unickpt.plugins.observe.agreement import through
+from unickpt.plugins.observe.converters import Converter, Example
 
 
 def main() -> None:

@@ -38,8 +38,13 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from benchmarks.zoo.vllm_models import MODELS
 from unickpt import Rules
 from unickpt.errors import RuleError
-from unickpt.observing.converters import to_numpy
-from unickpt.observing.loaders import RankLoad, expected_digests, observe_loader, rules_of_ranks
+from unickpt.plugins.observe.converters import to_numpy
+from unickpt.plugins.observe.loaders import (
+    RankLoad,
+    expected_digests,
+    observe_loader,
+    rules_of_ranks,
+)
 from unickpt.rules import in_memory
 from unickpt.rules.planner import make_plan
 

@@ -20,7 +20,7 @@ from support.rule_cases import flat_names, flat_tree
 import unickpt
 from unickpt import LoadMismatch, Rules
 from unickpt.errors import RuleError
-from unickpt.observing.agreement import through
+from unickpt.plugins.observe.agreement import through
 
 CASES = [*preset_cases.all_cases()]
 IDS = [f"{case.preset}-{case.model}-{at}" for at, case in enumerate(CASES)]

@@ -44,7 +44,6 @@ PRELOADED = {
         "unickpt.backends.file",
         "unickpt.format.writers",
         "unickpt.rules.view",
-        "unickpt.plugins.experts.turns",
         "unickpt.runs.checkpointer",
         "unickpt.saving.bases",
         "unickpt.saving.taking",

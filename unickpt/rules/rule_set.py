@@ -10,6 +10,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from unickpt import doors
 from unickpt.errors import RuleError, RuleSyntaxError, RuleWarning
 from unickpt.quoting import counted, some
 from unickpt.rules import parser
@@ -150,9 +151,9 @@ class Rules(CompiledRules):
             >>> print(Rules.observe(convert, {"up": (3, 5), "down": (5, 3)}))
             {n=up|down} [i o] <-> {n=up|down}.weight [o i]
         """
-        from unickpt.observing.observe import observe  # a feature, above all rules
-
-        return observe(function, example, strict=strict, framework=framework, name=name)
+        observe = doors.need("names", "observe")
+        found: Rules = observe(function, example, strict=strict, framework=framework, name=name)
+        return found
 
     @classmethod
     def draft(cls, left: Any, right: Any, *, name: str = "draft") -> Rules:
@@ -179,9 +180,8 @@ class Rules(CompiledRules):
             >>> print(rules)
             up/kernel [i o] <-> up.weight [o i]
         """
-        from unickpt.observing.drafting import draft  # a feature, above all rules
-
-        return draft(left, right, name=name)
+        found: Rules = doors.need("names", "draft_rules")(left, right, name=name)
+        return found
 
     def check(self, left: Any, right: Any, *, probes: int = 64, rtol: float = 1e-5) -> RulesCheck:
         """Whether the rules make of the left side what the right side holds.
@@ -211,9 +211,9 @@ class Rules(CompiledRules):
             >>> bool(rules.check({"kernel": w}, {"weight": w.T}))
             False
         """
-        from unickpt.observing.checking import check  # a feature, above all rules
-
-        return check(self, left, right, probes=probes, rtol=rtol)
+        check = doors.need("names", "check_rules")
+        found: RulesCheck = check(self, left, right, probes=probes, rtol=rtol)
+        return found
 
     @classmethod
     def preset(cls, name: str, *, sizes: Mapping[str, int] | None = None) -> Rules:

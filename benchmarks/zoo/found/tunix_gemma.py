@@ -9,7 +9,7 @@ it was made, without values; "optimized" raises. Run where benchmarks/zoo/tunix.
 """
 
 from benchmarks.zoo import tunix
-from unickpt.observing.converters import Converter, Example
+from unickpt.plugins.observe.converters import Converter, Example
 
 for conversion in tunix.conversions():
     if conversion.name == "gemma/original":

@@ -9,19 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from unickpt.arrays import dtypes
-from unickpt.arrays.dtypes import Array, DType
+from unickpt import Rules
 from unickpt.errors import LoadMismatch, RuleError
-from unickpt.observing.agreement import names_of, same, step, taken_apart, through, wrong_with
-from unickpt.observing.components import Input, Misfit, drafts
-from unickpt.observing.converters import Converter, Example
-from unickpt.observing.element_codes import NamesDiffer, Traced, Tracer, bits_of, check_names
-from unickpt.observing.fitting import Draft, Term
-from unickpt.observing.merging import merged
-from unickpt.observing.notation import Written, WrittenTerm, tokens, written
-from unickpt.observing.regular_blocks import Irregular
-from unickpt.rules.observed import ObservedReport
-from unickpt.rules.rule_set import Rules
+from unickpt.extend import Array, DType, ObservedReport, dtype_kind, dtype_name
+from unickpt.plugins.observe.agreement import names_of, same, step, taken_apart, through, wrong_with
+from unickpt.plugins.observe.components import Input, Misfit, drafts
+from unickpt.plugins.observe.converters import Converter, Example
+from unickpt.plugins.observe.element_codes import NamesDiffer, Traced, Tracer, bits_of, check_names
+from unickpt.plugins.observe.fitting import Draft, Term
+from unickpt.plugins.observe.merging import merged
+from unickpt.plugins.observe.notation import Written, WrittenTerm, tokens, written
+from unickpt.plugins.observe.regular_blocks import Irregular
 
 _SCALES = (1.0, 1e-3, 300.0)
 """Of the fresh numbers: a converter that asks how large values are shall answer differently."""
@@ -114,7 +112,7 @@ def observed(converter: Callable[..., dict[str, Array]], example: Example, title
         RuleError: which arrays there are depends on values.
     """
     inputs = [
-        Input(name, shape, dtypes.name_of(dtype)) for name, (shape, dtype) in example.arrays.items()
+        Input(name, shape, dtype_name(dtype)) for name, (shape, dtype) in example.arrays.items()
     ]
     try:
         seen = _traced(converter, example, inputs)
@@ -288,7 +286,7 @@ class _Writer:
             kinds = {arrays[name].dtype for name in term.names}
             if len(kinds) > 1:
                 raise Irregular("arrays of several dtypes become one")
-            return dtypes.name_of(kinds.pop())
+            return dtype_name(kinds.pop())
 
         return found
 
@@ -301,7 +299,7 @@ class _Writer:
         tail = f" [{' '.join(axes)}]"
         dtype = self._seen.made[one.name].dtype
         if dtype != np.float32:
-            tail += f" as {dtypes.name_of(dtype)}"
+            tail += f" as {dtype_name(dtype)}"
         sizes = tuple(zip(axes, one.shape, strict=True))
         number = f"{values[0]:.17g}"
         return Written((), ((WrittenTerm(tokens(one.name), tail),),), sizes, number, order)
@@ -396,14 +394,14 @@ def _without(arrays: Mapping[str, Array], names: Sequence[str]) -> dict[str, Arr
 
 
 def _is_narrow(x: Array) -> bool:
-    return dtypes.kind(x.dtype) == "float" and x.dtype.itemsize < 4
+    return dtype_kind(x.dtype) == "float" and x.dtype.itemsize < 4
 
 
 def _fresh(
     random: np.random.Generator, shape: tuple[int, ...], dtype: DType, scale: float
 ) -> Array:
     """Numbers that a converter has not seen."""
-    if dtypes.kind(dtype) in ("float", "complex"):
+    if dtype_kind(dtype) in ("float", "complex"):
         return (random.standard_normal(shape) * scale).astype(dtype)
     if dtype.kind == "b":
         return random.integers(0, 2, shape).astype(bool)
@@ -442,7 +440,7 @@ def _differs(
     with np.errstate(all="ignore"):
         cast = expected.astype(flat.dtype)
         good = (cast == flat) | (np.isnan(cast.astype(np.float64)) & np.isnan(flat.astype(float)))
-        if _is_scaled(one) and dtypes.kind(flat.dtype) == "float":
+        if _is_scaled(one) and dtype_kind(flat.dtype) == "float":
             size = np.maximum(np.abs(expected), np.abs(one.offset)) + np.abs(expected - one.offset)
             last = max(step(flat.dtype), 2e-6)
             good |= np.abs(flat.astype(np.float64) - expected) <= 4 * last * size

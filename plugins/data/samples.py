@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from unickpt.data.positions import Positions
-from unickpt.data.ranks import Ranks
-from unickpt.data.resuming import Resumable, Saved
 from unickpt.errors import LoadMismatch
+from unickpt.plugins.data.positions import Positions
+from unickpt.plugins.data.ranks import Ranks
+from unickpt.plugins.data.resuming import Resumable, Saved
 
 _NONE = object()
 

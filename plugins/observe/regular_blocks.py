@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from unickpt.arrays.dtypes import Array
+from unickpt.extend import Array
 
 _MOST_BLOCKS = 64
 _MOST_CUTS = 64

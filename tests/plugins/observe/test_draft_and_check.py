@@ -12,7 +12,7 @@ import pytest
 import unickpt
 from unickpt import Rules
 from unickpt.errors import RuleError
-from unickpt.observing.drafting import Likeness, words
+from unickpt.plugins.observe.drafting import Likeness, words
 from unickpt.rules.observed import DraftReport
 
 LAYERS = 4

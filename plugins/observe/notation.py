@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from unickpt.observing.axis_items import Axis, Item, Padding, Single, Sum, axes_in
-from unickpt.observing.fitting import Draft, NumberExpr, Term, all_axes
-from unickpt.observing.regular_blocks import Irregular
+from unickpt.plugins.observe.axis_items import Axis, Item, Padding, Single, Sum, axes_in
+from unickpt.plugins.observe.fitting import Draft, NumberExpr, Term, all_axes
+from unickpt.plugins.observe.regular_blocks import Irregular
 
 _PLAIN = re.compile(r'[^\s\[\](){}<>,=#"?|:\\-]?[^\s\[\](){}<>,=#"?|:\\]*')
 _TOKENS = re.compile(r"([/.]|%2F|(?<![0-9])(?:0|[1-9][0-9]*)(?![0-9]))")

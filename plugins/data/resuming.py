@@ -8,12 +8,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from unickpt.data.ranks import Ranks
+from unickpt import PerProcess
 from unickpt.errors import LoadMismatch
-from unickpt.frameworks import per_process
-from unickpt.frameworks.leaves import NOTHING, PerProcess, Sections, adapters
-from unickpt.frameworks.sections import Encoded
-from unickpt.quoting import some
+from unickpt.extend import (
+    NOTHING_HERE,
+    EncodedValue,
+    Sections,
+    adapters,
+    encode_per_process,
+    first_few,
+)
+from unickpt.plugins.data.ranks import Ranks
 
 
 class Saved:
@@ -42,7 +47,7 @@ class Saved:
         if missing:
             raise LoadMismatch(
                 f"of {self.count} data-parallel ranks, these saved no state of the loader: "
-                f"{some(missing)}. Of the processes of each rank, one must have Ranks.writes"
+                f"{first_few(missing)}. Of the processes of each rank, one must have Ranks.writes"
             )
 
     def rank(self, rank: int) -> Sections:
@@ -159,7 +164,7 @@ class Resumable(ABC):
         """The state, as the leaf that is saved."""
         ahead = self._ahead
         if not self.ranks.writes:
-            value: Any = NOTHING
+            value: Any = NOTHING_HERE
         else:
             value = self._sections() if ahead is None else ahead.result()
         return PerProcess(value, self._redistribute)
@@ -177,8 +182,8 @@ class Resumable(ABC):
         about = {"loader": self.kind, "rank": self.ranks.rank, "ranks": self.ranks.count}
         return Sections({**about, **facts}, sections)
 
-    def _encoded(self) -> Encoded:
-        return per_process.encode(self._sections(), adapters())
+    def _encoded(self) -> EncodedValue:
+        return encode_per_process(self._sections(), adapters())
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -194,7 +199,7 @@ class _Collecting:
 
     def __init__(self, collect: Any, step: int) -> None:
         self.step, self._collect = step, collect
-        self._found: Encoded | BaseException | None = None
+        self._found: EncodedValue | BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="unickpt-data", daemon=True)
         self._thread.start()
 
@@ -207,9 +212,9 @@ class _Collecting:
     def wait(self) -> None:
         self._thread.join()
 
-    def result(self) -> Encoded:
+    def result(self) -> EncodedValue:
         self.wait()
-        if not isinstance(self._found, Encoded):
+        if not isinstance(self._found, EncodedValue):
             assert self._found is not None, "the thread has ended"
             raise self._found
         return self._found

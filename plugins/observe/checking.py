@@ -15,16 +15,22 @@ from typing import Any
 
 import numpy as np
 
-from unickpt.arrays.box import Box
-from unickpt.arrays.dtypes import Array
-from unickpt.observing.converters import leaves_in
-from unickpt.reading import checkpoint
-from unickpt.rules import in_memory
-from unickpt.rules.observed import RulesCheck
-from unickpt.rules.plan import Fact, LeafKind, Made
-from unickpt.rules.planner import make_plan
-from unickpt.rules.rule_set import Rules
-from unickpt.trees import tree_json
+from unickpt import Checkpoint, Rules
+from unickpt.extend import (
+    Array,
+    LeafFact,
+    LeafKind,
+    MadeLeaf,
+    RulesCheck,
+    facts_of,
+    is_plain_kind,
+    opened_checkpoint,
+    plan_rules,
+    ruled_elements,
+    stored_leaves,
+)
+from unickpt.plugins.observe.converters import leaves_in
+from unickpt.types import Box
 
 _SMALL = 1 << 22
 _SHORT = 4
@@ -41,7 +47,7 @@ class Side:
         values: the leaves that are no arrays.
     """
 
-    facts: Mapping[str, Fact]
+    facts: Mapping[str, LeafFact]
     read: Callable[[str, Box], Array]
     where: str
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -49,19 +55,21 @@ class Side:
     @classmethod
     def of(cls, given: Any, where: str) -> Side:
         """A tree of arrays, or a checkpoint: a path, a URL, or what `unickpt.open` returned."""
-        if isinstance(given, str | PathLike | checkpoint.Checkpoint):
-            opened = checkpoint.opened(given)
+        if isinstance(given, str | PathLike | Checkpoint):
+            opened = opened_checkpoint(given)
             index = opened.reader.index
-            facts = {name: Fact(entry.shape, entry.dtype) for name, entry in index.entries.items()}
-            facts |= dict.fromkeys(index.values, Fact(kind=LeafKind.VALUE))
-            facts |= dict.fromkeys(index.per_process, Fact(kind=LeafKind.PROCESS))
+            facts = {
+                name: LeafFact(entry.shape, entry.dtype) for name, entry in index.entries.items()
+            }
+            facts |= dict.fromkeys(index.values, LeafFact(kind=LeafKind.VALUE))
+            facts |= dict.fromkeys(index.per_process, LeafFact(kind=LeafKind.PROCESS))
             return cls(facts, lambda name, box: opened[name].read(box), str(given), index.values)
         arrays, values = leaves_in(given)
-        facts = in_memory.facts_of(arrays) | dict.fromkeys(values, Fact(kind=LeafKind.VALUE))
+        facts = facts_of(arrays) | dict.fromkeys(values, LeafFact(kind=LeafKind.VALUE))
         return cls(facts, lambda name, box: arrays[name][box.slices], where, values)
 
     @property
-    def arrays(self) -> dict[str, Fact]:
+    def arrays(self) -> dict[str, LeafFact]:
         """The facts of the arrays."""
         return {name: fact for name, fact in self.facts.items() if fact.is_array}
 
@@ -72,8 +80,8 @@ class Side:
 def check(rules: Rules, left: Any, right: Any, *, probes: int, rtol: float) -> RulesCheck:
     """See `Rules.check`."""
     have, want = Side.of(left, "the left side"), Side.of(right, "the right side")
-    stored = in_memory.stored_leaves(have.facts)
-    plan = make_plan(rules, stored, want.facts, where=have.where)
+    stored = stored_leaves(have.facts)
+    plan = plan_rules(rules, stored, want.facts, where=have.where)
     random = np.random.default_rng(0)
     names = {**{name: name for name in plan.made}, **plan.aliases}
     found: dict[str, str] = {}
@@ -91,7 +99,7 @@ def check(rules: Rules, left: Any, right: Any, *, probes: int, rtol: float) -> R
         arrays += 1
         for box in _boxes(made.fact.shape, probes, random):
             compared += math.prod(box.shape)
-            one, other = in_memory.elements(made, box, have.read), want.read(name, box)
+            one, other = ruled_elements(made, box, have.read), want.read(name, box)
             bad = np.argwhere(~_equal(one, other, 0 if made.exact else max(rtol, 1e-5)))
             if len(bad):
                 at = tuple(int(i + o) for i, o in zip(bad[0], box.start, strict=True))
@@ -100,7 +108,7 @@ def check(rules: Rules, left: Any, right: Any, *, probes: int, rtol: float) -> R
     return RulesCheck(arrays, compared, found)
 
 
-def _unequal_values(name: str, made: Made, have: Side, want: Side) -> tuple[Any, Any] | None:
+def _unequal_values(name: str, made: MadeLeaf, have: Side, want: Side) -> tuple[Any, Any] | None:
     """What the right side holds and what would be made, where one of the two is a plain value; None
     if they are equal. A 0-d array is compared as its number, as `load` takes it."""
     theirs: Any = want.values.get(name)
@@ -108,7 +116,7 @@ def _unequal_values(name: str, made: Made, have: Side, want: Side) -> tuple[Any,
     if name in want.arrays:
         theirs = _number(want.whole(name), ours)
     elif made.carried is None and made.function is None:
-        ours = _number(in_memory.elements(made, Box.whole(made.fact.shape), have.read), theirs)
+        ours = _number(ruled_elements(made, Box.whole(made.fact.shape), have.read), theirs)
     is_plain = not (isinstance(ours, np.ndarray) or isinstance(theirs, np.ndarray))
     return (
         None
@@ -120,7 +128,7 @@ def _unequal_values(name: str, made: Made, have: Side, want: Side) -> tuple[Any,
 def _number(array: Array, other: Any) -> Any:
     """A 0-d array as a plain number, which is the other one if the array holds that as well as its
     dtype can."""
-    if array.shape != () or not tree_json.is_kind(other, array.dtype):
+    if array.shape != () or not is_plain_kind(other, array.dtype):
         return array
     return other if _equal(array, np.asarray(other, array.dtype), 0) else array.item()
 
@@ -155,15 +163,15 @@ def _boxes(shape: tuple[int, ...], probes: int, random: np.random.Generator) -> 
         yield Box(start, tuple(a + e for a, e in zip(start, extent, strict=True)))
 
 
-def _difference(name: str, made: Made, at: tuple[int, ...], have: Side, want: Side) -> str:
+def _difference(name: str, made: MadeLeaf, at: tuple[int, ...], have: Side, want: Side) -> str:
     """What is not the same, and why it may be."""
     one = Box(at, tuple(i + 1 for i in at))
-    ours = in_memory.elements(made, one, have.read).reshape(())
+    ours = ruled_elements(made, one, have.read).reshape(())
     theirs = want.read(name, one).reshape(())
     text = f"element {list(at)} is {theirs}, and would be made as {ours} by `{made.rule}`"
     if math.prod(made.fact.shape) > _SMALL or want.facts[name].shape != made.fact.shape:
         return text
-    whole = in_memory.elements(made, Box.whole(made.fact.shape), have.read)
+    whole = ruled_elements(made, Box.whole(made.fact.shape), have.read)
     reason = _reason(name, whole, want)
     return f"{text}; {reason}" if reason else text
 

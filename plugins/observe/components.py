@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from unickpt.arrays.dtypes import Array
-from unickpt.observing.element_codes import Traced
-from unickpt.observing.fitting import Draft, Fit, Group, Pieced, Term
-from unickpt.observing.regular_blocks import Block, Irregular, blocks_of, combined
+from unickpt.extend import Array
+from unickpt.plugins.observe.element_codes import Traced
+from unickpt.plugins.observe.fitting import Draft, Fit, Group, Pieced, Term
+from unickpt.plugins.observe.regular_blocks import Block, Irregular, blocks_of, combined
 
 _SOURCE_BITS = 40  # of an index; an example has fewer elements
 _NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]*)(?![0-9])")

@@ -14,8 +14,8 @@ import torch
 
 import unickpt
 from unickpt.errors import RuleError
-from unickpt.observing.converters import to_numpy
-from unickpt.observing.loaders import (
+from unickpt.plugins.observe.converters import to_numpy
+from unickpt.plugins.observe.loaders import (
     RankLoad,
     expected_digests,
     observe_loader,

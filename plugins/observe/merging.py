@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from unickpt.observing.notation import (
+from unickpt.plugins.observe.notation import (
     DIGITS,
     Capture,
     NumberCapture,
@@ -19,8 +19,8 @@ from unickpt.observing.notation import (
     fresh_letter,
     letters_of,
 )
-from unickpt.observing.number_formulas import Formula, Formulas, Values, formulas, solutions
-from unickpt.observing.word_merging import merge_words
+from unickpt.plugins.observe.number_formulas import Formula, Formulas, Values, formulas, solutions
+from unickpt.plugins.observe.word_merging import merge_words
 
 _Key = tuple[bool, tuple[str | None, ...]]
 

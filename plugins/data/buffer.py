@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from unickpt.data.ranks import Ranks
-from unickpt.data.resuming import Resumable, Saved
-from unickpt.frameworks.sections import Joined
+from unickpt.extend import JoinedParts
+from unickpt.plugins.data.ranks import Ranks
+from unickpt.plugins.data.resuming import Resumable, Saved
 
 _MOST_BLOCKS = 64
 """Per rank: so that ranks of another number have as much as each other, within a hundredth."""
@@ -105,7 +105,7 @@ def _pack(samples: Sequence[Any]) -> dict[str, Any]:
     return {
         "kind": kind,
         "lengths": np.array([len(each) for each in tokens], np.int64),
-        "tokens": Joined(tokens),
+        "tokens": JoinedParts(tokens),
     }
 
 

@@ -7,8 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from unickpt.frameworks.leaves import adapters
-from unickpt.frameworks.process_group import current_group
+from unickpt.extend import adapters, current_group
 
 
 @dataclass(frozen=True)

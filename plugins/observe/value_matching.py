@@ -15,10 +15,8 @@ from functools import cached_property
 
 import numpy as np
 
-from unickpt.arrays import dtypes
-from unickpt.arrays.dtypes import Array
-from unickpt.observing.checking import Side
-from unickpt.rules.plan import Fact
+from unickpt.extend import Array, LeafFact, dtype_kind
+from unickpt.plugins.observe.checking import Side
 
 _MOST_ORDERS = 720
 
@@ -118,7 +116,7 @@ class Values:
         self._arrays: dict[str, Array] = {}
 
     @property
-    def facts(self) -> Mapping[str, Fact]:
+    def facts(self) -> Mapping[str, LeafFact]:
         return self._side.arrays
 
     def array(self, name: str) -> Array:
@@ -147,7 +145,7 @@ class Values:
 
 def hashes(x: Array) -> Array:
     """A hash of each element's value, the same for all floats that hold it."""
-    if dtypes.kind(x.dtype) == "float":
+    if dtype_kind(x.dtype) == "float":
         bits = x.astype(np.float64).view(np.uint64)
     elif x.dtype.kind == "c":
         bits = x.astype(np.complex128).view(np.uint64)[..., ::2]
@@ -159,7 +157,7 @@ def hashes(x: Array) -> Array:
 
 
 def regions(
-    name: str, values: Values, wanted: Mapping[str, int], facts: Mapping[str, Fact]
+    name: str, values: Values, wanted: Mapping[str, int], facts: Mapping[str, LeafFact]
 ) -> Iterator[tuple[str, Region]]:
     """Which arrays of the other side are parts of an array: slices, or pieces along an axis.
 

@@ -12,11 +12,11 @@ the tree. Every sample comes exactly once, whatever the numbers of ranks were:
 loaders of your own: a value of `PerProcess` of which a process that loads reads only parts.
 """
 
-from unickpt.data.buffer import Buffer
-from unickpt.data.positions import Positions
-from unickpt.data.ranks import Ranks
-from unickpt.data.samples import Samples
-from unickpt.data.shards import Shards
-from unickpt.frameworks.leaves import Sections
+from unickpt.extend import Sections
+from unickpt.plugins.data.buffer import Buffer
+from unickpt.plugins.data.positions import Positions
+from unickpt.plugins.data.ranks import Ranks
+from unickpt.plugins.data.samples import Samples
+from unickpt.plugins.data.shards import Shards
 
 __all__ = ["Buffer", "Positions", "Ranks", "Samples", "Sections", "Shards"]

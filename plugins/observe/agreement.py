@@ -8,15 +8,21 @@ from collections.abc import Mapping, Sequence
 import ml_dtypes
 import numpy as np
 
-from unickpt.arrays import dtypes
-from unickpt.arrays.dtypes import Array, DType
+from unickpt import Rules
 from unickpt.errors import LoadMismatch, RuleError, RuleSyntaxError
-from unickpt.observing.notation import Written
-from unickpt.rules import in_memory
-from unickpt.rules.plan import Fact, LeafKind
-from unickpt.rules.planner import make_plan
-from unickpt.rules.rule import exprs_of
-from unickpt.rules.rule_set import Rules
+from unickpt.extend import (
+    Array,
+    DType,
+    LeafFact,
+    LeafKind,
+    apply_rules,
+    dtype_kind,
+    facts_of,
+    plan_rules,
+    rule_exprs_of,
+    stored_leaves,
+)
+from unickpt.plugins.observe.notation import Written
 
 
 def through(
@@ -29,11 +35,11 @@ def through(
     strict: bool = True,
 ) -> dict[str, Array]:
     """What rules make of arrays, beside values that are no arrays; what they can if not strict."""
-    value = Fact(kind=LeafKind.VALUE)
-    stored = in_memory.stored_leaves(in_memory.facts_of(have) | dict.fromkeys(values, value))
-    asked = in_memory.facts_of(want) | dict.fromkeys(wanted_values, value)
-    plan = make_plan(rules, stored, asked, where="the example", strict=strict)
-    return in_memory.apply(plan, have)
+    value = LeafFact(kind=LeafKind.VALUE)
+    stored = stored_leaves(facts_of(have) | dict.fromkeys(values, value))
+    asked = facts_of(want) | dict.fromkeys(wanted_values, value)
+    plan = plan_rules(rules, stored, asked, where="the example", strict=strict)
+    return apply_rules(plan, have)
 
 
 def same(found: Mapping[str, Array], expected: Mapping[str, Array], scaled: set[str]) -> None:
@@ -55,7 +61,7 @@ def same(found: Mapping[str, Array], expected: Mapping[str, Array], scaled: set[
 
 
 def _is_near(one: Array, other: Array) -> bool:
-    if one.shape != other.shape or dtypes.kind(one.dtype) != "float":
+    if one.shape != other.shape or dtype_kind(one.dtype) != "float":
         return False
     a, b = one.astype(np.float64), other.astype(np.float64)
     size = float(np.abs(a).max(initial=1.0))
@@ -104,7 +110,7 @@ def _is_about(line: Written, names: set[str]) -> bool:
 def names_of(line: Written, is_left: bool, names: Mapping[str, Array]) -> set[str]:
     """The names of arrays that a rule is about."""
     (rule,) = Rules.parse(str(line)).rules
-    side = exprs_of(rule.left if is_left else rule.right)
+    side = rule_exprs_of(rule.left if is_left else rule.right)
     return {name for name in names if any(expr.pattern.match(name) for expr in side)}
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from unickpt.observing.regular_blocks import Irregular
+from unickpt.plugins.observe.regular_blocks import Irregular
 
 
 class Axis:

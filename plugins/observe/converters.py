@@ -12,13 +12,27 @@ from typing import Any
 
 import numpy as np
 
-from unickpt.arrays import dtypes
-from unickpt.arrays.dtypes import Array, DType
+from unickpt import Checkpoint
 from unickpt.errors import RuleError
-from unickpt.frameworks import leaves
-from unickpt.quoting import counted, some
-from unickpt.reading import checkpoint
-from unickpt.trees import tree, tree_json
+from unickpt.extend import (
+    Array,
+    DType,
+    Expansion,
+    Leaf,
+    Node,
+    adapters,
+    counted,
+    dtype_from_name,
+    dtype_name,
+    expand_leaf,
+    first_few,
+    flatten_tree,
+    is_saved_as_leaf,
+    leaves_of_tree,
+    opened_checkpoint,
+    rebuild_tree,
+    tree_from_json,
+)
 
 FRAMEWORKS = ("numpy", "torch", "jax")
 
@@ -34,7 +48,7 @@ class Example:
         framework: whose arrays these are.
     """
 
-    node: tree.Node | tree.Leaf
+    node: Node | Leaf
     arrays: Mapping[str, tuple[tuple[int, ...], DType]]
     plain: Mapping[str, Any]
     framework: str
@@ -51,11 +65,11 @@ class Example:
         Raises:
             RuleError: there is no array in it, or the framework is not known.
         """
-        if isinstance(given, str | PathLike | checkpoint.Checkpoint):
-            return cls._of_checkpoint(checkpoint.opened(given), framework or "numpy")
+        if isinstance(given, str | PathLike | Checkpoint):
+            return cls._of_checkpoint(opened_checkpoint(given), framework or "numpy")
         node = _flattened(given, is_example=True)
         arrays, plain, found = {}, {}, set()
-        for leaf in tree.leaves(node):
+        for leaf in leaves_of_tree(node):
             shape = _shape_of(leaf.value)
             if shape is None:
                 plain[leaf.name] = leaf.value
@@ -70,14 +84,14 @@ class Example:
         return cls(node, arrays, plain, framework or max(found, key=FRAMEWORKS.index))
 
     @classmethod
-    def _of_checkpoint(cls, opened: checkpoint.Checkpoint, framework: str) -> Example:
+    def _of_checkpoint(cls, opened: Checkpoint, framework: str) -> Example:
         """The names, shapes and dtypes of a checkpoint; none of its elements is read."""
         index = opened.reader.index
         arrays = {
-            name: (entry.shape, dtypes.from_name(entry.dtype))
+            name: (entry.shape, dtype_from_name(entry.dtype))
             for name, entry in index.entries.items()
         }
-        return cls(tree_json.from_json(index.tree), arrays, index.values, framework)
+        return cls(tree_from_json(index.tree), arrays, index.values, framework)
 
     def __post_init__(self) -> None:
         if self.framework not in FRAMEWORKS:
@@ -105,7 +119,7 @@ class Converter:
         """All arrays that it returns; of one that returns None, what it made of its argument."""
         example = self._example
         values = {name: example.array(x) for name, x in arrays.items()}
-        given = tree.rebuild(
+        given = rebuild_tree(
             example.node, lambda name: values[name] if name in values else example.plain[name]
         )
         try:
@@ -122,7 +136,7 @@ class Converter:
         return (
             f"the converter {getattr(self._function, '__name__', self._function)} raised "
             f"{type(error).__name__}: {error}\n"
-            f"the example has {counted(len(names), 'array')}: {some(list(map(repr, names)))}\n"
+            f"the example has {counted(len(names), 'array')}: {first_few(list(map(repr, names)))}\n"
             "if the converter takes a part of a checkpoint, give that part: "
             "unickpt.open(path).under(name), on the command line --under NAME\n"
             f"raised at {place.filename}:{place.lineno}"
@@ -139,7 +153,7 @@ def leaves_in(found: Any) -> tuple[dict[str, Array], dict[str, Any]]:
     if not hasattr(found, "shape") and _is_pairs(found):
         found = dict(found)
     arrays, plain = {}, {}
-    for leaf in tree.leaves(_flattened(found)):
+    for leaf in leaves_of_tree(_flattened(found)):
         if hasattr(leaf.value, "shape") and hasattr(leaf.value, "dtype"):
             arrays[leaf.name] = to_numpy(leaf.value)
         else:
@@ -158,8 +172,8 @@ def _is_pairs(found: Any) -> bool:
     )
 
 
-def _flattened(given: Any, *, is_example: bool = False) -> tree.Node | tree.Leaf:
-    among = leaves.adapters()
+def _flattened(given: Any, *, is_example: bool = False) -> Node | Leaf:
+    among = adapters()
 
     def is_leaf(obj: Any) -> bool:
         if is_example and _is_shape(obj):
@@ -168,18 +182,18 @@ def _flattened(given: Any, *, is_example: bool = False) -> tree.Node | tree.Leaf
             return False
         if hasattr(obj, "shape") and hasattr(obj, "dtype"):
             return True
-        return leaves.is_leaf(obj, among)
+        return is_saved_as_leaf(obj, among)
 
-    def expand(obj: Any, name: str) -> tree.Expansion | None:
-        level = leaves.expand(obj, name, among)
+    def expand(obj: Any, name: str) -> Expansion | None:
+        level = expand_leaf(obj, name, among)
         if level is None and isinstance(obj, Mapping):
             keys = tuple(obj)
-            return tree.Expansion(
+            return Expansion(
                 "dict", keys, tuple(obj.values()), lambda xs: dict(zip(keys, xs, strict=True))
             )
         return level
 
-    return tree.flatten(given, is_leaf, expand, "a converter's arrays cannot be named")
+    return flatten_tree(given, is_leaf, expand, "a converter's arrays cannot be named")
 
 
 def _is_shape(obj: Any) -> bool:
@@ -197,7 +211,7 @@ def _dtype_of(leaf: Any, name: str) -> DType:
         return np.dtype(np.float32)
     text = str(leaf.dtype).removeprefix("torch.").removeprefix("<dtype: ").rstrip(">")
     try:
-        return dtypes.from_name(text) if "<class" not in text else np.dtype(leaf.dtype)
+        return dtype_from_name(text) if "<class" not in text else np.dtype(leaf.dtype)
     except TypeError:
         raise RuleError(f"{name!r} is of dtype {text}, which cannot be stored") from None
 
@@ -218,7 +232,7 @@ def to_numpy(array: Any) -> Array:
         return np.array(array)
     torch = sys.modules["torch"]
     tensor = array.detach().cpu().contiguous()
-    dtype = dtypes.from_name(str(tensor.dtype).removeprefix("torch."))
+    dtype = dtype_from_name(str(tensor.dtype).removeprefix("torch."))
     if dtype.isbuiltin == 1:
         return np.array(tensor.numpy())
     bits = torch.uint8 if dtype.itemsize == 1 else torch.int16
@@ -231,7 +245,7 @@ def _to_torch(array: Array) -> Any:
     if array.dtype.isbuiltin == 1:
         return torch.from_numpy(array)
     bits = np.uint8 if array.dtype.itemsize == 1 else np.int16
-    return torch.from_numpy(array.view(bits)).view(getattr(torch, dtypes.name_of(array.dtype)))
+    return torch.from_numpy(array.view(bits)).view(getattr(torch, dtype_name(array.dtype)))
 
 
 def _to_jax(array: Array) -> Any:

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from unickpt.arrays import dtypes
-from unickpt.arrays.dtypes import Array, DType
+from unickpt.extend import Array, DType, dtype_name
 
 Run = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 """Runs the converter on arrays by name."""
@@ -201,7 +200,7 @@ class Tracer:
 def bits_of(dtype: DType) -> int:
     """How many bits a digit has in a dtype; 1 for those that hold no more."""
     try:
-        return _BITS.get(dtypes.name_of(dtype), 1)
+        return _BITS.get(dtype_name(dtype), 1)
     except TypeError:
         return 1
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from unickpt.observing.notation import Capture, Token, Written, fresh_letter, letters_of
+from unickpt.plugins.observe.notation import Capture, Token, Written, fresh_letter, letters_of
 
 _MOST_PAIRED = 8  # of one line, which shall be read
 _MOST_PHRASED = 200  # rules of which all pairs of phrases are compared

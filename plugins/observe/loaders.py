@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from unickpt.arrays.dtypes import Array
+from unickpt import Rules
 from unickpt.errors import RuleError
-from unickpt.observing.checking import Side
-from unickpt.observing.converters import Example, arrays_in
-from unickpt.observing.observe import Seen, observed, rules_of
-from unickpt.rules.rule_set import Rules
-from unickpt.trees import tree
+from unickpt.extend import Array, keys_of_leaves
+from unickpt.plugins.observe.checking import Side
+from unickpt.plugins.observe.converters import Example, arrays_in
+from unickpt.plugins.observe.observe import Seen, observed, rules_of
 
 Weights = Iterable[tuple[str, Any]]
 
@@ -93,7 +92,7 @@ class _Loader:
         return arrays_in(_parameters(model))
 
     def _pairs(self, arrays: Mapping[str, Array]) -> Iterator[tuple[str, Any]]:
-        names = dict(tree.keys_of(self._example.node))
+        names = dict(keys_of_leaves(self._example.node))
         for name, x in arrays.items():
             keys = names[name]
             shown = keys[0] if len(keys) == 1 else name

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from unickpt import Rules
-from unickpt.observing.regular_blocks import blocks_of
+from unickpt.plugins.observe.regular_blocks import blocks_of
 
 State = dict[str, Any]
 SIZES = st.integers(2, 5)

@@ -6,10 +6,10 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from unickpt.data.ranks import Ranks
-from unickpt.data.resuming import Resumable, Saved, is_empty
 from unickpt.errors import LoadMismatch
-from unickpt.frameworks.leaves import Sections
+from unickpt.extend import Sections
+from unickpt.plugins.data.ranks import Ranks
+from unickpt.plugins.data.resuming import Resumable, Saved, is_empty
 
 Make = Callable[[int, int], Any]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from unickpt.observing.axis_items import Axis, Dimensions, Item, Part, Place, axes_in, insert
-from unickpt.observing.regular_blocks import Block, Irregular
+from unickpt.plugins.observe.axis_items import Axis, Dimensions, Item, Part, Place, axes_in, insert
+from unickpt.plugins.observe.regular_blocks import Block, Irregular
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from unickpt.arrays import dtypes
-from unickpt.arrays.dtypes import Array
+from unickpt import Checkpoint, Rules
 from unickpt.errors import RuleError
-from unickpt.observing.checking import Side
-from unickpt.observing.converters import Example
-from unickpt.observing.merging import merged
-from unickpt.observing.notation import LETTERS, Capture, Token, Written, WrittenTerm, tokens
-from unickpt.observing.value_matching import (
+from unickpt.extend import Array, DraftReport, LeafFact, dtype_name, plan_rules, stored_leaves
+from unickpt.plugins.observe.checking import Side
+from unickpt.plugins.observe.converters import Example
+from unickpt.plugins.observe.merging import merged
+from unickpt.plugins.observe.notation import LETTERS, Capture, Token, Written, WrittenTerm, tokens
+from unickpt.plugins.observe.value_matching import (
     Order,
     Region,
     Values,
@@ -32,12 +32,6 @@ from unickpt.observing.value_matching import (
     orders,
     regions,
 )
-from unickpt.reading import checkpoint
-from unickpt.rules import in_memory
-from unickpt.rules.observed import DraftReport
-from unickpt.rules.plan import Fact
-from unickpt.rules.planner import make_plan
-from unickpt.rules.rule_set import Rules
 
 _NEAR, _APART = 0.25, 0.12
 
@@ -54,7 +48,7 @@ def draft(first: Any, second: Any, *, name: str = "draft") -> Rules:
 
 def _side(given: Any, where: str) -> tuple[Side, bool]:
     """A side, and whether it has values: shapes alone, or a model without memory, have none."""
-    if isinstance(given, str | PathLike | checkpoint.Checkpoint):
+    if isinstance(given, str | PathLike | Checkpoint):
         return Side.of(given, where), True
     example = Example.of(given, None)
     try:
@@ -63,7 +57,7 @@ def _side(given: Any, where: str) -> tuple[Side, bool]:
             return side, True
     except (TypeError, NotImplementedError):  # what stands for an array without memory
         pass
-    facts = {n: Fact(s, dtypes.name_of(dtype)) for n, (s, dtype) in example.arrays.items()}
+    facts = {n: LeafFact(s, dtype_name(dtype)) for n, (s, dtype) in example.arrays.items()}
     return Side(facts, lambda name, box: np.zeros(box.shape), where), False
 
 
@@ -406,9 +400,9 @@ class _Drafted:
             }
         try:
             rules = Rules.parse("\n".join(map(str, lines)), name=name)
-            make_plan(
+            plan_rules(
                 rules,
-                in_memory.stored_leaves({n: self.left.facts[n] for n in lefts}),
+                stored_leaves({n: self.left.facts[n] for n in lefts}),
                 {n: self.right.facts[n] for n in rights},
             )
         except RuleError:
@@ -428,7 +422,7 @@ class _Family:
         return next(iter(self.names.values()))
 
 
-def _families(facts: Mapping[str, Fact]) -> list[_Family]:
+def _families(facts: Mapping[str, LeafFact]) -> list[_Family]:
     found: dict[object, dict[tuple[int, ...], str]] = defaultdict(dict)
     for name, fact in facts.items():
         pieces = tokens(name)
