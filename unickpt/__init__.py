@@ -43,7 +43,7 @@ from unickpt.trees.tree import Opaque
 if _CHECKING:
     from unickpt.plugins.experts import Experts
     from unickpt.plugins.quantize import Restores
-    from unickpt.reporting.html_report import report
+    from unickpt.plugins.report.html_report import report
     from unickpt.rules.functions import Function
     from unickpt.rules.rule_set import Rules
     from unickpt.runs.checkpointer import Checkpointer
@@ -99,9 +99,7 @@ __all__ = [
 # need is imported above, so that their first call is as fast as the next.
 _LATER = {
     "Checkpointer": "runs.checkpointer",
-    "Experts": "plugins.experts",
     "Function": "rules.functions",
-    "Restores": "plugins.quantize",
     "Retention": "runs.retention",
     "Rules": "rules.rule_set",
     "SaveEvery": "runs.save_triggers",
@@ -111,10 +109,11 @@ _LATER = {
     "find_nonfinite": "tools.nonfinite",
     "merge": "tools.merging",
     "merge_methods": "tools.merge_methods",
-    "report": "reporting.html_report",
     "verify": "tools.verification",
 }
 
+# Of plug-ins, whose doors (the group `names`) have these names.
+_OF_PLUGINS = ("Experts", "Restores", "report")
 _MODULES = ("errors", "extend", "integrations", "types")
 
 
@@ -123,6 +122,8 @@ def __getattr__(name: str) -> _Any:
     if name in _LATER:
         found = _importlib.import_module(f"unickpt.{_LATER[name]}")
         found = found if name == "merge_methods" else getattr(found, name)
+    elif name in _OF_PLUGINS:
+        found = _importlib.import_module("unickpt.doors").need("names", name)
     elif name in _MODULES:
         found = _importlib.import_module(f"unickpt.{name}")
     else:

@@ -44,6 +44,9 @@ DOORS = {
         "quantized": "unickpt.plugins.quantize:CODEC",
     },
     "names": {
+        "Experts": "unickpt.plugins.experts:Experts",
+        "Restores": "unickpt.plugins.quantize:Restores",
+        "report": "unickpt.plugins.report.html_report:report",
         "data": "unickpt.plugins.data",
         "observe": "unickpt.plugins.observe.observe:observe",
         "draft_rules": "unickpt.plugins.observe.drafting:draft",

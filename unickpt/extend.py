@@ -20,6 +20,7 @@ import typing as _typing
 from typing import TYPE_CHECKING as _CHECKING
 from typing import Any as _Any
 
+from unickpt._version import __version__ as unickpt_version
 from unickpt.arrays.box import Box, flat_range_to_boxes
 from unickpt.arrays.box import cut as cut_box
 from unickpt.arrays.dtypes import Array, DType
@@ -78,6 +79,8 @@ from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.ocdbt_reader import open as open_own
 from unickpt.format.reader import BlockType, ParallelMap, Reader, Request
 from unickpt.format.refusals import refuse_unknown
+from unickpt.format.timing import PHASES as SAVE_PHASES
+from unickpt.format.timing import Timing
 from unickpt.format.unit_steps import UnitSteps
 from unickpt.format.unit_steps import stored as stored_unit_steps
 from unickpt.format.writer import Data, Ending, OfEachProcess, Plan, PlannedFile, Writer, text_file
@@ -100,14 +103,16 @@ from unickpt.frameworks.process_group import current_group, loaded_together, new
 from unickpt.frameworks.sections import Encoded as EncodedValue
 from unickpt.frameworks.sections import Joined as JoinedParts
 from unickpt.loading.views import read_into, structure_of
-from unickpt.quoting import counted, given, printable, quoted, shortened
+from unickpt.quoting import counted, given, printable, quoted, shortened, size_text
 from unickpt.quoting import some as first_few
 from unickpt.reading.checkpoint import Hints, Source
 from unickpt.reading.checkpoint import opened as opened_checkpoint
 from unickpt.reading.checkpoint import reading as reading_checkpoint
-from unickpt.reading.listing import checkpoints_below, other_folders
+from unickpt.reading.listing import Listed, checkpoints_below, other_folders
+from unickpt.reading.listing import natural as natural_key
 from unickpt.saving.background import SaveCallbacks, SaveQueue, SaveRequest
 from unickpt.saving.saver import begin as save_in_background
+from unickpt.storage.data_files import written_in as data_files_of
 from unickpt.storage.database import Database as OcdbtDatabase
 from unickpt.storage.errors import Damaged, Failed, reading, reading_failed
 from unickpt.storage.kvstore import Future as StorageFuture
@@ -147,6 +152,13 @@ from unickpt.write_filter import ArrayUnits, Earlier, Selection, Unit, Units, Wr
 if _CHECKING:
     from unickpt.adapters.torch_optimizer import NamedOptimizer
     from unickpt.arrays.saved_arrays import MeshFacts, MeshKey, SavedArrays
+    from unickpt.display.fragment_grid import FragmentGrid, GridBand
+    from unickpt.display.fragment_grid import grids as fragment_grids
+    from unickpt.display.fragment_grid import head as grid_band_text
+    from unickpt.display.html import MOST_FRAGMENTS as MOST_FRAGMENTS_SHOWN
+    from unickpt.display.html import plain as shown_text
+    from unickpt.display.html import shape_text
+    from unickpt.display.tree_table import fragment_count, layout_text, meshes_of
     from unickpt.format.step_metrics import finite_or_text, step_metrics
     from unickpt.format.writers import make_writer, register_writer, unregister_writer
     from unickpt.rules.in_memory import apply as apply_rules
@@ -159,8 +171,12 @@ if _CHECKING:
     from unickpt.rules.planner import make_plan as plan_rules
     from unickpt.rules.rule import exprs_of as rule_exprs_of
     from unickpt.runs.arguments import fences_of, take_retention
+    from unickpt.runs.attempt_folders import FOLDER as ATTEMPTS_FOLDER
     from unickpt.runs.attempt_folders import remove_checkpoint
     from unickpt.runs.housekeeping import barrier, on_process_0
+    from unickpt.runs.orphans import LOCK as ORPHANS_LOCK
+    from unickpt.runs.orphans import Orphan, OrphanSearch
+    from unickpt.runs.orphans import find as find_orphans
     from unickpt.runs.retention import Retention
     from unickpt.runs.step_folder import StepFolder
     from unickpt.trees.stored_types import (
@@ -172,6 +188,7 @@ if _CHECKING:
     )
 
 __all__ = [
+    "ATTEMPTS_FOLDER",
     "Array",
     "ArrayEntry",
     "ArrayTable",
@@ -200,6 +217,8 @@ __all__ = [
     "FileRange",
     "Files",
     "Format",
+    "FragmentGrid",
+    "GridBand",
     "Hints",
     "InMemoryElements",
     "Index",
@@ -211,11 +230,13 @@ __all__ = [
     "Leaf",
     "LeafFact",
     "LeafKind",
+    "Listed",
     "LocalLocation",
     "Location",
     "MANIFEST",
     "MAX_DEPTH",
     "MOST_BASES",
+    "MOST_FRAGMENTS_SHOWN",
     "MadeLeaf",
     "MeanElements",
     "Mesh",
@@ -226,10 +247,13 @@ __all__ = [
     "Nibbles",
     "Node",
     "NotDecodable",
+    "ORPHANS_LOCK",
     "ObservedReport",
     "OcdbtDatabase",
     "OfEachProcess",
     "Opaque",
+    "Orphan",
+    "OrphanSearch",
     "PYTHON_TYPES",
     "ParallelMap",
     "Part",
@@ -247,6 +271,7 @@ __all__ = [
     "RulesCheck",
     "Run",
     "RunFeature",
+    "SAVE_PHASES",
     "STORED_TYPES",
     "SaveCall",
     "SaveCallbacks",
@@ -266,6 +291,7 @@ __all__ = [
     "StoredChunk",
     "StoredType",
     "TensorSource",
+    "Timing",
     "Unit",
     "UnitSteps",
     "Units",
@@ -288,6 +314,7 @@ __all__ = [
     "counted",
     "current_group",
     "cut_box",
+    "data_files_of",
     "dict_node",
     "dtype_and_shape",
     "dtype_from_name",
@@ -299,29 +326,36 @@ __all__ = [
     "expand_leaf",
     "facts_of",
     "fences_of",
+    "find_orphans",
     "finite_or_text",
     "first_few",
     "flat_range_to_boxes",
     "flatten_state",
     "flatten_tree",
     "format_named",
+    "fragment_count",
+    "fragment_grids",
     "given",
+    "grid_band_text",
     "group_of_one",
     "has_known_factory",
     "in_batches",
     "is_array",
-    "is_saved_as_leaf",
     "is_plain",
     "is_plain_kind",
+    "is_saved_as_leaf",
     "job_group",
     "join_names",
     "keys_of_leaves",
+    "layout_text",
     "leaves_of_tree",
     "loaded_together",
     "make_writer",
+    "meshes_of",
     "moments_among",
     "name_component",
     "name_matches",
+    "natural_key",
     "new_session",
     "numbered_parts",
     "on_process_0",
@@ -353,7 +387,10 @@ __all__ = [
     "rule_exprs_of",
     "ruled_elements",
     "save_in_background",
+    "shape_text",
     "shortened",
+    "shown_text",
+    "size_text",
     "step_metrics",
     "storage_context",
     "stored_leaves",
@@ -368,6 +405,7 @@ __all__ = [
     "tree_from_names",
     "tree_to_json",
     "tree_without",
+    "unickpt_version",
     "unregister_codec",
     "unregister_format",
     "unregister_writer",
@@ -378,14 +416,21 @@ __all__ = [
 
 # Imported when they are first used. What `import unickpt` needs anyway is imported above.
 _LATER = {
+    "ATTEMPTS_FOLDER": "runs.attempt_folders:FOLDER",
     "DraftReport": "rules.observed",
+    "FragmentGrid": "display.fragment_grid",
+    "GridBand": "display.fragment_grid",
     "LeafFact": "rules.plan:Fact",
     "LeafKind": "rules.plan",
+    "MOST_FRAGMENTS_SHOWN": "display.html:MOST_FRAGMENTS",
     "MadeLeaf": "rules.plan:Made",
     "MeshFacts": "arrays.saved_arrays",
     "MeshKey": "arrays.saved_arrays",
     "NamedOptimizer": "adapters.torch_optimizer",
+    "ORPHANS_LOCK": "runs.orphans:LOCK",
     "ObservedReport": "rules.observed",
+    "Orphan": "runs.orphans",
+    "OrphanSearch": "runs.orphans",
     "PYTHON_TYPES": "trees.stored_types",
     "Retention": "runs.retention",
     "RulesCheck": "rules.observed",
@@ -397,9 +442,15 @@ _LATER = {
     "barrier": "runs.housekeeping",
     "facts_of": "rules.in_memory",
     "fences_of": "runs.arguments",
+    "find_orphans": "runs.orphans:find",
     "finite_or_text": "format.step_metrics",
+    "fragment_count": "display.tree_table",
+    "fragment_grids": "display.fragment_grid:grids",
+    "grid_band_text": "display.fragment_grid:head",
     "has_known_factory": "trees.stored_types",
+    "layout_text": "display.tree_table",
     "make_writer": "format.writers",
+    "meshes_of": "display.tree_table",
     "on_process_0": "runs.housekeeping",
     "parsed_types": "trees.stored_types",
     "plan_rules": "rules.planner:make_plan",
@@ -407,6 +458,8 @@ _LATER = {
     "remove_checkpoint": "runs.attempt_folders",
     "rule_exprs_of": "rules.rule:exprs_of",
     "ruled_elements": "rules.in_memory:elements",
+    "shape_text": "display.html",
+    "shown_text": "display.html:plain",
     "step_metrics": "format.step_metrics",
     "stored_leaves": "rules.in_memory",
     "take_retention": "runs.arguments",

@@ -17,7 +17,8 @@ LATE = """
 import sys, unickpt
 tools = "merging", "merge_methods", "conversion", "difference", "copying", "verification"
 late = {f"unickpt.tools.{name}" for name in tools}
-late |= {"unickpt.reporting.html_report", "unickpt.runs.checkpointer", "unickpt.rules.rule_set"}
+late |= {"unickpt.plugins.report.html_report", "unickpt.runs.checkpointer"}
+late |= {"unickpt.rules.rule_set"}
 assert late.isdisjoint(sys.modules)
 assert {*unickpt.__all__} <= {*dir(unickpt)}
 assert late.isdisjoint(sys.modules), "dir() imports nothing"
@@ -40,7 +41,7 @@ THREADS = """
 import random, sys, threading
 import unickpt
 sys.setswitchinterval(1e-6)
-names, failed, seen = sorted(unickpt._LATER), [], []
+names, failed, seen = sorted([*unickpt._LATER, *unickpt._OF_PLUGINS]), [], []
 start = threading.Barrier(4)
 def use(seed):
     mine = random.Random(seed).sample(names, len(names))
@@ -89,6 +90,8 @@ def test_type_checkers_see_what_is_imported_later() -> None:
         name: f"unickpt.{module}" if module.endswith(f".{name}") else f"unickpt.{module}.{name}"
         for name, module in unickpt._LATER.items()
     }
+    of_plugins = {name: seen.pop(name) for name in unickpt._OF_PLUGINS}
+    assert all(where.startswith("unickpt.plugins.") for where in of_plugins.values())
     assert seen == told
     assert told.keys() <= {*unickpt.__all__}
 

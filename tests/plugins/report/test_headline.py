@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from unickpt.reporting.headline import headline
-from unickpt.reporting.loop_cost import LoopCost, SaveCall, calls_of, loop_cost
-from unickpt.reporting.metric_lines import SavedLine
-from unickpt.reporting.metric_series import series_of
-from unickpt.reporting.run_facts import Durations, RunFacts, StepFacts
+from unickpt.plugins.report.headline import headline
+from unickpt.plugins.report.loop_cost import LoopCost, SaveCall, calls_of, loop_cost
+from unickpt.plugins.report.metric_lines import SavedLine
+from unickpt.plugins.report.metric_series import series_of
+from unickpt.plugins.report.run_facts import Durations, RunFacts, StepFacts
 from unickpt.runs.orphans import Orphan, OrphanSearch
 
 USUAL = Durations(done=10.0, median=9.0, merged=11.0, blocked=0.5, slowest=3)

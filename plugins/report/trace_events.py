@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from unickpt.format.timing import PHASES
+from unickpt.extend import SAVE_PHASES
 
 _SIZES = ("written", "stored", "reused", "staged", "chunks")
 _PHASE_BYTES = {"stage": "staged", "write": "written"}
@@ -63,7 +63,7 @@ def _events(save: Mapping[str, Any], begin: int) -> Iterator[Event]:
     def times(column: str) -> Sequence[int]:
         return [value * unit for value in save.get(column, zeros)]
 
-    phases = {phase: (times(f"{phase}_at"), times(f"{phase}_s")) for phase in PHASES}
+    phases = {phase: (times(f"{phase}_at"), times(f"{phase}_s")) for phase in SAVE_PHASES}
     began, blocked = times("began"), times("blocked")
     done = [a + b + c for a, b, c in zip(began, *phases["write"], strict=True)]
     last = max(done)
@@ -81,7 +81,7 @@ def _events(save: Mapping[str, Any], begin: int) -> Iterator[Event]:
         end = max(done[process], *ends)
         every = {**sizes, "blocked_us": blocked[process]}
         yield event("save", min(began[process], *starts), end, every)
-        for number, phase in enumerate(PHASES):
+        for number, phase in enumerate(SAVE_PHASES):
             if ends[number] > starts[number]:
                 # Rounded times must not overlap: viewers would draw one phase within another.
                 limit = min([at for at in starts[number + 1 :] if at > starts[number]] or [end])

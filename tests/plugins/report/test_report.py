@@ -27,7 +27,7 @@ from unickpt import Checkpointer, CheckpointNotFound, SaveOptions, StorageError
 from unickpt.errors import InvalidPath, UnickptError
 from unickpt.format.timing import TIMING_KEY
 from unickpt.integrations.metrics import JsonLines
-from unickpt.reporting import html_report
+from unickpt.plugins.report import html_report
 from unickpt.types import Mesh
 
 

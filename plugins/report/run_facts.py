@@ -10,17 +10,25 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from unickpt import Checkpoint
 from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, InvalidPath, UnickptError
-from unickpt.format.index import RESERVED, Index
-from unickpt.format.step_metrics import step_metrics
-from unickpt.format.timing import Timing
-from unickpt.reading import checkpoint
-from unickpt.reading.checkpoint import Checkpoint
-from unickpt.reading.listing import Listed, checkpoints_below
-from unickpt.runs import orphans
-from unickpt.runs.attempt_folders import FOLDER
-from unickpt.runs.orphans import OrphanSearch
-from unickpt.storage import data_files, errors, paths
+from unickpt.extend import (
+    ATTEMPTS_FOLDER,
+    RESERVED_METADATA,
+    Index,
+    Listed,
+    OrphanSearch,
+    PathLike,
+    Timing,
+    checkpoints_below,
+    data_files_of,
+    find_orphans,
+    reading,
+    reading_checkpoint,
+    resolve_path,
+    step_metrics,
+    storage_context,
+)
 
 _OPEN_AT_ONCE = 8
 MOST_STEPS = 2000
@@ -112,7 +120,7 @@ class RunFacts:
     on_disk: int | None = None
 
 
-def look(path: paths.PathLike) -> RunFacts:
+def look(path: PathLike) -> RunFacts:
     """Reads the facts of a run, or of one checkpoint.
 
     Arguments:
@@ -125,14 +133,14 @@ def look(path: paths.PathLike) -> RunFacts:
     """
     listed = _listed(path)
     if listed is None:
-        step = checkpoint.reading(path, lambda found: (found.url, facts_of(".", "", found)))
+        step = reading_checkpoint(path, lambda found: (found.url, facts_of(".", "", found)))
         return RunFacts(step[0], False, [step[1]])
     with ThreadPoolExecutor(_OPEN_AT_ONCE) as pool:
         found = pool.map(_step, listed[-MOST_STEPS:])
         steps = [step for step in found if step is not None]
-    url = paths.resolve(path, whole=True).url
+    url = resolve_path(path, whole=True).url
     others = frozenset(one.name for one in listed[:-MOST_STEPS])
-    return RunFacts(url, True, steps, others, orphans.find(path), bytes_on_disk(path))
+    return RunFacts(url, True, steps, others, find_orphans(path), bytes_on_disk(path))
 
 
 def facts_of(name: str, path: str, found: Checkpoint) -> StepFacts:
@@ -159,7 +167,7 @@ def facts_of(name: str, path: str, found: Checkpoint) -> StepFacts:
     )
 
 
-def _listed(path: paths.PathLike) -> list[Listed] | None:
+def _listed(path: PathLike) -> list[Listed] | None:
     """The checkpoints in a folder; None if it is one itself, or may be another system's."""
     try:
         listed = checkpoints_below(path)
@@ -171,7 +179,7 @@ def _listed(path: paths.PathLike) -> list[Listed] | None:
 def _step(listed: Listed) -> StepFacts | None:
     """The facts of a checkpoint; None if it was removed meanwhile."""
     try:
-        return checkpoint.reading(
+        return reading_checkpoint(
             listed.path, lambda found: facts_of(listed.name, listed.path, found)
         )
     except CheckpointNotFound:
@@ -183,7 +191,7 @@ def _step(listed: Listed) -> StepFacts | None:
 def _after(index: Index) -> int | None:
     """The step after which the job went on, as the `Checkpointer` put it into the metadata, which
     is untrusted."""
-    own = index.metadata.get(RESERVED)
+    own = index.metadata.get(RESERVED_METADATA)
     after = own.get("after") if isinstance(own, dict) else None
     return after if type(after) is int else None
 
@@ -191,7 +199,7 @@ def _after(index: Index) -> int | None:
 # --- how many bytes a run has in its storage ------------------------------------------------------
 
 
-def bytes_on_disk(root: paths.PathLike) -> int:
+def bytes_on_disk(root: PathLike) -> int:
     """The bytes of all files in a folder of checkpoints, also of what failed saves left.
 
     A file that several steps share, which has several names, counts once. Object storage does not
@@ -207,13 +215,13 @@ def bytes_on_disk(root: paths.PathLike) -> int:
         >>> bytes_on_disk("memory://usage")
         8000
     """
-    location = paths.resolve(root, whole=True)
+    location = resolve_path(root, whole=True)
     if location.is_local:
         return _bytes_below(str(location.spec["path"]))
-    with errors.reading(location):
-        files = location.files_by_folder(FOLDER, paths.context()).values()
+    with reading(location):
+        files = location.files_by_folder(ATTEMPTS_FOLDER, storage_context()).values()
     names = (file.name.rpartition("/")[2] for each in files for file in each)
-    return sum(found[1] for name in names if (found := data_files.written_in(name)) is not None)
+    return sum(found[1] for name in names if (found := data_files_of(name)) is not None)
 
 
 def _bytes_below(top: str) -> int:

@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from unickpt.arrays.layout import Mesh
-from unickpt.display import fragment_grid, html, tree_table
-from unickpt.display.fragment_grid import FragmentGrid
-from unickpt.format.index import ArrayEntry
-from unickpt.reading.checkpoint import Checkpoint
+from unickpt import Checkpoint
+from unickpt.extend import (
+    MOST_FRAGMENTS_SHOWN,
+    ArrayEntry,
+    FragmentGrid,
+    GridBand,
+    fragment_count,
+    fragment_grids,
+    grid_band_text,
+    layout_text,
+    meshes_of,
+    shape_text,
+    shown_text,
+)
+from unickpt.types import Mesh
 
 _MOST_ARRAYS = 5000
 _MOST_MAPS = 200
@@ -32,15 +42,15 @@ def describe_arrays(found: Checkpoint) -> dict[str, Any]:
     entries = sorted(index.arrays.values(), key=lambda entry: -entry.nbytes)
     shown = entries[:_MOST_ARRAYS]
     layouts, maps = dict[str, int](), _Maps(found)
-    several = len(tree_table.meshes_of(index)) > 1
+    several = len(meshes_of(index)) > 1
     rows = [
         [
-            html.plain(entry.name, _MOST_NAME),
+            shown_text(entry.name, _MOST_NAME),
             _dtype(entry),
-            html.plain(html.shape_text(entry.shape)),
+            shown_text(shape_text(entry.shape)),
             min(entry.nbytes, MOST_BYTES),
-            layouts.setdefault(html.plain(_layout(entry, several)), len(layouts)),
-            tree_table.fragment_count(entry),
+            layouts.setdefault(shown_text(_layout(entry, several)), len(layouts)),
+            fragment_count(entry),
             maps.number(entry),
         ]
         for entry in shown
@@ -63,7 +73,7 @@ def mesh_facts(meshes: Iterable[Mesh], processes: int) -> list[dict[str, Any]]:
         in_order = mesh.processes == tuple(range(len(mesh.processes)))
         found.append(
             {
-                "axes": [html.plain(axis, 40) for axis in mesh.axes],
+                "axes": [shown_text(axis, 40) for axis in mesh.axes],
                 "shape": list(mesh.shape),
                 "processes": None if in_order else list(mesh.processes),
             }
@@ -84,12 +94,12 @@ class _Maps:
         key = entry.shape, entry.layout, entry.boxes
         if key in self._numbers:
             return self._numbers[key]
-        count = tree_table.fragment_count(entry)
-        self._left -= min(count, html.MOST_FRAGMENTS)
-        if not 0 < count <= html.MOST_FRAGMENTS or self._left < 0 or len(self.drawn) >= _MOST_MAPS:
+        count = fragment_count(entry)
+        self._left -= min(count, MOST_FRAGMENTS_SHOWN)
+        if not 0 < count <= MOST_FRAGMENTS_SHOWN or self._left < 0 or len(self.drawn) >= _MOST_MAPS:
             return -1
         fragments = self._found[entry.name].fragments
-        self.drawn.append(_map(next(fragment_grid.grids(entry.shape, fragments, entry.layout))))
+        self.drawn.append(_map(next(fragment_grids(entry.shape, fragments, entry.layout))))
         self._numbers[key] = len(self.drawn) - 1
         return self._numbers[key]
 
@@ -107,13 +117,13 @@ def _map(grid: FragmentGrid) -> dict[str, Any]:
     }
 
 
-def _heads(slots: Sequence[fragment_grid.GridBand]) -> list[str]:
-    return [fragment_grid.head(slot) for slot in slots]
+def _heads(slots: Sequence[GridBand]) -> list[str]:
+    return [grid_band_text(slot) for slot in slots]
 
 
 def _layout(entry: ArrayEntry, several: bool) -> str:
     """The layout, with its mesh if there are several."""
-    text = tree_table.layout_text(entry.layout)
+    text = layout_text(entry.layout)
     if entry.layout is None or not several:
         return text
     mesh = entry.layout.mesh

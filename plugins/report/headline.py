@@ -8,11 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from unickpt.quoting import counted, size_text
-from unickpt.reporting.loop_cost import LoopCost
-from unickpt.reporting.metric_series import Series
-from unickpt.reporting.run_facts import RunFacts, StepFacts
-from unickpt.runs.orphans import LOCK
+from unickpt.extend import ORPHANS_LOCK, counted, size_text
+from unickpt.plugins.report.loop_cost import LoopCost
+from unickpt.plugins.report.metric_series import Series
+from unickpt.plugins.report.run_facts import RunFacts, StepFacts
 
 _SHARE = 0.05
 """Of the loop's time: what saves may cost."""
@@ -137,7 +136,9 @@ def _slow_process(steps: Sequence[StepFacts]) -> Iterator[Headline]:
 
 
 def _left(run: RunFacts) -> Iterator[Headline]:
-    found = [] if run.left is None else [one for one in run.left.orphans if one.kind != LOCK]
+    found = (
+        [] if run.left is None else [one for one in run.left.orphans if one.kind != ORPHANS_LOCK]
+    )
     if found:
         many = counted(len(found), "failed save")
         size = size_text(sum(orphan.nbytes for orphan in found))

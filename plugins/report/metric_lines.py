@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from unickpt.errors import UnickptError
-from unickpt.format.step_metrics import step_metrics
+from unickpt.extend import step_metrics
 
 FilePath = str | os.PathLike[str]
 

@@ -15,10 +15,10 @@ from string import Template
 from typing import Any
 
 from unickpt.errors import InvalidPath, StorageError
-from unickpt.reporting import metric_lines, run_facts, trace_events
-from unickpt.reporting.metric_lines import FilePath
-from unickpt.reporting.page_data import collect_page_data
-from unickpt.storage import paths
+from unickpt.extend import PathLike
+from unickpt.plugins.report import metric_lines, run_facts, trace_events
+from unickpt.plugins.report.metric_lines import FilePath
+from unickpt.plugins.report.page_data import collect_page_data
 
 SCRIPTS = (
     "core",
@@ -33,11 +33,11 @@ SCRIPTS = (
     "arrays",
     "main",
 )
-"""The parts of the page's script, in `reporting/page/`."""
+"""The parts of the page's script, in `page/`."""
 
 
 def report(
-    path: paths.PathLike,
+    path: PathLike,
     out: FilePath = "report.html",
     *,
     metrics: FilePath | Iterable[FilePath] = (),
@@ -90,7 +90,7 @@ def page(data: dict[str, Any]) -> str:
     Nothing in the data can become markup or script: it is JSON without `<`, which the script puts
     into the page as text; and the page's policy allows this script and these styles alone.
     """
-    folder = resources.files("unickpt.reporting") / "page"
+    folder = resources.files("unickpt.plugins.report") / "page"
     parts = [(folder / f"{name}.js").read_text("utf-8") for name in SCRIPTS]
     script = f'"use strict";\n(() => {{\n{"".join(parts)}}})();\n'
     style = (folder / "page.css").read_text("utf-8")

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from unickpt.reporting.metric_lines import SavedLine
-from unickpt.reporting.run_facts import StepFacts
+from unickpt.plugins.report.metric_lines import SavedLine
+from unickpt.plugins.report.run_facts import StepFacts
 
 _LEAST_S = 20.0
 """An index keeps whole seconds: of a shorter time, an error of one second is too much."""

@@ -12,23 +12,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unickpt._version import __version__
-from unickpt.display import html, tree_table
+from unickpt import Checkpoint
 from unickpt.errors import UnickptError
-from unickpt.format.step_metrics import finite_or_text
-from unickpt.format.timing import PHASES, Timing
-from unickpt.quoting import counted
-from unickpt.reading import checkpoint
-from unickpt.reading.checkpoint import Checkpoint
-from unickpt.reading.listing import natural
-from unickpt.reporting.array_facts import MOST_BYTES, describe_arrays, mesh_facts
-from unickpt.reporting.headline import headline, share_text
-from unickpt.reporting.loop_cost import LoopCost, call_told, calls_of, loop_cost, waited_for
-from unickpt.reporting.metric_lines import Lines, LoadedLine, SavedLine
-from unickpt.reporting.metric_series import Series, series_of
-from unickpt.reporting.run_facts import MOST_STEPS, RunFacts, StepFacts
-from unickpt.runs.orphans import Orphan, OrphanSearch
-from unickpt.storage import paths
+from unickpt.extend import (
+    SAVE_PHASES,
+    Orphan,
+    OrphanSearch,
+    PathLike,
+    Timing,
+    counted,
+    finite_or_text,
+    meshes_of,
+    natural_key,
+    reading_checkpoint,
+    resolve_path,
+    shown_text,
+    unickpt_version,
+)
+from unickpt.plugins.report.array_facts import MOST_BYTES, describe_arrays, mesh_facts
+from unickpt.plugins.report.headline import headline, share_text
+from unickpt.plugins.report.loop_cost import LoopCost, call_told, calls_of, loop_cost, waited_for
+from unickpt.plugins.report.metric_lines import Lines, LoadedLine, SavedLine
+from unickpt.plugins.report.metric_series import Series, series_of
+from unickpt.plugins.report.run_facts import MOST_STEPS, RunFacts, StepFacts
 
 _MOST_NUMBERS = 200_000
 """Of the processes of all steps together: some 2 MB. The newest step is always there."""
@@ -38,7 +44,7 @@ _MOST_PATH, _MOST_ERROR = 400, 400
 _NAMED = 3  # folders in a note
 
 
-def collect_page_data(run: RunFacts, lines: Lines, path: paths.PathLike) -> dict[str, Any]:
+def collect_page_data(run: RunFacts, lines: Lines, path: PathLike) -> dict[str, Any]:
     """Everything that the page shows; all texts are plain (`html.plain`).
 
     Arguments:
@@ -52,13 +58,13 @@ def collect_page_data(run: RunFacts, lines: Lines, path: paths.PathLike) -> dict
     first = headline(run, [row["name"] for row in rows], series, cost)
     details, arrays = _details(run, path)
     return {
-        "title": html.plain(run.url.rstrip("/").rpartition("/")[2] or run.url),
-        "url": html.plain(run.url, _MOST_PATH),
+        "title": shown_text(run.url.rstrip("/").rpartition("/")[2] or run.url),
+        "url": shown_text(run.url, _MOST_PATH),
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "library": f"unickpt {__version__}",
+        "library": f"unickpt {unickpt_version}",
         "is_run": run.is_run,
         "has_lines": bool(lines.saves),
-        "headline": {"level": first.level, "text": html.plain(first.text, _MOST_PATH)},
+        "headline": {"level": first.level, "text": shown_text(first.text, _MOST_PATH)},
         "on_disk": run.on_disk,
         "cost": cost and {**asdict(cost), "share": share_text(cost.share)},
         "steps": rows,
@@ -67,9 +73,9 @@ def collect_page_data(run: RunFacts, lines: Lines, path: paths.PathLike) -> dict
         "details": details,
         "arrays": arrays,
         "left": _left(run.left),
-        "holder": run.left and run.left.holder and html.plain(run.left.holder),
+        "holder": run.left and run.left.holder and shown_text(run.left.holder),
         "loads": [_load(line) for line in loads],
-        "notes": [html.plain(note, _MOST_PATH) for note in notes],
+        "notes": [shown_text(note, _MOST_PATH) for note in notes],
     }
 
 
@@ -84,7 +90,7 @@ def _rows(
         for number, step in enumerate(run.steps)
     ]
     rows += [({"id": None, **_gone(n, saves[n])}, saves[n][-1].metrics) for n in gone]
-    rows.sort(key=lambda row: natural(row[0]["name"]))
+    rows.sort(key=lambda row: natural_key(row[0]["name"]))
     return [row for row, _ in rows], series_of([metrics for _, metrics in rows])
 
 
@@ -109,7 +115,7 @@ def _series(one: Series) -> dict[str, Any]:
     """A metric for the page, with as many digits as it shows; JSON has no NaN."""
     rounded = [v if v is None else finite_or_text(float(f"{v:.6g}")) for v in one.values]
     return {
-        "name": html.plain(one.name),
+        "name": shown_text(one.name),
         "values": rounded,
         "lowest": one.lowest,
         "highest": one.highest,
@@ -146,7 +152,7 @@ def _of_this(
 def _name_in(run: RunFacts, url: str) -> str | None:
     """The name of a checkpoint in this run; None if it is elsewhere."""
     try:
-        asked = paths.resolve(url).url.rstrip("/")  # loads tell the path that they were given
+        asked = resolve_path(url).url.rstrip("/")  # loads tell the path that they were given
     except UnickptError:
         return None
     own = run.url.rstrip("/")
@@ -161,21 +167,21 @@ def _stored(step: StepFacts, lines: Sequence[SavedLine]) -> dict[str, Any]:
     told, durations = _told(step, lines), step.durations
     rate = step.new_bytes / durations.done if durations is not None and durations.done > 0 else 0
     return {
-        "name": html.plain(step.name),
+        "name": shown_text(step.name),
         "state": "unreadable" if step.error and not step.created else "stored",
-        "created": html.plain(step.created, 40),
+        "created": shown_text(step.created, 40),
         "bytes": min(step.nbytes, MOST_BYTES),
         "new": min(step.new_bytes, MOST_BYTES),
         "arrays": step.arrays,
         "processes": step.processes,
-        "bases": [html.plain(name) for name in step.bases],
+        "bases": [shown_text(name) for name in step.bases],
         "after": step.after,
         "durations": None if durations is None else asdict(durations),
         "rate": min(rate, MOST_BYTES) or None,
         "waited": waited_for(step, told),
         "committed": None if told is None else told.seconds,
         "saved_times": max(1, len(lines)),
-        "error": html.plain(step.error, _MOST_ERROR),
+        "error": shown_text(step.error, _MOST_ERROR),
     }
 
 
@@ -207,7 +213,7 @@ def _gone(name: str, lines: Sequence[SavedLine]) -> dict[str, Any]:
     unknown = dict.fromkeys(("new", "arrays", "after", "durations", "rate"))
     return {
         **unknown,
-        "name": html.plain(name),
+        "name": shown_text(name),
         "state": "removed",
         "created": last.time.isoformat(timespec="seconds"),
         "bytes": last.nbytes,
@@ -220,9 +226,7 @@ def _gone(name: str, lines: Sequence[SavedLine]) -> dict[str, Any]:
     }
 
 
-def _details(
-    run: RunFacts, path: paths.PathLike
-) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+def _details(run: RunFacts, path: PathLike) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     """The timings of the newest steps, newest first; and the arrays of the newest of all."""
     details, left = list[dict[str, Any]](), _MOST_NUMBERS
     arrays: dict[str, Any] | None = None
@@ -233,10 +237,10 @@ def _details(
             continue
         try:
             read = partial(_of, attempt=step.attempt, with_arrays=is_first)
-            detail, found = checkpoint.reading(source, read)
+            detail, found = reading_checkpoint(source, read)
         except UnickptError:
             continue  # its row says why, or it was removed meanwhile
-        name = html.plain(step.name)
+        name = shown_text(step.name)
         if found is not None:
             arrays = {"of": name, **found}
         if detail is None:
@@ -267,7 +271,7 @@ def _of(found: Checkpoint, *, attempt: str, with_arrays: bool) -> Any:
         timing = None
     if timing is None:
         return None, arrays
-    meshes = mesh_facts(tree_table.meshes_of(found.index), timing.processes)
+    meshes = mesh_facts(meshes_of(found.index), timing.processes)
     return (timing, meshes), arrays
 
 
@@ -282,7 +286,7 @@ def _left(found: OrphanSearch | None) -> list[dict[str, Any]]:
     }
     rows = [
         {
-            "name": html.plain(orphan.name),
+            "name": shown_text(orphan.name),
             "what": what,
             "kind": orphan.kind,
             "files": orphan.files,
@@ -297,9 +301,9 @@ def _left(found: OrphanSearch | None) -> list[dict[str, Any]]:
 def _load(line: LoadedLine) -> dict[str, Any]:
     return {
         "time": line.time.isoformat(timespec="seconds"),
-        "name": html.plain(line.url.rstrip("/").rpartition("/")[2]),
-        "counts": {html.plain(name): count for name, count in line.counts.items()},
-        "rows": [[html.plain(text, _MOST_PATH) for text in row] for row in line.rows],
+        "name": shown_text(line.url.rstrip("/").rpartition("/")[2]),
+        "counts": {shown_text(name): count for name, count in line.counts.items()},
+        "rows": [[shown_text(text, _MOST_PATH) for text in row] for row in line.rows],
     }
 
 
@@ -329,8 +333,8 @@ def _timing_columns(timing: Timing) -> dict[str, Any]:
     every: dict[str, NDArray[Any]] = {
         "began": timing.began,
         "blocked": timing.blocked,
-        **{f"{phase}_at": timing.at[phase] for phase in PHASES},
-        **{f"{phase}_s": timing.seconds[phase] for phase in PHASES},
+        **{f"{phase}_at": timing.at[phase] for phase in SAVE_PHASES},
+        **{f"{phase}_s": timing.seconds[phase] for phase in SAVE_PHASES},
     }
     scaled = {name: np.rint(column.astype(float) * unit) for name, column in every.items()}
     sizes = {name: getattr(timing, name) for name in _SIZES}
@@ -346,4 +350,4 @@ def _timing_columns(timing: Timing) -> dict[str, Any]:
 
 def _timing_size(timing: Timing) -> int:
     """About how many numbers its columns have."""
-    return timing.processes * (len(PHASES) + 4)
+    return timing.processes * (len(SAVE_PHASES) + 4)
