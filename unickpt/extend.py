@@ -112,7 +112,6 @@ from unickpt.reading.listing import Listed, checkpoints_below, other_folders
 from unickpt.reading.listing import natural as natural_key
 from unickpt.saving.background import SaveCallbacks, SaveQueue, SaveRequest
 from unickpt.saving.saver import begin as save_in_background
-from unickpt.storage.data_files import written_in as data_files_of
 from unickpt.storage.database import Database as OcdbtDatabase
 from unickpt.storage.errors import Damaged, Failed, reading, reading_failed
 from unickpt.storage.kvstore import Future as StorageFuture
@@ -171,8 +170,8 @@ if _CHECKING:
     from unickpt.rules.planner import make_plan as plan_rules
     from unickpt.rules.rule import exprs_of as rule_exprs_of
     from unickpt.runs.arguments import fences_of, take_retention
-    from unickpt.runs.attempt_folders import FOLDER as ATTEMPTS_FOLDER
     from unickpt.runs.attempt_folders import remove_checkpoint
+    from unickpt.runs.disk_usage import bytes_on_disk
     from unickpt.runs.housekeeping import barrier, on_process_0
     from unickpt.runs.orphans import LOCK as ORPHANS_LOCK
     from unickpt.runs.orphans import Orphan, OrphanSearch
@@ -188,7 +187,6 @@ if _CHECKING:
     )
 
 __all__ = [
-    "ATTEMPTS_FOLDER",
     "Array",
     "ArrayEntry",
     "ArrayTable",
@@ -305,6 +303,7 @@ __all__ = [
     "apply_rules",
     "asking_storage",
     "barrier",
+    "bytes_on_disk",
     "check_boxes",
     "checkpoints_below",
     "child_names",
@@ -314,7 +313,6 @@ __all__ = [
     "counted",
     "current_group",
     "cut_box",
-    "data_files_of",
     "dict_node",
     "dtype_and_shape",
     "dtype_from_name",
@@ -416,7 +414,6 @@ __all__ = [
 
 # Imported when they are first used. What `import unickpt` needs anyway is imported above.
 _LATER = {
-    "ATTEMPTS_FOLDER": "runs.attempt_folders:FOLDER",
     "DraftReport": "rules.observed",
     "FragmentGrid": "display.fragment_grid",
     "GridBand": "display.fragment_grid",
@@ -440,6 +437,7 @@ _LATER = {
     "StoredType": "trees.stored_types",
     "apply_rules": "rules.in_memory:apply",
     "barrier": "runs.housekeeping",
+    "bytes_on_disk": "runs.disk_usage",
     "facts_of": "rules.in_memory",
     "fences_of": "runs.arguments",
     "find_orphans": "runs.orphans:find",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,21 +11,18 @@ import numpy as np
 from unickpt import Checkpoint
 from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, InvalidPath, UnickptError
 from unickpt.extend import (
-    ATTEMPTS_FOLDER,
     RESERVED_METADATA,
     Index,
     Listed,
     OrphanSearch,
     PathLike,
     Timing,
+    bytes_on_disk,
     checkpoints_below,
-    data_files_of,
     find_orphans,
-    reading,
     reading_checkpoint,
     resolve_path,
     step_metrics,
-    storage_context,
 )
 
 _OPEN_AT_ONCE = 8
@@ -194,46 +189,3 @@ def _after(index: Index) -> int | None:
     own = index.metadata.get(RESERVED_METADATA)
     after = own.get("after") if isinstance(own, dict) else None
     return after if type(after) is int else None
-
-
-# --- how many bytes a run has in its storage ------------------------------------------------------
-
-
-def bytes_on_disk(root: PathLike) -> int:
-    """The bytes of all files in a folder of checkpoints, also of what failed saves left.
-
-    A file that several steps share, which has several names, counts once. Object storage does not
-    say the size of each object without a request for it: there, the objects that hold arrays are
-    counted, by the sizes in their names.
-
-    Raises:
-        StorageError: the storage failed.
-
-    Example:
-        >>> import numpy as np, unickpt
-        >>> _ = unickpt.save("memory://usage/step_1", {"w": np.zeros(1000)})
-        >>> bytes_on_disk("memory://usage")
-        8000
-    """
-    location = resolve_path(root, whole=True)
-    if location.is_local:
-        return _bytes_below(str(location.spec["path"]))
-    with reading(location):
-        files = location.files_by_folder(ATTEMPTS_FOLDER, storage_context()).values()
-    names = (file.name.rpartition("/")[2] for each in files for file in each)
-    return sum(found[1] for name in names if (found := data_files_of(name)) is not None)
-
-
-def _bytes_below(top: str) -> int:
-    """The bytes of the files in a local folder, at any depth; not through links."""
-    total, seen = 0, set[tuple[int, int]]()
-    for folder, _, names in os.walk(top):
-        for name in names:
-            with suppress(OSError):  # it was removed meanwhile
-                facts = os.lstat(os.path.join(folder, name))
-                if facts.st_nlink > 1:
-                    if (facts.st_dev, facts.st_ino) in seen:
-                        continue
-                    seen.add((facts.st_dev, facts.st_ino))
-                total += facts.st_size
-    return total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.metadata
 import pickle
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import unickpt
+from unickpt import doors
 
 LATE = """
 import sys, unickpt
@@ -125,3 +127,23 @@ def test_dir_and_help_show_what_users_need() -> None:
     told = unickpt.__doc__ or ""
     errors = {name for name in shown if name in unickpt.errors.__all__}
     assert [n for n in shown - errors - {"merge_methods"} if n not in told] == []
+
+
+@pytest.mark.parametrize("name", unickpt._OF_PLUGINS)
+def test_what_this_installation_lacks_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(vars(unickpt), name, raising=False)
+    monkeypatch.setattr(doors, "ours", lambda group: {})
+    with pytest.raises(unickpt.errors.PluginError, match=f"lacks the plug-in '{name}'"):
+        getattr(unickpt, name)
+
+
+def test_data_has_the_classes_of_its_plug_in_and_none_of_its_own() -> None:
+    from unickpt import data
+    from unickpt.plugins import data as plugin
+
+    assert data.__all__ == plugin.__all__
+    assert all(getattr(data, name) is getattr(plugin, name) for name in data.__all__)
+    assert data.__doc__ == plugin.__doc__
+    assert pickle.loads(pickle.dumps(data.Shards)) is data.Shards
+    with pytest.raises(ModuleNotFoundError, match="is not a package"):
+        importlib.import_module("unickpt.data.shards")

@@ -130,6 +130,7 @@ def facts_table(facts: Mapping[str, Cell]) -> str:
 
 
 def shape_text(shape: Sequence[int]) -> str:
+    """A shape as people read it, such as `3 × 4`, or "scalar"."""
     return " × ".join(map(str, shape)) or "scalar"
 
 
