@@ -13,7 +13,6 @@ from support.format_1 import names, states, unpacked
 from support.quantized import codes_of
 
 import unickpt
-import unickpt.data
 from unickpt import PerProcess
 from unickpt.types import PerProcessValues
 
@@ -154,10 +153,17 @@ def test_values_in_sections_stay_readable() -> None:
     path = unpacked() / "sections"
     for process, found in enumerate(unickpt.load(path)["large"].values):
         same(found, states().large(process))
+
+
+@pytest.mark.plugins
+def test_loaders_stay_readable() -> None:
+    from unickpt.data import Ranks
+
+    path = unpacked() / "sections"
     for count in (2, 3):  # as many ranks, and others
         shards, samples, buffer = list[int](), list[int](), list[int]()
         for rank in range(count):
-            like = states().loaders(unickpt.data.Ranks(rank, count))
+            like = states().loaders(Ranks(rank, count))
             unickpt.load(path, like, unexpected="skip")
             shards += like["shards"]
             samples += [i for batch in like["samples"] for i in batch]

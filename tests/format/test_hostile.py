@@ -20,7 +20,7 @@ from support.forks import Forks
 
 import unickpt
 from unickpt import CheckpointCorrupt, LoadOptions, UnickptError
-from unickpt.data import Sections
+from unickpt.extend import Sections
 from unickpt.format import chunk_grid, codec, digest_table, index_json
 from unickpt.format import index as index_module
 from unickpt.format.index import ArrayEntry

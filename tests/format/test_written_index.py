@@ -13,7 +13,7 @@ from support.counts import lines_run
 
 import unickpt
 from unickpt import CheckpointNotFound, PerProcess, SaveOptions, UnsupportedLeaf
-from unickpt.data import Sections
+from unickpt.extend import Sections
 from unickpt.format import index_json, ocdbt_reader
 from unickpt.format.index import Index
 from unickpt.format.written_index import CheckedStructures, check_readable
