@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from collections import Counter
@@ -86,3 +87,23 @@ def check(folder: Path, begun: list[int | None], last: int, times: int = 1) -> N
         "missing": [i for i in range(SAMPLES) if counts[i] < times][:20],
         "too often": [i for i in counts if counts[i] > times][:20],
     }
+
+
+def there_and_back(
+    processes: Processes,
+    folder: Path,
+    kind: str,
+    until: int,
+    times: int = 1,
+    workers: int = 0,
+    ranks: tuple[int, int] = (8, 6),
+) -> None:
+    """Three jobs, the second killed while it saves; the last, with `until` steps, has as many ranks
+    as the first."""
+    many, few = ranks
+    more = {"workers": workers, "shards": math.lcm(many, few)}
+    begun: list[int | None] = [job(processes, folder, kind, 0, many, 3, **more)]
+    job(processes, folder, kind, 1, few, 4, dies=True, **more)
+    begun += [3, job(processes, folder, kind, 2, many, until, saves=False, **more)]
+    assert begun[2] in (6, 7)  # the last save of the job that was killed may have been committed
+    check(folder, begun, 2, times)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data.test_resharding import there_and_back
 from support import pages
+from support.data_runs import there_and_back
 from support.processes import Processes
 
 import unickpt

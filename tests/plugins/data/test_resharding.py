@@ -7,33 +7,13 @@ killed (kill -9, all ranks) while it saves: what it drew after the last commit i
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
-from support.data_runs import check, job
+from support.data_runs import check, job, there_and_back
 from support.processes import Processes
 
 pytestmark = pytest.mark.integration
-
-
-def there_and_back(
-    processes: Processes,
-    folder: Path,
-    kind: str,
-    until: int,
-    times: int = 1,
-    workers: int = 0,
-    ranks: tuple[int, int] = (8, 6),
-) -> None:
-    """As above, with `until` steps of the last job, whose number of ranks is that of the first."""
-    many, few = ranks
-    more = {"workers": workers, "shards": math.lcm(many, few)}
-    begun: list[int | None] = [job(processes, folder, kind, 0, many, 3, **more)]
-    job(processes, folder, kind, 1, few, 4, dies=True, **more)
-    begun += [3, job(processes, folder, kind, 2, many, until, saves=False, **more)]
-    assert begun[2] in (6, 7)  # the last save of the job that was killed may have been committed
-    check(folder, begun, 2, times)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
