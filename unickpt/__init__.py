@@ -42,6 +42,8 @@ from unickpt.trees.tree import Opaque
 
 if _CHECKING:
     from unickpt.plugins.experts import Experts
+    from unickpt.plugins.merge import merge
+    from unickpt.plugins.merge import methods as merge_methods
     from unickpt.plugins.quantize import Restores
     from unickpt.plugins.report.html_report import report
     from unickpt.rules.functions import Function
@@ -49,11 +51,9 @@ if _CHECKING:
     from unickpt.runs.checkpointer import Checkpointer
     from unickpt.runs.retention import Retention
     from unickpt.runs.save_triggers import SaveEvery
-    from unickpt.tools import merge_methods
     from unickpt.tools.conversion import convert
     from unickpt.tools.copying import copy
     from unickpt.tools.difference import diff
-    from unickpt.tools.merging import merge
     from unickpt.tools.nonfinite import find_nonfinite
     from unickpt.tools.verification import verify
 
@@ -107,21 +107,18 @@ _LATER = {
     "copy": "tools.copying",
     "diff": "tools.difference",
     "find_nonfinite": "tools.nonfinite",
-    "merge": "tools.merging",
-    "merge_methods": "tools.merge_methods",
     "verify": "tools.verification",
 }
 
 # Of plug-ins, whose doors (the group `names`) have these names.
-_OF_PLUGINS = ("Experts", "Restores", "report")
+_OF_PLUGINS = ("Experts", "Restores", "merge", "merge_methods", "report")
 _MODULES = ("errors", "extend", "integrations", "types")
 
 
 def __getattr__(name: str) -> _Any:
     found: _Any
     if name in _LATER:
-        found = _importlib.import_module(f"unickpt.{_LATER[name]}")
-        found = found if name == "merge_methods" else getattr(found, name)
+        found = getattr(_importlib.import_module(f"unickpt.{_LATER[name]}"), name)
     elif name in _OF_PLUGINS:
         found = _importlib.import_module("unickpt.doors").need("names", name)
     elif name in _MODULES:

@@ -44,6 +44,9 @@ DOORS = {
         "quantized": "unickpt.plugins.quantize:CODEC",
     },
     "names": {
+        "merge": "unickpt.plugins.merge:merge",
+        "merge_methods": "unickpt.plugins.merge.methods",
+        "plan_merge": "unickpt.plugins.merge:preview",
         "Experts": "unickpt.plugins.experts:Experts",
         "Restores": "unickpt.plugins.quantize:Restores",
         "report": "unickpt.plugins.report.html_report:report",

@@ -73,6 +73,7 @@ from unickpt.format.files import CheckedFiles, Files
 from unickpt.format.formats import Format, SeveralCheckpoints, format_named
 from unickpt.format.formats import register as register_format
 from unickpt.format.formats import unregister as unregister_format
+from unickpt.format.index import CONVERSION as CONVERSION_METADATA
 from unickpt.format.index import REPLACED as REPLACED_METADATA
 from unickpt.format.index import RESERVED as RESERVED_METADATA
 from unickpt.format.index import ArrayEntry, Index
@@ -84,6 +85,7 @@ from unickpt.format.timing import Timing
 from unickpt.format.unit_steps import UnitSteps
 from unickpt.format.unit_steps import stored as stored_unit_steps
 from unickpt.format.writer import Data, Ending, OfEachProcess, Plan, PlannedFile, Writer, text_file
+from unickpt.frameworks.host_memory import HostBuffers, MemoryBudget
 from unickpt.frameworks.leaves import NOTHING as NOTHING_HERE
 from unickpt.frameworks.leaves import (
     SavedOnly,
@@ -97,12 +99,21 @@ from unickpt.frameworks.leaves import expand as expand_leaf
 from unickpt.frameworks.leaves import (
     is_leaf as is_saved_as_leaf,
 )
+from unickpt.frameworks.members import named as process_names
 from unickpt.frameworks.per_process import encode as encode_per_process
+from unickpt.frameworks.process_group import (
+    all_gather_bytes,
+    current_group,
+    loaded_together,
+    members_of,
+    new_session,
+    within,
+)
 from unickpt.frameworks.process_group import alone as group_of_one
-from unickpt.frameworks.process_group import current_group, loaded_together, new_session
 from unickpt.frameworks.sections import Encoded as EncodedValue
 from unickpt.frameworks.sections import Joined as JoinedParts
-from unickpt.loading.views import read_into, structure_of
+from unickpt.loading.views import CheckpointView, leaf_text, read_into, stored_leaf, structure_of
+from unickpt.progress import Progress
 from unickpt.quoting import counted, given, printable, quoted, shortened, size_text
 from unickpt.quoting import some as first_few
 from unickpt.reading.checkpoint import Hints, Source
@@ -112,6 +123,8 @@ from unickpt.reading.listing import Listed, checkpoints_below, other_folders
 from unickpt.reading.listing import natural as natural_key
 from unickpt.saving.background import SaveCallbacks, SaveQueue, SaveRequest
 from unickpt.saving.saver import begin as save_in_background
+from unickpt.saving.task import SaveTask
+from unickpt.saving.write_plan import WriteItem
 from unickpt.storage.database import Database as OcdbtDatabase
 from unickpt.storage.errors import Damaged, Failed, reading, reading_failed
 from unickpt.storage.kvstore import Future as StorageFuture
@@ -138,6 +151,7 @@ from unickpt.trees.tree import keys_of as keys_of_leaves
 from unickpt.trees.tree import leaves as leaves_of_tree
 from unickpt.trees.tree import put as put_nested
 from unickpt.trees.tree import rebuild as rebuild_tree
+from unickpt.trees.tree import with_values as tree_with_values
 from unickpt.trees.tree import without as tree_without
 from unickpt.trees.tree_json import Plain, is_plain
 from unickpt.trees.tree_json import from_json as tree_from_json
@@ -154,11 +168,16 @@ if _CHECKING:
     from unickpt.display.fragment_grid import FragmentGrid, GridBand
     from unickpt.display.fragment_grid import grids as fragment_grids
     from unickpt.display.fragment_grid import head as grid_band_text
+    from unickpt.display.front_plot import svg as front_plot_svg
     from unickpt.display.html import MOST_FRAGMENTS as MOST_FRAGMENTS_SHOWN
+    from unickpt.display.html import page as html_page
     from unickpt.display.html import plain as shown_text
     from unickpt.display.html import shape_text
+    from unickpt.display.html import table as html_table
     from unickpt.display.tree_table import fragment_count, layout_text, meshes_of
     from unickpt.format.step_metrics import finite_or_text, step_metrics
+    from unickpt.format.writers import OWN as OWN_FORMAT
+    from unickpt.format.writers import chosen as chosen_format
     from unickpt.format.writers import make_writer, register_writer, unregister_writer
     from unickpt.rules.in_memory import apply as apply_rules
     from unickpt.rules.in_memory import elements as ruled_elements
@@ -168,7 +187,9 @@ if _CHECKING:
     from unickpt.rules.plan import LeafKind
     from unickpt.rules.plan import Made as MadeLeaf
     from unickpt.rules.planner import make_plan as plan_rules
+    from unickpt.rules.provenance import Provenance
     from unickpt.rules.rule import exprs_of as rule_exprs_of
+    from unickpt.rules.view import RuledView
     from unickpt.runs.arguments import fences_of, take_retention
     from unickpt.runs.attempt_folders import remove_checkpoint
     from unickpt.runs.disk_usage import bytes_on_disk
@@ -178,6 +199,11 @@ if _CHECKING:
     from unickpt.runs.orphans import find as find_orphans
     from unickpt.runs.retention import Retention
     from unickpt.runs.step_folder import StepFolder
+    from unickpt.tools.conversion import budgets as conversion_budgets
+    from unickpt.tools.conversion import check_written, convertible, write_streamed
+    from unickpt.tools.conversion import leaves_of as leaves_of_view
+    from unickpt.tools.difference import ComparedViews
+    from unickpt.tools.slab_reads import Buffered, check_rest, read_boxes
     from unickpt.trees.stored_types import (
         PYTHON_TYPES,
         STORED_TYPES,
@@ -193,11 +219,15 @@ __all__ = [
     "ArrayUnits",
     "BlockType",
     "Box",
+    "Buffered",
     "ByteRange",
     "CHUNK_BYTES",
+    "CONVERSION_METADATA",
     "CheckedFiles",
+    "CheckpointView",
     "ChecksummedRange",
     "Codec",
+    "ComparedViews",
     "ConvertedElements",
     "DType",
     "Damaged",
@@ -218,6 +248,7 @@ __all__ = [
     "FragmentGrid",
     "GridBand",
     "Hints",
+    "HostBuffers",
     "InMemoryElements",
     "Index",
     "JoinedElements",
@@ -237,6 +268,7 @@ __all__ = [
     "MOST_FRAGMENTS_SHOWN",
     "MadeLeaf",
     "MeanElements",
+    "MemoryBudget",
     "Mesh",
     "MeshFacts",
     "MeshKey",
@@ -246,6 +278,7 @@ __all__ = [
     "Node",
     "NotDecodable",
     "ORPHANS_LOCK",
+    "OWN_FORMAT",
     "ObservedReport",
     "OcdbtDatabase",
     "OfEachProcess",
@@ -260,12 +293,15 @@ __all__ = [
     "Plan",
     "PlannedFile",
     "Pool",
+    "Progress",
+    "Provenance",
     "REPLACED_METADATA",
     "RESERVED_METADATA",
     "RangeReader",
     "Reader",
     "Request",
     "Retention",
+    "RuledView",
     "RulesCheck",
     "Run",
     "RunFeature",
@@ -276,6 +312,7 @@ __all__ = [
     "SaveFeature",
     "SaveQueue",
     "SaveRequest",
+    "SaveTask",
     "SavedArrays",
     "SavedOnly",
     "Scheme",
@@ -297,19 +334,26 @@ __all__ = [
     "Version",
     "WHOLE_BOXES",
     "WriteFilter",
+    "WriteItem",
     "Writer",
     "absolute_path",
     "adapters",
+    "all_gather_bytes",
     "apply_rules",
     "asking_storage",
     "barrier",
     "bytes_on_disk",
     "check_boxes",
+    "check_rest",
+    "check_written",
     "checkpoints_below",
     "child_names",
     "children_by_key",
+    "chosen_format",
     "combined_crc32",
     "common_codec",
+    "conversion_budgets",
+    "convertible",
     "counted",
     "current_group",
     "cut_box",
@@ -333,10 +377,13 @@ __all__ = [
     "format_named",
     "fragment_count",
     "fragment_grids",
+    "front_plot_svg",
     "given",
     "grid_band_text",
     "group_of_one",
     "has_known_factory",
+    "html_page",
+    "html_table",
     "in_batches",
     "is_array",
     "is_plain",
@@ -346,9 +393,12 @@ __all__ = [
     "join_names",
     "keys_of_leaves",
     "layout_text",
+    "leaf_text",
     "leaves_of_tree",
+    "leaves_of_view",
     "loaded_together",
     "make_writer",
+    "members_of",
     "meshes_of",
     "moments_among",
     "name_component",
@@ -365,8 +415,10 @@ __all__ = [
     "plain_to_json",
     "plan_rules",
     "printable",
+    "process_names",
     "put_nested",
     "quoted",
+    "read_boxes",
     "read_file_box",
     "read_flat",
     "read_into",
@@ -391,6 +443,7 @@ __all__ = [
     "size_text",
     "step_metrics",
     "storage_context",
+    "stored_leaf",
     "stored_leaves",
     "stored_unit_steps",
     "storing_hint",
@@ -402,6 +455,7 @@ __all__ = [
     "tree_from_json",
     "tree_from_names",
     "tree_to_json",
+    "tree_with_values",
     "tree_without",
     "unickpt_version",
     "unregister_codec",
@@ -409,11 +463,16 @@ __all__ = [
     "unregister_writer",
     "unwrapped",
     "version_at",
+    "within",
+    "write_streamed",
     "zarr_dtype",
 ]
 
 # Imported when they are first used. What `import unickpt` needs anyway is imported above.
 _LATER = {
+    "OWN_FORMAT": "format.writers:OWN",
+    "Buffered": "tools.slab_reads",
+    "ComparedViews": "tools.difference",
     "DraftReport": "rules.observed",
     "FragmentGrid": "display.fragment_grid",
     "GridBand": "display.fragment_grid",
@@ -429,7 +488,9 @@ _LATER = {
     "Orphan": "runs.orphans",
     "OrphanSearch": "runs.orphans",
     "PYTHON_TYPES": "trees.stored_types",
+    "Provenance": "rules.provenance",
     "Retention": "runs.retention",
+    "RuledView": "rules.view",
     "RulesCheck": "rules.observed",
     "STORED_TYPES": "trees.stored_types",
     "SavedArrays": "arrays.saved_arrays",
@@ -438,20 +499,30 @@ _LATER = {
     "apply_rules": "rules.in_memory:apply",
     "barrier": "runs.housekeeping",
     "bytes_on_disk": "runs.disk_usage",
+    "check_rest": "tools.slab_reads",
+    "check_written": "tools.conversion",
+    "chosen_format": "format.writers:chosen",
+    "conversion_budgets": "tools.conversion:budgets",
+    "convertible": "tools.conversion",
     "facts_of": "rules.in_memory",
     "fences_of": "runs.arguments",
     "find_orphans": "runs.orphans:find",
     "finite_or_text": "format.step_metrics",
     "fragment_count": "display.tree_table",
     "fragment_grids": "display.fragment_grid:grids",
+    "front_plot_svg": "display.front_plot:svg",
     "grid_band_text": "display.fragment_grid:head",
     "has_known_factory": "trees.stored_types",
+    "html_page": "display.html:page",
+    "html_table": "display.html:table",
     "layout_text": "display.tree_table",
+    "leaves_of_view": "tools.conversion:leaves_of",
     "make_writer": "format.writers",
     "meshes_of": "display.tree_table",
     "on_process_0": "runs.housekeeping",
     "parsed_types": "trees.stored_types",
     "plan_rules": "rules.planner:make_plan",
+    "read_boxes": "tools.slab_reads",
     "register_writer": "format.writers",
     "remove_checkpoint": "runs.attempt_folders",
     "rule_exprs_of": "rules.rule:exprs_of",
@@ -462,6 +533,7 @@ _LATER = {
     "stored_leaves": "rules.in_memory",
     "take_retention": "runs.arguments",
     "unregister_writer": "format.writers",
+    "write_streamed": "tools.conversion",
 }
 
 if not _typing.TYPE_CHECKING:  # by this name mypy knows it; else it would take any name

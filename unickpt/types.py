@@ -17,7 +17,7 @@ from unickpt.saving.background import PendingSave
 if _CHECKING:
     from unickpt.tools.copying import CopyReport
     from unickpt.tools.difference import ArrayDifference, DiffReport
-    from unickpt.tools.merging import MergeReport
+    from unickpt.tools.reports import MergeReport
     from unickpt.tools.verification import Damage, VerifyReport
 
 __all__ = [
@@ -45,7 +45,7 @@ _LATER = {
     "CopyReport": "tools.copying",
     "Damage": "tools.verification",
     "DiffReport": "tools.difference",
-    "MergeReport": "tools.merging",
+    "MergeReport": "tools.reports",
     "VerifyReport": "tools.verification",
 }
 

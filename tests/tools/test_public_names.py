@@ -17,15 +17,15 @@ from unickpt import doors
 
 LATE = """
 import sys, unickpt
-tools = "merging", "merge_methods", "conversion", "difference", "copying", "verification"
+tools = "conversion", "difference", "copying", "verification"
 late = {f"unickpt.tools.{name}" for name in tools}
-late |= {"unickpt.plugins.report.html_report", "unickpt.runs.checkpointer"}
-late |= {"unickpt.rules.rule_set"}
+late |= {"unickpt.plugins.merge.merging", "unickpt.plugins.report.html_report"}
+late |= {"unickpt.rules.rule_set", "unickpt.runs.checkpointer"}
 assert late.isdisjoint(sys.modules)
 assert {*unickpt.__all__} <= {*dir(unickpt)}
 assert late.isdisjoint(sys.modules), "dir() imports nothing"
 assert unickpt.merge.__name__ == "merge"
-assert "unickpt.tools.merging" in sys.modules
+assert "unickpt.plugins.merge.merging" in sys.modules
 assert unickpt.report.__name__ == "report"
 import unickpt.runs.checkpointer
 assert unickpt.Checkpointer is unickpt.runs.checkpointer.Checkpointer
@@ -83,7 +83,7 @@ def test_type_checkers_see_what_is_imported_later() -> None:
         node for node in source.body if isinstance(node, ast.If) and isinstance(node.test, ast.Name)
     )
     seen = {
-        alias.name: f"{node.module}.{alias.name}"
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
         for node in checking.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names

@@ -8,12 +8,11 @@ import typer
 from rich.text import Text
 
 import unickpt
-from unickpt import merge_methods
+from unickpt import doors
 from unickpt.cli import options, output
 from unickpt.quoting import counted
-from unickpt.tools.merge_sources import MergePlan, MergeRequest, plan_merge
-from unickpt.types import MergeReport
 
+METHODS = "mean, weighted, metric, step, ema, slerp, task_arithmetic, ties, dare"
 _PARAMETER = "a parameter and its value, such as density=0.3"
 
 
@@ -25,9 +24,7 @@ def command(
             help="What to merge, the oldest first, and the path of the new checkpoint.",
         ),
     ],
-    how: Annotated[
-        str, typer.Option("--how", help=", ".join(kind.name for kind in merge_methods.METHODS))
-    ] = "mean",
+    how: Annotated[str, typer.Option("--how", help=METHODS)] = "mean",
     parameters: Annotated[
         list[str] | None,
         typer.Option("--with", help="A parameter of the method, as in --with density=0.3."),
@@ -96,14 +93,13 @@ def command(
     wanted = options.read_rules(rules, inverse, size)
     try:
         values = options.named_values("--with", parameters, _PARAMETER)
-        method = merge_methods.method_of(cast(Any, how), values)
+        method = unickpt.merge_methods.method_of(cast(Any, how), values)
         written_as = options.save_options(budget, compression, quantize)
         asked: dict[str, Any] = {"weights": weights, "base": base, "last": last, "rules": wanted}
         asked["integers"] = integers
         if dry_run:
-            plan = plan_merge(
-                MergeRequest(given, method, budget_bytes=written_as.working_bytes, **asked)
-            )
+            planned = doors.need("names", "plan_merge")
+            plan = planned(given, method, budget_bytes=written_as.working_bytes, **asked)
             _print_plan(plan, as_json)
             return
         asked |= {"allow_nonfinite": allow_nonfinite, "overwrite": overwrite, "verify": verify}
@@ -119,7 +115,7 @@ def command(
         _print_report(report, verify, as_json)
 
 
-def _print_report(report: MergeReport, verified: bool, as_json: bool) -> None:
+def _print_report(report: Any, verified: bool, as_json: bool) -> None:
     if as_json:
         pairs = zip(report.sources, report.weights, strict=True)
         output.print_json(
@@ -138,7 +134,7 @@ def _print_report(report: MergeReport, verified: bool, as_json: bool) -> None:
     )
 
 
-def _print_plan(plan: MergePlan, as_json: bool) -> None:
+def _print_plan(plan: Any, as_json: bool) -> None:
     if as_json:
         names = ("merged", "from_last", "values_differ", "dtypes_differ")
         output.print_json({**plan.record, **{name: list(getattr(plan, name)) for name in names}})

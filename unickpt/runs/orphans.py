@@ -45,7 +45,9 @@ _OURS = (
 )
 _BELOW = f"{FOLDER}/"
 
-UNFINISHED, UNUSED, LOCK = "unfinished", "unused", "lock"
+UNFINISHED = "unfinished"
+UNUSED = "unused"
+LOCK = "lock"
 EXPORT, REPLACED, RETIRED_STEP = "export", "replaced", "retired"
 
 

@@ -38,7 +38,7 @@ from unickpt.storage import paths
 from unickpt.threads import in_batches
 from unickpt.tools import verification
 from unickpt.tools.exporting import export
-from unickpt.tools.slabs import AHEAD, WRITER, Buffered, SlabSource, check_rest, read_boxes
+from unickpt.tools.slab_reads import AHEAD, WRITER, Buffered, SlabSource, check_rest, read_boxes
 from unickpt.trees import tree
 
 

@@ -27,7 +27,7 @@ from unickpt.storage.local_files import system_calls
 from unickpt.threads import in_batches
 from unickpt.tools.destinations import ExportDestination, Write
 from unickpt.tools.file_pieces import FilePiece, FileShare, FileSplitter
-from unickpt.tools.slabs import Buffered, Slabs, check_rest, read_boxes
+from unickpt.tools.slab_reads import Buffered, Slabs, check_rest, read_boxes
 
 # Shares of the budget: a slab that is written, one that is read ahead, and what reading it needs.
 _SLABS = 6

@@ -29,7 +29,7 @@ from unickpt.storage import paths
 from unickpt.tools import difference
 from unickpt.tools.destinations import ExportDestination, destination
 from unickpt.tools.export_job import ExportJob
-from unickpt.tools.slabs import read_boxes
+from unickpt.tools.slab_reads import read_boxes
 from unickpt.trees import tree_json
 from unickpt.trees.tree import Opaque
 

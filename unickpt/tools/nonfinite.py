@@ -24,7 +24,7 @@ from unickpt.reading import checkpoint
 from unickpt.reading.listing import checkpoints_below
 from unickpt.reading.options import LoadOptions
 from unickpt.threads import in_batches
-from unickpt.tools.slabs import read_boxes
+from unickpt.tools.slab_reads import read_boxes
 
 _BATCH_BYTES = 64 << 20  # of elements that are read together
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from unickpt.arrays.box import Box
 from unickpt.errors import MergeError
-from unickpt.tools import merge_arithmetic, merge_methods
-from unickpt.tools.merge_arithmetic import (
+from unickpt.plugins.merge import arithmetic, methods
+from unickpt.plugins.merge.arithmetic import (
     KthLargest,
     Span,
     is_kept,
@@ -25,7 +25,7 @@ from unickpt.tools.merge_arithmetic import (
     ties_statistics,
     weighted_sum,
 )
-from unickpt.tools.merge_methods import (
+from unickpt.plugins.merge.methods import (
     ByMetric,
     ByStep,
     Dare,
@@ -103,7 +103,7 @@ def test_weights_may_be_an_array() -> None:
 
 
 def test_methods_by_name() -> None:
-    for kind in merge_methods.METHODS:
+    for kind in methods.METHODS:
         assert method_of(kind.name) == kind()
     assert method_of("ties", {"density": 0.5}) == Ties(density=0.5)
     with pytest.raises(ValueError, match="no method; methods are mean, weighted, metric"):
@@ -149,7 +149,7 @@ def test_slerp_is_linear_where_there_is_no_arc() -> None:
         assert slerp_weights(0.25, first, second, product) == ((0.75, 0.25), True)
 
 
-def pieces_of(arrays: Sequence[np.ndarray], size: int) -> merge_arithmetic.Pieces:
+def pieces_of(arrays: Sequence[np.ndarray], size: int) -> arithmetic.Pieces:
     def pieces() -> Iterator[Sequence[np.ndarray]]:
         for at in range(0, len(arrays[0]), size):
             yield [array[at : at + size] for array in arrays]
@@ -160,12 +160,12 @@ def pieces_of(arrays: Sequence[np.ndarray], size: int) -> merge_arithmetic.Piece
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64, np.float64])
 def test_slerp_weights_do_not_depend_on_the_pieces(dtype: Any) -> None:
     rng = np.random.default_rng(0)
-    size = 5 * merge_arithmetic.BLOCK + 7
+    size = 5 * arithmetic.BLOCK + 7
     a, b = (rng.standard_normal(size).astype(dtype) for _ in range(2))
     if dtype is np.complex64:
         a = a * 1j + b
     found = {
-        tuple(slerp_statistics(Slerp(0.3), pieces_of([a, b], n * merge_arithmetic.BLOCK)))
+        tuple(slerp_statistics(Slerp(0.3), pieces_of([a, b], n * arithmetic.BLOCK)))
         for n in (1, 2, 100)
     }
     assert len(found) == 1
@@ -195,13 +195,13 @@ def test_the_kth_largest_of_integers(data: st.DataObject, bits: int, size: int) 
 @pytest.mark.parametrize("wide", [False, True])
 def test_thresholds_are_the_exact_quantiles(wide: bool) -> None:
     rng = np.random.default_rng(1)
-    size = 2 * merge_arithmetic.BLOCK + 100
+    size = 2 * arithmetic.BLOCK + 100
     dtype = np.float64 if wide else np.float32
     a, b, base = (rng.standard_normal(size).astype(dtype) for _ in range(3))
     a[:40_000] = base[:40_000]  # many differences are 0
     for density in (1e-9, 0.01, 0.5, 1.0):
         found = ties_statistics(
-            Ties(density), pieces_of([a, b, base], merge_arithmetic.BLOCK), size, wide
+            Ties(density), pieces_of([a, b, base], arithmetic.BLOCK), size, wide
         )
         kept = max(1, int(density * size))
         for one, threshold in zip((a, b), found, strict=True):
@@ -321,3 +321,9 @@ def test_mean_and_average_are_those_of_torch() -> None:
         found, _ = merged(weights, arrays, np.float32)
         expected = averaged.module.weight.detach().numpy()
         assert np.allclose(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_the_command_line_names_all_methods() -> None:
+    from unickpt.cli import merge
+
+    assert merge.METHODS.split(", ") == [kind.name for kind in methods.METHODS]

@@ -24,9 +24,9 @@ from support.saving import files, in_job
 import unickpt
 from unickpt import PerProcess, Rules, SaveOptions, merge_methods
 from unickpt.errors import MergeError
+from unickpt.plugins.merge.methods import ByMetric, ByStep, Dare, Ema, Slerp, Ties
 from unickpt.testing.thread_groups import Threads
-from unickpt.tools.merge_methods import ByMetric, ByStep, Dare, Ema, Slerp, Ties
-from unickpt.tools.slabs import read_boxes
+from unickpt.tools.slab_reads import read_boxes
 
 FAST = SaveOptions(fsync=False)
 SMALL = SaveOptions(fsync=False, chunk_bytes=4096, budget_bytes=64 << 10)
@@ -642,7 +642,7 @@ def test_chunks_that_are_large_with_their_inputs_are_made_piece_by_piece(
         read.append(sum(box.size * entry.itemsize for entry, box in boxes))
         return read_boxes(view, boxes, *rest)
 
-    monkeypatch.setattr("unickpt.tools.merging.read_boxes", counted)
+    monkeypatch.setattr("unickpt.plugins.merge.merging.read_boxes", counted)
     budget = 24_000_000  # a chunk and its four inputs are 20 MB
     options = SaveOptions(fsync=False, budget_bytes=budget)
     arguments = {"base": paths[3]} if how == "ties" else {}

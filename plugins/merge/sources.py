@@ -6,31 +6,39 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from unickpt.arrays import dtypes
-from unickpt.arrays.box import Box
+from unickpt import Checkpoint, LoadOptions, Rules
 from unickpt.errors import CheckpointNotFound, MergeError
-from unickpt.format.index import RESERVED, ArrayEntry
-from unickpt.frameworks.host_memory import HostBuffers, MemoryBudget
-from unickpt.loading.views import CheckpointView, leaf_text, stored_leaf
-from unickpt.reading import checkpoint
-from unickpt.reading.listing import checkpoints_below
-from unickpt.reading.options import LoadOptions
-from unickpt.rules.provenance import Provenance
-from unickpt.rules.rule_set import Rules
-from unickpt.rules.view import RuledView
-from unickpt.storage import paths
-from unickpt.tools.conversion import convertible
-from unickpt.tools.difference import ComparedViews
-from unickpt.tools.merge_methods import Method, SourceFacts, weights_of
-from unickpt.tools.merge_search import Trials
-from unickpt.tools.slabs import read_boxes
+from unickpt.extend import (
+    RESERVED_METADATA,
+    ArrayEntry,
+    CheckpointView,
+    ComparedViews,
+    HostBuffers,
+    MemoryBudget,
+    PathLike,
+    Provenance,
+    RuledView,
+    Source,
+    checkpoints_below,
+    convertible,
+    dtype_from_name,
+    dtype_kind,
+    leaf_text,
+    opened_checkpoint,
+    read_boxes,
+    resolve_path,
+    stored_leaf,
+)
+from unickpt.plugins.merge.methods import Method, SourceFacts, weights_of
+from unickpt.plugins.merge.search import Trials
+from unickpt.types import Box
 
-Sources = Sequence[checkpoint.Source] | paths.PathLike
-ManyRules = Rules | Sequence[Rules | None] | None
+Sources = Sequence[Source] | PathLike
+ManyRules: TypeAlias = "Rules | Sequence[Rules | None] | None"
 _STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")  # what Checkpointer calls its steps
 _MOST_ROWS = 50
 
@@ -133,7 +141,7 @@ class MergeRequest:
     sources: Sources
     method: Method
     weights: Sequence[float] | None = None
-    base: checkpoint.Source | None = None
+    base: Source | None = None
     last: int | None = None
     rules: ManyRules = None
     integers: str = "equal"
@@ -146,6 +154,18 @@ class MergeRequest:
             raise ValueError(f"how={self.method.name!r} needs base=, where the sources started")
         if self.base is not None and not self.method.needs_base:
             raise ValueError(f"how={self.method.name!r} has no base")
+
+
+def preview(sources: Sources, method: Method, **asked: Any) -> MergePlan:
+    """What `merge` would do.
+
+    Arguments:
+        sources, method: as of `MergeRequest`.
+        asked: its other fields.
+
+    Raises: as `merge`, before anything is written.
+    """
+    return plan_merge(MergeRequest(sources, method, **asked))
 
 
 def plan_merge(asked: MergeRequest) -> MergePlan:
@@ -183,8 +203,8 @@ def plan_merge(asked: MergeRequest) -> MergePlan:
 # --- opening --------------------------------------------------------------------------------------
 
 
-def _sources(asked: MergeRequest) -> list[checkpoint.Source]:
-    one = isinstance(asked.sources, str | os.PathLike | checkpoint.Checkpoint)
+def _sources(asked: MergeRequest) -> list[Source]:
+    one = isinstance(asked.sources, str | os.PathLike | Checkpoint)
     if asked.last is None:
         if one:
             raise ValueError(
@@ -199,7 +219,7 @@ def _sources(asked: MergeRequest) -> list[checkpoint.Source]:
     steps = [one for one in checkpoints_below(asked.sources) if _STEP.fullmatch(one.name)]
     if len(steps) < asked.last:
         raise CheckpointNotFound(
-            f"{paths.resolve(asked.sources)}: {len(steps)} steps are committed there, and "
+            f"{resolve_path(asked.sources)}: {len(steps)} steps are committed there, and "
             f"last={asked.last} asks for more"
         )
     return [step.path for step in steps[-asked.last :]]
@@ -219,10 +239,10 @@ def _rules(given: ManyRules, count: int, has_base: bool) -> list[Rules | None]:
     return found if has_base else [*found, None]
 
 
-def _source(given: checkpoint.Source, rules: Rules | None) -> MergeSource:
-    stored = checkpoint.opened(given).reader.checking()
+def _source(given: Source, rules: Rules | None) -> MergeSource:
+    stored = opened_checkpoint(given).reader.checking()
     stored.check_total(stored.index.arrays.values())
-    own = stored.index.metadata.get(RESERVED)
+    own = stored.index.metadata.get(RESERVED_METADATA)
     recorded = own if isinstance(own, Mapping) else {}
     step, metrics = recorded.get("step"), recorded.get("metrics")
     if type(step) is not int:
@@ -302,7 +322,7 @@ def _rows(plan: MergePlan, other: MergeSource) -> Iterator[str]:
 
 
 def _kind(entry: ArrayEntry) -> str:
-    return "key" if entry.prng is not None else dtypes.kind(dtypes.from_name(entry.dtype))
+    return "key" if entry.prng is not None else dtype_kind(dtype_from_name(entry.dtype))
 
 
 def _dtypes_that_differ(plan: MergePlan) -> Iterator[str]:

@@ -13,10 +13,9 @@ from functools import cached_property
 import numpy as np
 import xxhash
 
-from unickpt.arrays import dtypes
-from unickpt.arrays.box import Box
-from unickpt.arrays.dtypes import Array, DType
-from unickpt.tools.merge_methods import Dare, Slerp, Ties, slerp_weights
+from unickpt.extend import Array, DType, dtype_name
+from unickpt.plugins.merge.methods import Dare, Slerp, Ties, slerp_weights
+from unickpt.types import Box
 
 BLOCK = 1 << 15
 """Elements that are computed at once; their float64 copies stay in the cache."""
@@ -212,7 +211,7 @@ def merge_box(
 
 def _saturates_above(dtype: DType) -> float:
     """The magnitude above which a dtype without infinities and NaN takes its largest number."""
-    return 7.0 if dtypes.name_of(dtype) == "float4_e2m1fn" else math.inf
+    return 7.0 if dtype_name(dtype) == "float4_e2m1fn" else math.inf
 
 
 # --- what has to be known of whole arrays --------------------------------------------------------

@@ -4,42 +4,54 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 
-from unickpt.arrays import dtypes
-from unickpt.arrays.box import Box, cut, flat_range_to_boxes
-from unickpt.arrays.dtypes import Array
+from unickpt import Checkpoint, LoadOptions, SaveOptions, open
 from unickpt.errors import CheckpointExists, CheckpointNotFound, MergeError
-from unickpt.format import writers
-from unickpt.format.index import CONVERSION, RESERVED, ArrayEntry
-from unickpt.frameworks.host_memory import HostBuffers, MemoryBudget
-from unickpt.frameworks.leaves import adapters
-from unickpt.frameworks.process_group import (
-    Group,
+from unickpt.extend import (
+    CONVERSION_METADATA,
+    OWN_FORMAT,
+    RESERVED_METADATA,
+    Array,
+    ArrayEntry,
+    Buffered,
+    HostBuffers,
+    MemoryBudget,
+    PathLike,
+    Progress,
+    RuledView,
+    SaveTask,
+    Source,
+    WriteItem,
+    adapters,
     all_gather_bytes,
+    check_rest,
+    check_written,
+    chosen_format,
+    conversion_budgets,
     current_group,
+    cut_box,
+    dtype_name,
+    flat_range_to_boxes,
+    in_batches,
+    leaves_of_view,
     new_session,
+    read_boxes,
+    resolve_path,
+    storage_context,
+    tree_with_values,
     within,
+    write_streamed,
 )
-from unickpt.options import SaveOptions, SaveReport
-from unickpt.progress import Progress
-from unickpt.reading import checkpoint
-from unickpt.reading.options import LoadOptions
-from unickpt.rules.view import RuledView
-from unickpt.saving.task import SaveTask
-from unickpt.saving.write_plan import WriteItem
-from unickpt.storage import paths
-from unickpt.threads import in_batches
-from unickpt.tools import merge_arithmetic, merge_methods
-from unickpt.tools.conversion import budgets, check_written, leaves_of, write_streamed
-from unickpt.tools.merge_arithmetic import BLOCK, ElementPieces, Formula, NotFinite
-from unickpt.tools.merge_methods import Method, MethodName, Search, Slerp, Ties
-from unickpt.tools.merge_search import Trials, on_all, search
-from unickpt.tools.merge_sources import (
+from unickpt.plugins.merge import arithmetic, methods
+from unickpt.plugins.merge.arithmetic import BLOCK, ElementPieces, Formula, NotFinite
+from unickpt.plugins.merge.methods import Method, MethodName, Search, Slerp, Ties
+from unickpt.plugins.merge.search import on_all, search
+from unickpt.plugins.merge.sources import (
     ManyRules,
     MergePlan,
     MergeRequest,
@@ -47,77 +59,19 @@ from unickpt.tools.merge_sources import (
     Sources,
     plan_merge,
 )
-from unickpt.tools.slabs import Buffered, check_rest, read_boxes
-from unickpt.trees import tree
+from unickpt.types import Box, Group, MergeReport
 
 RECORD = "merge"
 """The key of what was merged of what, in the metadata's `unickpt`."""
 
 
-@dataclass(frozen=True)
-class MergeReport:
-    """What a merge did.
-
-    Arguments:
-        saved: how the result was written.
-        method: the name of the method.
-        sources: their URLs, in their order.
-        weights: of the sources, as they were used; they are never made to sum to 1.
-        from_last: arrays that were taken from the last source: integers, counts, keys.
-        values_differ: names of plain and per-process values that differ, or that some sources lack;
-            those of the last source were taken.
-        dtypes_differ: arrays with another dtype in some source; the last one's was taken.
-        nonfinite: with `allow_nonfinite=True`, the sources and arrays in which this process found
-            NaN or infinite elements.
-        score: of the weights that a search found, for one score.
-        trials: of a search on several tasks: prints the Pareto front as a table, and is drawn in a
-            notebook.
-    """
-
-    saved: SaveReport
-    method: str
-    sources: tuple[str, ...]
-    weights: tuple[float, ...]
-    from_last: tuple[str, ...] = ()
-    values_differ: tuple[str, ...] = ()
-    dtypes_differ: tuple[str, ...] = ()
-    nonfinite: tuple[tuple[str, str], ...] = ()
-    score: float | None = None
-    trials: Trials | None = None
-
-    @property
-    def url(self) -> str:
-        """Where the result is."""
-        return self.saved.url
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What should be known of the result, as sentences."""
-        total = math.fsum(self.weights)
-        counted = {
-            "taken from the last source": self.from_last,
-            "plain values that differ, taken from the last source": self.values_differ,
-            "arrays whose dtypes differ, stored as in the last source": self.dtypes_differ,
-            "arrays with NaN or infinite elements": [f"{a} ({url})" for url, a in self.nonfinite],
-        }
-        sums = self.method in ("weighted", "search") and not math.isclose(total, 1, rel_tol=1e-6)
-        return (
-            *([f"the weights sum to {total:g}, not to 1"] if sums else []),
-            *(f"{len(names)} {what}: {_shown(names)}" for what, names in counted.items() if names),
-        )
-
-
-def _shown(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-
-
 def merge(
     sources: Sources,
-    destination: paths.PathLike,
+    destination: PathLike,
     *,
     how: MethodName | Method = "mean",
     weights: Sequence[float] | None = None,
-    base: checkpoint.Source | None = None,
+    base: Source | None = None,
     last: int | None = None,
     rules: ManyRules = None,
     integers: Literal["equal", "last"] = "equal",
@@ -178,14 +132,14 @@ def merge(
     options = SaveOptions.or_default(options)
     if progress is not None:
         options = replace(options, progress=progress)
-    method = merge_methods.method_of(how)
+    method = methods.method_of(how)
     if allow_nonfinite and not method.is_linear:
         raise ValueError(f"how={method.name!r} cannot merge NaN and infinite elements")
-    writers.chosen(writers.OWN, destination)  # refuses names of files
-    budget, _ = budgets(options)
+    chosen_format(OWN_FORMAT, destination)  # refuses names of files
+    budget, _ = conversion_budgets(options)
     asked = MergeRequest(sources, method, weights, base, last, rules, integers, budget)
     plan = plan_merge(asked)
-    to = paths.resolve(destination).url
+    to = resolve_path(destination).url
     if any(source.view.checkpoint.location.url == to for source in plan.inputs):
         raise CheckpointExists(f"{to} is one of the sources; choose another path")
     if isinstance(method, Search):
@@ -198,19 +152,19 @@ def merge(
 
 def _write(
     plan: MergePlan,
-    destination: paths.PathLike,
+    destination: PathLike,
     overwrite: bool,
     options: SaveOptions,
     allow_nonfinite: bool,
 ) -> MergeReport:
     """Writes what a plan makes."""
     view = plan.last.view
-    budget, held = budgets(options)
+    budget, held = conversion_budgets(options)
     merger = Merger(plan, budget, held, allow_nonfinite)
     writing = replace(options, budget_bytes=MemoryBudget(held, "process"))
     job = SaveTask(destination, overwrite, writing)
-    leaves = leaves_of(view, job.group, "merge")
-    job.describe(tree.with_values(view.node(), leaves.__getitem__), _metadata(plan))
+    leaves = leaves_of_view(view, job.group, "merge")
+    job.describe(tree_with_values(view.node(), leaves.__getitem__), _metadata(plan))
     with job.failing():
         job.check_destination()  # before anything is read for long
         merger.measure(job.group)
@@ -251,9 +205,9 @@ def _searched(
     trials = f"{parent}/{last}.{name}" if method.scratch is None else f"{method.scratch}/{name}"
     quiet = replace(options, fsync=False, metrics=None, base=None, progress=None)
 
-    def merged(weights: Sequence[float]) -> checkpoint.Checkpoint:
+    def merged(weights: Sequence[float]) -> Checkpoint:
         _write(replace(plan, weights=tuple(weights)), trials, True, quiet, allow_nonfinite)
-        return checkpoint.open(trials)
+        return open(trials)
 
     try:
         about = [
@@ -262,7 +216,7 @@ def _searched(
         found = search(method, group, plan.weights, merged, about)
     finally:
         if group.index == 0:
-            paths.resolve(trials).remove(paths.context())
+            resolve_path(trials).remove(storage_context())
     return replace(plan, weights=found.weights, score=found.score, trials=found.trials)
 
 
@@ -273,7 +227,7 @@ def _check_rest(plan: MergePlan, group: Group) -> None:
 
 def _exists(url: str) -> bool:
     try:
-        checkpoint.open(url)
+        open(url)
     except CheckpointNotFound:
         return False
     return True
@@ -285,9 +239,11 @@ def _metadata(plan: MergePlan) -> dict[str, Any]:
     metadata = view.checkpoint.index.metadata
     if isinstance(view, RuledView):
         metadata = view.provenance.merged_into(metadata)
-    own = metadata.get(RESERVED)
-    kept = {k: v for k, v in own.items() if k == CONVERSION} if isinstance(own, dict) else {}
-    return {**metadata, RESERVED: {**kept, RECORD: plan.record}}
+    own = metadata.get(RESERVED_METADATA)
+    kept = (
+        {k: v for k, v in own.items() if k == CONVERSION_METADATA} if isinstance(own, dict) else {}
+    )
+    return {**metadata, RESERVED_METADATA: {**kept, RECORD: plan.record}}
 
 
 class Merger:
@@ -339,11 +295,9 @@ class Merger:
         pieces = self._pieces(entry, size)
         try:
             if isinstance(method, Ties):
-                return merge_arithmetic.ties_statistics(
-                    method, pieces, size, self._is_wide(entry.name)
-                )
+                return arithmetic.ties_statistics(method, pieces, size, self._is_wide(entry.name))
             assert isinstance(method, Slerp), "other methods look at no whole arrays"
-            found = merge_arithmetic.slerp_statistics(method, pieces)
+            found = arithmetic.slerp_statistics(method, pieces)
         except NotFinite as error:
             raise self._refused(self.plan.inputs[error.args[0]], entry.name) from None
         if not all(map(math.isfinite, found)):
@@ -382,18 +336,18 @@ class Merger:
     def _formula(self, name: str) -> Formula:
         method, weights = self.plan.method, self.plan.weights
         match method:
-            case merge_methods.Mean():
-                return merge_arithmetic.average
+            case methods.Mean():
+                return arithmetic.average
             case Slerp():
-                return partial(merge_arithmetic.weighted_sum, self._found[name])
+                return partial(arithmetic.weighted_sum, self._found[name])
             case Ties():
                 thresholds, wide = self._found[name], self._is_wide(name)
-                return partial(merge_arithmetic.add_elected, thresholds, method.scale, wide)
-            case merge_methods.Dare():
-                return partial(merge_arithmetic.add_random_differences, weights, method, name)
-            case merge_methods.TaskArithmetic():
-                return partial(merge_arithmetic.add_differences, weights)
-        return partial(merge_arithmetic.weighted_sum, weights)
+                return partial(arithmetic.add_elected, thresholds, method.scale, wide)
+            case methods.Dare():
+                return partial(arithmetic.add_random_differences, weights, method, name)
+            case methods.TaskArithmetic():
+                return partial(arithmetic.add_differences, weights)
+        return partial(arithmetic.weighted_sum, weights)
 
     # --- chunks --------------------------------------------------------------------------------
 
@@ -417,7 +371,7 @@ class Merger:
             made[item] = memory[: item.nbytes].view(item.dtype).reshape(item.box.shape), memory
             # One that is larger than the budget is made piece by piece.
             most = max(1, self.budget_bytes // max(1, self._input_bytes(item.entry.name)))
-            pieces += [(item, box) for box in cut(item.box, most)]
+            pieces += [(item, box) for box in cut_box(item.box, most)]
 
         def nbytes(piece: tuple[WriteItem, Box]) -> int:
             return piece[1].size * self._input_bytes(piece[0].entry.name)
@@ -448,7 +402,7 @@ class Merger:
     def _merge(self, item: WriteItem, box: Box, inputs: Sequence[Array], to: Array) -> None:
         name, shape = item.entry.name, item.entry.shape
         made = to if to.flags.c_contiguous else np.empty(to.shape, to.dtype)
-        outcome = merge_arithmetic.merge_box(self._formula(name), inputs, shape, box, made)
+        outcome = arithmetic.merge_box(self._formula(name), inputs, shape, box, made)
         if made is not to:
             np.copyto(to, made)
         for number in sorted(outcome.nonfinite):
@@ -458,7 +412,7 @@ class Merger:
             self.nonfinite.add((source.url, name))
         if outcome.overflows:
             raise MergeError(
-                f"array {name!r} {box}: its merge has elements that {dtypes.name_of(to.dtype)}, "
+                f"array {name!r} {box}: its merge has elements that {dtype_name(to.dtype)}, "
                 f"its dtype in {self.plan.last.url}, cannot hold"
             )
 

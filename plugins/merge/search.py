@@ -12,11 +12,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from unickpt import Checkpoint
 from unickpt.errors import MergeError, ProcessFailed
-from unickpt.frameworks.members import named
-from unickpt.frameworks.process_group import Group, all_gather_bytes, members_of
-from unickpt.reading.checkpoint import Checkpoint
-from unickpt.tools.merge_methods import Search
+from unickpt.extend import (
+    all_gather_bytes,
+    front_plot_svg,
+    html_page,
+    html_table,
+    members_of,
+    process_names,
+)
+from unickpt.plugins.merge.methods import Search
+from unickpt.types import Group
 
 SourceWeights = tuple[float, ...]
 Scores = dict[str, float]
@@ -94,16 +101,14 @@ class Trials:
         return [f"{'*' * (number == self.chosen)}{number}", *(f"{value:.4g}" for value in values)]
 
     def _repr_html_(self) -> str:
-        from unickpt.display import front_plot, html  # only where they are shown
-
         front = self.front
         rows = [self.row(number) for number in front]
         facts = [f"{len(self)} trials", f"{len(front)} on the front", f"chosen: {self.chosen}"]
         axes = list(self.better)[:2]
         points = [[trial.scores[task] for task in axes] for trial in self.trials]
-        plot = front_plot.svg(axes, points, front, self.chosen) if len(axes) == 2 else ""
-        shown = html.table(self.headings, rows, len(rows))
-        return html.page("search", "merged weights", facts, plot, shown)
+        plot = front_plot_svg(axes, points, front, self.chosen) if len(axes) == 2 else ""
+        shown = html_table(self.headings, rows, len(rows))
+        return html_page("search", "merged weights", facts, plot, shown)
 
 
 def pareto_front(trials: Sequence[Trial], better: Mapping[str, str]) -> tuple[int, ...]:
@@ -344,7 +349,7 @@ def on_all(group: Group, work: Callable[[], Any]) -> list[Any]:
         raise error
     for process, said in enumerate(everyone):
         if said["error"]:
-            who = named(members_of(group), [process])
+            who = process_names(members_of(group), [process])
             raise ProcessFailed(f"{who} failed: {said['error']}")
     return [said["found"] for said in everyone]
 
@@ -444,8 +449,8 @@ class _Trying:
 
     def _score(self, weights: SourceWeights) -> Scores:
         given = self._method.score(self._merged(weights))
-        named = given if isinstance(given, Mapping) else {ONLY: given}
-        scores = {str(task): float(score) for task, score in named.items()}
+        process_names = given if isinstance(given, Mapping) else {ONLY: given}
+        scores = {str(task): float(score) for task, score in process_names.items()}
         if not scores:
             raise MergeError("score returned no scores; return a number, or one for each task")
         for task, score in scores.items():
