@@ -46,6 +46,7 @@ if _CHECKING:
     from unickpt.plugins.merge import methods as merge_methods
     from unickpt.plugins.quantize import Restores
     from unickpt.plugins.report.html_report import report
+    from unickpt.reading.verification import verify
     from unickpt.rules.functions import Function
     from unickpt.rules.rule_set import Rules
     from unickpt.runs.checkpointer import Checkpointer
@@ -55,7 +56,6 @@ if _CHECKING:
     from unickpt.tools.copying import copy
     from unickpt.tools.difference import diff
     from unickpt.tools.nonfinite import find_nonfinite
-    from unickpt.tools.verification import verify
 
 __all__ = [
     "Checkpoint",
@@ -107,7 +107,7 @@ _LATER = {
     "copy": "tools.copying",
     "diff": "tools.difference",
     "find_nonfinite": "tools.nonfinite",
-    "verify": "tools.verification",
+    "verify": "reading.verification",
 }
 
 # Of plug-ins, whose doors (the group `names`) have these names.

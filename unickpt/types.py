@@ -15,10 +15,10 @@ from unickpt.reading.stored_array import StoredArray
 from unickpt.saving.background import PendingSave
 
 if _CHECKING:
+    from unickpt.reading.verification import Damage, VerifyReport
     from unickpt.tools.copying import CopyReport
     from unickpt.tools.difference import ArrayDifference, DiffReport
     from unickpt.tools.reports import MergeReport
-    from unickpt.tools.verification import Damage, VerifyReport
 
 __all__ = [
     "ArrayDifference",
@@ -43,10 +43,10 @@ __all__ = [
 _LATER = {
     "ArrayDifference": "tools.difference",
     "CopyReport": "tools.copying",
-    "Damage": "tools.verification",
+    "Damage": "reading.verification",
     "DiffReport": "tools.difference",
     "MergeReport": "tools.reports",
-    "VerifyReport": "tools.verification",
+    "VerifyReport": "reading.verification",
 }
 
 if not _typing.TYPE_CHECKING:  # by this name mypy knows it; else it would take any name

@@ -48,7 +48,7 @@ PRELOADED = {
         "unickpt.saving.bases",
         "unickpt.saving.taking",
         "unickpt.tools.copying",
-        "unickpt.tools.verification",
+        "unickpt.reading.verification",
         "unickpt.types",
     ),
     "grain": ("grain", "unickpt.adapters.jax"),

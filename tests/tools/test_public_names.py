@@ -17,10 +17,10 @@ from unickpt import doors
 
 LATE = """
 import sys, unickpt
-tools = "conversion", "difference", "copying", "verification"
+tools = "conversion", "difference", "copying"
 late = {f"unickpt.tools.{name}" for name in tools}
 late |= {"unickpt.plugins.merge.merging", "unickpt.plugins.report.html_report"}
-late |= {"unickpt.rules.rule_set", "unickpt.runs.checkpointer"}
+late |= {"unickpt.rules.rule_set", "unickpt.runs.checkpointer", "unickpt.reading.verification"}
 assert late.isdisjoint(sys.modules)
 assert {*unickpt.__all__} <= {*dir(unickpt)}
 assert late.isdisjoint(sys.modules), "dir() imports nothing"

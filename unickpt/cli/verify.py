@@ -13,7 +13,7 @@ from unickpt.cli.options import HintOption, source_of
 from unickpt.cli.output import DAMAGED, AsJson, Where, clean, console, print_json, transfer, verdict
 from unickpt.cli.tables import print_table
 from unickpt.quoting import counted, size_text
-from unickpt.tools.verification import VerifyReport
+from unickpt.reading.verification import VerifyReport
 
 
 def command(

@@ -31,6 +31,7 @@ from unickpt.format.reader import ChunkId
 from unickpt.format.refusals import refuse_unknown
 from unickpt.progress import Progress, ProgressFunction, reporting
 from unickpt.reading import checkpoint
+from unickpt.reading.verification import verify_opened
 from unickpt.reuse.held_files import HeldFiles
 from unickpt.storage import errors, paths
 from unickpt.storage.database import Database
@@ -39,7 +40,6 @@ from unickpt.storage.kvstore import Future, KvStore, commit
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
 from unickpt.threads import Window, in_batches
-from unickpt.tools.verification import verify_opened
 
 _log = logging.getLogger("unickpt")
 _BORROWED = "borrowed"
