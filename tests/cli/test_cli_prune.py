@@ -18,7 +18,7 @@ from support.saving import damage
 from typer.testing import CliRunner, Result
 
 import unickpt
-from unickpt import Checkpointer, Experts, SaveOptions, StorageError
+from unickpt import Checkpointer, SaveOptions, StorageError
 from unickpt.cli import output
 from unickpt.cli.app import app
 from unickpt.reading import checkpoint
@@ -231,6 +231,7 @@ def test_a_base_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert unickpt.verify(tmp_path / "best").ok
 
 
+@pytest.mark.plugins
 def test_steps_of_a_run_with_experts_are_retired(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,7 +240,7 @@ def test_steps_of_a_run_with_experts_are_retired(
     def experts(step: int) -> dict[str, Any]:
         return {"experts": {str(x): np.full(3000, step * 10 + x, "f4") for x in range(4)}}
 
-    rule = Experts({"experts/{x}": 1})
+    rule = unickpt.Experts({"experts/{x}": 1})
     with Checkpointer(tmp_path, experts=rule, options=FAST) as run:
         for step in range(10):
             run.save(step, experts(step), wait=True)

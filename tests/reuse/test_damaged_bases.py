@@ -18,7 +18,6 @@ import unickpt
 from unickpt import (
     Checkpointer,
     CheckpointNotFound,
-    Experts,
     SaveConflict,
     SaveOptions,
     StorageError,
@@ -206,13 +205,14 @@ def test_old_locks_of_marks_are_removed(by: str, borrowed_from: Path, tmp_path: 
     assert same(unickpt.load(tmp_path / "step_1"), state(1))
 
 
+@pytest.mark.plugins
 @pytest.mark.parametrize("what", ["rots at 0.5", "the database of a process is gone", "it is gone"])
 def test_experts_that_a_base_lost_cost_one_save(what: str, links: bool, tmp_path: Path) -> None:
     """They are nowhere else; the next save writes all."""
     experts = {str(n): {"w": np.full((16, 512), n, np.float32)} for n in range(4)}
     tree = {"frozen": FROZEN, "experts": experts}
     with Checkpointer(
-        tmp_path, reuse=True, experts=Experts({"experts/{x}/**": 1}), options=OPTIONS
+        tmp_path, reuse=True, experts=unickpt.Experts({"experts/{x}/**": 1}), options=OPTIONS
     ) as run:
         for step in (0, 1):
             run.save(step, tree).result()

@@ -16,7 +16,7 @@ from support.processes import Processes
 from support.saving import same
 
 import unickpt
-from unickpt import Checkpointer, Experts, SaveOptions
+from unickpt import Checkpointer, SaveOptions
 from unickpt.reuse import unchanged
 from unickpt.reuse.array_samples import ArraySample
 from unickpt.storage.local_files import RegularFiles
@@ -175,13 +175,16 @@ def experts(step: int) -> dict[str, Any]:
     return {"dense": numbers(40, 30), "frozen": numbers(50, 50) * 0, "experts": made}
 
 
+@pytest.mark.plugins
 @pytest.mark.parametrize("storage", ["file", "memory"])
 def test_with_experts_in_turn(storage: str, tmp_path: Path) -> None:
     """The expert whose turn it is is saved though it is said that it did not change, as of the
     last call that is true, but of its last turn it is not."""
     root = str(tmp_path) if storage == "file" else f"memory://{secrets.token_hex(6)}"
     key = "experts/{x}/**"
-    with Checkpointer(root, reuse=True, experts=Experts({key: 1}), options=options()) as run:
+    with Checkpointer(
+        root, reuse=True, experts=unickpt.Experts({key: 1}), options=options()
+    ) as run:
         for step in range(8):
             state = experts(step)
             told = {"frozen": False} if step else EVERYTHING
@@ -199,11 +202,14 @@ def test_with_experts_in_turn(storage: str, tmp_path: Path) -> None:
                 assert report.written_bytes < report.bytes / 2 or storage == "memory"
 
 
+@pytest.mark.plugins
 def test_experts_that_are_said_not_to_have_changed(tmp_path: Path) -> None:
     """An expert that changes between its turns must not be taken of the step before because it did
     not change since: its newest state is another one than what that step has."""
     key, state = "experts/{x}/**", experts(0)
-    with Checkpointer(tmp_path, reuse=True, experts=Experts({key: 1}), options=options()) as run:
+    with Checkpointer(
+        tmp_path, reuse=True, experts=unickpt.Experts({key: 1}), options=options()
+    ) as run:
         run.save(0, state, changed=EVERYTHING, wait=True)
         for step in range(1, 10):
             told: dict[str, Any] = {"dense": False, "frozen": False}

@@ -18,7 +18,7 @@ from support.forks import Forks
 from support.saving import same as same_arrays
 
 import unickpt
-from unickpt import Checkpointer, Experts, SaveConflict, SaveOptions, UnsupportedLeaf
+from unickpt import Checkpointer, SaveConflict, SaveOptions, UnsupportedLeaf
 from unickpt.runs import attempt_folders, orphans, tier_copies
 from unickpt.runs.step_folder import StepFolder
 from unickpt.saving import writer
@@ -225,6 +225,7 @@ def test_a_copied_step_stays_while_a_local_one_needs_it(
     assert same(unickpt.load(run.root / "step_9"), state(9))
 
 
+@pytest.mark.plugins
 @pytest.mark.parametrize("keep", [1, 2])
 def test_experts_of_a_step_that_was_not_copied_stay(
     keep: int, run: Run, monkeypatch: pytest.MonkeyPatch
@@ -233,7 +234,7 @@ def test_experts_of_a_step_that_was_not_copied_stay(
     arguments: dict[str, Any] = {
         "keep_last": keep,
         "reuse": True,
-        "experts": Experts({"experts/{x}": 2}),
+        "experts": unickpt.Experts({"experts/{x}": 2}),
     }
     run.save(*range(1, 8), **arguments)
     run.save_uncopied(monkeypatch, 8, **arguments)
@@ -358,6 +359,7 @@ def folders_of(root: str) -> list[str]:
     return sorted(n for n in paths.resolve(root).folders(paths.context()) if n != "processes")
 
 
+@pytest.mark.plugins
 @pytest.mark.parametrize(
     ("how", "root"),
     [
@@ -372,7 +374,7 @@ def folders_of(root: str) -> list[str]:
 def test_retired_steps_go_when_the_run_continues_without_experts(
     how: dict[str, Any], root: str
 ) -> None:
-    experts = Experts({"experts/{x}": 1})
+    experts = unickpt.Experts({"experts/{x}": 1})
     with Checkpointer(root, keep_last=1, experts=experts, options=OPTIONS) as steps:
         for step in range(8):
             steps.save(step, state(step), wait=True)
@@ -390,11 +392,12 @@ def test_retired_steps_go_when_the_run_continues_without_experts(
     assert set(folders_of(root)) <= {"step_11", "step_7", *frozen}
 
 
+@pytest.mark.plugins
 def test_clean_removes_retired_steps_that_nothing_needs(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(orphans, "RECENT_S", 0.0)
-    experts = Experts({"experts/{x}": 1})
+    experts = unickpt.Experts({"experts/{x}": 1})
     with Checkpointer(root, keep_last=1, experts=experts, options=OPTIONS) as steps:
         for step in range(8):
             steps.save(step, state(step), wait=True)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import unickpt
-from unickpt import Checkpointer, Experts, LoadOptions, Retention, Rules, SaveEvery, SaveOptions
+from unickpt import Checkpointer, LoadOptions, Retention, Rules, SaveEvery, SaveOptions
 
 
 @pytest.fixture
@@ -20,10 +20,17 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         yield found
 
 
+@pytest.mark.plugins
 def test_nothing_is_shown_by_its_address(run: Checkpointer) -> None:
     pending = run.save(1, {"w": np.ones(3)}, wait=True)
     step = unickpt.open("run/step_1")
-    options = [SaveOptions(), LoadOptions(), Retention(), SaveEvery(), Experts({"e/{x}": 1})]
+    options = [
+        SaveOptions(),
+        LoadOptions(),
+        Retention(),
+        SaveEvery(),
+        unickpt.Experts({"e/{x}": 1}),
+    ]
     reports = [
         pending.result(),
         unickpt.load(step, return_report=True)[1],
@@ -40,13 +47,14 @@ def test_nothing_is_shown_by_its_address(run: Checkpointer) -> None:
     assert repr(rules) == "Rules('rules': 1 rule)"
 
 
+@pytest.mark.plugins
 def test_options_show_what_differs_from_their_defaults() -> None:
     assert repr(SaveOptions()) == "SaveOptions()"
     assert repr(SaveOptions(fsync=False, compression="zstd")) == (
         "SaveOptions(fsync=False, compression='zstd')"
     )
     assert repr(Retention(keep_last=2)) == "Retention(keep_last=2)"
-    assert repr(Experts({"e/{x}": 1})) == "Experts(each_save={'e/{x}': 1})"
+    assert repr(unickpt.Experts({"e/{x}": 1})) == "Experts(each_save={'e/{x}': 1})"
 
     class Odd:
         def __eq__(self, other: object) -> bool:

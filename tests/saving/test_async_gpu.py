@@ -13,7 +13,7 @@ import torch
 from support.saving import same
 
 import unickpt
-from unickpt import Checkpointer, Experts, SaveOptions
+from unickpt import Checkpointer, SaveOptions
 from unickpt.adapters import torch_digests
 from unickpt.errors import StateChanged
 from unickpt.frameworks.host_memory import HostBuffers
@@ -257,6 +257,7 @@ def of_torch() -> tuple[Any, Any]:
     return state, step
 
 
+@pytest.mark.plugins
 @pytest.mark.parametrize("made", [of_jax, pytest.param(of_torch, marks=cuda)])
 @pytest.mark.parametrize("feature", ["budget", "tiers", "experts", "patches"])
 @pytest.mark.parametrize("mode", ["auto", "copy", "lazy", "device"])
@@ -272,7 +273,7 @@ def test_what_changes_after_the_call_meets_other_features(
         "patches": {"options": SaveOptions(**options), "reuse": "patch"},
     }
     if feature == "experts":
-        arguments[feature]["experts"] = Experts({"w{x}": 3})
+        arguments[feature]["experts"] = unickpt.Experts({"w{x}": 3})
     state, step = made()
     written = dict.fromkeys(state, 0)
     history = [{name: np.full(4_000_000, float(name[1:]), np.float32) for name in state}]

@@ -108,6 +108,7 @@ def test_a_load_tells_of_one_array_in_the_order_in_which_it_is_read(
     assert max(ahead) < 48 << 20  # what a few threads have read, not nearly all
 
 
+@pytest.mark.plugins
 def test_experts_that_a_save_leaves_out_count(tmp_path: Path) -> None:
     seen: Seen = []
     state = {"experts": {str(n): {"w": np.arange(1000.0) + n} for n in range(4)}}

@@ -17,7 +17,7 @@ import numpy as np
 
 import unickpt
 from support.quantized import codes_of
-from unickpt import Checkpointer, Experts, Retention, SaveOptions, UnickptError
+from unickpt import Checkpointer, Retention, SaveOptions, UnickptError
 from unickpt.runs import orphans
 from unickpt.storage import paths
 from unickpt.types import PendingSave
@@ -180,7 +180,9 @@ class JobOptions:
     def _open(self, root: str, **folders: Any) -> Checkpointer:
         experts = None
         if self.experts:
-            experts = Experts({"ex/{x}": self.experts, "moe": (0, self.experts)}, plt_budget=None)
+            experts = unickpt.Experts(
+                {"ex/{x}": self.experts, "moe": (0, self.experts)}, plt_budget=None
+            )
         return Checkpointer(
             root,
             **folders,

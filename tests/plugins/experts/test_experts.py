@@ -469,3 +469,15 @@ def test_a_save_that_is_no_step_refuses_experts(tmp_path: Path) -> None:
         unickpt.save(tmp_path / "a", {"w": np.ones(3)}, options=options)
     with pytest.raises(ValueError, match="experts"):
         Checkpointer(tmp_path / "run", experts=Experts({"experts/{x}/w": 1}), options=options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"partial": {"{x}/**": 1}, "experts": Experts({"{x}/**": 1})}, "not both"),
+        ({"experts": {"{x}/**": 1}}, "must be Experts"),
+    ],
+)
+def test_a_run_takes_experts_once(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        Checkpointer(tmp_path, **arguments)
