@@ -69,7 +69,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(
     ("what", "most", "calls"),
     [
-        ("save", 35, 870),
+        ("save", 35, 845),
         ("load", 28, 450),
         ("rules", 40, 1120),
         ("Checkpointer.save", 49, 1120),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import sys
 import warnings
 from abc import ABC, abstractmethod
@@ -167,6 +168,9 @@ def loaded_together(group: Group, where: str) -> Iterator[None]:
         )
 
 
+_SESSION = re.compile(r"[\w.-]+")
+
+
 class ProcessGroup:
     """A group of processes that were started by other means (MPI, a scheduler, ssh).
 
@@ -205,7 +209,7 @@ class ProcessGroup:
             raise ValueError(f"process index {index} is out of range for {count} processes")
         if not isinstance(session, str):
             raise ValueError(f"session={session!r} must be a str, not {type(session).__name__}")
-        if not session or not all(c.isalnum() or c in "-_." for c in session):
+        if not _SESSION.fullmatch(session):
             raise ValueError(f"session {session!r} must consist of letters, digits, '-', '_', '.'")
         if local_count is not None and not (_is_integer(local_count) and 1 <= local_count <= count):
             raise ValueError(f"local_count={local_count!r} must be from 1 to {count}")

@@ -27,7 +27,7 @@ from unickpt.loading.views import CheckpointView, StoredView
 from unickpt.options import SaveOptions, SaveReport
 from unickpt.progress import Progress
 from unickpt.quoting import quoted
-from unickpt.reading import checkpoint
+from unickpt.reading import checkpoint, verification
 from unickpt.reading.options import LoadOptions
 from unickpt.rules.plan import LeafKind
 from unickpt.rules.rule_set import Rules
@@ -36,7 +36,6 @@ from unickpt.saving.task import SaveTask, call_metrics
 from unickpt.saving.write_plan import WriteItem
 from unickpt.storage import paths
 from unickpt.threads import in_batches
-from unickpt.tools import verification
 from unickpt.tools.exporting import export
 from unickpt.tools.slab_reads import AHEAD, WRITER, Buffered, SlabSource, check_rest, read_boxes
 from unickpt.trees import tree
