@@ -164,17 +164,19 @@ class Candidates:
             elif not is_used:
                 self.sparse.add(unit)
                 left |= {unit} & wholes
-        if left:
-            kept = together.without(left)
-            lost = set(together.which.tolist()) - set(kept.which.tolist())
-            for found in self.find([chunk for n in sorted(lost) for chunk in asked[n].chunks()]):
-                if found is not None:  # some of its chunks may be elsewhere
-                    self._found[found.part.key, found.number] = found
-            for key, found in list(self._found.items()):
-                if not left.isdisjoint(place.unit for place in found.places or ()):
-                    del self._found[key]
-            return kept
-        return together
+        return self._without(left, together, asked) if left else together
+
+    def _without(self, left: set[Any], together: Spans, asked: Sequence[Span]) -> Spans:
+        """Withdraws what is in some units; of spans that have some there, asks chunk by chunk."""
+        kept = together.without(left)
+        lost = set(together.which.tolist()) - set(kept.which.tolist())
+        for found in self.find([chunk for n in sorted(lost) for chunk in asked[n].chunks()]):
+            if found is not None:  # some of its chunks may be elsewhere
+                self._found[found.part.key, found.number] = found
+        for key, found in list(self._found.items()):
+            if not left.isdisjoint(place.unit for place in found.places or ()):
+                del self._found[key]
+        return kept
 
     def _serves(self, nbytes: int, place: Place, entry: ArrayEntry, number: int) -> bool | None:
         """Whether enough of a unit is used; None if it is not there up to its last value."""
