@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from unickpt.format.index import Index
+from unickpt.format.reader import Reader
 from unickpt.write_filter import WriteFilter
 
 
@@ -81,30 +81,30 @@ class RunFeature:
     """Whether steps refer to steps before them: these are then retired instead of kept, if no rule
     keeps them."""
 
-    def before_save(self, call: SaveCall) -> tuple[SaveFeature, Mapping[str, Any]]:
-        """The feature with which a step is saved, and what the step's metadata say below
-        `["unickpt"]`. Called on each process, in the call that saves.
+    def before_save(self, call: SaveCall) -> tuple[SaveFeature | None, Mapping[str, Any]]:
+        """The feature with which a step is saved, None for that of the run; and what the step's
+        metadata say below `["unickpt"]`. Called on each process, in the call that saves.
 
         Arguments:
             call: to save it.
         """
-        raise NotImplementedError
+        return None, {}
 
     def after_save(self, feature: SaveFeature | None, error: BaseException | None) -> None:
         """Records that a save has ended.
 
         Arguments:
-            feature: as of `before_save`; None if the call failed before that.
+            feature: with which it was saved; None if the call itself raised.
             error: why it failed; None if it is committed.
         """
 
-    def after_load(self, step: int, path: str, index: Index | None) -> None:
+    def after_load(self, step: int, path: str, stored: Reader | None) -> None:
         """Records that the run resumes from a step. Called on each process.
 
         Arguments:
             step: its number.
             path: from which it was loaded, which need not be where the run saves.
-            index: of its checkpoint; None if that is not of unickpt.
+            stored: its checkpoint; None if that is not of unickpt.
         """
 
     def after_removal(self, steps: Collection[int]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from unickpt.errors import UnickptError
 from unickpt.extend import (
     MOST_BASES,
-    Index,
+    Reader,
     Run,
     RunFeature,
     SaveCall,
@@ -22,7 +22,8 @@ from unickpt.extend import (
 from unickpt.plugins.experts import token_counts
 from unickpt.plugins.experts.keys import ExpertKeys
 from unickpt.plugins.experts.partial_save import Chosen, PartialBase, PartialSave
-from unickpt.plugins.experts.record import Choose, ExpertRecord, stored
+from unickpt.plugins.experts.record import Choose, ExpertRecord
+from unickpt.plugins.experts.record import stored as stored_record
 from unickpt.plugins.experts.token_counts import TokensSeen
 
 _log = logging.getLogger("unickpt")
@@ -122,13 +123,14 @@ class PartialSaves(RunFeature):
                     base = save.known.base.without_before()
                     self._known = replace(save.known, base=base)
                 return
-        self._remember(save.step, save.path, restarted=False)
+        own = resolve_path(save.path)
+        self._remember(save.step, save.path, lambda: open_own(own), restarted=False)
 
-    def after_load(self, step: int, path: str, index: Index | None) -> None:
+    def after_load(self, step: int, path: str, stored: Reader | None) -> None:
         """Records that the run goes on from a step; if it was loaded from elsewhere than where the
         run saves, the next save writes all experts."""
         self._forget()
-        self._remember(step, path, restarted=True)
+        self._remember(step, path, lambda: stored, restarted=True)
 
     def after_removal(self, steps: Collection[int]) -> None:
         """No later save refers to a step that was removed."""
@@ -142,12 +144,14 @@ class PartialSaves(RunFeature):
             self._is_predicted = True
             self._known = replace(self._known, base=None, step=None)
 
-    def _remember(self, step: int, path: str, *, restarted: bool) -> None:
+    def _remember(
+        self, step: int, path: str, opened: Callable[[], Reader | None], *, restarted: bool
+    ) -> None:
         base, is_known = None, False
         record = ExpertRecord({})
         try:
-            reader = open_own(resolve_path(path))
-            found = None if reader is None else stored(reader.index.metadata, path)
+            reader = opened()
+            found = None if reader is None else stored_record(reader.index.metadata, path)
             if reader is not None and found is not None:
                 record = found.restarted(self._plt_budget) if restarted else found
                 is_known = True

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from unickpt.extend import Index, RunFeature, SaveCall, SaveFeature
+from unickpt.extend import Reader, RunFeature, SaveCall, SaveFeature
 
 # As Check-N-Run: up to how many restores these codes keep its models' accuracy.
 _CODES = (1, "int2"), (3, "int3"), (20, "int4")
@@ -82,10 +82,11 @@ class RestoreCount(RunFeature):
         }
         return self._make(patterns), {_KEY: self._happened}
 
-    def after_load(self, step: int, path: str, index: Index | None) -> None:
+    def after_load(self, step: int, path: str, stored: Reader | None) -> None:
         """Counts this restore, and those that the step says."""
-        if index is None:
+        if stored is None:
             return
+        index = stored.index
         own = index.metadata.get("unickpt")
         before = own.get(_KEY) if isinstance(own, Mapping) else None
         is_quantized = any(entry.codec == self._name for entry in index.arrays.values())

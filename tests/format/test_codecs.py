@@ -161,9 +161,9 @@ def test_a_feature_of_a_run_cannot_change_what_the_run_says(tmp_path: Path) -> N
         def before_save(self, call: extend.SaveCall) -> tuple[extend.SaveFeature, dict[str, Any]]:
             return self, {"step": -1, "counted": 10 * call.step}
 
-        def after_load(self, step: int, path: str, index: extend.Index | None) -> None:
-            assert index is not None
-            self.loaded.append(index.metadata["unickpt"]["counted"])
+        def after_load(self, step: int, path: str, stored: extend.Reader | None) -> None:
+            assert stored is not None
+            self.loaded.append(stored.index.metadata["unickpt"]["counted"])
 
     options = SaveOptions(features=[Counting()], fsync=False)
     with Checkpointer(tmp_path / "run", options=options) as job:

@@ -46,7 +46,8 @@ class RunFeatures:
         for feature in self._options.all_features:
             more: Mapping[str, Any] = {}
             if (of_run := self._of_run.get(feature.name)) is not None:
-                feature, more = of_run.before_save(call)
+                chosen, more = of_run.before_save(call)
+                feature = chosen or feature
                 told.append((of_run, feature))
             features.append(feature)
             metadata |= more
@@ -72,9 +73,9 @@ class RunFeatures:
     def loaded(self, step: int, path: str) -> None:
         """Records that the run resumes from a step, which was loaded from a path."""
         if self._of_run:
-            reader = ocdbt_reader.open(paths.resolve(path))
+            stored = ocdbt_reader.open(paths.resolve(path))
             for each in self._of_run.values():
-                each.after_load(step, path, None if reader is None else reader.index)
+                each.after_load(step, path, stored)
 
     def removed(self, steps: Collection[int]) -> None:
         """Records that steps were removed."""
