@@ -16,6 +16,8 @@ from support.saving import numbers, same, session
 import unickpt
 from unickpt import Checkpointer, SaveOptions
 
+MANY = 4
+
 # One process of a job that saves steps from `first` on, and tells of each that is committed.
 PROCESS = f"""
 import json, sys, time
@@ -40,7 +42,7 @@ try:
         pending = {{}}
         for step in range(first, first + many):
             pending[step] = checkpointer.save(step, numbers(step))
-            for other in [s for s in pending if pending[s].done()]:
+            for other in [s for s in pending if pending[s].done() or s <= step - {MANY}]:
                 pending.pop(other).result()
                 print(json.dumps(other), flush=True)
         for other in pending:
@@ -50,7 +52,6 @@ except unickpt.UnickptError as error:
     print(json.dumps(f"{{type(error).__name__}}: {{error}}"))
 """
 
-MANY = 4
 STEPS = [
     ("saving.task:describe", "before"),  # planning
     ("saving.snapshot:stage", "after"),  # staging
@@ -85,14 +86,21 @@ class Run:
     pids: list[int] = field(default_factory=list)
 
     def start(
-        self, count: int, doomed: int = -1, step: str = "", when: str = "", timeout_s: float = 2.0
+        self,
+        count: int,
+        doomed: int = -1,
+        step: str = "",
+        when: str = "",
+        *,
+        many: int = MANY,
+        timeout_s: float = 2.0,
     ) -> None:
-        """Starts a job that goes on behind the newest step."""
+        """Starts a job that saves `many` steps after the newest one."""
         name = session()
         self.pids = [
             self.forks.start(
                 PROCESS, str(self.root), self.local and str(self.local), index, count, name,
-                self.committed + 1, MANY, step if index == doomed else "", when, timeout_s,
+                self.committed + 1, many, step if index == doomed else "", when, timeout_s,
             )
             for index in range(count)
         ]  # fmt: skip
@@ -167,7 +175,7 @@ def kill_at_random(forks: Forks, folder: Path, rounds: int, lanes: int) -> None:
     killed = 0
     for _ in range(rounds):
         for run in runs:
-            run.start(2)
+            run.start(2, many=50)  # more than it saves before it is killed
         victims = [rng.randrange(2) for _ in runs]
         due = sorted((time.monotonic() + rng.uniform(0, 0.6), k) for k in range(lanes))
         for moment, k in due:
