@@ -145,7 +145,7 @@ def in_its_files(path: Path, into: dict[str, Any]) -> Iterator[list[Stored]]:
         entry, memory = reader.index.arrays[name], memoryview(array).cast("B")
         (part,) = chunk_grid.parts(entry)
         step = len(memory) // part.count
-        places = [reader.where(entry, part, number) for number in range(part.count)]
+        places = [reader.chunk_values.where(entry, part, number) for number in range(part.count)]
         yield [
             Stored(path / place.path, place.offset, memory[n * step : (n + 1) * step])
             for n, place in enumerate(places)

@@ -22,6 +22,7 @@ from unickpt.commit import root
 from unickpt.commit.merge_chunks import BORROWED, MISSING, PATCHED, WHOLE, Chunks
 from unickpt.commit.messages import CHUNK_DTYPE, PATCH_DTYPE, Record
 from unickpt.format import borrowed, chunk_grid, digest_table, index_json, links
+from unickpt.format.chunk_store import ChunkDigests
 from unickpt.format.index import ArrayEntry, BaseEntry, Index
 from unickpt.format.links import FULL_LINK
 from unickpt.format.ocdbt_reader import OcdbtReader
@@ -217,13 +218,13 @@ def test_only_the_blocks_of_an_array_are_read(tmp_path: Path, monkeypatch: Any) 
     save_in_job(tmp_path, 2, lambda index: TREE)
     unickpt.save(tmp_path, TREE, options=SaveOptions(chunk_bytes=80), overwrite=True)
     read = list[tuple[int, int]]()
-    real = OcdbtReader._read_digest_rows
+    real = ChunkDigests._read_range
 
-    def counted(self: OcdbtReader, offset: int, length: int) -> bytes:
+    def counted(self: ChunkDigests, offset: int, length: int) -> bytes:
         read.append((offset // 12, length // 12))
         return real(self, offset, length)
 
-    monkeypatch.setattr(OcdbtReader, "_read_digest_rows", counted)
+    monkeypatch.setattr(ChunkDigests, "_read_range", counted)
     opened = unickpt.open(tmp_path)
     assert read == []
     np.testing.assert_array_equal(opened["w2"][:], TREE["w2"])
@@ -237,7 +238,7 @@ def test_only_the_blocks_of_an_array_are_read(tmp_path: Path, monkeypatch: Any) 
 @pytest.mark.usefixtures("short_blocks")
 def test_a_damaged_block_is_noticed_by_its_arrays(tmp_path: Path) -> None:
     unickpt.save(tmp_path, TREE, options=SaveOptions(chunk_bytes=80))
-    at = reader_of(tmp_path)._chunks.values.tree.find("unickpt.digests")
+    at = reader_of(tmp_path).chunks.values.tree.find("unickpt.digests")
     assert isinstance(at, DataReference)
     data = bytearray((tmp_path / at.path).read_bytes())
     data[at.offset + 12 * 12] ^= 1  # row 12: w2

@@ -99,7 +99,7 @@ def test_copies_keep_it_and_equal_data_does_not_differ_by_it(tmp_path: Path) -> 
     a, b, c = (unickpt.open(tmp_path / name) for name in "abc")
     assert a.timing is not None
     assert timing.encode(a.timing) == timing.encode(c.timing or b.timing)  # type: ignore[arg-type]
-    assert a.reader.read_key(TIMING_KEY) != b.reader.read_key(TIMING_KEY)  # type: ignore[attr-defined]
+    assert a.reader.chunks.read_key(TIMING_KEY) != b.reader.chunks.read_key(TIMING_KEY)  # type: ignore[attr-defined]
     assert unickpt.diff(tmp_path / "a", tmp_path / "b").same
     for name in "abc":
         assert unickpt.verify(tmp_path / name).ok
@@ -246,7 +246,7 @@ def test_every_flipped_bit_of_a_table_is_noticed() -> None:
 def stored(path: Path) -> dict[str, bytes]:
     """All keys of a checkpoint without chunks."""
     unickpt.save(path, {"step": 1})
-    store = unickpt.open(path).reader._chunks.database.store()  # type: ignore[attr-defined]
+    store = unickpt.open(path).reader.chunks.database.store()  # type: ignore[attr-defined]
     return {key.decode(): store.read(key.decode()).result().value for key in store.list().result()}
 
 

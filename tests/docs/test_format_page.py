@@ -191,7 +191,7 @@ def test_digest_table_and_digests_of_the_format(tmp_path: Path) -> None:
     array = np.arange(10, dtype=np.int16).reshape(5, 2)
     unickpt.save(tmp_path / "x", {"b": array, "a": array[0]}, options=SaveOptions(chunk_bytes=8))
     stored = unickpt.open(tmp_path / "x")
-    data = stored.reader.read_key("unickpt.digests")
+    data = stored.reader.chunks.read_key("unickpt.digests")
     pieces = [array[0:2], array[2:4], array[4:5], array[0]]
     assert stored["b"].chunk == (2, 2)
     assert len(data) == 12 * len(pieces)
@@ -204,7 +204,7 @@ def test_digest_table_and_digests_of_the_format(tmp_path: Path) -> None:
 def test_per_process_value_of_the_format(tmp_path: Path) -> None:
     value = {"seed": 7, "state": np.array([1, 2], np.uint8)}
     unickpt.save(tmp_path / "x", {"rng": PerProcess(value)})
-    body = json.loads(unickpt.open(tmp_path / "x").reader.read_key("rng/process_00000"))
+    body = json.loads(unickpt.open(tmp_path / "x").reader.chunks.read_key("rng/process_00000"))
     assert body == {
         "tree": {"dict": [["seed", "*"], ["state", "*"]]},
         "values": {"seed": 7},
@@ -216,7 +216,7 @@ def test_per_process_value_of_the_format(tmp_path: Path) -> None:
 
 
 def stored_index(path: Any) -> Any:
-    return json.loads(unickpt.open(path).reader.read_key(INDEX_KEY))
+    return json.loads(unickpt.open(path).reader.chunks.read_key(INDEX_KEY))
 
 
 TREES: dict[str, Any] = {

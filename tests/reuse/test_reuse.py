@@ -16,7 +16,7 @@ from support.saving import same
 
 import unickpt
 from unickpt import Checkpointer, CheckpointNotFound, SaveOptions
-from unickpt.format.ocdbt_reader import OcdbtReader
+from unickpt.format.chains import ChunkValues
 from unickpt.saving.write_plan import DirectSource, StagedChunk, WriteItem
 from unickpt.storage import local_files
 
@@ -84,13 +84,13 @@ def test_a_chunk_of_the_base_is_looked_for_once(
 ) -> None:
     state = tree()
     chunks = save(tmp_path / "a", state).chunks
-    asked, whole_places = [], OcdbtReader.whole_places
+    asked, whole_places = [], ChunkValues.whole_places
 
-    def counted(reader: OcdbtReader, chunks: Any) -> Any:
+    def counted(values: ChunkValues, chunks: Any) -> Any:
         asked.extend((part.key, number) for _, part, number in chunks)
-        return whole_places(reader, chunks)
+        return whole_places(values, chunks)
 
-    monkeypatch.setattr(OcdbtReader, "whole_places", counted)
+    monkeypatch.setattr(ChunkValues, "whole_places", counted)
     assert save(tmp_path / "b", state, base=tmp_path / "a").reused_bytes > 0
     assert len(asked) == len(set(asked)) == chunks
 

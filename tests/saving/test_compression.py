@@ -104,14 +104,19 @@ def test_what_does_not_shrink_is_stored_as_without_compression(tmp_path: Path) -
     for name, entry in own.index.arrays.items():
         for part in chunk_grid.parts(entry):
             for number in range(part.count):
-                at, there = own.where(entry, part, number), plain.where(entry, part, number)
+                at, there = (
+                    own.chunk_values.where(entry, part, number),
+                    plain.chunk_values.where(entry, part, number),
+                )
                 assert at.length == there.length == math.prod(part.chunk) * entry.itemsize, name
                 file = tmp_path / "auto" / at.path
                 data = file.read_bytes()[at.offset : at.offset + at.length]
                 box = part.chunk_box(number)
                 assert data.startswith(tree[name][box.slices].tobytes())
             keys = [f"{part.key}/zarr.json" for part in chunk_grid.parts(entry)]
-            assert [own.read_key(key) for key in keys] == [plain.read_key(key) for key in keys]
+            assert [own.chunks.read_key(key) for key in keys] == [
+                plain.chunks.read_key(key) for key in keys
+            ]
     is_whole(tmp_path / "auto", tree)
 
 
@@ -167,7 +172,7 @@ def plain(path: Path | str, name: str) -> np.ndarray[Any, Any]:
     if text.startswith("memory://"):
         stored = unickpt.open(path)
         reader = stored.reader
-        store = reader._chunks.database.store()
+        store = reader.chunks.database.store()
         kv = {"driver": "memory", "path": "x/"}
         context = ts.Context({"memory_key_value_store": {}})
         copied = ts.KvStore.open(kv, context=context).result()
@@ -243,7 +248,7 @@ def test_a_changed_byte_is_an_error_that_names_the_array(tmp_path: Path) -> None
     for name in ("w", "noise"):
         entry = reader.index.arrays[name]
         (part,) = chunk_grid.parts(entry)
-        at = reader.where(entry, part, 1)
+        at = reader.chunk_values.where(entry, part, 1)
         file = tmp_path / "c" / at.path
         good = file.read_bytes()
         length = at.length if name == "w" else entry.nbytes - CHUNK  # without what fills it up
@@ -288,7 +293,7 @@ def test_no_frame_ends_the_process_or_gets_through(forks: Forks, tmp_path: Path)
     save(tmp_path / "c", {"w": weights(40, 1000)}, chunk_bytes=1 << 20)
     reader = unickpt.open(tmp_path / "c").reader
     entry = reader.index.arrays["w"]
-    at = reader.where(entry, chunk_grid.parts(entry)[0], 0)
+    at = reader.chunk_values.where(entry, chunk_grid.parts(entry)[0], 0)
     ended = forks.wait(forks.start(HOSTILE, str(tmp_path / "c"), at.path, at.offset, at.length))
     assert ended.code == 0, ended.out[-2000:]
     assert ended.last.keys() <= {"CheckpointCorrupt", "intact", "StorageError"}

@@ -14,22 +14,24 @@ patches have keys of their own, so that no reader takes the full chunk, which is
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from unickpt.arrays.dtypes import Array
-from unickpt.errors import CheckpointCorrupt
 from unickpt.format import codec, codecs, links, patches
+from unickpt.format.borrowed_chunks import BorrowedChunks
 from unickpt.format.chunk_grid import Part, chunk_key
 from unickpt.format.chunk_store import ChunkStore
 from unickpt.format.codecs import NotDecodable
 from unickpt.format.index import ArrayEntry
-from unickpt.format.links import FULL_LINK
+from unickpt.format.links import FULL_LINK, WHOLE_LINK
 from unickpt.format.patches import BadPatch, State
 from unickpt.format.reader import Request
+from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.errors import Damaged, Failed
 
 _MOST = 64
@@ -95,39 +97,47 @@ class KnownChunk:
     generation: int
 
 
-Borrowed = Callable[[ArrayEntry, Part, int], Mapping[int, int]]
-"""The values of a chunk that bases have: by their links, the positions of the bases."""
-
-
-class Chains:
-    """The patched chunks of a checkpoint.
+class ChunkValues:
+    """The stored values of a checkpoint's chunks: of a whole chunk one, of a patched one several;
+    each is in this checkpoint, or in a base.
 
     Arguments:
         own: the checkpoint's database.
-        bases: those of its bases.
-        borrowed: what they have.
+        borrowed: what its bases have.
     """
 
-    def __init__(self, own: ChunkStore, bases: Sequence[ChunkStore], borrowed: Borrowed) -> None:
-        self._own, self._bases, self._borrowed = own, bases, borrowed
+    def __init__(self, own: ChunkStore, borrowed: BorrowedChunks) -> None:
+        self._own, self._borrowed = own, borrowed
         self._is_slow = not own.location.is_local  # so that several reads at once pay
 
     def of(self, entry: ArrayEntry, part: Part, number: int) -> Sequence[Value]:
+        """Where all values of a chunk are: that of a whole one, or its full chunk and patches.
+
+        Raises:
+            CheckpointCorrupt: a database is damaged.
+        """
+        if chain := self.chain(entry, part, number):
+            return chain
+        base = self._borrowed.links(entry, part, number).get(WHOLE_LINK)
+        return (Value(self._own if base is None else self._borrowed.bases[base], part, base),)
+
+    def chain(self, entry: ArrayEntry, part: Part, number: int) -> Sequence[Value]:
         """The full chunk and the patches of a chunk, in order; nothing if it is stored whole.
 
         Raises:
-            Failed: a database is damaged.
+            CheckpointCorrupt: a database is damaged.
         """
         if not entry.patched:
             return ()
-        lent = self._borrowed(entry, part, number)
+        lent = self._borrowed.links(entry, part, number)
         found: list[Value] = []
-        while len(found) <= _MOST:
-            link = len(found) + FULL_LINK
-            value = self._value(part, number, link, lent.get(link))
-            if value is None:
-                break
-            found.append(value)
+        with self._naming(entry):
+            while len(found) <= _MOST:
+                link = len(found) + FULL_LINK
+                value = self._value(part, number, link, lent.get(link))
+                if value is None:
+                    break
+                found.append(value)
         return found
 
     def _value(self, part: Part, number: int, link: int, base: int | None) -> Value | None:
@@ -136,17 +146,92 @@ class Chains:
         if base is None:
             is_own = self._own.values.length(chunk_key(there, number)) is not None
             return Value(self._own, there) if is_own else None
-        store = self._bases[base]
+        store = self._borrowed.bases[base]
         if link == FULL_LINK and store.values.length(chunk_key(there, number)) is None:
             there = part
         return Value(store, there, base)
 
-    def read(self, request: Request, chain: Sequence[Value]) -> int | None:
+    @contextmanager
+    def _naming(self, entry: ArrayEntry) -> Iterator[None]:
+        """Within the block, a failure of the storage is an error that names the array."""
+        try:
+            yield
+        except Failed as error:
+            raise self._own.explained(error, f"array {entry.name!r}") from error
+
+    def where(self, entry: ArrayEntry, part: Part, number: int) -> DataReference | None:
+        """The file and the bytes in which a whole chunk is stored, or the full chunk of a patched
+        one; None if it is not in a file of this checkpoint, but missing, borrowed, or so small that
+        it is stored in the B-tree.
+
+        Raises:
+            CheckpointCorrupt: the database is damaged.
+        """
+        value = self.of(entry, part, number)[0]
+        found = None if value.base is not None else self.place(entry, value, number)
+        return found if isinstance(found, DataReference) else None
+
+    def place(self, entry: ArrayEntry, value: Value, number: int) -> bytes | DataReference | None:
+        """The file and the bytes of a value of a chunk; of one in the B-tree, its bytes. Raises as
+        `chain`."""
+        with self._naming(entry):
+            return value.store.values.tree.find(chunk_key(value.part, number))
+
+    def whole_places(
+        self, chunks: Sequence[tuple[ArrayEntry, Part, int]]
+    ) -> Sequence[bytes | DataReference | None]:
+        """As `place`, for many chunks that are whole and in this checkpoint."""
+        if not chunks:
+            return []
+        found: list[bytes | DataReference | None] = [None] * len(chunks)
+        keys = [chunk_key(part, number) for _, part, number in chunks]
+        with self._naming(chunks[0][0]):
+            for leaf, which, positions in self._own.values.tree.find_all(keys):
+                for at, position in zip(which, positions, strict=True):
+                    found[at] = leaf.find(position)
+        return found
+
+    def check_end(self, entry: ArrayEntry, value: Value, number: int) -> None:
+        """Checks that the last byte of a value of a chunk is there. Raises as `read_value`."""
+        values, key = value.store.values, chunk_key(value.part, number)
+        with self._naming(entry):
+            values.has(key, values.length(key) or 0)
+
+    def read_value(self, entry: ArrayEntry, value: Value, number: int) -> bytes:
+        """The stored bytes of a value of a chunk.
+
+        Raises:
+            CheckpointCorrupt: it is missing, or damaged.
+            StorageError: it cannot be read.
+        """
+        key = chunk_key(value.part, number)
+        with self._naming(entry):
+            found = value.store.values.read(key)
+        if found is None:
+            raise self._own.damaged(f"key {key!r} is missing in {value.store.location}")
+        return bytes(found)
+
+    def read(self, requests: Sequence[Request]) -> Sequence[int]:
+        """As `Reader.read`."""
+        of_store: dict[ChunkStore, list[int]] = {}
+        wrong = list[int]()
+        for at, request in enumerate(requests):
+            chunk = request.entry, request.part, request.number
+            if chain := self.chain(*chunk):
+                wrong += [at] * (self._read_patched(request, chain) != request.digest)
+                continue
+            of_store.setdefault(self.of(*chunk)[0].store, []).append(at)
+        for store, positions in of_store.items():
+            found = store.read([requests[position] for position in positions])
+            wrong += [positions[at] for at in found]
+        return sorted(wrong)
+
+    def _read_patched(self, request: Request, chain: Sequence[Value]) -> int | None:
         """Reads a patched chunk, into the memory of the request.
 
         Arguments:
             request: which; whether it has a digest says whether one is needed.
-            chain: from `of`.
+            chain: from `chain`.
 
         Returns:
             The digest of the chunk.
@@ -161,45 +246,37 @@ class Chains:
             if data is not out:
                 codecs.decode(entry, data, out)
         except (Failed, NotDecodable, BadPatch) as error:
-            raise self._naming(error, entry, part, number) from error
+            raise self._own.naming(error, entry, part, number) from error
         return None if expected is None else codec.digest(data)
 
-    def stored_bytes(
-        self, entry: ArrayEntry, part: Part, number: int, chain: Sequence[Value]
-    ) -> Array:
-        """The stored bytes of a chunk whose codec is none of Zarr's, of which one value is whole.
+    def encoded_bytes(self, entry: ArrayEntry, part: Part, number: int) -> Array:
+        """The stored bytes of a chunk whose codec is none of Zarr's, whether it has patches or not.
 
         Raises:
             CheckpointCorrupt, StorageError: as `read`.
         """
+        values = self.of(entry, part, number)
         try:
-            return self._rebuilt(entry, part, number, chain, np.empty(0, np.uint8))
+            return self._rebuilt(entry, part, number, values, np.empty(0, np.uint8))
         except (Failed, BadPatch) as error:
-            raise self._naming(error, entry, part, number) from error
+            raise self._own.naming(error, entry, part, number) from error
 
     def _rebuilt(
         self, entry: ArrayEntry, part: Part, number: int, chain: Sequence[Value], out: Array
     ) -> Array:
         """A full chunk with its patches; in `out`, or what its codec stores."""
-        data = self._full(entry, number, chain, out)
+        data = _read_full(entry, number, chain, out)
         for patch in self._patches(entry, part, number, chain):
             patches.apply(patch, data)
         return data
 
     def read_parent(
-        self,
-        entry: ArrayEntry,
-        part: Part,
-        number: int,
-        chain: Sequence[Value],
-        known: KnownChunk,
-        out: Array,
+        self, entry: ArrayEntry, part: Part, number: int, known: KnownChunk, out: Array
     ) -> Parent:
         """Reads the state of a chunk to which its next patch refers.
 
         Arguments:
             entry, part, number: which chunk.
-            chain: from `of`.
             known: what the writer knows of it.
             out: contiguous memory for its elements, or for what its codec stores.
 
@@ -207,7 +284,7 @@ class Chains:
             CheckpointCorrupt: that state does not match its digest; or as `read`.
             StorageError: the storage failed.
         """
-        to = parent_generation(known.generation)
+        chain, to = self.of(entry, part, number), parent_generation(known.generation)
         try:
             found = self._patches(entry, part, number, chain)
             states = [patches.state_of(patch) for patch in found]  # each: of the state before it
@@ -217,31 +294,15 @@ class Chains:
             expected = states[used].digest if used < len(states) else known.before
             if expected == known.now:
                 return Parent(State(expected), 1 + used, False)
-            self._full(entry, number, chain, out)
+            _read_full(entry, number, chain, out)
             for patch in found[:used]:
                 patches.apply(patch, out)
         except (Failed, NotDecodable, BadPatch) as error:
-            raise self._naming(error, entry, part, number) from error
+            raise self._own.naming(error, entry, part, number) from error
         if codec.digest(out) != expected:
-            raise self._naming(
-                Damaged("an earlier state does not match its digest"), entry, part, number
-            )
+            damage = Damaged("an earlier state does not match its digest")
+            raise self._own.naming(damage, entry, part, number)
         return Parent(State(expected), 1 + used, True)
-
-    def _full(self, entry: ArrayEntry, number: int, chain: Sequence[Value], out: Array) -> Array:
-        """Reads the full chunk; returns its elements in `out`, or what its codec stores."""
-        store, part = chain[0].store, chain[0].part
-        try:
-            if entry.codec is None:
-                store.read_whole(entry, part, number, out)
-                return out
-            data = store.stored_bytes(entry, part, number)
-        except Damaged as error:
-            raise Damaged(f"{error}{_of(chain[0])}") from error
-        if out.dtype == np.uint8 and out.shape == data.shape:
-            out[:] = data
-            return out
-        return data.copy()
 
     def _patches(
         self, entry: ArrayEntry, part: Part, number: int, chain: Sequence[Value]
@@ -268,8 +329,21 @@ class Chains:
             found.append(bytes(data))
         return found
 
-    def _naming(self, error: Exception, entry: ArrayEntry, part: Part, number: int) -> Exception:
-        return self._own.naming(error, entry, part, number)
+
+def _read_full(entry: ArrayEntry, number: int, chain: Sequence[Value], out: Array) -> Array:
+    """Reads the full chunk; returns its elements in `out`, or what its codec stores."""
+    store, part = chain[0].store, chain[0].part
+    try:
+        if entry.codec is None:
+            store.read_whole(entry, part, number, out)
+            return out
+        data = store.stored_bytes(entry, part, number)
+    except Damaged as error:
+        raise Damaged(f"{error}{_of(chain[0])}") from error
+    if out.dtype == np.uint8 and out.shape == data.shape:
+        out[:] = data
+        return out
+    return data.copy()
 
 
 def _of(value: Value) -> str:
@@ -277,17 +351,3 @@ def _of(value: Value) -> str:
     if value.base is None:
         return ""
     return f", of a chain of patches, which {value.store.location} should have; {_WAY_OUT}"
-
-
-def lost(location: object, names: Sequence[str], error: Exception) -> CheckpointCorrupt:
-    """The error of a checkpoint that cannot be read without another one.
-
-    Arguments:
-        location: of the checkpoint.
-        names: the arrays that need the other one.
-        error: which it is, and what to do.
-    """
-    listed = ", ".join(repr(name) for name in names[:3])
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    of = f"array {listed}{more}: " if names else ""
-    return CheckpointCorrupt(f"{location}: {of}{error}")

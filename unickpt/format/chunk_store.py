@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,11 @@ from unickpt.errors import (
     UnsupportedFormat,
     naming_memory,
 )
-from unickpt.format import codecs
-from unickpt.format.chunk_grid import Part, chunk_key
+from unickpt.format import codecs, digest_table
+from unickpt.format.chunk_grid import Part, chunk_key, chunk_spans
 from unickpt.format.codec import as_stored, bytes_of, digest, zarr_metadata
 from unickpt.format.codecs import NotDecodable, codec_of
-from unickpt.format.index import ArrayEntry
+from unickpt.format.index import DIGESTS_KEY, ArrayEntry, Index
 from unickpt.format.reader import Request
 from unickpt.storage import ocdbt
 from unickpt.storage.database import Database
@@ -170,8 +171,7 @@ class ChunkStore:
     def naming(self, error: Exception, entry: ArrayEntry, part: Part, number: int) -> Exception:
         """The error for a chunk that cannot be read or decoded."""
         failed = error if isinstance(error, Failed) else Damaged(str(error))
-        where = f"{self.location}: array {entry.name!r} {part.chunk_box(number)}"
-        return self.explained(failed, where)
+        return self.explained(failed, f"array {entry.name!r} {part.chunk_box(number)}")
 
     def read_whole(
         self,
@@ -244,13 +244,52 @@ class ChunkStore:
             raise Damaged(f"{stored} bytes stored, {length or 'some'} expected")
         return np.frombuffer(data, np.uint8)
 
-    def explained(self, error: Failed, where: str) -> Exception:
-        """What to raise for a failure to read: damage, the storage's fault, or another's save."""
-        return self.unless_replaced(reading_failed(error, where))
+    def read_key(self, key: str, length: int | None = None) -> bytes:
+        """The bytes of one key of the database.
 
-    def unless_replaced(self, found: Exception) -> Exception:
-        """See the function of this name."""
-        return unless_replaced(found, self.database)
+        Arguments:
+            key: of the database.
+            length: the number of bytes it must have, if the index says.
+
+        Raises:
+            CheckpointCorrupt: it is missing, unreadable or has a different length.
+        """
+        try:
+            data = self.values.read(key, length)
+        except Failed as error:
+            raise self.explained(error, f"key {key!r}") from error
+        if data is None:
+            raise self.damaged(f"key {key!r} is missing")
+        return data
+
+    def read_range(
+        self, key: str, start: int, length: int, *, may_be_sparse: bool = False
+    ) -> bytes:
+        """Some bytes of one key, of which zeros may be holes of a file. Raises as `read_key`."""
+        try:
+            return self.values.read_range(key, start, length, may_be_sparse=may_be_sparse)
+        except Failed as error:
+            raise self.explained(error, f"key {key!r}") from error
+
+    def key_length(self, key: str) -> int | None:
+        """The length of a key's value in bytes, without reading it; None if the key is missing.
+
+        Raises:
+            CheckpointCorrupt: the database is damaged.
+        """
+        try:
+            return self.values.length(key)
+        except Failed as error:
+            raise self.explained(error, f"key {key!r}") from error
+
+    def explained(self, error: Failed, what: str) -> Exception:
+        """What to raise for a failure to read something: damage, the storage's fault, or another's
+        save."""
+        return unless_replaced(reading_failed(error, f"{self.location}: {what}"), self.database)
+
+    def damaged(self, reason: str) -> Exception:
+        """The error for bad stored data: damage, or another's save."""
+        return unless_replaced(CheckpointCorrupt(f"{self.location}: {reason}"), self.database)
 
     def check_backed(self, entry: ArrayEntry, part: Part, number: int) -> None:
         """Checks that enough data is stored to justify memory for a chunk of the declared shape.
@@ -287,6 +326,75 @@ class ChunkStore:
     def _is_as_stored(self, entry: ArrayEntry, part: Part, out: Array) -> bool:
         """Whether a chunk is stored just as it lies in memory, but for padding behind it."""
         return not entry.encoding and part.chunk[1:] == tuple(out.shape[1:])
+
+
+class ChunkDigests:
+    """The digests of a checkpoint's chunks.
+
+    Arguments:
+        index: of the checkpoint; untrusted.
+        chunks: its database.
+    """
+
+    def __init__(self, index: Index, chunks: ChunkStore) -> None:
+        self._index, self._chunks = index, chunks
+
+    @cached_property
+    def spans(self) -> dict[str, slice]:
+        """The rows of each array's chunks in the digest table."""
+        return chunk_spans(self._index.arrays)
+
+    def rows(self, which: slice | digest_table.Numbers) -> digest_table.Table:
+        """Some rows of the digest table.
+
+        Raises:
+            CheckpointCorrupt: it is missing, damaged, or does not belong to the index.
+        """
+        try:
+            return self._rows(which)
+        except digest_table.Mismatch as error:
+            raise self._chunks.damaged(str(error)) from None
+
+    @cached_property
+    def _rows(self) -> Callable[[slice | digest_table.Numbers], digest_table.Table]:
+        """Returns rows of the digest table, which is read at once if it is short."""
+        blocks = self._index.digest_blocks
+        if blocks is None:
+            return self.read().__getitem__
+        self.check_length()
+        return digest_table.TableBlocks(blocks, self._index.chunks, self._read_range).rows
+
+    def _read_range(self, offset: int, length: int) -> bytes:
+        try:
+            return self._chunks.values.read_range(DIGESTS_KEY, offset, length)
+        except Failed as error:
+            raise self._chunks.explained(error, "the digest table") from error
+
+    def read(self) -> digest_table.Table:
+        """The digest table; its length is checked against the index before it is read. Raises as
+        `rows`."""
+        nbytes = self.check_length()
+        try:
+            return digest_table.decode(self._chunks.read_key(DIGESTS_KEY, nbytes), self._index)
+        except digest_table.Mismatch as error:
+            raise self._chunks.damaged(str(error)) from None
+
+    def check_length(self) -> int:
+        """Checks the length of the digest table against the index, which on its own may claim any
+        number of chunks; returns its bytes.
+
+        Raises:
+            CheckpointCorrupt: it is missing, or has another length.
+        """
+        nbytes = self._chunks.key_length(DIGESTS_KEY)
+        if nbytes is None:
+            raise self._chunks.damaged(f"key {DIGESTS_KEY!r} is missing")
+        total = self.spans[next(reversed(self.spans))].stop if self.spans else 0
+        try:
+            digest_table.check(nbytes, self._index, total)
+        except digest_table.Mismatch as error:
+            raise self._chunks.damaged(str(error)) from None
+        return nbytes
 
 
 def unless_replaced(found: Exception, database: Database) -> Exception:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from unickpt.errors import CheckpointCorrupt
 from unickpt.format import codec
@@ -25,19 +25,10 @@ class KeyChecks:
     Arguments:
         reader: of the checkpoint.
         chunks: its database.
-        key_length: the length of a key's value; None if it is missing.
-        read_key: the bytes of a key.
     """
 
-    def __init__(
-        self,
-        reader: Reader,
-        chunks: ChunkStore,
-        key_length: Callable[[str], int | None],
-        read_key: Callable[[str], bytes],
-    ) -> None:
+    def __init__(self, reader: Reader, chunks: ChunkStore) -> None:
         self._reader, self._chunks = reader, chunks
-        self._key_length, self._read_key = key_length, read_key
 
     def check(self, borrowed: int, run: ParallelMap) -> Iterator[tuple[str, str]]:
         """As `Reader.check_structure`, of a checkpoint whose digest table was read.
@@ -66,7 +57,8 @@ class KeyChecks:
                 yield name, str(error)
         blobs = sum(len(entry.blobs) for entry in index.per_process.values())
         keys = [INDEX_KEY, DIGESTS_KEY, *((BORROWED_KEY,) if index.bases else ())]
-        keys += [key for key in map(extra_key, index.extra) if self._key_length(key) is not None]
+        extra = map(extra_key, index.extra)
+        keys += [key for key in extra if self._chunks.key_length(key) is not None]
         try:
             self._reader.timing()
         except CheckpointCorrupt as error:
@@ -85,7 +77,7 @@ class KeyChecks:
         try:
             return self._chunks.database.facts().keys
         except Failed as error:
-            raise self._chunks.explained(error, str(self._reader.location)) from error
+            raise self._chunks.explained(error, "its manifest") from error
 
     def _different(self, expected: Sequence[tuple[str, bytes]]) -> list[str]:
         """The keys whose stored value differs from the expected one."""
@@ -96,7 +88,7 @@ class KeyChecks:
     def _is_small(self, key: str) -> bool:
         """Whether a key's value is no larger than Zarr metadata is."""
         try:
-            return (self._key_length(key) or 0) <= _MOST_METADATA
+            return (self._chunks.key_length(key) or 0) <= _MOST_METADATA
         except CheckpointCorrupt:
             return False
 
@@ -108,11 +100,11 @@ class KeyChecks:
                 if key in requested:
                     yield bytes(requested[key].result().value)
                 else:
-                    yield self._read_key(key)
+                    yield self._chunks.read_key(key)
             except CheckpointCorrupt:
                 yield None
             except Failed as error:
-                raised = self._chunks.explained(error, f"{self._reader.location}: key {key!r}")
+                raised = self._chunks.explained(error, f"key {key!r}")
                 if not isinstance(raised, CheckpointCorrupt):
                     raise raised from error
                 yield None

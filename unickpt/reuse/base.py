@@ -257,7 +257,9 @@ class Base:
             try:
                 for at, place in enumerate(places):
                     if at and place.unit in self._candidates.sparse:
-                        copied[at] = self._reader.read_value(found.entry, place.value, number)
+                        copied[at] = self._reader.chunk_values.read_value(
+                            found.entry, place.value, number
+                        )
             except UnickptError as error:
                 self._warn(error)
                 return ()
@@ -340,7 +342,9 @@ class Base:
         generation = self.growth.saves + 1
         known = KnownChunk(found.digest, digest, generation)
         try:
-            parent = self._reader.read_parent(found.entry, found.part, number, known, before)
+            parent = self._reader.chunk_values.read_parent(
+                found.entry, found.part, number, known, before
+            )
         except UnickptError as error:  # it is damaged, and must not be referred to
             self._warn(error)
             return None, ()
@@ -391,7 +395,7 @@ class Base:
                     "it is not there in the same chunks, and its codec does not encode elements "
                     "a second time"
                 )
-            data = self._reader.encoded_bytes(found.entry, found.part, number)
+            data = self._reader.chunk_values.encoded_bytes(found.entry, found.part, number)
             if codec.digest(data) != found.digest:
                 raise CheckpointCorrupt("it does not match its digest")
             return data
@@ -449,7 +453,7 @@ class Base:
     def _is_equal(self, found: Candidate, number: int, chunk: Array) -> bool:
         try:
             if found.entry.codec is not None:
-                stored = self._reader.encoded_bytes(found.entry, found.part, number)
+                stored = self._reader.chunk_values.encoded_bytes(found.entry, found.part, number)
                 return np.array_equal(stored, chunk)
             out = np.empty(chunk.shape, dtypes.from_name(found.entry.dtype))
             self._reader.read([Request(found.entry, found.part, number, out)])

@@ -109,9 +109,9 @@ def linked_chunks(reader: OcdbtReader) -> Linked:
         rows = reader.digests_of(name)
         for first, part in chunk_grid.numbered_parts(entry):
             for number in range(part.count):
-                at = reader.where(entry, part, number)
+                at = reader.chunk_values.where(entry, part, number)
                 if at is not None and f"/{FOLDER}/" in at.path:
-                    if reader.chain(entry, part, number):
+                    if reader.chunk_values.chain(entry, part, number):
                         of_patches.add(at.path)
                     row = first + number
                     digest = int(rows["digest"][row])
@@ -150,9 +150,9 @@ def _path_in(has: Base, base: OcdbtReader, chunks: Sequence[LinkedChunk]) -> str
     for chunk in chunks:
         if has.stored_digest(chunk.entry, chunk.part, chunk.number) != chunk.digest:
             return None
-        if base.chain(chunk.entry, chunk.part, chunk.number):
+        if base.chunk_values.chain(chunk.entry, chunk.part, chunk.number):
             return None
-        there = base.where(chunk.entry, chunk.part, chunk.number)
+        there = base.chunk_values.where(chunk.entry, chunk.part, chunk.number)
         if there is None or _identity(there) != _identity(chunk.at):
             return None
         paths.add(there.path)

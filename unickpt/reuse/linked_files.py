@@ -62,19 +62,19 @@ class LinkedFiles:
             return [self._find(*chunk) for chunk in chunks]
         found = list[Places | None]()
         value = None
-        for chunk, at in zip(chunks, self._reader.whole_places(chunks), strict=True):
+        for chunk, at in zip(chunks, self._reader.chunk_values.whole_places(chunks), strict=True):
             if not isinstance(at, DataReference):
                 found.append(None)
                 continue
             if value is None or value.part is not chunk[1]:
-                (value,) = self._reader.values_of(*chunk)  # the same for all of a part
+                (value,) = self._reader.chunk_values.of(*chunk)  # the same for all of a part
             found.append((Place(value, at),))
         return found
 
     def _find(self, entry: ArrayEntry, part: Part, number: int) -> Places | None:
-        found = list[Place]()
-        for value in self._reader.values_of(entry, part, number):
-            at = None if value.base is not None else self._reader.place(entry, value, number)
+        found, values = list[Place](), self._reader.chunk_values
+        for value in values.of(entry, part, number):
+            at = None if value.base is not None else values.place(entry, value, number)
             if at is None or (not found and isinstance(at, bytes)):
                 return None
             found.append(Place(value, at))
@@ -84,9 +84,9 @@ class LinkedFiles:
         """This base, if it borrows none of some chunks itself, and has none of them in patches."""
         if entry.patched:
             return None
-        if self._reader.index.bases and len(self._reader.borrowed_of(entry, part, numbers)):
+        if self._reader.index.bases and len(self._reader.borrowed.rows(entry, part, numbers)):
             return None
-        (value,) = self._reader.values_of(entry, part, numbers.start)  # the same for all
+        (value,) = self._reader.chunk_values.of(entry, part, numbers.start)  # the same for all
         return value, None
 
     def unit_bytes(self, place: Place) -> int:

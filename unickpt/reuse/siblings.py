@@ -57,8 +57,8 @@ class Siblings:
 
     def _find(self, entry: ArrayEntry, part: Part, number: int) -> Places | None:
         found = list[Place]()
-        for value in self._reader.values_of(entry, part, number):
-            at = self._reader.place(entry, value, number)
+        for value in self._reader.chunk_values.of(entry, part, number):
+            at = self._reader.chunk_values.place(entry, value, number)
             if at is None:
                 return None
             of = self._own if value.base is None else self._reader.index.bases[value.base]
@@ -74,10 +74,10 @@ class Siblings:
         if entry.patched:
             return None
         if self._reader.index.bases:
-            lent = self._reader.borrowed_of(entry, part, numbers)
+            lent = self._reader.borrowed.rows(entry, part, numbers)
             if len(lent) not in (0, len(numbers)) or (lent["base"] != lent["base"][:1]).any():
                 return None
-        (value,) = self._reader.values_of(entry, part, numbers.start)  # the same for all
+        (value,) = self._reader.chunk_values.of(entry, part, numbers.start)  # the same for all
         of = self._own if value.base is None else self._reader.index.bases[value.base]
         return None if not self._chained and of != self.base else (value, of)
 
@@ -91,7 +91,7 @@ class Siblings:
 
     def check_end(self, entry: ArrayEntry, place: Place, number: int) -> None:
         """Checks that the last byte of a value of a chunk is there."""
-        self._reader.check_end(entry, place.value, number)
+        self._reader.chunk_values.check_end(entry, place.value, number)
 
     def is_older(self, place: Place) -> bool:
         """Whether the base borrowed it, too."""

@@ -25,6 +25,7 @@ from unickpt.errors import (
     UnsupportedFormat,
 )
 from unickpt.format import chunk_grid, index_json, ocdbt_reader
+from unickpt.format.borrowed_values import borrowed_values
 from unickpt.format.index import BORROWED_KEY, INDEX_KEY, BaseEntry, Index
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.format.reader import ChunkId
@@ -270,7 +271,7 @@ class VersionCopy:
             changed[BORROWED_KEY] = None
         else:
             index, changed = _borrowing(index, lent)
-        stored = self.reader.read_key(INDEX_KEY)
+        stored = self.reader.chunks.read_key(INDEX_KEY)
         changed[INDEX_KEY] = index_json.with_references(stored, index)
         own = Database(self.destination, context)
         draft, held = own.draft(folder)
@@ -291,7 +292,7 @@ class VersionCopy:
         at.remove(context)  # of an interrupted copy
         there = Database(at, context)
         store = there.store()
-        for some in in_batches(reader.borrowed_values(), _CHUNKS_AT_ONCE, 256 << 20, _nbytes):
+        for some in in_batches(borrowed_values(reader), _CHUNKS_AT_ONCE, 256 << 20, _nbytes):
             transaction = ts.Transaction(atomic=True)
             adding = store.with_transaction(transaction)
             for written in [adding.write(key, value) for key, value in some]:
@@ -311,7 +312,7 @@ class VersionCopy:
             return _none
 
         def skips(chunk: ChunkId) -> bool:
-            at = reader.where(*chunk)
+            at = reader.chunk_values.where(*chunk)
             return at is not None and at.path in spared
 
         return skips

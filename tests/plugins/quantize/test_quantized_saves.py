@@ -116,7 +116,7 @@ def test_the_report_the_index_and_inspect_say_the_errors(tmp_path: Path, saved: 
 
 
 def test_the_index_fits_the_schema_and_names_the_feature(saved: Path) -> None:
-    body = json.loads(unickpt.open(str(saved)).reader.read_key("unickpt.json"))
+    body = json.loads(unickpt.open(str(saved)).reader.chunks.read_key("unickpt.json"))
     schema = json.loads((Path(TESTS).parent / "docs" / "index.schema.json").read_text())
     jsonschema.Draft202012Validator(schema).validate(body)
     assert body["features"] == ["quantized"]
@@ -210,7 +210,7 @@ def test_verify_finds_a_changed_byte_of_a_code(tmp_path: Path) -> None:
     assert unickpt.verify(str(tmp_path / "q")).ok
     (reader,) = [unickpt.open(str(tmp_path / "q")).reader]
     (part,) = unickpt.open(str(tmp_path / "q"))["x"].parts
-    where: Any = reader.where(reader.index.arrays["x"], part, 0)  # type: ignore[attr-defined]
+    where: Any = reader.chunk_values.where(reader.index.arrays["x"], part, 0)  # type: ignore[attr-defined]
     file = tmp_path / "q" / where.path
     data = bytearray(file.read_bytes())
     data[where.offset + where.length // 2] ^= 1
