@@ -14,6 +14,7 @@ DOORS = {
         "gguf": "unickpt.backends.gguf.reader",
         "npz": "unickpt.backends.numpy.npz",
         "npy": "unickpt.backends.numpy.npy",
+        "pickle": "unickpt.backends.pickles.reader",
     },
     "writers": {
         "hf": "unickpt.backends.safetensors.writer:HuggingFaceWriter",

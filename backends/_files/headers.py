@@ -50,6 +50,18 @@ class Cursor:
         self.taken += count
         return self._data[first : first + count]
 
+    def line(self, most: int) -> bytes:
+        """The next bytes up to a newline, and it; about so many at most. Raises as `take`."""
+        found = b""
+        while not found.endswith(b"\n"):
+            found += self.take(1)
+            first = self.at - self._begin
+            end = self._data.find(b"\n", first - 1) + 1 or len(self._data)
+            found += self.take(max(0, end - first))
+            if len(found) > most:
+                raise self.damaged(f"has a line of more than {most} bytes")
+        return found
+
     def unpack(self, format: str) -> Any:
         """The next number, by its format for `struct`. Raises as `take`."""
         return struct.unpack(format, self.take(struct.calcsize(format)))[0]

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from unickpt.backends._files.pickle_objects import BadPickle, Global, PickledObject
+from unickpt.backends._files.pickle_objects import BadPickle, FileBytes, Global, PickledObject
 from unickpt.backends._files.torch_tensors import Tensor, TorchStorage, of_dtype
 from unickpt.extend import DType, dtype_from_name, dtype_name, is_plain, quoted
 
@@ -73,7 +73,12 @@ def _from_buffer(found: PickledObject) -> Any:
 def _array(found: PickledObject, data: Any, kind: Any, shape: Any, fortran: bool) -> Tensor | None:
     dtype, big_endian = _dtype(kind)
     name = None if dtype is None else _name_of(dtype)
-    if dtype is None or name is None or not isinstance(data, bytes):
+    if isinstance(data, str):  # of Python 2
+        try:
+            data = data.encode("latin-1")
+        except UnicodeEncodeError as error:
+            raise BadPickle(f"a NumPy array has a text instead of bytes: {error}") from error
+    if dtype is None or name is None or not isinstance(data, bytes | FileBytes):
         return None
     if (
         not isinstance(shape, tuple)
@@ -85,6 +90,15 @@ def _array(found: PickledObject, data: Any, kind: Any, shape: Any, fortran: bool
     steps = [math.prod(shape[:d] if fortran else shape[d + 1 :]) for d in range(len(shape))]
     memory = TorchStorage(f"numpy at {found.at}", name, math.prod(shape), data, big_endian)
     return Tensor(memory, name, 0, shape, tuple(steps))
+
+
+def _of_jax(found: PickledObject) -> Any:
+    """An array of JAX: how NumPy makes it of arguments and a state."""
+    if len(found.args) < 3 or not isinstance(found.args[0], Global):
+        return None
+    function, args, state = found.args[:3]
+    is_array = _KNOWN.get(function.name) is _reconstructed and isinstance(args, tuple)
+    return _reconstructed(PickledObject(function, args, state, at=found.at)) if is_array else None
 
 
 def _scalar(found: PickledObject) -> Any:
@@ -206,9 +220,9 @@ def _sequence(found: PickledObject) -> Any:
     return [*items, *found.appended] if isinstance(items, (list, tuple)) else None
 
 
-def _counter(found: PickledObject) -> Any:
-    counts = found.args[0] if found.args else {}
-    return counts if isinstance(counts, dict) and not found.items else None
+def _made_of_dict(found: PickledObject) -> Any:
+    items = found.args[0] if found.args else {}
+    return items if isinstance(items, dict) and not found.items else None
 
 
 def _path(kind: Callable[..., Any]) -> Callable[[PickledObject], Any]:
@@ -223,13 +237,25 @@ _KNOWN: Mapping[str, Callable[[PickledObject], Any]] = {
     **{f"numpy.{core}.multiarray._reconstruct": _reconstructed for core in ("core", "_core")},
     **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
     **{f"numpy.{core}.numeric._frombuffer": _from_buffer for core in ("core", "_core")},
+    **dict.fromkeys(
+        (
+            "jax._src.array._reconstruct_array",
+            "jax._src.device_array.reconstruct_device_array",  # before 0.4
+            "jax.interpreters.xla.reconstruct_device_array",
+        ),
+        _of_jax,
+    ),
     **dict.fromkeys(("argparse.Namespace", "types.SimpleNamespace"), _record),
     **dict.fromkeys(("collections.deque", "builtins.frozenset"), _sequence),
     "__builtin__.frozenset": _sequence,
-    "collections.Counter": _counter,
+    **dict.fromkeys(("collections.Counter", "flax.core.frozen_dict.FrozenDict"), _made_of_dict),
     **{
-        f"omegaconf.{kind.lower()}.{kind}": _omegaconf("_content")
-        for kind in ("DictConfig", "ListConfig")
+        f"omegaconf.{module}.{kind}": _omegaconf("_content")
+        for module, kind in (
+            ("dictconfig", "DictConfig"),
+            ("listconfig", "ListConfig"),
+            ("base", "UnionNode"),
+        )
     },
     **{
         f"omegaconf.nodes.{kind}Node": _omegaconf("_val")

@@ -41,6 +41,8 @@ class FileKind:
         together: names of files that are one checkpoint, if the groups in them are the same.
         indexes: how the names of files end that say which of several files has what; by default,
             as in folders of Hugging Face.
+        is_lesser: whether its files count in a folder only where there is nothing else: such files
+            lie beside checkpoints of all kinds.
     """
 
     name: str
@@ -51,6 +53,7 @@ class FileKind:
     is_named: Callable[[str], bool] = lambda name: False
     together: re.Pattern[str] | None = None
     indexes: tuple[str, ...] = ()
+    is_lesser: bool = False
 
     def is_index(self, name: str) -> bool:
         """Whether a file says which of several files has what."""
@@ -90,6 +93,16 @@ def _is_torch(head: bytes) -> bool:
     return (is_zip and not _is_keras(head)) or is_legacy(head)
 
 
+def is_pickle(head: bytes) -> bool:
+    """Whether a file is a pickle, but none of `torch.save`; of protocols 0 and 1 by how those of
+    dicts, lists and objects begin."""
+    if is_legacy(head):
+        return False  # it claims to be one of torch's, and may be damaged
+    binary = head[:1] == b"\x80" and 2 <= head[1] <= 5 if len(head) > 1 else False
+    text = re.match(rb"\(?[dl]p[0-9]+\r?\n|[\]}]q|c[A-Za-z_][\w.]*\r?\n[A-Za-z_]\w*\r?\n", head)
+    return binary or text is not None
+
+
 def is_flax(head: bytes) -> bool:
     """A map of msgpack whose first key is a text. (That of no entries is like a pickle's start.)"""
     if head[:7] == b"\x84\xa5nodes" and head[7:8] >= b"\x90":  # a list: a model of Thinc
@@ -120,8 +133,9 @@ GGUF = FileKind(
     together=GGUF_PART,
 )  # fmt: skip
 NPZ = FileKind("npz", (".npz",), _is_npz)
-NPY = FileKind("npy", (".npy",), lambda head: head[:6] == b"\x93NUMPY")
-KINDS = (SAFETENSORS, TORCH, FLAX, HDF5, GGUF, NPZ, NPY)
+NPY = FileKind("npy", (".npy",), lambda head: head[:6] == b"\x93NUMPY", is_lesser=True)
+PICKLE = FileKind("pickle", (".pkl", ".pickle"), is_pickle, is_lesser=True)
+KINDS = (SAFETENSORS, TORCH, FLAX, HDF5, GGUF, NPZ, NPY, PICKLE)
 """In the order in which Hugging Face's libraries prefer them."""
 _SUFFIXES = tuple(suffix for kind in KINDS for suffix in kind.suffixes)
 
@@ -174,6 +188,8 @@ def of_kind(files: Files, kind: FileKind) -> FoundFiles | None:
     if found is None or found[0] != kind:
         return None
     below = files.databases
+    if below and found[0].is_lesser:
+        return None
     if below:
         raise _ambiguous(files, [*(found[1].names or (found[1].index or "",)), *below])
     return found[1]
@@ -216,8 +232,8 @@ def _only(
     chosen = {kind: of for kind, of in (plain if any(plain.values()) else ours).items() if of}
     if not chosen:
         return None
-    if len(chosen) > 1:
-        chosen.pop(NPY, None)  # single arrays lie beside checkpoints of all kinds
+    if not all(kind.is_lesser for kind in chosen):
+        chosen = {kind: of for kind, of in chosen.items() if not kind.is_lesser}
     [[kind, of], *others] = chosen.items()
     if others or (len(of) > 1 and not _are_together(kind, of)):
         raise _ambiguous(files, [name for of in chosen.values() for name in of])

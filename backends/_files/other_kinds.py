@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from unickpt.backends._files.loose_files import is_legacy
+from unickpt.backends._files.loose_files import is_pickle
 from unickpt.backends._files.zip_files import ZipFile
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.extend import Damaged, Files, quoted, storage_context
@@ -114,17 +114,6 @@ def _has(*patterns: str) -> Callable[[Sample], bool]:
 def _named(pattern: str) -> Callable[[Sample], bool]:
     matcher = re.compile(pattern, re.S)
     return lambda sample: matcher.fullmatch(sample.name.rpartition("/")[2]) is not None
-
-
-def _is_pickle(sample: Sample) -> bool:
-    """Whether a file is a pickle, but none of `torch.save`; of protocols 0 and 1 by how those of
-    dicts, lists and objects begin."""
-    head = sample.head
-    if is_legacy(head):
-        return False  # it claims to be one of torch's, and may be damaged
-    binary = head[:1] == b"\x80" and 2 <= head[1] <= 5 if len(head) > 1 else False
-    text = re.match(rb"\(?[dl]p[0-9]+\r?\n|[\]}]q|c[A-Za-z_][\w.]*\r?\n[A-Za-z_]\w*\r?\n", head)
-    return binary or text is not None
 
 
 def _protobuf_text(head: bytes) -> bytes | None:
@@ -284,12 +273,7 @@ KINDS: Sequence[OtherKind] = (
     OtherKind(
         "a file of joblib",
         _load_with("joblib.load if you trust it"),
-        lambda sample: _is_pickle(sample) and b"joblib.numpy_pickle" in sample.start,
-    ),
-    OtherKind(
-        "a pickle of Python, which can run any code when it is loaded",
-        _load_with("pickle.load if you trust it"),
-        _is_pickle,
+        lambda sample: is_pickle(sample.head) and b"joblib.numpy_pickle" in sample.start,
     ),
     OtherKind(
         "a file of joblib, compressed with zlib",

@@ -22,6 +22,24 @@ class NotSupported(BadPickle):
     """The pickle is sound, and has what unickpt does not read."""
 
 
+@dataclass(frozen=True)
+class FileBytes:
+    """Bytes of a pickle that were left in its file, as they are many.
+
+    Arguments:
+        offset: where they are in the file.
+        size: how many.
+        read: reads them: bytes, or what a text of Python 2 consists of.
+    """
+
+    offset: int
+    size: int
+    read: Callable[[], bytes | str]
+
+    def __len__(self) -> int:
+        return self.size
+
+
 class OutsideData:
     """Data outside of a pickle, to which it refers, such as the memory of a tensor."""
 

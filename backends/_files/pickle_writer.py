@@ -11,7 +11,12 @@ from collections.abc import Generator, Iterable
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
-from unickpt.backends._files.pickle_objects import Global, PersistentId, PickledObject
+from unickpt.backends._files.pickle_objects import (
+    FileBytes,
+    Global,
+    PersistentId,
+    PickledObject,
+)
 from unickpt.extend import quoted
 
 PickledCall = PickledObject
@@ -166,6 +171,9 @@ class _Pickler:
             yield value.state
             self._out += b"b"
 
+    def _left_in_file(self, value: FileBytes) -> _Writing:
+        yield value.read()
+
     def _persistent(self, value: PersistentId) -> _Writing:
         yield value.value
         self._out += b"Q"
@@ -225,6 +233,7 @@ _COMPOUND: dict[type, Any] = {
     Global: _Pickler._global,
     PickledObject: _Pickler._call,
     PersistentId: _Pickler._persistent,
+    FileBytes: _Pickler._left_in_file,
 }
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from unickpt.backends._files.pickle_objects import (
     BadPickle,
     EndsEarly,
+    FileBytes,
     Global,
     NotSupported,
     OutsideData,
@@ -44,8 +45,8 @@ def _encoded(text: Any, encoding: Any = None) -> bytes:
     return text.encode("latin-1")
 
 
-def _bytes(found: Any = b"", encoding: Any = "latin-1") -> bytes:
-    return found if isinstance(found, bytes) else _encoded(found, encoding)
+def _bytes(found: Any = b"", encoding: Any = "latin-1") -> bytes | FileBytes:
+    return found if isinstance(found, bytes | FileBytes) else _encoded(found, encoding)
 
 
 PLAIN: Constructors = {

@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unickpt.backends._files import pickle_objects, pickle_writer, pickles
-from unickpt.backends._files.loose_files import is_legacy
+from unickpt.backends._files.bare_pickles import MOST_PICKLE, BarePickle
+from unickpt.backends._files.loose_files import is_legacy, is_pickle
 from unickpt.backends._files.pickle_objects import (
     BadPickle,
     EndsEarly,
+    FileBytes,
     Global,
     PickledObject,
     unread,
@@ -36,14 +38,13 @@ from unickpt.extend import (
 )
 
 _SCRIPT = "constants.pkl"
-_MOST_PICKLE = 1 << 30
 _PROTOCOL = 1001  # of files before torch 1.6
 _WINDOW = 64 << 10
 _KEPT = 1 << 20  # bytes of a pickle that may be needed again
 
 
 class TorchFile:
-    """A file that torch.save wrote, or the part of a file that holds one.
+    """A file that torch.save wrote, or the part of a file that holds one; or one of pickle alone.
 
     Arguments:
         files: of the checkpoint.
@@ -66,10 +67,12 @@ class TorchFile:
         constructors: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
         self._known = {**CONSTRUCTORS, **(constructors or {})}
-        self._source: _Zip | LegacyFile
+        self._source: _Zip | LegacyFile | BarePickle
+        self.members: tuple[str, ...] = ()
         if length is None and is_legacy(files.head(name)):
             self._source = LegacyFile(files, name, self._known)
-            self.members: tuple[str, ...] = ()
+        elif length is None and is_pickle(files.head(name)):
+            self._source = BarePickle(files, name, self._known)
         else:
             archive = ZipFile(files, name, begin, length)
             self._source = _Zip(archive, self._known)
@@ -80,7 +83,7 @@ class TorchFile:
         """What was saved: containers, plain values, `Tensor`s and `PickledObject`s."""
         self.pickle_size = self._source.pickle_size
         """Bytes of the pickle, to bound what follows from it."""
-        self._name = name
+        self.name = name
         self._described: dict[int, PickledObject] | None = None
 
     def opaque(self, found: PickledObject | Global, most: int) -> Opaque:
@@ -97,7 +100,9 @@ class TorchFile:
         try:
             if isinstance(found, PickledObject):
                 if self._described is None:
-                    self._described = pickles.described(*self._source.pickle(), _as_stored)
+                    source = self._source
+                    outside = source.persistent if isinstance(source, BarePickle) else _as_stored
+                    self._described = pickles.described(*source.pickle(), outside)
                 facts = self._described[found.at]
             return Opaque(found.name, pickle_writer.dumps(facts, most))
         except (ValueError, TypeError, KeyError) as error:
@@ -115,6 +120,9 @@ class TorchFile:
         """
         place = box or Box.whole(tensor.shape)
         held = tensor.storage
+        if isinstance(held.data, FileBytes):
+            in_file = FileRange(self.name, held.data.offset, held.big_endian)
+            return FileBox(place, in_file, tensor.offset, tensor.strides)
         if held.data is not None:
             return FileBox(place, InMemoryElements(held.data, held.big_endian), 0, tensor.strides)
         begin = self._source.offset(held)
@@ -122,7 +130,7 @@ class TorchFile:
         last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
         if 0 not in tensor.shape and (tensor.offset + last + 1) * itemsize > tensor.nbytes:
             raise self.damaged(f"a tensor reaches beyond the storage {tensor.storage.key!r}")
-        stored = FileRange(self._name, begin, self._source.big_endian)
+        stored = FileRange(self.name, begin, self._source.big_endian)
         return FileBox(place, tensor.meant(stored), tensor.offset, tensor.strides)
 
 
@@ -146,7 +154,7 @@ class _Zip:
             )
         self._pickle = archive.members[pickle]
         self.pickle_size = self._pickle.size
-        if self.pickle_size > _MOST_PICKLE:
+        if self.pickle_size > MOST_PICKLE:
             raise self.damaged(f"its data.pkl has {self.pickle_size} bytes, too many")
         self.big_endian = self._order() == b"big"
         self._offsets: dict[str, int] = {}
@@ -235,7 +243,7 @@ class LegacyFile:
                 if at < len(self._data):
                     return pickles.read(self._data, known, self._storage, at)
             except EndsEarly as error:
-                if len(self._data) >= _MOST_PICKLE:
+                if len(self._data) >= MOST_PICKLE:
                     raise self.damaged(f"a pickle is damaged: {error}") from error
             except BadPickle as error:
                 raise unread(error, self._where, "a pickle") from error

@@ -18,6 +18,7 @@ from unickpt.backends._files import pickles
 from unickpt.backends._files.headers import is_size, sizes
 from unickpt.backends._files.pickle_objects import (
     BadPickle,
+    FileBytes,
     Global,
     NotSupported,
     OutsideData,
@@ -55,14 +56,14 @@ class TorchStorage(OutsideData):
         key: its name in the file.
         dtype: the checkpoint's name of its dtype; None for bytes without one.
         count: its elements, or its bytes.
-        data: its bytes, if the pickle itself contains them.
+        data: its bytes, if the pickle itself contains them; or where these are in its file.
         big_endian: the byte order of these.
     """
 
     key: str
     dtype: str | None
     count: int
-    data: bytes | None = None
+    data: bytes | FileBytes | None = None
     big_endian: bool = False
 
     @property
@@ -273,6 +274,14 @@ def of_dtype(data: Tensor, dtype: Global) -> Any:
     return data if data.dtype == name else {"data": data, "context": {"dtype": name}}
 
 
+def _load_from_bytes(*args: Any) -> Any:
+    """The memory of a tensor that pickle wrote instead of torch.save."""
+    raise NotSupported(
+        "it has tensors that were pickled without torch.save: load it with pickle if you trust it, "
+        "and save what it holds with torch.save"
+    )
+
+
 def _ordered(*args: Any) -> dict[Any, Any]:
     if not args:
         return {}
@@ -293,6 +302,7 @@ CONSTRUCTORS: Constructors = {
     _UTILS + "nested_tensor": _rebuild_nested_tensor,
     _UTILS + "device_tensor_from_cpu_tensor": _rebuild_device_tensor,
     "torch._tensor._rebuild_from_type": _rebuild_from_type,
+    "torch.storage._load_from_bytes": _load_from_bytes,
     "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
     "torch.tensor._rebuild_from_type": _rebuild_from_type,  # of torch 1.7 and 1.8
     "torch.nn.parameter.Parameter": _class_of_tensor,

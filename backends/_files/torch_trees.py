@@ -9,6 +9,7 @@ from typing import Any
 from unickpt.backends._files import known_objects
 from unickpt.backends._files.pickle_objects import (
     BadPickle,
+    FileBytes,
     Global,
     PickledObject,
     attributes,
@@ -84,7 +85,10 @@ class PlainTree:
         if depth > MAX_DEPTH:
             raise UnsupportedFormat(f"{self._where} is nested deeper than {MAX_DEPTH} levels")
         if isinstance(found, PickledObject):
-            found = self._decoded(known_objects.decoded, found)
+            made = self._decoded(known_objects.decoded, found)
+            if isinstance(made, PickledObject) and made is not found:  # what holds it is left out
+                return self.tree(made, depth + 1, letters)
+            found = made
         if isinstance(found, dict):
             return self.a_dict(found, depth, letters)
         if isinstance(found, list | tuple | set | frozenset):
@@ -94,6 +98,8 @@ class PlainTree:
             found = Tensor(found, found.dtype or "uint8", 0, (found.count,), (1,))
         if isinstance(found, Tensor):
             return self.leaf(found)
+        if isinstance(found, FileBytes):
+            return self._counted(found.read())
         if isinstance(found, PickledObject) and self._holds_tensors(found):
             return self._object(found, depth, letters)
         if isinstance(found, PickledObject | Global):

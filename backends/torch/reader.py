@@ -12,23 +12,10 @@ from typing import Any
 from unickpt.backends._files import loose_files
 from unickpt.backends._files.hugging_face import weight_map
 from unickpt.backends._files.loose_files import FoundFiles, open_kind
+from unickpt.backends._files.torch_files import TorchFilesReader
 from unickpt.backends._files.torch_pickles import TorchFile
 from unickpt.backends._files.torch_tensors import Tensor
-from unickpt.backends._files.torch_trees import PlainTree, expand
-from unickpt.errors import CheckpointCorrupt
-from unickpt.extend import (
-    ArrayTable,
-    Failed,
-    FileBox,
-    Files,
-    Leaf,
-    RangeReader,
-    Reader,
-    entry_of_box,
-    quoted,
-    reading_failed,
-    table_of_tree,
-)
+from unickpt.extend import Files, Reader, quoted
 
 HINTS: Collection[str] = ()
 
@@ -51,46 +38,11 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
     return open_kind(files, loose_files.TORCH, make)
 
 
-class TorchFilesReader(RangeReader):
-    """Tensors and plain values of one or several files.
-
-    Arguments:
-        files: the folder.
-        root: containers, plain values and tensors of `by_file`.
-        by_file: the file of each tensor, by its identity as an object.
-    """
-
-    format = "torch"
-
-    def __init__(self, files: Files, root: Any, by_file: Mapping[int, TorchFile]) -> None:
-        def put(table: ArrayTable, leaf: Leaf) -> None:
-            where = _box(files, by_file[id(leaf.value)], leaf)
-            table.put(entry_of_box(leaf.name, leaf.value.shape, leaf.value.dtype, where), (where,))
-
-        def identity(tensor: Tensor) -> tuple[int, str]:
-            return id(by_file[id(tensor)]), tensor.identity
-
-        table = table_of_tree(files, root, Tensor, put, expand, identity)
-        super().__init__(files, table.index(), table.boxes)
-
-
-def _box(files: Files, file: TorchFile, leaf: Leaf) -> FileBox:
-    try:
-        return file.box(leaf.value)
-    except Failed as error:
-        raise reading_failed(error, f"{files.location}: array {leaf.name!r}") from error
-    except CheckpointCorrupt as error:
-        raise files.damaged(f"array {leaf.name!r}: {error}") from error
-
-
 # --- which files ----------------------------------------------------------------------------
 
 
 def _open_single(files: Files, name: str) -> Reader:
-    file = TorchFile(files, name)
-    plain = PlainTree(file, f"{files.location}: {name}")
-    root = plain.tree(file.value, 0, 0)
-    return TorchFilesReader(files, root, dict.fromkeys(plain.tensors, file))
+    return TorchFilesReader.of_files(files, {"": TorchFile(files, name)}, "torch")
 
 
 def _open_sharded(files: Files, where: Mapping[str, str], index: str) -> Reader:

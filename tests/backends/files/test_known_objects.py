@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import pickle
 import random
 import zipfile
@@ -254,3 +255,21 @@ def test_a_configuration_of_omegaconf_is_what_it_holds(tmp_path: Path) -> None:
     found = unickpt.open(tmp_path / "x.pt")
     assert unickpt.load(found)["cfg"] == held
     assert not any(isinstance(value, unickpt.Opaque) for value in found.values.values())
+
+
+@dataclasses.dataclass
+class Structured:
+    size: int | str = 3
+    layers: list[int] = dataclasses.field(default_factory=lambda: [4, 5])
+    name: str = "???"
+
+
+@pytest.mark.integration
+def test_a_structured_configuration_of_omegaconf_in_a_plain_pickle(tmp_path: Path) -> None:
+    conf = pytest.importorskip("omegaconf").OmegaConf
+    held = conf.create({"model": conf.structured(Structured), "seeds": [1, {"a": "${model.size}"}]})
+    (tmp_path / "x.pkl").write_bytes(pickle.dumps(held))
+    assert unickpt.load(tmp_path / "x.pkl") == {
+        "model": {"size": 3, "layers": [4, 5], "name": "???"},
+        "seeds": [1, {"a": "${model.size}"}],
+    }

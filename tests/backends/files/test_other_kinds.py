@@ -12,6 +12,7 @@ import struct
 import tarfile
 import zipfile
 import zlib
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -63,9 +64,7 @@ FILES: dict[str, tuple[bytes, str, str]] = {
     "model.pt.xz": (lzma.compress(WEIGHTS), "xz", "unxz"),
     "model.pt.bz2": (bz2.compress(WEIGHTS), "bzip2", "bunzip2"),
     "zeros.safetensors": (bytes(5000), "zeros", "repeat it"),
-    "params.pkl": (pickle.dumps({"w": ARRAY}, 4), "pickle", "numpy.savez"),
-    "params0.pkl": (pickle.dumps({"w": [1.0]}, 0), "pickle", "numpy.savez"),
-    "model.pth": (pickle.dumps([1.0], 2), "pickle", "pickle.load"),
+    "model.pkl": (pickle.dumps(Fraction(1, 3), 4), "fractions.Fraction", "numpy.savez"),
     "m.joblib": (
         b"\x80\x04\x95\x00\x00\x00\x00\x00\x00\x00\x00\x8c\x13joblib.numpy_pickle" + bytes(99),
         "joblib", "joblib.load",

@@ -1,0 +1,73 @@
+"""A reader of the tensors and plain values of files that torch.save or pickle wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+from unickpt.backends._files.torch_pickles import TorchFile
+from unickpt.backends._files.torch_tensors import Tensor
+from unickpt.backends._files.torch_trees import PlainTree, expand
+from unickpt.errors import CheckpointCorrupt
+from unickpt.extend import (
+    ArrayTable,
+    Failed,
+    FileBox,
+    Files,
+    Leaf,
+    RangeReader,
+    entry_of_box,
+    reading_failed,
+    table_of_tree,
+)
+
+
+class TorchFilesReader(RangeReader):
+    """Tensors and plain values of one or several files.
+
+    Arguments:
+        files: the folder.
+        root: containers, plain values and tensors of `by_file`.
+        by_file: the file of each tensor, by its identity as an object.
+    """
+
+    format = "torch"
+
+    @classmethod
+    def of_files(cls, files: Files, opened: Mapping[str, TorchFile], format: str) -> Self:
+        """A reader of whole files: a node for each; of a single file without a name, its root.
+
+        Arguments:
+            files: the folder.
+            opened: by the names of their nodes.
+            format: as users see it.
+        """
+        root: dict[str, Any] = {}
+        by_file: dict[int, TorchFile] = {}
+        for node, file in opened.items():
+            plain = PlainTree(file, f"{files.location}: {file.name}")
+            root[node] = plain.tree(file.value, 1 if node else 0, len(node))
+            by_file |= dict.fromkeys(plain.tensors, file)
+        found = cls(files, root.get("", root), by_file)
+        found.format = format
+        return found
+
+    def __init__(self, files: Files, root: Any, by_file: Mapping[int, TorchFile]) -> None:
+        def put(table: ArrayTable, leaf: Leaf) -> None:
+            where = _box(files, by_file[id(leaf.value)], leaf)
+            table.put(entry_of_box(leaf.name, leaf.value.shape, leaf.value.dtype, where), (where,))
+
+        def identity(tensor: Tensor) -> tuple[int, str]:
+            return id(by_file[id(tensor)]), tensor.identity
+
+        table = table_of_tree(files, root, Tensor, put, expand, identity)
+        super().__init__(files, table.index(), table.boxes)
+
+
+def _box(files: Files, file: TorchFile, leaf: Leaf) -> FileBox:
+    try:
+        return file.box(leaf.value)
+    except Failed as error:
+        raise reading_failed(error, f"{files.location}: array {leaf.name!r}") from error
+    except CheckpointCorrupt as error:
+        raise files.damaged(f"array {leaf.name!r}: {error}") from error
