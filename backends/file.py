@@ -16,6 +16,6 @@ def spec(url: str) -> dict[str, Any]:
     return paths.spec_of(unquote(parts.path))
 
 
-# No locks of TensorStore's: only the manifest needs one; see `LocalLocation.manifest_locked`.
+# No locks of TensorStore's: only the manifest needs one; see `locations.manifest_locked`.
 _RESOURCES = {"file_io_locking": {"mode": "none"}}
 SCHEME = schemes.Scheme("file", spec, _RESOURCES, paths.LocalLocation)

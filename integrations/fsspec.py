@@ -113,7 +113,7 @@ class MirroredCheckpointer(Checkpointer):
         if not resolve_path(root).is_local:
             raise ValueError(f"root={str(root)!r} must be a local path; its steps are copied")
         self._there = StepsFolder(mirror, storage_options or {})
-        if self._there.is_at(Path(resolve_path(root).spec["path"])):
+        if self._there.is_at(Path(resolve_path(root).path)):
             raise ValueError(f"mirror={mirror!r} is the folder of root=; give another one")
         self._there_keeps = Retention(mirror_keep_last, mirror_keep_every)
         self._settled: dict[int, Version] = {}

@@ -130,7 +130,7 @@ from unickpt.storage.errors import Damaged, Failed, reading, reading_failed
 from unickpt.storage.kvstore import Future as StorageFuture
 from unickpt.storage.kvstore import asking as asking_storage
 from unickpt.storage.local_folders import sync_folder
-from unickpt.storage.locations import Location
+from unickpt.storage.locations import Location, folders_with
 from unickpt.storage.ocdbt import MANIFEST
 from unickpt.storage.paths import LocalLocation, PathLike
 from unickpt.storage.paths import absolute as absolute_path
@@ -374,6 +374,7 @@ __all__ = [
     "flat_range_to_boxes",
     "flatten_state",
     "flatten_tree",
+    "folders_with",
     "format_named",
     "fragment_count",
     "fragment_grids",

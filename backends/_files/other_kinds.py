@@ -453,7 +453,7 @@ def _refusal_of_folder(files: Files) -> UnsupportedFormat | None:
 def _refusal_of_prefix(files: Files) -> UnsupportedFormat | None:
     """The error for the prefix of a checkpoint of TensorFlow."""
     location = files.location
-    path = str(location.spec["path"]).rstrip("/") + ".index"
+    path = location.path.rstrip("/") + ".index"
     if location.is_local:
         there = os.path.isfile(path)
     else:

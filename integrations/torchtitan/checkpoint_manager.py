@@ -21,6 +21,7 @@ from unickpt import Checkpoint, Checkpointer, SaveOptions
 from unickpt.errors import CheckpointNotFound, LoadMismatch
 from unickpt.extend import (
     MANIFEST,
+    folders_with,
     job_group,
     on_process_0,
     resolve_path,
@@ -316,7 +317,7 @@ class TorchtitanCheckpointManager(base.BaseCheckpointManager):
         """The steps that torchtitan's own manager saved into the folder; they count until this one
         has saved a step there."""
         folder = resolve_path(self.folder)
-        found = folder.folders_with(_THEIR_METADATA, storage_context()) if folder.exists() else []
+        found = folders_with(folder, _THEIR_METADATA, storage_context()) if folder.exists() else []
         return [int(m[1]) for m in map(_THEIR_STEP.fullmatch, found) if m]
 
     def _agreed_latest(self) -> int:

@@ -71,7 +71,7 @@ COORDINATORS_STEPS = [
     ("runs.step_folder.StepFolder:remove", "before"),
     ("runs.step_folder.StepFolder:remove", "during"),  # during the deletion
     # Its files are gone, its folder is not.
-    ("storage.paths.LocalLocation:remove_empty", "before"),
+    ("runs.attempt_folders:remove_empty", "before"),
 ]
 
 

@@ -30,8 +30,8 @@ from unickpt.cli.app import app
 from unickpt.commit import lease
 from unickpt.reuse.linked_files import LinkedFiles
 from unickpt.runs import orphans
-from unickpt.storage import paths
-from unickpt.storage.paths import LocalLocation
+from unickpt.storage import locations, paths
+from unickpt.storage.locations import Location
 
 HOUR = 3600.0
 
@@ -375,13 +375,13 @@ def test_a_save_that_commits_while_clean_waits_for_it_stays(
     unfinished = (tmp_path / "a" / "manifest.ocdbt").rename(tmp_path / "kept")
     monkeypatch.setattr(orphans, "RECENT_S", 0.0)
     found = orphans.find(tmp_path).orphans
-    locked = LocalLocation.manifest_locked
+    locked = locations.manifest_locked
 
-    def committing(self: LocalLocation, timeout_s: float) -> Any:
+    def committing(location: Location, timeout_s: float) -> Any:
         unfinished.rename(tmp_path / "a" / "manifest.ocdbt")
-        return locked(self, timeout_s)
+        return locked(location, timeout_s)
 
-    monkeypatch.setattr(LocalLocation, "manifest_locked", committing)
+    monkeypatch.setattr(locations, "manifest_locked", committing)
     assert [r.kind for r in found] == ["unfinished"]
     assert orphans.clean(tmp_path, found) == []
     assert unickpt.load(tmp_path / "a")["n"] == 1

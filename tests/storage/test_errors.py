@@ -10,6 +10,7 @@ import pytest
 from unickpt.errors import CheckpointCorrupt, StorageError
 from unickpt.storage import errors, kvstore, local_files, paths
 from unickpt.storage.errors import Damaged, Failed, MissingFolder
+from unickpt.storage.locations import folders_with
 
 
 @pytest.mark.parametrize(
@@ -67,4 +68,4 @@ def test_only_a_reader_hears_of_damage() -> None:
 
 def test_a_folder_that_is_not_there_cannot_be_listed(tmp_path: Path) -> None:
     with pytest.raises(MissingFolder):
-        paths.resolve(tmp_path / "none").folders_with("manifest.ocdbt", paths.context())
+        folders_with(paths.resolve(tmp_path / "none"), "manifest.ocdbt", paths.context())

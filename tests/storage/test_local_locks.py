@@ -13,6 +13,8 @@ import unickpt
 from unickpt import ProcessGroup, StorageError
 from unickpt.storage import paths
 from unickpt.storage.errors import LockHeld
+from unickpt.storage.local_folders import FileLock
+from unickpt.storage.locations import manifest_locked
 
 
 def test_the_lock_of_a_killed_process_spoils_nothing(tmp_path: Path) -> None:
@@ -28,18 +30,18 @@ def test_the_lock_of_a_killed_process_spoils_nothing(tmp_path: Path) -> None:
 def test_only_one_process_at_a_time_holds_the_lock(tmp_path: Path) -> None:
     location = paths.resolve(tmp_path)
     with (
-        location.manifest_locked(1),
+        manifest_locked(location, 1),
         pytest.raises(StorageError, match="another process holds this lock"),
-        location.manifest_locked(0.1),
+        manifest_locked(location, 0.1),
     ):
         pass
-    with location.manifest_locked(0.1):
+    with manifest_locked(location, 0.1):
         pass
     held = []
 
     def work(group: ProcessGroup) -> None:
         for _ in range(20):
-            with location.manifest_locked(30):
+            with manifest_locked(location, 30):
                 held.append(group.index)
                 assert len(held) == 1
                 time.sleep(0.0005)
@@ -51,9 +53,7 @@ def test_only_one_process_at_a_time_holds_the_lock(tmp_path: Path) -> None:
 
 def test_who_is_refused_a_lock_is_told_its_holder(tmp_path: Path) -> None:
     location = paths.resolve(tmp_path / "new")
-    first, second = location.file_lock("lock"), location.file_lock("lock")
-    assert first is not None
-    assert second is not None
+    first, second = (FileLock(location.path, "lock") for _ in range(2))
     assert second.holder() is None
     first.acquire("job 1")
     with pytest.raises(LockHeld) as caught:
@@ -69,6 +69,5 @@ def test_who_is_refused_a_lock_is_told_its_holder(tmp_path: Path) -> None:
 
 def test_object_storage_has_no_locks() -> None:
     location = paths.resolve("memory://run/1")
-    assert location.file_lock("lock") is None
-    with location.manifest_locked(0.1), location.manifest_locked(0.1):
+    with manifest_locked(location, 0.1), manifest_locked(location, 0.1):
         pass

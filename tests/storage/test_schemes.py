@@ -16,7 +16,7 @@ from unickpt import CheckpointExists
 from unickpt.backends import s3
 from unickpt.errors import InvalidPath
 from unickpt.storage import paths, schemes
-from unickpt.storage.locations import Location
+from unickpt.storage.locations import Location, folders_with
 from unickpt.storage.paths import LocalLocation
 
 
@@ -94,7 +94,7 @@ def test_a_scheme_of_others_is_used(notebook: schemes.Scheme) -> None:
     context = paths.context()
     store = location.store(context)
     store.write("x/manifest.ocdbt", b"1").result()
-    assert location.folders_with("manifest.ocdbt", context) == ["x"]
+    assert folders_with(location, "manifest.ocdbt", context) == ["x"]
     assert location.name_for_users("a b") == "notebook://run/1/a b"
     with pytest.raises(CheckpointExists, match="cover"):
         unickpt.save("notebook://run/cover", numbers(1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -55,7 +56,7 @@ def command(
     be of saves in progress; holder is the job that saves here, or null.
     """
     location = paths.resolve(root, or_file=True, whole=True)
-    if location.is_local and location.is_file(paths.context()):
+    if location.is_local and os.path.isfile(str(location)):
         found = [_listed_json(Listed(Path(str(location)).name, root))]
         left = OrphanSearch((), (), (), None)
     else:

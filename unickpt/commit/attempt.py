@@ -49,7 +49,7 @@ from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, Index
 from unickpt.format.timing import Arrivals
 from unickpt.frameworks.process_group import Group, saved_apart
 from unickpt.reuse import linked_files
-from unickpt.storage import data_files, errors
+from unickpt.storage import data_files, errors, local_folders, locations
 from unickpt.storage.database import Database, digest_of
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
@@ -79,7 +79,7 @@ class Attempt:
         self._root = Root(Database(location, context))
         self._notes = Notes(self._folder, group, context, timeout_s)
         self._arrivals, self._timing = Arrivals(group.count), b""
-        self._missing = location.count_missing()
+        self._missing = local_folders.count_missing(location.path) if location.is_local else 0
         self._has_records = group.count > 1  # a process alone keeps its record
         self._state = AttemptState.OPEN
         self._found: root.State | None = None
@@ -172,8 +172,7 @@ class Attempt:
             pass  # reading the storage fails too; its first error is more useful
         if not isinstance(error, Failed):
             return error
-        partial = str(self._folder.spec["path"])
-        room = self.location.room_text(error, self.planned_bytes, partial)
+        room = locations.room_text(self.location, error, self.planned_bytes, self._folder.path)
         return errors.writing_failed(error, f"saving to {self.location}", room)
 
     def publish(self, record: Record, kind: str = OK) -> None:
@@ -270,7 +269,8 @@ class Attempt:
                 self._remove_data(left)
                 return
             self._folder.remove(self.context)
-            self.location.remove_made(made)
+            if self.location.is_local:
+                local_folders.remove_made(self.location.path, made)
 
     def _remove_data(self, processes: Iterable[int]) -> None:
         for process in processes:

@@ -10,7 +10,7 @@ from unickpt.commit import version
 from unickpt.errors import CheckpointNotFound, UnickptError
 from unickpt.format import borrowed, ocdbt_reader
 from unickpt.format.index import BaseEntry
-from unickpt.storage.locations import Location
+from unickpt.storage.locations import Location, folders_with
 from unickpt.storage.ocdbt import MANIFEST
 
 
@@ -83,7 +83,7 @@ def _renamed(
     parent = base.parent
     if not marked or not base.is_local or parent is None:
         return []
-    others = set(parent.folders_with(MANIFEST, context)) - {".", *marked}
+    others = set(folders_with(parent, MANIFEST, context)) - {".", *marked}
     return [name for name in sorted(others) if _borrows(base, name, digest)]
 
 

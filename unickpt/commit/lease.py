@@ -97,10 +97,9 @@ class Lease:
                 self.give_back()
             if self._held is not None:
                 return False
-            lock = self._location.file_lock(self._use.name)
-            if lock is None:
-                held: _Lock | _Claim = _Claim(self._location, self._holder, self._use)
-            else:
+            held: _Lock | _Claim = _Claim(self._location, self._holder, self._use)
+            if self._location.is_local:
+                lock = FileLock(self._location.path, self._use.name)
                 held = _Lock(lock, self._location, self._holder, self._use)
             if held.take():
                 self._settled_at = time.monotonic() + _SETTLES_S
@@ -148,9 +147,8 @@ def holder(location: Location) -> str | None:
 
     A lock on a local folder by a job on another machine is not always visible.
     """
-    lock = location.file_lock(NAME)
-    if lock is not None:
-        said = lock.holder()
+    if location.is_local:
+        said = FileLock(location.path, NAME).holder()
         return None if said is None else _who(said)
     read = location.store(paths.context()).read(NAME).result()
     if read.state != "value":

@@ -27,6 +27,7 @@ from unickpt.format.chunk_grid import Part, join_key
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.refusals import refuse_unknown
 from unickpt.frameworks.process_group import saved_apart
+from unickpt.storage import locations
 from unickpt.storage.btree import builder
 from unickpt.storage.btree.builder import PLACE_DTYPE, TreeEntries
 from unickpt.storage.btree.nodes import DataReference
@@ -127,8 +128,8 @@ class Root:
             StorageError: files to which it refers are gone; nothing has been put in place.
         """
         try:
-            with self._location.manifest_locked(timeout_s):
-                gone = self._location.missing(self._files, self._database.context)
+            with locations.manifest_locked(self._location, timeout_s):
+                gone = locations.missing_files(self._location, self._files, self._database.context)
                 if gone and self.read() != expected:
                     return False  # who committed removed them
                 if gone:
@@ -159,7 +160,7 @@ class Root:
             manifest, timeout_s: as for `replace`.
         """
         # Without the lock, it could be another job's by the time it is removed.
-        with self._location.manifest_locked(timeout_s):
+        with locations.manifest_locked(self._location, timeout_s):
             found = self._store.read(MANIFEST).result()
             if found.value == manifest:
                 self._store.write(MANIFEST, None, if_equal=found.stamp.generation).result()

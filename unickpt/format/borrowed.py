@@ -61,7 +61,7 @@ def decode(data: bytes, index: Index) -> BorrowedTable:
 
 def name_of(location: Location) -> str:
     """The name of a checkpoint's folder."""
-    return str(location.spec["path"]).rstrip("/").rpartition("/")[2]
+    return location.path.rstrip("/").rpartition("/")[2]
 
 
 def sibling(location: Location, name: str) -> Location:

@@ -16,7 +16,7 @@ from unickpt.format.crc32 import ChecksummedRanges, Parts, Range
 from unickpt.storage import local_files, paths
 from unickpt.storage.errors import Damaged
 from unickpt.storage.kvstore import KvStore
-from unickpt.storage.locations import Location
+from unickpt.storage.locations import Location, folders_with
 from unickpt.storage.ocdbt import MANIFEST
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class Files:
 
     def __init__(self, location: Location, is_file: bool = False) -> None:
         self.location = location
-        above, _, name = str(location.spec["path"]).rstrip("/").rpartition("/")
+        above, _, name = location.path.rstrip("/").rpartition("/")
         self.single = name if is_file else None
         """The name of the file that the location is; None for a folder."""
         self._above = f"{above}/"
@@ -60,7 +60,7 @@ class Files:
     def _folder(self) -> str | None:
         if not self.location.is_local:
             return None
-        return str(self.location.spec["path"]) if self.single is None else self._above
+        return self.location.path if self.single is None else self._above
 
     @cached_property
     def here(self) -> list[str]:
@@ -123,7 +123,7 @@ class Files:
         if self._folder is None:
             split = (name.split("/") for name in self.names)
             return [parts[0] for parts in split if parts[1:] == [MANIFEST]]
-        found = self.location.folders_with(MANIFEST, paths.context())
+        found = folders_with(self.location, MANIFEST, paths.context())
         return sorted(name for name in found if name != ".")
 
     @property

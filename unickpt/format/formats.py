@@ -15,7 +15,7 @@ from unickpt.format.reader import Reader
 from unickpt.quoting import quoted, some
 from unickpt.storage import paths
 from unickpt.storage.errors import Failed, reading, reading_failed
-from unickpt.storage.locations import Location
+from unickpt.storage.locations import Location, is_object
 from unickpt.storage.ocdbt import MANIFEST
 
 
@@ -96,7 +96,7 @@ def open_foreign(location: Location, hints: Mapping[str, Any]) -> Reader | None:
     try:
         _ = files.here  # listed once for all of them
         reader = _first(files, hints)
-        if reader is None and not location.is_local and location.is_file(paths.context()):
+        if reader is None and not location.is_local and is_object(location, paths.context()):
             return open_file(location, hints)
         if reader is None and (refusal := _refusal(files)) is not None:
             raise refusal

@@ -135,7 +135,7 @@ def open_reader(location: Location, hints: Hints | None = None) -> Reader | None
     others = dict(hints or {})
     format = others.pop(_FORMAT_HINT, None)
     context = paths.context()
-    if location.is_local and location.is_file(context):
+    if location.is_local and os.path.isfile(str(location)):
         reader: Reader | None = formats.open_file(location, others)
     else:
         reader = _open_folder(location, context, others, format)
@@ -156,7 +156,7 @@ def _open_folder(
     except CheckpointNotFound as error:  # a database, which other systems use too
         no_checkpoint = error
     if own is not None and format is None and location.is_local:
-        for marker in filter(os.path.isfile, (f"{location.spec['path']}{m}" for m in _MARKERS)):
+        for marker in filter(os.path.isfile, (f"{location.path}{m}" for m in _MARKERS)):
             formats.check_alone(own, os.path.basename(marker))
     if own is not None and format in (None, own.format):
         if hints:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from unickpt.errors import CheckpointNotFound
 from unickpt.storage import errors, paths
 from unickpt.storage.errors import Failed, MissingFolder
-from unickpt.storage.locations import Location
+from unickpt.storage.locations import Location, folders_with
 from unickpt.storage.ocdbt import MANIFEST
 
 
@@ -49,7 +49,7 @@ def checkpoints_below(root: paths.PathLike | Location) -> list[Listed]:
     """
     location = paths.resolve(root, whole=True)
     try:
-        names = location.folders_with(MANIFEST, paths.context())
+        names = folders_with(location, MANIFEST, paths.context())
     except MissingFolder:
         raise CheckpointNotFound(f"no directory at {location}") from None
     except Failed as error:
@@ -68,7 +68,7 @@ def other_folders(root: paths.PathLike) -> list[Listed]:
     location = paths.resolve(root, whole=True)
     context = paths.context()
     try:
-        known = set(location.folders_with(MANIFEST, context))
+        known = set(folders_with(location, MANIFEST, context))
         names = {".", *location.folders(context)} - known
     except Failed as error:
         raise errors.reading_failed(error, str(location)) from error

@@ -47,13 +47,13 @@ class LinkedFiles:
             self._folder.make()
         except Failed:
             return False
-        probe = f"{self._folder.spec['path']}{_PROBE}"
+        probe = f"{self._folder.path}{_PROBE}"
         is_linked = self._files.link(MANIFEST, probe, fsync=False)
         with suppress(OSError):  # what stays here is in no checkpoint
             if is_linked:
                 os.unlink(probe)
             else:  # else it is about to be used
-                os.rmdir(str(self._folder.spec["path"]))
+                os.rmdir(self._folder.path)
         return is_linked
 
     def find_all(self, chunks: Sequence[Chunk]) -> Sequence[Places | None]:
@@ -127,6 +127,6 @@ class LinkedFiles:
             if name in self._taken:
                 name = f"{len(self._names)}-{name}"
             self._taken.add(name)
-            at = f"{self._folder.spec['path']}{name}"
+            at = f"{self._folder.path}{name}"
             self._names[path] = name if self._files.link(path, at, fsync=self._fsync) else None
         return self._names[path]

@@ -5,7 +5,9 @@ Each attempt has a folder of its own, `processes/<attempt>/`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import tensorstore as ts
 
@@ -15,9 +17,10 @@ from unickpt.format import borrowed
 from unickpt.format.refusals import refuse_unknown
 from unickpt.quoting import some
 from unickpt.reading import checkpoint
-from unickpt.storage import errors
+from unickpt.storage import errors, local_folders
 from unickpt.storage.errors import Failed
-from unickpt.storage.locations import Location
+from unickpt.storage.local_folders import LOCK_SUFFIX
+from unickpt.storage.locations import Location, keys_below
 from unickpt.storage.ocdbt import MANIFEST, RETIRED
 
 FOLDER = "processes"
@@ -61,7 +64,11 @@ def holds_checkpoint_parts(location: Location, context: ts.Context) -> bool:
 def is_unfinished(location: Location, context: ts.Context) -> bool:
     """Whether a folder without a checkpoint contains only what a save puts there, and nothing that
     others have borrowed."""
-    return location.holds_only(FOLDER, context) and not _retired_attempts(location, context)
+    if location.is_local:
+        has_others = bool(location.foreign_files())
+    else:
+        has_others = any(not key.startswith(f"{FOLDER}/") for key in keys_below(location, context))
+    return not has_others and not _retired_attempts(location, context)
 
 
 def attempts_of_checkpoint(location: Location, context: ts.Context) -> list[str]:
@@ -102,7 +109,7 @@ def remove_retired(location: Location, digest: str, context: ts.Context) -> None
     if manifest is not None:
         refuse_unknown(location, context, manifest)
     location.child(f"{RETIRED}/{digest}").remove(context)
-    location.child(RETIRED).remove_empty()
+    remove_empty(location.child(RETIRED))
     attempt = "" if manifest is None else version.version_of(manifest).attempt
     used = _retired_attempts(location, context)
     if location.has_file(MANIFEST, context):
@@ -117,7 +124,20 @@ def remove_attempts(location: Location, attempts: Iterable[str], context: ts.Con
     """
     for attempt in attempts:
         location.child(f"{FOLDER}/{attempt}").remove(context)
-    location.remove_empty()
+    remove_empty(location)
+
+
+def remove_empty(location: Location) -> None:
+    """Removes the empty folders of a checkpoint without files; object storage has none."""
+    for name in (FOLDER, RETIRED, "") if location.is_local else ():
+        folder = os.path.join(location.path, name)
+        with suppress(OSError):
+            if os.path.islink(folder.rstrip("/")):
+                break  # the target is not ours
+            for entry in os.listdir(folder):
+                if entry.endswith(LOCK_SUFFIX):
+                    os.unlink(os.path.join(folder, entry))
+            os.rmdir(folder)
 
 
 def check_unneeded(location: Location, context: ts.Context) -> None:
@@ -153,7 +173,7 @@ def remove_checkpoint(location: Location, context: ts.Context) -> None:
     check_unneeded(location, context)
     try:
         if location.link is not None:
-            location.unlink()
+            local_folders.unlink(location.path)
             return
         found = attempts_of_checkpoint(location, context)
         # An index is untrusted.
@@ -161,7 +181,7 @@ def remove_checkpoint(location: Location, context: ts.Context) -> None:
         location.store(context).write(MANIFEST, None).result()
         location.sync(location)
         _remove_data(location.child(FOLDER), attempts, context)
-        location.remove_empty()
+        remove_empty(location)
         check_removed(location, attempts, context)
     except Failed as error:
         raise errors.writing_failed(error, str(location)) from error
@@ -183,9 +203,10 @@ def check_removed(location: Location, attempts: Iterable[str], context: ts.Conte
 def _remove_data(folder: Location, attempts: Iterable[str], context: ts.Context) -> None:
     """Removes attempts, or the symbolic links in their place."""
     if folder.link is not None:
-        folder.unlink()
+        local_folders.unlink(folder.path)
         return
-    for name in folder.links():
-        folder.child(name).unlink()
+    for entry in local_folders.entries(folder.path) if folder.is_local else ():
+        if entry.is_symlink():
+            local_folders.unlink(entry.path)
     for attempt in attempts:
         folder.child(attempt).remove(context)

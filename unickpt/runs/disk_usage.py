@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from unickpt.runs.attempt_folders import FOLDER
 from unickpt.storage import data_files, errors, paths
+from unickpt.storage.locations import files_by_folder
 
 
 def bytes_on_disk(root: paths.PathLike) -> int:
@@ -27,9 +28,9 @@ def bytes_on_disk(root: paths.PathLike) -> int:
     """
     location = paths.resolve(root, whole=True)
     if location.is_local:
-        return _bytes_below(str(location.spec["path"]))
+        return _bytes_below(location.path)
     with errors.reading(location):
-        files = location.files_by_folder(FOLDER, paths.context()).values()
+        files = files_by_folder(location, FOLDER, paths.context()).values()
     names = (file.name.rpartition("/")[2] for each in files for file in each)
     return sum(found[1] for name in names if (found := data_files.written_in(name)) is not None)
 

@@ -25,7 +25,7 @@ from unickpt.format.refusals import refuse_unknown
 from unickpt.reading.listing import natural
 from unickpt.runs import attempt_folders
 from unickpt.runs.attempt_folders import FOLDER, attempts_in_use
-from unickpt.storage import data_files, errors, local_folders, paths
+from unickpt.storage import data_files, errors, local_folders, locations, paths
 from unickpt.storage.errors import Failed
 from unickpt.storage.local_folders import LOCK_SUFFIX, StoredFile
 from unickpt.storage.locations import Location
@@ -90,8 +90,8 @@ def search(location: Location, context: ts.Context) -> Iterator[Orphan]:
     if location.link is not None:
         return
     if location.is_local:
-        yield from _of_exports(str(location.spec["path"]))
-    for name, files in location.files_by_folder(FOLDER, context).items():
+        yield from _of_exports(location.path)
+    for name, files in locations.files_by_folder(location, FOLDER, context).items():
         yield from _in_folder(name, location.child(name) if name else location, files, context)
 
 
@@ -174,7 +174,7 @@ def locks_of_marks(
         context: for the storage.
     """
     for folder in (f"{_BELOW}{attempt}/{MARKS}" for attempt in attempts if location.is_local):
-        for file in location.child(folder).files_by_folder("", context)[""]:
+        for file in locations.files_by_folder(location.child(folder), "", context)[""]:
             if _is_lock(file.name):
                 yield _lock(f"{folder}/", file)
 
@@ -369,7 +369,7 @@ def _remove(location: Location, orphan: Orphan, context: ts.Context) -> bool:
         location.remove_file(orphan.name, context)
         return True
     if orphan.kind in (EXPORT, REPLACED):
-        _remove_of_export(str(location.spec["path"]), orphan)
+        _remove_of_export(location.path, orphan)
         return True
     folder = orphan.attempts[0].partition(f"{attempt_folders.FOLDER}/")[0]
     names = [path.rpartition("/")[2] for path in orphan.attempts]
@@ -380,14 +380,15 @@ def _remove(location: Location, orphan: Orphan, context: ts.Context) -> bool:
         if not is_needed:
             attempt_folders.remove_retired(at, digest, context)
         return not is_needed
-    with at.manifest_locked(_LOCK_S):  # under which saves commit, after a look at their files
+    # Under which saves commit, after a look at their files.
+    with locations.manifest_locked(at, _LOCK_S):
         if at.has_file(MANIFEST, context) and not set(names).isdisjoint(
             attempt_folders.attempts_in_use(at, context)
         ):
             return False
         for name in names:
             at.child(f"{attempt_folders.FOLDER}/{name}").remove(context)
-    at.remove_empty()
+    attempt_folders.remove_empty(at)
     return True
 
 

@@ -32,7 +32,7 @@ from unickpt.reading.listing import checkpoints_below
 from unickpt.runs import attempt_folders, orphans
 from unickpt.storage import errors, paths
 from unickpt.storage.errors import Failed
-from unickpt.storage.locations import Location
+from unickpt.storage.locations import Location, folders_below
 from unickpt.storage.ocdbt import RETIRED
 
 _log = logging.getLogger("unickpt")
@@ -216,7 +216,7 @@ class StepFolder:
             record_copied(self.at(step), version.attempt, fsync=fsync)
             if self.version(step) != version:  # its folder may have been removed before that
                 self.at(step).child(f"processes/{version.attempt}").remove(self._context)
-                self.at(step).remove_empty()
+                attempt_folders.remove_empty(self.at(step))
 
     def damage(self, step: int) -> str:
         """How a committed step is damaged; empty if it is not.
@@ -340,7 +340,7 @@ class StepFolder:
         Raises:
             StorageError: the storage failed.
         """
-        found = self.location.folders_below(RETIRED, self._context)
+        found = folders_below(self.location, RETIRED, self._context)
         return {
             (step, digest)
             for folder, digests in found.items()
@@ -426,7 +426,7 @@ class StepFolder:
 
     def _attempts_by_step(self) -> dict[int, set[str]]:
         """The names of all attempts in all folders of steps, also of steps without any."""
-        found = self.location.folders_below("processes", self._context)
+        found = folders_below(self.location, "processes", self._context)
         return {step: names for folder, names in found.items() for step in _numbers([folder])}
 
     @contextmanager

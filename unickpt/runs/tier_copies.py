@@ -25,10 +25,11 @@ from unickpt.format.refusals import refuse_unknown
 from unickpt.options import SaveOptions
 from unickpt.reuse import held_files
 from unickpt.reuse.held_files import HeldFiles
+from unickpt.runs import attempt_folders
 from unickpt.runs.cleaning import Cleaning, StepsInUse
 from unickpt.runs.step_folder import StepFolder
 from unickpt.runs.tiers import Newer, Tier, Tiers, TierVersions, compare
-from unickpt.storage import errors, local_folders, paths
+from unickpt.storage import errors, local_folders, locations, paths
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
@@ -221,8 +222,8 @@ def copy_version(
         if isinstance(error, CheckpointCorrupt):
             raise CheckpointCorrupt(f"{where}: {error}; nothing was copied") from error
         if isinstance(error, Failed):
-            files = local_folders.walk_all(str(origin.spec["path"])) if origin.is_local else ()
-            room = destination.room_text(error, sum(file.nbytes or 0 for file in files))
+            files = local_folders.walk_all(origin.path) if origin.is_local else ()
+            room = locations.room_text(destination, error, sum(file.nbytes or 0 for file in files))
             raise errors.writing_failed(error, where, room) from error
         raise
     if not is_current:
@@ -281,7 +282,7 @@ def _undo(root: Tier, step: int, version: Version, replaced: Version | None) -> 
     with suppress(Exception):
         root.at(step).child(f"processes/{version.attempt}").remove(paths.context())
         if replaced is None:
-            root.at(step).remove_empty()
+            attempt_folders.remove_empty(root.at(step))
 
 
 def _opened(origin: Location, version: Version) -> OcdbtReader | None:

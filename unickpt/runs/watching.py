@@ -18,7 +18,7 @@ from unickpt.reading.listing import Listed, checkpoints_below, natural
 from unickpt.runs.attempt_folders import FOLDER
 from unickpt.storage import errors, paths
 from unickpt.storage.errors import Failed
-from unickpt.storage.locations import Location
+from unickpt.storage.locations import Location, folders_below
 
 _MOST_READ = 1024
 _MOST_PROCESSES = 1 << 20
@@ -180,7 +180,7 @@ class Watch:
 
 def _attempts(location: Location, context: ts.Context) -> dict[str, set[str]]:
     """The attempts in the folder of each checkpoint, committed or not."""
-    found = location.folders_below(FOLDER, context)
+    found = folders_below(location, FOLDER, context)
     found["."] = set(location.child(FOLDER).folders(context))
     return {name: attempts for name, attempts in found.items() if attempts and name != FOLDER}
 

@@ -96,6 +96,26 @@ def walk_all(top: str) -> Iterator[StoredFile]:
                 yield StoredFile(at, facts.st_size if name else 0, max(0.0, now - facts.st_mtime))
 
 
+def entries(path: str) -> list[os.DirEntry[str]]:
+    """All that is in a folder; nothing if it is not there, or just went, or is no folder. Raises
+    Failed."""
+    if os.path.isdir(path):
+        gone = suppress(FileNotFoundError, NotADirectoryError)
+        with system_calls(), gone, os.scandir(path) as found:
+            return list(found)
+    return []
+
+
+def unlink(path: str) -> None:
+    """Removes a folder that is a symbolic link, but not its target. Raises Failed."""
+    path = path.rstrip("/")
+    try:
+        os.unlink(path)
+    except OSError as error:
+        why = f"{path}: the link cannot be removed: {error.strerror}"
+        raise Failed(why, error.errno) from error
+
+
 def remove(path: str) -> None:
     """Removes a folder and everything below it, without following links."""
     shutil.rmtree(path.rstrip("/"), ignore_errors=True)

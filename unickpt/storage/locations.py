@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import errno
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar
 from urllib.parse import quote
 
 import tensorstore as ts
 
-from unickpt.storage.errors import Failed
+from unickpt.quoting import size_text
+from unickpt.storage import local_folders
+from unickpt.storage.errors import Failed, MissingFolder
 from unickpt.storage.kvstore import KvStore
-from unickpt.storage.local_files import RegularFiles
-from unickpt.storage.local_folders import FileLock, StoredFile
+from unickpt.storage.local_files import RegularFiles, system_calls
+from unickpt.storage.local_folders import LOCK_SUFFIX, StoredFile
+from unickpt.storage.ocdbt import MANIFEST
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,14 @@ class Location:
     url: str
     spec: Mapping[str, Any]
 
+    is_local: ClassVar[bool] = False
+    """Whether this is in a local file system, which has folders of its own, links and locks."""
+
+    @cached_property
+    def path(self) -> str:
+        """Its path in the storage; ends with `/`, or is empty for a whole bucket."""
+        return str(self.spec["path"])
+
     def child(self, relative: str) -> Location:
         """A folder below this one; `relative` needs no escaping and has no leading slash."""
         tail = relative.strip("/") + "/"
@@ -47,7 +62,7 @@ class Location:
     @property
     def parent(self) -> Location | None:
         """The folder that contains this one; None at the top of a bucket or a file system."""
-        above, _, name = str(self.spec["path"]).rstrip("/").rpartition("/")
+        above, _, name = self.path.rstrip("/").rpartition("/")
         if not name:
             return None
         url = self.url.rstrip("/").rpartition("/")[0] + "/"
@@ -58,11 +73,6 @@ class Location:
         return type(self)(url, {**self.spec, "path": path})
 
     @property
-    def is_local(self) -> bool:
-        """Whether this is in a local file system, for decisions about speed."""
-        return False
-
-    @property
     def is_remote(self) -> bool:
         """Whether each request crosses a network, so that many should be in flight."""
         return bool(self.spec["driver"] != "memory")
@@ -71,87 +81,26 @@ class Location:
         """The plain key-value store of this folder."""
         return KvStore.open(dict(self.spec), context)
 
-    # --- folders and files ---------------------------------------------------------------------
-
     def exists(self) -> bool:
         """Whether this folder exists; always true if the storage has no folders."""
         return True
 
     def names(self, context: ts.Context) -> set[str]:
         """Names of the folders and files in this folder."""
-        return {key.partition("/")[0] for key in self._keys(context)}
+        return {key.partition("/")[0] for key in keys_below(self, context)}
 
     def folders(self, context: ts.Context) -> list[str]:
         """Names of the folders in this one."""
-        return sorted({key.partition("/")[0] for key in self._keys(context) if "/" in key})
+        return sorted({key.partition("/")[0] for key in keys_below(self, context) if "/" in key})
 
     def files(self, context: ts.Context) -> list[str]:
         """Names of the files in this folder, without those in folders below."""
-        return [key for key in self._keys(context) if "/" not in key]
+        return [key for key in keys_below(self, context) if "/" not in key]
 
     def has_file(self, name: str, context: ts.Context) -> bool:
         """Whether a file is in this folder."""
         read = self.store(context).read(name, byte_range=slice(0, 0))
         return bool(read.result().state == "value")
-
-    def folders_with(self, file: str, context: ts.Context) -> list[str]:
-        """Names of the folders in this one that hold a file; "." for this one itself.
-
-        Raises:
-            MissingFolder: this folder does not exist.
-        """
-        found = []
-        for key in self._keys(context):
-            folder, _, name = key.rpartition("/")
-            if name == file and "/" not in folder:
-                found.append(folder or ".")
-        return found
-
-    def folders_below(self, inside: str, context: ts.Context) -> dict[str, set[str]]:
-        """Names of the folders in the folder `inside` of each folder in this one."""
-        found: dict[str, set[str]] = {}
-        for key in self._keys(context):  # once for all folders
-            folder, *between = key.split("/", 3)
-            if between:
-                names = found.setdefault(folder, set())
-                if len(between) == 3 and between[0] == inside:
-                    names.add(between[1])
-        return found
-
-    def files_by_folder(self, inside: str, context: ts.Context) -> dict[str, list[StoredFile]]:
-        """The files of each folder in this one, by its name, and of this one itself, by "".
-
-        Arguments:
-            inside: the only folder in each of them whose files are needed, at any depth. Of other
-                folders, it is only seen that they are there.
-            context: as for `store`.
-        """
-        found: dict[str, list[StoredFile]] = {"": []}
-        for key in self._keys(context):
-            folder, _, rest = key.partition("/")
-            if folder == inside or not rest:
-                found[""].append(StoredFile(key))
-            else:
-                found.setdefault(folder, []).append(StoredFile(rest))
-        return found
-
-    def holds_only(self, inside: str, context: ts.Context) -> bool:
-        """Whether all that a checkpoint's folder holds is in its folder `inside`; true if empty."""
-        return all(key.startswith(f"{inside}/") for key in self._keys(context))
-
-    def missing(self, files: Iterable[str], context: ts.Context) -> list[str]:
-        """Those of some files below this folder that are not there."""
-        there = set(self._keys(context))
-        return [file for file in files if file not in there]
-
-    def _keys(self, context: ts.Context) -> list[str]:
-        """The names of all files below this folder, at any depth."""
-        return [key.decode(errors="replace") for key in self.store(context).list().result()]
-
-    def is_file(self, context: ts.Context) -> bool:
-        """Whether there is a file of this name, and no folder. Costs a request."""
-        folder, name = self.parent, str(self.spec["path"]).rstrip("/").rpartition("/")[2]
-        return folder is not None and folder.has_file(name, context)
 
     def remove(self, context: ts.Context) -> None:
         """Removes this folder and its contents."""
@@ -161,7 +110,10 @@ class Location:
         """Removes one file in this folder or below; never through a symbolic link."""
         self.store(context).write(name, None).result()
 
-    # --- what only storage with folders of its own has ------------------------------------------
+    @property
+    def link(self) -> str | None:
+        """The target of this folder if it is a symbolic link, else None."""
+        return None
 
     def regular_files(self) -> RegularFiles | None:
         """Reads the files here, of which some may be devices or pipes; None if all are objects."""
@@ -171,58 +123,176 @@ class Location:
         """Names in this folder that are not a checkpoint's."""
         return []
 
-    @property
-    def link(self) -> str | None:
-        """The target of this folder if it is a symbolic link, else None."""
-        return None
-
-    def links(self) -> list[str]:
-        """Names of the symbolic links in this folder."""
-        return []
-
-    def unlink(self) -> None:
-        """Removes this folder, a symbolic link, but not its target."""
-
     def make(self, *, durable: bool = False) -> None:
         """Creates this folder and those above it, on the disk if it must be `durable`."""
-
-    def remove_empty(self) -> None:
-        """Removes the empty folders of a checkpoint without files."""
-
-    def count_missing(self) -> int:
-        """The number of folders to create for this one to exist."""
-        return 0
-
-    def remove_made(self, count: int) -> None:
-        """Removes the empty folders that were created for a checkpoint here.
-
-        Arguments:
-            count: the earlier result of `count_missing`.
-        """
 
     def sync(self, top: Location, made: int = 1) -> None:
         """Makes the folders from `top` down to this one durable, and above `top` as many as were
         made with it."""
 
-    def room_text(self, error: Failed, needed: int, partial: str = "") -> str:
-        """For errors: how much room was needed and free, if a lack of it is what failed.
-
-        Arguments:
-            error: what failed.
-            needed: bytes to write.
-            partial: the path of a folder with what was written, which is removed after a failure.
-        """
-        return ""
-
-    # --- locks ---------------------------------------------------------------------------------
-
-    def manifest_locked(self, timeout_s: float) -> AbstractContextManager[None]:
-        """Lets one process at a time replace the manifest, if the storage does not ensure this."""
-        return nullcontext()
-
-    def file_lock(self, name: str) -> FileLock | None:
-        """The operating system's lock on a file in this folder; None if it has no such locks."""
-        return None
-
     def __str__(self) -> str:
         return self.url if self.url.endswith("://") else self.url.rstrip("/")
+
+
+def keys_below(location: Location, context: ts.Context) -> list[str]:
+    """The names of all files below a folder of a key-value store, at any depth."""
+    return [key.decode(errors="replace") for key in location.store(context).list().result()]
+
+
+def is_object(location: Location, context: ts.Context) -> bool:
+    """Whether there is an object of this name. Costs a request."""
+    folder, name = location.parent, location.path.rstrip("/").rpartition("/")[2]
+    return folder is not None and folder.has_file(name, context)
+
+
+def folders_with(location: Location, file: str, context: ts.Context) -> list[str]:
+    """Names of the folders in another one that hold a file; "." for that one itself.
+
+    Raises:
+        MissingFolder: the folder does not exist.
+    """
+    if not location.is_local:
+        keys = (key.rpartition("/") for key in keys_below(location, context))
+        return [folder or "." for folder, _, name in keys if name == file and "/" not in folder]
+    found = ["."] if os.path.lexists(location.path + file) else []
+    try:
+        with system_calls(), os.scandir(location.path) as entries:
+            there = [entry for entry in entries if entry.is_dir()]
+            return found + [e.name for e in there if os.path.lexists(f"{e.path}/{file}")]
+    except Failed as error:
+        if error.errno == errno.ENOENT:
+            raise MissingFolder(error.reason, error.errno) from error
+        raise
+
+
+def folders_below(location: Location, inside: str, context: ts.Context) -> dict[str, set[str]]:
+    """Names of the folders in the folder `inside` of each folder in another one."""
+    if location.is_local:
+        names = location.folders(context)
+        return {n: set(location.child(f"{n}/{inside}").folders(context)) for n in names}
+    found: dict[str, set[str]] = {}
+    for key in keys_below(location, context):  # once for all folders
+        folder, *between = key.split("/", 3)
+        if between:
+            names_there = found.setdefault(folder, set())
+            if len(between) == 3 and between[0] == inside:
+                names_there.add(between[1])
+    return found
+
+
+def files_by_folder(
+    location: Location, inside: str, context: ts.Context
+) -> dict[str, list[StoredFile]]:
+    """The files of each folder in another one, by its name, and of that one itself, by "".
+
+    Arguments:
+        location: of the folder.
+        inside: the only folder in each of them whose files are needed, at any depth. Of other
+            folders, it is only seen that they are there.
+        context: as for `Location.store`.
+    """
+    if location.is_local:
+        top = location.path
+        below = {name: f"{top}{name}/" for name in location.folders(context)}
+        return {name: list(_walk(path, inside)) for name, path in {"": top, **below}.items()}
+    found: dict[str, list[StoredFile]] = {"": []}
+    for key in keys_below(location, context):
+        folder, _, rest = key.partition("/")
+        if folder == inside or not rest:
+            found[""].append(StoredFile(key))
+        else:
+            found.setdefault(folder, []).append(StoredFile(rest))
+    return found
+
+
+def missing_files(location: Location, files: Iterable[str], context: ts.Context) -> list[str]:
+    """Those of some files below a folder that are not there."""
+    if not location.is_local:
+        keys = set(keys_below(location, context))
+        return [file for file in files if file not in keys]
+    there = dict[str, set[str]]()  # one listing for all files of a folder
+    gone = []
+    for file in files:
+        folder, _, name = file.rpartition("/")
+        if folder not in there:
+            there[folder] = set(local_folders.names(location.path + folder))
+        if name not in there[folder]:
+            gone.append(file)
+    return gone
+
+
+@contextmanager
+def manifest_locked(location: Location, timeout_s: float) -> Iterator[None]:
+    """Lets one process at a time replace a manifest, if the storage does not ensure this."""
+    if not location.is_local:
+        yield
+        return
+    # TensorStore's own lock file keeps the partial data of a killed process, and appends the
+    # next process's data to it.
+    with local_folders.locked(location.path, MANIFEST, timeout_s):
+        with system_calls():
+            for other in os.listdir(location.path):
+                if other.startswith(f"{MANIFEST}_") and other.endswith(LOCK_SUFFIX):
+                    os.unlink(location.path + other)
+        yield
+
+
+def room_text(location: Location, error: Failed, needed: int, partial: str = "") -> str:
+    """For errors: how much room was needed and free, if a lack of it is what failed.
+
+    Arguments:
+        location: of a folder to which was written.
+        error: what failed.
+        needed: bytes to write.
+        partial: the path of a folder with what was written, which is removed after a failure.
+    """
+    if not location.is_local or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    with suppress(OSError):
+        free = size_text(local_folders.free_bytes(location.path, partial))
+        text = f"; this process has {size_text(needed)} to write, and {free} were free before"
+        if error.errno == errno.EDQUOT:
+            text += ", but the quota of this user or project is used up"
+        return f"{text}. Remove what is not needed, or write to another disk"
+    return ""
+
+
+def _walk(top: str, inside: str) -> Iterator[StoredFile]:
+    """The files of a checkpoint's folder: those in it, and all that lie below its folder `inside`.
+
+    Folders count, too: a file that was linked from an older checkpoint keeps its time, and the
+    folder's is that of the link. If a checkpoint has a single folder in `inside`, which must be
+    what it is made of, that folder stands for its files.
+
+    Arguments:
+        top: of the checkpoint; ends with `/`.
+        inside: name of the folder.
+    """
+    now = time.time()
+    single = len(local_folders.names(os.path.join(top, inside))) == 1 and os.path.isfile(
+        top + MANIFEST
+    )
+    stack = [""]
+    while stack:
+        folder = stack.pop()
+        try:
+            entries = sorted(os.scandir(top + folder), key=lambda entry: entry.name)
+            changed = os.stat(top + folder, follow_symlinks=False).st_mtime
+        except OSError:
+            yield StoredFile(folder + "?", 0)
+            continue
+        if folder:
+            yield StoredFile(folder, 0, max(0.0, now - changed))
+        for entry in entries:
+            name = folder + entry.name
+            if entry.is_dir(follow_symlinks=False) and (folder or entry.name == inside):
+                if single and folder:
+                    yield StoredFile(name + "/", 0)
+                else:
+                    stack.append(name + "/")
+            elif not entry.is_file(follow_symlinks=False):
+                yield StoredFile(name + "?", 0)
+            else:
+                with suppress(FileNotFoundError):
+                    facts = entry.stat(follow_symlinks=False)
+                    yield StoredFile(name, facts.st_size, max(0.0, now - facts.st_mtime))

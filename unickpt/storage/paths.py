@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -17,12 +15,10 @@ from urllib.parse import urlsplit
 import tensorstore as ts
 
 from unickpt.errors import InvalidPath, StorageError
-from unickpt.quoting import size_text
 from unickpt.storage import local_folders, ocdbt, schemes
-from unickpt.storage.errors import Failed, MissingFolder
 from unickpt.storage.kvstore import KvStore
 from unickpt.storage.local_files import LocalKvStore, RegularFiles, system_calls
-from unickpt.storage.local_folders import LOCK_SUFFIX, FileLock, StoredFile
+from unickpt.storage.local_folders import LOCK_SUFFIX
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST, RETIRED
 
@@ -32,6 +28,9 @@ _OURS = ("processes", RETIRED, MANIFEST)
 @dataclass(frozen=True)
 class LocalLocation(Location):
     """A folder in a local file system; its files may be of any kind, and links lead anywhere."""
+
+    is_local = True
+    is_remote = False
 
     @cached_property
     def path(self) -> str:
@@ -45,9 +44,6 @@ class LocalLocation(Location):
     def parent(self) -> Location | None:
         is_top = os.path.dirname(self.path.rstrip("/")) in ("", "/")
         return None if is_top else super().parent
-
-    is_local = True
-    is_remote = False
 
     def store(self, context: ts.Context) -> KvStore:
         opened = LocalKvStore.open(dict(self.spec), context)
@@ -63,63 +59,15 @@ class LocalLocation(Location):
     def folders(self, context: ts.Context) -> list[str]:
         if self.link is not None:  # which may lead anywhere
             return []
-        return [e.name for e in self._entries() if e.is_dir(follow_symlinks=False)]
+        return [e.name for e in local_folders.entries(self.path) if e.is_dir(follow_symlinks=False)]
 
     def files(self, context: ts.Context) -> list[str]:
-        return [e.name for e in self._entries() if e.is_file(follow_symlinks=False)]
-
-    def links(self) -> list[str]:
-        return [e.name for e in self._entries() if e.is_symlink()]
-
-    def _entries(self) -> list[os.DirEntry[str]]:
-        """All that is in it; nothing if it is not there, or just went, or is no folder."""
-        if os.path.isdir(self.path):
-            gone = suppress(FileNotFoundError, NotADirectoryError)
-            with system_calls(), gone, os.scandir(self.path) as entries:
-                return list(entries)
-        return []
+        return [
+            e.name for e in local_folders.entries(self.path) if e.is_file(follow_symlinks=False)
+        ]
 
     def has_file(self, name: str, context: ts.Context) -> bool:
         return os.path.isfile(os.path.join(self.path, name))
-
-    def is_file(self, context: ts.Context) -> bool:
-        return os.path.isfile(self.path.rstrip("/"))
-
-    def missing(self, files: Iterable[str], context: ts.Context) -> list[str]:
-        there = dict[str, set[str]]()  # one listing for all files of a folder
-        gone = []
-        for file in files:
-            folder, _, name = file.rpartition("/")
-            if folder not in there:
-                there[folder] = set(local_folders.names(self.path + folder))
-            if name not in there[folder]:
-                gone.append(file)
-        return gone
-
-    def folders_with(self, file: str, context: ts.Context) -> list[str]:
-        found = ["."] if os.path.lexists(self.path + file) else []
-        try:
-            with system_calls(), os.scandir(self.path) as entries:
-                there = [entry for entry in entries if entry.is_dir()]
-                return found + [e.name for e in there if os.path.lexists(f"{e.path}/{file}")]
-        except Failed as error:
-            if error.errno == errno.ENOENT:
-                raise MissingFolder(error.reason, error.errno) from error
-            raise
-
-    def folders_below(self, inside: str, context: ts.Context) -> dict[str, set[str]]:
-        return {
-            name: set(self._at("", f"{self.path}{name}/{inside}/").folders(context))
-            for name in self.folders(context)
-        }
-
-    def files_by_folder(self, inside: str, context: ts.Context) -> dict[str, list[StoredFile]]:
-        names = ["", *self.folders(context)]
-        paths = {name: self.path + name + "/" if name else self.path for name in names}
-        return {name: list(_walk(path, inside)) for name, path in paths.items()}
-
-    def holds_only(self, inside: str, context: ts.Context) -> bool:
-        return not self.foreign_files()  # which `inside` is not
 
     def remove(self, context: ts.Context) -> None:
         local_folders.remove(self.path)
@@ -153,61 +101,11 @@ class LocalLocation(Location):
         except OSError:
             return None
 
-    def unlink(self) -> None:
-        path = self.path.rstrip("/")
-        try:
-            os.unlink(path)
-        except OSError as error:
-            why = f"{path}: the link cannot be removed: {error.strerror}"
-            raise Failed(why, error.errno) from error
-
     def make(self, *, durable: bool = False) -> None:
         local_folders.make(self.path, durable=durable)
 
-    def remove_empty(self) -> None:
-        for name in ("processes", RETIRED, ""):
-            folder = os.path.join(self.path, name)
-            with suppress(OSError):
-                if os.path.islink(folder.rstrip("/")):
-                    break  # the target is not ours
-                for entry in os.listdir(folder):
-                    if entry.endswith(LOCK_SUFFIX):
-                        os.unlink(os.path.join(folder, entry))
-                os.rmdir(folder)
-
-    def count_missing(self) -> int:
-        return local_folders.count_missing(self.path)
-
-    def remove_made(self, count: int) -> None:
-        local_folders.remove_made(self.path, count)
-
     def sync(self, top: Location, made: int = 1) -> None:
-        local_folders.sync(self.path, top.spec["path"], made)
-
-    def room_text(self, error: Failed, needed: int, partial: str = "") -> str:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            return ""
-        with suppress(OSError):
-            free = size_text(local_folders.free_bytes(self.path, partial))
-            text = f"; this process has {size_text(needed)} to write, and {free} were free before"
-            if error.errno == errno.EDQUOT:
-                text += ", but the quota of this user or project is used up"
-            return f"{text}. Remove what is not needed, or write to another disk"
-        return ""
-
-    @contextmanager
-    def manifest_locked(self, timeout_s: float) -> Iterator[None]:
-        # TensorStore's own lock file keeps the partial data of a killed process, and appends the
-        # next process's data to it.
-        with local_folders.locked(self.path, MANIFEST, timeout_s):
-            with system_calls():
-                for other in os.listdir(self.path):
-                    if other.startswith(f"{MANIFEST}_") and other.endswith(LOCK_SUFFIX):
-                        os.unlink(self.path + other)
-            yield
-
-    def file_lock(self, name: str) -> FileLock:
-        return FileLock(self.path, name)
+        local_folders.sync(self.path, top.path, made)
 
     def __str__(self) -> str:
         return self.path.rstrip("/")
@@ -248,47 +146,6 @@ def _is_directory(existing: str, path: str, *, or_file: bool = False) -> bool:
             return False
     where = repr(path) if existing == path else f"{path!r}: {existing!r}"
     raise InvalidPath(f"{where} is not a directory; a checkpoint needs its own directory")
-
-
-def _walk(top: str, inside: str) -> Iterator[StoredFile]:
-    """The files of a checkpoint's folder: those in it, and all that lie below its folder `inside`.
-
-    Folders count, too: a file that was linked from an older checkpoint keeps its time, and the
-    folder's is that of the link. If a checkpoint has a single folder in `inside`, which must be
-    what it is made of, that folder stands for its files.
-
-    Arguments:
-        top: of the checkpoint; ends with `/`.
-        inside: name of the folder.
-    """
-    now = time.time()
-    single = len(local_folders.names(os.path.join(top, inside))) == 1 and os.path.isfile(
-        top + MANIFEST
-    )
-    stack = [""]
-    while stack:
-        folder = stack.pop()
-        try:
-            entries = sorted(os.scandir(top + folder), key=lambda entry: entry.name)
-            changed = os.stat(top + folder, follow_symlinks=False).st_mtime
-        except OSError:
-            yield StoredFile(folder + "?", 0)
-            continue
-        if folder:
-            yield StoredFile(folder, 0, max(0.0, now - changed))
-        for entry in entries:
-            name = folder + entry.name
-            if entry.is_dir(follow_symlinks=False) and (folder or entry.name == inside):
-                if single and folder:
-                    yield StoredFile(name + "/", 0)
-                else:
-                    stack.append(name + "/")
-            elif not entry.is_file(follow_symlinks=False):
-                yield StoredFile(name + "?", 0)
-            else:
-                with suppress(FileNotFoundError):
-                    facts = entry.stat(follow_symlinks=False)
-                    yield StoredFile(name, facts.st_size, max(0.0, now - facts.st_mtime))
 
 
 PathLike = str | os.PathLike[str]

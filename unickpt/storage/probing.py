@@ -42,7 +42,7 @@ def abilities(location: Location) -> Iterator[Ability]:
         location: of a checkpoint, or of a run.
     """
     if location.is_local:
-        yield from _of_folder(str(location.spec["path"]))
+        yield from _of_folder(location.path)
     else:
         yield from _of_store(location)
 

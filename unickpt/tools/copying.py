@@ -34,7 +34,7 @@ from unickpt.progress import Progress, ProgressFunction, reporting
 from unickpt.reading import checkpoint
 from unickpt.reading.verification import verify_opened
 from unickpt.reuse.held_files import HeldFiles
-from unickpt.storage import errors, paths
+from unickpt.storage import errors, locations, paths
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Failed
 from unickpt.storage.kvstore import Future, KvStore, commit
@@ -127,7 +127,7 @@ def copy(
         raise CheckpointCorrupt(f"{where}: {error}") from error
     except Failed as error:
         nbytes = sum(entry.nbytes for entry in reader.index.arrays.values())
-        room = there.room_text(error, nbytes, str(there.spec["path"]))
+        room = locations.room_text(there, error, nbytes, there.path)
         raise errors.writing_failed(error, where, room) from error
     index = reader.index
     nbytes = sum(entry.nbytes for entry in index.arrays.values())
@@ -254,7 +254,7 @@ class VersionCopy:
             at.make()
             with suppress(FileNotFoundError, Failed):  # of a copy that was interrupted
                 at.remove_file(name, paths.context())
-            if files.link(there, f"{at.spec['path']}{name}", fsync=True):
+            if files.link(there, f"{at.path}{name}", fsync=True):
                 linked.add(path)
         return linked
 

@@ -66,7 +66,7 @@ class ExportDestination(ABC):
         self.folder, self.file, self.fsync = folder, file, fsync
         above = folder if file is not None else folder.parent
         assert above is not None, "paths.resolve refuses a whole bucket"
-        name = file or str(folder.spec["path"]).rstrip("/").rpartition("/")[2]
+        name = file or folder.path.rstrip("/").rpartition("/")[2]
         self._beside = f".{name}.{attempt}"
         self.notes = above.child(f"{self._beside}.notes")
         """What the processes tell each other."""
@@ -200,7 +200,7 @@ class LocalDestination(ExportDestination):
 
     def __init__(self, folder: Location, file: str | None, attempt: str, fsync: bool) -> None:
         super().__init__(folder, file, attempt, fsync)
-        top = os.path.realpath(str(folder.spec["path"]))
+        top = os.path.realpath(folder.path)
         self._final = top if file is None else os.path.join(top, file)
         above, self._name = os.path.split(self._final)
         self.partial = self._work = os.path.join(above, f"{self._beside}.partial")

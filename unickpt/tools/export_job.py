@@ -24,6 +24,7 @@ from unickpt.loading.views import CheckpointView
 from unickpt.reading.options import LoadOptions
 from unickpt.storage.errors import Failed, writing_failed
 from unickpt.storage.local_files import system_calls
+from unickpt.storage.locations import room_text
 from unickpt.threads import in_batches
 from unickpt.tools.destinations import ExportDestination, Write
 from unickpt.tools.file_pieces import FilePiece, FileShare, FileSplitter
@@ -164,7 +165,7 @@ class ExportJob:
             yield
         except Failed as error:
             nbytes = sum(map(self._pieces.nbytes, self._plan.files))
-            room = self._to.folder.room_text(error, nbytes, self._to.partial)
+            room = room_text(self._to.folder, error, nbytes, self._to.partial)
             raise writing_failed(error, f"exporting to {self._to.name}", room) from error
 
     @contextmanager
