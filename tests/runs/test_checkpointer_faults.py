@@ -63,7 +63,7 @@ STEPS = [
 COORDINATORS_STEPS = [
     *STEPS,
     ("commit.lease.Lease:take", "after"),
-    ("runs.step_folder.StepFolder:remove_orphans", "during"),
+    ("runs.step_folder:remove_orphans", "during"),
     ("commit.attempt.Attempt:_build_root", "during"),
     ("commit.attempt.Attempt:_write_root", "before"),  # before the commit
     ("commit.attempt.Attempt:_write_root", "during"),  # during the commit

@@ -10,7 +10,7 @@ from unickpt.commit import lease, messages
 from unickpt.commit.messages import Record
 from unickpt.errors import SaveConflict
 from unickpt.format import timing
-from unickpt.runs import step_folder
+from unickpt.runs import lineage_notes
 from unickpt.storage import paths
 from unickpt.storage.locations import Location
 from unickpt.storage.paths import resolve
@@ -44,7 +44,7 @@ def test_a_lineage_of_anything_is_as_if_it_were_missing(folder: Location) -> Non
     store = folder.child("processes/a/notes").store(paths.context())
     for data in ANYTHING:
         store.write("lineage", data).result()
-        assert step_folder.recorded(folder, "a") == step_folder.Lineage()
+        assert lineage_notes._recorded(folder, "a") == lineage_notes.Lineage()
 
 
 @pytest.mark.parametrize("line", ANYTHING)

@@ -88,7 +88,7 @@ DEATHS = [
     "format.borrowed:retire",
     "runs.attempt_folders:remove_checkpoint",
     "runs.tier_copies:copy_version",
-    "runs.step_folder:record_copied",
+    "runs.lineage_notes:record_copied",
     "",
 ]
 SEEDS = st.integers(0, 999)

@@ -439,8 +439,8 @@ with Run(Path(folder)).open() as steps:
     ("step", "when"),
     [
         ("runs.tiers.Tiers:keep_later", "after"),
-        ("runs.step_folder:record", "before"),
-        ("runs.step_folder:record", "after"),
+        ("runs.lineage_notes:record", "before"),
+        ("runs.lineage_notes:record", "after"),
         ("runs.attempt_folders:remove_checkpoint", "before"),
         ("runs.attempt_folders:remove_checkpoint", "during"),
         ("runs.attempt_folders:remove_checkpoint", "after"),

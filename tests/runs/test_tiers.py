@@ -25,7 +25,7 @@ from support.strategies import examples
 import unickpt
 from unickpt import CheckpointCorrupt, Checkpointer, SaveConflict, SaveOptions, StorageError
 from unickpt.commit import attempt, lease
-from unickpt.runs import cleaning, tier_copies
+from unickpt.runs import cleaning, lineage_notes, tier_copies
 from unickpt.runs.step_folder import StepFolder
 from unickpt.runs.tier_copies import Copying
 from unickpt.runs.tiers import Tier
@@ -579,7 +579,7 @@ def test_a_copy_whose_record_is_missing_is_recorded_by_the_next_job(
 ) -> None:
     """As if the job were killed between the two."""
     with monkeypatch.context() as patch:
-        patch.setattr(StepFolder, "record_copied", lambda *arguments, **options: None)
+        patch.setattr(lineage_notes, "record_copied", lambda *arguments, **options: None)
         save_all(run, 1, 2)
     with run.open() as checkpointer:
         checkpointer.save(2, numbers(20), overwrite=True)

@@ -15,10 +15,12 @@ from unickpt.errors import (
     UnsupportedFormat,
 )
 from unickpt.quoting import some
+from unickpt.runs import attempt_folders
 from unickpt.runs.attempt_folders import Needed, Unremoved
 from unickpt.runs.retention import Retention
 from unickpt.runs.step_folder import Branch
 from unickpt.runs.tiers import Newer, Tier, Tiers, TierVersions, compare
+from unickpt.storage import paths
 from unickpt.threads import SerialExecutor
 
 
@@ -299,10 +301,12 @@ class Cleaning:
 
     def _remove_left(self) -> None:
         """Removes what earlier removals have left."""
+        context = paths.context()
         for (tier, step), attempts in list(self._left.items()):
             with self._in_use.removing(step) as is_free, suppress(Unremoved):
                 if is_free:
-                    tier.remove_rest(step, attempts)
+                    attempt_folders.remove_attempts(tier.at(step), attempts, context)
+                    attempt_folders.check_removed(tier.at(step), attempts, context)
                     del self._left[tier, step]
 
     def _clean_local(self, local: Tier, there: Sequence[int], in_root: set[int]) -> None:

@@ -25,10 +25,12 @@ from unickpt.frameworks.members import named
 from unickpt.frameworks.process_group import Group, members_of
 from unickpt.options import SaveOptions
 from unickpt.quoting import counted, some
+from unickpt.runs import attempt_folders, lineage_notes
 from unickpt.runs.cleaning import Cleaning, StepOrder, StepsInUse
+from unickpt.runs.lineage_notes import Lineage
 from unickpt.runs.retention import Retention
 from unickpt.runs.roles import Roles
-from unickpt.runs.step_folder import PROBE, Branch, Lineage
+from unickpt.runs.step_folder import PROBE, Branch
 from unickpt.runs.tier_copies import Copying
 from unickpt.runs.tiers import Tier, Tiers
 from unickpt.saving.background import SaveCallbacks
@@ -175,7 +177,7 @@ class Housekeeping:
         for step in sorted(steps, reverse=True):
             holders = [tier for tier in self._tiers.all if step in there[tier]]
             for tier in holders:  # from all of them, or from none
-                tier.check_unneeded(step)
+                attempt_folders.check_unneeded(tier.at(step), paths.context())
             self._tiers.keep_later(step, steps, fsync=self._options.fsync)
             for tier in self._tiers.newest_last(step, holders):
                 _log.info("removing %s", tier.path(step))
@@ -259,7 +261,8 @@ class Housekeeping:
             if not there:
                 return set()
             last = max(there)
-            return {there[last].name, *(local.lineage(last, there[last]).follows or ())}
+            lineage = lineage_notes.read(local.at(last), there[last])
+            return {there[last].name, *(lineage.follows or ())}
         if newest is None:
             return {version.name for version in there.values()}
         later = {version.name for step, version in there.items() if step >= newest[0]}
@@ -270,7 +273,7 @@ class Housekeeping:
         step = save.step
         here, names = local.version(step), list[str]()
         if here is not None:
-            names = [*local.lineage(step, here).supersedes, here.name]
+            names = [*lineage_notes.read(local.at(step), here).supersedes, here.name]
         try:
             there = self._tiers.root.version(step)
         except StorageError:  # it may be away; then copying finds out
@@ -294,9 +297,8 @@ class Housekeeping:
     def _check(self, save: _Save) -> None:
         """Runs right before its commit."""
         if save.lineage is not None:
-            self._tiers.first.record_lineage(
-                save.step, save.attempt, save.lineage, fsync=self._options.fsync
-            )
+            step = self._tiers.first.at(save.step)
+            lineage_notes.record(step, save.attempt, save.lineage, fsync=self._options.fsync)
         self._tiers.first.lease.check()
 
     def _committed(self, save: _Save, metrics: Mapping[str, float]) -> None:

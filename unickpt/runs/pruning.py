@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from unickpt.commit.lease import holder
 from unickpt.errors import CheckpointNotFound, UnickptError, UnsupportedFormat
 from unickpt.format import unit_steps
+from unickpt.format.refusals import refuse_unknown
 from unickpt.quoting import some
 from unickpt.reading import checkpoint
 from unickpt.runs.arguments import roles_of
@@ -184,7 +185,7 @@ class PruneRun:
         for tier in self._tiers.all:
             for step in {*steps} & {*tier.committed()}:
                 try:
-                    tier.check_known(step)
+                    refuse_unknown(tier.at(step), paths.context())
                 except UnsupportedFormat as error:
                     found[step] = str(error)
         return found

@@ -1,15 +1,10 @@
-"""Steps: the checkpoints `step_<n>` in one folder, which of them a job sees, and what each version
-of one replaced and followed.
-"""
+"""Steps: the checkpoints `step_<n>` in one folder, and which of them a job sees."""
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 import tensorstore as ts
 
@@ -26,7 +21,6 @@ from unickpt.errors import (
 )
 from unickpt.format import borrowed
 from unickpt.format.index import RESERVED
-from unickpt.format.refusals import refuse_unknown
 from unickpt.reading import checkpoint
 from unickpt.reading.listing import checkpoints_below
 from unickpt.runs import attempt_folders, orphans
@@ -42,73 +36,6 @@ PROBE = ".unickpt-"
 _NAME = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 
 
-_NOTE, _COPIED = "lineage", "copied"
-
-
-@dataclass(frozen=True)
-class Lineage:
-    """What a version of a step in the local tier replaced and followed, by the names of versions.
-
-    Arguments:
-        supersedes: the earlier versions of the same step, oldest first.
-        follows: when it was saved, the newest version in the root, and those of later steps in the
-            local tier; None if that was not recorded.
-        copied: whether its copy to the root was committed.
-    """
-
-    supersedes: tuple[str, ...] = ()
-    follows: frozenset[str] | None = None
-    copied: bool = False
-
-
-def record(location: Location, attempt: str, lineage: Lineage, *, fsync: bool) -> None:
-    """Records the lineage of an attempt, which counts if it is committed.
-
-    Arguments:
-        location: of the step.
-        attempt: its name.
-        lineage: what it supersedes and follows.
-        fsync: whether the record must survive a power failure.
-
-    Raises:
-        Failed: the storage failed.
-    """
-    data = {"supersedes": lineage.supersedes, "follows": sorted(lineage.follows or ())}
-    _write(location, attempt, _NOTE, json.dumps(data).encode(), fsync)
-
-
-def record_copied(location: Location, attempt: str, *, fsync: bool) -> None:
-    """Records that the copy of an attempt to the root is committed. Raises as `record`."""
-    _write(location, attempt, _COPIED, b"", fsync)
-
-
-def recorded(location: Location, attempt: str) -> Lineage:
-    """The lineage of an attempt, as far as it was recorded.
-
-    Raises:
-        Failed: the storage failed.
-    """
-    notes = _notes(location, attempt).store(paths.context())
-    copied = notes.read(_COPIED).result().state == "value"
-    read = notes.read(_NOTE).result()
-    try:
-        found = json.loads(read.value) if read.state == "value" else {}
-        return Lineage(tuple(map(str, found["supersedes"])), frozenset(found["follows"]), copied)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return Lineage(copied=copied)  # missing, or damaged and treated as missing
-
-
-def _write(location: Location, attempt: str, name: str, data: bytes, fsync: bool) -> None:
-    notes = _notes(location, attempt)
-    notes.store(paths.context(fsync=fsync)).write(name, data).result()
-    if fsync:
-        notes.sync(location)
-
-
-def _notes(location: Location, attempt: str) -> Location:
-    return location.child(f"processes/{attempt}/notes")
-
-
 class StepFolder:
     """The steps in a folder of any storage.
 
@@ -118,11 +45,6 @@ class StepFolder:
 
     def __init__(self, root: paths.PathLike) -> None:
         self.location = paths.resolve(root)
-
-    @property
-    def _context(self) -> ts.Context:
-        """A new one, with the storage's present credentials: a run may outlive them."""
-        return paths.context()
 
     def path(self, step: int) -> str:
         """The path of a step, saved or not."""
@@ -153,7 +75,7 @@ class StepFolder:
         for _ in range(_LISTINGS):
             now = self.committed(), set[str]()
             if not self.location.is_remote:  # includes folders without a manifest
-                now = now[0], set(self.location.folders(self._context))
+                now = now[0], set(self.location.folders(paths.context()))
             if now == before:
                 break
             before = now
@@ -176,47 +98,10 @@ class StepFolder:
         Raises:
             StorageError: the storage failed.
         """
-        with self._asking(step):
+        try:
             return version.version_at(self.at(step))
-
-    def lineage(self, step: int, version: Version) -> Lineage:
-        """What a version of a step superseded and followed.
-
-        Where its manifest is damaged, so that nothing tells which attempt made it, it superseded
-        what any attempt that is there did: better damage that is told than an older version in its
-        place.
-
-        Raises:
-            StorageError: the storage failed.
-        """
-        with self._asking(step):
-            location = self.at(step)
-            if version.attempt:
-                return recorded(location, version.attempt)
-            attempts = sorted(location.child("processes").folders(self._context))
-            found = [recorded(location, attempt) for attempt in attempts]
-            return Lineage(tuple(dict.fromkeys(name for one in found for name in one.supersedes)))
-
-    def record_lineage(self, step: int, attempt: str, found: Lineage, *, fsync: bool) -> None:
-        """Records the lineage of an attempt; see `record`.
-
-        Raises:
-            StorageError: the storage failed.
-        """
-        with self._asking(step):
-            record(self.at(step), attempt, found, fsync=fsync)
-
-    def record_copied(self, step: int, version: Version, *, fsync: bool) -> None:
-        """Records that the copy of a version is committed, unless it was replaced meanwhile.
-
-        Raises:
-            StorageError: the storage failed.
-        """
-        with self._asking(step):
-            record_copied(self.at(step), version.attempt, fsync=fsync)
-            if self.version(step) != version:  # its folder may have been removed before that
-                self.at(step).child(f"processes/{version.attempt}").remove(self._context)
-                attempt_folders.remove_empty(self.at(step))
+        except Failed as error:
+            raise errors.writing_failed(error, self.path(step)) from error
 
     def damage(self, step: int) -> str:
         """How a committed step is damaged; empty if it is not.
@@ -280,38 +165,10 @@ class StepFolder:
         Raises:
             UnsupportedFormat: it needs what this unickpt does not know; nothing was removed.
             Needed: other steps borrow from it; nothing was removed.
-            Unremoved: files are left, for `remove_rest`; `remove_orphans` recognises them, too.
+            Unremoved: files are left; `remove_orphans` recognises them, too.
             StorageError: it could not be removed.
         """
-        attempt_folders.remove_checkpoint(self.at(step), self._context)
-
-    def check_known(self, step: int) -> None:
-        """Checks that a step needs nothing that this unickpt does not know.
-
-        Raises:
-            UnsupportedFormat: names what.
-            StorageError: the storage failed.
-        """
-        refuse_unknown(self.at(step), self._context)
-
-    def check_unneeded(self, step: int) -> None:
-        """Checks that a step may be removed, and that no other step here borrows from it.
-
-        Raises:
-            UnsupportedFormat: it needs what this unickpt does not know.
-            Needed: names those that do.
-            StorageError: the storage failed.
-        """
-        attempt_folders.check_unneeded(self.at(step), self._context)
-
-    def remove_rest(self, step: int, attempts: Sequence[str]) -> None:
-        """Removes what `remove` could not.
-
-        Raises:
-            Unremoved: something is still left.
-        """
-        attempt_folders.remove_attempts(self.at(step), attempts, self._context)
-        attempt_folders.check_removed(self.at(step), attempts, self._context)
+        attempt_folders.remove_checkpoint(self.at(step), paths.context())
 
     def borrowers(self, step: int) -> list[str]:
         """The names of the steps that have chunks in this one, and so need it.
@@ -319,8 +176,8 @@ class StepFolder:
         Raises:
             StorageError: the storage failed.
         """
-        with self._asking(step):
-            return borrowers.of(self.at(step), self._context)
+        with errors.writing(self.path(step)):
+            return borrowers.of(self.at(step), paths.context())
 
     def retire(self, step: int) -> str | None:
         """Makes a step one that only those see that have chunks in it.
@@ -331,8 +188,8 @@ class StepFolder:
         Raises:
             StorageError: the storage failed.
         """
-        with self._asking(step):
-            return borrowed.retire(self.at(step), self._context)
+        with errors.writing(self.path(step)):
+            return borrowed.retire(self.at(step), paths.context())
 
     def retired(self) -> set[tuple[int, str]]:
         """All steps that were retired, each with the digest of its manifest; lists all files.
@@ -340,7 +197,7 @@ class StepFolder:
         Raises:
             StorageError: the storage failed.
         """
-        found = folders_below(self.location, RETIRED, self._context)
+        found = folders_below(self.location, RETIRED, paths.context())
         return {
             (step, digest)
             for folder, digests in found.items()
@@ -355,11 +212,11 @@ class StepFolder:
             UnsupportedFormat: it needs what this unickpt does not know; nothing was removed.
             StorageError: the storage failed.
         """
-        with self._asking(step):
-            if borrowers.need_retired(self.at(step), digest, self._context):
+        with errors.writing(self.path(step)):
+            if borrowers.need_retired(self.at(step), digest, paths.context()):
                 return False
             _log.info("removing what was left of %s", self.path(step))
-            attempt_folders.remove_retired(self.at(step), digest, self._context)
+            attempt_folders.remove_retired(self.at(step), digest, paths.context())
             return True
 
     def check_no_checkpoint(self) -> None:
@@ -392,60 +249,58 @@ class StepFolder:
                 "folders: remove the link, or save another step"
             )
 
-    def remove_orphans(self, in_flight: Iterable[int], session: str) -> None:
-        """Removes the remains of crashed saves and deletions.
 
-        Only for the job that holds the lease. A step's folder without a manifest is an orphan if it
-        contains only what a save puts there; in a committed step, so is every attempt except the
-        committed one.
+def remove_orphans(folder: StepFolder, in_flight: Iterable[int], session: str) -> None:
+    """Removes the remains of crashed saves and deletions.
 
-        Arguments:
-            in_flight: steps that this process is saving.
-            session: prefix of the names of this job's attempts. Another process of the job may
-                already save a step that is not in flight here.
-        """
-        committed, protected = set(self.committed()), set(in_flight)
-        for step, attempts in sorted(self._attempts_by_step().items()):
-            if step in protected:
-                continue
-            if step in committed:
-                if len(attempts) > 1:  # a single one must be the committed one
-                    self.remove_older(step, session)
-                for lock in orphans.locks_of_marks(self.at(step), attempts, self._context):
-                    if not lock.is_recent:
-                        self.at(step).remove_file(lock.name, self._context)
-                continue
-            location = self.at(step)
-            ours = attempt_folders.is_unfinished(location, self._context)
-            if ours and not any(_is_of(name, session) for name in attempts):
-                _log.info("removing %s, the remains of a crashed save", location)
-                attempt_folders.remove_attempts(location, attempts, self._context)
-        for name in self.location.files(self._context):
-            if name.startswith(PROBE):  # of a job that was killed while it looked for it
-                self.location.remove_file(name, self._context)
+    Only for the job that holds the lease. A step's folder without a manifest is an orphan if it
+    contains only what a save puts there; in a committed step, so is every attempt except the
+    committed one.
 
-    def _attempts_by_step(self) -> dict[int, set[str]]:
-        """The names of all attempts in all folders of steps, also of steps without any."""
-        found = folders_below(self.location, "processes", self._context)
-        return {step: names for folder, names in found.items() for step in _numbers([folder])}
+    Arguments:
+        folder: the folder of the steps.
+        in_flight: steps that this process is saving.
+        session: prefix of the names of this job's attempts. Another process of the job may
+            already save a step that is not in flight here.
+    """
+    context = paths.context()
+    committed, protected = set(folder.committed()), set(in_flight)
+    for step, attempts in sorted(_attempts_by_step(folder, context).items()):
+        if step in protected:
+            continue
+        if step in committed:
+            if len(attempts) > 1:  # a single one must be the committed one
+                remove_older(folder.at(step), session)
+            for lock in orphans.locks_of_marks(folder.at(step), attempts, context):
+                if not lock.is_recent:
+                    folder.at(step).remove_file(lock.name, context)
+            continue
+        location = folder.at(step)
+        ours = attempt_folders.is_unfinished(location, context)
+        if ours and not any(_is_of(name, session) for name in attempts):
+            _log.info("removing %s, the remains of a crashed save", location)
+            attempt_folders.remove_attempts(location, attempts, context)
+    for name in folder.location.files(context):
+        if name.startswith(PROBE):  # of a job that was killed while it looked for it
+            folder.location.remove_file(name, context)
 
-    @contextmanager
-    def _asking(self, step: int) -> Iterator[None]:
-        try:
-            yield
-        except Failed as error:
-            raise errors.writing_failed(error, self.path(step)) from error
 
-    def remove_older(self, step: int, session: str = "") -> None:
-        """Removes all attempts to save a step except the committed one and those of `session`; see
-        `remove_orphans`. Does nothing if the step is a symbolic link."""
-        if self.at(step).link is not None:
-            return
-        folder = self.at(step).child("processes")
-        kept = attempt_folders.attempts_in_use(self.at(step), self._context)
-        for attempt in folder.folders(self._context):
-            if attempt not in kept and not _is_of(attempt, session):
-                folder.child(attempt).remove(self._context)
+def _attempts_by_step(folder: StepFolder, context: ts.Context) -> dict[int, set[str]]:
+    """The names of all attempts in all folders of steps, also of steps without any."""
+    found = folders_below(folder.location, "processes", context)
+    return {step: names for name, names in found.items() for step in _numbers([name])}
+
+
+def remove_older(step: Location, session: str = "") -> None:
+    """Removes all attempts to save a step except the committed one and those of `session`; see
+    `remove_orphans`. Does nothing if the step is a symbolic link."""
+    if step.link is not None:
+        return
+    context, folder = paths.context(), step.child("processes")
+    kept = attempt_folders.attempts_in_use(step, context)
+    for attempt in folder.folders(context):
+        if attempt not in kept and not _is_of(attempt, session):
+            folder.child(attempt).remove(context)
 
 
 def _is_of(attempt: str, session: str) -> bool:

@@ -25,9 +25,9 @@ from unickpt.format.refusals import refuse_unknown
 from unickpt.options import SaveOptions
 from unickpt.reuse import held_files
 from unickpt.reuse.held_files import HeldFiles
-from unickpt.runs import attempt_folders
+from unickpt.runs import attempt_folders, lineage_notes
 from unickpt.runs.cleaning import Cleaning, StepsInUse
-from unickpt.runs.step_folder import StepFolder
+from unickpt.runs.step_folder import StepFolder, remove_older
 from unickpt.runs.tiers import Newer, Tier, Tiers, TierVersions, compare
 from unickpt.storage import errors, local_folders, locations, paths
 from unickpt.storage.database import Database
@@ -128,7 +128,7 @@ class Copying:
         """Records that a version is complete in the root."""
         self._cleaning.copied.add(version.name)
         try:
-            local.record_copied(step, version, fsync=self._options.fsync)
+            lineage_notes.record_copied(local.at(step), version, fsync=self._options.fsync)
         except StorageError as error:  # the copy is there; a record is missing
             _log.warning("cannot record that %s was copied: %s", local.path(step), error)
 
@@ -237,7 +237,7 @@ def copy_version(
         raise errors.writing_failed(error, where) from error
     _log.info("copied %s to %s", origin, destination)
     with suppress(Failed):  # remains do no harm
-        root.remove_older(step)
+        remove_older(root.at(step))
     return True
 
 

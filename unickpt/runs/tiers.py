@@ -16,6 +16,7 @@ from unickpt.errors import (
     CheckpointNotFound,
     UnickptError,
 )
+from unickpt.runs import lineage_notes, step_folder
 from unickpt.runs.roles import Roles
 from unickpt.runs.step_folder import Branch, StepFolder
 from unickpt.storage import paths
@@ -42,7 +43,7 @@ class Tier(StepFolder):
         """Takes the lease, and removes the remains of crashed jobs once.
 
         Arguments:
-            in_flight, session: see `StepFolder.remove_orphans`.
+            in_flight, session: see `step_folder.remove_orphans`.
 
         Raises:
             SaveConflict: another job holds the lease.
@@ -52,7 +53,7 @@ class Tier(StepFolder):
         if self._is_clean or not self.lease.is_settled:
             return
         try:
-            self.remove_orphans(in_flight, session)
+            step_folder.remove_orphans(self, in_flight, session)
             self._is_clean = True
         except (UnickptError, Failed) as error:
             _log.warning(
@@ -124,7 +125,7 @@ def _compare(local: StepFolder, root: StepFolder, step: int) -> TierVersions:
         newer = Newer.ROOT if _is_abandoned(local, root, step, here) else Newer.LOCAL
     elif here.name == there.name:
         newer = Newer.SAME
-    elif there.name in local.lineage(step, here).supersedes:
+    elif there.name in lineage_notes.read(local.at(step), here).supersedes:
         newer = Newer.LOCAL
     elif damage := root.damage(step):
         _log.warning("%s; the version in %s replaces it", damage, local.path(step))
@@ -140,7 +141,7 @@ def _is_abandoned(local: StepFolder, root: StepFolder, step: int, version: Versi
     It is not abandoned if it follows the newest step of the root, or if a step that is in both
     tiers follows it. A root without any step says nothing: its storage may be lost, or not mounted.
     """
-    lineage = local.lineage(step, version)
+    lineage = lineage_notes.read(local.at(step), version)
     newest = root.newest()
     if newest is None:
         return False
@@ -152,7 +153,7 @@ def _is_abandoned(local: StepFolder, root: StepFolder, step: int, version: Versi
         own, copy = local.version(later), root.version(later)
         if own is None or copy is None or own.name != copy.name:
             continue
-        if version.name in (local.lineage(later, own).follows or ()):
+        if version.name in (lineage_notes.read(local.at(later), own).follows or ()):
             return False
     return True
 
@@ -273,11 +274,11 @@ class Tiers:
             local = versions.local
             if step in others or local is None or versions.root is not None:
                 continue
-            lineage = self.local.lineage(step, local)
+            lineage = lineage_notes.read(self.local.at(step), local)
             if versions.is_abandoned or lineage.follows is None or next_newest is None:
                 continue
             kept = replace(lineage, follows=lineage.follows | {next_newest.name})
-            self.local.record_lineage(step, local.attempt, kept, fsync=fsync)
+            lineage_notes.record(self.local.at(step), local.attempt, kept, fsync=fsync)
 
     def not_found(self, step: int, steps: Sequence[int]) -> CheckpointNotFound:
         """The error that a step is not among those that are committed."""

@@ -74,6 +74,15 @@ def reading(where: object) -> Iterator[None]:
         raise reading_failed(error, str(where)) from error
 
 
+@contextmanager
+def writing(where: object) -> Iterator[None]:
+    """As `reading`, for any other failure; see `writing_failed`."""
+    try:
+        yield
+    except Failed as error:
+        raise writing_failed(error, str(where)) from error
+
+
 def writing_failed(error: Failed, where: str, room: str = "") -> StorageError:
     """What users get for any other failure, which never means a damaged checkpoint.
 

@@ -1,0 +1,96 @@
+"""What each version of a step in the local tier replaced and followed: notes in its folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from unickpt.commit.version import Version, version_at
+from unickpt.runs import attempt_folders
+from unickpt.storage import errors, paths
+from unickpt.storage.locations import Location
+
+_NOTE, _COPIED = "lineage", "copied"
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """What a version of a step in the local tier replaced and followed, by the names of versions.
+
+    Arguments:
+        supersedes: the earlier versions of the same step, oldest first.
+        follows: when it was saved, the newest version in the root, and those of later steps in the
+            local tier; None if that was not recorded.
+        copied: whether its copy to the root was committed.
+    """
+
+    supersedes: tuple[str, ...] = ()
+    follows: frozenset[str] | None = None
+    copied: bool = False
+
+
+def record(step: Location, attempt: str, lineage: Lineage, *, fsync: bool) -> None:
+    """Records the lineage of an attempt, which counts if it is committed.
+
+    Arguments:
+        step: its location.
+        attempt: its name.
+        lineage: what it supersedes and follows.
+        fsync: whether the record must survive a power failure.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    data = {"supersedes": lineage.supersedes, "follows": sorted(lineage.follows or ())}
+    with errors.writing(step):
+        _write(step, attempt, _NOTE, json.dumps(data).encode(), fsync)
+
+
+def record_copied(step: Location, version: Version, *, fsync: bool) -> None:
+    """Records that the copy of a version to the root is committed, unless it was replaced
+    meanwhile. Raises as `record`."""
+    with errors.writing(step):
+        _write(step, version.attempt, _COPIED, b"", fsync)
+        if version_at(step) != version:  # its folder may have been removed before that
+            step.child(f"processes/{version.attempt}").remove(paths.context())
+            attempt_folders.remove_empty(step)
+
+
+def read(step: Location, version: Version) -> Lineage:
+    """What a version of a step superseded and followed, as far as it was recorded.
+
+    Where its manifest is damaged, so that nothing tells which attempt made it, it superseded
+    what any attempt that is there did: better damage that is told than an older version in its
+    place.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    with errors.writing(step):
+        if version.attempt:
+            return _recorded(step, version.attempt)
+        attempts = sorted(step.child("processes").folders(paths.context()))
+        found = [_recorded(step, attempt) for attempt in attempts]
+        return Lineage(tuple(dict.fromkeys(name for one in found for name in one.supersedes)))
+
+
+def _recorded(step: Location, attempt: str) -> Lineage:
+    notes = _notes(step, attempt).store(paths.context())
+    copied = notes.read(_COPIED).result().state == "value"
+    read = notes.read(_NOTE).result()
+    try:
+        found = json.loads(read.value) if read.state == "value" else {}
+        return Lineage(tuple(map(str, found["supersedes"])), frozenset(found["follows"]), copied)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return Lineage(copied=copied)  # missing, or damaged and treated as missing
+
+
+def _write(step: Location, attempt: str, name: str, data: bytes, fsync: bool) -> None:
+    notes = _notes(step, attempt)
+    notes.store(paths.context(fsync=fsync)).write(name, data).result()
+    if fsync:
+        notes.sync(step)
+
+
+def _notes(step: Location, attempt: str) -> Location:
+    return step.child(f"processes/{attempt}/notes")
