@@ -64,19 +64,19 @@ def _is_safetensors(head: bytes) -> bool:
     return head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= _MOST_HEADER
 
 
-def _first_member(head: bytes) -> bytes:
+def first_member(head: bytes) -> bytes:
     """The name of the first file in a zip file; empty if it is none."""
     is_zip = head[:4] == b"PK\x03\x04"
     return head[30 : 30 + int.from_bytes(head[26:28], "little")] if is_zip else b""
 
 
 def _is_npz(head: bytes) -> bool:
-    return head[:4] == b"PK\x05\x06" or _first_member(head).endswith(b".npy")
+    return head[:4] == b"PK\x05\x06" or first_member(head).endswith(b".npy")
 
 
 def _is_keras(head: bytes) -> bool:
     """Whether a file is one of Keras's `model.save`, a zip file, by its first bytes."""
-    return _first_member(head) in (b"metadata.json", b"config.json", b"model.weights.h5")
+    return first_member(head) in (b"metadata.json", b"config.json", b"model.weights.h5")
 
 
 def _is_hdf5(head: bytes) -> bool:
@@ -117,7 +117,7 @@ SAFETENSORS = FileKind(
     tuple(f"{w}.safetensors" for w in _WEIGHTS), together=re.compile(r".*", re.DOTALL),
 )  # fmt: skip
 TORCH = FileKind(
-    "torch", (".pt", ".pth", ".bin", ".ckpt", ".pth.tar"), _is_torch,
+    "torch", (".pt", ".pth", ".pt2", ".bin", ".ckpt", ".pth.tar"), _is_torch,
     ("pytorch_model.bin", *(f"{w}.bin" for w in _WEIGHTS[1:])),
     shared=(".bin", ".ckpt", ".pth.tar"),
 )  # fmt: skip

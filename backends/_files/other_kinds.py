@@ -149,7 +149,7 @@ def _is_npy_sequence(sample: Sample) -> bool:
 def _is_other_zip(sample: Sample) -> bool:
     """Whether a zip file is sound and has nothing of a file of torch, NumPy or Keras."""
     is_ours = sample.has_member(
-        r"(.*/)?(data\.pkl|version|byteorder|data/[0-9]+)|.*\.npy|model\.weights\.h5|metadata\.json"
+        r"(.*/)?(data\.pkl|version|byteorder|data/[0-9]+|archive_format)|.*\.npy|model\.weights\.h5|metadata\.json"
     )
     return bool(sample.zipped) and not is_ours
 
@@ -215,18 +215,6 @@ KINDS: Sequence[OtherKind] = (
         lambda sample: len(sample.head) > 8 and not any(sample.start),
     ),
     # --- zip files ---
-    OtherKind(
-        "a program of torch.jit (TorchScript)",
-        "save the weights instead: torch.save(torch.jit.load(path).state_dict(), ...)",
-        _has(r"(.*/)?constants\.pkl", r".*/data\.pkl"),
-    ),
-    OtherKind(
-        "a program of torch.export (.pt2)",
-        "save the weights instead: torch.save(torch.export.load(path).state_dict, ...)",
-        lambda sample: sample.has_member(
-            r"(.*/)?(serialized_exported_program\.json|models/[^/]+\.json|archive_format)"
-        ),
-    ),
     *(
         OtherKind(
             "a zip file of Stable-Baselines3 (stable_baselines3)",
@@ -379,7 +367,7 @@ _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|keras|gguf|npz|msgpa
 # Files that say what a folder is which no format recognised.
 _TELLING = re.compile(
     r"saved_model\.pb(txt)?|.*\.data-\d{5}-of-\d{5}|(.*ckpt.*|variables)\.index"
-    r"|.*\.(onnx|tflite|mlmodel|engine|nemo|mar|pt2|eqx|skops|joblib)",
+    r"|.*\.(onnx|tflite|mlmodel|engine|nemo|mar|eqx|skops|joblib)",
     re.S,
 )
 

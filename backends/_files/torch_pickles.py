@@ -51,6 +51,7 @@ class TorchFile:
         name: of the file.
         begin, length: the part of the file; by default all of it.
         constructors: of further classes; see `pickles.read`.
+        archive: the zip file that it is, if it is known already.
 
     Raises:
         CheckpointCorrupt: it is damaged, or was not written by torch.save.
@@ -65,18 +66,23 @@ class TorchFile:
         begin: int = 0,
         length: int | None = None,
         constructors: Mapping[str, Callable[..., Any]] | None = None,
+        archive: ZipFile | None = None,
     ) -> None:
         self._known = {**CONSTRUCTORS, **(constructors or {})}
         self._source: _Zip | LegacyFile | BarePickle
         self.members: tuple[str, ...] = ()
-        if length is None and is_legacy(files.head(name)):
+        self.program: tuple[ZipFile, str] | None = None
+        """The zip file, and the folder in it, if it is a program of torch.jit."""
+        if archive is None and length is None and is_legacy(files.head(name)):
             self._source = LegacyFile(files, name, self._known)
-        elif length is None and is_pickle(files.head(name)):
+        elif archive is None and length is None and is_pickle(files.head(name)):
             self._source = BarePickle(files, name, self._known)
         else:
-            archive = ZipFile(files, name, begin, length)
+            archive = archive or ZipFile(files, name, begin, length)
             self._source = _Zip(archive, self._known)
             self.members = tuple(archive.members)
+            if self._source.top + _SCRIPT in archive.members:
+                self.program = archive, self._source.top
         self.damaged = self._source.damaged
         """The error for a damaged file."""
         self.value = self._source.value
@@ -147,11 +153,7 @@ class _Zip:
         pickle = next((m for m in archive.members if m.endswith("/data.pkl")), None)
         if pickle is None:
             raise self.damaged("torch.save did not write it: it has no data.pkl")
-        self._top = pickle.removesuffix("data.pkl")
-        if self._top + _SCRIPT in archive.members:
-            raise archive.files.unsupported(
-                f"{archive.name} is a program of torch.jit; save its state_dict() instead"
-            )
+        self.top = pickle.removesuffix("data.pkl")
         self._pickle = archive.members[pickle]
         self.pickle_size = self._pickle.size
         if self.pickle_size > MOST_PICKLE:
@@ -170,13 +172,13 @@ class _Zip:
         return self._zip.read(self._pickle), 0
 
     def _order(self) -> bytes:
-        member = self._zip.members.get(self._top + "byteorder")
+        member = self._zip.members.get(self.top + "byteorder")
         return b"little" if member is None or member.size > 10 else self._zip.read(member)
 
     def offset(self, of: TorchStorage) -> int:
         """Where a storage begins in the file."""
         if of.key not in self._offsets:
-            member = self._zip.members.get(f"{self._top}data/{of.key}")
+            member = self._zip.members.get(f"{self.top}data/{of.key}")
             if member is None or member.method != STORED:
                 raise self.damaged(f"the storage {of.key!r} is missing or compressed")
             if member.size < of.nbytes:

@@ -11,10 +11,12 @@ from typing import Any
 
 from unickpt.backends._files import loose_files
 from unickpt.backends._files.hugging_face import weight_map
-from unickpt.backends._files.loose_files import FoundFiles, open_kind
+from unickpt.backends._files.loose_files import FoundFiles, first_member, open_kind
 from unickpt.backends._files.torch_files import TorchFilesReader
 from unickpt.backends._files.torch_pickles import TorchFile
 from unickpt.backends._files.torch_tensors import Tensor
+from unickpt.backends._files.zip_files import ZipFile
+from unickpt.backends.torch import programs
 from unickpt.extend import Files, Reader, quoted
 
 HINTS: Collection[str] = ()
@@ -42,7 +44,17 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
 
 
 def _open_single(files: Files, name: str) -> Reader:
-    return TorchFilesReader.of_files(files, {"": TorchFile(files, name)}, "torch")
+    archive = None
+    first = first_member(files.head(name))
+    if first and not first.endswith(b"data.pkl"):
+        archive = ZipFile(files, name)
+        exported = programs.exported(archive)
+        if exported is not None:
+            return exported
+    file = TorchFile(files, name, archive=archive)
+    if file.program is not None:
+        return programs.scripted(files, file, *file.program)
+    return TorchFilesReader.of_files(files, {"": file}, "torch")
 
 
 def _open_sharded(files: Files, where: Mapping[str, str], index: str) -> Reader:

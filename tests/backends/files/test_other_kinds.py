@@ -102,16 +102,8 @@ FILES: dict[str, tuple[bytes, str, str]] = {
         zipped(**{"data": b"{}", "policy.pth": WEIGHTS, "system_info.txt": b"x"}),
         "Stable-Baselines3", "policy.pth",
     ),
-    "exported.pt2": (
-        zipped(**{"x__archive_format": b"pt2", "x__models__model.json": b"{}", "x__data__0": b""}),
-        "torch.export", "torch.save",
-    ),
     "saved_model.pb": (b"\x08\x01\x12\x00", "TensorFlow", "numpy.savez"),
 }  # fmt: skip
-FILES["program.pt"] = (
-    zipped(**{"p__data.pkl": b"\x80\x02N.", "p__constants.pkl": b"", "p__version": b"3"}),
-    "torch.jit", "state_dict()",
-)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FILES)
