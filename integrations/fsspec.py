@@ -31,6 +31,7 @@ from unickpt.extend import (
     StepFolder,
     Version,
     barrier,
+    job_group,
     on_process_0,
     quoted,
     refuse_unknown,
@@ -129,7 +130,7 @@ class MirroredCheckpointer(Checkpointer):
         """As `Checkpointer.save`; the step is copied after its commit."""
         waits = arguments.pop("wait", False)
         pending = super().save(step, tree, **arguments)
-        if self._group().index == 0:
+        if job_group(self._options.group, self._options.timeout_s).index == 0:
             # Now, so that whoever waits for the save waits for its copy.
             self._copies.add(partial(self._copy_after, pending))
         if waits:
@@ -154,7 +155,7 @@ class MirroredCheckpointer(Checkpointer):
             CheckpointCorrupt: it is damaged there; nothing appeared in `root`.
             StorageError: a storage failed.
         """
-        group = self._group()
+        group = job_group(self._options.group, self._options.timeout_s)
         found: list[int] = []
         root = self._tiers.root
 
@@ -251,7 +252,7 @@ class MirroredCheckpointer(Checkpointer):
             for step in sorted(filter(which, self._there.steps()), reverse=True):
                 self._there.remove(step)
 
-        group = self._group()
+        group = job_group(self._options.group, self._options.timeout_s)
         on_process_0(group, self._tiers.root.location, f"remove steps in {self._there}", remove)
         barrier(group)
 

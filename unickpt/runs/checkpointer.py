@@ -12,8 +12,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 from unickpt.features import SaveCall, SaveFeature
-from unickpt.frameworks.leaves import adapters
-from unickpt.frameworks.process_group import Group, current_group, within
+from unickpt.frameworks.leaves import job_group
 from unickpt.loading.loader import LoadArguments
 from unickpt.loading.report import LoadReport
 from unickpt.options import SaveOptions
@@ -163,7 +162,9 @@ class Checkpointer:
             *(self._tiers, retention, self._options, self._branch, self._queue.errors.add),
             retires=self._features.need_steps_before,
         )
-        self._removal = Removal(self._tiers, self._branch, self._housekeeping)
+        self._removal = Removal(
+            *(self._tiers, self._branch, self._housekeeping, self._features, self._queue.forget)
+        )
         self._closed = self._is_shared = False
         self._closing = threading.Lock()
         self.loaded_step: int | None = None
@@ -183,7 +184,8 @@ class Checkpointer:
             ValueError: the step is not an integer, or the processes cannot agree (see
                 `ProcessGroup`).
         """
-        return self._triggers.is_due(step_number(step), self._group(), self._saved_at)
+        group = job_group(self._options.group, self._options.timeout_s)
+        return self._triggers.is_due(step_number(step), group, self._saved_at)
 
     def preempt(self) -> None:
         """Announces that the job is about to be stopped, as SIGTERM does with
@@ -272,7 +274,7 @@ class Checkpointer:
         """What `save` requests; arguments and errors as there."""
         self._check_open()
         step = step_number(step)
-        group = self._group()
+        group = job_group(self._options.group, self._options.timeout_s)
         if self._tiers.local is not None and group.count > 1 and not self._is_shared:
             check_shared(group, self._tiers.local)
             self._is_shared = True
@@ -393,8 +395,8 @@ class Checkpointer:
         if step is None and self.loaded_step is None:
             raise ValueError("no step was loaded; give the step: drop_later_steps(step)")
         kept = step_number(self.loaded_step if step is None else step)
-        group = self._group()
-        return self._forgotten(self._removal.drop_later(kept, group, self._drain), newest=kept)
+        group = job_group(self._options.group, self._options.timeout_s)
+        return self._removal.drop_later(kept, group, self._drain)
 
     def delete(self, step: int) -> None:
         """Removes a step, even if a rule such as `keep_last` keeps it.
@@ -412,16 +414,8 @@ class Checkpointer:
             StorageError: the storage failed.
         """
         self._check_open()
-        self._removal.delete(step_number(step), self._group(), self._drain)
-        self._forgotten([step])
-
-    def _forgotten(self, removed: list[int], newest: int | None = None) -> list[int]:
-        """The steps that were removed; no later save refers to them, but to `newest`."""
-        self._features.removed(removed)
-        if self._housekeeping.recent in removed:
-            self._housekeeping.recent = newest
-            self._queue.forget()
-        return removed
+        group = job_group(self._options.group, self._options.timeout_s)
+        self._removal.delete(step_number(step), group, self._drain)
 
     # --- finding and loading -------------------------------------------------------------------
 
@@ -499,7 +493,7 @@ class Checkpointer:
             raise TypeError(f"Checkpointer.load() got an unexpected keyword argument {name!r}")
         self._removal.check_load(fallback)
         options = LoadOptions.or_default(arguments.get("options"))
-        group = self._group(options)
+        group = job_group(options.group or self._options.group, self._options.timeout_s)
         arguments["options"] = replace(options, group=group)
         step = None if step is None else step_number(step)
         given = {**arguments, "like": like, "return_report": return_report}
@@ -507,22 +501,12 @@ class Checkpointer:
         loaded, found = loader.load(step, fallback)
         if loader.path is not None:
             self._features.loaded(loaded, loader.path)
-        self._has_loaded(loaded, group)
+        self.loaded_step = loaded
+        self._queue.forget()
+        self._housekeeping.loaded(loaded, group)
         return found
 
-    def _has_loaded(self, step: int, group: Group) -> None:
-        self.loaded_step = step
-        self._housekeeping.loaded(step)
-        self._queue.forget()
-        if group.index == 0:
-            for tier in self._tiers.holders(step, self._branch)[:1]:
-                self._branch.continue_from(tier, step)
-
     # --- helpers -------------------------------------------------------------------------------
-
-    def _group(self, options: LoadOptions | None = None) -> Group:
-        given = options.group if options is not None and options.group else self._options.group
-        return within(given or current_group(adapters()), self._options.timeout_s)
 
     def _drain(self) -> None:
         self._queue.wait()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +30,7 @@ from unickpt.runs.cleaning import Cleaning, StepOrder, StepsInUse
 from unickpt.runs.lineage_notes import Lineage
 from unickpt.runs.retention import Retention
 from unickpt.runs.roles import Roles
+from unickpt.runs.run_features import RunFeatures
 from unickpt.runs.step_folder import PROBE, Branch
 from unickpt.runs.tier_copies import Copying
 from unickpt.runs.tiers import Tier, Tiers
@@ -156,9 +157,12 @@ class Housekeeping:
         """Whether a save of a step has begun and has not ended."""
         return step in self._in_use.saved
 
-    def loaded(self, step: int) -> None:
-        """Records that a step was loaded."""
+    def loaded(self, step: int, group: Group) -> None:
+        """Records that a step was loaded, by the processes of a job."""
         self._order.loaded = self.recent = step
+        if group.index == 0:
+            for tier in self._tiers.holders(step, self._branch)[:1]:
+                self._branch.continue_from(tier, step)
 
     def remove_abandoned(self) -> None:
         """See `Cleaning.remove_abandoned`."""
@@ -321,10 +325,20 @@ class Removal:
         tiers: of the run.
         branch: the steps that count.
         housekeeping: knows what is being saved, has the lease, and removes.
+        features: of the run.
+        forget: called if the step that was saved or loaded last is removed.
     """
 
-    def __init__(self, tiers: Tiers, branch: Branch, housekeeping: Housekeeping) -> None:
+    def __init__(
+        self,
+        tiers: Tiers,
+        branch: Branch,
+        housekeeping: Housekeeping,
+        features: RunFeatures,
+        forget: Callable[[], None],
+    ) -> None:
         self._tiers, self._branch, self._housekeeping = tiers, branch, housekeeping
+        self._features, self._forget = features, forget
         self._has_removed_steps_after = self._has_removed_abandoned = self._has_parted = False
 
     def drop_later(self, kept: int, group: Group, drain: Callable[[], None]) -> list[int]:
@@ -345,6 +359,7 @@ class Removal:
             self._tiers.roles.behind = []
             self._tiers.roles.set_apart(kept)
             self._has_parted = False
+        self._removed(later, newest=kept)
         return later
 
     def delete(self, step: int, group: Group, drain: Callable[[], None]) -> None:
@@ -359,6 +374,14 @@ class Removal:
         if step not in there:
             raise self._tiers.not_found(step, there)
         self._remove([step], f"remove step {step}", group)
+        self._removed([step])
+
+    def _removed(self, steps: Sequence[int], newest: int | None = None) -> None:
+        """Records that no later save refers to steps that were removed, but to `newest`."""
+        self._features.removed(steps)
+        if self._housekeeping.recent in steps:
+            self._housekeeping.recent = newest
+            self._forget()
 
     def before_save(self, group: Group) -> None:
         """Removes, before the first save, what no step of this run may come after."""
