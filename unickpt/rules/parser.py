@@ -64,15 +64,256 @@ def parse(text: str, file: str = "rules") -> list[Statement]:
         >>> parse("params/w [i o] <-> w [o i]")[0].left[0][0].name.items
         ('params/w',)
     """
-    return [_Parser(line, file).statement() for line in logical_lines(text)]
+    return [_StatementParser(line, file).statement() for line in logical_lines(text)]
 
 
-class _Parser(LineScanner):
-    """A recursive-descent parser of one logical line."""
+class _ExprParser(LineScanner):
+    """A recursive-descent parser of array expressions: names, axes, arithmetic and a dtype."""
 
     _depth = 0  # of the item that is read
 
-    # --- statements -------------------------------------------------------------------------
+    def _expr(self) -> ArrayExpr:
+        name = self._name()
+        items = self._axes() if self.take("[") else None
+        arithmetic: list[tuple[str, Operand]] = []
+        while op := self._operator():
+            if items is None:
+                raise self.fail(
+                    f"arithmetic needs axes: write `{name} [...] {op} ...`, where [...] means "
+                    "any axes",
+                    self.at - len(op),
+                )
+            arithmetic.append((op, self._operand()))
+        dtype = self._dtype() if self.word("as") else None
+        return ArrayExpr(name, items, tuple(arithmetic), dtype)
+
+    def _operator(self) -> str | None:
+        if self.sees("->") or self.sees("//"):
+            return None
+        return next((op for op in "+-*/" if self.take(op)), None)
+
+    def _operand(self) -> Operand:
+        self.skip()
+        begin = self.at
+        number = self._number()
+        value: float | str
+        value = number if number is not None else self.identifier("a number or an axis")
+        power = 1.0
+        if self.take("**"):
+            exponent = self._number()
+            if exponent is None:
+                raise self.fail("expected a number as the power")
+            power = exponent
+        if value == 0 and power < 0:
+            raise self.fail("this divides by zero", begin)
+        return Operand(value, power)
+
+    def _dtype(self) -> str:
+        name = self.identifier("a dtype, such as bfloat16")
+        try:
+            dtypes.from_name(name)
+        except TypeError:
+            raise self.fail(f"unknown dtype {name!r}", self.at - len(name)) from None
+        return name
+
+    def _integer(self) -> int | None:
+        begin = self.at
+        found = self.match(_INTEGER)
+        if found is not None and len(found) > _MOST_DIGITS:
+            raise self.fail(f"an integer has at most {_MOST_DIGITS} digits", begin)
+        return None if found is None else int(found)
+
+    def _number(self) -> float | None:
+        begin = self.at
+        negative = self.take("-")
+        found = self.match(_NUMBER)
+        if found is None:
+            self.at = begin
+            return None
+        return -float(found) if negative else float(found)
+
+    def _name(self) -> Name:
+        self.skip()
+        position, begin = self.position(), self.at
+        quoted = self.take('"')
+        items: list[str | NameCapture] = []
+        literal = _QUOTED_LITERAL if quoted else _LITERAL
+        while self.at < len(self.text):
+            found = literal.match(self.text, self.at)
+            if found:
+                self.at = found.end()
+                _add(items, re.sub(r"\\(.)", r"\1", found[0]) if quoted else found[0])
+            elif self.text.startswith(("{{", "}}"), self.at):
+                _add(items, self.text[self.at])
+                self.at += 2
+            elif self.text.startswith("{", self.at):
+                if items and not isinstance(items[-1], str):
+                    raise self.fail("two captures need text between them, such as `/`")
+                items.append(self._capture())
+            else:
+                break
+        if quoted and not self.take('"'):
+            raise self.fail("this quoted name has no closing quote", begin)
+        if not items and not quoted:
+            raise self.fail("expected a name")
+        if not quoted and any("*" in item for item in items if isinstance(item, str)):
+            raise self.fail(
+                "`*` has no meaning in a name: `{n}` matches one component, `{m...}` any number "
+                "of them; put a name that contains `*` in quotes",
+                begin,
+            )
+        return Name(tuple(items), position)
+
+    def _capture(self) -> NameCapture:
+        begin = self.at
+        self.expect("{")
+        body_end = self.text.find("}", self.at)
+        if body_end < 0:
+            raise self.fail("this capture has no closing `}`", begin)
+        body = self.text[self.at : body_end]
+        capture: NameCapture
+        if found := _ONE_OF.match(self.text, self.at):
+            self.at = found.end()
+            capture = Text(found[1], options=self._options())
+        elif "|" in body:
+            capture = self._choice()
+        elif body.strip().endswith(ELLIPSIS):
+            capture = Text(self.identifier("the name of a capture"), path=True)
+            self.expect(ELLIPSIS)
+        else:
+            capture = self._linear()
+        if not self.take("}"):
+            raise self.fail("expected `}` at the end of the capture")
+        return capture
+
+    def _choice(self) -> Enumeration:
+        begin = self.at
+        axis = self.match(IDENTIFIER)
+        if axis is None or not self.take(":"):
+            self.at, axis = begin, None
+        options = self._options()
+        return Enumeration(axis or "|".join(options), options, axis is not None)
+
+    def _options(self) -> tuple[str, ...]:
+        self.skip()
+        begin = self.at
+        options: list[str] = []
+        while not options or self.take("|"):
+            found = self.match(_OPTION)
+            if found is None:
+                raise self.fail("expected one of the names of the enumeration")
+            options.append(found)
+        if len(set(options)) < len(options):
+            raise self.fail("a name occurs twice in the enumeration", begin)
+        return tuple(options)
+
+    def _linear(self) -> Linear:
+        terms: dict[str, int] = {}
+        constant, sign = 0, 1
+        begin = self.at
+        while True:
+            number = self._integer()
+            factor = sign * (1 if number is None else number)
+            if number is None or self.take("*"):
+                axis = self.identifier("the name of a capture")
+                if number is None and self.take("*"):
+                    found = self._integer()
+                    if found is None:
+                        raise self.fail("expected a number")
+                    factor *= found
+                if axis in terms:
+                    raise self.fail(f"axis {axis!r} occurs twice in this capture", begin)
+                terms[axis] = factor
+            else:
+                constant += factor
+            if not (op := "+" if self.take("+") else "-" if self.take("-") else None):
+                break
+            sign = 1 if op == "+" else -1
+        if not terms or 0 in terms.values() or (len(terms) > 1 and min(terms.values()) < 0):
+            raise self.fail(
+                "a capture such as {6*b+j} adds multiples of axes; only one that is alone, as in "
+                "{3-j}, may be subtracted",
+                begin,
+            )
+        return Linear(tuple(terms.items()), constant)
+
+    def _axes(self) -> tuple[AxisItem, ...]:
+        items: list[AxisItem] = []
+        while not self.take("]"):
+            if self.at >= len(self.text):
+                raise self.fail("expected `]` at the end of the axes")
+            if self.sees("+"):
+                raise self.fail("write concatenated pieces in parentheses: `(q + k)`")
+            if self.sees(","):
+                raise self.fail("axes are separated by spaces, as in `[i o]`")
+            if self.sees("<") or self.sees("["):
+                raise self.fail("expected an axis, or `]` at the end of the axes")
+            items.append(self._item())
+        return tuple(items)
+
+    def _item(self) -> AxisItem:
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise self.fail(f"parentheses are nested more than {_DEEPEST} deep")
+        item = self._one_item()
+        self._depth -= 1
+        return item
+
+    def _one_item(self) -> AxisItem:
+        self.skip()
+        begin = self.at
+        if self.take("-"):
+            if self.text[begin - 1].isalnum():
+                raise self.fail(
+                    "put a space before `-`; axis names consist of letters and digits", begin
+                )
+            item = self._item()
+            if not isinstance(item, Axis):
+                raise self.fail("only an axis can be reversed", begin)
+            return Flip(item)
+        if self.take("("):
+            return self._composite()
+        if self.take(ELLIPSIS):
+            return Axis(ELLIPSIS, self.position(begin))
+        if self.sees("{"):
+            self.take("{")
+            choice = self._choice()
+            self.expect("}", " at the end of the enumeration")
+            return Axis(choice.axis, self.position(begin))
+        if self.take("_"):
+            if re.compile(r"\w").match(self.text, self.at):
+                raise self.fail("the name of an axis begins with a letter", begin)
+            return Pad(self.position(begin))
+        number = self.match(_INTEGER)
+        if number is not None:
+            if number != "1":
+                raise self.fail(
+                    "the only number that can be an axis is 1: name the axis, and give its size "
+                    f"after the rule, as in `n={number}`",
+                    begin,
+                )
+            return One()
+        return Axis(self.identifier("an axis"), self.position(begin))
+
+    def _composite(self) -> AxisGroup:
+        begin = self.at - 1
+        segments: list[list[AxisItem]] = [[]]
+        while not self.take(")"):
+            if self.at >= len(self.text) or self.sees("]"):
+                raise self.fail("this parenthesis is not closed", begin)
+            if self.take("+"):
+                segments.append([])
+            else:
+                segments[-1].append(self._item())
+        if not all(segments):
+            raise self.fail("a piece of the sum is empty", begin)
+        if any(ELLIPSIS in map(str, axes_of(segment)) for segment in segments):
+            raise self.fail("`...` cannot be in parentheses", begin)
+        return AxisGroup(tuple(map(tuple, segments)))
+
+
+class _StatementParser(_ExprParser):
+    """A parser of one logical line: a statement, with what it says of its sides."""
 
     def statement(self) -> Statement:
         begin = self.at
@@ -184,7 +425,13 @@ class _Parser(LineScanner):
                 sizes[name] = number
         return tuple(sizes.items())
 
-    # --- sides ------------------------------------------------------------------------------
+    def _quoted(self) -> str:
+        self.expect('"')
+        found = re.compile(r'(?:[^"\\]|\\.)*').match(self.text, self.at)
+        assert found is not None, "the pattern matches nothing, too"
+        self.at = found.end()
+        self.expect('"', " at the end of the quoted text")
+        return re.sub(r"\\(.)", r"\1", found[0])
 
     def _side(self) -> Side:
         begin = self.at
@@ -203,262 +450,11 @@ class _Parser(LineScanner):
         rest = self.text[self.at :]
         return not rest or rest.startswith(("<->", "where ")) or self._sees_size()
 
-    def _integer(self) -> int | None:
-        begin = self.at
-        found = self.match(_INTEGER)
-        if found is not None and len(found) > _MOST_DIGITS:
-            raise self.fail(f"an integer has at most {_MOST_DIGITS} digits", begin)
-        return None if found is None else int(found)
-
-    def _number(self) -> float | None:
-        begin = self.at
-        negative = self.take("-")
-        found = self.match(_NUMBER)
-        if found is None:
-            self.at = begin
-            return None
-        return -float(found) if negative else float(found)
-
     def _term(self) -> Term:
         exprs = [self._expr()]
         while not self._sees_size() and not self.sees("=>") and self.take("="):
             exprs.append(self._expr())
         return tuple(exprs)
-
-    def _expr(self) -> ArrayExpr:
-        name = self._name()
-        items = self._axes() if self.take("[") else None
-        arithmetic: list[tuple[str, Operand]] = []
-        while op := self._operator():
-            if items is None:
-                raise self.fail(
-                    f"arithmetic needs axes: write `{name} [...] {op} ...`, where [...] means "
-                    "any axes",
-                    self.at - len(op),
-                )
-            arithmetic.append((op, self._operand()))
-        dtype = self._dtype() if self.word("as") else None
-        return ArrayExpr(name, items, tuple(arithmetic), dtype)
-
-    def _operator(self) -> str | None:
-        if self.sees("->") or self.sees("//"):
-            return None
-        return next((op for op in "+-*/" if self.take(op)), None)
-
-    def _operand(self) -> Operand:
-        self.skip()
-        begin = self.at
-        number = self._number()
-        value: float | str
-        value = number if number is not None else self.identifier("a number or an axis")
-        power = 1.0
-        if self.take("**"):
-            exponent = self._number()
-            if exponent is None:
-                raise self.fail("expected a number as the power")
-            power = exponent
-        if value == 0 and power < 0:
-            raise self.fail("this divides by zero", begin)
-        return Operand(value, power)
-
-    def _dtype(self) -> str:
-        name = self.identifier("a dtype, such as bfloat16")
-        try:
-            dtypes.from_name(name)
-        except TypeError:
-            raise self.fail(f"unknown dtype {name!r}", self.at - len(name)) from None
-        return name
-
-    # --- names ------------------------------------------------------------------------------
-
-    def _quoted(self) -> str:
-        self.expect('"')
-        found = re.compile(r'(?:[^"\\]|\\.)*').match(self.text, self.at)
-        assert found is not None, "the pattern matches nothing, too"
-        self.at = found.end()
-        self.expect('"', " at the end of the quoted text")
-        return re.sub(r"\\(.)", r"\1", found[0])
-
-    def _name(self) -> Name:
-        self.skip()
-        position, begin = self.position(), self.at
-        quoted = self.take('"')
-        items: list[str | NameCapture] = []
-        literal = _QUOTED_LITERAL if quoted else _LITERAL
-        while self.at < len(self.text):
-            found = literal.match(self.text, self.at)
-            if found:
-                self.at = found.end()
-                _add(items, re.sub(r"\\(.)", r"\1", found[0]) if quoted else found[0])
-            elif self.text.startswith(("{{", "}}"), self.at):
-                _add(items, self.text[self.at])
-                self.at += 2
-            elif self.text.startswith("{", self.at):
-                if items and not isinstance(items[-1], str):
-                    raise self.fail("two captures need text between them, such as `/`")
-                items.append(self._capture())
-            else:
-                break
-        if quoted and not self.take('"'):
-            raise self.fail("this quoted name has no closing quote", begin)
-        if not items and not quoted:
-            raise self.fail("expected a name")
-        if not quoted and any("*" in item for item in items if isinstance(item, str)):
-            raise self.fail(
-                "`*` has no meaning in a name: `{n}` matches one component, `{m...}` any number "
-                "of them; put a name that contains `*` in quotes",
-                begin,
-            )
-        return Name(tuple(items), position)
-
-    def _capture(self) -> NameCapture:
-        begin = self.at
-        self.expect("{")
-        body_end = self.text.find("}", self.at)
-        if body_end < 0:
-            raise self.fail("this capture has no closing `}`", begin)
-        body = self.text[self.at : body_end]
-        capture: NameCapture
-        if found := _ONE_OF.match(self.text, self.at):
-            self.at = found.end()
-            capture = Text(found[1], options=self._options())
-        elif "|" in body:
-            capture = self._choice()
-        elif body.strip().endswith(ELLIPSIS):
-            capture = Text(self.identifier("the name of a capture"), path=True)
-            self.expect(ELLIPSIS)
-        else:
-            capture = self._linear()
-        if not self.take("}"):
-            raise self.fail("expected `}` at the end of the capture")
-        return capture
-
-    def _choice(self) -> Enumeration:
-        begin = self.at
-        axis = self.match(IDENTIFIER)
-        if axis is None or not self.take(":"):
-            self.at, axis = begin, None
-        options = self._options()
-        return Enumeration(axis or "|".join(options), options, axis is not None)
-
-    def _options(self) -> tuple[str, ...]:
-        self.skip()
-        begin = self.at
-        options: list[str] = []
-        while not options or self.take("|"):
-            found = self.match(_OPTION)
-            if found is None:
-                raise self.fail("expected one of the names of the enumeration")
-            options.append(found)
-        if len(set(options)) < len(options):
-            raise self.fail("a name occurs twice in the enumeration", begin)
-        return tuple(options)
-
-    def _linear(self) -> Linear:
-        terms: dict[str, int] = {}
-        constant, sign = 0, 1
-        begin = self.at
-        while True:
-            number = self._integer()
-            factor = sign * (1 if number is None else number)
-            if number is None or self.take("*"):
-                axis = self.identifier("the name of a capture")
-                if number is None and self.take("*"):
-                    found = self._integer()
-                    if found is None:
-                        raise self.fail("expected a number")
-                    factor *= found
-                if axis in terms:
-                    raise self.fail(f"axis {axis!r} occurs twice in this capture", begin)
-                terms[axis] = factor
-            else:
-                constant += factor
-            if not (op := "+" if self.take("+") else "-" if self.take("-") else None):
-                break
-            sign = 1 if op == "+" else -1
-        if not terms or 0 in terms.values() or (len(terms) > 1 and min(terms.values()) < 0):
-            raise self.fail(
-                "a capture such as {6*b+j} adds multiples of axes; only one that is alone, as in "
-                "{3-j}, may be subtracted",
-                begin,
-            )
-        return Linear(tuple(terms.items()), constant)
-
-    # --- axes -------------------------------------------------------------------------------
-
-    def _axes(self) -> tuple[AxisItem, ...]:
-        items: list[AxisItem] = []
-        while not self.take("]"):
-            if self.at >= len(self.text):
-                raise self.fail("expected `]` at the end of the axes")
-            if self.sees("+"):
-                raise self.fail("write concatenated pieces in parentheses: `(q + k)`")
-            if self.sees(","):
-                raise self.fail("axes are separated by spaces, as in `[i o]`")
-            if self.sees("<") or self.sees("["):
-                raise self.fail("expected an axis, or `]` at the end of the axes")
-            items.append(self._item())
-        return tuple(items)
-
-    def _item(self) -> AxisItem:
-        self._depth += 1
-        if self._depth > _DEEPEST:
-            raise self.fail(f"parentheses are nested more than {_DEEPEST} deep")
-        item = self._one_item()
-        self._depth -= 1
-        return item
-
-    def _one_item(self) -> AxisItem:
-        self.skip()
-        begin = self.at
-        if self.take("-"):
-            if self.text[begin - 1].isalnum():
-                raise self.fail(
-                    "put a space before `-`; axis names consist of letters and digits", begin
-                )
-            item = self._item()
-            if not isinstance(item, Axis):
-                raise self.fail("only an axis can be reversed", begin)
-            return Flip(item)
-        if self.take("("):
-            return self._composite()
-        if self.take(ELLIPSIS):
-            return Axis(ELLIPSIS, self.position(begin))
-        if self.sees("{"):
-            self.take("{")
-            choice = self._choice()
-            self.expect("}", " at the end of the enumeration")
-            return Axis(choice.axis, self.position(begin))
-        if self.take("_"):
-            if re.compile(r"\w").match(self.text, self.at):
-                raise self.fail("the name of an axis begins with a letter", begin)
-            return Pad(self.position(begin))
-        number = self.match(_INTEGER)
-        if number is not None:
-            if number != "1":
-                raise self.fail(
-                    "the only number that can be an axis is 1: name the axis, and give its size "
-                    f"after the rule, as in `n={number}`",
-                    begin,
-                )
-            return One()
-        return Axis(self.identifier("an axis"), self.position(begin))
-
-    def _composite(self) -> AxisGroup:
-        begin = self.at - 1
-        segments: list[list[AxisItem]] = [[]]
-        while not self.take(")"):
-            if self.at >= len(self.text) or self.sees("]"):
-                raise self.fail("this parenthesis is not closed", begin)
-            if self.take("+"):
-                segments.append([])
-            else:
-                segments[-1].append(self._item())
-        if not all(segments):
-            raise self.fail("a piece of the sum is empty", begin)
-        if any(ELLIPSIS in map(str, axes_of(segment)) for segment in segments):
-            raise self.fail("`...` cannot be in parentheses", begin)
-        return AxisGroup(tuple(map(tuple, segments)))
 
 
 def _add(items: list[str | NameCapture], text: str) -> None:

@@ -75,14 +75,10 @@ def offers(rules: CompiledRules, stored: StoredLeaves, want: Mapping[str, Fact])
     """
     sized = _RulePlanner(rules, stored, want, False)
     sized.resolved([rule for rule in rules.rules if not rule.lifted])
-    planner = _RulePlanner(rules, stored, None, False, sized.sizes)
-    found = planner.resolved(rules.rules)
-    plan = RulePlan()
-    for family in found:
-        if family.reason is None:
-            planner.try_to_make(family, plan)
-    planner.share(found, plan)
-    return plan.made
+    found = _RulePlanner(rules, stored, None, False, sized.sizes).resolved(rules.rules)
+    maker = _ArrayMaker(rules, stored, LeafNames(stored.facts), None, Conflicts())
+    maker.make([family for family in found if family.reason is None])
+    return maker.plan.made
 
 
 StoredBlocks = Mapping[frozenset[str], tuple[CompiledExpr, axes.SegmentChoice]]
@@ -107,20 +103,17 @@ class _RulePlanner:
         self.sizes = dict(sizes or {})  # of families of parameters, which their slots have too
         self._have = LeafNames(stored.facts)
         self._want = None if want is None else LeafNames(want)
-        self._problems: list[Problem] = []
-        self._claims = Conflicts()
 
     def make_plan(self, where: str) -> RulePlan:
         """See `make_plan`."""
         found = self.resolved(self._rules.rules)
         valid = self._applicable(found)
-        self._claims.settle(valid, self._have, self._want)
-        plan = RulePlan()
-        for family in valid:
-            self.try_to_make(family, plan)
-        self.share(valid, plan)
-        clashes = self._claims.problems(self._want is not None)
-        problems = [*map(Problem, clashes), *self._problems]
+        conflicts = Conflicts()
+        conflicts.settle(valid, self._have, self._want)
+        maker = _ArrayMaker(self._rules, self._stored, self._have, self._want, conflicts)
+        maker.make(valid)
+        plan, clashes = maker.plan, conflicts.problems(self._want is not None)
+        problems = [*map(Problem, clashes), *maker.problems]
         unused, unmade = self._left_over(plan, valid)
         kept = explain.misshapen(found, unused, unmade) if self._keep_misfits else []
         for family in kept:
@@ -228,52 +221,90 @@ class _RulePlanner:
             sizes |= self._stored.sizes.get(name, {})
         return sizes
 
-    # --- what is made of what -----------------------------------------------------------------
 
-    def try_to_make(self, family: Family, plan: RulePlan) -> None:
+class _ArrayMaker:
+    """Works out what arrays are made of, and adds it to a plan.
+
+    Arguments:
+        rules: turned so that their left side is what is stored.
+        stored: what is stored.
+        have: its names.
+        want: what is asked for, if not rules alone decide.
+        conflicts: the names that several rules claim.
+    """
+
+    def __init__(
+        self,
+        rules: CompiledRules,
+        stored: StoredLeaves,
+        have: LeafNames,
+        want: LeafNames | None,
+        conflicts: Conflicts,
+    ) -> None:
+        self._rules, self._stored, self._conflicts = rules, stored, conflicts
+        self._have, self._want = have, want
+        self.plan = RulePlan()
+        self.problems: list[Problem] = []
+
+    def make(self, valid: Sequence[Family]) -> None:
+        """Adds what rules make of families to which they apply, and the values that one side has
+        once and the other once per parameter."""
+        for family in valid:
+            self._make_of(family)
+        for lift in self._rules.shared:
+            have, want = shared_names(lift, valid, self._have, self._want)
+            if not have:
+                continue
+            self._conflicts.add(have, want, str(lift))
+            first = have[0]
+            self.plan.checks += [Same(first, other, str(lift)) for other in have[1:]]
+            for name in want:
+                self.plan.made.setdefault(name, self._copy_of(first, name, lift))
+
+    def _make_of(self, family: Family) -> None:
         """Adds what a rule makes of one family."""
         rule = family.rule
         try:
             if isinstance(rule.right, Nothing):
-                self._drop(family, rule.right, plan)
+                self._drop(family, rule.right)
             elif isinstance(rule.left, Nothing):
-                self._make_constants(family, rule.left, plan)
+                self._make_constants(family, rule.left)
             elif rule.function is not None:
-                self._apply_function(family, plan)
+                self._apply_function(family)
             else:
-                self._make(family, plan)
+                self._make(family)
         except (Unfit, RuleError) as error:
-            self._problems.append(explain.fault(rule, error))
+            self.problems.append(explain.fault(rule, error))
 
-    def _drop(self, family: Family, nothing: Nothing, plan: RulePlan) -> None:
+    def _drop(self, family: Family, nothing: Nothing) -> None:
         for expr in exprs_of(family.rule.left):
             for _, name in family.grid(expr):
                 if name not in self._stored.facts:
                     continue
-                plan.dropped[name] = str(family.rule)
+                self.plan.dropped[name] = str(family.rule)
                 if not nothing.unchecked:
                     assert nothing.value is not None, "only `drop` has no value"
                     _check_constant(nothing.value, name, self._stored.facts[name])
-                    plan.checks.append(Constant(name, nothing.value, str(family.rule)))
+                    self.plan.checks.append(Constant(name, nothing.value, str(family.rule)))
 
-    def _make_constants(self, family: Family, nothing: Nothing, plan: RulePlan) -> None:
+    def _make_constants(self, family: Family, nothing: Nothing) -> None:
         for expr in exprs_of(family.rule.right):
             items = family.items(expr)
             for _, name in family.grid(expr):
                 if not self._is_wanted(name):
                     continue
                 if nothing.value is None:
-                    plan.kept.add(name)
+                    self.plan.kept.add(name)
                     continue
                 shape = tuple(axes.size_of(item, family.sizes) or 0 for item in items)
                 asked = None if self._want is None else self._want.facts[name].dtype
                 fact = Fact(shape, expr.dtype or asked or "float32")
                 fill = Fill(shape, whole_dims(shape), nothing.value)
                 # What a second rule makes is a conflict, which is known.
-                plan.made.setdefault(name, Made(name, fact, str(family.rule), fills=(fill,)))
+                self.plan.made.setdefault(name, Made(name, fact, str(family.rule), fills=(fill,)))
                 _check_constant(nothing.value, name, fact)
 
-    def _apply_function(self, family: Family, plan: RulePlan) -> None:
+    def _apply_function(self, family: Family) -> None:
         rule = family.rule
         function = self._rules.functions[rule.function or ""]
         (expr,) = exprs_of(rule.right)
@@ -296,7 +327,7 @@ class _RulePlanner:
                 )
             fact = Fact(shape, expr.dtype or inputs[0].fact.dtype)
             made = Made(name, fact, str(rule), function=function, inputs=tuple(inputs), exact=False)
-            plan.made.setdefault(name, made)
+            self.plan.made.setdefault(name, made)
 
     def _as_it_is(self, name: str) -> Made:
         """A stored array."""
@@ -304,17 +335,17 @@ class _RulePlanner:
         dims = whole_dims(fact.shape)
         return Made(name, fact, "", (MappedSource(self._entry(name), fact.shape, dims, dims),))
 
-    def _make(self, family: Family, plan: RulePlan) -> None:
+    def _make(self, family: Family) -> None:
         rule = family.rule
         assert not isinstance(rule.left, Nothing)
         assert not isinstance(rule.right, Nothing)
         blocks = dict(family.blocks([term[0] for term in rule.left]))
         for term in rule.left:
             for expr in term[1:]:
-                self._check_same(family, term[0], expr, plan)
+                self._check_same(family, term[0], expr)
         for term in rule.right:
             for at, _ in family.grid(term[0]):
-                self._make_term(family, term, at, blocks, plan)
+                self._make_term(family, term, at, blocks)
 
     def _make_term(
         self,
@@ -322,7 +353,6 @@ class _RulePlanner:
         term: Sequence[CompiledExpr],
         at: dict[str, int],
         blocks: StoredBlocks,
-        plan: RulePlan,
     ) -> None:
         """Adds an array under all of its names; those of the same form are one array."""
         first: dict[tuple[Any, ...], str] = {}
@@ -330,29 +360,27 @@ class _RulePlanner:
             term = term[:1]  # an optimizer has one state of a tied parameter
         for expr in term:
             name = expr.pattern.format(family.texts, at)
-            if not self._is_wanted(name) or self._claims.is_left(name, family):
+            if not self._is_wanted(name) or self._conflicts.is_left(name, family):
                 continue
             other = first.setdefault(expr.form, name)
             if other == name:
-                plan.made.setdefault(name, self._make_one(family, expr, at, name, blocks))
+                self.plan.made.setdefault(name, self._make_one(family, expr, at, name, blocks))
             else:
-                plan.aliases[name] = other
+                self.plan.aliases[name] = other
 
     def _is_wanted(self, name: str) -> bool:
         return self._want is None or name in self._want.facts
 
-    def _check_same(
-        self, family: Family, first: CompiledExpr, other: CompiledExpr, plan: RulePlan
-    ) -> None:
+    def _check_same(self, family: Family, first: CompiledExpr, other: CompiledExpr) -> None:
         for at, name in family.grid(first):
             copy = other.pattern.format(family.texts, at)
-            if copy not in self._stored.facts or self._claims.is_left(copy, family):
+            if copy not in self._stored.facts or self._conflicts.is_left(copy, family):
                 continue
             made = None
             if other.form != first.form:
                 blocks = dict(family.blocks([first]))
                 made = self._make_one(family, other, at, copy, blocks)
-            plan.checks.append(Same(name, copy, str(family.rule), made))
+            self.plan.checks.append(Same(name, copy, str(family.rule), made))
 
     def _make_one(
         self,
@@ -376,7 +404,7 @@ class _RulePlanner:
         facts = [self._stored.facts[origin] for origin in origins]
         plain = [origin for origin in origins if origin not in self._stored.entries]
         if plain:
-            return self._carry(rule, expr, name, plain[-1], facts)
+            return _carry(rule, expr, name, plain[-1], facts)
         have = sorted({fact.dtype for fact in facts})
         if len(have) > 1 and expr.dtype is None:
             raise Unfit(
@@ -408,64 +436,21 @@ class _RulePlanner:
         for choice in axes.choices(items):
             own = [axis.name for axis in axes.block_axes(items, choice)]
             if any(map(axes.is_pad, own)):
-                fills.append(self._pad(family, items, choice, own))
+                fills.append(_pad(family, items, choice, own))
                 continue
             block, block_choice = blocks[frozenset(own) | expr.pattern.axes]
-            for origin, there in self._origins(family, block, at):
+            for origin, there in _origins(family, block, at):
                 origins.append(origin)
                 if origin in self._stored.entries:
                     entry, stored = self._entry(origin), (block, block_choice, there)
                     sources.append(family.mapped(entry, stored, (expr, choice, at)))
         return origins, sources, fills
 
-    def _origins(
-        self, family: Family, source: CompiledExpr, at: Mapping[str, int]
-    ) -> Iterator[tuple[str, dict[str, int]]]:
-        """The stored arrays of an expression that agree with the indices in the made name."""
-        names = sorted(source.pattern.axes)
-        ranges = [
-            range(at[axis], at[axis] + 1) if axis in at else range(family.sizes[axis])
-            for axis in names
-        ]
-        for indices in itertools.product(*ranges):
-            there = dict(zip(names, indices, strict=True))
-            yield source.pattern.format(family.texts, there), there
-
-    def _pad(
-        self, family: Family, items: Sequence[AxisItem], choice: axes.SegmentChoice, own: list[str]
-    ) -> Fill:
-        numbers = {axis: number for number, axis in enumerate(own)}
-        extents = tuple(family.sizes[axis] for axis in own)
-        return Fill(extents, axes.dims_of(items, choice, family.sizes, numbers, {}), 0)
-
-    def _carry(
-        self, rule: Rule, expr: CompiledExpr, name: str, source: str, facts: Sequence[Fact]
-    ) -> Made:
-        if len(facts) > 1 or expr.arithmetic or any(v.arithmetic for v in rule.exprs):
-            raise Unfit(f"{source!r} is {facts[0]}, which can only be copied as it is")
-        dtype = expr.dtype or facts[0].dtype
-        return Made(name, Fact((), dtype, facts[0].kind), str(rule), carried=source)
-
     def _entry(self, name: str) -> ArrayEntry:
         entry = self._stored.entries.get(name)
         if entry is None:
             raise Unfit(f"{name!r} is {self._stored.facts[name]}, not an array")
         return entry
-
-    # --- values shared by all parameters ------------------------------------------------------
-
-    def share(self, found: Sequence[Family], plan: RulePlan) -> None:
-        """Adds values that one side has once and the other once per parameter."""
-        valid = [family for family in found if family.reason is None]
-        for lift in self._rules.shared:
-            have, want = shared_names(lift, valid, self._have, self._want)
-            if not have:
-                continue
-            self._claims.add(have, want, str(lift))
-            first = have[0]
-            plan.checks += [Same(first, other, str(lift)) for other in have[1:]]
-            for name in want:
-                plan.made.setdefault(name, self._copy_of(first, name, lift))
 
     def _copy_of(self, source: str, name: str, lift: SharedState) -> Made:
         fact = self._stored.facts[source]
@@ -474,6 +459,34 @@ class _RulePlanner:
             return Made(name, Fact((), dtype, fact.kind), str(lift), carried=source)
         sources = self._as_it_is(source).sources
         return Made(name, Fact(fact.shape, dtype), str(lift), sources)
+
+
+def _origins(
+    family: Family, source: CompiledExpr, at: Mapping[str, int]
+) -> Iterator[tuple[str, dict[str, int]]]:
+    """The stored arrays of an expression that agree with the indices in the made name."""
+    names = sorted(source.pattern.axes)
+    ranges = [
+        range(at[axis], at[axis] + 1) if axis in at else range(family.sizes[axis]) for axis in names
+    ]
+    for indices in itertools.product(*ranges):
+        there = dict(zip(names, indices, strict=True))
+        yield source.pattern.format(family.texts, there), there
+
+
+def _pad(
+    family: Family, items: Sequence[AxisItem], choice: axes.SegmentChoice, own: list[str]
+) -> Fill:
+    numbers = {axis: number for number, axis in enumerate(own)}
+    extents = tuple(family.sizes[axis] for axis in own)
+    return Fill(extents, axes.dims_of(items, choice, family.sizes, numbers, {}), 0)
+
+
+def _carry(rule: Rule, expr: CompiledExpr, name: str, source: str, facts: Sequence[Fact]) -> Made:
+    if len(facts) > 1 or expr.arithmetic or any(v.arithmetic for v in rule.exprs):
+        raise Unfit(f"{source!r} is {facts[0]}, which can only be copied as it is")
+    dtype = expr.dtype or facts[0].dtype
+    return Made(name, Fact((), dtype, facts[0].kind), str(rule), carried=source)
 
 
 def _leave_alone(
