@@ -58,25 +58,9 @@ def same(found: Any, expected: np.ndarray) -> bool:
     return bool(found.dtype == expected.dtype and found.tobytes() == expected.tobytes())
 
 
-class ReaderSuite:
-    """Tests of one format: a class that derives from this one in a test module inherits them.
-
-    The derived class says how a checkpoint of its format is written and damaged, by `write` and
-    `damage`; and, where that differs, by what names its arrays are known (`name`), what it can hold
-    (`values`), and how it comes to be known while a test runs (`registered`).
-
-    Example:
-        >>> import numpy as np
-        >>> from unickpt.testing import ReaderSuite
-        >>> class TestNumpyFiles(ReaderSuite):
-        ...     values = {}
-        ...     has_digests = False
-        ...     def write(self, path, arrays, values):
-        ...         np.savez(path, **arrays)
-        ...         path.with_suffix(".npz").rename(path)
-        ...     def damage(self, path, name):
-        ...         path.write_bytes(path.read_bytes()[:-1000])
-    """
+class FormatCase:
+    """A format that is tested: how a checkpoint of it is written and damaged, and what of it is
+    known."""
 
     values: Mapping[str, Any] = {"step": 7, "name": "run"}
     """The plain values that the format can hold; empty if none."""
@@ -132,7 +116,9 @@ class ReaderSuite:
         with self.registered():
             yield tmp_path / "c"
 
-    # --- opening --------------------------------------------------------------------------------
+
+class OpeningSuite(FormatCase):
+    """Tests of what is there once a checkpoint is opened."""
 
     def test_names_shapes_dtypes_and_values(self, path: Path) -> None:
         opened = unickpt.open(path)
@@ -154,7 +140,9 @@ class ReaderSuite:
         with pytest.raises(CheckpointNotFound):
             unickpt.open(path.parent / "other")
 
-    # --- loading --------------------------------------------------------------------------------
+
+class LoadingSuite(FormatCase):
+    """Tests of loading: into what, onto what, through what."""
 
     def test_load_as_stored(self, path: Path) -> None:
         found = unickpt.load(path)
@@ -249,7 +237,9 @@ class ReaderSuite:
         with pytest.raises(LoadMismatch, match=re.escape(self.w)):
             unickpt.load(path, like, strict=False)
 
-    # --- tools ----------------------------------------------------------------------------------
+
+class ToolSuite(FormatCase):
+    """Tests of the tools, and of damage."""
 
     def test_convert_and_diff(self, path: Path, tmp_path: Path) -> None:
         unickpt.convert(path, tmp_path / "own")
@@ -305,3 +295,25 @@ class ReaderSuite:
         report = unickpt.verify(path)
         assert not report.ok
         assert self.w in str(report.damage[0])
+
+
+class ReaderSuite(OpeningSuite, LoadingSuite, ToolSuite):
+    """Tests of one format: a class that derives from this one in a test module inherits them.
+
+    The derived class says what `FormatCase` asks: how a checkpoint of its format is written and
+    damaged (`write`, `damage`); and, where that differs, by what names its arrays are known
+    (`name`), what it can hold (`values`), and how it comes to be known while a test runs
+    (`registered`).
+
+    Example:
+        >>> import numpy as np
+        >>> from unickpt.testing import ReaderSuite
+        >>> class TestNumpyFiles(ReaderSuite):
+        ...     values = {}
+        ...     has_digests = False
+        ...     def write(self, path, arrays, values):
+        ...         np.savez(path, **arrays)
+        ...         path.with_suffix(".npz").rename(path)
+        ...     def damage(self, path, name):
+        ...         path.write_bytes(path.read_bytes()[:-1000])
+    """
