@@ -414,7 +414,7 @@ def _refusal_instead(
         return _refusal_of(files, files.single)
     if isinstance(error.__cause__, ImportError):
         return None  # the format knows the file, and says which library it needs
-    for name in sorted({*files.looked_at, *files.here})[:_MOST_FILES]:
+    for name in sorted({*files.heads, *files.here})[:_MOST_FILES]:
         if name in str(error):
             kinds = KINDS if _WEIGHTS.fullmatch(name) else DOWNLOADS
             found = _refusal_of(files, name, kinds)

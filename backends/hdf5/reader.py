@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from unickpt.backends._files import loose_files
+from unickpt.backends._files.hugging_face import decoded
 from unickpt.backends._files.loose_files import FoundFiles, open_kind
 from unickpt.backends._files.zip_files import DEFLATED, STORED, Member, ZipFile
 from unickpt.backends.hdf5.chunks import HDF5Chunk, HDF5Storage, storage
@@ -571,7 +572,7 @@ class _Index(msgspec.Struct):
 
 def _groups(files: Files, index: str) -> Mapping[str, Sequence[str]]:
     """The files of each group, by its path."""
-    found = files.decoded(index, _Index, _MOST_INDEX).weight_map
+    found = decoded(files, index, _Index, _MOST_INDEX).weight_map
     groups = {name.strip("/"): of for name, of in found.items()}
     for name in {name for of in groups.values() for name in of}:
         if "/" in name or index_of(name) != index:

@@ -211,7 +211,7 @@ class RangeReader(Reader):
         """The bytes in which the boxes are, each once; with arrays that are stored otherwise, all
         files that could hold them."""
         with reading(self.location):
-            others = self._files.total({*self._files.here, *self._files.looked_at})
+            others = self._files.total({*self._files.here, *self._files.heads})
         if others is None and self.index.arrays.keys() - self._boxes.keys():
             return None
         ranges = [

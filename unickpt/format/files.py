@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from typing import TypeVar
-
-import msgspec
 
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.format.crc32 import ChecksummedRanges, Parts, Range
@@ -19,7 +16,6 @@ from unickpt.storage.kvstore import KvStore
 from unickpt.storage.locations import Location, folders_with
 from unickpt.storage.ocdbt import MANIFEST
 
-T = TypeVar("T")
 _MOST = 1 << 62  # bytes of a file
 _HEAD, _MOST_TEXT = 512, 1000
 _AT_ONCE = 16 << 20
@@ -44,7 +40,8 @@ class Files:
         self.single = name if is_file else None
         """The name of the file that the location is; None for a folder."""
         self._above = f"{above}/"
-        self._heads: dict[str, bytes] = {}
+        self.heads: dict[str, bytes] = {}
+        """What `head` has returned, by file."""
         self.summed = ChecksummedRanges()
         """The ranges of the files that have a checksum; whoever parses a file adds them."""
         self._inside = {self.single}
@@ -126,26 +123,18 @@ class Files:
         found = folders_with(self.location, MANIFEST, paths.context())
         return sorted(name for name in found if name != ".")
 
-    @property
-    def looked_at(self) -> Collection[str]:
-        """The files of which `head` was asked."""
-        return self._heads
-
     def head(self, file: str) -> bytes:
         """The first bytes of a file, enough to tell its format; all if it is short. Raises as
         `read`."""
-        if file not in self._heads:
-            self._heads[file] = self._first(file)
-        return self._heads[file]
-
-    def _first(self, file: str) -> bytes:
-        size = self.size(file)
-        if size is not None:
-            return self.read(file, 0, min(size, _HEAD))
-        try:
-            return self.read(file, 0, _HEAD)
-        except Damaged:  # it is shorter
-            return self.whole(file)
+        if file not in self.heads:
+            size = self.size(file)
+            try:
+                self.heads[file] = self.read(file, 0, _HEAD if size is None else min(size, _HEAD))
+            except Damaged:
+                if size is not None:
+                    raise
+                self.heads[file] = self.whole(file)  # it is shorter
+        return self.heads[file]
 
     def size(self, file: str) -> int | None:
         """The size of a file in bytes; None if the storage does not tell it.
@@ -223,21 +212,6 @@ class Files:
                 return self._fetch(file, slice(0, None))  # it is shorter
         size = self.size(file) or 0
         return self.read(file, max(0, size - most), min(most, size))
-
-    def decoded(self, file: str, kind: type[T], most: int) -> T:
-        """What a file of JSON says, of at most so many bytes.
-
-        Raises:
-            CheckpointCorrupt: it is damaged, too large, or not of the kind.
-            Failed: the storage failed.
-        """
-        data = self.tail(file, most + 1)
-        if len(data) > most:
-            raise self.damaged(f"{file} has more than {most} bytes, too many")
-        try:
-            return msgspec.json.decode(data, type=kind)
-        except (ValueError, RecursionError) as error:
-            raise self.damaged(f"{file} is damaged: {error}") from error
 
     def read_into(self, file: str, offset: int, out: memoryview) -> None:
         """Reads bytes of a file into memory. Raises as `read`."""

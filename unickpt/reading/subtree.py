@@ -42,67 +42,16 @@ class Subtree(Reader):
             whole, under = whole.whole, whole.under + under
         self.under = under if under.endswith((".", "/")) else f"{under}/"
         self.whole: Reader = whole
-        index = whole.index
         self.format, self.version, self.location = whole.format, whole.version, whole.location
         self.lacks, self.most_per_byte, self.beside = whole.lacks, whole.most_per_byte, whole.beside
-        self.blocks = self._inner(whole.blocks)
+        self.blocks = _inner(whole.blocks, self.under)
         self.has_wide_checksums = whole.has_wide_checksums
-        if not any(self._is_in(name) for name in index.names):
+        if not any(_is_in(name, self.under) for name in whole.index.names):
             raise LoadMismatch(_nothing(whole, under))
-        self._stored: dict[str, ArrayEntry] = {}
-        self.index = self._index(index)
-
-    def _is_in(self, name: str) -> bool:
-        return name.startswith(self.under) or f"{name}/" == self.under
-
-    def _inner(self, of: Mapping[str, T]) -> dict[str, T]:
-        """What is known by name of the leaves in the part, by their new names."""
-        return {name[len(self.under) :]: x for name, x in of.items() if self._is_in(name)}
-
-    def _index(self, index: Index) -> Index:
-        arrays: dict[str, ArrayEntry] = {}
-        aliases: dict[str, str] = {}
-        first: dict[str, str] = {}  # names in the part, by the stored names of their arrays
-        for name, entry in self._inner(index.entries).items():
-            if first.setdefault(entry.name, name) == name:
-                self._stored[name] = entry
-                arrays[name] = replace(entry, name=name)
-            else:
-                aliases[name] = first[entry.name]
-        values, per_process = self._inner(index.values), self._inner(index.per_process)
-        return replace(
-            index,
-            tree=self._structure([*arrays, *aliases, *values, *per_process]),
-            arrays=arrays,
-            aliases=aliases,
-            values=values,
-            per_process=per_process,
-            metadata=self._metadata(index.metadata),
-            chunks=sum(map(chunk_grid.chunk_count, arrays.values())),
-        )
-
-    def _structure(self, names: Iterable[str]) -> Any:
-        if self.whole.index.tree is not None:
-            try:
-                found = _below(tree_json.from_json(self.whole.index.tree), self.under)
-            except tree_json.BadTree as error:
-                raise CheckpointCorrupt(f"{self.location}: {error}") from None
-            if found is not None:
-                return tree_json.to_json(found)
-        return tree_json.to_json(tree_json.from_names(names))
-
-    def _metadata(self, metadata: Mapping[str, Any]) -> Mapping[str, Any]:
-        """With the names of this part in the record of a conversion, without what is only said of
-        the tree as a whole."""
-        metadata = {key: of for key, of in metadata.items() if key not in OF_THE_WHOLE}
-        own = metadata.get(RESERVED)
-        if not isinstance(own, dict) or not isinstance(own.get(CONVERSION), dict):
-            return metadata
-        part = {
-            key: self._inner(of) if key != "conventions" and isinstance(of, dict) else of
-            for key, of in own[CONVERSION].items()
-        }
-        return {**metadata, RESERVED: {**own, CONVERSION: part}}
+        try:
+            self.index, self._stored = _part_of(whole.index, self.under)
+        except tree_json.BadTree as error:
+            raise CheckpointCorrupt(f"{self.location}: {error}") from None
 
     def _request(self, request: Request) -> Request:
         return request._replace(
@@ -136,7 +85,7 @@ class Subtree(Reader):
 
     def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[StoredValue, ...]:
         stored = self.whole.index.per_process
-        return self.whole.per_process(self._inner({n: n for n in stored})[name], of)
+        return self.whole.per_process(_inner({n: n for n in stored}, self.under)[name], of)
 
     def damaged(self, reason: str) -> Exception:
         return self.whole.damaged(f"under {self.under!r}, {reason}")
@@ -163,6 +112,63 @@ class Subtree(Reader):
 
     def open_part(self, entry: ArrayEntry, part: Part) -> ts.TensorStore:
         return self.whole.open_part(self._stored[entry.name], self._part(entry, part))
+
+
+def _is_in(name: str, under: str) -> bool:
+    return name.startswith(under) or f"{name}/" == under
+
+
+def _inner(of: Mapping[str, T], under: str) -> dict[str, T]:
+    """What is known by name of the leaves in a part, by their new names."""
+    return {name[len(under) :]: x for name, x in of.items() if _is_in(name, under)}
+
+
+def _part_of(index: Index, under: str) -> tuple[Index, dict[str, ArrayEntry]]:
+    """The index of a part, and by the names in it the stored arrays.
+
+    Raises:
+        BadTree: the tree of the index is invalid.
+    """
+    stored: dict[str, ArrayEntry] = {}
+    aliases: dict[str, str] = {}
+    first: dict[str, str] = {}  # names in the part, by the stored names of their arrays
+    for name, entry in _inner(index.entries, under).items():
+        if first.setdefault(entry.name, name) == name:
+            stored[name] = entry
+        else:
+            aliases[name] = first[entry.name]
+    arrays = {name: replace(entry, name=name) for name, entry in stored.items()}
+    values, per_process = _inner(index.values, under), _inner(index.per_process, under)
+    part = replace(
+        index,
+        tree=_structure(index.tree, under, [*arrays, *aliases, *values, *per_process]),
+        arrays=arrays,
+        aliases=aliases,
+        values=values,
+        per_process=per_process,
+        metadata=_metadata(index.metadata, under),
+        chunks=sum(map(chunk_grid.chunk_count, arrays.values())),
+    )
+    return part, stored
+
+
+def _structure(whole: Any, under: str, names: Iterable[str]) -> Any:
+    found = None if whole is None else _below(tree_json.from_json(whole), under)
+    return tree_json.to_json(tree_json.from_names(names) if found is None else found)
+
+
+def _metadata(metadata: Mapping[str, Any], under: str) -> Mapping[str, Any]:
+    """With the names of a part in the record of a conversion, without what is only said of
+    the tree as a whole."""
+    metadata = {key: of for key, of in metadata.items() if key not in OF_THE_WHOLE}
+    own = metadata.get(RESERVED)
+    if not isinstance(own, dict) or not isinstance(own.get(CONVERSION), dict):
+        return metadata
+    part = {
+        key: _inner(of, under) if key != "conventions" and isinstance(of, dict) else of
+        for key, of in own[CONVERSION].items()
+    }
+    return {**metadata, RESERVED: {**own, CONVERSION: part}}
 
 
 def _below(node: tree.Node | tree.Leaf, under: str, name: str = "") -> tree.Node | tree.Leaf | None:
