@@ -29,7 +29,7 @@ from unickpt.format.links import FULL_LINK
 from unickpt.format.unit_steps import UnitSteps
 from unickpt.frameworks.process_group import Group
 from unickpt.storage.btree.builder import INLINE, PLACE_DTYPE, PLACE_FIELDS
-from unickpt.storage.kvstore import Future, KvStore
+from unickpt.storage.kvstore import KvStore
 from unickpt.storage.locations import Location
 
 T = TypeVar("T")
@@ -222,14 +222,16 @@ class Notes:
         notes = _list(self._notes)
         if not notes.isdisjoint((_COMMIT, f"{_ERROR}{self._group.index:05d}")):
             return True
-        return bool(self._records.read(self._own(OK)).result().state == "value")
+        own = self._records.read(f"{self._group.index:05d}{OK}")
+        return bool(own.result().state == "value")
 
     def publish(self, record: Record, kind: str) -> None:
         """Writes this process's record, which ends its part; keeps it in a job of one."""
+        name = f"{self._group.index:05d}{kind}"
         if self._group.count == 1:
-            self._kept[self._own(kind)] = record
+            self._kept[name] = record
         else:
-            self._records.write(self._own(kind), record.encode()).result()
+            self._records.write(name, record.encode()).result()
 
     def publish_error(self, error: BaseException, *, settles: bool, refused: bool) -> None:
         """Reports to the others why this process gives up; `retry_error` retries.
@@ -264,9 +266,6 @@ class Notes:
             self.poll()
         matches = [match for name in _list(self._notes) if (match := _LEFT_NAME.fullmatch(name))]
         return {int(match[1]) for match in matches}, max(int(match[2]) for match in matches)
-
-    def _own(self, kind: str) -> str:
-        return f"{self._group.index:05d}{kind}"
 
     # --- the others ----------------------------------------------------------------------------
 
@@ -331,13 +330,13 @@ class Notes:
         if self._group.count == 1:
             return [(process, self._kept.pop(f"{process:05d}{kind}")) for process in processes]
         reads = [(process, self._records.read(f"{process:05d}{kind}")) for process in processes]
-        return [(process, self._decode(process, read)) for process, read in reads]
-
-    def _decode(self, process: int, read: Future[ts.KvStore.ReadResult]) -> Record:
-        try:
-            return Record.decode(read.result().value)
-        except ValueError as error:
-            raise StorageError(f"{self._folder}: process {process}: {error}") from None
+        found = []
+        for process, read in reads:
+            try:
+                found.append((process, Record.decode(read.result().value)))
+            except ValueError as error:
+                raise StorageError(f"{self._folder}: process {process}: {error}") from None
+        return found
 
     def put(self, name: str, value: bytes) -> None:
         """Writes a note of another kind; its name is none of those above."""
