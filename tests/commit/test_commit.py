@@ -279,7 +279,7 @@ def test_a_damaged_record_prevents_the_commit(
         if self._group.index == 0:
             real(self, record, kind)
         else:
-            self._records.write(self._own(kind), record.encode()[:-1]).result()
+            self._records.write(f"{self._group.index:05d}{kind}", record.encode()[:-1]).result()
 
     monkeypatch.setattr(Notes, "publish", publish)
     error, _ = save_in_job(tmp_path, 2, lambda index: numbers(1))
