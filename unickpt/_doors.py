@@ -7,6 +7,7 @@ DOORS = {
         "megatron": "unickpt.backends.dcp.megatron.reader",
         "dcp": "unickpt.backends.dcp.reader",
         "deepspeed": "unickpt.backends.deepspeed.reader",
+        "archive": "unickpt.backends.archives.reader",
         "safetensors": "unickpt.backends.safetensors.reader",
         "torch": "unickpt.backends.torch.reader",
         "flax-msgpack": "unickpt.backends.flax.reader",

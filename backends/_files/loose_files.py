@@ -8,7 +8,7 @@ trainer keeps beside the weights is not part of them. If that leaves several, no
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -25,6 +25,12 @@ _LEGACY = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _BESIDE_WEIGHTS = re.compile(
     r"training_args\.bin|(optimizer|scheduler)(_\d+)?\.(pt|bin)|scaler\.pt|rng_state(_\d+)?\.pth"
 )
+
+
+_OF_FILES = re.compile(
+    r"(.*/)?(data\.pkl|version|byteorder|data/[0-9]+|archive_format|schema\.json)|.*\.npy"
+    r"|model\.weights\.h5|metadata\.json", re.S,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,16 @@ def _is_hdf5(head: bytes) -> bool:
     return head[:8] == b"\x89HDF\r\n\x1a\n" or _is_keras(head)
 
 
+def is_plain_zip(members: Iterable[str]) -> bool:
+    """Whether a zip file has nothing of a file of torch, NumPy, Keras or skops."""
+    return not any(map(_OF_FILES.fullmatch, members))
+
+
+def is_tar(head: bytes) -> bool:
+    """Whether a file is a tar file, by its first bytes."""
+    return head[257:262] == b"ustar"
+
+
 def is_legacy(head: bytes) -> bool:
     """Whether a file is one of torch.save without a zip file, by its first bytes."""
     return head[:1] == b"\x80" and head[2:15] == _LEGACY
@@ -118,7 +134,7 @@ SAFETENSORS = FileKind(
 )  # fmt: skip
 TORCH = FileKind(
     "torch", (".pt", ".pth", ".pt2", ".bin", ".ckpt", ".pth.tar"), _is_torch,
-    ("pytorch_model.bin", *(f"{w}.bin" for w in _WEIGHTS[1:])),
+    ("pytorch_model.bin", "model_weights.ckpt", *(f"{w}.bin" for w in _WEIGHTS[1:])),
     shared=(".bin", ".ckpt", ".pth.tar"),
 )  # fmt: skip
 FLAX = FileKind(
@@ -135,7 +151,11 @@ GGUF = FileKind(
 NPZ = FileKind("npz", (".npz",), _is_npz)
 NPY = FileKind("npy", (".npy",), lambda head: head[:6] == b"\x93NUMPY", is_lesser=True)
 PICKLE = FileKind("pickle", (".pkl", ".pickle"), is_pickle, is_lesser=True)
-KINDS = (SAFETENSORS, TORCH, FLAX, HDF5, GGUF, NPZ, NPY, PICKLE)
+ARCHIVE = FileKind(
+    "archive", (".nemo", ".mar"),
+    lambda head: is_tar(head) or head[:2] == b"\x1f\x8b", is_lesser=True,
+)  # fmt: skip
+KINDS = (SAFETENSORS, TORCH, FLAX, HDF5, GGUF, NPZ, NPY, PICKLE, ARCHIVE)
 """In the order in which Hugging Face's libraries prefer them."""
 _SUFFIXES = tuple(suffix for kind in KINDS for suffix in kind.suffixes)
 
@@ -155,7 +175,7 @@ class FoundFiles:
     beside: tuple[str, ...] = ()
 
 
-def open_kind(files: Files, kind: FileKind, make: Callable[[FoundFiles], R]) -> R | None:
+def open_kind(files: Files, kind: FileKind, make: Callable[[FoundFiles], R | None]) -> R | None:
     """Opens the checkpoint at a location; None if it is none of this kind.
 
     Arguments:
@@ -173,6 +193,8 @@ def open_kind(files: Files, kind: FileKind, make: Callable[[FoundFiles], R]) -> 
         if found is None:
             return None
         reader = make(found)
+    if reader is None:
+        return None
     reader.beside = (*found.beside, *reader.beside)
     return reader
 

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from unickpt.backends._files.loose_files import is_pickle
+from unickpt.backends._files.archives import InArchive
+from unickpt.backends._files.loose_files import is_pickle, is_plain_zip, is_tar
 from unickpt.backends._files.zip_files import ZipFile
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.extend import Damaged, Files, quoted, storage_context
@@ -60,7 +61,7 @@ class Sample:
     @cached_property
     def tarred(self) -> Sequence[str]:
         """The names of the first members of a tar file; empty if it is none."""
-        if self.head[257:262] != b"ustar":
+        if not is_tar(self.head):
             return ()
         return tuple(itertools.islice(self._tar_names(), _MOST_MEMBERS))
 
@@ -148,10 +149,7 @@ def _is_npy_sequence(sample: Sample) -> bool:
 
 def _is_other_zip(sample: Sample) -> bool:
     """Whether a zip file is sound and has nothing of a file of torch, NumPy or Keras."""
-    is_ours = sample.has_member(
-        r"(.*/)?(data\.pkl|version|byteorder|data/[0-9]+|archive_format)|.*\.npy|model\.weights\.h5|metadata\.json"
-    )
-    return bool(sample.zipped) and not is_ours
+    return bool(sample.zipped) and is_plain_zip(sample.zipped)
 
 
 _JSON = "JSON, such as a configuration"
@@ -215,19 +213,6 @@ KINDS: Sequence[OtherKind] = (
         lambda sample: len(sample.head) > 8 and not any(sample.start),
     ),
     # --- zip files ---
-    *(
-        OtherKind(
-            "a zip file of Stable-Baselines3 (stable_baselines3)",
-            "unzip it, and give the path of policy.pth in it",
-            matches,
-        )
-        for matches in (_has(r"_stable_baselines3_version"), _has(r"policy\.pth", r"data"))
-    ),
-    OtherKind(
-        "an archive of TorchServe (.mar)",
-        "unzip it, and give the path of the file of weights in it, such as model.pt",
-        _has(r"MAR-INF/MANIFEST\.json"),
-    ),
     OtherKind(
         "a zip file of skops",
         _load_with("skops.io.load"),
@@ -235,18 +220,12 @@ KINDS: Sequence[OtherKind] = (
     ),
     # --- tar files ---
     OtherKind(
-        "an archive of NVIDIA NeMo (.nemo)",
-        "unpack it with `tar xf`, and give the path of model_weights.ckpt in it, or of the folder "
-        "model_weights",
-        lambda sample: bool(sample.tarred) and sample.has_member(r"model_(config\.yaml|weights.*)"),
-    ),
-    OtherKind(
         "a tar file, as torch wrote them before 0.2",
         "load it with torch, and save it again",
         _has(r"pickle", r"tensors|storages"),
     ),
     OtherKind(
-        "a tar file",
+        "a tar file without a checkpoint that unickpt knows",
         "unpack it with `tar xf`, and give the path of the checkpoint in it",
         lambda sample: bool(sample.tarred),
     ),
@@ -410,10 +389,10 @@ def _refusal_instead(
     Raises:
         Failed: the storage failed.
     """
+    if isinstance(error.__cause__, ImportError | InArchive):
+        return None  # the format knows the file, and says which library it needs, or what is in it
     if files.single is not None:
         return _refusal_of(files, files.single)
-    if isinstance(error.__cause__, ImportError):
-        return None  # the format knows the file, and says which library it needs
     for name in sorted({*files.heads, *files.here})[:_MOST_FILES]:
         if name in str(error):
             kinds = KINDS if _WEIGHTS.fullmatch(name) else DOWNLOADS

@@ -34,15 +34,22 @@ class TorchFilesReader(RangeReader):
     format = "torch"
 
     @classmethod
-    def of_files(cls, files: Files, opened: Mapping[str, TorchFile], format: str) -> Self:
+    def of_files(
+        cls,
+        files: Files,
+        opened: Mapping[str, TorchFile],
+        format: str,
+        values: Mapping[str, Any] | None = None,
+    ) -> Self:
         """A reader of whole files: a node for each; of a single file without a name, its root.
 
         Arguments:
             files: the folder.
             opened: by the names of their nodes.
             format: as users see it.
+            values: further nodes, of plain values.
         """
-        root: dict[str, Any] = {}
+        root: dict[str, Any] = dict(values or {})
         by_file: dict[int, TorchFile] = {}
         for node, file in opened.items():
             plain = PlainTree(file, f"{files.location}: {file.name}")

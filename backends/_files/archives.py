@@ -1,0 +1,336 @@
+"""Files in archives, as files of a folder: members of zip and tar files, and what gzip compressed.
+
+What is not compressed is read as ranges of the archive. What is, is decompressed from the nearest
+place where a state of the decompressor was kept, piece by piece, so that memory is bounded. Source:
+Python's tarfile, which reads the headers.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import tarfile
+import zlib
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from threading import Lock
+from typing import Any, Protocol
+
+from unickpt.backends._files.zip_files import DEFLATED, STORED, Member, ZipFile
+from unickpt.errors import CheckpointCorrupt
+from unickpt.extend import Damaged, Files
+
+GZIP = b"\x1f\x8b"
+_STEP = 1 << 20  # bytes at a time
+_SPACING, _MOST_STATES = 4 << 20, 1000  # of about 45 KB each
+_MOST_MEMBERS = 10_000
+_MOST_HEADER = 1 << 20  # bytes of a header of a tar file, which may contain a long name
+_RAW, _WITH_HEADER = -15, 31  # formats of zlib
+
+
+class InArchive(Exception):
+    """The cause of an error about what is in an archive: the archive itself is of a known kind."""
+
+
+class Part(Protocol):
+    """The bytes of a file in an archive."""
+
+    @property
+    def size(self) -> int: ...
+
+    def read_into(self, offset: int, out: memoryview) -> None: ...
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bytes that follow each other in a file, or in what was decompressed.
+
+    Arguments:
+        whole: the file.
+        begin: where they are.
+        size: how many.
+    """
+
+    whole: Part
+    begin: int
+    size: int
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        self.whole.read_into(self.begin + offset, out)
+
+
+@dataclass(frozen=True)
+class WholeFile:
+    """A file of a checkpoint."""
+
+    files: Files
+    name: str
+
+    @cached_property
+    def size(self) -> int:
+        found = self.files.size(self.name)
+        if found is not None:
+            return found
+        low, high = 0, 1  # the storage does not tell it: bytes are asked for, one at a time
+        while self._has(high - 1):
+            low, high = high, 2 * high
+        return low + bisect_left(range(low, high), True, key=lambda at: not self._has(at))
+
+    def _has(self, at: int) -> bool:
+        try:
+            self.files.read(self.name, at, 1)
+        except Damaged:
+            return False
+        return True
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        self.files.read_into(self.name, offset, out)
+
+
+@dataclass(frozen=True)
+class _State:
+    """A decompressor that has made so many bytes of so many."""
+
+    made: int
+    taken: int
+    stream: Any
+
+    def copy(self) -> _State:
+        return _State(self.made, self.taken, self.stream.copy())
+
+
+class Inflated:
+    """What a part of an archive is without compression; for several threads.
+
+    Arguments:
+        source: the compressed bytes.
+        format: of zlib: raw, or with the header of gzip.
+        size: how many bytes there are; found out if it is None.
+        where: for errors.
+    """
+
+    def __init__(self, source: Part, format: int, size: int | None, where: str) -> None:
+        self._source, self._format, self._where = source, format, where
+        self._lock, self._spacing = Lock(), _SPACING
+        self._states = [_State(0, 0, zlib.decompressobj(format))]
+        self._last = self._states[0]  # where the last reader has stopped: others go on from there
+        self._told = size
+
+    @cached_property
+    def size(self) -> int:
+        if self._told is not None:
+            return self._told
+        last = self._states[-1]
+        return max([last.made, *(state.made for state, _ in self._run(last.copy(), 1 << 62))])
+
+    def head(self, most: int) -> bytes:
+        """The first bytes."""
+        return b"".join(bytes(data) for _, data in self._run(self._states[0].copy(), most))
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        done = 0
+        for state, data in self._run(self._nearest(offset), offset + len(out)):
+            skipped = max(0, offset + done - (state.made - len(data)))
+            piece = data[skipped:]
+            out[done : done + len(piece)] = piece
+            done += len(piece)
+        if done < len(out):
+            raise Damaged(f"{self._where} ends after {offset + done} bytes")
+
+    def _nearest(self, offset: int) -> _State:
+        with self._lock:
+            at = bisect_right(self._states, offset, key=lambda state: state.made)
+            found = self._states[at - 1]
+            if found.made < self._last.made <= offset:
+                found = self._last
+            return found.copy()
+
+    def _run(self, state: _State, end: int) -> Iterator[tuple[_State, bytes]]:
+        """Decompresses from a state up to a place, or to the end of all."""
+        made, taken, stream = state.made, state.taken, state.stream
+        while made < end:
+            count = min(_STEP, self._source.size - taken)
+            compressed = bytearray(count)
+            self._source.read_into(taken, memoryview(compressed))
+            if stream.eof:  # another one can follow, as of parallel compressors
+                if self._format == _RAW or bytes(compressed[:2]) != GZIP:
+                    break
+                stream = zlib.decompressobj(self._format)
+            try:
+                data = stream.decompress(compressed, min(_STEP, end - made))
+            except zlib.error as error:
+                raise Damaged(f"{self._where} cannot be decompressed: {error}") from error
+            if not data and not count and not stream.eof:
+                raise Damaged(f"{self._where} ends within what is compressed")
+            taken += count - len(stream.unused_data if stream.eof else stream.unconsumed_tail)
+            made += len(data)
+            state = _State(made, taken, stream)
+            self._keep(state)
+            yield state, data
+
+    def _keep(self, state: _State) -> None:
+        with self._lock:
+            self._last = state.copy()
+            if state.made < self._states[-1].made + self._spacing:
+                return
+            self._states.append(self._last)
+            if len(self._states) > _MOST_STATES:
+                self._spacing, self._states = 2 * self._spacing, self._states[::2]
+
+
+class MemberFiles(Files):
+    """The files in an archive, or in a folder of one.
+
+    Arguments:
+        archive: the checkpoint that the archive is, or contains.
+        members: by their paths.
+    """
+
+    def __init__(self, archive: Files, members: Mapping[str, Part]) -> None:
+        super().__init__(archive.location)
+        self._archive, self._members = archive, members
+
+    @cached_property
+    def names(self) -> list[str]:
+        return sorted(self._members)
+
+    @cached_property
+    def here(self) -> list[str]:
+        return [name for name in self.names if "/" not in name]
+
+    @cached_property
+    def databases(self) -> list[str]:
+        return []
+
+    def below(self, folder: str) -> MemberFiles:
+        """The files in a folder, which ends with a slash; in all if it is empty."""
+        inner = {
+            name.removeprefix(folder): part
+            for name, part in self._members.items()
+            if name.startswith(folder)
+        }
+        return MemberFiles(self._archive, inner)
+
+    def exists(self, file: str) -> bool:
+        return file in self._members
+
+    def size(self, file: str) -> int:
+        return self._part(file).size
+
+    def total(self, names: Any) -> int:
+        return sum(self.size(name) for name in names if name in self._members)
+
+    def read(self, file: str, offset: int, length: int) -> bytes:
+        size = self.size(file)
+        if not 0 <= offset <= offset + length <= size:
+            raise Damaged(f"{file} has {size} bytes, {offset + length} expected")
+        out = bytearray(length)
+        self.read_into(file, offset, memoryview(out))
+        return bytes(out)
+
+    def read_into(self, file: str, offset: int, out: memoryview) -> None:
+        if offset + len(out) > self.size(file):
+            raise Damaged(f"{file} ends at byte {self.size(file)}")
+        self._part(file).read_into(offset, out)
+
+    def tail(self, file: str, most: int) -> bytes:
+        size = self.size(file)
+        return self.read(file, max(0, size - most), min(most, size))
+
+    def _part(self, file: str) -> Part:
+        if file not in self._members:
+            raise Damaged(f"no file {file} in the archive", errno.ENOENT)
+        return self._members[file]
+
+
+def zipped(archive: ZipFile) -> dict[str, Part]:
+    """The files of a zip file; without those that are compressed by another method than deflate."""
+    whole, parts = WholeFile(archive.files, archive.name), dict[str, Part]()
+    for name, member in archive.members.items():
+        if not name.endswith("/") and member.method in (STORED, DEFLATED):
+            parts[name] = _LazyMember(archive, whole, member)
+    return parts
+
+
+@dataclass(frozen=True)
+class _LazyMember:
+    """A member of a zip file, whose header is looked at when it is read."""
+
+    archive: ZipFile
+    whole: Part
+    member: Member
+
+    @property
+    def size(self) -> int:
+        return self.member.size
+
+    @cached_property
+    def _part(self) -> Part:
+        begin = self.archive.offset(self.member)
+        compressed = Range(self.whole, begin, self.member.compressed)
+        if self.member.method == STORED:
+            return compressed
+        where = f"{self.archive.name}: {self.member.name}"
+        return Inflated(compressed, _RAW, self.member.size, where)
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        self._part.read_into(offset, out)
+
+
+def gunzipped(files: Files, name: str) -> Inflated:
+    """What a file of gzip is without compression."""
+    return Inflated(WholeFile(files, name), _WITH_HEADER, None, name)
+
+
+def tarred(whole: Part, damaged: Any) -> dict[str, Part] | None:
+    """The regular files of a tar file; None if they are too many for a checkpoint.
+
+    Arguments:
+        whole: the tar file.
+        damaged: makes the error of a reason.
+
+    Raises:
+        CheckpointCorrupt: it is damaged.
+    """
+    parts, last, count = dict[str, Part](), -1, 0
+    try:
+        with tarfile.TarFile(fileobj=_Stream(whole), mode="r") as archive:
+            while (member := archive.next()) is not None:
+                if count > _MOST_MEMBERS:
+                    return None
+                name, begin = member.name.removeprefix("./"), member.offset_data
+                if member.offset <= last or not 0 <= begin <= begin + member.size <= whole.size:
+                    raise damaged(f"its member {name!r} lies beyond the end, or behind the next")
+                last, count = member.offset, count + 1
+                if member.isreg() and not member.issparse():
+                    parts[name] = Range(whole, begin, member.size)
+    except (tarfile.TarError, ValueError, OverflowError, MemoryError, EOFError) as error:
+        if isinstance(error, CheckpointCorrupt):
+            raise
+        raise damaged(f"its headers are damaged: {error}") from error
+    return parts
+
+
+class _Stream(io.RawIOBase):
+    """A part of an archive as Python's tarfile reads it, which takes short reads for its end."""
+
+    def __init__(self, part: Part) -> None:
+        self._part, self._at = part, 0
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset
+        return offset
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        count = min(size, self._part.size - self._at)
+        if not 0 <= count <= _MOST_HEADER or self._at < 0:
+            raise ValueError(f"a header of {size} bytes at byte {self._at}")
+        out = bytearray(count)
+        self._part.read_into(self._at, memoryview(out))
+        self._at += count
+        return bytes(out)
