@@ -174,8 +174,10 @@ class ChunkValues:
     def place(self, entry: ArrayEntry, value: Value, number: int) -> bytes | DataReference | None:
         """The file and the bytes of a value of a chunk; of one in the B-tree, its bytes. Raises as
         `chain`."""
-        with self._naming(entry):
+        try:  # not `_naming`: it is asked for each chunk
             return value.store.values.tree.find(chunk_key(value.part, number))
+        except Failed as error:
+            raise self._own.explained(error, f"array {entry.name!r}") from error
 
     def whole_places(
         self, chunks: Sequence[tuple[ArrayEntry, Part, int]]
