@@ -16,6 +16,7 @@ DOORS = {
         "npz": "unickpt.backends.numpy.npz",
         "npy": "unickpt.backends.numpy.npy",
         "pickle": "unickpt.backends.pickles.reader",
+        "onnx": "unickpt.backends.onnx.reader",
     },
     "writers": {
         "hf": "unickpt.backends.safetensors.writer:HuggingFaceWriter",

@@ -119,6 +119,12 @@ def is_pickle(head: bytes) -> bool:
     return binary or text is not None
 
 
+def _is_onnx(head: bytes) -> bool:
+    """Whether a file begins with a version and another field of a model of ONNX; others do too."""
+    is_version = len(head) > 3 and head[0] == 0x08 and 0 < head[1] < 0x40
+    return is_version and head[2] in b"\x12\x1a\x22\x28\x32\x3a\x42\x72"
+
+
 def is_flax(head: bytes) -> bool:
     """A map of msgpack whose first key is a text. (That of no entries is like a pickle's start.)"""
     if head[:7] == b"\x84\xa5nodes" and head[7:8] >= b"\x90":  # a list: a model of Thinc
@@ -151,11 +157,12 @@ GGUF = FileKind(
 NPZ = FileKind("npz", (".npz",), _is_npz)
 NPY = FileKind("npy", (".npy",), lambda head: head[:6] == b"\x93NUMPY", is_lesser=True)
 PICKLE = FileKind("pickle", (".pkl", ".pickle"), is_pickle, is_lesser=True)
+ONNX = FileKind("onnx", (".onnx",), _is_onnx, is_lesser=True)
 ARCHIVE = FileKind(
     "archive", (".nemo", ".mar"),
     lambda head: is_tar(head) or head[:2] == b"\x1f\x8b", is_lesser=True,
 )  # fmt: skip
-KINDS = (SAFETENSORS, TORCH, FLAX, HDF5, GGUF, NPZ, NPY, PICKLE, ARCHIVE)
+KINDS = (SAFETENSORS, TORCH, FLAX, HDF5, GGUF, NPZ, NPY, PICKLE, ONNX, ARCHIVE)
 """In the order in which Hugging Face's libraries prefer them."""
 _SUFFIXES = tuple(suffix for kind in KINDS for suffix in kind.suffixes)
 

@@ -132,14 +132,6 @@ def _is_coreml(sample: Sample) -> bool:
     return sample.name.endswith(".mlmodel") or (text is not None and text[:1] == b"\x0a")
 
 
-def _is_onnx(sample: Sample) -> bool:
-    head = sample.head
-    starts = len(head) > 3 and head[0] == 0x08 and 0 < head[1] < 0x40
-    return (starts and head[2] in b"\x12\x1a\x22\x28\x32\x3a\x42\x72") or (
-        sample.name.endswith(".onnx")
-    )
-
-
 def _is_npy_sequence(sample: Sample) -> bool:
     """Whether an array of NumPy is followed by another."""
     if sample.head[:6] != b"\x93NUMPY":
@@ -280,12 +272,6 @@ KINDS: Sequence[OtherKind] = (
         _is_coreml,
     ),
     OtherKind(
-        "a model of ONNX",
-        "read its weights with onnx, and save them with NumPy: numpy.savez('x.npz', **{t.name: "
-        "onnx.numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer})",
-        _is_onnx,
-    ),
-    OtherKind(
         "an engine of TensorRT",
         "it runs on one kind of GPU only: take the weights of the model from which it was built",
         lambda sample: (
@@ -346,7 +332,7 @@ _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|keras|gguf|npz|msgpa
 # Files that say what a folder is which no format recognised.
 _TELLING = re.compile(
     r"saved_model\.pb(txt)?|.*\.data-\d{5}-of-\d{5}|(.*ckpt.*|variables)\.index"
-    r"|.*\.(onnx|tflite|mlmodel|engine|nemo|mar|eqx|skops|joblib)",
+    r"|.*\.(tflite|mlmodel|engine|nemo|mar|eqx|skops|joblib)",
     re.S,
 )
 

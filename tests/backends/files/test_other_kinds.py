@@ -75,8 +75,6 @@ FILES: dict[str, tuple[bytes, str, str]] = {
     "model": (THINC, "spaCy", "numpy.savez"),
     "vectors": (ND, "msgpack_numpy", "numpy.savez"),
     "m.tflite": (b"\x1c\0\0\0TFL3" + bytes(64), "TFLite", "tf.lite.Interpreter"),
-    "m.onnx": (b"\x08\x08\x12\x07pytorch\x1a\x052.3.0:\x10", "ONNX", "graph.initializer"),
-    "onnx-without-producer": (b"\x08\x08:\x10" + bytes(30), "ONNX", "graph.initializer"),
     "m.mlmodel": (b"\x08\x05\x12\x20\x0a\x0a" + bytes(30), "CoreML", "coremltools"),
     "coreml": (b"\x08\x05\x12\xa0\x01\x0a\x0a" + bytes(30), "CoreML", "coremltools"),
     "m.engine": (b"ftrt" + bytes(60), "TensorRT", "from which it was built"),
@@ -130,7 +128,7 @@ def test_a_pointer_among_the_files_of_an_index_is_named(tmp_path: Path) -> None:
         unickpt.open(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["m.onnx", "mlp.eqx", "sk.skops"])
+@pytest.mark.parametrize("name", ["mlp.eqx", "sk.skops"])
 def test_a_folder_with_nothing_else_is_named_by_such_a_file(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(FILES[name][0])
     with pytest.raises(UnsupportedFormat, match=FILES[name][1]):
