@@ -14,6 +14,7 @@ DOORS = {
         "hdf5": "unickpt.backends.hdf5.reader",
         "gguf": "unickpt.backends.gguf.reader",
         "npz": "unickpt.backends.numpy.npz",
+        "equinox": "unickpt.backends.numpy.equinox",
         "npy": "unickpt.backends.numpy.npy",
         "pickle": "unickpt.backends.pickles.reader",
         "onnx": "unickpt.backends.onnx.reader",

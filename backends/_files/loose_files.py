@@ -157,12 +157,13 @@ GGUF = FileKind(
 NPZ = FileKind("npz", (".npz",), _is_npz)
 NPY = FileKind("npy", (".npy",), lambda head: head[:6] == b"\x93NUMPY", is_lesser=True)
 PICKLE = FileKind("pickle", (".pkl", ".pickle"), is_pickle, is_lesser=True)
+EQUINOX = FileKind("equinox", (".eqx",), lambda head: False, is_lesser=True)
 ONNX = FileKind("onnx", (".onnx",), _is_onnx, is_lesser=True)
 ARCHIVE = FileKind(
     "archive", (".nemo", ".mar"),
     lambda head: is_tar(head) or head[:2] == b"\x1f\x8b", is_lesser=True,
 )  # fmt: skip
-KINDS = (SAFETENSORS, TORCH, FLAX, HDF5, GGUF, NPZ, NPY, PICKLE, ONNX, ARCHIVE)
+KINDS = (SAFETENSORS, TORCH, FLAX, HDF5, GGUF, NPZ, NPY, PICKLE, EQUINOX, ONNX, ARCHIVE)
 """In the order in which Hugging Face's libraries prefer them."""
 _SUFFIXES = tuple(suffix for kind in KINDS for suffix in kind.suffixes)
 

@@ -132,19 +132,13 @@ def _is_coreml(sample: Sample) -> bool:
     return sample.name.endswith(".mlmodel") or (text is not None and text[:1] == b"\x0a")
 
 
-def _is_npy_sequence(sample: Sample) -> bool:
-    """Whether an array of NumPy is followed by another."""
-    if sample.head[:6] != b"\x93NUMPY":
-        return False
-    return sample.name.endswith(".eqx") or sample.start.count(b"\x93NUMPY") > 1
-
-
 def _is_other_zip(sample: Sample) -> bool:
     """Whether a zip file is sound and has nothing of a file of torch, NumPy or Keras."""
     return bool(sample.zipped) and is_plain_zip(sample.zipped)
 
 
 _JSON = "JSON, such as a configuration"
+_JSON_BEGINS = re.compile(rb'(\xef\xbb\xbf)?\s*(\{\s*["}]|\[\s*[\[{"\]0-9-])')
 _UNPACK = "unpack it, and give the path of the checkpoint in it"
 TENSORFLOW = (
     "load it there, and save its variables with numpy.savez, or a Keras model with "
@@ -222,13 +216,6 @@ KINDS: Sequence[OtherKind] = (
         lambda sample: bool(sample.tarred),
     ),
     # --- arrays and objects of Python ---
-    OtherKind(
-        "several arrays of NumPy one after the other, as Equinox writes them "
-        "(tree_serialise_leaves)",
-        "only the program knows their names: load it there, for Equinox with "
-        "tree_deserialise_leaves, and save the tree with unickpt.save",
-        _is_npy_sequence,
-    ),
     OtherKind(
         "a file of joblib",
         _load_with("joblib.load if you trust it"),
@@ -322,7 +309,11 @@ KINDS: Sequence[OtherKind] = (
     OtherKind(
         _JSON,
         "give the path of the file of weights beside it, or of their folder",
-        _begins_like(rb'(\xef\xbb\xbf)?\s*(\{\s*["}]|\[\s*[\[{"\]0-9-])'),
+        lambda sample: (
+            _JSON_BEGINS.match(sample.head) is not None
+            and not sample.name.endswith(".eqx")  # a line of it comes first there
+            and b"\n\x93NUMPY" not in sample.head
+        ),
     ),
     OtherKind("a zip file without a checkpoint that unickpt knows", _UNPACK, _is_other_zip),
 )
@@ -332,7 +323,7 @@ _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|keras|gguf|npz|msgpa
 # Files that say what a folder is which no format recognised.
 _TELLING = re.compile(
     r"saved_model\.pb(txt)?|.*\.data-\d{5}-of-\d{5}|(.*ckpt.*|variables)\.index"
-    r"|.*\.(tflite|mlmodel|engine|nemo|mar|eqx|skops|joblib)",
+    r"|.*\.(tflite|mlmodel|engine|nemo|mar|skops|joblib)",
     re.S,
 )
 

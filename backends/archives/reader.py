@@ -42,7 +42,7 @@ _HEAD = 512
 # The formats of what can be in an archive, in the order in which they are asked.
 _FORMATS = (
     "bytecheckpoint", "megatron", "dcp", "deepspeed", "safetensors", "torch", "flax-msgpack",
-    "hdf5", "gguf", "npz", "npy", "pickle", "onnx",
+    "hdf5", "gguf", "npz", "equinox", "npy", "pickle", "onnx",
 )  # fmt: skip
 _MOST_FOLDERS = 1000
 _MOST_DATA = 64 << 20  # bytes of the attributes of an algorithm

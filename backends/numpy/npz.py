@@ -52,7 +52,7 @@ from unickpt.extend import (
     tree_from_names,
 )
 
-_MAGIC = b"\x93NUMPY"
+MAGIC = b"\x93NUMPY"
 MOST_HEADER = 10_000  # as NumPy's own limit for files that are not trusted
 _MOST_TOLD = 200
 # What a damaged header leads to in NumPy.
@@ -189,14 +189,19 @@ class NpzReader(RangeReader):
             out.byteswap(inplace=True)
 
 
-def parsed(data: bytes, where: str) -> NpyHeader:
+def parsed(data: bytes, where: str, void: str | None = None) -> NpyHeader:
     """The head of an array, of its first bytes.
+
+    Arguments:
+        data: these bytes.
+        where: the array, for errors.
+        void: the dtype of arrays whose elements are two bytes of no type.
 
     Raises:
         CheckpointCorrupt: it is damaged.
         UnsupportedFormat: it is none, or of a dtype that unickpt lacks.
     """
-    if data[:6] != _MAGIC or len(data) < 12 or data[6] not in (1, 2, 3):
+    if data[:6] != MAGIC or len(data) < 12 or data[6] not in (1, 2, 3):
         raise UnsupportedFormat(f"{where} is not an array of NumPy")
     stream = io.BytesIO(data)
     major, _ = np.lib.format.read_magic(stream)
@@ -210,7 +215,8 @@ def parsed(data: bytes, where: str) -> NpyHeader:
         told = shortened(str(error), _MOST_TOLD)
         raise CheckpointCorrupt(f"{where}: its header is damaged: {told}") from error
     try:
-        name = dtype_name(dtype.newbyteorder("="))
+        is_void = void is not None and dtype == np.dtype("V2")
+        name = void if void is not None and is_void else dtype_name(dtype.newbyteorder("="))
     except TypeError as error:
         raise UnsupportedFormat(
             f"{where} has the dtype {quoted(str(dtype))}, which unickpt lacks; load it with NumPy, "

@@ -1,0 +1,113 @@
+"""Arrays of NumPy one after the other, as Equinox writes the leaves of a tree (`.eqx`).
+
+Sources: equinox/_serialisation.py (`tree_serialise_leaves`), and jax.numpy.save, which writes
+bfloat16 as two bytes of no type. Equinox's documentation puts a line of JSON before the arrays.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from unickpt.backends._files import loose_files
+from unickpt.backends._files.archives import WholeFile
+from unickpt.backends._files.headers import Cursor
+from unickpt.backends._files.loose_files import FoundFiles, open_kind
+from unickpt.backends.numpy.npz import MAGIC, MOST_HEADER, parsed
+from unickpt.extend import (
+    ArrayTable,
+    Files,
+    Leaf,
+    RangeReader,
+    Reader,
+    TensorSource,
+    reading,
+    table_of_tree,
+)
+
+_SUFFIX = ".eqx"
+_MOST_LINE = 16 << 20
+
+HINTS: Collection[str] = ()
+
+
+def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
+    """Opens a file of arrays without names; None if there is none.
+
+    Raises:
+        CheckpointCorrupt: it is damaged.
+        UnsupportedFormat: a leaf is no array, or of a dtype that unickpt lacks.
+        StorageError: the storage failed.
+    """
+
+    def make(found: FoundFiles) -> Reader | None:
+        return _open(files, found.names[0])
+
+    if files.single is not None:
+        with reading(files.location):
+            return make(FoundFiles((files.single,)))
+    return open_kind(files, loose_files.EQUINOX, make)
+
+
+class EquinoxReader(RangeReader):
+    """The leaves of a file, a list.
+
+    Arguments:
+        files: of the checkpoint.
+        leaves: in order.
+        metadata: what stands before them.
+    """
+
+    format = "equinox"
+
+    def __init__(
+        self, files: Files, leaves: Sequence[TensorSource], metadata: Mapping[str, Any]
+    ) -> None:
+        def put(table: ArrayTable, leaf: Leaf) -> None:
+            table.add(leaf.name, leaf.value)
+
+        table = table_of_tree(files, _tree(leaves), TensorSource, put)
+        super().__init__(files, table.index(metadata), table.boxes)
+
+
+def _tree(leaves: Sequence[TensorSource]) -> Any:
+    return list(leaves)
+
+
+def _open(files: Files, name: str) -> Reader | None:
+    head, is_named = files.head(name), name.endswith(_SUFFIX)
+    has_line = head[:6] != MAGIC and (is_named or b"\n" + MAGIC in head)
+    if not (has_line or head[:6] == MAGIC):
+        return None
+    cursor = Cursor(files, name)
+    metadata = _hyperparameters(cursor) if has_line else {}
+    leaves: list[TensorSource] = []
+    size = WholeFile(files, name).size
+    while cursor.at < size:
+        begin = cursor.at
+        start = cursor.take(min(size - begin, MOST_HEADER + 12))
+        if len(leaves) == 1 and not (is_named or has_line) and start[:6] != MAGIC:
+            return None  # a single array, and whatever is behind it
+        told = f"{files.location}: {name}: leaf {len(leaves)} at byte {begin}"
+        header = parsed(start, told, void="bfloat16")
+        leaves.append(header.source(name, begin))
+        cursor.at = begin + header.length + leaves[-1].nbytes
+    if len(leaves) == 1 and not (is_named or has_line):
+        return None
+    if cursor.at > size:
+        raise cursor.damaged(
+            f"ends at byte {size}, within its leaf {len(leaves) - 1}, which ends at {cursor.at}"
+        )
+    return EquinoxReader(files, leaves, metadata)
+
+
+def _hyperparameters(cursor: Cursor) -> Mapping[str, Any]:
+    """What the line of JSON before the arrays says."""
+    line = cursor.line(_MOST_LINE)
+    try:
+        return {"hyperparameters": json.loads(line, parse_constant=str)}
+    except (ValueError, RecursionError) as error:
+        raise cursor.damaged(
+            f"begins neither with an array of NumPy nor with a line of JSON: {error}"
+        ) from error
