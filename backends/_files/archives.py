@@ -11,13 +11,14 @@ import errno
 import io
 import tarfile
 import zlib
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
+from unickpt.backends._files.headers import size_of
 from unickpt.backends._files.zip_files import DEFLATED, STORED, Member, ZipFile
 from unickpt.errors import CheckpointCorrupt
 from unickpt.extend import Damaged, Files
@@ -27,78 +28,35 @@ _STEP = 1 << 20  # bytes at a time
 _SPACING, _MOST_STATES = 4 << 20, 1000  # of about 45 KB each
 _MOST_MEMBERS = 10_000
 _MOST_HEADER = 1 << 20  # bytes of a header of a tar file, which may contain a long name
-_RAW, _WITH_HEADER = -15, 31  # formats of zlib
+RAW, WITH_HEADER = -15, 31
+"""Formats of zlib."""
+_State = tuple[int, int, Any]
 
 
 class InArchive(Exception):
     """The cause of an error about what is in an archive: the archive itself is of a known kind."""
 
 
-class Part(Protocol):
-    """The bytes of a file in an archive."""
-
-    @property
-    def size(self) -> int: ...
-
-    def read_into(self, offset: int, out: memoryview) -> None: ...
-
-
 @dataclass(frozen=True)
-class Range:
-    """Bytes that follow each other in a file, or in what was decompressed.
+class Part:
+    """The bytes of a file in an archive.
 
     Arguments:
-        whole: the file.
-        begin: where they are.
         size: how many.
+        read_into: reads from an offset into memory.
     """
 
-    whole: Part
-    begin: int
     size: int
+    read_into: Callable[[int, memoryview], None]
 
-    def read_into(self, offset: int, out: memoryview) -> None:
-        self.whole.read_into(self.begin + offset, out)
-
-
-@dataclass(frozen=True)
-class WholeFile:
-    """A file of a checkpoint."""
-
-    files: Files
-    name: str
-
-    @cached_property
-    def size(self) -> int:
-        found = self.files.size(self.name)
-        if found is not None:
-            return found
-        low, high = 0, 1  # the storage does not tell it: bytes are asked for, one at a time
-        while self._has(high - 1):
-            low, high = high, 2 * high
-        return low + bisect_left(range(low, high), True, key=lambda at: not self._has(at))
-
-    def _has(self, at: int) -> bool:
-        try:
-            self.files.read(self.name, at, 1)
-        except Damaged:
-            return False
-        return True
-
-    def read_into(self, offset: int, out: memoryview) -> None:
-        self.files.read_into(self.name, offset, out)
+    def range(self, begin: int, size: int) -> Part:
+        """Some of the bytes, which follow each other."""
+        return Part(size, lambda offset, out: self.read_into(begin + offset, out))
 
 
-@dataclass(frozen=True)
-class _State:
-    """A decompressor that has made so many bytes of so many."""
-
-    made: int
-    taken: int
-    stream: Any
-
-    def copy(self) -> _State:
-        return _State(self.made, self.taken, self.stream.copy())
+def whole_file(files: Files, name: str) -> Part:
+    """All bytes of a file of a checkpoint."""
+    return Part(size_of(files, name), lambda offset, out: files.read_into(name, offset, out))
 
 
 class Inflated:
@@ -107,33 +65,31 @@ class Inflated:
     Arguments:
         source: the compressed bytes.
         format: of zlib: raw, or with the header of gzip.
-        size: how many bytes there are; found out if it is None.
         where: for errors.
     """
 
-    def __init__(self, source: Part, format: int, size: int | None, where: str) -> None:
+    def __init__(self, source: Part, format: int, where: str) -> None:
         self._source, self._format, self._where = source, format, where
         self._lock, self._spacing = Lock(), _SPACING
-        self._states = [_State(0, 0, zlib.decompressobj(format))]
+        # Decompressors, with how many bytes each has made of how many.
+        self._states: list[_State] = [(0, 0, zlib.decompressobj(format))]
         self._last = self._states[0]  # where the last reader has stopped: others go on from there
-        self._told = size
 
-    @cached_property
-    def size(self) -> int:
-        if self._told is not None:
-            return self._told
-        last = self._states[-1]
-        return max([last.made, *(state.made for state, _ in self._run(last.copy(), 1 << 62))])
+    def all(self) -> Part:
+        """All bytes, which are counted."""
+        state = self._nearest(1 << 62)
+        made = [made for (made, *_), _ in self._run(state, 1 << 62)]
+        return Part(max(made, default=state[0]), self.read_into)
 
     def head(self, most: int) -> bytes:
         """The first bytes."""
-        return b"".join(bytes(data) for _, data in self._run(self._states[0].copy(), most))
+        return b"".join(data for _, data in self._run(self._nearest(0), most))
 
     def read_into(self, offset: int, out: memoryview) -> None:
+        """Reads bytes from an offset into memory."""
         done = 0
-        for state, data in self._run(self._nearest(offset), offset + len(out)):
-            skipped = max(0, offset + done - (state.made - len(data)))
-            piece = data[skipped:]
+        for (made, *_), data in self._run(self._nearest(offset), offset + len(out)):
+            piece = data[max(0, offset + done - (made - len(data))) :]
             out[done : done + len(piece)] = piece
             done += len(piece)
         if done < len(out):
@@ -141,39 +97,37 @@ class Inflated:
 
     def _nearest(self, offset: int) -> _State:
         with self._lock:
-            at = bisect_right(self._states, offset, key=lambda state: state.made)
+            at = bisect_right(self._states, offset, key=lambda state: state[0])
             found = self._states[at - 1]
-            if found.made < self._last.made <= offset:
+            if found[0] < self._last[0] <= offset:
                 found = self._last
-            return found.copy()
+            return *found[:2], found[2].copy()
 
     def _run(self, state: _State, end: int) -> Iterator[tuple[_State, bytes]]:
         """Decompresses from a state up to a place, or to the end of all."""
-        made, taken, stream = state.made, state.taken, state.stream
+        made, taken, stream = state
         while made < end:
-            count = min(_STEP, self._source.size - taken)
-            compressed = bytearray(count)
+            compressed = bytearray(min(_STEP, self._source.size - taken))
             self._source.read_into(taken, memoryview(compressed))
             if stream.eof:  # another one can follow, as of parallel compressors
-                if self._format == _RAW or bytes(compressed[:2]) != GZIP:
+                if self._format == RAW or compressed[:2] != GZIP:
                     break
                 stream = zlib.decompressobj(self._format)
             try:
                 data = stream.decompress(compressed, min(_STEP, end - made))
             except zlib.error as error:
                 raise Damaged(f"{self._where} cannot be decompressed: {error}") from error
-            if not data and not count and not stream.eof:
+            if not data and not compressed and not stream.eof:
                 raise Damaged(f"{self._where} ends within what is compressed")
-            taken += count - len(stream.unused_data if stream.eof else stream.unconsumed_tail)
-            made += len(data)
-            state = _State(made, taken, stream)
-            self._keep(state)
-            yield state, data
+            rest = stream.unused_data if stream.eof else stream.unconsumed_tail
+            taken, made = taken + len(compressed) - len(rest), made + len(data)
+            self._keep((made, taken, stream))
+            yield (made, taken, stream), data
 
     def _keep(self, state: _State) -> None:
         with self._lock:
-            self._last = state.copy()
-            if state.made < self._states[-1].made + self._spacing:
+            self._last = *state[:2], state[2].copy()
+            if state[0] < self._states[-1][0] + self._spacing:
                 return
             self._states.append(self._last)
             if len(self._states) > _MOST_STATES:
@@ -219,9 +173,6 @@ class MemberFiles(Files):
     def size(self, file: str) -> int:
         return self._part(file).size
 
-    def total(self, names: Any) -> int:
-        return sum(self.size(name) for name in names if name in self._members)
-
     def read(self, file: str, offset: int, length: int) -> bytes:
         size = self.size(file)
         if not 0 <= offset <= offset + length <= size:
@@ -247,41 +198,31 @@ class MemberFiles(Files):
 
 def zipped(archive: ZipFile) -> dict[str, Part]:
     """The files of a zip file; without those that are compressed by another method than deflate."""
-    whole, parts = WholeFile(archive.files, archive.name), dict[str, Part]()
-    for name, member in archive.members.items():
-        if not name.endswith("/") and member.method in (STORED, DEFLATED):
-            parts[name] = _LazyMember(archive, whole, member)
-    return parts
+    whole = whole_file(archive.files, archive.name)
+    return {
+        name: Part(member.size, _Member(archive, member, whole).read_into)
+        for name, member in archive.members.items()
+        if not name.endswith("/") and member.method in (STORED, DEFLATED)
+    }
 
 
 @dataclass(frozen=True)
-class _LazyMember:
+class _Member:
     """A member of a zip file, whose header is looked at when it is read."""
 
     archive: ZipFile
-    whole: Part
     member: Member
-
-    @property
-    def size(self) -> int:
-        return self.member.size
+    whole: Part
 
     @cached_property
-    def _part(self) -> Part:
+    def _part(self) -> Part | Inflated:
         begin = self.archive.offset(self.member)
-        compressed = Range(self.whole, begin, self.member.compressed)
-        if self.member.method == STORED:
-            return compressed
+        compressed = self.whole.range(begin, self.member.compressed)
         where = f"{self.archive.name}: {self.member.name}"
-        return Inflated(compressed, _RAW, self.member.size, where)
+        return compressed if self.member.method == STORED else Inflated(compressed, RAW, where)
 
     def read_into(self, offset: int, out: memoryview) -> None:
         self._part.read_into(offset, out)
-
-
-def gunzipped(files: Files, name: str) -> Inflated:
-    """What a file of gzip is without compression."""
-    return Inflated(WholeFile(files, name), _WITH_HEADER, None, name)
 
 
 def tarred(whole: Part, damaged: Any) -> dict[str, Part] | None:
@@ -305,7 +246,7 @@ def tarred(whole: Part, damaged: Any) -> dict[str, Part] | None:
                     raise damaged(f"its member {name!r} lies beyond the end, or behind the next")
                 last, count = member.offset, count + 1
                 if member.isreg() and not member.issparse():
-                    parts[name] = Range(whole, begin, member.size)
+                    parts[name] = whole.range(begin, member.size)
     except (tarfile.TarError, ValueError, OverflowError, MemoryError, EOFError) as error:
         if isinstance(error, CheckpointCorrupt):
             raise

@@ -6,6 +6,7 @@ What is skipped is not read. The files are untrusted.
 from __future__ import annotations
 
 import struct
+from bisect import bisect_left
 from typing import Any, TypeGuard
 
 from unickpt.errors import CheckpointCorrupt
@@ -121,6 +122,29 @@ class Cursor:
             return self.files.read(self.name, at, count)
         except Damaged as error:
             raise self.damaged(f"ends before byte {at + count}") from error
+
+
+def size_of(files: Files, name: str) -> int:
+    """The size of a file, also where the storage does not tell it: bytes are asked for one by one.
+
+    Raises:
+        Failed: the storage failed.
+    """
+    size = files.size(name)
+    if size is not None:
+        return size
+
+    def ends_at(at: int) -> bool:
+        try:
+            files.read(name, at, 1)
+        except Damaged:
+            return True
+        return False
+
+    high = 1
+    while not ends_at(high - 1):
+        high *= 2
+    return bisect_left(range(high), True, high // 2, key=ends_at)
 
 
 def is_size(found: Any) -> TypeGuard[int]:

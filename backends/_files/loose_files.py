@@ -266,6 +266,8 @@ def _only(
         chosen = {kind: of for kind, of in chosen.items() if not kind.is_lesser}
     [[kind, of], *others] = chosen.items()
     if others or (len(of) > 1 and not _are_together(kind, of)):
+        if kind.is_lesser and files.databases:
+            return None
         raise _ambiguous(files, [name for of in chosen.values() for name in of])
     return kind, FoundFiles(tuple(of), None, tuple(n for n in every if n not in of))
 

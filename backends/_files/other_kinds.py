@@ -6,23 +6,20 @@ file of another kind is thus never called damaged.
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from unickpt.backends._files.archives import InArchive
+from unickpt.backends._files.archives import InArchive, tarred, whole_file
 from unickpt.backends._files.loose_files import is_pickle, is_plain_zip, is_tar
 from unickpt.backends._files.zip_files import ZipFile
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.extend import Damaged, Files, quoted, storage_context
 
 _START = 64 << 10  # bytes in which a pickle names the library that wrote it
-_BLOCK = 512  # of a tar file
-_MOST_MEMBERS = 1000
 _MOST_FILES = 200
 
 
@@ -59,24 +56,14 @@ class Sample:
             return ()
 
     @cached_property
-    def tarred(self) -> Sequence[str]:
-        """The names of the first members of a tar file; empty if it is none."""
+    def tarred(self) -> Collection[str]:
+        """The names of the members of a tar file; empty if it is none, damaged, or has many."""
         if not is_tar(self.head):
             return ()
-        return tuple(itertools.islice(self._tar_names(), _MOST_MEMBERS))
-
-    def _tar_names(self) -> Iterator[str]:
-        offset = 0
-        while True:
-            try:
-                block = self._files.read(self.name, offset, _BLOCK)
-                size = int(block[124:136].strip(b"\0 ") or b"0", 8)
-            except (Damaged, ValueError):
-                return
-            if block[257:262] != b"ustar":
-                return
-            yield block[:100].rstrip(b"\0").decode(errors="replace").removeprefix("./")
-            offset += _BLOCK + -(-size // _BLOCK) * _BLOCK
+        try:
+            return tarred(whole_file(self._files, self.name), ValueError) or ()
+        except (ValueError, Damaged):
+            return ()
 
     def has_member(self, pattern: str) -> bool:
         """Whether a member of the archive has a name that a regular expression matches."""
@@ -130,11 +117,6 @@ def _protobuf_text(head: bytes) -> bytes | None:
 def _is_coreml(sample: Sample) -> bool:
     text = _protobuf_text(sample.head)
     return sample.name.endswith(".mlmodel") or (text is not None and text[:1] == b"\x0a")
-
-
-def _is_other_zip(sample: Sample) -> bool:
-    """Whether a zip file is sound and has nothing of a file of torch, NumPy or Keras."""
-    return bool(sample.zipped) and is_plain_zip(sample.zipped)
 
 
 _JSON = "JSON, such as a configuration"
@@ -213,7 +195,7 @@ KINDS: Sequence[OtherKind] = (
     OtherKind(
         "a tar file without a checkpoint that unickpt knows",
         "unpack it with `tar xf`, and give the path of the checkpoint in it",
-        lambda sample: bool(sample.tarred),
+        lambda sample: is_tar(sample.head),
     ),
     # --- arrays and objects of Python ---
     OtherKind(
@@ -315,7 +297,11 @@ KINDS: Sequence[OtherKind] = (
             and b"\n\x93NUMPY" not in sample.head
         ),
     ),
-    OtherKind("a zip file without a checkpoint that unickpt knows", _UNPACK, _is_other_zip),
+    OtherKind(
+        "a zip file without a checkpoint that unickpt knows",
+        _UNPACK,
+        lambda sample: bool(sample.zipped) and is_plain_zip(sample.zipped),
+    ),
 )
 """In the order in which a file is compared with them."""
 

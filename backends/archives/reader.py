@@ -9,25 +9,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from itertools import groupby
 from typing import Any, cast
 
-from unickpt.backends._files import loose_files
-from unickpt.backends._files.archives import (
-    GZIP,
-    InArchive,
-    MemberFiles,
-    Part,
-    WholeFile,
-    gunzipped,
-    tarred,
-    zipped,
-)
+from unickpt.backends._files import archives, loose_files
+from unickpt.backends._files.archives import InArchive, Inflated, MemberFiles, Part
 from unickpt.backends._files.loose_files import FoundFiles, open_kind
 from unickpt.backends._files.torch_files import TorchFilesReader
 from unickpt.backends._files.torch_pickles import TorchFile
 from unickpt.backends._files.zip_files import ZipFile
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.extend import (
+    Damaged,
     Files,
     Format,
     Reader,
@@ -65,6 +58,9 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
             return _open(files, found.names[0])
         except (CheckpointCorrupt, UnsupportedFormat) as error:
             raise type(error)(str(error)) from InArchive(str(error))
+        except Damaged as error:
+            reason = f"{found.names[0]}: {error.reason}"
+            raise files.damaged(reason) from InArchive(reason)
 
     if files.single is not None and _is_other_zip(files.head(files.single)):
         with reading(files.location):
@@ -93,43 +89,39 @@ def _members(files: Files, name: str) -> Mapping[str, Part] | None:
     head = files.head(name)
     if head[:2] == b"PK":
         archive = ZipFile(files, name)
-        return zipped(archive) if loose_files.is_plain_zip(archive.members) else None
+        return archives.zipped(archive) if loose_files.is_plain_zip(archive.members) else None
 
     def damaged(reason: str) -> Exception:
         return files.damaged(f"{name}: {reason}")
 
-    whole: Part = WholeFile(files, name)
-    if head[:2] == GZIP:
-        whole = unzipped = gunzipped(files, name)
+    whole = archives.whole_file(files, name)
+    if head[:2] == archives.GZIP:
+        unzipped = Inflated(whole, archives.WITH_HEADER, name)
         head = unzipped.head(_HEAD)
+        kind = next((kind for kind in loose_files.KINDS if kind.begins(head)), None)
+        if kind is None:
+            return None
+        whole = unzipped.all()
         if not loose_files.is_tar(head):
-            kind = next((kind for kind in loose_files.KINDS if kind.begins(head)), None)
-            if kind is None:
-                return None
             inner = name.removesuffix(".gz")
             return {inner if inner.endswith(kind.suffixes) else inner + kind.suffixes[0]: whole}
-    return tarred(whole, damaged) if loose_files.is_tar(head) else None
+    return archives.tarred(whole, damaged) if loose_files.is_tar(head) else None
 
 
 def _inside(files: MemberFiles, name: str) -> Reader | None:
     """The reader of what is in an archive: of the folder next to its top in which something is."""
     folders = {"", *(f"{path.rpartition('/')[0]}/" for path in files.names if "/" in path)}
-    by_depth: dict[int, list[str]] = {}
-    for folder in sorted(folders)[:_MOST_FOLDERS]:
-        by_depth.setdefault(folder.count("/"), []).append(folder)
-    for _, level in sorted(by_depth.items()):
-        found = {}
-        for folder in level:
-            reader = _first(files.below(folder))
-            if reader is not None:
-                found[folder] = reader
+    in_order = sorted(folders, key=lambda folder: (folder.count("/"), folder))[:_MOST_FOLDERS]
+    for _, level in groupby(in_order, key=lambda folder: folder.count("/")):
+        readers = {folder: _first(files.below(folder)) for folder in level}
+        found = {folder: reader for folder, reader in readers.items() if reader is not None}
         if len(found) > 1:
             raise files.unsupported(
                 f"{name} contains several checkpoints, in {first_few(list(found))}; unpack it, and "
                 "give the path of one"
             )
         if found:
-            return next(iter(found.values()))
+            return found.popitem()[1]
     return None
 
 

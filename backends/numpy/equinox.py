@@ -11,14 +11,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from unickpt.backends._files import loose_files
-from unickpt.backends._files.archives import WholeFile
-from unickpt.backends._files.headers import Cursor
+from unickpt.backends._files.headers import Cursor, size_of
 from unickpt.backends._files.loose_files import FoundFiles, open_kind
 from unickpt.backends.numpy.npz import MAGIC, MOST_HEADER, parsed
 from unickpt.extend import (
-    ArrayTable,
     Files,
-    Leaf,
     RangeReader,
     Reader,
     TensorSource,
@@ -51,24 +48,9 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
 
 
 class EquinoxReader(RangeReader):
-    """The leaves of a file, a list.
-
-    Arguments:
-        files: of the checkpoint.
-        leaves: in order.
-        metadata: what stands before them.
-    """
+    """The leaves of a file, a list."""
 
     format = "equinox"
-
-    def __init__(
-        self, files: Files, leaves: Sequence[TensorSource], metadata: Mapping[str, Any]
-    ) -> None:
-        def put(table: ArrayTable, leaf: Leaf) -> None:
-            table.add(leaf.name, leaf.value)
-
-        table = table_of_tree(files, _tree(leaves), TensorSource, put)
-        super().__init__(files, table.index(metadata), table.boxes)
 
 
 def _tree(leaves: Sequence[TensorSource]) -> Any:
@@ -83,7 +65,7 @@ def _open(files: Files, name: str) -> Reader | None:
     cursor = Cursor(files, name)
     metadata = _hyperparameters(cursor) if has_line else {}
     leaves: list[TensorSource] = []
-    size = WholeFile(files, name).size
+    size = size_of(files, name)
     while cursor.at < size:
         begin = cursor.at
         start = cursor.take(min(size - begin, MOST_HEADER + 12))
@@ -99,7 +81,10 @@ def _open(files: Files, name: str) -> Reader | None:
         raise cursor.damaged(
             f"ends at byte {size}, within its leaf {len(leaves) - 1}, which ends at {cursor.at}"
         )
-    return EquinoxReader(files, leaves, metadata)
+    table = table_of_tree(
+        files, _tree(leaves), TensorSource, lambda table, leaf: table.add(leaf.name, leaf.value)
+    )
+    return EquinoxReader(files, table.index(metadata), table.boxes)
 
 
 def _hyperparameters(cursor: Cursor) -> Mapping[str, Any]:

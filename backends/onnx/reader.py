@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from unickpt.backends._files import loose_files
-from unickpt.backends._files.archives import WholeFile
-from unickpt.backends._files.headers import Cursor, sizes
+from unickpt.backends._files.headers import MOST_RANK, Cursor, size_of, sizes
 from unickpt.backends._files.loose_files import FoundFiles, open_kind
 from unickpt.errors import CheckpointCorrupt
 from unickpt.extend import (
@@ -36,7 +35,12 @@ from unickpt.extend import (
 
 _GRAPH, _INITIALIZER, _SPARSE = 7, 5, 15
 _DIMS, _TYPE, _SEGMENT, _NAME, _RAW, _EXTERNAL = 1, 2, 3, 8, 9, 13
-_FIXED, _VARINTS = (4, 10), (5, 7, 11)  # float_data and double_data; integers
+_NUMBERS, _FLOATS, _DOUBLES, _INT64, _UINT64 = 5, 4, 10, 7, 11
+# By type, the field of elements that are no raw_data; the other types have theirs in _NUMBERS.
+_TYPED = {
+    1: _FLOATS, 14: _FLOATS, 11: _DOUBLES, 15: _DOUBLES, 7: _INT64, 12: _UINT64, 13: _UINT64
+}  # fmt: skip
+_DATA = {_RAW, _NUMBERS, _SEGMENT, *_TYPED.values()}
 _DTYPES = {
     1: "float32", 2: "uint8", 3: "int8", 4: "uint16", 5: "int16", 6: "int32", 7: "int64",
     9: "bool", 10: "float16", 11: "float64", 12: "uint32", 13: "uint64", 14: "complex64",
@@ -61,7 +65,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
 
     def make(found: FoundFiles) -> Reader | None:
         model = _Model(files, found.names[0])
-        return OnnxReader(files, model) if model.has_graph else None
+        return OnnxReader(files, model.table) if model.has_graph else None
 
     return open_kind(files, loose_files.ONNX, make)
 
@@ -71,21 +75,12 @@ class OnnxReader(RangeReader):
 
     Arguments:
         files: of the checkpoint.
-        model: what the file says.
+        table: where they are.
     """
 
     format = "onnx"
 
-    def __init__(self, files: Files, model: _Model) -> None:
-        table = ArrayTable()
-        for tensor in model.tensors:
-            array = name_component(tensor.name)
-            if not tensor.name or array in table.entries:
-                raise model.damaged(f"two initializers, or none, are called {quoted(tensor.name)}")
-            try:
-                table.add(array, model.source(tensor))
-            except ValueError as error:
-                raise model.damaged(f"array {array!r}: {error}") from error
+    def __init__(self, files: Files, table: ArrayTable) -> None:
         super().__init__(files, table.index(), table.boxes)
 
 
@@ -98,17 +93,6 @@ class _Field(NamedTuple):
     size: int
 
 
-@dataclass
-class _Tensor:
-    """An initializer as the file describes it."""
-
-    name: str = ""
-    kind: int = 0
-    dims: list[int] = field(default_factory=list)
-    data: dict[int, _Field] = field(default_factory=dict)
-    external: dict[str, str] = field(default_factory=dict)
-
-
 class _Model:
     """What a file says.
 
@@ -119,103 +103,108 @@ class _Model:
 
     def __init__(self, files: Files, name: str) -> None:
         self._files, self._name, self._cursor = files, name, Cursor(files, name)
-        self.tensors: list[_Tensor] = []
-        self.has_graph = False
-        for part in self._fields(WholeFile(files, name).size):
+        self.table, self.has_graph = ArrayTable(), False
+        for part in self._fields(size_of(files, name)):
             if part.number == _GRAPH and part.is_bytes:
                 self.has_graph = True
                 self._read_graph(part)
 
-    def damaged(self, reason: str) -> CheckpointCorrupt:
-        """The error for a damaged file."""
+    def _damaged(self, reason: str) -> CheckpointCorrupt:
         return self._cursor.damaged(f"is damaged: {reason}")
-
-    def source(self, tensor: _Tensor) -> TensorSource:
-        """Where an initializer is.
-
-        Raises:
-            ValueError: what the file says of it is wrong.
-        """
-        shape, dtype = sizes(tensor.dims), _DTYPES.get(tensor.kind)
-        is_packed = tensor.kind in _FOUR_BITS
-        dtype = _FOUR_BITS[tensor.kind] if is_packed else dtype
-        if dtype is None:
-            reason = f"{self._files.location}: {quoted(tensor.name)} is of the type {tensor.kind}"
-            way_out = "which is not read; read the others by their names (only=)"
-            return TensorSource("uint8", shape, Unreadable(f"{reason}, {way_out}"))
-        found = TensorSource(dtype, shape, InMemoryElements(b""))
-        expected = -(-found.count // 2) if is_packed else found.nbytes
-        return TensorSource(dtype, shape, self._elements(tensor, expected, found, is_packed))
-
-    def _elements(
-        self, tensor: _Tensor, expected: int, found: TensorSource, is_packed: bool
-    ) -> Elements:
-        where = self._place(tensor, expected)
-        if where is not None:
-            return Nibbles(*where) if is_packed else FileRange(*where)
-        integers = next((tensor.data[n] for n in _VARINTS if n in tensor.data), None)
-        if integers is None:
-            if expected:
-                raise ValueError("it has no data")
-            return InMemoryElements(b"")
-        count = expected if is_packed else found.count
-        width = 1 if is_packed else found.nbytes // max(1, count)
-        data = _integers(self._bytes(integers), count).astype(f"<u{width}")
-        if is_packed:
-            data = np.stack((data & 15, data >> 4), axis=1).reshape(-1)[: found.count]
-        return InMemoryElements(data.tobytes())
-
-    def _place(self, tensor: _Tensor, expected: int) -> tuple[str, int] | None:
-        """The file in which the elements follow each other, and where; None if they do not."""
-        if tensor.external:
-            path = posixpath.normpath(tensor.external.get("location", ""))
-            if path in (".", "..") or path.startswith(("../", "/")) or "\\" in path:
-                raise ValueError(f"its data is in {quoted(path)}, which is no file in the folder")
-            offset = int(tensor.external.get("offset", "0"))
-            length = int(tensor.external.get("length", str(expected)))
-            if offset < 0 or length != expected:
-                raise ValueError(f"{length} bytes at {offset} of {path}, {expected} expected")
-            return path, offset
-        place = next((tensor.data[n] for n in (_RAW, *_FIXED) if n in tensor.data), None)
-        if place is None:
-            return None
-        if place.size != expected:
-            raise ValueError(f"it has {place.size} bytes, {expected} expected")
-        return self._name, place.value
 
     def _read_graph(self, graph: _Field) -> None:
         for part in self._within(graph):
-            if part.number == _INITIALIZER and part.is_bytes:
-                self.tensors.append(self._tensor(part))
+            if part.number == _INITIALIZER:
+                self._read_tensor(part)
             elif part.number == _SPARSE:
                 raise self._files.unsupported(
                     f"{self._name} has sparse initializers: make them dense with onnx first"
                 )
 
-    def _tensor(self, message: _Field) -> _Tensor:
-        made = _Tensor()
+    def _read_tensor(self, message: _Field) -> None:
+        """Adds an initializer to the table."""
+        name, kind, dims = "", 0, list[int]()
+        data, external = dict[int, _Field](), dict[str, str]()
         for part in self._within(message):
             number = part.number
             if number == _DIMS:
-                made.dims += [part.value] if not part.is_bytes else self._packed(part)
-            elif number == _TYPE and not part.is_bytes:
-                made.kind = part.value
-            elif number == _NAME and part.is_bytes:
-                made.name = self._text(part)
-            elif number == _EXTERNAL and part.is_bytes:
+                found = self._numbers(part) if part.is_bytes else [part.value]
+                dims += islice(found, 2 * MOST_RANK - len(dims))
+            elif number == _TYPE:
+                kind = part.value
+            elif number == _NAME:
+                name = self._text(part)
+            elif number == _EXTERNAL:
                 pair = {item.number: self._text(item) for item in self._within(part)}
-                made.external[pair.get(1, "")] = pair.get(2, "")
-            elif number in (_RAW, *_FIXED, *_VARINTS, _SEGMENT):
-                if not part.is_bytes or number == _SEGMENT or number in made.data:
-                    raise self.damaged(f"an initializer has its data in parts, at {part.value}")
-                made.data[number] = part
-        return made
+                external[pair.get(1, "")] = pair.get(2, "")
+            elif number in _DATA:
+                if not part.is_bytes or number == _SEGMENT or number in data:
+                    raise self._damaged(f"an initializer has its data in parts, at {part.value}")
+                data[number] = part
+        array = name_component(name)
+        if not name or array in self.table.entries:
+            raise self._damaged(f"two initializers, or none, are called {quoted(name)}")
+        try:
+            self.table.add(array, self._source(name, kind, sizes(dims), data, external))
+        except ValueError as error:
+            raise self._damaged(f"array {array!r}: {error}") from error
+
+    def _source(
+        self, name: str, kind: int, shape: tuple[int, ...], data: Mapping[int, _Field],
+        external: Mapping[str, str],
+    ) -> TensorSource:  # fmt: skip
+        """Where an initializer is. Raises ValueError: what the file says of it is wrong."""
+        dtype, is_packed = {**_DTYPES, **_FOUR_BITS}.get(kind), kind in _FOUR_BITS
+        if dtype is None:
+            reason = f"{self._files.location}: {quoted(name)} is of the type {kind}, which is not"
+            way_out = "read; read the others by their names (only=)"
+            return TensorSource("uint8", shape, Unreadable(f"{reason} {way_out}"))
+        found = TensorSource(dtype, shape, InMemoryElements(b""))
+        expected = -(-found.count // 2) if is_packed else found.nbytes
+        typed = _TYPED.get(kind, _NUMBERS)
+        place = data.get(_RAW) or data.get(typed)
+        elements: Elements
+        if external:
+            where = self._outside(external, expected)
+            elements = Nibbles(*where) if is_packed else FileRange(*where)
+        elif place is None:
+            if expected:
+                raise ValueError("it has no data")
+            return found
+        elif place.number in (_RAW, _FLOATS, _DOUBLES):
+            if place.size != expected:
+                raise ValueError(f"it has {place.size} bytes, {expected} expected")
+            of = Nibbles if is_packed else FileRange
+            elements = of(self._name, place.value)
+        else:
+            elements = InMemoryElements(self._decoded(place, found, expected, is_packed))
+        return TensorSource(dtype, shape, elements)
+
+    def _decoded(self, place: _Field, found: TensorSource, expected: int, is_packed: bool) -> bytes:
+        """The elements of a field of numbers, each of which has as many bits as the dtype."""
+        count = expected if is_packed else found.count
+        width = 1 if is_packed else expected // max(1, count)
+        data = _integers(self._bytes(place), count).astype(f"<u{width}")
+        if is_packed:
+            data = np.stack((data & 15, data >> 4), axis=1).reshape(-1)[: found.count]
+        return data.tobytes()
+
+    def _outside(self, external: Mapping[str, str], expected: int) -> tuple[str, int]:
+        """A file beside the model, and where in it an initializer begins."""
+        path = posixpath.normpath(external.get("location", ""))
+        if path in (".", "..") or path.startswith(("../", "/")) or "\\" in path:
+            raise ValueError(f"its data is in {quoted(path)}, which is no file in the folder")
+        offset = int(external.get("offset", "0"))
+        length = int(external.get("length", str(expected)))
+        if offset < 0 or length != expected:
+            raise ValueError(f"{length} bytes at {offset} of {path}, {expected} expected")
+        return path, offset
 
     # --- the wire format --------------------------------------------------------------------------
 
     def _within(self, message: _Field) -> Iterator[_Field]:
         if not message.is_bytes:
-            raise self.damaged(f"a number at byte {self._cursor.at} instead of a message")
+            raise self._damaged(f"a number at byte {self._cursor.at} instead of a message")
         self._cursor.at = message.value
         return self._fields(message.value + message.size)
 
@@ -234,9 +223,9 @@ class _Model:
                 size = self._varint()
                 made, after = _Field(number, True, cursor.at, size), cursor.at + size
             else:
-                raise self.damaged(f"a field of the unknown kind {wire} at byte {cursor.at}")
+                raise self._damaged(f"a field of the unknown kind {wire} at byte {cursor.at}")
             if after > end:
-                raise self.damaged(f"a field ends at byte {after}, and what contains it at {end}")
+                raise self._damaged(f"a field ends at byte {after}, and what contains it at {end}")
             yield made
             cursor.at = after
 
@@ -247,7 +236,12 @@ class _Model:
             value |= (byte & 127) << shift
             if byte < 128:
                 return value
-        raise self.damaged(f"a number of more than ten bytes at byte {self._cursor.at}")
+        raise self._damaged(f"a number of more than ten bytes at byte {self._cursor.at}")
+
+    def _numbers(self, part: _Field) -> Iterator[int]:
+        self._cursor.at = part.value
+        while self._cursor.at < part.value + part.size:
+            yield self._varint()
 
     def _bytes(self, part: _Field) -> bytes:
         self._cursor.at = part.value
@@ -255,18 +249,8 @@ class _Model:
 
     def _text(self, part: _Field) -> str:
         if not part.is_bytes or part.size > _MOST_NAME:
-            raise self.damaged(f"a name of {part.size} bytes at byte {part.value}")
+            raise self._damaged(f"a name of {part.size} bytes at byte {part.value}")
         return self._bytes(part).decode(errors="backslashreplace")
-
-    def _packed(self, part: _Field) -> list[int]:
-        if part.size > _MOST_NAME:
-            raise self.damaged(f"a shape of {part.size} bytes at byte {part.value}")
-        data = self._bytes(part)
-        try:
-            found: list[int] = _integers(data, sum(byte < 128 for byte in data)).tolist()
-        except ValueError as error:
-            raise self.damaged(f"a shape at byte {part.value}: {error}") from error
-        return found
 
 
 def _integers(data: bytes, count: int) -> Array:

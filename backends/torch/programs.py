@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -65,14 +66,16 @@ def scripted(files: Files, file: TorchFile, archive: ZipFile, top: str) -> Reade
         CheckpointCorrupt: it is damaged.
         UnsupportedFormat: a module has a state of its own, or the weights have no names.
     """
-    classes, state = _Classes(archive, top), dict[str, Tensor]()
-    rest: list[tuple[str, Any]] = [("", file.value)]
+    declared, state = cache(partial(_declared, archive, top)), dict[str, Tensor]()
+    rest = [("", file.value)] if isinstance(file.value, PickledObject) else []
     left = _LEAST_LETTERS + _LETTERS * file.pickle_size
     while rest:
         prefix, module = rest.pop()
-        names = classes.tensors(module)
-        if names is None:
+        lines = declared(module.name)
+        if lines is None:
             continue
+        # Before torch 1.8, all tensors that are no parameters were buffers.
+        names = set(_NAME.findall(lines if "__buffers__" in lines else ""))
         if not isinstance(module.state, dict):
             raise files.unsupported(
                 f"{file.name}: the module {quoted(prefix[:-1])} of the class {quoted(module.name)} "
@@ -83,7 +86,7 @@ def scripted(files: Files, file: TorchFile, archive: ZipFile, top: str) -> Reade
             left -= len(prefix) + 1
             if left < 0:
                 raise file.damaged("its modules contain each other too often")
-            if isinstance(value, Tensor) and key in names:
+            if isinstance(value, Tensor) and (key in names or "__buffers__" not in lines):
                 state[f"{prefix}{key}"] = value
             elif isinstance(value, PickledObject):
                 rest.append((f"{prefix}{key}.", value))
@@ -97,44 +100,19 @@ def scripted(files: Files, file: TorchFile, archive: ZipFile, top: str) -> Reade
     return reader
 
 
-class _Classes:
-    """The classes of a program's modules, as its code declares them.
-
-    Arguments:
-        archive: the zip file.
-        top: the folder of the program in it.
-    """
-
-    def __init__(self, archive: ZipFile, top: str) -> None:
-        self._archive, self._top = archive, top
-        self._known = dict[str, frozenset[str] | None]()
-
-    def tensors(self, found: Any) -> frozenset[str] | None:
-        """The names of a module's parameters and buffers; None if an object is no module.
-
-        Raises:
-            CheckpointCorrupt: the code of its class is missing or damaged.
-        """
-        if not isinstance(found, PickledObject) or not found.name.startswith("__torch__."):
-            return None
-        if found.name not in self._known:
-            self._known[found.name] = self._declared(found)
-        return self._known[found.name]
-
-    def _declared(self, module: PickledObject) -> frozenset[str] | None:
-        package, _, name = module.name.rpartition(".")
-        path = f"{self._top}code/{package.replace('.', '/')}.py"
-        member = self._archive.members.get(path)
-        if member is None or member.size > _MOST_CODE:
-            raise self._archive.damaged(f"the code {path} of a module is missing or too long")
-        code = self._archive.first(member, member.size).decode(errors="replace")
-        match = re.search(_CODE.format(re.escape(name)), code, re.M)
-        if match is None:
-            return None
-        if "__buffers__" in match[1]:
-            return frozenset(_NAME.findall(match[1]))
-        # Before torch 1.8, all tensors that are no parameters were buffers.
-        return frozenset(key for key, x in module.state.items() if isinstance(x, Tensor))
+def _declared(archive: ZipFile, top: str, class_name: str) -> str | None:
+    """The lines of code that declare the parameters and buffers of a class; None if it is no
+    module."""
+    package, _, name = class_name.rpartition(".")
+    if package.partition(".")[0] != "__torch__":
+        return None
+    path = f"{top}code/{package.replace('.', '/')}.py"
+    member = archive.members.get(path)
+    if member is None or member.size > _MOST_CODE:
+        raise archive.damaged(f"the code {path} of a module is missing or too long")
+    code = archive.first(member, member.size).decode(errors="replace")
+    match = re.search(_CODE.format(re.escape(name)), code, re.M)
+    return match and match[1]
 
 
 # --- torch.export ---------------------------------------------------------------------------------

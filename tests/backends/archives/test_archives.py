@@ -270,12 +270,11 @@ def test_a_hostile_size_in_a_tar_file_is_damage(size: bytes, tmp_path: Path) -> 
 # --- decompression --------------------------------------------------------------------------------
 
 
-class InMemory:
-    def __init__(self, data: bytes) -> None:
-        self.data, self.size = data, len(data)
+def in_memory(data: bytes) -> archives.Part:
+    def read_into(offset: int, out: memoryview) -> None:
+        out[:] = data[offset : offset + len(out)]
 
-    def read_into(self, offset: int, out: memoryview) -> None:
-        out[:] = self.data[offset : offset + len(out)]
+    return archives.Part(len(data), read_into)
 
 
 def test_any_place_of_what_is_compressed_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +284,7 @@ def test_any_place_of_what_is_compressed_is_read(monkeypatch: pytest.MonkeyPatch
     rng = random.Random(5)
     data = b"".join(rng.choice([b"a" * 500, rng.randbytes(300)]) for _ in range(600))
     compressed = gzip.compress(data[:90_000]) + gzip.compress(data[90_000:])
-    found = archives.Inflated(InMemory(compressed), archives._WITH_HEADER, None, "x.gz")
+    found = archives.Inflated(in_memory(compressed), archives.WITH_HEADER, "x.gz")
     assert found.head(700) == data[:700]
 
     def read(_: int) -> bool:
@@ -296,7 +295,7 @@ def test_any_place_of_what_is_compressed_is_read(monkeypatch: pytest.MonkeyPatch
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(read, range(300)))
-    assert found.size == len(data)
+    assert found.all().size == len(data)
     assert len(found._states) <= 20
     with pytest.raises(Damaged, match=r"x\.gz ends after"):
         found.read_into(len(data) - 5, memoryview(bytearray(6)))
@@ -306,6 +305,6 @@ def test_any_place_of_what_is_compressed_is_read(monkeypatch: pytest.MonkeyPatch
 def test_what_was_changed_in_a_file_of_gzip_is_noticed_at_its_end(change: slice) -> None:
     data = bytearray(gzip.compress(random.Random(1).randbytes(5000)))
     data[change] = bytes(b ^ 255 for b in data[change])
-    found = archives.Inflated(InMemory(bytes(data)), archives._WITH_HEADER, None, "x.gz")
+    found = archives.Inflated(in_memory(bytes(data)), archives.WITH_HEADER, "x.gz")
     with pytest.raises(Damaged, match=r"x\.gz cannot be decompressed"):
-        _ = found.size
+        found.all()

@@ -138,6 +138,15 @@ def test_a_pickle_counts_only_where_nothing_else_is(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_pickles_beside_checkpoints_do_not_count(count: int, tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "step_1", {"w": np.ones(2)})
+    for number in range(count):
+        (tmp_path / f"{number}.pkl").write_bytes(pickle.dumps({"mean": np.ones(2)}))
+    with pytest.raises(unickpt.CheckpointNotFound):
+        unickpt.open(tmp_path)
+
+
 def test_a_plain_pickle_under_a_name_of_torch(tmp_path: Path) -> None:
     (tmp_path / "model.pth").write_bytes(pickle.dumps(ARRAYS, 2))
     check(unickpt.open(tmp_path))
