@@ -20,7 +20,6 @@ from typing import Any
 
 from unickpt.backends._files.headers import size_of
 from unickpt.backends._files.zip_files import DEFLATED, STORED, Member, ZipFile
-from unickpt.errors import CheckpointCorrupt
 from unickpt.extend import Damaged, Files
 
 GZIP = b"\x1f\x8b"
@@ -235,21 +234,22 @@ def tarred(whole: Part, damaged: Any) -> dict[str, Part] | None:
     Raises:
         CheckpointCorrupt: it is damaged.
     """
-    parts, last, count = dict[str, Part](), -1, 0
+    parts, last, stream = dict[str, Part](), -1, _Stream(whole)
     try:
-        with tarfile.TarFile(fileobj=_Stream(whole), mode="r") as archive:
-            while (member := archive.next()) is not None:
+        with tarfile.TarFile(fileobj=stream, mode="r") as archive:
+            for count, member in enumerate(iter(archive.next, None)):
                 if count > _MOST_MEMBERS:
                     return None
                 name, begin = member.name.removeprefix("./"), member.offset_data
-                if member.offset <= last or not 0 <= begin <= begin + member.size <= whole.size:
-                    raise damaged(f"its member {name!r} lies beyond the end, or behind the next")
-                last, count = member.offset, count + 1
+                if not last < member.offset <= begin <= begin + member.size <= whole.size:
+                    raise ValueError(f"its member {name!r} lies beyond the end, or in another")
+                last = member.offset
                 if member.isreg() and not member.issparse():
                     parts[name] = whole.range(begin, member.size)
+            stream.seek(archive.offset)  # Python takes a damaged header for the end
+            if any(stream.read(tarfile.BLOCKSIZE)):
+                raise ValueError(f"there is none at byte {archive.offset}")
     except (tarfile.TarError, ValueError, OverflowError, MemoryError, EOFError) as error:
-        if isinstance(error, CheckpointCorrupt):
-            raise
         raise damaged(f"its headers are damaged: {error}") from error
     return parts
 
