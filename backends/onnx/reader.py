@@ -110,7 +110,7 @@ class _Model:
                 self._read_graph(part)
 
     def _damaged(self, reason: str) -> CheckpointCorrupt:
-        return self._cursor.damaged(f"is damaged: {reason}")
+        return self._cursor.damaged(f"is a damaged model of ONNX: {reason}")
 
     def _read_graph(self, graph: _Field) -> None:
         for part in self._within(graph):

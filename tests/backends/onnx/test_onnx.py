@@ -194,7 +194,9 @@ W = np.arange(6, dtype=np.float32)
     ids=range(24),
 )
 def test_damage_names_the_file_and_what_is_wrong(bad: bytes, message_: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointCorrupt, match=rf"x\.onnx is damaged: .*{message_}"):
+    with pytest.raises(
+        CheckpointCorrupt, match=rf"x\.onnx is a damaged model of ONNX: .*{message_}"
+    ):
         opened(tmp_path, bad)
 
 
@@ -215,5 +217,5 @@ def test_every_end_of_a_file_is_damage(tmp_path: Path) -> None:
     data = (foreign.folder("onnx") / "model.onnx").read_bytes()
     for end in range(60, len(data) - 30, 97):
         (tmp_path / "x.onnx").write_bytes(data[:end])
-        with pytest.raises(CheckpointCorrupt, match=r"x\.onnx is damaged"):
+        with pytest.raises(CheckpointCorrupt, match=r"x\.onnx is a damaged model of ONNX"):
             unickpt.open(tmp_path / "x.onnx")
