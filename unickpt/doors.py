@@ -21,7 +21,16 @@ from unickpt._doors import DOORS
 from unickpt.errors import PluginError
 
 Group = Literal[
-    "codecs", "features", "formats", "names", "presets", "refusals", "schemes", "writers"
+    "codecs",
+    "features",
+    "formats",
+    "names",
+    "presets",
+    "references",
+    "refusals",
+    "schemes",
+    "values",
+    "writers",
 ]
 GROUPS: tuple[Group, ...] = get_args(Group)
 _PREFIX = "unickpt."
@@ -32,8 +41,10 @@ _ASKED: Mapping[Group, tuple[str, ...]] = {
     "formats": ("HINTS", "open"),
     "names": (),  # what public names of unickpt stand for that the core does not have
     "presets": ("__path__",),
+    "references": ("__call__",),
     "refusals": ("refusal",),
     "schemes": ("name", "spec"),
+    "values": ("apply",),
     "writers": ("__call__",),
 }
 

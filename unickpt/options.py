@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 
 from unickpt import doors
 from unickpt.features import SaveFeature
@@ -19,6 +19,9 @@ from unickpt.progress import Progress
 from unickpt.quoting import counted, given, quoted, size_text
 from unickpt.storage import paths
 from unickpt.trees import name_ranges
+
+if TYPE_CHECKING:
+    from unickpt.references import ReferencePolicy
 
 Compression = Literal["auto", "zstd", "gzip", "blosc"]
 COMPRESSORS = get_args(Compression)
@@ -262,9 +265,7 @@ class SaveOptions(CommonOptions):
         if self.base is not None:
             object.__setattr__(self, "base", paths.absolute(self.base))
         if self.changed is not None:
-            from unickpt.reuse import unchanged  # only where it is asked for
-
-            unchanged.check(self.changed)
+            assert self.references is not None, "it checks this"
         if self.metrics is not None and not callable(self.metrics):
             raise TypeError(
                 f"metrics is of type {type(self.metrics).__name__}, but is called with each "
@@ -293,6 +294,23 @@ class SaveOptions(CommonOptions):
             if value or not isinstance(value, Mapping):
                 features.append(doors.need("features", name)(value))
         return tuple(features)
+
+    @property
+    def skips(self) -> bool:
+        """Whether the program says what did not change."""
+        return self.changed is not None
+
+    @property
+    def references(self) -> ReferencePolicy:
+        """What decides what a save refers to instead of writing it.
+
+        Raises:
+            PluginError: there is none.
+            TypeError, ValueError: `changed` is wrong.
+        """
+        door = doors.need("references", "incremental")
+        policy: ReferencePolicy = door(self.reuse, self.changed, self.kept_cost)
+        return policy
 
     def with_feature(self, feature: SaveFeature) -> SaveOptions:
         """The same options with one more feature."""

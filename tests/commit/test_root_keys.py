@@ -19,8 +19,8 @@ import unickpt
 from unickpt import CheckpointCorrupt, SaveOptions
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.commit import root
-from unickpt.commit.merge_chunks import BORROWED, MISSING, PATCHED, WHOLE, Chunks
-from unickpt.commit.messages import CHUNK_DTYPE, PATCH_DTYPE, Record
+from unickpt.commit.merge_chunks import BORROWED, MISSING, COMPOSED, WHOLE, Chunks
+from unickpt.commit.messages import ADDITION_DTYPE, CHUNK_DTYPE, Record
 from unickpt.format import borrowed, chunk_grid, digest_table, index_json, links
 from unickpt.format.chunk_store import ChunkDigests
 from unickpt.format.index import ArrayEntry, BaseEntry, Index
@@ -54,18 +54,18 @@ def test_keys_ascend_and_each_has_its_own_place(grids: dict[str, list[int]], see
         for name, grid in grids.items()
     }
     count, random = chunk_grid.total_chunks(arrays), np.random.default_rng(seed)
-    kinds = random.choice([WHOLE, PATCHED, BORROWED], count).astype(np.uint8)
+    kinds = random.choice([WHOLE, COMPOSED, BORROWED], count).astype(np.uint8)
     spans = chunk_grid.chunk_spans(arrays)
-    patch_counts = np.where(kinds == PATCHED, random.integers(1, 4, count), 0)
+    patch_counts = np.where(kinds == COMPOSED, random.integers(1, 4, count), 0)
     rows = np.repeat(np.arange(count), patch_counts)
-    patches = np.zeros(len(rows), PATCH_DTYPE)
+    patches = np.zeros(len(rows), ADDITION_DTYPE)
     patches["row"], patches["offset"] = rows, 1000 + np.arange(len(rows))
     firsts = np.cumsum(patch_counts) - patch_counts
     patches["link"] = FULL_LINK + 1 + np.arange(len(rows)) - firsts[rows]
-    patched = {name: int((kinds[span] == PATCHED).sum()) for name, span in spans.items()}
+    patched = {name: int((kinds[span] == COMPOSED).sum()) for name, span in spans.items()}
     numbers = {name: int(patch_counts[span].sum()) for name, span in spans.items()}
     arrays = {
-        name: replace(entry, patched=patched[name], patches=numbers[name])
+        name: replace(entry, composed=patched[name], additions=numbers[name])
         for name, entry in arrays.items()
     }
     index = Index("*", arrays, bases=(BaseEntry("other", "0" * 16),), chunks=count)
@@ -96,7 +96,7 @@ def test_keys_ascend_and_each_has_its_own_place(grids: dict[str, list[int]], see
         for number in range(part.count):
             if kinds[row] == WHOLE:
                 expected[chunk_grid.chunk_key(part, number).encode()] = row
-            elif kinds[row] == PATCHED:
+            elif kinds[row] == COMPOSED:
                 for link in range(1, 2 + int(patch_counts[row])):
                     key = chunk_grid.chunk_key(links.part_of(part, link), number).encode()
                     expected[key] = row if link == FULL_LINK else patch
@@ -142,20 +142,20 @@ def with_places(file: int = 0, offset: int = 0, length: int = 0, path: str = "d/
 
 
 def with_patches(*rows: tuple[int, int, int, int, int]) -> Record:
-    return record(patches=np.array(list(rows), PATCH_DTYPE))
+    return record(additions=np.array(list(rows), ADDITION_DTYPE))
 
 
 def test_a_record_says_where_each_value_is() -> None:
     written = replace(
         with_places(-1, 1, 3),
-        patches=np.array([(1, 2, 0, 7, 8), (1, 3, -1, 0, 2)], PATCH_DTYPE),
+        additions=np.array([(1, 2, 0, 7, 8), (1, 3, -1, 0, 2)], ADDITION_DTYPE),
         blobs={"rng": (3, 4, 0, (-1, 0, 3))},
         described=(0, 9, 10),
     )
     found = Record.decode(written.encode())
     assert (found.files, found.inline) == (("d/1",), b"abcd")
     assert found.chunks.tolist() == [(0,) * 6, (3, 4, 5, -1, 1, 3)]
-    assert found.patches.tolist() == [(1, 2, 0, 7, 8), (1, 3, -1, 0, 2)]
+    assert found.additions.tolist() == [(1, 2, 0, 7, 8), (1, 3, -1, 0, 2)]
     assert found.blobs == written.blobs
     assert found.described == (0, 9, 10)
 

@@ -179,10 +179,9 @@ def test_loaders_stay_readable() -> None:
 def test_chains_of_patches_stay_readable(name: str) -> None:
     same(unickpt.load(unpacked() / name), states().steps_of_patches(3))
     index = unickpt.open(unpacked() / name).index
-    patched = {name: (entry.patched, entry.patches) for name, entry in index.arrays.items()}
+    patched = {name: (entry.composed, entry.additions) for name, entry in index.arrays.items()}
     assert patched == {"near": (1, 2), "rows": (1, 2), "codes": (1, 1), "frozen": (0, 0)}
-    assert index.growth is not None
-    assert index.growth.saves == 3
+    assert index.extra["incremental"]["growth"][0] == 3  # saves
     assert len(index.bases) == 2 * name.startswith("chained")
 
 
@@ -190,7 +189,7 @@ def test_arrays_with_codecs_of_their_own_stay_readable() -> None:
     path = unpacked() / "compressed"
     same(unickpt.load(path), states().steps_of_noise(1))
     index = unickpt.open(path).index
-    found = {n: (e.encoding, e.patches) for n, e in index.arrays.items()}
+    found = {n: (e.encoding, e.additions) for n, e in index.arrays.items()}
     assert {n: (bool(encoding), patches) for n, (encoding, patches) in found.items()} == {
         "w": (True, 1),
         "noise": (False, 1),

@@ -299,7 +299,6 @@ def test_the_body_is_sound_before_it_is_changed() -> None:
         ("arrays.b.extra.compress", {"pays": 1}, "'pays'"),
         ("extra", [], "'extra'"),
         ("extra.incremental.reused", -1, "'reused'"),
-        ("extra.incremental.growth", [1, 2], "'growth'"),
         ("extra.compress", {}, "compress"),
         ("chunks", "4", "'chunks'"),
         ("processes", -1, "-1 processes"),

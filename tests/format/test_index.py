@@ -18,7 +18,6 @@ from unickpt import CheckpointCorrupt
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.errors import UnsupportedFormat
 from unickpt.format import chunk_grid, codec, index_json
-from unickpt.format.growth import Growth
 from unickpt.format.index import ArrayEntry, BaseEntry, Index, PerProcessEntry
 from unickpt.types import Box
 
@@ -49,8 +48,7 @@ def indexes(draw: st.DrawFn) -> Index:
         metadata={"note": "ä"},
         compression=draw(st.sampled_from([None, "auto", "zstd"])),
         reused=draw(st.integers(0, 9)),
-        growth=draw(st.none() | st.just(Growth(3, 2, 1))),
-        extra=draw(st.sampled_from([{}, {"timing": {}, "later": {"a": [1, None]}}])),
+        extra=draw(st.sampled_from([{}, {"timing": {}, "incremental": {"a": [1, None]}}])),
         processes=processes,
         chunks=7,
         digests_xxh3="0" * 16,
@@ -83,8 +81,8 @@ def test_arrays_that_differ_in_one_thing_only_are_not_mixed_up() -> None:
         replace(like, prng="threefry2x32"),
         replace(like, dtype="float32", **quantized_as("uint8", (0.5, 0.25))),
         replace(like, dtype="float32", **quantized_as("uint8", (0.5, 0.125))),
-        replace(like, patched=1, patches=1),
-        replace(like, patched=1, patches=2),
+        replace(like, composed=1, additions=1),
+        replace(like, composed=1, additions=2),
         replace(like, encoding=()),
         replace(like, encoding=codec.chosen_encoding("bool")),
         replace(like, encoding=CHOSEN),
@@ -231,10 +229,10 @@ def test_what_is_in_extra_and_not_known_is_ignored_and_kept() -> None:
     extra = {"novelty": {"x": None}, "incremental": {"reused": 5, "novelty": 3}}
     data = sealed(arrays={"w": w}, extra=extra, features=["patches"], novelty=4)
     index = index_json.decode(data, "here")
-    assert (index.arrays["w"].patches, index.reused, index.extra) == (
+    assert (index.arrays["w"].additions, index.reused, index.extra) == (
         1,
         5,
-        {"novelty": {"x": None}},
+        {"novelty": {"x": None}, "incremental": {"novelty": 3}},
     )
     lent = replace(
         index, bases=(BaseEntry("b", "0" * 16),), borrowed=3, borrowed_xxh3="1" * 16, reused=7

@@ -382,7 +382,7 @@ def _array_json(array: StoredArray, entry: ArrayEntry) -> dict[str, Any]:
         "prng": entry.prng,
         "quantized": None,
         **_codec_facts(entry),
-        "patched": entry.patched,
+        "patched": entry.composed,
         "codecs": as_codecs(entry.encoding or ()),
     }
 
@@ -477,8 +477,8 @@ def _facts(checkpoint: Checkpoint, array: StoredArray, entry: ArrayEntry) -> lis
     for name, of_codec in _codec_facts(entry).items():
         shown = {k: f"{v:.3g}" if isinstance(v, float) else v for k, v in of_codec.items()}
         facts.insert(2, (name, ", ".join(f"{key}: {value}" for key, value in shown.items())))
-    if entry.patched:
-        facts.append(("patches", f"{entry.patched:,} of the chunks are stored as patches"))
+    if entry.composed:
+        facts.append(("patches", f"{entry.composed:,} of the chunks are stored as patches"))
     if len(parts) == 1 and array.url:
         facts.append(("TensorStore", array.url))
     elif len(parts) > 1:

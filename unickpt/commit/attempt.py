@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import tensorstore as ts
 
 from unickpt._version import LIBRARY
 from unickpt.commit import attempt_state, borrowers, outcome, progress_reports, root
 from unickpt.commit.attempt_state import AttemptState
-from unickpt.commit.merge import Merged, merge_all
+from unickpt.commit.merge import FindMerging, Merged, merge_all
 from unickpt.commit.merge_chunks import Requests
 from unickpt.commit.messages import (
     MORE,
@@ -45,10 +45,10 @@ from unickpt.errors import (
     out_of_memory,
 )
 from unickpt.format import codec, index_json, timing, written_index
+from unickpt.format.borrowed import LINKED_FOLDER
 from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, Index
 from unickpt.format.timing import Arrivals
 from unickpt.frameworks.process_group import Group, saved_apart
-from unickpt.reuse import linked_files
 from unickpt.storage import data_files, errors, local_folders, locations
 from unickpt.storage.database import Database, digest_of
 from unickpt.storage.errors import Failed
@@ -179,8 +179,8 @@ class Attempt:
         """Publishes this process's record, which ends its part."""
         own = self.folder_of(self.group.index)
         self._sync(own.child(data_files.FOLDER))
-        if any(path.startswith(f"{linked_files.FOLDER}/") for path in record.files):
-            self._sync(own.child(linked_files.FOLDER))
+        if any(path.startswith(f"{LINKED_FOLDER}/") for path in record.files):
+            self._sync(own.child(LINKED_FOLDER))
         is_coordinator = self.group.index == 0
         self._become(AttemptState.MERGING if is_coordinator else AttemptState.PUBLISHED)
         self._notes.publish(replace(record, replaces=self._digest_found), kind)
@@ -228,6 +228,7 @@ class Attempt:
         digest: int,
         write_more: WriteMore,
         check: Callable[[Index], None] = lambda merged: None,
+        merging: FindMerging = lambda name: None,
     ) -> Totals:
         """Merges and commits what all processes wrote; only for the coordinator.
 
@@ -237,6 +238,7 @@ class Attempt:
             write_more: writes more of the coordinator's own chunks.
             check: called right before the commit, with what all processes saved; an error
                 prevents it.
+            merging: finds what merges the notes of records, by their names.
 
         Raises:
             ProcessFailed, SaveTimeout: another process gave up, or is late.
@@ -244,7 +246,7 @@ class Attempt:
             SaveConflict: another job committed at this path meanwhile.
         """
         with self._explaining():
-            return self._commit({digest: index}, write_more, check)
+            return self._commit({digest: index}, write_more, check, merging)
 
     def discard(self) -> None:
         """Ends a failed save: removes what was written, if no checkpoint can need it any more.
@@ -394,13 +396,17 @@ class Attempt:
     # --- the commit, in the coordinator --------------------------------------------------------
 
     def _commit(
-        self, own: Mapping[int, Index], write_more: WriteMore, check: Callable[[Index], None]
+        self,
+        own: Mapping[int, Index],
+        write_more: WriteMore,
+        check: Callable[[Index], None],
+        merging: FindMerging,
     ) -> Totals:
         records = self._collect(range(self.group.count), OK)
         for process, record in records:
             if record.replaces != self._digest_found:
                 raise self._conflict(f"between the start of process 0 and of process {process}")
-        merged = self._merge(own, records, write_more)
+        merged = self._merge(own, records, write_more, merging)
         self._timing = timing.encode(
             self._arrivals.timing([record.statistics for _, record in records])
         )
@@ -418,13 +424,20 @@ class Attempt:
         self.merged = merged
         return totals
 
-    def _merge(self, own: Mapping[int, Index], records: Records, write_more: WriteMore) -> Merged:
+    def _merge(
+        self,
+        own: Mapping[int, Index],
+        records: Records,
+        write_more: WriteMore,
+        merging: FindMerging,
+    ) -> Merged:
         described = own
         if any(record.description not in own for _, record in records):
             from unickpt.commit.descriptions import read  # only if some processes have others
 
             described = {**own, **read(records, own, self.folder_of, self.context)}
-        merged = merge_all(records, described, lambda asked: self._request(asked, write_more))
+        request = partial(self._request, write_more=write_more)
+        merged = merge_all(records, described, request, merging)
         index = replace(
             merged.index,
             attempt=self.name,

@@ -20,7 +20,6 @@ from unickpt.errors import CoverageError
 from unickpt.format import codecs, digest_table, unit_steps
 from unickpt.format.codec import AUTO
 from unickpt.format.coverage import check_boxes
-from unickpt.format.growth import Growth
 from unickpt.format.index import (
     RESERVED,
     ArrayEntry,
@@ -29,6 +28,11 @@ from unickpt.format.index import (
     PerProcessEntry,
 )
 from unickpt.trees import tree, tree_json
+
+Merging = Callable[[Mapping[int, Any], Sequence[Mapping[str, float]]], Any]
+"""Merges notes about a save, by process, with the statistics of all processes."""
+FindMerging = Callable[[str], Merging | None]
+"""Finds what merges the notes of a name."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,10 @@ class Merged:
 
 
 def merge_all(
-    records: Records, described: Mapping[int, Index], request: Callable[[Requests], Records]
+    records: Records,
+    described: Mapping[int, Index],
+    request: Callable[[Requests], Records],
+    merging: FindMerging,
 ) -> Merged:
     """Merges what all processes wrote.
 
@@ -70,6 +77,7 @@ def merge_all(
         described: what they have to save, by the digests in their records.
         request: makes processes write chunks that their planned writers do not hold; returns the
             records of these.
+        merging: finds what merges the notes of records, by their names.
 
     Raises:
         CoverageError: the processes contradict each other, or leave out a part of an array.
@@ -96,7 +104,7 @@ def merge_all(
 
         index, chunks = chosen_codecs.settled(index, chunks, records, names)
     arrays_now = with_notes(index, written, names, winners)
-    index = replace(index, arrays=with_patches(arrays_now, chunks.patched(index.arrays)))
+    index = replace(index, arrays=with_additions(arrays_now, chunks.composed(index.arrays)))
     lent = chunks.borrowed.tobytes() if chunks.bases else b""
     index = replace(
         index,
@@ -107,23 +115,34 @@ def merge_all(
         digests_xxh3=f"{xxhash.xxh3_64_intdigest(chunks.table.tobytes()):016x}",
         digest_blocks=_digest_blocks(chunks.table),
         bases=chunks.bases,
-        growth=_growth(index, written),
         borrowed=len(chunks.borrowed),
         borrowed_xxh3=f"{xxhash.xxh3_64_intdigest(lent):016x}" if chunks.bases else "",
+        extra={**index.extra, **_merged_notes(written, merging)},
     )
     return Merged(index, chunks, differences)
 
 
-def _growth(index: Index, records: Records) -> Growth | None:
-    """How checkpoints have grown with this one; None if it refers to nothing earlier."""
-    before = records[0][1].growth
-    if before is None:
-        return None
-    sums = [
-        int(sum(record.statistics.get(name, 0) for _, record in records))
-        for name in ("stored_bytes", "kept_bytes")
-    ]
-    return before.then(*sums)
+def _merged_notes(records: Records, merging: FindMerging) -> dict[str, Any]:
+    """What the index says on behalf of what made notes of the save.
+
+    Raises:
+        CoverageError: process 0 lacks what made one.
+    """
+    notes = dict[str, dict[int, Any]]()
+    for process, record in records:
+        for name, note in record.notes.items():
+            notes.setdefault(name, {})[process] = note
+    statistics, found = [record.statistics for _, record in records], dict[str, Any]()
+    for name, by_process in notes.items():
+        merge = merging(name)
+        if merge is None:
+            raise CoverageError(
+                f"process {min(by_process)} saves with {name!r}, and process 0 does not. All must "
+                "save with the same options"
+            )
+        if merged := merge(by_process, statistics):
+            found[name] = merged
+    return found
 
 
 def _digest_blocks(table: digest_table.Table) -> DigestBlocks | None:
@@ -321,16 +340,16 @@ def with_notes(
     return arrays
 
 
-# --- patches --------------------------------------------------------------------------------------
+# --- additions -----------------------------------------------------------------------------------
 
 
-def with_patches(
+def with_additions(
     arrays: Mapping[str, ArrayEntry], counts: Mapping[str, tuple[int, int]]
 ) -> dict[str, ArrayEntry]:
-    """The arrays, each with the numbers of its chunks that are stored as patches, and of these."""
+    """The arrays, each with the numbers of its chunks that have additions, and of these."""
     found = {
-        name: replace(arrays[name], patched=patched, patches=patches)
-        for name, (patched, patches) in counts.items()
+        name: replace(arrays[name], composed=composed, additions=additions)
+        for name, (composed, additions) in counts.items()
     }
     return {**arrays, **found}
 

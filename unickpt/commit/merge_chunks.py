@@ -15,8 +15,8 @@ import numpy as np
 from unickpt.arrays.box import Box
 from unickpt.commit import chunk_owners
 from unickpt.commit.messages import (
+    ADDITION_DTYPE,
     ELSEWHERE,
-    PATCH_DTYPE,
     Names,
     Record,
     Records,
@@ -31,7 +31,7 @@ from unickpt.quoting import some
 from unickpt.storage.btree.builder import INLINE, PLACE_DTYPE
 
 _NOBODY = np.uint32(0xFFFFFFFF)
-WHOLE, PATCHED, BORROWED, MISSING = range(4)
+WHOLE, COMPOSED, BORROWED, MISSING = range(4)
 """How a chunk is stored. If two processes wrote it, the first of these counts."""
 
 Requests = dict[int, dict[str, list[int]]]
@@ -45,15 +45,15 @@ class Chunks:
 
     Arguments:
         table: the digests and writers.
-        kinds: how each is stored: `WHOLE`, `PATCHED`, `BORROWED` or `MISSING`.
-        places: where each is (of a patched one, the full chunk); the number of its file is a
+        kinds: how each is stored: `WHOLE`, `COMPOSED`, `BORROWED` or `MISSING`.
+        places: where each is (of a composed one, the full chunk); the number of its file is a
             position in `files`.
-        patches: likewise where the patches are that this checkpoint has, with the rows of their
+        additions: likewise where the additions are that this checkpoint has, with the rows of their
             chunks.
         blobs: likewise where each per-process value is, by its key.
         files: processes, and the paths of files below their folders.
         inline: the values that are in no file, joined.
-        counts: how many patches each chunk has, wherever they are.
+        counts: how many additions each chunk has, wherever they are.
         borrowed: the values that are in other checkpoints.
         bases: these checkpoints.
         contested: the assumed arrays for which two processes wrote different data for a chunk, with
@@ -63,7 +63,7 @@ class Chunks:
     table: digest_table.Table
     kinds: Column
     places: Column
-    patches: Column
+    additions: Column
     blobs: Mapping[str, ValuePlace]
     files: Sequence[tuple[int, str]]
     inline: bytes
@@ -72,10 +72,10 @@ class Chunks:
     bases: tuple[BaseEntry, ...]
     contested: Mapping[str, list[int]]
 
-    def patched(self, arrays: Mapping[str, ArrayEntry]) -> dict[str, tuple[int, int]]:
-        """How many chunks of each array are stored as patches, and how many patches these have;
+    def composed(self, arrays: Mapping[str, ArrayEntry]) -> dict[str, tuple[int, int]]:
+        """How many chunks of each array have additions, and how many;
         only of those that have some."""
-        if not (self.kinds == PATCHED).any():
+        if not (self.kinds == COMPOSED).any():
             return {}
         found = {}
         for name, span in chunk_grid.chunk_spans(arrays).items():
@@ -94,8 +94,8 @@ def merged_chunks(
 ) -> Chunks:
     """All chunks, as far as the records have them; no chunk has two writers.
 
-    Replicas that do not know of each other may both write a chunk, one of them as a patch, or both
-    with another full chunk. All that is stored of a chunk is of one process.
+    Replicas that do not know of each other may both write a chunk, one of them with additions, or
+    both with another full chunk. All that is stored of a chunk is of one process.
 
     Arguments:
         index: of all processes.
@@ -110,7 +110,7 @@ def merged_chunks(
     listed = _ListedChunks(index, records, names, winners or {})
     # Where an index occurs twice, NumPy keeps what is assigned last: the first process's.
     chosen = np.full(chunk_grid.total_chunks(index.arrays), -1, np.int64)
-    for kind in (BORROWED, PATCHED, WHOLE):
+    for kind in (BORROWED, COMPOSED, WHOLE):
         rows = np.flatnonzero(listed.kind == kind)[::-1]
         chosen[listed.where[rows]] = rows
     missing = chosen < 0
@@ -122,16 +122,16 @@ def merged_chunks(
         table["digest"], table["process"] = listed.digest[chosen], listed.process[chosen]
         kinds, places = listed.kind[chosen], listed.place[chosen]
     table["digest"][missing], table["process"][missing], kinds[missing] = 0, _NOBODY, MISSING
-    patches = listed.patches_of(chosen)
-    counts = np.bincount(patches["row"].astype(np.int64), minlength=len(chosen))
-    lent_table = _borrowed_table(kinds, places, patches)
+    additions = listed.additions_of(chosen)
+    counts = np.bincount(additions["row"].astype(np.int64), minlength=len(chosen))
+    lent_table = _borrowed_table(kinds, places, additions)
     used, numbers = np.unique(lent_table["base"], return_inverse=True)
     lent_table["base"] = numbers
     return Chunks(
         table,
         kinds,
         places,
-        patches[patches["file"] != ELSEWHERE],
+        additions[additions["file"] != ELSEWHERE],
         listed.blobs,
         listed.files,
         b"".join(listed.inline),
@@ -142,14 +142,14 @@ def merged_chunks(
     )
 
 
-def _borrowed_table(kinds: Column, places: Column, patches: Column) -> borrowed.BorrowedTable:
+def _borrowed_table(kinds: Column, places: Column, additions: Column) -> borrowed.BorrowedTable:
     """The values that are in other checkpoints, with the numbers that these have in the records."""
     is_lent = places["file"] == ELSEWHERE
     rows = np.flatnonzero(is_lent & (kinds != MISSING))
     table = np.zeros(len(rows), borrowed.DTYPE)
     table["row"], table["base"] = rows, places["offset"][rows]
-    table["link"] = np.where(kinds[rows] == PATCHED, FULL_LINK, WHOLE_LINK)
-    some = patches[patches["file"] == ELSEWHERE]
+    table["link"] = np.where(kinds[rows] == COMPOSED, FULL_LINK, WHOLE_LINK)
+    some = additions[additions["file"] == ELSEWHERE]
     more = np.zeros(len(some), borrowed.DTYPE)
     more["row"], more["base"], more["link"] = some["row"], some["offset"], some["link"]
     both = np.concatenate([table, more])
@@ -177,8 +177,8 @@ class _ListedChunks:
         self.place = np.zeros(count, PLACE_DTYPE)
         self.number, self._count = np.arange(count), count
         """Which of all it is."""
-        self.patches, self.blobs = [np.zeros(0, PATCH_DTYPE)], dict[str, ValuePlace]()
-        """All patches; their rows are the numbers of their chunks."""
+        self.additions, self.blobs = [np.zeros(0, ADDITION_DTYPE)], dict[str, ValuePlace]()
+        """All additions; their rows are the numbers of their chunks."""
         self.files, self.inline = list[tuple[int, str]](), list[bytes]()
         self.bases: dict[BaseEntry, int] = {}
         self._nbytes = 0
@@ -198,20 +198,20 @@ class _ListedChunks:
         for name in ("where", "digest", "process", "kind", "place", "number"):
             setattr(self, name, getattr(self, name)[some])
 
-    def patches_of(self, chosen: Column) -> Column:
-        """The patches of the chunks that were chosen, with their rows in the digest table.
+    def additions_of(self, chosen: Column) -> Column:
+        """The additions of the chunks that were chosen, with their rows in the digest table.
 
         Arguments:
             chosen: for each row of the table which of the listed chunks it is; -1 for none.
         """
-        patches = np.concatenate(self.patches)
-        if not len(patches):
-            return patches
+        additions = np.concatenate(self.additions)
+        if not len(additions):
+            return additions
         rows = np.flatnonzero(chosen >= 0)
         row_of = np.full(self._count, -1)
         row_of[self.number[chosen[rows]]] = rows
-        there = row_of[patches["row"].astype(np.int64)]
-        found = patches[there >= 0]
+        there = row_of[additions["row"].astype(np.int64)]
+        found = additions[there >= 0]
         found["row"] = there[there >= 0]
         return found[np.lexsort((found["link"], found["row"]))]
 
@@ -233,13 +233,13 @@ class _ListedChunks:
         bases = np.array(found, np.uint64)
         self.place[own] = numbered(record.chunks)
         self.kind[own][record.chunks["file"] == ELSEWHERE] = BORROWED
-        if len(record.patches):
-            patches, places = record.patches.copy(), numbered(record.patches)
-            self.kind[own][patches["row"].astype(np.int64)] = PATCHED
-            patches["row"] += np.uint64(own.start)
+        if len(record.additions):
+            additions, places = record.additions.copy(), numbered(record.additions)
+            self.kind[own][additions["row"].astype(np.int64)] = COMPOSED
+            additions["row"] += np.uint64(own.start)
             for name in PLACE_DTYPE.names or ():
-                patches[name] = places[name]
-            self.patches.append(patches)
+                additions[name] = places[name]
+            self.additions.append(additions)
         if record.blobs:
             places = np.array([place for _, _, _, place in record.blobs.values()], PLACE_DTYPE)
             for name, place in zip(record.blobs, numbered(places).tolist(), strict=True):

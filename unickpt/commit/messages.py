@@ -23,7 +23,6 @@ from unickpt.errors import (
     ProcessFailed,
     StorageError,
 )
-from unickpt.format.growth import Growth
 from unickpt.format.index import BaseEntry, Index, nbytes_of
 from unickpt.format.links import FULL_LINK
 from unickpt.format.unit_steps import UnitSteps
@@ -37,14 +36,14 @@ T = TypeVar("T")
 # `array` is the number of the array in the process's own description, `chunk` that of the chunk in
 # the array's parts, in order (for arrays with boxes instead of a layout: in this process's boxes).
 CHUNK_DTYPE = np.dtype([("array", "<u4"), ("chunk", "<u8"), ("digest", "<u8"), *PLACE_FIELDS])
-# Where a patch of a chunk is: `row` is the position of the chunk among those of the record, `link`
-# says which value of the chunk it is (`format.chains`).
-PATCH_DTYPE = np.dtype([("row", "<u8"), ("link", "<u4"), *PLACE_FIELDS])
+# Where what is added to a chunk is: `row` is the position of the chunk among those of the record,
+# `link` says which value of the chunk it is (`format.links`).
+ADDITION_DTYPE = np.dtype([("row", "<u8"), ("link", "<u4"), *PLACE_FIELDS])
 ELSEWHERE = -2
 """Instead of a file: the value is in a checkpoint beside this one; the offset says in which."""
 # A fingerprint of an array that is assumed to be equal on all processes that have it.
 REPLICA_DTYPE = np.dtype([("array", "<u4"), ("fingerprint", "<u8")])
-_TABLES = CHUNK_DTYPE, PATCH_DTYPE, REPLICA_DTYPE
+_TABLES = CHUNK_DTYPE, ADDITION_DTYPE, REPLICA_DTYPE
 _SEAL_BYTES = 8
 ValuePlace = tuple[int, int, int]
 """Where a value is: the number of its file, offset and length; see `PLACE_DTYPE`."""
@@ -56,8 +55,8 @@ class Record:
 
     Arguments:
         description: xxh3-64 of the process's encoded description.
-        chunks: one element of `CHUNK_DTYPE` per chunk: also where it is; of a patched one, where
-            the full chunk is.
+        chunks: one element of `CHUNK_DTYPE` per chunk: also where it is; of one of several
+            values, where the full chunk is.
         files: the paths of the files with values, below the process's folder.
         inline: the values that are so small that they are in no file, joined.
         boxes: for arrays that no layout describes, this process's boxes by array number.
@@ -69,9 +68,10 @@ class Record:
         replicas: one element of `REPLICA_DTYPE` for each array whose replication is assumed.
         checked: whether `replicas` cover every byte; else only a sample.
         bases: the checkpoints beside this one from which values are borrowed.
-        growth: how checkpoints grew up to the one whose patches this one goes on with, if any.
-        patches: one element of `PATCH_DTYPE` for each patch of a chunk, ascending.
+        additions: one element of `ADDITION_DTYPE` for each value that is added to a chunk,
+            ascending.
         extra: what codecs say about arrays, by codec and array number (`codecs.Extra`).
+        notes: what features say about the save of this process, by their names.
         units: of which step its units are, by key, if some may be left out of a save.
         follows: of the arrays that may be compressed, by number, whether those are that the base
             has; the others are as this process chose.
@@ -90,9 +90,9 @@ class Record:
     replicas: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, REPLICA_DTYPE))
     checked: bool = False
     bases: tuple[BaseEntry, ...] = ()
-    growth: Growth | None = None
-    patches: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, PATCH_DTYPE))
+    additions: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, ADDITION_DTYPE))
     extra: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
+    notes: Mapping[str, Any] = field(default_factory=dict)
     units: UnitSteps = field(default_factory=dict)
     follows: Mapping[int, bool] = field(default_factory=dict)
     knows_base: bool = True
@@ -127,10 +127,10 @@ class Record:
         """
         more = [place for _, _, _, place in self.blobs.values()]
         others = np.array([*more, *([self.described] if self.described else [])], PLACE_DTYPE)
-        tables = self.chunks, self.patches, self.replicas
+        tables = self.chunks, self.additions, self.replicas
         if tuple(table.dtype for table in tables) != _TABLES:
             raise ValueError("a table has other columns")
-        tables_of = (self.chunks, ELSEWHERE), (self.patches, ELSEWHERE), (others, INLINE)
+        tables_of = (self.chunks, ELSEWHERE), (self.additions, ELSEWHERE), (others, INLINE)
         for table, least in tables_of:
             file = table["file"]
             if len(file) and (int(file.min()) < least or int(file.max()) >= len(self.files)):
@@ -139,10 +139,10 @@ class Record:
             offset, length = (table[each][file == INLINE] for each in ("offset", "length"))
             if (length > size).any() or (offset > size - np.minimum(length, size)).any():
                 raise ValueError("a value ends after all of them")
-        for table in self.chunks, self.patches:
+        for table in self.chunks, self.additions:
             if (table["offset"][table["file"] == ELSEWHERE] >= len(self.bases)).any():
                 raise ValueError("it does not say where each value is")
-        rows, links = self.patches["row"], self.patches["link"].astype(np.int64)
+        rows, links = self.additions["row"], self.additions["link"].astype(np.int64)
         is_next = (rows[1:] == rows[:-1]) & (links[1:] == links[:-1] + 1)
         is_first = (rows[1:] > rows[:-1]) & (links[1:] == FULL_LINK + 1)
         if len(rows) and (
@@ -150,7 +150,7 @@ class Record:
             or int(links[0]) != FULL_LINK + 1
             or not (is_next | is_first).all()
         ):
-            raise ValueError("a patch is not of one of its chunks")
+            raise ValueError("what is added to a chunk is not of one of its chunks")
         for path in self.files:
             if path.startswith("/") or "\0" in path or ".." in path.split("/"):
                 raise ValueError(f"{path[:200]!r} is not a file of the process")

@@ -19,7 +19,7 @@ import numpy as np
 import tensorstore as ts
 
 from unickpt.commit import borrowers
-from unickpt.commit.merge_chunks import PATCHED, WHOLE, Chunks, Column
+from unickpt.commit.merge_chunks import COMPOSED, WHOLE, Chunks, Column
 from unickpt.commit.messages import ELSEWHERE, ValuePlace
 from unickpt.errors import CheckpointExists, StorageError
 from unickpt.format import chunk_grid, links
@@ -101,8 +101,8 @@ class Root:
         manifest, found = builder.encode(entries, files, inline, out.place)
         out.close()
         blobs = sum(len(entry.blobs) for entry in index.per_process.values())
-        patches = sum(entry.patches for entry in index.arrays.values())
-        count = index.chunks + patches - index.borrowed + blobs + len(extra)
+        additions = sum(entry.additions for entry in index.arrays.values())
+        count = index.chunks + additions - index.borrowed + blobs + len(extra)
         if found != count:
             raise StorageError(
                 f"{self._location}: the processes reported {count} values, but {found} were found"
@@ -204,11 +204,11 @@ def refuse_checkpoint(location: Location, context: ts.Context, *, overwrite: boo
 
 def _numbered(chunks: Chunks, numbers: Column) -> Chunks:
     """Chunks with other numbers of their files."""
-    places, patches = chunks.places.copy(), chunks.patches.copy()
-    for table in places, patches:
+    places, additions = chunks.places.copy(), chunks.additions.copy()
+    for table in places, additions:
         table["file"] = numbers[table["file"]]
     blobs = {key: (int(numbers[n]), at, size) for key, (n, at, size) in chunks.blobs.items()}
-    return replace(chunks, places=places, patches=patches, blobs=blobs)
+    return replace(chunks, places=places, additions=additions, blobs=blobs)
 
 
 class _DataFiles:
@@ -284,7 +284,7 @@ def runs(index: Index, chunks: Chunks, extra: Mapping[str, ValuePlace]) -> Itera
     keys, rows, grids = [key.encode() for key in others], list[int](), list[_ChunkEntries]()
     first = 0
     for entry in index.arrays.values():
-        is_whole = not entry.patched and not index.bases
+        is_whole = not entry.composed and not index.bases
         for part in chunk_grid.parts(entry):
             count = part.count
             if count == 1 and is_whole:
@@ -302,17 +302,17 @@ def runs(index: Index, chunks: Chunks, extra: Mapping[str, ValuePlace]) -> Itera
 
 
 def _grids(part: Part, entry: ArrayEntry, chunks: Chunks, rows: slice) -> Iterator[_ChunkEntries]:
-    """The chunks of a part, and the full chunks and patches of those that are patched."""
+    """The chunks of a part, and the full chunks and additions of those of several values."""
     kinds, places = chunks.kinds[rows], chunks.places[rows]
     yield _ChunkEntries(part, places, kinds == WHOLE)
-    if entry.patched:
+    if entry.composed:
         is_own = places["file"] != ELSEWHERE
         full = links.part_of(part, links.FULL_LINK)
-        yield _ChunkEntries(full, places, (kinds == PATCHED) & is_own)
-        low, high = np.searchsorted(chunks.patches["row"], (rows.start, rows.stop))
-        patches = chunks.patches[low:high]
-        for link in np.unique(patches["link"]).tolist():
-            some = patches[patches["link"] == link]
+        yield _ChunkEntries(full, places, (kinds == COMPOSED) & is_own)
+        low, high = np.searchsorted(chunks.additions["row"], (rows.start, rows.stop))
+        additions = chunks.additions[low:high]
+        for link in np.unique(additions["link"]).tolist():
+            some = additions[additions["link"] == link]
             at = some["row"].astype(np.int64) - rows.start
             there, has = np.zeros(len(kinds), PLACE_DTYPE), np.zeros(len(kinds), np.bool_)
             for name in PLACE_DTYPE.names or ():

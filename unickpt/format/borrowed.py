@@ -32,6 +32,10 @@ _DIGEST = re.compile("[0-9a-f]{16}")
 
 MOST_BASES = 16
 """So many take a reader about as long to open as a large index."""
+LINKED_FOLDER = "reused"
+"""In the folder of a process: files of an earlier checkpoint, by hard links."""
+LEAST_USED = 0.5
+"""Of the bytes of a checkpoint, the share that the next one must use to keep it alive for that."""
 
 
 def decode(data: bytes, index: Index) -> BorrowedTable:

@@ -127,7 +127,7 @@ class ChunkValues:
         Raises:
             CheckpointCorrupt: a database is damaged.
         """
-        if not entry.patched:
+        if not entry.composed:
             return ()
         lent = self._borrowed.links(entry, part, number)
         found: list[Value] = []

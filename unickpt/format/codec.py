@@ -111,7 +111,7 @@ def zarr_keys(index: Index) -> dict[str, bytes]:
     groups, out = {""}, dict[str, bytes]()
     of_kind: dict[tuple[Any, ...], bytes] = {}  # arrays of one shape share it
     for name, entry in index.arrays.items():
-        is_patched = entry.patched > 0
+        is_patched = entry.composed > 0
         for part in chunk_grid.parts(entry) or [Part.whole(name, entry.shape, entry.chunk)]:
             kind = part.box, part.chunk, entry.dtype, entry.encoding, is_patched
             found = of_kind.get(kind)

@@ -14,7 +14,6 @@ from typing import Any
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.layout import Layout
-from unickpt.format.growth import Growth
 from unickpt.quoting import quoted
 from unickpt.trees import tree_json
 
@@ -87,8 +86,8 @@ class ArrayEntry:
         cut: dimensions along whose layout intervals the array is cut into parts.
         boxes: without a layout, each fragment with the processes that held it; one part each.
         prng: for typed JAX PRNG keys, the name of their implementation.
-        patched: how many of its chunks are stored as patches.
-        patches: how many patches all these have.
+        composed: how many of its chunks are stored as several values (docs/format.md, patches).
+        additions: how many values are added to all these.
         encoding: its codec; None if it has none, and `()` if compressing it was tried, and did not
             pay. While a save with `compression="auto"` runs, the one that it has if that makes it
             smaller (`commit.chosen_codecs`).
@@ -103,8 +102,8 @@ class ArrayEntry:
     cut: tuple[int, ...] = ()
     boxes: tuple[tuple[Box, tuple[int, ...]], ...] | None = None
     prng: str | None = None
-    patched: int = 0
-    patches: int = 0
+    composed: int = 0
+    additions: int = 0
     encoding: Encoding | None = None
     extra: Mapping[str, Any] = field(default_factory=lambda: _NO_EXTRA, hash=False)
 
@@ -204,7 +203,7 @@ class DigestBlocks:
 class Index:
     """The whole content of `unickpt.json`. `tree` is the JSON of `unickpt.trees.tree`.
 
-    `reused`, `growth`, `compression` and `extra` are not needed to read it: `compression` is the
+    `reused`, `compression` and `extra` are not needed to read it: `compression` is the
     option with which it was saved, and `extra` has what other features say, by their names. A
     feature in `extra` may have a value of its own in the database (`extra_key`). `features` is what
     the stored index names of `FEATURES`.
@@ -227,7 +226,6 @@ class Index:
     bases: tuple[BaseEntry, ...] = ()
     borrowed: int = 0
     borrowed_xxh3: str = ""
-    growth: Growth | None = None
     compression: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     features: Sequence[str] = field(default=(), compare=False, repr=False)

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
@@ -20,7 +20,6 @@ from unickpt.arrays.box import Box, fill_exactly, overlap
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.format import codec_json, codecs
-from unickpt.format.growth import Growth
 from unickpt.format.index import (
     CODEC_PREFIX,
     FEATURES,
@@ -51,7 +50,6 @@ _Positive = Annotated[int, Meta(ge=1, lt=MAX_EXTENT)]
 _Error = Annotated[float, Meta(ge=0)]
 _Extents = tuple[_Extent, ...]
 _Errors = tuple[_Error, _Error]
-_Growth = tuple[_Extent, _Extent, _Extent, _Extent, _Extent]
 _Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$", max_length=16)]
 _Blobs = list[list[Any]]
 _Blob = tuple[_Extent, _Digest, Annotated[int, Meta(ge=1)] | None]
@@ -110,11 +108,10 @@ class _ArrayBody(msgspec.Struct):
 _ARRAY = msgspec.json.Decoder(_ArrayBody)
 
 
-class _IncrementalBody(msgspec.Struct, omit_defaults=True):
-    """What later saves need to know of this one."""
+class _ReusedBody(msgspec.Struct):
+    """What is there that an earlier checkpoint has, too."""
 
     reused: _Extent = 0
-    growth: _Growth | None = None
 
 
 class _CompressBody(msgspec.Struct):
@@ -201,7 +198,7 @@ def _features(index: Index) -> list[str]:
     arrays, others = index.arrays.values(), index.per_process.values()
     used = {
         REFERENCES: bool(index.bases),
-        PATCHES: any(entry.patched for entry in arrays),
+        PATCHES: any(entry.composed for entry in arrays),
         SECTIONS: any(any(entry.heads) for entry in others),
         **{name: True for entry in arrays if (name := entry.codec) is not None},
     }
@@ -222,8 +219,9 @@ def _references_to_json(index: Index) -> dict[str, Any]:
 
 
 def _extra_to_json(index: Index) -> dict[str, Any]:
-    growth: Any = None if index.growth is None else astuple(index.growth)
-    incremental = msgspec.to_builtins(_IncrementalBody(index.reused, growth))
+    incremental = dict(index.extra.get(_INCREMENTAL, {}))
+    if index.reused:
+        incremental["reused"] = index.reused
     known = {
         _INCREMENTAL: incremental,
         _COMPRESS: {} if index.compression is None else {"option": index.compression},
@@ -304,13 +302,13 @@ def _array_body(entry: ArrayEntry, layout: int | None, codec: int | None) -> _Ar
 
 
 def _array_extra(entry: ArrayEntry) -> dict[str, Any] | UnsetType:
-    if not entry.extra and not entry.patched and entry.encoding != ():
+    if not entry.extra and not entry.composed and entry.encoding != ():
         return UNSET  # of 100,000 arrays, most
     extra: dict[str, Any] = {}
     if entry.encoding == ():
         extra[_COMPRESS] = _TriedBody(False)
-    if entry.patched:
-        extra[PATCHES] = _PatchesBody(entry.patched, entry.patches)
+    if entry.composed:
+        extra[PATCHES] = _PatchesBody(entry.composed, entry.additions)
     return {**extra, **entry.extra}
 
 
@@ -487,9 +485,10 @@ def _extra(stored: Mapping[str, Any]) -> dict[str, Any]:
     others = dict(stored)
     found: dict[str, Any] = {"extra": others}
     if _INCREMENTAL in others:
-        body = tree_json.typed(others.pop(_INCREMENTAL), _IncrementalBody, _INCREMENTAL)
-        found["reused"] = body.reused
-        found["growth"] = None if body.growth is None else Growth(*body.growth)
+        stored = others.pop(_INCREMENTAL)
+        found["reused"] = tree_json.typed(stored, _ReusedBody, _INCREMENTAL).reused
+        if more := {name: value for name, value in stored.items() if name != "reused"}:
+            others[_INCREMENTAL] = more
     if _COMPRESS in others:
         found["compression"] = tree_json.typed(
             others.pop(_COMPRESS), _CompressBody, _COMPRESS
@@ -594,7 +593,7 @@ def _arrays(
             continue
         arrays[name] = ArrayEntry(
             name, same.shape, same.dtype, same.chunk, same.layout, same.cut, same.boxes,
-            same.prng, same.patched, same.patches, same.encoding, same.extra,
+            same.prng, same.composed, same.additions, same.encoding, same.extra,
         )  # fmt: skip
     return arrays
 
@@ -656,9 +655,11 @@ def _add_extra(entry: ArrayEntry, extra: Mapping[str, Any]) -> None:
         entry.extra = {codec.name: note}
     known: _ArrayExtra = tree_json.typed(extra, _ArrayExtra, at)
     if known.patches is not UNSET:
-        entry.patched, entry.patches = known.patches.chunks, known.patches.patches
-        if entry.patches < entry.patched:
-            raise BadJSON(f"{at}: has {entry.patched} patched chunks, and {entry.patches} patches")
+        entry.composed, entry.additions = known.patches.chunks, known.patches.patches
+        if entry.additions < entry.composed:
+            raise BadJSON(
+                f"{at}: has {entry.composed} patched chunks, and {entry.additions} patches"
+            )
     if known.compress is not UNSET and not known.compress.pays and entry.encoding is None:
         entry.encoding = ()
 

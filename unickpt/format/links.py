@@ -1,4 +1,4 @@
-"""The values of a patched chunk, and where they are: its full chunk, its patches (`chains`)."""
+"""The values of a chunk of several, and where they are: its full chunk, what is added to it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from unickpt.format.chunk_grid import Part
 
-_FULL, _PATCH = "full", "patch"
+_FULL, _ADDED = "full", "patch"
 WHOLE_LINK = 0
 """The number of the only value of a chunk that is stored whole."""
 FULL_LINK = 1
-"""That of the full chunk of a patched one; its patches follow."""
+"""That of the full chunk of a composed one; what is added to it follows."""
 
 
 def part_of(part: Part, link: int) -> Part:
@@ -18,11 +18,11 @@ def part_of(part: Part, link: int) -> Part:
 
     Arguments:
         part: of the array.
-        link: which values: `WHOLE_LINK`, `FULL_LINK`, or those of patches.
+        link: which values: `WHOLE_LINK`, `FULL_LINK`, or what is added to that.
     """
     if link == WHOLE_LINK:
         return part
-    return _below(part, _FULL if link == FULL_LINK else f"{_PATCH}/{link - FULL_LINK}")
+    return _below(part, _FULL if link == FULL_LINK else f"{_ADDED}/{link - FULL_LINK}")
 
 
 def _below(part: Part, key: str) -> Part:

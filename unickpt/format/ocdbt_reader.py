@@ -137,7 +137,7 @@ class OcdbtReader(Reader):
         return _read_index(store.location, store.values)
 
     def read(self, requests: Sequence[Request]) -> Sequence[int]:
-        if not self.index.bases and not self._has_patches:
+        if not self.index.bases and not self._has_composed:
             return self.chunks.read(requests)
         return self.chunk_values.read(requests)
 
@@ -153,8 +153,8 @@ class OcdbtReader(Reader):
         return self._digests.rows(self._digests.spans[name])
 
     @cached_property
-    def _has_patches(self) -> bool:
-        return any(entry.patched for entry in self.index.arrays.values())
+    def _has_composed(self) -> bool:
+        return any(entry.composed for entry in self.index.arrays.values())
 
     def timing(self) -> Timing | None:
         nbytes = self.chunks.key_length(TIMING_KEY)
@@ -192,9 +192,9 @@ class OcdbtReader(Reader):
                 "TensorStore does not look; read the array by slicing, or make a whole checkpoint "
                 "with `unickpt copy`"
             )
-        if entry.patched:
+        if entry.composed:
             raise UnsupportedFormat(
-                f"{self.location}: {entry.patched} chunks of array {entry.name!r} are stored as "
+                f"{self.location}: {entry.composed} chunks of array {entry.name!r} are stored as "
                 "patches (SaveOptions.reuse), which TensorStore does not know; read it by slicing"
             )
         try:

@@ -64,7 +64,7 @@ class KeyChecks:
         except CheckpointCorrupt as error:
             yield "", str(error)
         own = index.chunks - borrowed
-        own += sum(entry.patches for entry in index.arrays.values())
+        own += sum(entry.additions for entry in index.arrays.values())
         implied = len(expected) + own + blobs + len(keys)
         found = self._count_keys()
         if found != implied:

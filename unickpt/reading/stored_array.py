@@ -70,7 +70,7 @@ class StoredArray:
     @property
     def url(self) -> str:
         """The URL with which TensorStore opens it, if it has a single part; empty if it cannot."""
-        if self._entry.codec is not None or self._entry.patched:
+        if self._entry.codec is not None or self._entry.composed:
             return ""
         whole = Part.whole(self._entry.name, self.shape, self.chunk)
         return self._reader.part_url(self.parts[0] if len(self.parts) == 1 else whole)

@@ -259,10 +259,8 @@ def knowing(
     """
     if changed is None:
         return options
-    from unickpt.reuse import unchanged  # only where it is asked for
-
     check_changed(changed, reuses)
-    unchanged.check(changed)
+    replace(options, changed=changed)  # checks it
     said, of_all = (
         {"**": each} if isinstance(each, str) else dict(each or {})
         for each in (changed, options.changed)

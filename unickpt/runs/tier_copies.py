@@ -18,13 +18,13 @@ from unickpt.errors import (
     UnickptError,
     UnsupportedFormat,
 )
-from unickpt.format import borrowed, ocdbt_reader
+from unickpt.format import borrowed, held_files, ocdbt_reader
 from unickpt.format.index import BaseEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.format.refusals import refuse_unknown
 from unickpt.options import SaveOptions
-from unickpt.reuse import held_files
-from unickpt.reuse.held_files import HeldFiles
+from unickpt.format import held_files
+from unickpt.format.held_files import HeldFiles
 from unickpt.runs import attempt_folders, lineage_notes
 from unickpt.runs.cleaning import Cleaning, StepsInUse
 from unickpt.runs.step_folder import StepFolder, remove_older

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from unickpt.errors import ForkedProcess, ProcessFailed, SaveTimeout, out_of_memory
 from unickpt.options import SaveOptions, SaveReport
@@ -27,9 +27,6 @@ from unickpt.storage import paths
 from unickpt.storage.locations import Location
 from unickpt.threads import collection_paused, step_back
 from unickpt.trees import tree
-
-if TYPE_CHECKING:
-    from unickpt.reuse.unchanged import SeenState
 
 
 @dataclass(frozen=True)
@@ -188,7 +185,7 @@ class PendingSave:
         """Where the checkpoint will be."""
         self._task, self._snapshot, self._previous = task, snapshot, previous
         self._callbacks, self._errors, self._events = callbacks, errors, task.events
-        self.seen = task.seen
+        self.known = task.known
         self._finished: Future[None] = Future()
         """Done when the save is over, and its `SaveOptions.metrics` was called."""
         self._report: SaveReport | None = None
@@ -463,19 +460,17 @@ class SaveQueue:
             request.callbacks.begin()
             metadata = request.metadata()
         found = self._plans.describe(task, request.tree, metadata)
-        if task.options.changed is not None:
-            from unickpt.saving import unchanged_arrays  # only where it is asked for
+        if task.options.skips:
+            from unickpt.saving import skipping  # only where it is asked for
 
             with task.failing():
-                before = self._seen_before(task.options.base, request.find_base())
-            task.seen = unchanged_arrays.skip_unchanged(task, found, before)
+                before = self._known_of_base(task.options.base, request.find_base())
+            task.known = skipping.skip(task, found, before)
         return found
 
-    def _seen_before(
-        self, given: paths.PathLike | None, newest: paths.PathLike | None
-    ) -> SeenState | None:
-        """The last save, if `SaveOptions.changed` refers to it: the words are about what the last
-        call saved, and it is the base.
+    def _known_of_base(self, given: paths.PathLike | None, newest: paths.PathLike | None) -> Any:
+        """What is known of the last save, if it is the base: what may be skipped is what did not
+        change since the last call.
 
         Arguments:
             given: `SaveOptions.base`.
@@ -486,9 +481,9 @@ class SaveQueue:
             return None
         base = newest if given is None else given
         if base is not None and paths.resolve(base).url == last.url:
-            return last.seen
+            return last.known
         # It will be the newest, if a save that is in flight may be one.
-        return last.seen if given is None and base is not None and not last.done() else None
+        return last.known if given is None and base is not None and not last.done() else None
 
     @contextmanager
     def following(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 
@@ -23,11 +23,9 @@ from unickpt.frameworks.protocol import Adapter, ArraySource
 from unickpt.frameworks.sections import Encoded
 from unickpt.options import SaveOptions
 from unickpt.quoting import quoted
+from unickpt.references import Skipped
 from unickpt.trees import hints, tree, tree_json
 from unickpt.write_filter import ArrayUnits, Selection, Unit, Units, WriteFilter
-
-if TYPE_CHECKING:
-    from unickpt.reuse.unchanged import Unchanged
 
 # Of an array, and of its chunks, that `compression="auto"` looks at.
 _LEAST_BYTES, _MOST_BYTES = 64 << 10, chunk_store.COMPRESSED_MOST
@@ -43,7 +41,7 @@ class Description:
         blobs: its per-process values by name, encoded.
         units: the arrays with units that may be left out of a save (`write_filter`).
         selection: which units are written, if some may be left out.
-        unchanged: what is known not to have changed since the base.
+        skipped: what is neither staged nor read, as the base has it.
         encoders: what encodes the chunks of arrays in place of a codec of Zarr's.
     """
 
@@ -52,7 +50,7 @@ class Description:
     blobs: Mapping[str, Encoded]
     units: Mapping[str, ArrayUnits] = field(default_factory=dict)
     selection: Selection | None = None
-    unchanged: Unchanged | None = None
+    skipped: Skipped | None = None
     encoders: Mapping[str, codecs.Codec] = field(default_factory=dict)
 
     @cached_property
@@ -68,11 +66,11 @@ class Description:
     @property
     def is_whole(self) -> bool:
         """Whether nothing is left to the base."""
-        return self.selection is None and self.unchanged is None
+        return self.selection is None and self.skipped is None
 
     def borrows(self, name: str, box: Box) -> bool:
         """Whether a box of an array is not saved, but taken from the step before."""
-        if self.unchanged is not None and self.unchanged.skips(name, box):
+        if self.skipped is not None and self.skipped.skips(name, box):
             return True
         return self.leaves_out(name, box)
 

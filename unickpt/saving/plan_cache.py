@@ -76,12 +76,12 @@ class _Together:
         """Keeps them as they are now, but copies none that `now` does not look at; returns how many
         bytes were copied."""
         sources, reads, some = self.sources, self.reads, None
-        if self.copied and now is not None and now.unchanged is not None:
-            told = now.unchanged
+        if self.copied and now is not None and now.skipped is not None:
+            skipped = now.skipped
             some = [
                 n
                 for n, (name, source) in enumerate(zip(self.names, sources, strict=True))
-                if source.assumed or not told.skips(name, source.fragments[0].box)
+                if source.assumed or not skipped.skips(name, source.fragments[0].box)
             ]
             sources, reads = [sources[n] for n in some], [reads[n] for n in some]
         at = self.at if some is None else [self.at[n] for n in some]
@@ -214,8 +214,8 @@ class CachedPlan:
 
     def planned(self, job: SaveTask) -> WritePlan:
         """The plan of a save of the tree; not to be kept if it is of what did not change, too."""
-        found = job.plan(self.plan if job.description.unchanged is None else None)
-        self.plan = found if job.description.unchanged is None else self.plan
+        found = job.plan(self.plan if job.description.skipped is None else None)
+        self.plan = found if job.description.skipped is None else self.plan
         return found
 
     def give_back(self) -> None:

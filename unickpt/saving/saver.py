@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from unickpt.options import SaveOptions, SaveReport
 from unickpt.saving.background import PendingSave, SaveQueue, SaveRequest
@@ -17,9 +17,6 @@ from unickpt.storage import paths
 from unickpt.storage.locations import Location
 from unickpt.threads import collection_paused
 from unickpt.trees.tree import Leaf, Node
-
-if TYPE_CHECKING:
-    from unickpt.reuse.unchanged import SeenState
 
 
 def save_async(
@@ -143,8 +140,7 @@ def _save(job: SaveTask, root: Any, metadata: Mapping[str, Any] | None) -> SaveR
             known = found.plan
         elif isinstance(found, Node) and plans.is_repeated(job.description.sources):
             known = plans.learn(found, job, job.description.sources, None)
-    skipping = nullcontext() if job.options.changed is None else _skipping(job, found)
-    with skipping:
+    with _skipping(job, found) if job.options.skips else nullcontext():
         if isinstance(found, SameTree):
             with job.failing():
                 found.refer()
@@ -158,29 +154,29 @@ def _save(job: SaveTask, root: Any, metadata: Mapping[str, Any] | None) -> SaveR
 @contextmanager
 def _skipping(job: SaveTask, described: SameTree | Node | Leaf) -> Iterator[None]:
     """Has a save skip what did not change since its base; remembers the save for the next one."""
-    from unickpt.saving import unchanged_arrays  # only where it is asked for
+    from unickpt.saving import skipping  # only where it is asked for
 
-    last, base = _seen(os.getpid()), job.options.base
+    last, base = _known(os.getpid()), job.options.base
     base_url = None if base is None else paths.resolve(base).url
     before = None if base_url is None else last.get(base_url)
     try:
-        seen = unchanged_arrays.skip_unchanged(job, described, before)
+        known = skipping.skip(job, described, before)
         yield
     except BaseException:
         if base_url is not None:  # it may be another one by now
             last.pop(base_url, None)
         raise
-    last.pop(seen.url, None)  # the newest comes last
-    last[seen.url] = seen
-    while len(last) > _MOST_SEEN:
+    last.pop(job.location.url, None)  # the newest comes last
+    last[job.location.url] = known
+    while len(last) > _MOST_KNOWN:
         last.pop(next(iter(last)))
 
 
-_MOST_SEEN = 4  # checkpoints of whose arrays `save` knows whether they have changed since
+_MOST_KNOWN = 4  # checkpoints of which `save` knows what may have changed since
 
 
 @cache
-def _seen(process: int) -> dict[str, SeenState]:
+def _known(process: int) -> dict[str, Any]:
     """What `save` knows of checkpoints, by their URLs; the newest comes last."""
     return {}
 

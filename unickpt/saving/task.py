@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from unickpt.commit import progress_reports, replicas
 from unickpt.commit.attempt import Attempt
+from unickpt.commit.merge import Merging
 from unickpt.commit.messages import Record, Totals, WriteMore
 from unickpt.commit.progress_reports import Report
 from unickpt.errors import SaveConflict, SaveTimeout
@@ -24,7 +25,7 @@ from unickpt.frameworks.process_group import members_of, processes_on_node, savi
 from unickpt.frameworks.protocol import ArraySource
 from unickpt.options import SaveOptions, SaveReport
 from unickpt.progress import ProgressFunction, reporting
-from unickpt.reuse.base import Base
+from unickpt.references import ReferenceSource, WritingSave
 from unickpt.saving import fingerprints
 from unickpt.saving.describe import Description, describe
 from unickpt.saving.write_plan import (
@@ -44,7 +45,6 @@ from unickpt.threads import Events, Ticker
 from unickpt.write_filter import WriteFilter
 
 if TYPE_CHECKING:
-    from unickpt.reuse.unchanged import SeenState
     from unickpt.saving.compressing import Compressing
 
 
@@ -172,8 +172,8 @@ class SaveTask:
         """Memory of this process to write with, in bytes."""
         self._has_begun = False  # to make folders
         self._filters: dict[str, WriteFilter] | None = None
-        self.seen: SeenState | None = None
-        """By which the next save knows what did not change; only with `changed`."""
+        self.known: Any = None
+        """What the next save has to know of this one, to skip what is as it was (`skipping`)."""
         self._samples: dict[int, Callable[[], int]] = {}
 
     def _become(self, state: SaveState) -> None:
@@ -346,7 +346,7 @@ class SaveTask:
         self.check_destination()
         self._has_begun = True
         chosen = self._compressing
-        base, reuses = self._open_base()
+        base = self._open_base()
         self._attempt.make_folder()
         self._become(SaveState.WRITING)
         if base is not None:
@@ -354,14 +354,14 @@ class SaveTask:
         if chosen is not None:
             source = chosen.looking(source)
         writer = ChunkWriter(
-            *(self._attempt, self.description, self.working_bytes, source, base, reuses, told),
+            *(self._attempt, self.description, self.working_bytes, source, base, told),
             encodes=None if chosen is None else chosen.encode,
         )
         self._attempt.planned_bytes = total = sum(item.nbytes for item in plan.own)
         ticker.start(partial(self._report_progress, writer, total))
         record = writer.write_all(plan.own)
-        if base is not None and base.growth is not None:
-            record = replace(record, growth=base.growth)
+        if base is not None and base.note is not None:
+            record = replace(record, notes={self.options.references.name: base.note})
         if self.description.selection is not None:
             record = replace(record, units=self.description.selection.steps)
         if chosen is not None:
@@ -385,26 +385,29 @@ class SaveTask:
 
         return Compressing(alone=self.group.count == 1)
 
-    def _open_base(self) -> tuple[Base | None, bool]:
-        """The base, and whether all chunks that are equal there are taken, or only those of units
-        that this save leaves out. Raises as `bases.open_for`."""
-        asked = self._find_base() if self.options.base is None else self.options.base
-        if asked is None and self.description.is_whole:
-            return None, False
-        from unickpt.saving import bases  # only where there is one
-
-        found, selection = bases.open_for(
-            self.description,
-            self.options,
-            self.location,
-            self._attempt.folder_of(self.group.index),
-            self.working_bytes,
-            asked,
-            None if self._compressing is None else self._compressing.follow,
+    def _open_base(self) -> ReferenceSource | None:
+        """What the save refers to instead of writing it. Raises as `ReferencePolicy.open`."""
+        options, description = self.options, self.description
+        base = self._find_base() if options.base is None else options.base
+        if base is None and description.is_whole:
+            return None
+        source, selection = options.references.open(
+            WritingSave(
+                self.location,
+                self._attempt.folder_of(self.group.index),
+                base,
+                options.base is not None,
+                options.compression,
+                description.selection,
+                description.skipped,
+                self.working_bytes,
+                options.fsync,
+                (lambda _: None) if self._compressing is None else self._compressing.follow,
+            )
         )
-        if selection is not self.description.selection and selection is not None:
-            self.description = self.description.with_selection(selection)
-        return found, asked is not None
+        if selection is not description.selection and selection is not None:
+            self.description = description.with_selection(selection)
+        return source
 
     def _publish(self, record: Record, writer: ChunkWriter, staged: Staged) -> None:
         statistics = {
@@ -430,11 +433,16 @@ class SaveTask:
                 before_commit()
                 ticker.close()
 
-            totals = self._attempt.commit(own.index, own.digest, write_more, check)
+            totals = self._attempt.commit(own.index, own.digest, write_more, check, self._merging)
         else:
             totals = self._attempt.wait_committed(write_more)
         self._become(SaveState.COMMITTED)
         return totals
+
+    def _merging(self, name: str) -> Merging | None:
+        """What merges the notes of a name in records."""
+        policy = self.options.references
+        return policy.merge if policy.name == name else None
 
     def _report(self, totals: Totals, writer: ChunkWriter, staged: Staged) -> SaveReport:
         attempt, timings, merged = self._attempt, self.timings, self._attempt.merged
@@ -445,7 +453,7 @@ class SaveTask:
             written_bytes=writer.nbytes,
             chunks=writer.count,
             reused_bytes=writer.reused_bytes,
-            patched_chunks=writer.patched,
+            patched_chunks=writer.extended,
             stored_bytes=writer.stored_bytes,
             saved_bytes=0 if self._compressing is None else self._compressing.saved_bytes,
             processes=self.group.count,

@@ -21,7 +21,7 @@ from unickpt.format.coverage import check_boxes
 from unickpt.format.index import ArrayEntry
 from unickpt.frameworks.host_memory import HostBuffers, stage
 from unickpt.frameworks.protocol import Fragment
-from unickpt.reuse.base import Base
+from unickpt.references import ReferenceSource
 from unickpt.saving.describe import Description
 from unickpt.write_filter import Unit
 
@@ -146,7 +146,7 @@ def _plan(held: Sequence[WriteItem], description: Description, process: int) -> 
 
 def _held_items(description: Description) -> Iterator[WriteItem]:
     """All chunks that this process could write, in the order of the description."""
-    unchanged = description.unchanged
+    skipped = description.skipped
     for array, (name, entry) in enumerate(description.index.arrays.items()):
         source = description.sources[name]
         selection = description.selection if name in description.units else None
@@ -154,10 +154,10 @@ def _held_items(description: Description) -> Iterator[WriteItem]:
         parts = chunk_grid.parts_of(entry, [fragment.box for fragment in fragments])
         itemsize, first = source.dtype.itemsize, 0
         # Nothing of it is staged: it is saved in as few pieces as it has fragments.
-        is_lent = unchanged is not None and selection is None and entry.codec is None
+        is_lent = skipped is not None and selection is None and entry.codec is None
         for part in parts:
             for fragment in fragments:
-                if unchanged is not None and is_lent and unchanged.skips(name, fragment.box):
+                if skipped is not None and is_lent and skipped.skips(name, fragment.box):
                     for run in part.runs_in(fragment.box):
                         every = run == range(part.count)
                         boxes = [part.box] if every else map(part.chunk_box, run)
@@ -173,7 +173,7 @@ def _held_items(description: Description) -> Iterator[WriteItem]:
                     unit, borrowed = None, False
                     if selection is not None:
                         unit, borrowed = selection.of(name, box)
-                    if unchanged is not None and unchanged.skips_chunk(name, box):
+                    if skipped is not None and skipped.skips_chunk(name, box):
                         borrowed = True
                     of = array, entry, part, number, at, box, nbytes
                     yield WriteItem(*of, fragment, assumed, unit, borrowed)
@@ -335,15 +335,14 @@ def _nothing_to_release() -> None:
 
 
 class BorrowingSource:
-    """Takes some chunks from the base of a save, to write them again; as they are stored if their
-    codec is none of Zarr's.
+    """Takes some chunks from the base of a save, to write them again.
 
     Arguments:
         source: provides the others.
         base: has those that are borrowed.
     """
 
-    def __init__(self, source: ChunkSource, base: Base) -> None:
+    def __init__(self, source: ChunkSource, base: ReferenceSource) -> None:
         self._source, self._base = source, base
         self.background = source.background
 
@@ -357,14 +356,13 @@ class BorrowingSource:
     def fetch(self, item: WriteItem) -> StagedChunk:
         if not item.borrowed:
             return self._source.fetch(item)
-        read = self._base.read if item.entry.codec is None else self._base.read_stored
-        data = read(item.entry, item.part, item.number)
+        data = self._base.read(item)
         return StagedChunk(data, data.nbytes, _nothing_to_release)
 
     def digest(self, item: WriteItem) -> int:
         if not item.borrowed:
             return self._source.digest(item)
-        return self._base.digest(item.entry, item.part, item.number)
+        return self._base.digest(item)
 
 
 def naming(error: StateChanged, item: WriteItem) -> StateChanged:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -17,18 +18,15 @@ import numpy as np
 import xxhash
 
 from unickpt.commit.attempt import Attempt
-from unickpt.commit.messages import CHUNK_DTYPE, ELSEWHERE, PATCH_DTYPE, Record, ValuePlace
-from unickpt.errors import StorageError
+from unickpt.commit.messages import Record
 from unickpt.format import codec, codecs
-from unickpt.format.index import BaseEntry
 from unickpt.format.links import FULL_LINK
 from unickpt.progress import ProgressFunction
-from unickpt.reuse.base import Base
+from unickpt.references import Compared, ReferenceSource
 from unickpt.saving.describe import Description
+from unickpt.saving.value_places import ValuePlaces
 from unickpt.saving.write_plan import ChunkSource, StagedChunk, WriteItem
 from unickpt.storage import data_files, paths
-from unickpt.storage.btree.builder import INLINE, PLACE_DTYPE
-from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.data_files import DataFile
 from unickpt.threads import Pool, Window, in_batches
 
@@ -43,6 +41,7 @@ _LARGE_CHUNK_BYTES = 64 << 20  # is counted piece by piece
 _THREADS = max(2, min(8, os.cpu_count() or 1))
 # In the background of a training loop each keeps a CPU busy, which it may need (measured, too).
 _BACKGROUND_THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))
+_MOST_THREADS = 16  # that write and also encode, or compare with the base
 _THREADS_REMOTE = 4  # each waits for its object
 _FILE_BYTES = 256 << 20  # of a file at most, unless one chunk is larger
 _LEAST_FILE_BYTES, _LEAST_OBJECT_BYTES = 8 << 20, 64 << 20
@@ -59,8 +58,7 @@ class ChunkWriter:
         description: what this process saves.
         budget_bytes: memory to write with.
         source: provides the chunks.
-        base: the earlier checkpoint whose chunks are not written again.
-        reuses: whether that goes for all chunks that are equal, or only for those of other units.
+        base: what the save refers to instead of writing it.
         told: called with the bytes that are done and those in total; None for nobody.
         encodes: what encodes the chunks of arrays that may be compressed.
     """
@@ -71,21 +69,21 @@ class ChunkWriter:
         description: Description,
         budget_bytes: int,
         source: ChunkSource,
-        base: Base | None = None,
-        reuses: bool = False,
+        base: ReferenceSource | None = None,
         told: ProgressFunction | None = None,
         encodes: Callable[[WriteItem, Any], codec.Encoded] | None = None,
     ) -> None:
         self._attempt, self._description, self._budget = attempt, description, budget_bytes
         self._source, self._encodes, self._encoders = source, encodes, description.encoders
-        self._base, self._looked_in = base, base if reuses else None
+        self._base = base
         self._folder = attempt.folder_of(attempt.group.index)
         self.is_local = self._folder.is_local
         self.is_stopped = False
         """Whether something has failed, so that no further chunk needs to be written."""
-        self.nbytes, self.stored_bytes, self.count, self.patched = 0, 0, 0, 0
-        """Of what was written: bytes, bytes before compression, chunks; of these, patches."""
-        self._told, self._done, self._total, self.unchanged = told, 0, 0, description.unchanged
+        self.nbytes, self.stored_bytes, self.count, self.extended = 0, 0, 0, 0
+        """Of what was written: bytes, bytes before compression, chunks; and the chunks to which
+        values were added."""
+        self._told, self._done, self._total = told, 0, 0
         self._counting = threading.Lock()  # threads count what they write
         self._extra: dict[str, dict[int, Any]] = {}
 
@@ -148,35 +146,42 @@ class ChunkWriter:
 
     def _take_or_write(
         self, items: Sequence[WriteItem], values: Sequence[bytes | memoryview]
-    ) -> References:
+    ) -> ValuePlaces:
         """Takes from the base what it has, and writes the rest, and some other values."""
         if self._base is None:
-            return self.write(items, References(items), values)
-        from unickpt.saving import taking  # only where there is one
-
-        for note in taking.notes(self._base, items):
+            return self._write(items, ValuePlaces(items), values)
+        # Staged copies come in the order of the plan.
+        claim = self._base.claim(items, in_order=self._source.background)
+        for note in claim.notes:
             self._add_note(*note)
-        return taking.take_or_write(
-            *(self, self._base, items, values),
-            noting=References,
-            looked_in=self._looked_in,
-            in_order=self._source.background,  # staged copies come in the order of the plan
-        )
+        done, left = ValuePlaces([*claim.written, *claim.taken]), dict[int, WriteItem]()
 
-    def write(
+        def take() -> None:
+            left.update(claim.take(done, len(claim.written)))
+            nbytes = sum(item.nbytes for item in claim.taken)
+            self.count_done(nbytes - sum(item.nbytes for item in left.values()))
+            self.tell()
+
+        compares = self._base if self._base.compares else None
+        self._write(claim.written, done, values, compares, meanwhile=take)
+        if left:
+            self._write(list(left.values()), done, (), rows=list(left))
+        return done
+
+    def _write(
         self,
         items: Sequence[WriteItem],
-        done: References,
+        done: ValuePlaces,
         values: Sequence[bytes | memoryview],
-        base: Base | None = None,
+        base: ReferenceSource | None = None,
         *,
         rows: Sequence[int] | None = None,
         meanwhile: Callable[[], None] = lambda: None,
-    ) -> References:
+    ) -> ValuePlaces:
         """Writes chunks, which are the first rows of `done` or those of these numbers, and values;
         calls `meanwhile` while they are written. Equal chunks may be in `base`."""
         rows, size_of = range(len(items)) if rows is None else rows, attrgetter("nbytes")
-        threads = self._threads(items)
+        threads = self._threads(items, base)
         most_bytes = self._batch_bytes(sum(map(size_of, items)))
         # The rest of the budget is for what is needed besides the data.
         window = Window(self._budget - most_bytes, threads + 1)  # so that no thread waits
@@ -229,14 +234,15 @@ class ChunkWriter:
         threads = _BACKGROUND_THREADS if self._source.background else _THREADS
         return 2 * threads if paths.is_durable(self._attempt.context) else threads
 
-    def _threads(self, items: Sequence[WriteItem]) -> int:
-        """How many threads write, and so hash, encode and compare."""
-        if self._looked_in is None and not any(item.entry.encoding for item in items):
+    def _threads(self, items: Sequence[WriteItem], base: ReferenceSource | None) -> int:
+        """How many threads write, and so hash, encode and compare with the base."""
+        most = None if base is None else base.most_at_once(items)
+        if most is None and not any(item.entry.encoding for item in items):
             return self._file_threads
-        from unickpt.saving import taking  # only where a thread does more
-
-        background = self._source.background
-        return taking.threads(self._looked_in, items, self._file_threads, background=background)
+        cpus = os.cpu_count() or 1
+        wanted = cpus // 4 if self._source.background else min(cpus, _MOST_THREADS)
+        wanted = max(self._file_threads, wanted)
+        return wanted if most is None else min(wanted, max(1, most))
 
     @contextmanager
     def _stopping(self) -> Iterator[None]:
@@ -272,7 +278,7 @@ class ChunkWriter:
         batch.chunks = ()
         self.nbytes, self.count = self.nbytes + batch.nbytes, self.count + batch.count
         self.stored_bytes += batch.stored_bytes
-        self.patched += batch.patched
+        self.extended += batch.extended
         for note in batch.notes:
             self._add_note(*note)
         self.tell()
@@ -309,21 +315,21 @@ class _Batch:
     def __init__(
         self,
         writer: ChunkWriter,
-        done: References,
+        done: ValuePlaces,
         rows: Sequence[int],
         items: Sequence[WriteItem],
         chunks: Sequence[StagedChunk],
         values: Sequence[bytes | memoryview],
-        base: Base | None,
+        base: ReferenceSource | None,
     ) -> None:
         self._writer, self._done, self._at = writer, done, rows
         self._items, self.chunks, self._values, self._base = items, chunks, values, base
-        self.nbytes = self.stored_bytes = self.count = self.patched = 0
+        self.nbytes = self.stored_bytes = self.count = self.extended = 0
         self.notes: list[tuple[int, str, Any]] = []
         self._done_bytes = 0  # counted by the writer
-        self._rows: list[int] = []  # of each value in the file, and -1 - row for patches
-        self._links: list[int] = []  # of each patch
-        self._apart: Any = None  # `taking.Apart`, for whole chunks where there are patches
+        self._rows: list[int] = []  # of each value in the file; -1 - row for what is added
+        self._links: list[int] = []  # of what is added, which value of its chunk it is
+        self._apart: _Apart | None = None
 
     def write(self) -> None:
         """Writes the file.
@@ -383,27 +389,14 @@ class _Batch:
             if encoded.note is not None:
                 self.notes.append((item.array, name, encoded.note))
         if self._base is not None:
-            compared = self._base.compare(item.entry, item.part, item.number, data)
+            compared = self._base.compare(item, data)
             digest = compared.digest
-            if (told := self._writer.unchanged) and told.claims(item.entry.name, item.box):
-                before = self._base.stored_digest(item.entry, item.part, item.number)
-                told.check(item.entry.name, item.box, before, digest)
             if compared.taken:
-                from unickpt.saving import taking  # only where there is a base
-
-                taking.note(self._done, {row: compared})
-                for link, again in enumerate(compared.taken, FULL_LINK):
-                    if isinstance(again, bytes):
-                        self._add_patch(file, row, again, link)
-                if compared.patch is not None:
-                    self._add_patch(file, row, compared.patch, FULL_LINK + len(compared.taken))
-                    self.patched += 1
+                self._refer(file, row, compared)
                 return
         rows = self._rows
-        if self._base is not None and self._base.adds_patches and self._writer.is_local:
-            from unickpt.saving import taking
-
-            self._apart = self._apart or taking.Apart(self._writer.new_file())
+        if self._base is not None and self._base.adds and self._writer.is_local:
+            self._apart = self._apart or _Apart(self._writer.new_file())
             file, rows = self._apart.file, self._apart.rows
         value, known, _ = encoded or self._writer.encode(item, data)
         digest = known if digest is None else digest
@@ -421,109 +414,34 @@ class _Batch:
         self.stored_bytes += data.nbytes
         self.count += 1
 
-    def _add_patch(self, file: DataFile, row: int, patch: bytes, link: int) -> None:
-        """Adds a patch; `link` says which value of its chunk it is."""
-        file.add((memoryview(patch),))
+    def _refer(self, file: DataFile, row: int, compared: Compared) -> None:
+        """Refers to values of the base, and writes what is added to them."""
+        self._done.note({row: compared})
+        for link, again in enumerate(compared.taken, FULL_LINK):
+            if isinstance(again, bytes):
+                self._add_value(file, row, again, link)
+        if compared.added is not None:
+            self._add_value(file, row, compared.added, FULL_LINK + len(compared.taken))
+            self.extended += 1
+
+    def _add_value(self, file: DataFile, row: int, value: bytes, link: int) -> None:
+        """Adds a value to a chunk that is taken; `link` says which value of the chunk it is."""
+        file.add((memoryview(value),))
         self._rows.append(-1 - row)
         self._links.append(link)
-        self.nbytes += len(patch)
-        self.stored_bytes += len(patch)
+        self.nbytes += len(value)
+        self.stored_bytes += len(value)
 
 
-class References:
-    """Where everything is that a process saves: what its record says. Several threads add to it.
+@dataclass(frozen=True)
+class _Apart:
+    """A file for the whole chunks of a batch in which values are added to others, too. The next
+    saves link the file of these, in which a whole chunk, changed again, would stay, too.
 
     Arguments:
-        items: the chunks, in the order of their rows.
+        file: the file.
+        rows: of its chunks.
     """
 
-    def __init__(self, items: Sequence[WriteItem]) -> None:
-        found = [(item.array, item.position, item.count) for item in items]
-        array, position, counts = np.array(found, np.int64).reshape(-1, 3).T
-        self.chunks, first = np.zeros(counts.sum(), CHUNK_DTYPE), np.cumsum(counts) - counts
-        self.chunks["array"] = np.repeat(array, counts)
-        self.chunks["chunk"] = np.repeat(position - first, counts) + np.arange(len(self.chunks))
-        self.others: list[ValuePlace] = []
-        """Where the values are that are no chunks, in their order."""
-        self._files = dict[str, int]()
-        self._inline, self._nbytes = list[bytes](), 0
-        self._patches, self._bases = [np.zeros(0, PATCH_DTYPE)], dict[BaseEntry, int]()
-        self._lock = threading.Lock()
-
-    def place(self, taken: DataReference | BaseEntry) -> ValuePlace:
-        """Where a value is that was taken, as the record says it."""
-        with self._lock:
-            if isinstance(taken, BaseEntry):
-                return ELSEWHERE, self._bases.setdefault(taken, len(self._bases)), 0
-            number = self._files.setdefault(taken.path, len(self._files))
-            return number, taken.offset, taken.length
-
-    def add_patches(self, patches: Any) -> None:
-        """Notes where some patches are."""
-        with self._lock:
-            self._patches.append(patches)
-
-    def add(
-        self, file: DataFile, rows: Sequence[int], others: int, links: Sequence[int] = ()
-    ) -> None:
-        """Notes where the values of a file are.
-
-        Arguments:
-            file: with these values.
-            rows: of those that are chunks; -1 - row for the patches of chunks.
-            others: how many values follow.
-            links: which values of their chunks the patches are.
-
-        Raises:
-            StorageError: it has more or fewer.
-        """
-        if len(file.lengths) != len(rows) + others:
-            raise StorageError(
-                f"{file.path}: {len(file.lengths)} values were written, not {len(rows) + others}"
-            )
-        if not file.lengths:
-            return
-        places = np.zeros(len(file.lengths), PLACE_DTYPE)
-        offsets, places["length"] = np.array(file.offsets, np.int64), file.lengths
-        is_inline = offsets < 0
-        sizes = places["length"][is_inline].astype(np.int64)
-        with self._lock:
-            if is_inline.all():
-                places["file"] = INLINE
-            else:
-                number = self._files.setdefault(file.path, len(self._files))
-                places["file"] = np.where(is_inline, INLINE, number)
-            offsets[is_inline] = self._nbytes + np.cumsum(sizes) - sizes
-            self._inline += file.inline
-            self._nbytes += int(sizes.sum())
-        places["offset"] = offsets
-        at = np.array(rows, np.int64)
-        own = places[: len(at)]
-        for name in PLACE_DTYPE.names or ():
-            self.chunks[name][at[at >= 0]] = own[name][at >= 0]
-        if (at < 0).any():
-            patches = np.zeros(int((at < 0).sum()), PATCH_DTYPE)
-            patches["row"], patches["link"] = -1 - at[at < 0], links
-            for name in PLACE_DTYPE.names or ():
-                patches[name] = own[name][at < 0]
-            self.add_patches(patches)
-        if others:
-            self.others = places[len(at) :].tolist()
-
-    def record(self, description: int, **more: Any) -> Record:
-        """The record of all that was noted.
-
-        Arguments:
-            description: digest of the process's description.
-            more: further fields.
-        """
-        patches = np.concatenate(self._patches)
-        return Record(
-            description=description,
-            chunks=self.chunks,
-            files=tuple(self._files),
-            inline=b"".join(self._inline),
-            bases=tuple(self._bases),
-            patches=patches[np.lexsort((patches["link"], patches["row"]))],
-            **more,
-        )
+    file: DataFile
+    rows: list[int] = field(default_factory=list)

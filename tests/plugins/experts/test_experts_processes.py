@@ -273,11 +273,11 @@ except unickpt.UnickptError as error:
 """
 STEPS = [
     ("plugins.experts.partial_save.PartialSave:select", "during"),
-    ("reuse.base.Base:take_spans", "before"),
-    ("reuse.base.Base:take_spans", "during"),
+    ("plugins.incremental.base.Base:take_spans", "before"),
+    ("plugins.incremental.base.Base:take_spans", "during"),
     ("storage.local_files.RegularFiles:link", "after"),
-    ("reuse.base.Base:read", "during"),
-    ("reuse.linked_files.LinkedFiles:take", "during"),
+    ("plugins.incremental.base.Base:read", "during"),
+    ("plugins.incremental.linked_files.LinkedFiles:take", "during"),
     ("saving.writer.ChunkWriter:write_more", "during"),
 ]
 COORDINATORS_STEPS = [

@@ -13,10 +13,10 @@ import pytest
 from support import s3_server
 from support.quantized import errors_of
 from support.saving import in_job
+from unickpt.plugins.incremental import base
 
 import unickpt
 from unickpt import Checkpointer, Experts, SaveOptions
-from unickpt.reuse import base
 
 EXPERTS, KEY = 6, "experts/{x}/*"
 SMALL: dict[str, Any] = {"chunk_bytes": 8192, "fsync": False, "timeout_s": 20}
@@ -171,7 +171,7 @@ def test_quantised_experts_that_have_patches_are_copied_with_these(
     with Checkpointer(tmp_path, experts=experts, reuse="patch", options=options) as steps:
         for step in range(4):
             steps.save(step, drifting(step), wait=True)
-        assert any(e.patched for e in unickpt.open(tmp_path / "step_3").index.arrays.values())
+        assert any(e.composed for e in unickpt.open(tmp_path / "step_3").index.arrays.values())
         monkeypatch.setattr(base, "_is_beside", lambda *_: False)
         monkeypatch.setattr(base.LinkedFiles, "are_possible", lambda _: False)
         steps.save(4, drifting(4), wait=True)
@@ -229,7 +229,7 @@ def test_experts_with_reuse(run: str, reuse: Any) -> None:
         assert sum(n == step for n in of[KEY].values()) == 2, "in a chain, too"
     if reuse == "patch":
         patched = [
-            sum(e.patched for e in unickpt.open(f"{run}/step_{step}").index.arrays.values())
+            sum(e.composed for e in unickpt.open(f"{run}/step_{step}").index.arrays.values())
             for step in range(1, steps)
         ]
         assert any(patched), "what is written of an expert is what changed of it"

@@ -14,11 +14,11 @@ import pytest
 from support import s3_server
 from support.processes import Processes
 from support.saving import same
+from unickpt.plugins.incremental import unchanged
+from unickpt.plugins.incremental.array_samples import ArraySample
 
 import unickpt
 from unickpt import Checkpointer, SaveOptions
-from unickpt.reuse import unchanged
-from unickpt.reuse.array_samples import ArraySample
 from unickpt.storage.local_files import RegularFiles
 
 CHUNK = 4096
@@ -278,8 +278,8 @@ import os, sys, time
 import numpy as np
 import unickpt
 from unickpt import Checkpointer, SaveOptions
-from unickpt.reuse import unchanged
-from unickpt.reuse.array_samples import ArraySample
+from unickpt.plugins.incremental import unchanged
+from unickpt.plugins.incremental.array_samples import ArraySample
 unchanged.LEAST_BYTES = 0
 unchanged._due = lambda *_: ()
 ArraySample.differs = lambda *_: None

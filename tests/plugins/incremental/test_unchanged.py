@@ -18,6 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.processes import Processes
 from support.saving import same
+from unickpt.plugins.incremental import unchanged
+from unickpt.plugins.incremental.array_samples import ArraySample
+from unickpt.plugins.incremental.unchanged import Unchanged
 
 import unickpt
 from unickpt import Checkpointer, SaveOptions, StorageError
@@ -27,9 +30,6 @@ from unickpt.arrays.box import Box
 from unickpt.errors import StateChanged
 from unickpt.format.chunk_grid import parts
 from unickpt.frameworks.protocol import ArraySource, Fragment, Memory
-from unickpt.reuse import unchanged
-from unickpt.reuse.array_samples import ArraySample
-from unickpt.reuse.unchanged import Unchanged
 from unickpt.storage.data_files import DataFile
 
 CHUNK = 4096
@@ -449,8 +449,8 @@ import numpy as np, torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 import unickpt
-from unickpt.reuse import unchanged
-from unickpt.reuse.array_samples import ArraySample
+from unickpt.plugins.incremental import unchanged
+from unickpt.plugins.incremental.array_samples import ArraySample
 
 unchanged.LEAST_BYTES = 0
 unchanged._due = lambda *_: ()

@@ -14,9 +14,9 @@ from unickpt.format import chunk_grid, codec
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
-from unickpt.reuse import spans
-from unickpt.reuse.shares import Chunk, Place, Places, Share
-from unickpt.reuse.spans import Span, Spans
+from unickpt.plugins.incremental import spans
+from unickpt.plugins.incremental.shares import Chunk, Place, Places, Share
+from unickpt.plugins.incremental.spans import Span, Spans
 
 # Of a data file's bytes, the share that a process must use of it to link it, if what it keeps is
 # not predicted.

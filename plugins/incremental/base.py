@@ -23,16 +23,17 @@ from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, StorageError, 
 from unickpt.format import chunk_grid, codec, ocdbt_reader, patches
 from unickpt.format.chains import KnownChunk
 from unickpt.format.chunk_grid import Part
-from unickpt.format.growth import Growth
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.format.reader import Request
 from unickpt.frameworks.host_memory import Scratch
-from unickpt.reuse.candidates import Candidate, Candidates
-from unickpt.reuse.linked_files import LinkedFiles
-from unickpt.reuse.shares import Chunk, Place, Share, Taken
-from unickpt.reuse.siblings import Siblings
-from unickpt.reuse.spans import Span, Spans
+from unickpt.plugins.incremental.candidates import Candidate, Candidates
+from unickpt.plugins.incremental.growth import Growth
+from unickpt.plugins.incremental.linked_files import LinkedFiles
+from unickpt.plugins.incremental.shares import Chunk, Place, Share
+from unickpt.plugins.incremental.siblings import Siblings
+from unickpt.plugins.incremental.spans import Span, Spans
+from unickpt.references import Compared, Taken
 from unickpt.storage.locations import Location
 
 _log = logging.getLogger("unickpt")
@@ -77,7 +78,7 @@ def open_base(
     how: How,
     fsync: bool,
     needed: bool,
-    read: Callable[[Index], None] | None = None,
+    read: Callable[[Index | None], None],
 ) -> Base | None:
     """Opens the base of a save; None if nothing of it can be referred to, which is logged.
 
@@ -98,8 +99,7 @@ def open_base(
     reader = ocdbt_reader.open(location)
     if reader is None:
         raise CheckpointNotFound(f"no checkpoint of unickpt's own format at {location}")
-    if read is not None:
-        read(reader.index)
+    read(reader.index)
     files = location.regular_files()
     is_alike = codec.common_codec(reader.index.compression) == codec.common_codec(compression)
     if not is_alike:
@@ -129,21 +129,6 @@ def _is_beside(location: Location, other: Location) -> bool:
     return a is not None and b is not None and a.url == b.url and location.url != other.url
 
 
-@dataclass(frozen=True)
-class Compared:
-    """A chunk of the save, compared with the base.
-
-    Arguments:
-        digest: of the chunk.
-        taken: where its values are; empty if it has to be written.
-        patch: what is to be written, as what was taken is a state that differs by so little.
-    """
-
-    digest: int
-    taken: Sequence[Taken] = ()
-    patch: bytes | None = None
-
-
 class Base:
     """An earlier checkpoint, for one process of one save.
 
@@ -159,7 +144,7 @@ class Base:
         self._is_faulty = False
         growth = None
         if how.patch:
-            growth = reader.index.growth or Growth(0, _full_bytes(reader.index))
+            growth = Growth.of(reader.index.extra) or Growth(0, _full_bytes(reader.index))
         # All processes find the same.
         self._starts_anew = growth is not None and growth.predicts_full(how.kept_cost)
         self.growth = None if self._starts_anew else growth

@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.processes import Processes
 from support.saving import same
+from unickpt.plugins.incremental import candidates, unchanged
+from unickpt.plugins.incremental.linked_files import LinkedFiles
 
 import unickpt
 from unickpt import Checkpointer, SaveOptions
 from unickpt.arrays.box import Box
 from unickpt.format import chunk_grid
 from unickpt.format.chunk_grid import Part
-from unickpt.reuse import candidates, unchanged
-from unickpt.reuse.linked_files import LinkedFiles
 from unickpt.saving import write_plan
 
 CHUNK = 4096
@@ -201,7 +201,7 @@ JOB = """
 import json, sys
 import numpy as np, torch, torch.distributed as dist
 import unickpt
-from unickpt.reuse import unchanged
+from unickpt.plugins.incremental import unchanged
 
 unchanged.LEAST_BYTES, unchanged._due = 0, lambda *_: ()
 dist.init_process_group("gloo")

@@ -15,12 +15,9 @@ from unickpt.format.chains import Value
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, BaseEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
-from unickpt.reuse.shares import Chunk, Place, Places
+from unickpt.plugins.incremental.shares import Chunk, Place, Places
 from unickpt.storage import data_files
 from unickpt.storage.btree.nodes import DataReference
-
-# Of the base's bytes, the share that a checkpoint must have borrowed for the next one to borrow.
-LEAST_USED = 0.5
 
 
 class Siblings:
@@ -49,7 +46,7 @@ class Siblings:
         if len(index.bases) > 1:
             return False
         arrays = self._reader.base_index(self.base).arrays.values()
-        return index.reused >= LEAST_USED * sum(entry.nbytes for entry in arrays)
+        return index.reused >= borrowed.LEAST_USED * sum(entry.nbytes for entry in arrays)
 
     def find_all(self, chunks: Sequence[Chunk]) -> Sequence[Places | None]:
         """Where each chunk is: in data files, or itself, in the B-tree."""
@@ -71,7 +68,7 @@ class Siblings:
         self, entry: ArrayEntry, part: Part, numbers: range
     ) -> tuple[Value, BaseEntry] | None:
         """The checkpoint that has some chunks, if one has all of them, and none in patches."""
-        if entry.patched:
+        if entry.composed:
             return None
         if self._reader.index.bases:
             lent = self._reader.borrowed.rows(entry, part, numbers)

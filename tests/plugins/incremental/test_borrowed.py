@@ -246,7 +246,7 @@ def test_the_number_of_borrowed_chunks(count: Any) -> None:
 )
 def test_a_hostile_table(rows: list[tuple[int, int, int]], why: str) -> None:
     alone = Layout(Mesh((), (), (0,)), ((),))
-    entry = ArrayEntry("w", (4,), "uint8", (1,), alone, patched=1, patches=1)
+    entry = ArrayEntry("w", (4,), "uint8", (1,), alone, composed=1, additions=1)
     arrays = {"w": entry} if any(link for _, _, link in rows) else {}
     data = np.array(rows, borrowed.DTYPE).tobytes()
     index = Index(

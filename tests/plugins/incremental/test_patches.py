@@ -60,7 +60,7 @@ def is_whole(path: Path | str, state: Any) -> None:
 
 
 def patched(path: Path, name: str = "w") -> int:
-    return unickpt.open(path).index.arrays[name].patched
+    return unickpt.open(path).index.arrays[name].composed
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ import pytest
 from support import s3_server
 from support.quantized import errors_of
 from support.saving import in_job, same
+from unickpt.plugins.incremental.growth import Growth
 
 import unickpt
 from unickpt import (
@@ -29,7 +30,6 @@ from unickpt import (
     UnickptError,
 )
 from unickpt.format import chains, chunk_grid
-from unickpt.format.growth import Growth
 from unickpt.storage import paths
 from unickpt.tools import copying
 from unickpt.types import Box, LocalFragments
@@ -416,7 +416,7 @@ def test_a_run_starts_anew_when_that_pays(run: str) -> None:
     for n in range(1, 16):
         state = changed(state, 0.05)
         report = save(f"{run}/{n}", state, base=f"{run}/{n - 1}", kept_cost=2.0)
-        growth = unickpt.open(f"{run}/{n}").index.growth
+        growth = Growth.of(unickpt.open(f"{run}/{n}").index.extra)
         if not report.patched_chunks:
             anew.append(n)
             assert growth is None

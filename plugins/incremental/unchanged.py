@@ -27,8 +27,8 @@ from unickpt.errors import StateChanged, StorageError
 from unickpt.format import chunk_grid
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.frameworks.protocol import ArraySource, Fragment
+from unickpt.plugins.incremental.array_samples import ArraySample, Sampler
 from unickpt.quoting import quoted
-from unickpt.reuse.array_samples import ArraySample, Sampler
 
 Changed = Literal["tracked"] | Mapping[str, Any]
 """See `SaveOptions.changed`."""

@@ -1,6 +1,6 @@
 """Files that a copy of a checkpoint need not send: another one, at the destination, has them.
 
-A save that reuses chunks of an earlier checkpoint has their files as hard links (`linked_files`).
+A save that reuses chunks of an earlier checkpoint has their files as hard links .
 If that earlier checkpoint was copied to the same destination, so were these files, under the same
 names, which are random numbers of 128 bits: no bytes have to be compared.
 """
@@ -20,9 +20,6 @@ from unickpt.format import borrowed, chunk_grid
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, BaseEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
-from unickpt.reuse.base import Base, How
-from unickpt.reuse.linked_files import FOLDER
-from unickpt.reuse.siblings import LEAST_USED
 from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.errors import Failed
 
@@ -79,7 +76,7 @@ class HeldFiles:
     def is_worthwhile(self) -> bool:
         """Whether enough of the base is in use to keep it for them."""
         entries = self.base.index.arrays.values()
-        return self.nbytes >= LEAST_USED * sum(entry.nbytes for entry in entries)
+        return self.nbytes >= borrowed.LEAST_USED * sum(entry.nbytes for entry in entries)
 
     @property
     def entry(self) -> BaseEntry:
@@ -96,29 +93,29 @@ class HeldFiles:
 
 
 def linked_chunks(reader: OcdbtReader) -> Linked:
-    """The chunks of a checkpoint that are in linked files; without the files that patches refer to,
-    of which no digest in the table tells what they hold.
+    """The chunks of a checkpoint that are in linked files; without the files with values of
+    composed chunks, of which no digest in the table tells what they hold.
 
     Raises:
         CheckpointCorrupt, StorageError: it cannot be read.
     """
     found: dict[str, list[LinkedChunk]] = {}
-    of_patches = set[str]()
+    composed = set[str]()
     before = 0
     for name, entry in reader.index.arrays.items():
         rows = reader.digests_of(name)
         for first, part in chunk_grid.numbered_parts(entry):
             for number in range(part.count):
                 at = reader.chunk_values.where(entry, part, number)
-                if at is not None and f"/{FOLDER}/" in at.path:
+                if at is not None and f"/{borrowed.LINKED_FOLDER}/" in at.path:
                     if reader.chunk_values.chain(entry, part, number):
-                        of_patches.add(at.path)
+                        composed.add(at.path)
                     row = first + number
                     digest = int(rows["digest"][row])
                     chunk = LinkedChunk(entry, part, number, at, before + row, digest)
                     found.setdefault(at.path, []).append(chunk)
         before += len(rows)
-    return {path: chunks for path, chunks in found.items() if path not in of_patches}
+    return {path: chunks for path, chunks in found.items() if path not in composed}
 
 
 def held_by(
@@ -133,8 +130,8 @@ def held_by(
         context: for the storage of the base.
     """
     try:
-        has = Base(base, None, How())
-        found = {path: _path_in(has, base, chunks) for path, chunks in linked.items()}
+        parts = _Parts(base)
+        found = {path: _path_in(parts, base, chunks) for path, chunks in linked.items()}
         paths = {path: there for path, there in found.items() if there is not None}
         lost = _incomplete(base, {p: linked[p] for p in paths}, paths, context)
     except UnickptError as error:  # then all is sent
@@ -144,11 +141,36 @@ def held_by(
     return HeldFiles(base, {path: linked[path] for path in paths}, paths)
 
 
-def _path_in(has: Base, base: OcdbtReader, chunks: Sequence[LinkedChunk]) -> str | None:
+class _Parts:
+    """The digests of the chunks of a checkpoint, by arrays and parts."""
+
+    def __init__(self, reader: OcdbtReader) -> None:
+        self._reader = reader
+        self._numbered: dict[str, dict[str, tuple[int, Part]]] = {}
+
+    def digest(self, chunk: LinkedChunk) -> int | None:
+        """That of a chunk, if the checkpoint has one at the same place and of the same kind."""
+        entry, name = self._reader.index.arrays.get(chunk.entry.name), chunk.entry.name
+        if entry is None or _kind(entry) != _kind(chunk.entry):
+            return None
+        if name not in self._numbered:
+            numbered = chunk_grid.numbered_parts(entry)
+            self._numbered[name] = {part.key: (first, part) for first, part in numbered}
+        first, part = self._numbered[name].get(chunk.part.key, (0, None))
+        if part != chunk.part:
+            return None
+        return int(self._reader.digests_of(name)["digest"][first + chunk.number])
+
+
+def _kind(entry: ArrayEntry) -> object:
+    return entry.shape, entry.dtype, entry.encoding or None
+
+
+def _path_in(parts: _Parts, base: OcdbtReader, chunks: Sequence[LinkedChunk]) -> str | None:
     """Where the base has the file with these chunks; None if it lacks one of them there."""
     paths = set[str]()
     for chunk in chunks:
-        if has.stored_digest(chunk.entry, chunk.part, chunk.number) != chunk.digest:
+        if parts.digest(chunk) != chunk.digest:
             return None
         if base.chunk_values.chain(chunk.entry, chunk.part, chunk.number):
             return None

@@ -8,7 +8,12 @@ costs are what is written, and what is kept for it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, fields
+from typing import Any
+
+from unickpt.errors import CheckpointCorrupt
+from unickpt.quoting import quoted
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,30 @@ class Growth:
     written: int = 0
     kept: int = 0
     last: int = 0
+
+    @property
+    def stored(self) -> list[int]:
+        """As the index has it."""
+        return list(astuple(self))
+
+    @classmethod
+    def of(cls, extra: Mapping[str, Any]) -> Growth | None:
+        """That of a checkpoint; None if its index has none.
+
+        Arguments:
+            extra: what the index says on behalf of features.
+
+        Raises:
+            CheckpointCorrupt: it has something else there.
+        """
+        body = extra.get("incremental", {})
+        stored = body.get("growth") if isinstance(body, dict) else body
+        if stored is None:
+            return None
+        is_known = isinstance(stored, list) and len(stored) == len(fields(cls))
+        if not is_known or not all(type(n) is int and n >= 0 for n in stored):
+            raise CheckpointCorrupt(f"its index has the growth {quoted(stored)}")
+        return cls(*stored)
 
     def then(self, written: int, kept: int) -> Growth:
         """After one more save.

@@ -141,11 +141,11 @@ def test_a_process_whose_replica_differs_gives_none_of_its_chunks(tmp_path: Path
 
 REUSES = ("digest", "patch")
 STEPS = [
-    ("reuse.base.Base:offer", "during"),
+    ("plugins.incremental.base.Base:offer", "during"),
     ("storage.local_files.RegularFiles:link", "before"),
     ("storage.local_files.RegularFiles:link", "after"),
-    ("reuse.linked_files.LinkedFiles:take", "during"),
-    ("reuse.linked_files.LinkedFiles:take", "after"),
+    ("plugins.incremental.linked_files.LinkedFiles:take", "during"),
+    ("plugins.incremental.linked_files.LinkedFiles:take", "after"),
 ]
 COORDINATORS_STEPS = [
     *STEPS,

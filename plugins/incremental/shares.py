@@ -9,11 +9,8 @@ from typing import Protocol
 from unickpt.format.chains import Value
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, BaseEntry
+from unickpt.references import Taken
 from unickpt.storage.btree.nodes import DataReference
-
-Taken = DataReference | BaseEntry | bytes
-"""Where a value is that was taken: in a file, below the folder of the process; in a checkpoint
-beside the new one. Or itself, if it is to be written again."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from unickpt.format.chains import Value
 from unickpt.format.chunk_grid import Part
 from unickpt.format.chunk_store import ChunkStore
 from unickpt.format.index import ArrayEntry, BaseEntry
-from unickpt.reuse.shares import Chunk, Place, Share
+from unickpt.plugins.incremental.shares import Chunk, Place, Share
 from unickpt.storage.btree.nodes import DataReference
 
 Column = np.ndarray[Any, Any]

@@ -6,19 +6,18 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 
+from unickpt.format.borrowed import LINKED_FOLDER
 from unickpt.format.chains import Value
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
-from unickpt.reuse.shares import Chunk, Place, Places
+from unickpt.plugins.incremental.shares import Chunk, Place, Places
 from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.errors import Damaged, Failed
 from unickpt.storage.local_files import RegularFiles
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
 
-FOLDER = "reused"
-"""In the folder of a process: the linked files."""
 _PROBE = "probe"
 
 
@@ -36,7 +35,7 @@ class LinkedFiles:
         self, reader: OcdbtReader, files: RegularFiles, folder: Location, *, fsync: bool
     ) -> None:
         self._reader, self._files = reader, files
-        self._folder, self._fsync = folder.child(FOLDER), fsync
+        self._folder, self._fsync = folder.child(LINKED_FOLDER), fsync
         self._names: dict[str, str | None] = {}
         self._taken = set[str]()
         self._sizes: dict[str, int] = {}
@@ -58,7 +57,7 @@ class LinkedFiles:
 
     def find_all(self, chunks: Sequence[Chunk]) -> Sequence[Places | None]:
         """Where each chunk is, if it is in data files, except for short patches."""
-        if self._reader.index.bases or any(entry.patched for entry, _, _ in chunks):
+        if self._reader.index.bases or any(entry.composed for entry, _, _ in chunks):
             return [self._find(*chunk) for chunk in chunks]
         found = list[Places | None]()
         value = None
@@ -82,7 +81,7 @@ class LinkedFiles:
 
     def lender(self, entry: ArrayEntry, part: Part, numbers: range) -> tuple[Value, None] | None:
         """This base, if it borrows none of some chunks itself, and has none of them in patches."""
-        if entry.patched:
+        if entry.composed:
             return None
         if self._reader.index.bases and len(self._reader.borrowed.rows(entry, part, numbers)):
             return None
@@ -107,7 +106,7 @@ class LinkedFiles:
 
     def is_older(self, place: Place) -> bool:
         """Whether the data file was linked already."""
-        return isinstance(place.at, DataReference) and f"/{FOLDER}/" in place.at.path
+        return isinstance(place.at, DataReference) and f"/{LINKED_FOLDER}/" in place.at.path
 
     def take(self, place: Place) -> DataReference | bytes | None:
         """Refers to a value; None if its file cannot be linked."""
@@ -116,7 +115,7 @@ class LinkedFiles:
         name = self._linked(place.at.path)
         if name is None:
             return None
-        return DataReference(f"{FOLDER}/{name}", place.at.offset, place.at.length)
+        return DataReference(f"{LINKED_FOLDER}/{name}", place.at.offset, place.at.length)
 
     def _linked(self, path: str) -> str | None:
         """The name of a file of the base in this process's folder; None if it cannot be linked."""

@@ -1,0 +1,127 @@
+"""What saves refer to: the chunks that an earlier checkpoint has (docs/reuse.md)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, StorageError, UnsupportedFormat
+from unickpt.frameworks.leaves import adapter_of, adapters
+from unickpt.frameworks.protocol import Adapter
+from unickpt.plugins.incremental import unchanged
+from unickpt.plugins.incremental.base import FAULTY, How, open_base
+from unickpt.plugins.incremental.growth import Growth
+from unickpt.plugins.incremental.source import BaseChunks
+from unickpt.plugins.incremental.unchanged import Changed, SeenState, Unchanged
+from unickpt.references import CalledSave, WritingSave
+from unickpt.storage import paths
+from unickpt.write_filter import Selection
+
+_log = logging.getLogger("unickpt")
+
+
+class Incremental:
+    """Takes chunks of an earlier checkpoint, or what differs little from them; a `ReferencePolicy`.
+
+    Arguments:
+        reuse, changed, kept_cost: see `SaveOptions`.
+
+    Raises:
+        TypeError, ValueError: `changed` is wrong.
+    """
+
+    name = "incremental"
+
+    def __init__(self, reuse: str, changed: Changed | None, kept_cost: float) -> None:
+        unchanged.check(changed)
+        self._reuse, self._changed, self._kept_cost = reuse, changed, kept_cost
+
+    # --- in the call ------------------------------------------------------------------------------
+
+    def skipped(self, save: CalledSave, before: Any) -> tuple[Unchanged | None, SeenState]:
+        """What did not change, as far as `SaveOptions.changed` says so; see `ReferencePolicy`."""
+        assert self._changed is not None, "else there is nothing to skip"
+        # Of a unit, the step before has the state of its last turn, not of the last call.
+        words = unchanged.words_of(self._changed, save.entries, save.units)
+        least = max(1, unchanged.LEAST_BYTES)
+        large = [name for name in words if save.sources[name].held_bytes >= least]
+        tracked = [name for name in large if isinstance(words[name], str)]
+        tokens = _tokens(save.arrays(), tracked) if tracked else {}
+        sources = save.current(large)
+        arrays = {name: (save.entries[name], sources[name]) for name in large}
+        skipped, samples = unchanged.find_unchanged(words, arrays, tokens, before)
+        seen = SeenState(save.url, save.attempt, tokens, samples)
+        return skipped, seen if before is None else replace(seen, turns=before.turns)
+
+    # --- before it is written ---------------------------------------------------------------------
+
+    def open(self, save: WritingSave) -> tuple[BaseChunks | None, Selection | None]:
+        """Opens the base; one that is damaged is none, which is logged. See `ReferencePolicy`."""
+        selection, skipped = save.selection, save.skipped
+        earlier = [] if selection is None else selection.earlier
+        how = How(
+            self._reuse == "compare",
+            self._reuse == "patch",
+            save.budget_bytes,
+            self._kept_cost,
+            chained=bool(earlier),
+        )
+        given: list[paths.PathLike] = [] if save.base is None else [save.base]
+        base = None
+        for path in [each.path for each in earlier] or given:
+            try:
+                base = open_base(
+                    *(paths.resolve(path), save.location, save.folder, save.compression),
+                    how=how,
+                    fsync=save.fsync,
+                    needed=bool(earlier) or skipped is not None,
+                    read=save.read,
+                )
+            except (CheckpointCorrupt, CheckpointNotFound, UnsupportedFormat, StorageError) as e:
+                if type(e) is CheckpointNotFound and save.is_given:
+                    raise
+                # A training job must not stop because an older checkpoint is damaged, or gone.
+                _log.warning(FAULTY, path, e)
+                save.read(None)
+            if selection is None or base is None:
+                continue
+            same = selection.on(base.index.attempt)
+            if same is not None:  # if the save before has failed, of the one before that
+                selection = same
+                break
+        index = None if base is None else base.index
+        if selection is not None:
+            selection.check(index, save.location)
+        if skipped is not None:
+            skipped.check_base(index, save.location)
+        if base is None:
+            return None, selection
+        return BaseChunks(base, skipped, compares=save.base is not None), selection
+
+    # --- after it was written ---------------------------------------------------------------------
+
+    def merge(
+        self, notes: Mapping[int, Any], statistics: Sequence[Mapping[str, float]]
+    ) -> dict[str, Any]:
+        """How checkpoints have grown with this one; nothing if process 0 has begun anew."""
+        if 0 not in notes:
+            return {}
+        names = "stored_bytes", "kept_bytes"
+        sums = [int(sum(of.get(name, 0) for of in statistics)) for name in names]
+        return {"growth": Growth(*notes[0]).then(*sums).stored}
+
+
+def _tokens(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, object]:
+    """The tokens of arrays, by name."""
+    among, by_adapter = adapters(), dict[int, tuple[Adapter, list[str]]]()
+    for name in names:
+        adapter = adapter_of(values[name], among)
+        assert adapter is not None, "it has described the array"
+        by_adapter.setdefault(id(adapter), (adapter, []))[1].append(name)
+    tokens = dict[str, object]()
+    for adapter, together in by_adapter.values():
+        of_them = adapter.tokens([values[name] for name in together])
+        tokens |= zip(together, of_them, strict=True)
+    return tokens

@@ -1,0 +1,174 @@
+"""What one process of a save takes of its base: a `ReferenceSource`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from unickpt.arrays.dtypes import Array
+from unickpt.format.index import BaseEntry
+from unickpt.plugins.incremental.base import Base
+from unickpt.plugins.incremental.spans import Span, Spans
+from unickpt.plugins.incremental.unchanged import Unchanged
+from unickpt.references import Compared, Taken
+from unickpt.saving.value_places import ValuePlaces
+from unickpt.saving.write_plan import WriteItem
+
+
+class BaseChunks:
+    """The chunks of a base, for one process of one save; a `ReferenceSource`.
+
+    Arguments:
+        base: has them.
+        unchanged: what the program says did not change.
+        compares: whether chunks that are written are compared with it.
+    """
+
+    def __init__(self, base: Base, unchanged: Unchanged | None, *, compares: bool) -> None:
+        self._base, self._unchanged, self.compares = base, unchanged, compares
+        self.adds = compares and base.adds_patches
+        self.note = None if base.growth is None else base.growth.stored
+
+    @property
+    def nbytes(self) -> int:
+        """Logical bytes of the chunks that were taken, less those of patches."""
+        return self._base.nbytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes of all files that stay alive for what was taken."""
+        return self._base.kept_bytes
+
+    def claim(self, items: Sequence[WriteItem], *, in_order: bool) -> Claimed:
+        """Takes the chunks that are not looked at; the others are written, if they differ."""
+        asked = [item for item in items if item.borrowed]
+        some = [item for item in items if not item.borrowed] if self.compares else ()
+        spans = self._base.offer(
+            ((item.entry, item.part, item.number) for item in some),
+            [Span(item.entry, item.part, item.numbers) for item in asked],
+        )
+        together = [asked[number] for number in spans.which.tolist()]
+        written, lent, known = list[WriteItem](), list[WriteItem](), set(map(id, together))
+        for item in items:
+            if id(item) not in known:
+                for chunk in item.chunks():
+                    is_lent = chunk.borrowed and self._base.may_lend(chunk.part, chunk.number)
+                    (lent if is_lent else written).append(chunk)
+        if not in_order:
+            written.sort(key=self._is_unlikely)
+        return Claimed(self._base, written, lent, together, asked, spans)
+
+    def compare(self, item: WriteItem, data: Array) -> Compared:
+        """Takes a chunk that is as in the base, or differs little; see `ReferenceSource`."""
+        entry, part, number = item.entry, item.part, item.number
+        compared = self._base.compare(entry, part, number, data)
+        told = self._unchanged
+        if told is not None and told.claims(entry.name, item.box):
+            before = self._base.stored_digest(entry, part, number)
+            told.check(entry.name, item.box, before, compared.digest)
+        return compared
+
+    def most_at_once(self, items: Sequence[WriteItem]) -> int | None:
+        """How many chunks may be compared at once to make patches of them; None without patches."""
+        sizes = [item.nbytes for item in items if self._base.patches(item.entry)]
+        return self._base.comparable_at_once(max(sizes)) if sizes else None
+
+    def read(self, item: WriteItem) -> Array:
+        """A chunk of the base, to be written again."""
+        read = self._base.read if item.entry.codec is None else self._base.read_stored
+        return read(item.entry, item.part, item.number)
+
+    def digest(self, item: WriteItem) -> int:
+        """The digest of a chunk as the base has it."""
+        return self._base.digest(item.entry, item.part, item.number)
+
+    def _is_unlikely(self, item: WriteItem) -> tuple[Any, bool]:
+        """What is probably written comes first: the disk has time for it while the rest, which is
+        only hashed, keeps the CPUs busy. Units stay together."""
+        told = self._unchanged
+        is_looked_at = told is not None and told.claims(item.entry.name, item.box)
+        is_settled = is_looked_at or self._base.is_settled(item.part, item.number)
+        return item.unit or ("", -1), is_settled
+
+
+class Claimed:
+    """How a process saves some chunks; a `Claim`.
+
+    Arguments:
+        base: of the save.
+        written: the chunks that are written, unless they are equal there.
+        lent: those that are taken one by one.
+        together: those that are taken span by span.
+        asked: all that are not looked at.
+        spans: where `together` are.
+    """
+
+    def __init__(
+        self,
+        base: Base,
+        written: Sequence[WriteItem],
+        lent: Sequence[WriteItem],
+        together: Sequence[WriteItem],
+        asked: Sequence[WriteItem],
+        spans: Spans,
+    ) -> None:
+        self._base, self._lent, self._asked, self._spans = base, lent, asked, spans
+        self.written, self.taken = written, [*lent, *together]
+        self.notes = [
+            (array, entry.codec, theirs.extra[entry.codec])
+            for array, entry in {item.array: item.entry for item in asked}.items()
+            if entry.codec is not None
+            and (theirs := base.index.arrays.get(entry.name)) is not None
+            and entry.codec in theirs.extra
+        ]
+
+    def take(self, places: ValuePlaces, first: int) -> Mapping[int, WriteItem]:
+        """Takes what is taken; returns what has to be written after all."""
+        compared, left = dict[int, Compared](), dict[int, WriteItem]()
+        for row, item in enumerate(self._lent, first):
+            each = self._base.borrow(item.part, item.number)
+            if each is None:  # its file can no longer be linked
+                left[row] = item
+            else:
+                compared[row] = each
+        places.note(compared)
+        first += len(self._lent)
+        for row in _note_spans(places, first, self._spans, self._base.take_spans(self._spans)):
+            number, (_, _, chunk) = self._spans.chunk(row)
+            at = chunk - self._asked[number].number
+            left[first + row] = self._asked[number].some(range(at, at + 1))
+        return left
+
+
+def _note_spans(
+    places: ValuePlaces, first: int, some: Spans, taken: Mapping[int, Taken | None]
+) -> Sequence[int]:
+    """Notes where chunks are that were taken together.
+
+    Arguments:
+        places: where it is noted.
+        first: row of the first of them there.
+        some: what they are.
+        taken: where each unit is; see `Base.take_spans`.
+
+    Returns:
+        Those that were not taken, as rows of `some`.
+    """
+    if not len(some.unit):
+        return ()
+    file, offset = np.zeros(len(some.units), np.int64), np.zeros(len(some.units), np.int64)
+    is_apart, is_taken = np.zeros(len(file), np.bool_), np.zeros(len(file), np.bool_)
+    for unit, each in taken.items():
+        if each is not None:
+            assert not isinstance(each, bytes), "what is in files stays there"
+            file[unit], offset[unit], _ = places.place(each)
+            is_taken[unit], is_apart[unit] = True, isinstance(each, BaseEntry)
+    rows = slice(first, first + len(some.unit))
+    apart = is_apart[some.unit]
+    places.chunks["digest"][rows] = some.digest
+    places.chunks["file"][rows] = file[some.unit]
+    places.chunks["offset"][rows] = np.where(apart, offset[some.unit], some.offset)
+    places.chunks["length"][rows] = np.where(apart, 0, some.length)
+    return np.flatnonzero(~is_taken[some.unit]).tolist()

@@ -1,1 +1,0 @@
-"""What a save need not write: chunks that an earlier checkpoint has."""

@@ -1,0 +1,143 @@
+"""Where everything is that a process saves, as it is written or taken: what its record says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from unickpt.commit.messages import ADDITION_DTYPE, CHUNK_DTYPE, ELSEWHERE, Record, ValuePlace
+from unickpt.errors import StorageError
+from unickpt.format.index import BaseEntry
+from unickpt.format.links import FULL_LINK
+from unickpt.storage.btree.builder import INLINE, PLACE_DTYPE
+from unickpt.storage.btree.nodes import DataReference
+from unickpt.storage.data_files import DataFile
+
+if TYPE_CHECKING:
+    from unickpt.references import Compared
+    from unickpt.saving.write_plan import WriteItem
+
+
+class ValuePlaces:
+    """Where everything is that a process saves: what its record says. Several threads add to it.
+
+    Arguments:
+        items: the chunks, in the order of their rows.
+    """
+
+    def __init__(self, items: Sequence[WriteItem]) -> None:
+        found = [(item.array, item.position, item.count) for item in items]
+        array, position, counts = np.array(found, np.int64).reshape(-1, 3).T
+        self.chunks, first = np.zeros(counts.sum(), CHUNK_DTYPE), np.cumsum(counts) - counts
+        self.chunks["array"] = np.repeat(array, counts)
+        self.chunks["chunk"] = np.repeat(position - first, counts) + np.arange(len(self.chunks))
+        self.others: list[ValuePlace] = []
+        """Where the values are that are no chunks, in their order."""
+        self._files = dict[str, int]()
+        self._inline, self._nbytes = list[bytes](), 0
+        self._additions, self._bases = [np.zeros(0, ADDITION_DTYPE)], dict[BaseEntry, int]()
+        self._lock = threading.Lock()
+
+    def place(self, taken: DataReference | BaseEntry) -> ValuePlace:
+        """Where a value is that was taken, as the record says it."""
+        with self._lock:
+            if isinstance(taken, BaseEntry):
+                return ELSEWHERE, self._bases.setdefault(taken, len(self._bases)), 0
+            number = self._files.setdefault(taken.path, len(self._files))
+            return number, taken.offset, taken.length
+
+    def note(self, taken: Mapping[int, Compared]) -> None:
+        """Notes where the values of chunks are that were not written, by their rows: that of a
+        whole one, or its full chunk and what was added to that."""
+        places, additions = list[ValuePlace](), list[tuple[int, ...]]()
+        for row, each in taken.items():
+            first = each.taken[0]
+            assert not isinstance(first, bytes), "only what is added is written again"
+            places.append(self.place(first))
+            additions += [
+                (row, link, *self.place(value))
+                for link, value in enumerate(each.taken[1:], FULL_LINK + 1)
+                if not isinstance(value, bytes)
+            ]
+        if not taken:
+            return
+        rows = np.fromiter(taken, np.int64, len(taken))
+        digests = [each.digest for each in taken.values()]
+        self.chunks["digest"][rows] = np.array(digests, np.uint64)
+        columns: Any = zip(*places, strict=True)
+        for name, column in zip(PLACE_DTYPE.names or (), columns, strict=True):
+            self.chunks[name][rows] = column
+        if additions:
+            self._add_additions(np.array(additions, ADDITION_DTYPE))
+
+    def _add_additions(self, additions: Any) -> None:
+        with self._lock:
+            self._additions.append(additions)
+
+    def add(
+        self, file: DataFile, rows: Sequence[int], others: int, links: Sequence[int] = ()
+    ) -> None:
+        """Notes where the values of a file are.
+
+        Arguments:
+            file: with these values.
+            rows: of those that are chunks; -1 - row for what is added to chunks.
+            others: how many values follow.
+            links: which values of their chunks these are.
+
+        Raises:
+            StorageError: it has more or fewer.
+        """
+        if len(file.lengths) != len(rows) + others:
+            raise StorageError(
+                f"{file.path}: {len(file.lengths)} values were written, not {len(rows) + others}"
+            )
+        if not file.lengths:
+            return
+        places = np.zeros(len(file.lengths), PLACE_DTYPE)
+        offsets, places["length"] = np.array(file.offsets, np.int64), file.lengths
+        is_inline = offsets < 0
+        sizes = places["length"][is_inline].astype(np.int64)
+        with self._lock:
+            if is_inline.all():
+                places["file"] = INLINE
+            else:
+                number = self._files.setdefault(file.path, len(self._files))
+                places["file"] = np.where(is_inline, INLINE, number)
+            offsets[is_inline] = self._nbytes + np.cumsum(sizes) - sizes
+            self._inline += file.inline
+            self._nbytes += int(sizes.sum())
+        places["offset"] = offsets
+        at = np.array(rows, np.int64)
+        own = places[: len(at)]
+        for name in PLACE_DTYPE.names or ():
+            self.chunks[name][at[at >= 0]] = own[name][at >= 0]
+        if (at < 0).any():
+            additions = np.zeros(int((at < 0).sum()), ADDITION_DTYPE)
+            additions["row"], additions["link"] = -1 - at[at < 0], links
+            for name in PLACE_DTYPE.names or ():
+                additions[name] = own[name][at < 0]
+            self._add_additions(additions)
+        if others:
+            self.others = places[len(at) :].tolist()
+
+    def record(self, description: int, **more: Any) -> Record:
+        """The record of all that was noted.
+
+        Arguments:
+            description: digest of the process's description.
+            more: further fields.
+        """
+        additions = np.concatenate(self._additions)
+        return Record(
+            description=description,
+            chunks=self.chunks,
+            files=tuple(self._files),
+            inline=b"".join(self._inline),
+            bases=tuple(self._bases),
+            additions=additions[np.lexsort((additions["link"], additions["row"]))],
+            **more,
+        )
