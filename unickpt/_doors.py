@@ -64,6 +64,9 @@ DOORS = {
     "references": {
         "incremental": "unickpt.plugins.incremental:Incremental",
     },
+    "values": {
+        "patches": "unickpt.plugins.incremental.patches",
+    },
     "features": {
         "quantize": "unickpt.plugins.quantize:Quantize",
         "experts": "unickpt.plugins.experts:Experts",

@@ -33,9 +33,20 @@ from unickpt.arrays.layout import Layout, Mesh
 from unickpt.arrays.names import matches as name_matches
 from unickpt.commit.version import Version, version_at
 from unickpt.features import Run, RunFeature, SaveCall, SaveFeature
-from unickpt.format.borrowed import MOST_BASES
-from unickpt.format.chunk_grid import Part, numbered_parts
+from unickpt.format.borrowed import LEAST_USED as LEAST_REUSED
+from unickpt.format.borrowed import LINKED_FOLDER, MOST_BASES
+from unickpt.format.borrowed import name_of as base_name
+from unickpt.format.chunk_grid import Part, chunk_keys, numbered_parts
+from unickpt.format.chunk_grid import parts as parts_of_array
+from unickpt.format.chunk_grid import parts_of as parts_of_boxes
+from unickpt.format.chunk_store import ChunkStore
+from unickpt.format.chunk_values import Value as ChunkValue
+from unickpt.format.chunk_values import read_full as read_full_chunk
 from unickpt.format.codec import common_codec
+from unickpt.format.codec import digest as chunk_digest
+from unickpt.format.codec import is_chosen as is_chosen_codec
+from unickpt.format.codec import is_of_fixed_size as has_fixed_size
+from unickpt.format.codec import nbytes_as_stored as stored_chunk_bytes
 from unickpt.format.codecs import Codec, Extra, NotDecodable, StoredChunk
 from unickpt.format.codecs import register as register_codec
 from unickpt.format.codecs import unregister as unregister_codec
@@ -76,7 +87,8 @@ from unickpt.format.formats import unregister as unregister_format
 from unickpt.format.index import CONVERSION as CONVERSION_METADATA
 from unickpt.format.index import REPLACED as REPLACED_METADATA
 from unickpt.format.index import RESERVED as RESERVED_METADATA
-from unickpt.format.index import ArrayEntry, Index
+from unickpt.format.index import ArrayEntry, BaseEntry, Index
+from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.format.ocdbt_reader import open as open_own
 from unickpt.format.reader import BlockType, ParallelMap, Reader, Request
 from unickpt.format.refusals import refuse_unknown
@@ -86,10 +98,12 @@ from unickpt.format.unit_steps import UnitSteps
 from unickpt.format.unit_steps import stored as stored_unit_steps
 from unickpt.format.writer import Data, Ending, OfEachProcess, Plan, PlannedFile, Writer, text_file
 from unickpt.frameworks.host_memory import HostBuffers, MemoryBudget
+from unickpt.frameworks.host_memory import Scratch as ScratchMemory
 from unickpt.frameworks.leaves import NOTHING as NOTHING_HERE
 from unickpt.frameworks.leaves import (
     SavedOnly,
     Sections,
+    adapter_of,
     adapters,
     flatten_state,
     is_array,
@@ -110,6 +124,7 @@ from unickpt.frameworks.process_group import (
     within,
 )
 from unickpt.frameworks.process_group import alone as group_of_one
+from unickpt.frameworks.protocol import Adapter, ArraySource, Fragment
 from unickpt.frameworks.sections import Encoded as EncodedValue
 from unickpt.frameworks.sections import Joined as JoinedParts
 from unickpt.loading.views import CheckpointView, leaf_text, read_into, stored_leaf, structure_of
@@ -121,14 +136,28 @@ from unickpt.reading.checkpoint import opened as opened_checkpoint
 from unickpt.reading.checkpoint import reading as reading_checkpoint
 from unickpt.reading.listing import Listed, checkpoints_below, other_folders
 from unickpt.reading.listing import natural as natural_key
+from unickpt.references import (
+    CalledSave,
+    Claim,
+    Compared,
+    ReferencePolicy,
+    ReferenceSource,
+    Skipped,
+    Taken,
+    WritingSave,
+)
 from unickpt.saving.background import SaveCallbacks, SaveQueue, SaveRequest
 from unickpt.saving.saver import begin as save_in_background
 from unickpt.saving.task import SaveTask
+from unickpt.saving.value_places import ValuePlaces
 from unickpt.saving.write_plan import WriteItem
+from unickpt.storage.btree.nodes import DataReference
+from unickpt.storage.data_files import written_in as written_in_data_file
 from unickpt.storage.database import Database as OcdbtDatabase
 from unickpt.storage.errors import Damaged, Failed, reading, reading_failed
 from unickpt.storage.kvstore import Future as StorageFuture
 from unickpt.storage.kvstore import asking as asking_storage
+from unickpt.storage.local_files import RegularFiles
 from unickpt.storage.local_folders import sync_folder
 from unickpt.storage.locations import Location, folders_with
 from unickpt.storage.ocdbt import MANIFEST
@@ -213,25 +242,34 @@ if _CHECKING:
     )
 
 __all__ = [
+    "Adapter",
     "Array",
     "ArrayEntry",
+    "ArraySource",
     "ArrayTable",
     "ArrayUnits",
+    "BaseEntry",
     "BlockType",
     "Box",
     "Buffered",
     "ByteRange",
     "CHUNK_BYTES",
     "CONVERSION_METADATA",
+    "CalledSave",
     "CheckedFiles",
     "CheckpointView",
     "ChecksummedRange",
+    "ChunkStore",
+    "ChunkValue",
+    "Claim",
     "Codec",
+    "Compared",
     "ComparedViews",
     "ConvertedElements",
     "DType",
     "Damaged",
     "Data",
+    "DataReference",
     "DraftReport",
     "Earlier",
     "ElementRun",
@@ -245,6 +283,7 @@ __all__ = [
     "FileRange",
     "Files",
     "Format",
+    "Fragment",
     "FragmentGrid",
     "GridBand",
     "Hints",
@@ -254,6 +293,8 @@ __all__ = [
     "JoinedElements",
     "JoinedParts",
     "Key",
+    "LEAST_REUSED",
+    "LINKED_FOLDER",
     "Layout",
     "LazyElements",
     "Leaf",
@@ -281,6 +322,7 @@ __all__ = [
     "OWN_FORMAT",
     "ObservedReport",
     "OcdbtDatabase",
+    "OcdbtReader",
     "OfEachProcess",
     "Opaque",
     "Orphan",
@@ -299,6 +341,9 @@ __all__ = [
     "RESERVED_METADATA",
     "RangeReader",
     "Reader",
+    "ReferencePolicy",
+    "ReferenceSource",
+    "RegularFiles",
     "Request",
     "Retention",
     "RuledView",
@@ -316,32 +361,39 @@ __all__ = [
     "SavedArrays",
     "SavedOnly",
     "Scheme",
+    "ScratchMemory",
     "Sections",
     "Selection",
     "SerialExecutor",
     "SeveralCheckpoints",
+    "Skipped",
     "Source",
     "StepFolder",
     "StorageFuture",
     "StoredChunk",
     "StoredType",
+    "Taken",
     "TensorSource",
     "Timing",
     "Unit",
     "UnitSteps",
     "Units",
     "Unreadable",
+    "ValuePlaces",
     "Version",
     "WHOLE_BOXES",
     "WriteFilter",
     "WriteItem",
     "Writer",
+    "WritingSave",
     "absolute_path",
+    "adapter_of",
     "adapters",
     "all_gather_bytes",
     "apply_rules",
     "asking_storage",
     "barrier",
+    "base_name",
     "bytes_on_disk",
     "check_boxes",
     "check_rest",
@@ -350,6 +402,8 @@ __all__ = [
     "child_names",
     "children_by_key",
     "chosen_format",
+    "chunk_digest",
+    "chunk_keys",
     "combined_crc32",
     "common_codec",
     "conversion_budgets",
@@ -382,11 +436,13 @@ __all__ = [
     "given",
     "grid_band_text",
     "group_of_one",
+    "has_fixed_size",
     "has_known_factory",
     "html_page",
     "html_table",
     "in_batches",
     "is_array",
+    "is_chosen_codec",
     "is_plain",
     "is_plain_kind",
     "is_saved_as_leaf",
@@ -412,6 +468,8 @@ __all__ = [
     "opened_checkpoint",
     "other_folders",
     "parsed_types",
+    "parts_of_array",
+    "parts_of_boxes",
     "plain_length",
     "plain_to_json",
     "plan_rules",
@@ -422,6 +480,7 @@ __all__ = [
     "read_boxes",
     "read_file_box",
     "read_flat",
+    "read_full_chunk",
     "read_into",
     "reading",
     "reading_checkpoint",
@@ -444,6 +503,7 @@ __all__ = [
     "size_text",
     "step_metrics",
     "storage_context",
+    "stored_chunk_bytes",
     "stored_leaf",
     "stored_leaves",
     "stored_unit_steps",
@@ -466,12 +526,12 @@ __all__ = [
     "version_at",
     "within",
     "write_streamed",
+    "written_in_data_file",
     "zarr_dtype",
 ]
 
 # Imported when they are first used. What `import unickpt` needs anyway is imported above.
 _LATER = {
-    "OWN_FORMAT": "format.writers:OWN",
     "Buffered": "tools.slab_reads",
     "ComparedViews": "tools.difference",
     "DraftReport": "rules.observed",
@@ -485,6 +545,7 @@ _LATER = {
     "MeshKey": "arrays.saved_arrays",
     "NamedOptimizer": "adapters.torch_optimizer",
     "ORPHANS_LOCK": "runs.orphans:LOCK",
+    "OWN_FORMAT": "format.writers:OWN",
     "ObservedReport": "rules.observed",
     "Orphan": "runs.orphans",
     "OrphanSearch": "runs.orphans",

@@ -13,9 +13,8 @@ from functools import partial
 
 import numpy as np
 
-from unickpt.arrays.box import Box
-from unickpt.arrays.dtypes import Array, DType
-from unickpt.frameworks.protocol import ArraySource, Fragment
+from unickpt.extend import Array, ArraySource, DType, Fragment
+from unickpt.types import Box
 
 SAMPLED = 64
 """Elements of each fragment."""

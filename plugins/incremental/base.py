@@ -16,25 +16,36 @@ from typing import Any
 
 import numpy as np
 
-from unickpt.arrays import dtypes
-from unickpt.arrays.box import Box
-from unickpt.arrays.dtypes import Array
 from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, StorageError, UnickptError
-from unickpt.format import chunk_grid, codec, ocdbt_reader, patches
-from unickpt.format.chains import KnownChunk
-from unickpt.format.chunk_grid import Part
-from unickpt.format.index import ArrayEntry, Index
-from unickpt.format.ocdbt_reader import OcdbtReader
-from unickpt.format.reader import Request
-from unickpt.frameworks.host_memory import Scratch
+from unickpt.extend import (
+    Array,
+    ArrayEntry,
+    Compared,
+    Index,
+    Location,
+    OcdbtReader,
+    Part,
+    Request,
+    ScratchMemory,
+    Taken,
+    chunk_digest,
+    common_codec,
+    dtype_from_name,
+    has_fixed_size,
+    numbered_parts,
+    open_own,
+    parts_of_array,
+    stored_chunk_bytes,
+)
+from unickpt.plugins.incremental import patches
 from unickpt.plugins.incremental.candidates import Candidate, Candidates
+from unickpt.plugins.incremental.chains import KnownChunk, read_parent
 from unickpt.plugins.incremental.growth import Growth
 from unickpt.plugins.incremental.linked_files import LinkedFiles
 from unickpt.plugins.incremental.shares import Chunk, Place, Share
 from unickpt.plugins.incremental.siblings import Siblings
 from unickpt.plugins.incremental.spans import Span, Spans
-from unickpt.references import Compared, Taken
-from unickpt.storage.locations import Location
+from unickpt.types import Box
 
 _log = logging.getLogger("unickpt")
 # The share of a chunk that a patch may take; all patches of a chain take at most as much as it.
@@ -96,12 +107,12 @@ def open_base(
         CheckpointNotFound: there is no checkpoint.
         CheckpointCorrupt, StorageError: it cannot be read.
     """
-    reader = ocdbt_reader.open(location)
+    reader = open_own(location)
     if reader is None:
         raise CheckpointNotFound(f"no checkpoint of unickpt's own format at {location}")
     read(reader.index)
     files = location.regular_files()
-    is_alike = codec.common_codec(reader.index.compression) == codec.common_codec(compression)
+    is_alike = common_codec(reader.index.compression) == common_codec(compression)
     if not is_alike:
         why = "it has another compression"
     elif files is not None and folder.is_local:
@@ -140,7 +151,7 @@ class Base:
 
     def __init__(self, reader: OcdbtReader, share: Share | None, how: How) -> None:
         self._reader, self.share, self._how = reader, share, how
-        self._scratch, self._lock = Scratch(), threading.Lock()
+        self._scratch, self._lock = ScratchMemory(), threading.Lock()
         self._is_faulty = False
         growth = None
         if how.patch:
@@ -205,7 +216,7 @@ class Base:
             entry, part, number: which chunk.
             chunk: its elements, or the bytes that its codec stores if that is none of Zarr's.
         """
-        digest = codec.digest(chunk)
+        digest = chunk_digest(chunk)
         found = self._candidates.get(part, number)
         if found is None:
             return Compared(digest)
@@ -300,7 +311,7 @@ class Base:
 
     def patches(self, entry: ArrayEntry) -> bool:
         """Whether chunks of an array may be saved as patches."""
-        return self._may_patch and codec.is_of_fixed_size(entry)
+        return self._may_patch and has_fixed_size(entry)
 
     @property
     def adds_patches(self) -> bool:
@@ -327,9 +338,7 @@ class Base:
         generation = self.growth.saves + 1
         known = KnownChunk(found.digest, digest, generation)
         try:
-            parent = self._reader.chunk_values.read_parent(
-                found.entry, found.part, number, known, before
-            )
+            parent = read_parent(self._reader, found.entry, found.part, number, known, before)
         except UnickptError as error:  # it is damaged, and must not be referred to
             self._warn(error)
             return None, ()
@@ -363,7 +372,7 @@ class Base:
         """The digest of a chunk as the base has it. Raises as `read`."""
         with self._naming(entry, part, number):
             found = self.stored_digest(entry, part, number)
-        return codec.digest(self.read(entry, part, number)) if found is None else found
+        return chunk_digest(self.read(entry, part, number)) if found is None else found
 
     def read_stored(self, entry: ArrayEntry, part: Part, number: int) -> Array:
         """Reads the bytes that are stored of a chunk whose codec is none of Zarr's: its elements
@@ -381,7 +390,7 @@ class Base:
                     "a second time"
                 )
             data = self._reader.chunk_values.encoded_bytes(found.entry, found.part, number)
-            if codec.digest(data) != found.digest:
+            if chunk_digest(data) != found.digest:
                 raise CheckpointCorrupt("it does not match its digest")
             return data
 
@@ -393,11 +402,11 @@ class Base:
         """
         box = part.chunk_box(number)
         theirs = self._reader.index.arrays.get(entry.name)
-        out = np.empty(box.shape, dtypes.from_name(entry.dtype))
+        out = np.empty(box.shape, dtype_from_name(entry.dtype))
         with self._naming(entry, part, number):
             if theirs is None or (theirs.shape, theirs.dtype) != (entry.shape, entry.dtype):
                 raise CheckpointCorrupt("it is not there")
-            for first, stored in chunk_grid.numbered_parts(theirs):
+            for first, stored in numbered_parts(theirs):
                 for at in stored.chunks_in(box):
                     self._read_into(out, box, (theirs, stored, at), first)
         return out
@@ -440,7 +449,7 @@ class Base:
             if found.entry.codec is not None:
                 stored = self._reader.chunk_values.encoded_bytes(found.entry, found.part, number)
                 return np.array_equal(stored, chunk)
-            out = np.empty(chunk.shape, dtypes.from_name(found.entry.dtype))
+            out = np.empty(chunk.shape, dtype_from_name(found.entry.dtype))
             self._reader.read([Request(found.entry, found.part, number, out)])
         except UnickptError as error:  # it is damaged, and must not be referred to
             self._warn(error)
@@ -451,9 +460,9 @@ class Base:
 def _full_bytes(index: Index) -> int:
     """About what all arrays take if none has patches, before compression."""
     return sum(
-        codec.nbytes_as_stored(entry, part.box.shape)
+        stored_chunk_bytes(entry, part.box.shape)
         for entry in index.arrays.values()
-        for part in chunk_grid.parts(entry)
+        for part in parts_of_array(entry)
     )
 
 

@@ -10,10 +10,14 @@ from typing import Any
 import numpy as np
 
 from unickpt.errors import UnickptError
-from unickpt.format import chunk_grid, codec
-from unickpt.format.chunk_grid import Part
-from unickpt.format.index import ArrayEntry
-from unickpt.format.ocdbt_reader import OcdbtReader
+from unickpt.extend import (
+    ArrayEntry,
+    OcdbtReader,
+    Part,
+    is_chosen_codec,
+    numbered_parts,
+    stored_chunk_bytes,
+)
 from unickpt.plugins.incremental import spans
 from unickpt.plugins.incremental.shares import Chunk, Place, Places, Share
 from unickpt.plugins.incremental.spans import Span, Spans
@@ -68,12 +72,12 @@ class _Same:
         """Of each chunk as it is stored; None if they differ."""
         part = self.part
         is_even = all(n % c == 0 for n, c in zip(part.box.shape, part.chunk, strict=True))
-        return codec.nbytes_as_stored(self.entry, part.chunk) if is_even else None
+        return stored_chunk_bytes(self.entry, part.chunk) if is_even else None
 
     def bytes_of(self, number: int) -> int:
         if self.nbytes is not None:
             return self.nbytes
-        return codec.nbytes_as_stored(self.entry, self.part.chunk_box(number).shape)
+        return stored_chunk_bytes(self.entry, self.part.chunk_box(number).shape)
 
     def span(self, numbers: range) -> spans.Same:
         """Chunks that follow each other."""
@@ -228,7 +232,7 @@ class Candidates:
         if not _has_bytes_of(theirs, entry):
             return None
         if entry.name not in self._numbered:
-            numbered = chunk_grid.numbered_parts(theirs)
+            numbered = numbered_parts(theirs)
             self._numbered[entry.name] = {each.key: (first, each) for first, each in numbered}
         first, each = self._numbered[entry.name].get(part.key, (0, None))
         if each != part:
@@ -240,6 +244,6 @@ class Candidates:
 def _has_bytes_of(theirs: ArrayEntry, entry: ArrayEntry) -> bool:
     """Whether the stored bytes of an array can be those of an array of a save: encoded alike, or
     not at all if that was chosen; then the array of the save is not, either."""
-    if codec.is_chosen(entry):
+    if is_chosen_codec(entry):
         return theirs.encoding in ((), entry.encoding)
     return (theirs.encoding or None) == (entry.encoding or None)

@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 from unickpt.errors import CheckpointCorrupt
-from unickpt.quoting import quoted
+from unickpt.extend import quoted
 
 
 @dataclass(frozen=True)

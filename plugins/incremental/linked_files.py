@@ -6,17 +6,20 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 
-from unickpt.format.borrowed import LINKED_FOLDER
-from unickpt.format.chains import Value
-from unickpt.format.chunk_grid import Part
-from unickpt.format.index import ArrayEntry
-from unickpt.format.ocdbt_reader import OcdbtReader
+from unickpt.extend import (
+    LINKED_FOLDER,
+    MANIFEST,
+    ArrayEntry,
+    ChunkValue,
+    Damaged,
+    DataReference,
+    Failed,
+    Location,
+    OcdbtReader,
+    Part,
+    RegularFiles,
+)
 from unickpt.plugins.incremental.shares import Chunk, Place, Places
-from unickpt.storage.btree.nodes import DataReference
-from unickpt.storage.errors import Damaged, Failed
-from unickpt.storage.local_files import RegularFiles
-from unickpt.storage.locations import Location
-from unickpt.storage.ocdbt import MANIFEST
 
 _PROBE = "probe"
 
@@ -79,7 +82,9 @@ class LinkedFiles:
             found.append(Place(value, at))
         return tuple(found)
 
-    def lender(self, entry: ArrayEntry, part: Part, numbers: range) -> tuple[Value, None] | None:
+    def lender(
+        self, entry: ArrayEntry, part: Part, numbers: range
+    ) -> tuple[ChunkValue, None] | None:
         """This base, if it borrows none of some chunks itself, and has none of them in patches."""
         if entry.composed:
             return None

@@ -8,16 +8,21 @@ from dataclasses import replace
 from typing import Any
 
 from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, StorageError, UnsupportedFormat
-from unickpt.frameworks.leaves import adapter_of, adapters
-from unickpt.frameworks.protocol import Adapter
+from unickpt.extend import (
+    Adapter,
+    CalledSave,
+    PathLike,
+    Selection,
+    WritingSave,
+    adapter_of,
+    adapters,
+    resolve_path,
+)
 from unickpt.plugins.incremental import unchanged
 from unickpt.plugins.incremental.base import FAULTY, How, open_base
 from unickpt.plugins.incremental.growth import Growth
 from unickpt.plugins.incremental.source import BaseChunks
 from unickpt.plugins.incremental.unchanged import Changed, SeenState, Unchanged
-from unickpt.references import CalledSave, WritingSave
-from unickpt.storage import paths
-from unickpt.write_filter import Selection
 
 _log = logging.getLogger("unickpt")
 
@@ -68,12 +73,12 @@ class Incremental:
             self._kept_cost,
             chained=bool(earlier),
         )
-        given: list[paths.PathLike] = [] if save.base is None else [save.base]
+        given: list[PathLike] = [] if save.base is None else [save.base]
         base = None
         for path in [each.path for each in earlier] or given:
             try:
                 base = open_base(
-                    *(paths.resolve(path), save.location, save.folder, save.compression),
+                    *(resolve_path(path), save.location, save.folder, save.compression),
                     how=how,
                     fsync=save.fsync,
                     needed=bool(earlier) or skipped is not None,

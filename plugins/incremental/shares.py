@@ -6,11 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from unickpt.format.chains import Value
-from unickpt.format.chunk_grid import Part
-from unickpt.format.index import ArrayEntry, BaseEntry
-from unickpt.references import Taken
-from unickpt.storage.btree.nodes import DataReference
+from unickpt.extend import ArrayEntry, BaseEntry, ChunkValue, DataReference, Part, Taken
 
 
 @dataclass(frozen=True)
@@ -23,7 +19,7 @@ class Place:
         of: the checkpoint beside the new one that has it, as the new one will name it.
     """
 
-    value: Value
+    value: ChunkValue
     at: DataReference | bytes
     of: BaseEntry | None = None
 
@@ -58,7 +54,7 @@ class Share(Protocol):
 
     def lender(
         self, entry: ArrayEntry, part: Part, numbers: range
-    ) -> tuple[Value, BaseEntry | None] | None:
+    ) -> tuple[ChunkValue, BaseEntry | None] | None:
         """The one checkpoint that has chunks of the base that follow each other, whole, as what
         they are there; and its name, as the new one will name it. None if there is none."""
 

@@ -10,14 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unickpt.format import borrowed
-from unickpt.format.chains import Value
-from unickpt.format.chunk_grid import Part
-from unickpt.format.index import ArrayEntry, BaseEntry
-from unickpt.format.ocdbt_reader import OcdbtReader
+from unickpt.extend import (
+    LEAST_REUSED,
+    MOST_BASES,
+    ArrayEntry,
+    BaseEntry,
+    ChunkValue,
+    DataReference,
+    OcdbtReader,
+    Part,
+    base_name,
+    written_in_data_file,
+)
 from unickpt.plugins.incremental.shares import Chunk, Place, Places
-from unickpt.storage import data_files
-from unickpt.storage.btree.nodes import DataReference
 
 
 class Siblings:
@@ -33,20 +38,20 @@ class Siblings:
         self, reader: OcdbtReader, *, chained: bool = False, counted: bool = False
     ) -> None:
         self._reader, self._chained, self._counted = reader, chained, counted
-        self._own = BaseEntry(borrowed.name_of(reader.location), reader.manifest_digest)
+        self._own = BaseEntry(base_name(reader.location), reader.manifest_digest)
         self.base = reader.index.bases[0] if reader.index.bases else self._own
 
     def is_worthwhile(self) -> bool:
         """Whether enough of the base is still in use. All processes find the same."""
         index = self._reader.index
         if self._chained:
-            return len(index.bases) < borrowed.MOST_BASES
+            return len(index.bases) < MOST_BASES
         if not index.bases:
             return True
         if len(index.bases) > 1:
             return False
         arrays = self._reader.base_index(self.base).arrays.values()
-        return index.reused >= borrowed.LEAST_USED * sum(entry.nbytes for entry in arrays)
+        return index.reused >= LEAST_REUSED * sum(entry.nbytes for entry in arrays)
 
     def find_all(self, chunks: Sequence[Chunk]) -> Sequence[Places | None]:
         """Where each chunk is: in data files, or itself, in the B-tree."""
@@ -66,7 +71,7 @@ class Siblings:
 
     def lender(
         self, entry: ArrayEntry, part: Part, numbers: range
-    ) -> tuple[Value, BaseEntry] | None:
+    ) -> tuple[ChunkValue, BaseEntry] | None:
         """The checkpoint that has some chunks, if one has all of them, and none in patches."""
         if entry.composed:
             return None
@@ -83,7 +88,7 @@ class Siblings:
         not counted, none: `is_worthwhile` decides for all chunks."""
         if not self._counted or not isinstance(place.at, DataReference):
             return 0
-        written = data_files.written_in(place.at.path.rpartition("/")[2])
+        written = written_in_data_file(place.at.path.rpartition("/")[2])
         return place.end if written is None else written[1]
 
     def check_end(self, entry: ArrayEntry, place: Place, number: int) -> None:

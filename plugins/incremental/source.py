@@ -7,14 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from unickpt.arrays.dtypes import Array
-from unickpt.format.index import BaseEntry
+from unickpt.extend import Array, BaseEntry, Compared, Taken, ValuePlaces, WriteItem
 from unickpt.plugins.incremental.base import Base
 from unickpt.plugins.incremental.spans import Span, Spans
 from unickpt.plugins.incremental.unchanged import Unchanged
-from unickpt.references import Compared, Taken
-from unickpt.saving.value_places import ValuePlaces
-from unickpt.saving.write_plan import WriteItem
 
 
 class BaseChunks:

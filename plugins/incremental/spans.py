@@ -13,13 +13,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unickpt.format import chunk_grid
-from unickpt.format.chains import Value
-from unickpt.format.chunk_grid import Part
-from unickpt.format.chunk_store import ChunkStore
-from unickpt.format.index import ArrayEntry, BaseEntry
+from unickpt.extend import (
+    ArrayEntry,
+    BaseEntry,
+    ChunkStore,
+    ChunkValue,
+    DataReference,
+    Part,
+    chunk_keys,
+)
 from unickpt.plugins.incremental.shares import Chunk, Place, Share
-from unickpt.storage.btree.nodes import DataReference
 
 Column = np.ndarray[Any, Any]
 _NOWHERE = -1
@@ -85,7 +88,7 @@ class Spans:
     offset: Column
     length: Column
     units: Sequence[tuple[BaseEntry | None, str]]
-    values: Sequence[Value | None]
+    values: Sequence[ChunkValue | None]
 
     @classmethod
     def none(cls) -> Spans:
@@ -154,7 +157,7 @@ def find(spans: Sequence[Span], same: Callable[[Span], Same | None], share: Shar
     Raises:
         CheckpointCorrupt, StorageError: the base cannot be read.
     """
-    values: list[Value | None] = [None] * len(spans)
+    values: list[ChunkValue | None] = [None] * len(spans)
     there, lenders = dict[int, Same](), dict[ChunkStore, tuple[BaseEntry | None, list[int]]]()
     for number, span in enumerate(spans):
         of = None if share is None else same(span)
@@ -195,7 +198,7 @@ def _places(
     unit, first = np.full(count, _NOWHERE), 0
     offset, length = np.zeros(count, np.int64), np.zeros(count, np.int64)
     for store, (of, numbers) in lenders.items():
-        keys = [key for n in numbers for key in chunk_grid.chunk_keys(*spans[n][1:])]
+        keys = [key for n in numbers for key in chunk_keys(*spans[n][1:])]
         for leaf, which, positions in store.values.tree.find_all(keys):
             files = [units.setdefault((of, path), len(units)) for path, _ in leaf.files]
             rows, at = first + np.array(which), np.array(positions)

@@ -20,15 +20,20 @@ from zlib import crc32
 
 import numpy as np
 
-from unickpt.arrays.box import Box
-from unickpt.arrays.dtypes import Array
-from unickpt.arrays.names import matches
 from unickpt.errors import StateChanged, StorageError
-from unickpt.format import chunk_grid
-from unickpt.format.index import ArrayEntry, Index
-from unickpt.frameworks.protocol import ArraySource, Fragment
+from unickpt.extend import (
+    Array,
+    ArrayEntry,
+    ArraySource,
+    Fragment,
+    Index,
+    Part,
+    name_matches,
+    parts_of_boxes,
+    quoted,
+)
 from unickpt.plugins.incremental.array_samples import ArraySample, Sampler
-from unickpt.quoting import quoted
+from unickpt.types import Box
 
 Changed = Literal["tracked"] | Mapping[str, Any]
 """See `SaveOptions.changed`."""
@@ -190,7 +195,7 @@ def words_of(
     patterns: Mapping[str, Any] = {"**": _ALL} if isinstance(changed, str) else changed
     unused, words = set(patterns), dict[str, Any]()
     for name, entry in arrays.items():
-        pattern = next((p for p in patterns if matches(p, name)), None)
+        pattern = next((p for p in patterns if name_matches(p, name)), None)
         if pattern is None:
             continue
         unused.discard(pattern)
@@ -280,12 +285,10 @@ def _due(entry: ArrayEntry, source: ArraySource, turn: int) -> Collection[Start]
     }
 
 
-def _runs(
-    entry: ArrayEntry, fragments: Sequence[Fragment]
-) -> Iterator[tuple[chunk_grid.Part, int, range]]:
+def _runs(entry: ArrayEntry, fragments: Sequence[Fragment]) -> Iterator[tuple[Part, int, range]]:
     """The chunks of fragments: the part, the number of its first chunk, and chunks in it."""
     first = 0
-    for part in chunk_grid.parts_of(entry, [fragment.box for fragment in fragments]):
+    for part in parts_of_boxes(entry, [fragment.box for fragment in fragments]):
         for fragment in fragments:
             for run in part.runs_in(fragment.box):
                 yield part, first, run

@@ -19,7 +19,7 @@ import unickpt
 from unickpt import CheckpointCorrupt, SaveOptions
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.commit import root
-from unickpt.commit.merge_chunks import BORROWED, MISSING, COMPOSED, WHOLE, Chunks
+from unickpt.commit.merge_chunks import BORROWED, COMPOSED, MISSING, WHOLE, Chunks
 from unickpt.commit.messages import ADDITION_DTYPE, CHUNK_DTYPE, Record
 from unickpt.format import borrowed, chunk_grid, digest_table, index_json, links
 from unickpt.format.chunk_store import ChunkDigests

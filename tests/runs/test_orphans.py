@@ -22,13 +22,13 @@ from support import TESTS, s3_server
 from support.processes import Processes
 from support.saving import files, numbers, same
 from typer.testing import CliRunner
-from unickpt.plugins.incremental.linked_files import LinkedFiles
 
 import unickpt
 from unickpt import Checkpointer, SaveConflict, StorageError
 from unickpt.cli import output
 from unickpt.cli.app import app
 from unickpt.commit import lease
+from unickpt.plugins.incremental.linked_files import LinkedFiles
 from unickpt.runs import orphans
 from unickpt.storage import locations, paths
 from unickpt.storage.locations import Location

@@ -15,11 +15,11 @@ import pytest
 from support import TESTS, s3_server
 from support.processes import Processes
 from support.saving import damage, files, same
-from unickpt.plugins.incremental import held_files
 
 import unickpt
 from unickpt import Checkpointer, SaveConflict, SaveOptions
 from unickpt.commit import version
+from unickpt.format import held_files
 from unickpt.runs import orphans, tier_copies
 from unickpt.runs.retention import Retention
 from unickpt.runs.step_folder import StepFolder

@@ -367,7 +367,6 @@ def test_what_a_process_cannot_know_of_the_base_is_stored_raw(
 ) -> None:
     """Process 1 cannot open the base of which process 0 takes raw chunks: it compresses nothing."""
     from unickpt.plugins.incremental import base as reuse_base
-
     from unickpt.saving import bases
 
     same_noise, tree = noise(HALF, 100), halves(noise(HALF, 100), noise(HALF, 100, seed=2))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from unickpt.format import chunk_grid, links
-from unickpt.format.chains import Value
+from unickpt.format.chunk_values import Value
 from unickpt.format.ocdbt_reader import OcdbtReader
 
 

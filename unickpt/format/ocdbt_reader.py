@@ -24,9 +24,9 @@ from unickpt.format import (
     timing,
 )
 from unickpt.format.borrowed_chunks import BorrowedChunks
-from unickpt.format.chains import ChunkValues
 from unickpt.format.chunk_grid import Part
 from unickpt.format.chunk_store import ChunkDigests, ChunkStore
+from unickpt.format.chunk_values import ChunkValues
 from unickpt.format.index import FORMAT as NUMBER
 from unickpt.format.index import (
     INDEX_KEY,

@@ -19,12 +19,12 @@ from unickpt.errors import (
     UnsupportedFormat,
 )
 from unickpt.format import borrowed, held_files, ocdbt_reader
+from unickpt.format.held_files import HeldFiles
+from unickpt.format.held_files import HeldFiles
 from unickpt.format.index import BaseEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.format.refusals import refuse_unknown
 from unickpt.options import SaveOptions
-from unickpt.format import held_files
-from unickpt.format.held_files import HeldFiles
 from unickpt.runs import attempt_folders, lineage_notes
 from unickpt.runs.cleaning import Cleaning, StepsInUse
 from unickpt.runs.step_folder import StepFolder, remove_older

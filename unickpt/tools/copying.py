@@ -26,6 +26,7 @@ from unickpt.errors import (
 )
 from unickpt.format import chunk_grid, index_json, ocdbt_reader
 from unickpt.format.borrowed_values import borrowed_values
+from unickpt.format.held_files import HeldFiles
 from unickpt.format.index import BORROWED_KEY, INDEX_KEY, BaseEntry, Index
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.format.reader import ChunkId

@@ -13,10 +13,10 @@ import pytest
 from support import s3_server
 from support.quantized import errors_of
 from support.saving import in_job
-from unickpt.plugins.incremental import base
 
 import unickpt
 from unickpt import Checkpointer, Experts, SaveOptions
+from unickpt.plugins.incremental import base
 
 EXPERTS, KEY = 6, "experts/{x}/*"
 SMALL: dict[str, Any] = {"chunk_bytes": 8192, "fsync": False, "timeout_s": 20}

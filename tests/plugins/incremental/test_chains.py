@@ -18,7 +18,6 @@ import pytest
 from support import s3_server
 from support.quantized import errors_of
 from support.saving import in_job, same
-from unickpt.plugins.incremental.growth import Growth
 
 import unickpt
 from unickpt import (
@@ -29,7 +28,9 @@ from unickpt import (
     SaveOptions,
     UnickptError,
 )
-from unickpt.format import chains, chunk_grid
+from unickpt.format import chunk_grid
+from unickpt.plugins.incremental import chains
+from unickpt.plugins.incremental.growth import Growth
 from unickpt.storage import paths
 from unickpt.tools import copying
 from unickpt.types import Box, LocalFragments

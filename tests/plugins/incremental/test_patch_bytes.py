@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unickpt.arrays import dtypes
-from unickpt.format import patches
-from unickpt.format.patches import BadPatch, State
+from unickpt.plugins.incremental import patches
+from unickpt.plugins.incremental.patches import BadPatch, State
 
 HEADER = 20
 DTYPES = [*dtypes.supported(), "datetime64[s]"]

@@ -21,7 +21,8 @@ import unickpt
 from unickpt import CheckpointCorrupt, Checkpointer, LoadOptions, SaveOptions
 from unickpt.cli.app import app
 from unickpt.errors import UnsupportedFormat
-from unickpt.format import chunk_grid, codec, index_json, patches
+from unickpt.format import chunk_grid, codec, index_json
+from unickpt.plugins.incremental import patches
 from unickpt.saving import write_plan
 from unickpt.tools import copying
 from unickpt.types import Box, LocalFragments

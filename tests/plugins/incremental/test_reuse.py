@@ -16,7 +16,7 @@ from support.saving import same
 
 import unickpt
 from unickpt import Checkpointer, CheckpointNotFound, SaveOptions
-from unickpt.format.chains import ChunkValues
+from unickpt.format.chunk_values import ChunkValues
 from unickpt.saving.write_plan import DirectSource, StagedChunk, WriteItem
 from unickpt.storage import local_files
 

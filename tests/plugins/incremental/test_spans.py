@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.processes import Processes
 from support.saving import same
-from unickpt.plugins.incremental import candidates, unchanged
-from unickpt.plugins.incremental.linked_files import LinkedFiles
 
 import unickpt
 from unickpt import Checkpointer, SaveOptions
 from unickpt.arrays.box import Box
 from unickpt.format import chunk_grid
 from unickpt.format.chunk_grid import Part
+from unickpt.plugins.incremental import candidates, unchanged
+from unickpt.plugins.incremental.linked_files import LinkedFiles
 from unickpt.saving import write_plan
 
 CHUNK = 4096

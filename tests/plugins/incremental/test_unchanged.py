@@ -18,9 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.processes import Processes
 from support.saving import same
-from unickpt.plugins.incremental import unchanged
-from unickpt.plugins.incremental.array_samples import ArraySample
-from unickpt.plugins.incremental.unchanged import Unchanged
 
 import unickpt
 from unickpt import Checkpointer, SaveOptions, StorageError
@@ -30,6 +27,9 @@ from unickpt.arrays.box import Box
 from unickpt.errors import StateChanged
 from unickpt.format.chunk_grid import parts
 from unickpt.frameworks.protocol import ArraySource, Fragment, Memory
+from unickpt.plugins.incremental import unchanged
+from unickpt.plugins.incremental.array_samples import ArraySample
+from unickpt.plugins.incremental.unchanged import Unchanged
 from unickpt.storage.data_files import DataFile
 
 CHUNK = 4096

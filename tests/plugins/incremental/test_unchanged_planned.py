@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.recognised import note_recognised
 from support.strategies import examples
-from unickpt.plugins.incremental import unchanged
-from unickpt.plugins.incremental.array_samples import ArraySample
 
 import unickpt
 from unickpt import Checkpointer, SaveOptions
 from unickpt.errors import StateChanged
+from unickpt.plugins.incremental import unchanged
+from unickpt.plugins.incremental.array_samples import ArraySample
 from unickpt.saving import saver
 
 CHUNK = 16 << 10

@@ -14,11 +14,11 @@ import pytest
 from support import s3_server
 from support.processes import Processes
 from support.saving import same
-from unickpt.plugins.incremental import unchanged
-from unickpt.plugins.incremental.array_samples import ArraySample
 
 import unickpt
 from unickpt import Checkpointer, SaveOptions
+from unickpt.plugins.incremental import unchanged
+from unickpt.plugins.incremental.array_samples import ArraySample
 from unickpt.storage.local_files import RegularFiles
 
 CHUNK = 4096

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from support.processes import Processes
 from support.saving import same
 from support.strategies import examples
-from unickpt.plugins.incremental import unchanged
-from unickpt.plugins.incremental.array_samples import ArraySample
 
 import unickpt
 from unickpt import Checkpointer, SaveOptions
 from unickpt.adapters import jax as jax_adapter
 from unickpt.errors import StateChanged
+from unickpt.plugins.incremental import unchanged
+from unickpt.plugins.incremental.array_samples import ArraySample
 
 CHUNK = 16 << 10
 OPTIONS = SaveOptions(chunk_bytes=CHUNK, fsync=False)

@@ -1,60 +1,44 @@
-"""Patched chunks: the *full chunk*, an earlier state of a chunk, and the patches that lead to it.
+"""The stored values of chunks: one of a whole chunk, several of a composed one.
 
-The patches of a chunk form a *chain*: each refers to the state that the one before it makes, the
-first to the full chunk. Saves are counted since one wrote everything; the number of the save that
-made a patch is its *generation*. A save refers to the state after the save whose number is its own
-with the lowest bit that is set cleared. So a chain has at most as many patches as the number has
-bits set: of `n` states, each opens with at most log2(n) patches. What a save refers to is what the
-save before it referred to, or that one itself; and what it needs of earlier saves, it needs whole.
-
-Each is a value of its own, which this checkpoint has, or one beside it, its *base*. Full chunks and
-patches have keys of their own, so that no reader takes the full chunk, which is old, for the chunk.
+A composed chunk is a *full chunk*, an earlier state of it, and what is added to that, one after the
+other (docs/format.md, patches). Each is a value of its own, which this checkpoint has, or one
+beside it, its *base*. They have keys of their own, so that no reader takes the full chunk, which is
+old, for the chunk.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from unickpt import doors
 from unickpt.arrays.dtypes import Array
-from unickpt.format import codec, codecs, links, patches
+from unickpt.format import codec, codecs, links
 from unickpt.format.borrowed_chunks import BorrowedChunks
 from unickpt.format.chunk_grid import Part, chunk_key
 from unickpt.format.chunk_store import ChunkStore
 from unickpt.format.codecs import NotDecodable
-from unickpt.format.index import ArrayEntry
+from unickpt.format.index import PATCHES, ArrayEntry
 from unickpt.format.links import FULL_LINK, WHOLE_LINK
-from unickpt.format.patches import BadPatch, State
 from unickpt.format.reader import Request
 from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.errors import Damaged, Failed
 
 _MOST = 64
-"""Patches of a chain: generations have so many bits."""
+"""Values that are added to a full chunk."""
 _WAY_OUT = (
     "bring back the checkpoint that had it, or use another step; a whole copy that is made in time "
     "(`unickpt copy`) needs no other checkpoint"
 )
 
 
-def parent_generation(generation: int) -> int:
-    """Of the state to which the patches of a generation refer."""
-    return generation & (generation - 1)
-
-
-def is_on_the_way(generation: int, to: int) -> bool:
-    """Whether a generation is one of those that lead to another, or that one itself."""
-    return to & -(generation & -generation) == generation
-
-
 @dataclass(frozen=True)
 class Value:
-    """A value of a patched chunk.
+    """A value of a chunk.
 
     Arguments:
         store: which has it.
@@ -67,39 +51,23 @@ class Value:
     base: int | None = None
 
 
-@dataclass(frozen=True)
-class Parent:
-    """The state to which the next patch of a chunk refers.
+class Additions(Protocol):
+    """What a door of the group `values` leads to, by the name of the feature in the index."""
 
-    Arguments:
-        state: what is known of it.
-        values: of how many values of the chunk it consists.
-        is_read: whether its elements were read.
-    """
+    def apply(self, added: bytes, data: Array) -> None:
+        """Makes an earlier state of a chunk the next one.
 
-    state: State
-    values: int
-    is_read: bool
+        Arguments:
+            added: the value, untrusted.
+            data: elements of the chunk, or what its codec stores; changed in place.
 
-
-@dataclass(frozen=True)
-class KnownChunk:
-    """A chunk for which a patch may be written.
-
-    Arguments:
-        before: the digest that it had when it was saved last.
-        now: the digest that it has.
-        generation: of the patch.
-    """
-
-    before: int
-    now: int
-    generation: int
+        Raises:
+            NotDecodable: the value does not fit.
+        """
 
 
 class ChunkValues:
-    """The stored values of a checkpoint's chunks: of a whole chunk one, of a patched one several;
-    each is in this checkpoint, or in a base.
+    """The stored values of a checkpoint's chunks; each is in this checkpoint, or in a base.
 
     Arguments:
         own: the checkpoint's database.
@@ -220,7 +188,7 @@ class ChunkValues:
         for at, request in enumerate(requests):
             chunk = request.entry, request.part, request.number
             if chain := self.chain(*chunk):
-                wrong += [at] * (self._read_patched(request, chain) != request.digest)
+                wrong += [at] * (self._read_composed(request, chain) != request.digest)
                 continue
             of_store.setdefault(self.of(*chunk)[0].store, []).append(at)
         for store, positions in of_store.items():
@@ -228,7 +196,7 @@ class ChunkValues:
             wrong += [positions[at] for at in found]
         return sorted(wrong)
 
-    def _read_patched(self, request: Request, chain: Sequence[Value]) -> int | None:
+    def _read_composed(self, request: Request, chain: Sequence[Value]) -> int | None:
         """Reads a patched chunk, into the memory of the request.
 
         Arguments:
@@ -247,7 +215,7 @@ class ChunkValues:
             data = self._rebuilt(entry, part, number, chain, out)
             if data is not out:
                 codecs.decode(entry, data, out)
-        except (Failed, NotDecodable, BadPatch) as error:
+        except (Failed, NotDecodable) as error:
             raise self._own.naming(error, entry, part, number) from error
         return None if expected is None else codec.digest(data)
 
@@ -260,56 +228,28 @@ class ChunkValues:
         values = self.of(entry, part, number)
         try:
             return self._rebuilt(entry, part, number, values, np.empty(0, np.uint8))
-        except (Failed, BadPatch) as error:
+        except (Failed, NotDecodable) as error:
             raise self._own.naming(error, entry, part, number) from error
 
     def _rebuilt(
         self, entry: ArrayEntry, part: Part, number: int, chain: Sequence[Value], out: Array
     ) -> Array:
-        """A full chunk with its patches; in `out`, or what its codec stores."""
-        data = _read_full(entry, number, chain, out)
-        for patch in self._patches(entry, part, number, chain):
-            patches.apply(patch, data)
+        """A full chunk with what is added to it; in `out`, or what its codec stores."""
+        data = read_full(entry, number, chain, out)
+        if len(chain) > 1:
+            kind: Additions = doors.need("values", PATCHES)
+            for added in self.additions(entry, part, number, chain):
+                kind.apply(added, data)
         return data
 
-    def read_parent(
-        self, entry: ArrayEntry, part: Part, number: int, known: KnownChunk, out: Array
-    ) -> Parent:
-        """Reads the state of a chunk to which its next patch refers.
-
-        Arguments:
-            entry, part, number: which chunk.
-            known: what the writer knows of it.
-            out: contiguous memory for its elements, or for what its codec stores.
-
-        Raises:
-            CheckpointCorrupt: that state does not match its digest; or as `read`.
-            StorageError: the storage failed.
-        """
-        chain, to = self.of(entry, part, number), parent_generation(known.generation)
-        try:
-            found = self._patches(entry, part, number, chain)
-            states = [patches.state_of(patch) for patch in found]  # each: of the state before it
-            on_the_way = (is_on_the_way(state.generation, to) for state in states)
-            used = sum(1 for _ in itertools.takewhile(bool, on_the_way))
-            # A patch says what it refers to.
-            expected = states[used].digest if used < len(states) else known.before
-            if expected == known.now:
-                return Parent(State(expected), 1 + used, False)
-            _read_full(entry, number, chain, out)
-            for patch in found[:used]:
-                patches.apply(patch, out)
-        except (Failed, NotDecodable, BadPatch) as error:
-            raise self._own.naming(error, entry, part, number) from error
-        if codec.digest(out) != expected:
-            damage = Damaged("an earlier state does not match its digest")
-            raise self._own.naming(damage, entry, part, number)
-        return Parent(State(expected), 1 + used, True)
-
-    def _patches(
+    def additions(
         self, entry: ArrayEntry, part: Part, number: int, chain: Sequence[Value]
     ) -> list[bytes]:
-        """The patches of a chain; all are requested before the first one is awaited."""
+        """What is added to a full chunk; all are requested before the first one is awaited.
+
+        Raises:
+            Failed: it is missing, or damaged.
+        """
         keys = [chunk_key(value.part, number) for value in chain]
         most = codec.nbytes_as_stored(entry, part.chunk_box(number).shape)
         requested = []
@@ -332,7 +272,7 @@ class ChunkValues:
         return found
 
 
-def _read_full(entry: ArrayEntry, number: int, chain: Sequence[Value], out: Array) -> Array:
+def read_full(entry: ArrayEntry, number: int, chain: Sequence[Value], out: Array) -> Array:
     """Reads the full chunk; returns its elements in `out`, or what its codec stores."""
     store, part = chain[0].store, chain[0].part
     try:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from unickpt.arrays.dtypes import Array
+from unickpt.extend import Array, NotDecodable
 
 _HEADER = struct.Struct("<QIIBBH")
 _PLAIN, _DIFFERENCES = 0, 1
@@ -33,7 +33,7 @@ _LESS_THAN_ENTROPY = 0.7
 _STRATEGY = zlib.Z_RLE
 
 
-class BadPatch(ValueError):
+class BadPatch(NotDecodable):
     """A patch that contradicts the format; says how."""
 
 

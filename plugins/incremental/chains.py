@@ -1,0 +1,110 @@
+"""Chains of patches: to which earlier state of a chunk the next patch refers.
+
+The patches of a chunk form a *chain*: each refers to the state that the one before it makes, the
+first to the full chunk. Saves are counted since one wrote everything; the number of the save that
+made a patch is its *generation*. A save refers to the state after the save whose number is its own
+with the lowest bit that is set cleared. So a chain has at most as many patches as the number has
+bits set: of `n` states, each opens with at most log2(n) patches. What a save refers to is what the
+save before it referred to, or that one itself; and what it needs of earlier saves, it needs whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from unickpt.extend import (
+    Array,
+    ArrayEntry,
+    Damaged,
+    Failed,
+    NotDecodable,
+    OcdbtReader,
+    Part,
+    chunk_digest,
+    read_full_chunk,
+)
+from unickpt.plugins.incremental import patches
+from unickpt.plugins.incremental.patches import State
+
+
+def parent_generation(generation: int) -> int:
+    """Of the state to which the patches of a generation refer."""
+    return generation & (generation - 1)
+
+
+def is_on_the_way(generation: int, to: int) -> bool:
+    """Whether a generation is one of those that lead to another, or that one itself."""
+    return to & -(generation & -generation) == generation
+
+
+@dataclass(frozen=True)
+class Parent:
+    """The state to which the next patch of a chunk refers.
+
+    Arguments:
+        state: what is known of it.
+        values: of how many values of the chunk it consists.
+        is_read: whether its elements were read.
+    """
+
+    state: State
+    values: int
+    is_read: bool
+
+
+@dataclass(frozen=True)
+class KnownChunk:
+    """A chunk for which a patch may be written.
+
+    Arguments:
+        before: the digest that it had when it was saved last.
+        now: the digest that it has.
+        generation: of the patch.
+    """
+
+    before: int
+    now: int
+    generation: int
+
+
+def read_parent(
+    reader: OcdbtReader,
+    entry: ArrayEntry,
+    part: Part,
+    number: int,
+    known: KnownChunk,
+    out: Array,
+) -> Parent:
+    """Reads the state of a chunk to which its next patch refers.
+
+    Arguments:
+        reader: of the base.
+        entry, part, number: which chunk.
+        known: what the writer knows of it.
+        out: contiguous memory for its elements, or for what its codec stores.
+
+    Raises:
+        CheckpointCorrupt: that state does not match its digest, or cannot be read.
+        StorageError: the storage failed.
+    """
+    values, to = reader.chunk_values, parent_generation(known.generation)
+    chain = values.of(entry, part, number)
+    try:
+        found = values.additions(entry, part, number, chain)
+        states = [patches.state_of(patch) for patch in found]  # each: of the state before it
+        on_the_way = (is_on_the_way(state.generation, to) for state in states)
+        used = sum(1 for _ in itertools.takewhile(bool, on_the_way))
+        # A patch says what it refers to.
+        expected = states[used].digest if used < len(states) else known.before
+        if expected == known.now:
+            return Parent(State(expected), 1 + used, False)
+        read_full_chunk(entry, number, chain, out)
+        for patch in found[:used]:
+            patches.apply(patch, out)
+    except (Failed, NotDecodable) as error:
+        raise reader.chunks.naming(error, entry, part, number) from error
+    if chunk_digest(out) != expected:
+        damage = Damaged("an earlier state does not match its digest")
+        raise reader.chunks.naming(damage, entry, part, number)
+    return Parent(State(expected), 1 + used, True)
