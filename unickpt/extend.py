@@ -136,21 +136,19 @@ from unickpt.reading.checkpoint import opened as opened_checkpoint
 from unickpt.reading.checkpoint import reading as reading_checkpoint
 from unickpt.reading.listing import Listed, checkpoints_below, other_folders
 from unickpt.reading.listing import natural as natural_key
-from unickpt.references import (
+from unickpt.references.items import WriteItem
+from unickpt.references.places import Compared, Taken, ValuePlaces
+from unickpt.references.policy import (
     CalledSave,
     Claim,
-    Compared,
     ReferencePolicy,
     ReferenceSource,
     Skipped,
-    Taken,
     WritingSave,
 )
 from unickpt.saving.background import SaveCallbacks, SaveQueue, SaveRequest
 from unickpt.saving.saver import begin as save_in_background
 from unickpt.saving.task import SaveTask
-from unickpt.saving.value_places import ValuePlaces
-from unickpt.saving.write_plan import WriteItem
 from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.data_files import written_in as written_in_data_file
 from unickpt.storage.database import Database as OcdbtDatabase

@@ -21,7 +21,7 @@ from unickpt.storage import paths
 from unickpt.trees import name_ranges
 
 if TYPE_CHECKING:
-    from unickpt.references import ReferencePolicy
+    from unickpt.references.policy import ReferencePolicy
 
 Compression = Literal["auto", "zstd", "gzip", "blosc"]
 COMPRESSORS = get_args(Compression)

@@ -23,7 +23,7 @@ from unickpt.frameworks.protocol import Adapter, ArraySource
 from unickpt.frameworks.sections import Encoded
 from unickpt.options import SaveOptions
 from unickpt.quoting import quoted
-from unickpt.references import Skipped
+from unickpt.references.policy import Skipped
 from unickpt.trees import hints, tree, tree_json
 from unickpt.write_filter import ArrayUnits, Selection, Unit, Units, WriteFilter
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from unickpt.frameworks.protocol import ArraySource
-from unickpt.references import CalledSave
+from unickpt.references.policy import CalledSave
 from unickpt.saving.plan_cache import SameTree
 from unickpt.saving.task import SaveTask
 from unickpt.trees import tree

@@ -13,6 +13,7 @@ from unickpt.errors import CoverageError
 from unickpt.format import codec
 from unickpt.frameworks.host_memory import stage
 from unickpt.frameworks.protocol import ArraySource, Fragment
+from unickpt.references.items import WriteItem
 from unickpt.saving.plan_cache import CachedPlan, SameTree
 from unickpt.saving.snapshot_policy import (
     BACKGROUND,
@@ -30,7 +31,7 @@ from unickpt.saving.staging_memory import (
     plan_staging,
 )
 from unickpt.saving.task import SaveEvent, SaveState, SaveTask
-from unickpt.saving.write_plan import DirectSource, Staged, StagedChunk, WriteItem, WritePlan
+from unickpt.saving.write_plan import DirectSource, Staged, StagedChunk, WritePlan
 
 
 class Snapshot:

@@ -25,14 +25,14 @@ from unickpt.frameworks.process_group import members_of, processes_on_node, savi
 from unickpt.frameworks.protocol import ArraySource
 from unickpt.options import SaveOptions, SaveReport
 from unickpt.progress import ProgressFunction, reporting
-from unickpt.references import ReferenceSource, WritingSave
+from unickpt.references.items import WriteItem
+from unickpt.references.policy import ReferenceSource, WritingSave
 from unickpt.saving import fingerprints
 from unickpt.saving.describe import Description, describe
 from unickpt.saving.write_plan import (
     BorrowingSource,
     ChunkSource,
     Staged,
-    WriteItem,
     WritePlan,
     check_alone,
     plan_again,

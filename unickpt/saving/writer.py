@@ -22,10 +22,11 @@ from unickpt.commit.messages import Record
 from unickpt.format import codec, codecs
 from unickpt.format.links import FULL_LINK
 from unickpt.progress import ProgressFunction
-from unickpt.references import Compared, ReferenceSource
+from unickpt.references.items import WriteItem
+from unickpt.references.places import Compared, ValuePlaces
+from unickpt.references.policy import ReferenceSource
 from unickpt.saving.describe import Description
-from unickpt.saving.value_places import ValuePlaces
-from unickpt.saving.write_plan import ChunkSource, StagedChunk, WriteItem
+from unickpt.saving.write_plan import ChunkSource, StagedChunk
 from unickpt.storage import data_files, paths
 from unickpt.storage.data_files import DataFile
 from unickpt.threads import Pool, Window, in_batches

@@ -29,11 +29,11 @@ from unickpt.progress import Progress
 from unickpt.quoting import quoted
 from unickpt.reading import checkpoint, verification
 from unickpt.reading.options import LoadOptions
+from unickpt.references.items import WriteItem
 from unickpt.rules.plan import LeafKind
 from unickpt.rules.rule_set import Rules
 from unickpt.rules.view import RuledView, load_view, stored_facts, through
 from unickpt.saving.task import SaveTask, call_metrics
-from unickpt.saving.write_plan import WriteItem
 from unickpt.storage import paths
 from unickpt.threads import in_batches
 from unickpt.tools.exporting import export

@@ -17,7 +17,8 @@ from support.saving import same
 import unickpt
 from unickpt import Checkpointer, CheckpointNotFound, SaveOptions
 from unickpt.format.chunk_values import ChunkValues
-from unickpt.saving.write_plan import DirectSource, StagedChunk, WriteItem
+from unickpt.references.items import WriteItem
+from unickpt.saving.write_plan import DirectSource, StagedChunk
 from unickpt.storage import local_files
 
 CHUNK = 4096

@@ -9,24 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
-from unickpt.format.index import ArrayEntry, BaseEntry, Index
+from unickpt.format.index import ArrayEntry, Index
 from unickpt.frameworks.protocol import ArraySource
-from unickpt.storage.btree.nodes import DataReference
+from unickpt.references.items import WriteItem
+from unickpt.references.places import Compared, ValuePlaces
 from unickpt.storage.locations import Location
 from unickpt.storage.paths import PathLike
 from unickpt.write_filter import Selection
-
-if TYPE_CHECKING:
-    from unickpt.saving.value_places import ValuePlaces
-    from unickpt.saving.write_plan import WriteItem
-
-Taken = DataReference | BaseEntry | bytes
-"""Where a value is that a save refers to: in a file, below the folder of the process; in a
-checkpoint beside the new one. Or itself, if it is to be written again."""
 
 
 @dataclass(frozen=True)
@@ -135,21 +128,6 @@ class ReferencePolicy(Protocol):
             notes: `ReferenceSource.note` by process, where there is one.
             statistics: what each process has written (`commit.messages.Record`).
         """
-
-
-@dataclass(frozen=True)
-class Compared:
-    """A chunk of the save, compared with the base.
-
-    Arguments:
-        digest: of the chunk.
-        taken: where its values are; empty if it has to be written.
-        added: one more value, which is to be written.
-    """
-
-    digest: int
-    taken: Sequence[Taken] = ()
-    added: bytes | None = None
 
 
 class Claim(Protocol):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -12,13 +13,29 @@ from unickpt.commit.messages import ADDITION_DTYPE, CHUNK_DTYPE, ELSEWHERE, Reco
 from unickpt.errors import StorageError
 from unickpt.format.index import BaseEntry
 from unickpt.format.links import FULL_LINK
+from unickpt.references.items import WriteItem
 from unickpt.storage.btree.builder import INLINE, PLACE_DTYPE
 from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.data_files import DataFile
 
-if TYPE_CHECKING:
-    from unickpt.references import Compared
-    from unickpt.saving.write_plan import WriteItem
+Taken = DataReference | BaseEntry | bytes
+"""Where a value is that a save refers to: in a file, below the folder of the process; in a
+checkpoint beside the new one. Or itself, if it is to be written again."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A chunk of the save, compared with the base.
+
+    Arguments:
+        digest: of the chunk.
+        taken: where its values are; empty if it has to be written.
+        added: one more value, which is to be written.
+    """
+
+    digest: int
+    taken: Sequence[Taken] = ()
+    added: bytes | None = None
 
 
 class ValuePlaces:

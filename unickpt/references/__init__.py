@@ -1,0 +1,1 @@
+"""Chunks that a save need not write, because an earlier checkpoint has them."""
