@@ -20,7 +20,6 @@ from unickpt.errors import (
 )
 from unickpt.format import borrowed, held_files, ocdbt_reader
 from unickpt.format.held_files import HeldFiles
-from unickpt.format.held_files import HeldFiles
 from unickpt.format.index import BaseEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.format.refusals import refuse_unknown

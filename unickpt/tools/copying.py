@@ -34,7 +34,6 @@ from unickpt.format.refusals import refuse_unknown
 from unickpt.progress import Progress, ProgressFunction, reporting
 from unickpt.reading import checkpoint
 from unickpt.reading.verification import verify_opened
-from unickpt.format.held_files import HeldFiles
 from unickpt.storage import errors, locations, paths
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Failed

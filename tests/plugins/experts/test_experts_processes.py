@@ -260,7 +260,7 @@ options = unickpt.SaveOptions(group=group, timeout_s=5, chunk_bytes=8192, fsync=
 try:
     experts = unickpt.Experts(KEYS)
     with unickpt.Checkpointer(root, experts=experts, keep_last=2, options=options) as run:
-        run._housekeeping.loaded(first - 1)
+        run._housekeeping.loaded(first - 1, group)
         run._features.loaded(first - 1, run.path(first - 1))
         for number in range(first, first + many):
             if number == first + 2:

@@ -41,7 +41,7 @@ options = unickpt.SaveOptions(group=group, timeout_s=5, chunk_bytes=2048, fsync=
 try:
     arguments = {{"keep_last": 2, "reuse": reuse, "local": local, "options": options}}
     with unickpt.Checkpointer(root, **arguments) as run:
-        run._housekeeping.loaded(first - 1)
+        run._housekeeping.loaded(first - 1, group)
         for number in range(first, first + many):
             if number == first + 1:
                 die_at(step, when)
