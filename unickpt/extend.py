@@ -136,8 +136,7 @@ from unickpt.reading.checkpoint import opened as opened_checkpoint
 from unickpt.reading.checkpoint import reading as reading_checkpoint
 from unickpt.reading.listing import Listed, checkpoints_below, other_folders
 from unickpt.reading.listing import natural as natural_key
-from unickpt.references.items import WriteItem
-from unickpt.references.places import Compared, Taken, ValuePlaces
+from unickpt.references.chunks import Compared, Taken, ValuePlaces, WriteItem
 from unickpt.references.policy import (
     CalledSave,
     Claim,

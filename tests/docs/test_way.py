@@ -69,10 +69,10 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(
     ("what", "most", "calls"),
     [
-        ("save", 35, 845),
+        ("save", 36, 850),
         ("load", 28, 450),
         ("rules", 40, 1120),
-        ("Checkpointer.save", 49, 1120),
+        ("Checkpointer.save", 50, 1120),
     ],
 )
 def test_the_way_is_short(what: str, most: int, calls: int, processes: Processes) -> None:

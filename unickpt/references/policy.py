@@ -15,8 +15,7 @@ from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.frameworks.protocol import ArraySource
-from unickpt.references.items import WriteItem
-from unickpt.references.places import Compared, ValuePlaces
+from unickpt.references.chunks import Compared, ValuePlaces, WriteItem
 from unickpt.storage.locations import Location
 from unickpt.storage.paths import PathLike
 from unickpt.write_filter import Selection

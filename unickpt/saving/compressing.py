@@ -18,7 +18,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.format import blosc_frames, codec
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, Index
-from unickpt.references.items import WriteItem
+from unickpt.references.chunks import WriteItem
 from unickpt.saving.write_plan import ChunkSource, Staged, StagedChunk
 
 _PIECES, _PIECE_BYTES = 8, 32 << 10

@@ -13,7 +13,7 @@ from unickpt.errors import CoverageError
 from unickpt.format import codec
 from unickpt.frameworks.host_memory import stage
 from unickpt.frameworks.protocol import ArraySource, Fragment
-from unickpt.references.items import WriteItem
+from unickpt.references.chunks import WriteItem
 from unickpt.saving.plan_cache import CachedPlan, SameTree
 from unickpt.saving.snapshot_policy import (
     BACKGROUND,

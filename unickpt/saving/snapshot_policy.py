@@ -29,7 +29,7 @@ from unickpt.format.chunk_store import SMALL
 from unickpt.frameworks.host_memory import stage
 from unickpt.frameworks.protocol import ArraySource, Fragment, Memory, Read
 from unickpt.options import SaveOptions
-from unickpt.references.items import WriteItem
+from unickpt.references.chunks import WriteItem
 from unickpt.saving.write_plan import DirectSource, naming
 
 _log = logging.getLogger("unickpt")

@@ -14,7 +14,7 @@ from unickpt.errors import StateChanged
 from unickpt.frameworks import host_memory
 from unickpt.frameworks.host_memory import MOST_WORKING, HostBuffers, share
 from unickpt.frameworks.protocol import Memory, Transfer
-from unickpt.references.items import WriteItem
+from unickpt.references.chunks import WriteItem
 from unickpt.saving.snapshot_policy import BACKGROUND, SnapshotMethod, SnapshotPolicy
 from unickpt.saving.task import SaveTask
 from unickpt.saving.write_plan import Staged, WritePlan, naming

@@ -25,7 +25,7 @@ from unickpt.frameworks.process_group import members_of, processes_on_node, savi
 from unickpt.frameworks.protocol import ArraySource
 from unickpt.options import SaveOptions, SaveReport
 from unickpt.progress import ProgressFunction, reporting
-from unickpt.references.items import WriteItem
+from unickpt.references.chunks import WriteItem
 from unickpt.references.policy import ReferenceSource, WritingSave
 from unickpt.saving import fingerprints
 from unickpt.saving.describe import Description, describe

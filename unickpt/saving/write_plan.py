@@ -16,7 +16,7 @@ from unickpt.errors import StateChanged
 from unickpt.format import chunk_grid, codec
 from unickpt.format.coverage import check_boxes
 from unickpt.frameworks.host_memory import HostBuffers, stage
-from unickpt.references.items import WriteItem
+from unickpt.references.chunks import WriteItem
 from unickpt.references.policy import ReferenceSource
 from unickpt.saving.describe import Description
 

@@ -22,8 +22,7 @@ from unickpt.commit.messages import Record
 from unickpt.format import codec, codecs
 from unickpt.format.links import FULL_LINK
 from unickpt.progress import ProgressFunction
-from unickpt.references.items import WriteItem
-from unickpt.references.places import Compared, ValuePlaces
+from unickpt.references.chunks import Compared, ValuePlaces, WriteItem
 from unickpt.references.policy import ReferenceSource
 from unickpt.saving.describe import Description
 from unickpt.saving.write_plan import ChunkSource, StagedChunk

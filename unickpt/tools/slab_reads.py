@@ -20,7 +20,7 @@ from unickpt.loading.views import CheckpointView, jobs_of
 from unickpt.reading.chunk_reader import read_arrays
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.targets import NewTarget
-from unickpt.references.items import WriteItem
+from unickpt.references.chunks import WriteItem
 from unickpt.saving.write_plan import Staged, StagedChunk
 
 # Shares of the budget of a conversion or a merge: two slabs, of which one is read ahead, and what

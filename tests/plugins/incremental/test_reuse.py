@@ -17,7 +17,7 @@ from support.saving import same
 import unickpt
 from unickpt import Checkpointer, CheckpointNotFound, SaveOptions
 from unickpt.format.chunk_values import ChunkValues
-from unickpt.references.items import WriteItem
+from unickpt.references.chunks import WriteItem
 from unickpt.saving.write_plan import DirectSource, StagedChunk
 from unickpt.storage import local_files
 

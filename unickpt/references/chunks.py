@@ -1,22 +1,100 @@
-"""Where everything is that a process saves, as it is written or taken: what its record says."""
+"""The chunks that one process of a save holds, and where they are: what its record says."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from unickpt.arrays import dtypes
+from unickpt.arrays.box import Box
 from unickpt.commit.messages import ADDITION_DTYPE, CHUNK_DTYPE, ELSEWHERE, Record, ValuePlace
 from unickpt.errors import StorageError
-from unickpt.format.index import BaseEntry
+from unickpt.format.chunk_grid import Part
+from unickpt.format.index import ArrayEntry, BaseEntry
 from unickpt.format.links import FULL_LINK
-from unickpt.references.items import WriteItem
+from unickpt.frameworks.protocol import Fragment
 from unickpt.storage.btree.builder import INLINE, PLACE_DTYPE
 from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.data_files import DataFile
+from unickpt.write_filter import Unit
+
+
+@dataclass(slots=True, eq=False)  # not frozen: a save makes one for each chunk, see `protocol`
+class WriteItem:
+    """One chunk that this process holds, or several that follow each other and are all borrowed;
+    never modified.
+
+    Arguments:
+        array: number of the array in this process's description.
+        entry: the array.
+        part: the part of the array.
+        number: the chunk's row-major number in the part; of several, that of the first.
+        position: its number among the chunks of all parts (see `commit.messages`), likewise.
+        box: its box in the global array; of several chunks, that of a fragment that has them all.
+        nbytes: of its elements in memory; of several chunks, of all.
+        fragment: holds its data.
+        assumed: as `ArraySource.assumed`.
+        unit: of which it is a part.
+        borrowed: whether the chunk of the step before is saved, not its data.
+        count: how many chunks these are.
+    """
+
+    array: int
+    entry: ArrayEntry
+    part: Part
+    number: int
+    position: int
+    box: Box
+    nbytes: int
+    fragment: Fragment
+    assumed: bool = False
+    unit: Unit | None = None
+    borrowed: bool = False
+    count: int = 1
+
+    @property
+    def dtype(self) -> dtypes.DType:
+        return dtypes.from_name(self.entry.dtype)
+
+    @property
+    def numbers(self) -> range:
+        """Of its chunks in the part."""
+        return range(self.number, self.number + self.count)
+
+    def chunks(self) -> Sequence[WriteItem]:
+        """Each of its chunks."""
+        if self.count == 1:
+            return (self,)
+        return [self.some(range(at, at + 1)) for at in range(self.count)]
+
+    def with_borrowed(self, borrowed: bool) -> WriteItem:
+        """The same, borrowed or not."""
+        return WriteItem(  # `replace` takes four times as long
+            self.array, self.entry, self.part, self.number, self.position, self.box, self.nbytes,
+            self.fragment, self.assumed, self.unit, borrowed, self.count,
+        )  # fmt: skip
+
+    def some(self, which: range) -> WriteItem:
+        """Some of its chunks, by their positions among them."""
+        if len(which) == self.count:
+            return self
+        number, box = self.number + which.start, self.box
+        boxes = [self.part.chunk_box(number + at) for at in range(len(which))]
+        if len(boxes) == 1:
+            (box,) = boxes
+        return replace(
+            self,
+            number=number,
+            position=self.position + which.start,
+            box=box,
+            nbytes=sum(each.size for each in boxes) * self.entry.itemsize,
+            count=len(which),
+        )
+
 
 Taken = DataReference | BaseEntry | bytes
 """Where a value is that a save refers to: in a file, below the folder of the process; in a
