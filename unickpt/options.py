@@ -36,7 +36,7 @@ STAGINGS = get_args(Staging)
 _PLUG_INS = ("quantize",)
 
 
-def take_experts(arguments: dict[str, Any]) -> SaveFeature | None:
+def take_write_policy(arguments: dict[str, Any]) -> SaveFeature | None:
     """The policy for experts, taken out of the arguments of a Checkpointer.
 
     Raises:

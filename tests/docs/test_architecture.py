@@ -107,6 +107,37 @@ def test_no_class_of_the_core_has_more_than_20_methods() -> None:
     assert LARGER_CLASSES.keys() - larger.keys() == set(), "take them off LARGER_CLASSES"
 
 
+FEATURE_WORDS = {
+    *("expert", "experts", "quantize", "quantized", "patch", "patches", "spill"),
+    *("orbax", "deepspeed"),
+}
+CORE_OF_SAVES = {"saving", "commit", "references", "runs"}
+
+
+def test_saves_and_runs_know_no_feature_by_name() -> None:
+    """But for `Checkpointer(experts=)`, which users type."""
+    named = set()
+    for path in FILES:
+        if path.relative_to(ROOT).parts[:2] not in {("unickpt", room) for room in CORE_OF_SAVES}:
+            continue
+        for name in identifiers(ast.parse(path.read_text())):
+            parts = re.split(r"_|\.|(?<=[a-z])(?=[A-Z])", name)
+            if FEATURE_WORDS & {part.lower() for part in parts}:
+                named.add((path.name, name))
+    assert named == {("checkpointer.py", "experts")}
+
+
+def identifiers(tree: ast.AST) -> set[str]:
+    """All names in a module, but for what is in texts."""
+    found = set[str]()
+    for node in ast.walk(tree):
+        for field in ("id", "attr", "arg", "name", "asname", "module"):
+            value = getattr(node, field, None)
+            if isinstance(value, str):
+                found.add(value)
+    return found
+
+
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 

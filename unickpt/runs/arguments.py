@@ -16,7 +16,7 @@ from unickpt.format.index import RESERVED
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.protocol import Fence
 from unickpt.loading.loader import LoadArguments
-from unickpt.options import SaveOptions, joined, take_experts
+from unickpt.options import SaveOptions, joined, take_write_policy
 from unickpt.quoting import quoted, some
 from unickpt.runs.retention import Retention
 from unickpt.runs.roles import Roles
@@ -61,7 +61,7 @@ def take_policies(arguments: dict[str, Any]) -> tuple[Retention, SaveEvery, Save
         ValueError: they are not valid, or are given twice.
         TypeError: there are other arguments.
     """
-    found = take_retention(arguments), _take_save_every(arguments), take_experts(arguments)
+    found = take_retention(arguments), _take_save_every(arguments), take_write_policy(arguments)
     for name in arguments:
         raise TypeError(f"Checkpointer() got an unexpected keyword argument {name!r}")
     return found
