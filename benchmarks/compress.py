@@ -35,7 +35,7 @@ from unickpt import SaveOptions
 from unickpt.format import codec
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
-from unickpt.saving import compressing
+from unickpt.plugins.compress.auto import chosen_encoding, pays, shorter
 
 CHUNK = 8 << 20
 Array = np.ndarray[Any, Any]
@@ -132,7 +132,7 @@ def arrays(trained: Path | None, rounds: int) -> None:
 def entry_of(array: Array, encoding: Any = ...) -> ArrayEntry:
     """An array, with the codec of `compression="auto"` if no other is said."""
     if encoding is ...:
-        encoding = codec.chosen_encoding(ts.dtype(array.dtype).name)
+        encoding = chosen_encoding(ts.dtype(array.dtype).name)
     dtype = ts.dtype(array.dtype).name
     return ArrayEntry("w", array.shape, dtype, array.shape, encoding=encoding)
 
@@ -154,9 +154,9 @@ def auto(array: Array, rounds: int) -> Made:
     def write() -> Any:
         codec.digest(array)
         raw = codec.bytes_of(array).data
-        if not compressing.pays(entry, array):
+        if not pays(entry, array):
             return raw
-        return compressing.shorter(entry, part, array, (raw,)) or raw
+        return shorter(entry, part, array, (raw,)) or raw
 
     found, seconds = least(write, rounds)
     if len(found) == array.nbytes:

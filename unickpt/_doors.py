@@ -61,6 +61,9 @@ DOORS = {
         "router_tokens_jax": "unickpt.plugins.experts.jax_routers:RouterTokens",
         "router_tokens_torch": "unickpt.plugins.experts.torch_routers:RouterTokens",
     },
+    "encodings": {
+        "auto": "unickpt.plugins.compress:Auto",
+    },
     "references": {
         "incremental": "unickpt.plugins.incremental:Incremental",
     },

@@ -22,6 +22,7 @@ from unickpt.errors import PluginError
 
 Group = Literal[
     "codecs",
+    "encodings",
     "features",
     "formats",
     "names",
@@ -37,6 +38,7 @@ _PREFIX = "unickpt."
 # What other code asks of what a door leads to.
 _ASKED: Mapping[Group, tuple[str, ...]] = {
     "codecs": ("encode", "decode", "stored_bytes", "zarr_codec", "merge", "validate", "facts"),
+    "encodings": ("__call__",),
     "features": ("__call__",),
     "formats": ("HINTS", "open"),
     "names": (),  # what public names of unickpt stand for that the core does not have

@@ -39,14 +39,19 @@ from unickpt.format.borrowed import name_of as base_name
 from unickpt.format.chunk_grid import Part, chunk_keys, numbered_parts
 from unickpt.format.chunk_grid import parts as parts_of_array
 from unickpt.format.chunk_grid import parts_of as parts_of_boxes
+from unickpt.format.chunk_store import COMPRESSED_MOST as MOST_COMPRESSED_BYTES
 from unickpt.format.chunk_store import ChunkStore
 from unickpt.format.chunk_values import Value as ChunkValue
 from unickpt.format.chunk_values import read_full as read_full_chunk
+from unickpt.format.codec import Encoded as EncodedChunk
+from unickpt.format.codec import bytes_of as bytes_of_chunk
 from unickpt.format.codec import common_codec
+from unickpt.format.codec import compressed as compressed_chunk
 from unickpt.format.codec import digest as chunk_digest
-from unickpt.format.codec import is_chosen as is_chosen_codec
 from unickpt.format.codec import is_of_fixed_size as has_fixed_size
 from unickpt.format.codec import nbytes_as_stored as stored_chunk_bytes
+from unickpt.format.codec import raw as raw_chunk
+from unickpt.format.codec_json import encoding_of
 from unickpt.format.codecs import Codec, Extra, NotDecodable, StoredChunk
 from unickpt.format.codecs import register as register_codec
 from unickpt.format.codecs import unregister as unregister_codec
@@ -66,6 +71,7 @@ from unickpt.format.elements import (
 )
 from unickpt.format.elements import Joined as JoinedElements
 from unickpt.format.elements import Lazy as LazyElements
+from unickpt.format.encoders import Column, EncodingPolicy, SaveEncoder, Settled
 from unickpt.format.file_ranges import (
     CHUNK_BYTES,
     ArrayTable,
@@ -87,7 +93,7 @@ from unickpt.format.formats import unregister as unregister_format
 from unickpt.format.index import CONVERSION as CONVERSION_METADATA
 from unickpt.format.index import REPLACED as REPLACED_METADATA
 from unickpt.format.index import RESERVED as RESERVED_METADATA
-from unickpt.format.index import ArrayEntry, BaseEntry, Index
+from unickpt.format.index import ArrayEntry, BaseEntry, Encoding, Index
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.format.ocdbt_reader import open as open_own
 from unickpt.format.reader import BlockType, ParallelMap, Reader, Request
@@ -260,6 +266,7 @@ __all__ = [
     "ChunkValue",
     "Claim",
     "Codec",
+    "Column",
     "Compared",
     "ComparedViews",
     "ConvertedElements",
@@ -271,7 +278,10 @@ __all__ = [
     "Earlier",
     "ElementRun",
     "Elements",
+    "EncodedChunk",
     "EncodedValue",
+    "Encoding",
+    "EncodingPolicy",
     "Ending",
     "Expansion",
     "Extra",
@@ -303,6 +313,7 @@ __all__ = [
     "MANIFEST",
     "MAX_DEPTH",
     "MOST_BASES",
+    "MOST_COMPRESSED_BYTES",
     "MOST_FRAGMENTS_SHOWN",
     "MadeLeaf",
     "MeanElements",
@@ -351,6 +362,7 @@ __all__ = [
     "STORED_TYPES",
     "SaveCall",
     "SaveCallbacks",
+    "SaveEncoder",
     "SaveFeature",
     "SaveQueue",
     "SaveRequest",
@@ -362,6 +374,7 @@ __all__ = [
     "Sections",
     "Selection",
     "SerialExecutor",
+    "Settled",
     "SeveralCheckpoints",
     "Skipped",
     "Source",
@@ -391,6 +404,7 @@ __all__ = [
     "asking_storage",
     "barrier",
     "base_name",
+    "bytes_of_chunk",
     "bytes_on_disk",
     "check_boxes",
     "check_rest",
@@ -403,6 +417,7 @@ __all__ = [
     "chunk_keys",
     "combined_crc32",
     "common_codec",
+    "compressed_chunk",
     "conversion_budgets",
     "convertible",
     "counted",
@@ -414,6 +429,7 @@ __all__ = [
     "dtype_kind",
     "dtype_name",
     "encode_per_process",
+    "encoding_of",
     "entry_of_box",
     "entry_of_boxes",
     "expand_leaf",
@@ -439,7 +455,6 @@ __all__ = [
     "html_table",
     "in_batches",
     "is_array",
-    "is_chosen_codec",
     "is_plain",
     "is_plain_kind",
     "is_saved_as_leaf",
@@ -474,6 +489,7 @@ __all__ = [
     "process_names",
     "put_nested",
     "quoted",
+    "raw_chunk",
     "read_boxes",
     "read_file_box",
     "read_flat",

@@ -21,6 +21,7 @@ from unickpt.storage import paths
 from unickpt.trees import name_ranges
 
 if TYPE_CHECKING:
+    from unickpt.format.encoders import EncodingPolicy
     from unickpt.references.policy import ReferencePolicy
 
 Compression = Literal["auto", "zstd", "gzip", "blosc"]
@@ -294,6 +295,18 @@ class SaveOptions(CommonOptions):
             if value or not isinstance(value, Mapping):
                 features.append(doors.need("features", name)(value))
         return tuple(features)
+
+    @property
+    def encoding(self) -> EncodingPolicy | None:
+        """What chooses by what is saved how arrays are stored, if `compression` asks for that.
+
+        Raises:
+            PluginError: there is none.
+        """
+        if self.compression != "auto":
+            return None
+        policy: EncodingPolicy = doors.need("encodings", self.compression)()
+        return policy
 
     @property
     def skips(self) -> bool:

@@ -71,6 +71,7 @@ class How:
         kept_cost: what it costs to keep a byte, see `Growth`.
         chained: whether chunks may be borrowed from several checkpoints, those of experts that take
             turns; with patches they are in any case.
+        is_undecided: whether an array of the save may be stored with its codec, or with none.
     """
 
     compare: bool = False
@@ -78,6 +79,7 @@ class How:
     budget_bytes: int = 0
     kept_cost: float = 0.0
     chained: bool = False
+    is_undecided: Callable[[ArrayEntry], bool] = lambda entry: False
 
 
 def open_base(
@@ -160,7 +162,9 @@ class Base:
         self._starts_anew = growth is not None and growth.predicts_full(how.kept_cost)
         self.growth = None if self._starts_anew else growth
         """How checkpoints grew up to the base, if this one goes on from it."""
-        self._candidates = Candidates(reader, share, patches=self._may_patch, warn=self._warn)
+        self._candidates = Candidates(
+            reader, share, patches=self._may_patch, is_undecided=how.is_undecided, warn=self._warn
+        )
         self._units = dict[Any, int]()
         self.nbytes = 0
         """Logical bytes of the chunks that were taken, less those of patches."""

@@ -14,7 +14,6 @@ from unickpt.extend import (
     ArrayEntry,
     OcdbtReader,
     Part,
-    is_chosen_codec,
     numbered_parts,
     stored_chunk_bytes,
 )
@@ -95,6 +94,7 @@ class Candidates:
         reader: of the base.
         share: how its chunks are referred to; None if they are not.
         patches: whether chunks with patches may be referred to.
+        is_undecided: whether an array of the save may be stored with its codec, or with none.
         warn: called with what is wrong with the base.
     """
 
@@ -104,8 +104,10 @@ class Candidates:
         share: Share | None,
         *,
         patches: bool,
+        is_undecided: Callable[[ArrayEntry], bool],
         warn: Callable[[object], None],
     ) -> None:
+        self._is_undecided = is_undecided
         self._reader, self._share, self._patches, self._warn = reader, share, patches, warn
         self._numbered: dict[str, dict[str, tuple[int, Part]]] = {}
         self._parts: dict[str, _Same | None] = {}
@@ -229,7 +231,7 @@ class Candidates:
         theirs = self._reader.index.arrays.get(entry.name)
         if theirs is None or (theirs.shape, theirs.dtype) != (entry.shape, entry.dtype):
             return None
-        if not _has_bytes_of(theirs, entry):
+        if not _has_bytes_of(theirs, entry, self._is_undecided(entry)):
             return None
         if entry.name not in self._numbered:
             numbered = numbered_parts(theirs)
@@ -241,9 +243,9 @@ class Candidates:
         return _Same(theirs, part, digests)
 
 
-def _has_bytes_of(theirs: ArrayEntry, entry: ArrayEntry) -> bool:
+def _has_bytes_of(theirs: ArrayEntry, entry: ArrayEntry, is_undecided: bool) -> bool:
     """Whether the stored bytes of an array can be those of an array of a save: encoded alike, or
     not at all if that was chosen; then the array of the save is not, either."""
-    if is_chosen_codec(entry):
+    if is_undecided:
         return theirs.encoding in ((), entry.encoding)
     return (theirs.encoding or None) == (entry.encoding or None)

@@ -72,6 +72,7 @@ class Incremental:
             save.budget_bytes,
             self._kept_cost,
             chained=bool(earlier),
+            is_undecided=save.is_undecided,
         )
         given: list[PathLike] = [] if save.base is None else [save.base]
         base = None

@@ -31,6 +31,7 @@ def tree() -> dict[str, Any]:
     }
 
 
+@pytest.mark.plugins
 @pytest.mark.parametrize("chunk_bytes", [70_000, 8 << 20])
 def test_it_reads_what_was_written(chunk_bytes: int, tmp_path: Path) -> None:
     options = SaveOptions(compression="auto", chunk_bytes=chunk_bytes, fsync=False)

@@ -143,6 +143,7 @@ def borrowing(folder: Path) -> None:
 
 
 @pytest.mark.plugins
+@pytest.mark.plugins
 def test_what_it_refers_to_is_neither_replaced_nor_removed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     borrowing(folder)
@@ -164,6 +165,7 @@ def test_what_it_refers_to_is_neither_replaced_nor_removed(tmp_path: Path) -> No
     assert files(folder / "step_0") == before
 
 
+@pytest.mark.plugins
 def test_a_retired_step_that_it_refers_to_stays(tmp_path: Path) -> None:
     borrowing(tmp_path)
     run = orphans.paths.resolve(tmp_path / "step_0")

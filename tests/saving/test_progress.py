@@ -57,6 +57,7 @@ def test_a_save_in_the_background_tells_too(tmp_path: Path) -> None:
     check(seen)
 
 
+@pytest.mark.plugins
 def test_what_an_earlier_checkpoint_has_counts(tmp_path: Path) -> None:
     unickpt.save(tmp_path / "a", STATE, options=SaveOptions(**SMALL))
     seen: Seen = []

@@ -284,6 +284,7 @@ def test_a_lock_that_fails_when_it_is_closed_fails_no_save(
     assert sound(tmp_path / "c", 2)
 
 
+@pytest.mark.plugins
 def test_a_probe_of_links_that_cannot_be_removed_fails_no_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,7 @@ def steps_in(folder: Path) -> list[str]:
     return sorted(os.listdir(folder))
 
 
+@pytest.mark.plugins
 def test_a_run_stays_in_its_folder(folders: tuple[Path, Path]) -> None:
     first, second = folders
     arguments: dict[str, Any] = {"keep_last": 2, "reuse": True, "options": FAST}
@@ -95,6 +96,7 @@ def test_another_systems_files_are_read_from_where_they_were_opened(
     assert {n: np.array_equal(opened[n][:], tree[n]) for n in opened} == {"a": True, "b": True}
 
 
+@pytest.mark.plugins
 def test_a_save_in_the_background_goes_where_it_was_called(folders: tuple[Path, Path]) -> None:
     first, second = folders
     options = SaveOptions(fsync=False, base="a", reuse="digest")
@@ -116,6 +118,7 @@ def test_a_watch_stays_in_its_folder(folders: tuple[Path, Path]) -> None:
     assert [found.name for found in watch.look().committed] == ["step_1"]
 
 
+@pytest.mark.plugins
 def test_a_home_folder_is_one_place(folders: tuple[Path, Path], monkeypatch: Any) -> None:
     monkeypatch.setenv("HOME", str(folders[0]))
     with Checkpointer("~/home", local="~/fast", options=FAST) as run:

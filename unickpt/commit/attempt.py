@@ -20,7 +20,7 @@ import tensorstore as ts
 from unickpt._version import LIBRARY
 from unickpt.commit import attempt_state, borrowers, outcome, progress_reports, root
 from unickpt.commit.attempt_state import AttemptState
-from unickpt.commit.merge import FindMerging, Merged, merge_all
+from unickpt.commit.merge import Merged, MergePolicies, merge_all
 from unickpt.commit.merge_chunks import Requests
 from unickpt.commit.messages import (
     MORE,
@@ -228,7 +228,7 @@ class Attempt:
         digest: int,
         write_more: WriteMore,
         check: Callable[[Index], None] = lambda merged: None,
-        merging: FindMerging = lambda name: None,
+        policies: MergePolicies | None = None,
     ) -> Totals:
         """Merges and commits what all processes wrote; only for the coordinator.
 
@@ -238,7 +238,7 @@ class Attempt:
             write_more: writes more of the coordinator's own chunks.
             check: called right before the commit, with what all processes saved; an error
                 prevents it.
-            merging: finds what merges the notes of records, by their names.
+            policies: what is asked how notes are merged, and how arrays are stored.
 
         Raises:
             ProcessFailed, SaveTimeout: another process gave up, or is late.
@@ -246,7 +246,7 @@ class Attempt:
             SaveConflict: another job committed at this path meanwhile.
         """
         with self._explaining():
-            return self._commit({digest: index}, write_more, check, merging)
+            return self._commit({digest: index}, write_more, check, policies or MergePolicies())
 
     def discard(self) -> None:
         """Ends a failed save: removes what was written, if no checkpoint can need it any more.
@@ -400,13 +400,13 @@ class Attempt:
         own: Mapping[int, Index],
         write_more: WriteMore,
         check: Callable[[Index], None],
-        merging: FindMerging,
+        policies: MergePolicies,
     ) -> Totals:
         records = self._collect(range(self.group.count), OK)
         for process, record in records:
             if record.replaces != self._digest_found:
                 raise self._conflict(f"between the start of process 0 and of process {process}")
-        merged = self._merge(own, records, write_more, merging)
+        merged = self._merge(own, records, write_more, policies)
         self._timing = timing.encode(
             self._arrivals.timing([record.statistics for _, record in records])
         )
@@ -429,7 +429,7 @@ class Attempt:
         own: Mapping[int, Index],
         records: Records,
         write_more: WriteMore,
-        merging: FindMerging,
+        policies: MergePolicies,
     ) -> Merged:
         described = own
         if any(record.description not in own for _, record in records):
@@ -437,7 +437,7 @@ class Attempt:
 
             described = {**own, **read(records, own, self.folder_of, self.context)}
         request = partial(self._request, write_more=write_more)
-        merged = merge_all(records, described, request, merging)
+        merged = merge_all(records, described, request, policies)
         index = replace(
             merged.index,
             attempt=self.name,

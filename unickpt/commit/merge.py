@@ -13,13 +13,13 @@ from typing import Any
 import xxhash
 
 from unickpt.arrays.box import Box
-from unickpt.commit.merge_chunks import Chunks, Requests, merged_chunks, requests
-from unickpt.commit.messages import Names, Records
+from unickpt.commit.merge_chunks import Chunks, Column, Requests, merged_chunks, requests
+from unickpt.commit.messages import ELSEWHERE, Names, Records
 from unickpt.commit.replicas import ReplicaDifference, Replicas
 from unickpt.errors import CoverageError
-from unickpt.format import codecs, digest_table, unit_steps
-from unickpt.format.codec import AUTO
+from unickpt.format import chunk_grid, codecs, digest_table, unit_steps
 from unickpt.format.coverage import check_boxes
+from unickpt.format.encoders import EncodingPolicy
 from unickpt.format.index import (
     RESERVED,
     ArrayEntry,
@@ -31,8 +31,19 @@ from unickpt.trees import tree, tree_json
 
 Merging = Callable[[Mapping[int, Any], Sequence[Mapping[str, float]]], Any]
 """Merges notes about a save, by process, with the statistics of all processes."""
-FindMerging = Callable[[str], Merging | None]
-"""Finds what merges the notes of a name."""
+
+
+@dataclass(frozen=True)
+class MergePolicies:
+    """What process 0 asks when it merges what all processes wrote.
+
+    Arguments:
+        merging: finds what merges the notes of a name.
+        encoding: settles how arrays are stored.
+    """
+
+    merging: Callable[[str], Merging | None] = lambda name: None
+    encoding: EncodingPolicy | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +79,7 @@ def merge_all(
     records: Records,
     described: Mapping[int, Index],
     request: Callable[[Requests], Records],
-    merging: FindMerging,
+    policies: MergePolicies,
 ) -> Merged:
     """Merges what all processes wrote.
 
@@ -77,7 +88,7 @@ def merge_all(
         described: what they have to save, by the digests in their records.
         request: makes processes write chunks that their planned writers do not hold; returns the
             records of these.
-        merging: finds what merges the notes of records, by their names.
+        policies: what is asked how notes are merged, and how arrays are stored.
 
     Raises:
         CoverageError: the processes contradict each other, or leave out a part of an array.
@@ -99,10 +110,8 @@ def merge_all(
         written = [*records, *request(missing)]
         chunks = merged_chunks(index, written, names, assumed, winners)
         requests(index, chunks.table, [])
-    if index.compression == AUTO:
-        from unickpt.commit import chosen_codecs  # only where arrays may be compressed
-
-        index, chunks = chosen_codecs.settled(index, chunks, records, names)
+    if policies.encoding is not None:
+        index, chunks = _settled(index, chunks, records, names, policies.encoding)
     arrays_now = with_notes(index, written, names, winners)
     index = replace(index, arrays=with_additions(arrays_now, chunks.composed(index.arrays)))
     lent = chunks.borrowed.tobytes() if chunks.bases else b""
@@ -117,12 +126,12 @@ def merge_all(
         bases=chunks.bases,
         borrowed=len(chunks.borrowed),
         borrowed_xxh3=f"{xxhash.xxh3_64_intdigest(lent):016x}" if chunks.bases else "",
-        extra={**index.extra, **_merged_notes(written, merging)},
+        extra={**index.extra, **_merged_notes(written, policies)},
     )
     return Merged(index, chunks, differences)
 
 
-def _merged_notes(records: Records, merging: FindMerging) -> dict[str, Any]:
+def _merged_notes(records: Records, policies: MergePolicies) -> dict[str, Any]:
     """What the index says on behalf of what made notes of the save.
 
     Raises:
@@ -133,8 +142,10 @@ def _merged_notes(records: Records, merging: FindMerging) -> dict[str, Any]:
         for name, note in record.notes.items():
             notes.setdefault(name, {})[process] = note
     statistics, found = [record.statistics for _, record in records], dict[str, Any]()
+    if policies.encoding is not None:  # it has seen them
+        notes.pop(policies.encoding.name, None)
     for name, by_process in notes.items():
-        merge = merging(name)
+        merge = policies.merging(name)
         if merge is None:
             raise CoverageError(
                 f"process {min(by_process)} saves with {name!r}, and process 0 does not. All must "
@@ -143,6 +154,28 @@ def _merged_notes(records: Records, merging: FindMerging) -> dict[str, Any]:
         if merged := merge(by_process, statistics):
             found[name] = merged
     return found
+
+
+def _settled(
+    index: Index, chunks: Chunks, records: Records, names: Names, policy: EncodingPolicy
+) -> tuple[Index, Chunks]:
+    """The index with the codec that each array has, and where its chunks are with that."""
+    spans, places = chunk_grid.chunk_spans(index.arrays), chunks.places.copy()
+
+    def stored(name: str) -> tuple[Column, Column]:
+        own = places[spans[name].start : spans[name].stop]
+        return own["length"], own["file"] == ELSEWHERE
+
+    notes = [
+        (own, record.notes[policy.name]) for own, (_, record) in zip(names, records, strict=True)
+    ]
+    arrays = dict(index.arrays)
+    for name, (encoding, skipped) in policy.settle(index.arrays, stored, notes).items():
+        own = places[spans[name].start : spans[name].stop]
+        own["offset"] += skipped.astype(own["offset"].dtype)
+        own["length"] -= skipped.astype(own["length"].dtype)
+        arrays[name] = replace(arrays[name], encoding=encoding)
+    return replace(index, arrays=arrays), replace(chunks, places=places)
 
 
 def _digest_blocks(table: digest_table.Table) -> DigestBlocks | None:

@@ -73,9 +73,6 @@ class Record:
         extra: what codecs say about arrays, by codec and array number (`codecs.Extra`).
         notes: what features say about the save of this process, by their names.
         units: of which step its units are, by key, if some may be left out of a save.
-        follows: of the arrays that may be compressed, by number, whether those are that the base
-            has; the others are as this process chose.
-        knows_base: whether it knew what the base says, if there is one.
     """
 
     description: int
@@ -94,8 +91,6 @@ class Record:
     extra: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
     notes: Mapping[str, Any] = field(default_factory=dict)
     units: UnitSteps = field(default_factory=dict)
-    follows: Mapping[int, bool] = field(default_factory=dict)
-    knows_base: bool = True
 
     def with_statistics(self, more: Mapping[str, float]) -> Record:
         """The same with more statistics."""

@@ -48,23 +48,6 @@ def common_codec(compression: str | None) -> str | None:
     return None if compression == AUTO else compression
 
 
-@cache
-def chosen_encoding(dtype: str) -> Encoding:
-    """The codec of `compression="auto"` for a dtype."""
-    from unickpt.format import blosc_frames  # only where it is asked for
-
-    itemsize = dtypes.from_name(dtype).itemsize
-    # Measured: of bools, planes of bits take half as much, in half the time; of others more.
-    settings = blosc_frames.configuration(itemsize, bits=dtype == "bool")
-    return encoding_of({"name": "blosc", "configuration": settings})
-
-
-def is_chosen(entry: ArrayEntry) -> bool:
-    """Whether the codec of an array is that of `compression="auto"`, whose chunks may be frames
-    that are stored as they are."""
-    return bool(entry.encoding) and entry.encoding == chosen_encoding(entry.dtype)
-
-
 def zarr_metadata(entry: ArrayEntry, part: Part) -> dict[str, Any]:
     """The `zarr.json` of a part."""
     stored = dtypes.stored_as(entry.dtype)

@@ -90,7 +90,7 @@ class ArrayEntry:
         additions: how many values are added to all these.
         encoding: its codec; None if it has none, and `()` if compressing it was tried, and did not
             pay. While a save with `compression="auto"` runs, the one that it has if that makes it
-            smaller (`commit.chosen_codecs`).
+            smaller (`encoders`).
         extra: what codecs say about it, by their names.
     """
 

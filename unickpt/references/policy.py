@@ -71,6 +71,7 @@ class WritingSave:
         fsync: whether files are flushed to disk.
         read: called with the index of each base, whether anything of it is used or not; with None
             if it cannot be read.
+        is_undecided: whether an array may be stored with the codec in its entry, or with none.
     """
 
     location: Location
@@ -83,6 +84,7 @@ class WritingSave:
     budget_bytes: int
     fsync: bool
     read: Callable[[Index | None], None]
+    is_undecided: Callable[[ArrayEntry], bool]
 
 
 class ReferencePolicy(Protocol):

@@ -15,6 +15,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.errors import UnsupportedLeaf
 from unickpt.format import chunk_grid, chunk_store, codec, codecs, index_json
+from unickpt.format.encoders import EncodingPolicy
 from unickpt.format.index import ArrayEntry, Index, PerProcessEntry, nbytes_of, shape_problem
 from unickpt.frameworks import per_process
 from unickpt.frameworks.leaves import Described, PerProcess, adapter_of, expand, leaf_test
@@ -26,9 +27,6 @@ from unickpt.quoting import quoted
 from unickpt.references.policy import Skipped
 from unickpt.trees import hints, tree, tree_json
 from unickpt.write_filter import ArrayUnits, Selection, Unit, Units, WriteFilter
-
-# Of an array, and of its chunks, that `compression="auto"` looks at.
-_LEAST_BYTES, _MOST_BYTES = 64 << 10, chunk_store.COMPRESSED_MOST
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ class _Leaves:
         units: Units | None,
     ) -> None:
         self._group, self._options, self._among, self._units = group, options, among, units
-        self._features = options.all_features
+        self._features, self._encoding = options.all_features, options.encoding
         self._first: dict[Any, str] = {}
         self.entries: dict[str, ArrayEntry] = {}
         self.sources: dict[str, ArraySource] = {}
@@ -151,7 +149,7 @@ class _Leaves:
         if held is not None:
             self.units[name] = held
         axis = None if held is None else held.axis
-        entry = _entry(name, source, self._options, axis)
+        entry = _entry(name, source, self._options, axis, self._encoding)
         if self._features:
             encoder = codecs.configure(entry, self._features)
             if encoder is not None:
@@ -254,7 +252,13 @@ def _check_chunk(entry: ArrayEntry) -> None:
         )
 
 
-def _entry(name: str, source: ArraySource, options: SaveOptions, single: int | None) -> ArrayEntry:
+def _entry(
+    name: str,
+    source: ArraySource,
+    options: SaveOptions,
+    single: int | None,
+    policy: EncodingPolicy | None,
+) -> ArrayEntry:
     """The entry of an array; along the dimension `single`, each chunk has one element."""
     dtype = dtypes.name_of(source.dtype)
     if problem := shape_problem(source.shape, source.dtype.itemsize):
@@ -272,9 +276,8 @@ def _entry(name: str, source: ArraySource, options: SaveOptions, single: int | N
         chunk = tuple(map(min, shape, map(max, whole, free))) if shape else free
     nbytes = math.prod(chunk) * source.dtype.itemsize
     encoding = None
-    if options.compression == "auto":
-        if nbytes_of(source.shape, dtype) >= _LEAST_BYTES and nbytes <= _MOST_BYTES:
-            encoding = codec.chosen_encoding(dtype)
+    if policy is not None:
+        encoding = policy.encoding(dtype, nbytes_of(source.shape, dtype), nbytes)
     elif options.compression is not None:
         encoding = codec.encoding_for(options.compression)
     boxes = source.boxes if source.boxes is not None else () if source.layout is None else None

@@ -9,14 +9,15 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from dataclasses import asdict, replace
 from enum import Enum, auto
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from unickpt.commit import progress_reports, replicas
 from unickpt.commit.attempt import Attempt
-from unickpt.commit.merge import Merging
+from unickpt.commit.merge import MergePolicies, Merging
 from unickpt.commit.messages import Record, Totals, WriteMore
 from unickpt.commit.progress_reports import Report
 from unickpt.errors import SaveConflict, SaveTimeout
+from unickpt.format.encoders import EncodingPolicy, SaveEncoder
 from unickpt.format.index import Index
 from unickpt.frameworks.host_memory import share
 from unickpt.frameworks.leaves import adapters
@@ -43,9 +44,6 @@ from unickpt.storage import paths
 from unickpt.storage.locations import Location
 from unickpt.threads import Events, Ticker
 from unickpt.write_filter import WriteFilter
-
-if TYPE_CHECKING:
-    from unickpt.saving.compressing import Compressing
 
 
 class Timings:
@@ -345,28 +343,29 @@ class SaveTask:
     ) -> tuple[ChunkWriter, Record]:
         self.check_destination()
         self._has_begun = True
-        chosen = self._compressing
+        policy, encoder = self._encoding
         base = self._open_base()
         self._attempt.make_folder()
         self._become(SaveState.WRITING)
         if base is not None:
             source = BorrowingSource(source, base)
-        if chosen is not None:
-            source = chosen.looking(source)
         writer = ChunkWriter(
             *(self._attempt, self.description, self.working_bytes, source, base, told),
-            encodes=None if chosen is None else chosen.encode,
+            encoder=encoder,
+            is_undecided=_nothing if policy is None else policy.is_undecided,
         )
         self._attempt.planned_bytes = total = sum(item.nbytes for item in plan.own)
         ticker.start(partial(self._report_progress, writer, total))
         record = writer.write_all(plan.own)
+        notes = dict[str, Any]()
         if base is not None and base.note is not None:
-            record = replace(record, notes={self.options.references.name: base.note})
+            notes[self.options.references.name] = base.note
         if self.description.selection is not None:
             record = replace(record, units=self.description.selection.steps)
-        if chosen is not None:
-            follows = chosen.follows(list(self.description.index.arrays.values()))
-            record = replace(record, follows=follows, knows_base=chosen.is_known)
+        if policy is not None and encoder is not None:
+            notes[policy.name] = encoder.note([*self.description.index.arrays.values()])
+        if notes:
+            record = replace(record, notes=notes)
         return writer, self._with_replicas(record, plan, source)
 
     def _ticker(self) -> Ticker:
@@ -377,17 +376,15 @@ class SaveTask:
         self._attempt.report(Report(phase, seconds, writer.done_bytes, total, processes, number))
 
     @cached_property
-    def _compressing(self) -> Compressing | None:
-        """What chooses which arrays are compressed, if that is asked for."""
-        if self.options.compression != "auto":
-            return None
-        from unickpt.saving.compressing import Compressing
-
-        return Compressing(alone=self.group.count == 1)
+    def _encoding(self) -> tuple[EncodingPolicy, SaveEncoder] | tuple[None, None]:
+        """What chooses by what is saved how arrays are stored, if that is asked for."""
+        policy = self.options.encoding
+        return (policy, policy.begin(alone=self.group.count == 1)) if policy else (None, None)
 
     def _open_base(self) -> ReferenceSource | None:
         """What the save refers to instead of writing it. Raises as `ReferencePolicy.open`."""
         options, description = self.options, self.description
+        policy, encoder = self._encoding
         base = self._find_base() if options.base is None else options.base
         if base is None and description.is_whole:
             return None
@@ -402,7 +399,8 @@ class SaveTask:
                 description.skipped,
                 self.working_bytes,
                 options.fsync,
-                (lambda _: None) if self._compressing is None else self._compressing.follow,
+                (lambda _: None) if encoder is None else encoder.follow,
+                _nothing if policy is None else policy.is_undecided,
             )
         )
         if selection is not description.selection and selection is not None:
@@ -433,7 +431,8 @@ class SaveTask:
                 before_commit()
                 ticker.close()
 
-            totals = self._attempt.commit(own.index, own.digest, write_more, check, self._merging)
+            policies = MergePolicies(self._merging, self._encoding[0])
+            totals = self._attempt.commit(own.index, own.digest, write_more, check, policies)
         else:
             totals = self._attempt.wait_committed(write_more)
         self._become(SaveState.COMMITTED)
@@ -455,7 +454,7 @@ class SaveTask:
             reused_bytes=writer.reused_bytes,
             patched_chunks=writer.extended,
             stored_bytes=writer.stored_bytes,
-            saved_bytes=0 if self._compressing is None else self._compressing.saved_bytes,
+            saved_bytes=0 if self._encoding[1] is None else self._encoding[1].saved_bytes,
             processes=self.group.count,
             seconds=timings.elapsed,
             phases=timings.phases,
@@ -483,6 +482,11 @@ class SaveTask:
 Assumed = tuple[int, ArraySource, bool]
 """An array that processes are assumed to have alike: its number, the array, and whether it stays as
 it is until the save has ended."""
+
+
+def _nothing(_: object) -> bool:
+    """For a save that no plug-in encodes."""
+    return False
 
 
 def _sample(source: ArraySource) -> int:

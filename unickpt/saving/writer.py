@@ -20,6 +20,8 @@ import xxhash
 from unickpt.commit.attempt import Attempt
 from unickpt.commit.messages import Record
 from unickpt.format import codec, codecs
+from unickpt.format.encoders import SaveEncoder
+from unickpt.format.index import ArrayEntry
 from unickpt.format.links import FULL_LINK
 from unickpt.progress import ProgressFunction
 from unickpt.references.chunks import Compared, ValuePlaces, WriteItem
@@ -60,7 +62,7 @@ class ChunkWriter:
         source: provides the chunks.
         base: what the save refers to instead of writing it.
         told: called with the bytes that are done and those in total; None for nobody.
-        encodes: what encodes the chunks of arrays that may be compressed.
+        encoder: encodes the chunks of arrays of which it is not decided how they are stored.
     """
 
     def __init__(
@@ -71,10 +73,12 @@ class ChunkWriter:
         source: ChunkSource,
         base: ReferenceSource | None = None,
         told: ProgressFunction | None = None,
-        encodes: Callable[[WriteItem, Any], codec.Encoded] | None = None,
+        encoder: SaveEncoder | None = None,
+        is_undecided: Callable[[ArrayEntry], bool] = lambda entry: False,
     ) -> None:
         self._attempt, self._description, self._budget = attempt, description, budget_bytes
-        self._source, self._encodes, self._encoders = source, encodes, description.encoders
+        self._source, self._encoder, self._encoders = source, encoder, description.encoders
+        self._is_undecided = is_undecided
         self._base = base
         self._folder = attempt.folder_of(attempt.group.index)
         self.is_local = self._folder.is_local
@@ -198,7 +202,7 @@ class ChunkWriter:
                     pass  # the chunks staged next may need the memory that this releases
                 size = sum(item.nbytes for item in batch)
                 window.make_room(size)
-                chunks = [self._source.fetch(item) for item in batch]
+                chunks = [self._fetch(item) for item in batch]
                 # The first batch, which is of no unit, has the other values.
                 some, rest = rows[first : first + len(batch)], () if first else values
                 work = _Batch(self, done, some, batch, chunks, rest, base)
@@ -212,6 +216,12 @@ class ChunkWriter:
             meanwhile()
             window.drain()
         return done
+
+    def _fetch(self, item: WriteItem) -> StagedChunk:
+        chunk = self._source.fetch(item)
+        if self._encoder is not None and self._is_undecided(item.entry):
+            self._encoder.look(item.array, item.entry, chunk.data)
+        return chunk
 
     @property
     def _copies(self) -> int:
@@ -265,8 +275,8 @@ class ChunkWriter:
         if (encoder := self._encoders.get(item.entry.name)) is not None:
             stored = codecs.encode(encoder, item.entry, codec.filled_up(item.part, chunk))
             return codec.Encoded((stored.data.data,), codec.digest(chunk))
-        if self._encodes is not None and codec.is_chosen(item.entry):
-            return self._encodes(item, chunk)
+        if self._encoder is not None and self._is_undecided(item.entry):
+            return self._encoder.encode(item.array, item.entry, item.part, chunk)
         return codec.encode(item.entry, item.part, chunk)
 
     def _end_batch(self, written: Future[None], batch: _Batch) -> None:

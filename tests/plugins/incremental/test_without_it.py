@@ -10,7 +10,7 @@ import pytest
 
 import unickpt
 from unickpt import SaveOptions, doors
-from unickpt.commit.merge import merge_all
+from unickpt.commit.merge import MergePolicies, merge_all
 from unickpt.commit.messages import CHUNK_DTYPE, Record
 from unickpt.errors import CheckpointCorrupt, CoverageError, PluginError
 from unickpt.format.index import Index
@@ -74,4 +74,4 @@ def test_a_note_that_process_0_cannot_merge_is_refused_by_name() -> None:
     chunks = np.zeros(0, CHUNK_DTYPE)
     records = [(0, Record(7, chunks)), (1, Record(7, chunks, notes={"other": 1}))]
     with pytest.raises(CoverageError, match="process 1 saves with 'other', and process 0 does not"):
-        merge_all(records, {7: Index({"dict": []}, {}, processes=2)}, lambda _: (), lambda _: None)
+        merge_all(records, {7: Index({"dict": []}, {}, processes=2)}, lambda _: (), MergePolicies())

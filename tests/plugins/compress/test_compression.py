@@ -21,9 +21,8 @@ from support.saving import files, in_job, same
 import unickpt
 from unickpt import CheckpointCorrupt, Checkpointer, ProcessGroup, SaveOptions
 from unickpt.arrays import dtypes
-from unickpt.commit import chosen_codecs
-from unickpt.format import blosc_frames, chunk_grid, codec
-from unickpt.saving import compressing
+from unickpt.format import chunk_grid
+from unickpt.plugins.compress import auto, blosc_frames
 from unickpt.types import Box, LocalFragments
 
 CHUNK = 64 << 10
@@ -152,9 +151,7 @@ def test_all_bits_of_all_dtypes(
         array = array.astype(np.int8).astype(kind)
     path = f"memory://compression/{secrets.token_hex(8)}"
     with pytest.MonkeyPatch.context() as patch:
-        from unickpt.saving import describe
-
-        patch.setattr(describe, "_LEAST_BYTES", 1)
+        patch.setattr(auto, "_LEAST_BYTES", 1)
         if tensorstore:
             patch.setattr(blosc_frames, "compressor", lambda: None)
         save(path, {"a": array}, chunk_bytes=max(1, array.nbytes // chunks))
@@ -206,12 +203,12 @@ def test_parts_of_arrays_are_read(tmp_path: Path) -> None:
 
 def test_a_sample_is_of_several_places() -> None:
     entry = unickpt.format.index.ArrayEntry(
-        "w", (1 << 22,), "uint8", (1 << 22,), encoding=codec.chosen_encoding("uint8")
+        "w", (1 << 22,), "uint8", (1 << 22,), encoding=auto.chosen_encoding("uint8")
     )
     chunk = noise(1 << 22)
-    assert not compressing.pays(entry, chunk)
+    assert not auto.pays(entry, chunk)
     chunk[1 << 20 : 1 << 21] = 0  # a quarter of it
-    assert compressing.pays(entry, chunk)
+    assert auto.pays(entry, chunk)
 
 
 def test_other_words_are_refused() -> None:
@@ -392,13 +389,13 @@ def test_a_contradiction_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Should it ever happen, nothing is read as what it is not."""
-    real = chosen_codecs.settled
+    real = auto.Auto.settle
 
-    def settled(index: Any, chunks: Any, records: Any, names: Any) -> Any:
-        records[0][1].follows[0] = False
-        return real(index, chunks, records, names)
+    def settle(self: auto.Auto, arrays: Any, stored: Any, notes: Any) -> Any:
+        notes[0][1]["follows"][0] = False
+        return real(self, arrays, stored, notes)
 
-    monkeypatch.setattr(chosen_codecs, "settled", settled)
+    monkeypatch.setattr(auto.Auto, "settle", settle)
     with pytest.raises(
         unickpt.errors.CoverageError, match="array 'w': some processes compressed it"
     ):
@@ -563,7 +560,7 @@ def test_a_process_alone_chooses_anew_where_its_base_is_lost(tmp_path: Path) -> 
 
 def test_nothing_is_looked_at_in_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = set[int]()
-    real_look, real_encode = compressing.Compressing.look, compressing.Compressing.encode
+    real_look, real_encode = auto.Compressing.look, auto.Compressing.encode
 
     def look(*arguments: Any) -> Any:
         threads.add(threading.get_ident())
@@ -573,8 +570,8 @@ def test_nothing_is_looked_at_in_the_call(tmp_path: Path, monkeypatch: pytest.Mo
         threads.add(threading.get_ident())
         return real_encode(*arguments)
 
-    monkeypatch.setattr(compressing.Compressing, "look", look)
-    monkeypatch.setattr(compressing.Compressing, "encode", encode)
+    monkeypatch.setattr(auto.Compressing, "look", look)
+    monkeypatch.setattr(auto.Compressing, "encode", encode)
     options = SaveOptions(compression="auto", fsync=False)
     unickpt.save_async(tmp_path / "c", state(), options=options).result()
     assert threads

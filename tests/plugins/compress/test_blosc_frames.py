@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unickpt.arrays import dtypes
-from unickpt.format import blosc_frames, codec
+from unickpt.format import codec
 from unickpt.format.chunk_grid import Part
 from unickpt.format.codec import zarr_metadata
 from unickpt.format.index import ArrayEntry
+from unickpt.plugins.compress import blosc_frames
+from unickpt.plugins.compress.auto import chosen_encoding
 
 KINDS = ["random", "zeros", "few", "ramp", "half random"]
 DTYPES = ["bfloat16", "float16", "float32", "int64", "complex128", "float8_e4m3fn", "int4", "bool"]
@@ -37,7 +39,7 @@ def values(kind: str, count: int, itemsize: int, seed: int) -> np.ndarray[Any, A
 
 def read(data: bytes, dtype: str, count: int) -> np.ndarray[Any, Any]:
     """What TensorStore makes of a chunk with these stored bytes."""
-    encoding = codec.chosen_encoding(dtype)
+    encoding = chosen_encoding(dtype)
     entry = ArrayEntry("w", (count,), dtype, (count,), encoding=encoding)
     context = ts.Context({"memory_key_value_store": {}})
     memory = {"driver": "memory", "path": "w/"}

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from unickpt.arrays.dtypes import Array
+from unickpt.extend import Array
 
 BLOCK_BYTES = 512 << 10  # measured: a plane is then one or two blocks of zstd
 HEADER_BYTES = 16
