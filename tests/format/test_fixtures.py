@@ -50,7 +50,8 @@ QUANTISED = {"quantised", "patched", "chained/step_0", "chained/step_2", "chaine
 
 def marked(name: str, *others: Any) -> Any:
     """Arguments of a test, with the mark of what they need."""
-    return pytest.param(name, *others, marks=[pytest.mark.plugins] * (name in QUANTISED))
+    needs_plug_ins = name in QUANTISED or name == "compressed"  # which has patches, too
+    return pytest.param(name, *others, marks=[pytest.mark.plugins] * needs_plug_ins)
 
 
 @pytest.mark.parametrize("name", list(map(marked, names())))
@@ -185,6 +186,7 @@ def test_chains_of_patches_stay_readable(name: str) -> None:
     assert len(index.bases) == 2 * name.startswith("chained")
 
 
+@pytest.mark.plugins
 def test_arrays_with_codecs_of_their_own_stay_readable() -> None:
     path = unpacked() / "compressed"
     same(unickpt.load(path), states().steps_of_noise(1))

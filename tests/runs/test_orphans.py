@@ -28,7 +28,6 @@ from unickpt import Checkpointer, SaveConflict, StorageError
 from unickpt.cli import output
 from unickpt.cli.app import app
 from unickpt.commit import lease
-from unickpt.plugins.incremental.linked_files import LinkedFiles
 from unickpt.runs import orphans
 from unickpt.storage import locations, paths
 from unickpt.storage.locations import Location
@@ -315,6 +314,8 @@ def frozen_beside(tmp_path: Path) -> tuple[dict[str, np.ndarray], unickpt.SaveOp
 @contextlib.contextmanager
 def paused_after_links(count: int) -> Iterator[tuple[threading.Event, threading.Event]]:
     """Saves pause after so many links: events that one has, and that it may go on."""
+    from unickpt.plugins.incremental.linked_files import LinkedFiles  # the core has none
+
     paused, go, links = threading.Event(), threading.Event(), []
     take = LinkedFiles.take
 
@@ -332,6 +333,7 @@ def paused_after_links(count: int) -> Iterator[tuple[threading.Event, threading.
         go.set()
 
 
+@pytest.mark.plugins
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_a_save_that_has_only_linked_old_files_is_under_way(name: str, tmp_path: Path) -> None:
     state, options = frozen_beside(tmp_path)
@@ -347,6 +349,7 @@ def test_a_save_that_has_only_linked_old_files_is_under_way(name: str, tmp_path:
     assert unickpt.load(tmp_path / name)["n"] == 1
 
 
+@pytest.mark.plugins
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_a_save_whose_files_are_removed_is_never_reported_as_committed(
     name: str, tmp_path: Path
