@@ -265,8 +265,6 @@ class SaveOptions(CommonOptions):
             raise ValueError(f"kept_cost={self.kept_cost!r} must be a number of at least 0")
         if self.base is not None:
             object.__setattr__(self, "base", paths.absolute(self.base))
-        if self.changed is not None:
-            assert self.references is not None, "it checks this"
         if self.metrics is not None and not callable(self.metrics):
             raise TypeError(
                 f"metrics is of type {type(self.metrics).__name__}, but is called with each "
@@ -276,6 +274,9 @@ class SaveOptions(CommonOptions):
             raise ValueError(
                 f"compression {self.compression!r} is not one of None, {', '.join(COMPRESSORS)}"
             )
+        if self.base is not None or self.changed is not None:
+            _ = self.references  # a missing plug-in is told here, not hours later by a save
+        _ = self.encoding
         if not all(isinstance(each, SaveFeature) for each in self.features):
             raise TypeError(
                 f"features={quoted(self.features)} must be a list of objects whose classes derive "

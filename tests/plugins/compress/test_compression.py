@@ -19,7 +19,7 @@ from support.forks import Forks
 from support.saving import files, in_job, same
 
 import unickpt
-from unickpt import CheckpointCorrupt, Checkpointer, ProcessGroup, SaveOptions
+from unickpt import CheckpointCorrupt, Checkpointer, ProcessGroup, SaveOptions, doors
 from unickpt.arrays import dtypes
 from unickpt.format import chunk_grid
 from unickpt.plugins.compress import auto, blosc_frames
@@ -576,3 +576,11 @@ def test_nothing_is_looked_at_in_the_call(tmp_path: Path, monkeypatch: pytest.Mo
     unickpt.save_async(tmp_path / "c", state(), options=options).result()
     assert threads
     assert threading.get_ident() not in threads
+
+
+def test_a_program_without_it_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = doors.find
+    monkeypatch.setattr(doors, "find", lambda g, name: None if g == "encodings" else real(g, name))
+    with pytest.raises(unickpt.errors.PluginError, match="lacks the plug-in 'auto'"):
+        SaveOptions(compression="auto")
+    SaveOptions(compression="zstd")

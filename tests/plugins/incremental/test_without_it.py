@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import unickpt
-from unickpt import SaveOptions, doors
+from unickpt import Checkpointer, SaveOptions, doors
 from unickpt.commit.merge import MergePolicies, merge_all
 from unickpt.commit.messages import CHUNK_DTYPE, Record
 from unickpt.errors import CheckpointCorrupt, CoverageError, PluginError
@@ -51,9 +51,12 @@ def test_a_base_needs_the_plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path = patched(tmp_path)
     lack(monkeypatch, "references")
     unickpt.save(tmp_path / "plain", {"w": np.ones(3)})
+    for options in {"base": path}, {"changed": "tracked"}:
+        with pytest.raises(PluginError, match="lacks the plug-in 'incremental'"):
+            SaveOptions(**options)
     with pytest.raises(PluginError, match="lacks the plug-in 'incremental'"):
-        unickpt.save(tmp_path / "3", {"w": np.ones(3)}, options=SaveOptions(base=path))
-    assert not (tmp_path / "3" / "manifest.ocdbt").exists()
+        Checkpointer(tmp_path / "run", reuse=True)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("stored", [[1, 2], "x", 3, [1, 2, 3, 4, -1], [1, 2, 3, 4, 5.0]])
