@@ -21,8 +21,9 @@ from unickpt import PerProcess, SaveOptions
 from unickpt.arrays import dtypes
 from unickpt.display import tree_table
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.format import chunk_grid, codec, index_json, patches
+from unickpt.format import chunk_grid, codec, index_json
 from unickpt.format.index import INDEX_KEY, ArrayEntry, Index
+from unickpt.plugins.incremental import patches
 from unickpt.plugins.quantize import values
 from unickpt.plugins.quantize.blocks import Blocks
 from unickpt.trees import tree, tree_json
