@@ -144,8 +144,8 @@ from unickpt.reading.listing import Listed, checkpoints_below, other_folders
 from unickpt.reading.listing import natural as natural_key
 from unickpt.references.chunks import Compared, Taken, ValuePlaces, WriteItem
 from unickpt.references.policy import (
-    CalledSave,
     Claim,
+    DescribedSave,
     ReferencePolicy,
     ReferenceSource,
     Skipped,
@@ -258,7 +258,7 @@ __all__ = [
     "ByteRange",
     "CHUNK_BYTES",
     "CONVERSION_METADATA",
-    "CalledSave",
+    "DescribedSave",
     "CheckedFiles",
     "CheckpointView",
     "ChecksummedRange",

@@ -56,6 +56,11 @@ def chosen_encoding(dtype: str) -> Encoding:
     return encoding_of({"name": "blosc", "configuration": settings})
 
 
+def is_undecided(entry: ArrayEntry) -> bool:
+    """Whether chunks of an array may be frames that are stored as they are."""
+    return bool(entry.encoding) and entry.encoding == chosen_encoding(entry.dtype)
+
+
 class Auto:
     """Compresses arrays if that pays; an `EncodingPolicy`."""
 
@@ -66,13 +71,9 @@ class Auto:
         is_possible = nbytes >= _LEAST_BYTES and chunk_bytes <= MOST_COMPRESSED_BYTES
         return chosen_encoding(dtype) if is_possible else None
 
-    def is_undecided(self, entry: ArrayEntry) -> bool:
-        """Whether chunks of an array may be frames that are stored as they are."""
-        return bool(entry.encoding) and entry.encoding == chosen_encoding(entry.dtype)
-
     def begin(self, *, alone: bool) -> Compressing:
         """The choice of this process."""
-        return Compressing(self, alone=alone)
+        return Compressing(alone=alone)
 
     def settle(
         self,
@@ -88,7 +89,7 @@ class Auto:
         is_known = all(note["knows_base"] for _, note in notes)
         found = dict[str, Settled]()
         for name, entry in arrays.items():
-            if not self.is_undecided(entry):
+            if not is_undecided(entry):
                 continue
             lengths, is_elsewhere = stored(name)
             raw, said = _raw_lengths(entry), followed.get(name, set())
@@ -126,18 +127,20 @@ class Compressing:
     """The choice of one save in one process; a `SaveEncoder`.
 
     Arguments:
-        policy: that of the save.
         alone: whether no other process saves with this one.
     """
 
-    def __init__(self, policy: Auto, *, alone: bool) -> None:
-        self._policy = policy
+    def __init__(self, *, alone: bool) -> None:
         self._pays: dict[int, bool] = {}
         self._before: Index | None = None
         self._is_known, self._alone = True, alone
         self._counting = threading.Lock()
         self.saved_bytes = 0
         """By how much what was written became smaller."""
+
+    def is_undecided(self, entry: ArrayEntry) -> bool:
+        """Whether chunks of an array may be frames that are stored as they are."""
+        return is_undecided(entry)
 
     # --- what the base says ---------------------------------------------------------------------
 
@@ -159,7 +162,7 @@ class Compressing:
 
     def _followed(self, entry: ArrayEntry) -> bool | None:
         theirs = None if self._before is None else self._before.arrays.get(entry.name)
-        if theirs is None or not self._policy.is_undecided(entry):
+        if theirs is None or not is_undecided(entry):
             return None
         if (theirs.shape, theirs.dtype) != (entry.shape, entry.dtype):
             return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ from unickpt.extend import (
     OcdbtReader,
     Part,
     Request,
+    SaveEncoder,
     ScratchMemory,
     Taken,
     chunk_digest,
@@ -71,7 +72,7 @@ class How:
         kept_cost: what it costs to keep a byte, see `Growth`.
         chained: whether chunks may be borrowed from several checkpoints, those of experts that take
             turns; with patches they are in any case.
-        is_undecided: whether an array of the save may be stored with its codec, or with none.
+        encoder: chooses how arrays of the save are stored, if that is not decided before.
     """
 
     compare: bool = False
@@ -79,7 +80,7 @@ class How:
     budget_bytes: int = 0
     kept_cost: float = 0.0
     chained: bool = False
-    is_undecided: Callable[[ArrayEntry], bool] = lambda entry: False
+    encoder: SaveEncoder | None = None
 
 
 def open_base(
@@ -91,7 +92,6 @@ def open_base(
     how: How,
     fsync: bool,
     needed: bool,
-    read: Callable[[Index | None], None],
 ) -> Base | None:
     """Opens the base of a save; None if nothing of it can be referred to, which is logged.
 
@@ -103,7 +103,6 @@ def open_base(
         how: what becomes of chunks.
         fsync: whether linked files are flushed to disk.
         needed: whether the save needs it in any case: what cannot be shared is copied then.
-        read: called with its index, whether anything of it is used or not.
 
     Raises:
         CheckpointNotFound: there is no checkpoint.
@@ -112,7 +111,8 @@ def open_base(
     reader = open_own(location)
     if reader is None:
         raise CheckpointNotFound(f"no checkpoint of unickpt's own format at {location}")
-    read(reader.index)
+    if how.encoder is not None:
+        how.encoder.follow(reader.index)
     files = location.regular_files()
     is_alike = common_codec(reader.index.compression) == common_codec(compression)
     if not is_alike:
@@ -163,7 +163,7 @@ class Base:
         self.growth = None if self._starts_anew else growth
         """How checkpoints grew up to the base, if this one goes on from it."""
         self._candidates = Candidates(
-            reader, share, patches=self._may_patch, is_undecided=how.is_undecided, warn=self._warn
+            reader, share, patches=self._may_patch, encoder=how.encoder, warn=self._warn
         )
         self._units = dict[Any, int]()
         self.nbytes = 0

@@ -14,6 +14,7 @@ from unickpt.extend import (
     ArrayEntry,
     OcdbtReader,
     Part,
+    SaveEncoder,
     numbered_parts,
     stored_chunk_bytes,
 )
@@ -94,7 +95,7 @@ class Candidates:
         reader: of the base.
         share: how its chunks are referred to; None if they are not.
         patches: whether chunks with patches may be referred to.
-        is_undecided: whether an array of the save may be stored with its codec, or with none.
+        encoder: chooses how arrays of the save are stored, if that is not decided before.
         warn: called with what is wrong with the base.
     """
 
@@ -104,10 +105,10 @@ class Candidates:
         share: Share | None,
         *,
         patches: bool,
-        is_undecided: Callable[[ArrayEntry], bool],
+        encoder: SaveEncoder | None,
         warn: Callable[[object], None],
     ) -> None:
-        self._is_undecided = is_undecided
+        self._encoder = encoder
         self._reader, self._share, self._patches, self._warn = reader, share, patches, warn
         self._numbered: dict[str, dict[str, tuple[int, Part]]] = {}
         self._parts: dict[str, _Same | None] = {}
@@ -231,7 +232,8 @@ class Candidates:
         theirs = self._reader.index.arrays.get(entry.name)
         if theirs is None or (theirs.shape, theirs.dtype) != (entry.shape, entry.dtype):
             return None
-        if not _has_bytes_of(theirs, entry, self._is_undecided(entry)):
+        is_undecided = self._encoder is not None and self._encoder.is_undecided(entry)
+        if not _has_bytes_of(theirs, entry, is_undecided):
             return None
         if entry.name not in self._numbered:
             numbered = numbered_parts(theirs)

@@ -10,7 +10,7 @@ from typing import Any
 from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, StorageError, UnsupportedFormat
 from unickpt.extend import (
     Adapter,
-    CalledSave,
+    DescribedSave,
     PathLike,
     Selection,
     WritingSave,
@@ -45,7 +45,7 @@ class Incremental:
 
     # --- in the call ------------------------------------------------------------------------------
 
-    def skipped(self, save: CalledSave, before: Any) -> tuple[Unchanged | None, SeenState]:
+    def skipped(self, save: DescribedSave, before: Any) -> tuple[Unchanged | None, SeenState]:
         """What did not change, as far as `SaveOptions.changed` says so; see `ReferencePolicy`."""
         assert self._changed is not None, "else there is nothing to skip"
         # Of a unit, the step before has the state of its last turn, not of the last call.
@@ -72,7 +72,7 @@ class Incremental:
             save.budget_bytes,
             self._kept_cost,
             chained=bool(earlier),
-            is_undecided=save.is_undecided,
+            encoder=save.encoder,
         )
         given: list[PathLike] = [] if save.base is None else [save.base]
         base = None
@@ -83,14 +83,14 @@ class Incremental:
                     how=how,
                     fsync=save.fsync,
                     needed=bool(earlier) or skipped is not None,
-                    read=save.read,
                 )
             except (CheckpointCorrupt, CheckpointNotFound, UnsupportedFormat, StorageError) as e:
                 if type(e) is CheckpointNotFound and save.is_given:
                     raise
                 # A training job must not stop because an older checkpoint is damaged, or gone.
                 _log.warning(FAULTY, path, e)
-                save.read(None)
+                if save.encoder is not None:
+                    save.encoder.follow(None)
             if selection is None or base is None:
                 continue
             same = selection.on(base.index.attempt)

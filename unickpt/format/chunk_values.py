@@ -17,6 +17,7 @@ import numpy as np
 
 from unickpt import doors
 from unickpt.arrays.dtypes import Array
+from unickpt.errors import UnsupportedFormat
 from unickpt.format import codec, codecs, links
 from unickpt.format.borrowed_chunks import BorrowedChunks
 from unickpt.format.chunk_grid import Part, chunk_key
@@ -237,7 +238,14 @@ class ChunkValues:
         """A full chunk with what is added to it; in `out`, or what its codec stores."""
         data = read_full(entry, number, chain, out)
         if len(chain) > 1:
-            kind: Additions = doors.need("values", PATCHES)
+            door = doors.find("values", PATCHES)
+            if door is None:
+                raise UnsupportedFormat(
+                    f"{self._own.location}: {entry.composed} chunks of array {entry.name!r} are "
+                    f"stored as {PATCHES}, which this installation of unickpt has no plug-in for "
+                    "(entry points unickpt.values); install unickpt whole"
+                )
+            kind: Additions = door.open()
             for added in self.additions(entry, part, number, chain):
                 kind.apply(added, data)
         return data

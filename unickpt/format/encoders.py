@@ -24,6 +24,9 @@ class SaveEncoder(Protocol):
     saved_bytes: int
     """By how much what was written became smaller."""
 
+    def is_undecided(self, entry: ArrayEntry) -> bool:
+        """Whether an array of the save may have the codec in its entry, or none."""
+
     def follow(self, before: Index | None) -> None:
         """Goes on with what a base chose, whose chunks may become chunks of this save.
 
@@ -66,9 +69,6 @@ class EncodingPolicy(Protocol):
             nbytes: of all its elements.
             chunk_bytes: of the elements of a chunk.
         """
-
-    def is_undecided(self, entry: ArrayEntry) -> bool:
-        """Whether an array of a save may have the codec in its entry, or none."""
 
     def begin(self, *, alone: bool) -> SaveEncoder:
         """An encoder for this process.

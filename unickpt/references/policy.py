@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
-from unickpt.format.index import ArrayEntry, Index
+from unickpt.format.encoders import SaveEncoder
+from unickpt.format.index import ArrayEntry
 from unickpt.frameworks.protocol import ArraySource
 from unickpt.references.chunks import Compared, ValuePlaces, WriteItem
 from unickpt.storage.locations import Location
@@ -22,7 +23,7 @@ from unickpt.write_filter import Selection
 
 
 @dataclass(frozen=True)
-class CalledSave:
+class DescribedSave:
     """What a save knows in the call, when every leaf is described.
 
     Arguments:
@@ -69,9 +70,8 @@ class WritingSave:
         skipped: what is neither staged nor read.
         budget_bytes: host memory to compare with.
         fsync: whether files are flushed to disk.
-        read: called with the index of each base, whether anything of it is used or not; with None
-            if it cannot be read.
-        is_undecided: whether an array may be stored with the codec in its entry, or with none.
+        encoder: chooses how arrays are stored, if that is not decided before. It is to follow each
+            base, whether anything of that is used or not; None where one cannot be read.
     """
 
     location: Location
@@ -83,8 +83,7 @@ class WritingSave:
     skipped: Any
     budget_bytes: int
     fsync: bool
-    read: Callable[[Index | None], None]
-    is_undecided: Callable[[ArrayEntry], bool]
+    encoder: SaveEncoder | None
 
 
 class ReferencePolicy(Protocol):
@@ -94,7 +93,7 @@ class ReferencePolicy(Protocol):
     name: str
     """By which records and the index have its notes."""
 
-    def skipped(self, save: CalledSave, before: Any) -> tuple[Skipped | None, Any]:
+    def skipped(self, save: DescribedSave, before: Any) -> tuple[Skipped | None, Any]:
         """What a save need not stage. Called on each process, in the call that saves.
 
         Arguments:

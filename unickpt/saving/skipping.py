@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from unickpt.frameworks.protocol import ArraySource
-from unickpt.references.policy import CalledSave
+from unickpt.references.policy import DescribedSave
 from unickpt.saving.plan_cache import SameTree
 from unickpt.saving.task import SaveTask
 from unickpt.trees import tree
@@ -42,7 +42,7 @@ def skip(task: SaveTask, described: SameTree | tree.Node | tree.Leaf, before: An
 
     with task.failing():
         skipped, known = task.options.references.skipped(
-            CalledSave(
+            DescribedSave(
                 task.location.url,
                 task.attempt,
                 description.index.arrays,

@@ -352,7 +352,6 @@ class SaveTask:
         writer = ChunkWriter(
             *(self._attempt, self.description, self.working_bytes, source, base, told),
             encoder=encoder,
-            is_undecided=_nothing if policy is None else policy.is_undecided,
         )
         self._attempt.planned_bytes = total = sum(item.nbytes for item in plan.own)
         ticker.start(partial(self._report_progress, writer, total))
@@ -384,7 +383,6 @@ class SaveTask:
     def _open_base(self) -> ReferenceSource | None:
         """What the save refers to instead of writing it. Raises as `ReferencePolicy.open`."""
         options, description = self.options, self.description
-        policy, encoder = self._encoding
         base = self._find_base() if options.base is None else options.base
         if base is None and description.is_whole:
             return None
@@ -399,8 +397,7 @@ class SaveTask:
                 description.skipped,
                 self.working_bytes,
                 options.fsync,
-                (lambda _: None) if encoder is None else encoder.follow,
-                _nothing if policy is None else policy.is_undecided,
+                self._encoding[1],
             )
         )
         if selection is not description.selection and selection is not None:
@@ -482,11 +479,6 @@ class SaveTask:
 Assumed = tuple[int, ArraySource, bool]
 """An array that processes are assumed to have alike: its number, the array, and whether it stays as
 it is until the save has ended."""
-
-
-def _nothing(_: object) -> bool:
-    """For a save that no plug-in encodes."""
-    return False
 
 
 def _sample(source: ArraySource) -> int:

@@ -21,7 +21,6 @@ from unickpt.commit.attempt import Attempt
 from unickpt.commit.messages import Record
 from unickpt.format import codec, codecs
 from unickpt.format.encoders import SaveEncoder
-from unickpt.format.index import ArrayEntry
 from unickpt.format.links import FULL_LINK
 from unickpt.progress import ProgressFunction
 from unickpt.references.chunks import Compared, ValuePlaces, WriteItem
@@ -74,11 +73,9 @@ class ChunkWriter:
         base: ReferenceSource | None = None,
         told: ProgressFunction | None = None,
         encoder: SaveEncoder | None = None,
-        is_undecided: Callable[[ArrayEntry], bool] = lambda entry: False,
     ) -> None:
         self._attempt, self._description, self._budget = attempt, description, budget_bytes
         self._source, self._encoder, self._encoders = source, encoder, description.encoders
-        self._is_undecided = is_undecided
         self._base = base
         self._folder = attempt.folder_of(attempt.group.index)
         self.is_local = self._folder.is_local
@@ -219,7 +216,7 @@ class ChunkWriter:
 
     def _fetch(self, item: WriteItem) -> StagedChunk:
         chunk = self._source.fetch(item)
-        if self._encoder is not None and self._is_undecided(item.entry):
+        if self._encoder is not None and self._encoder.is_undecided(item.entry):
             self._encoder.look(item.array, item.entry, chunk.data)
         return chunk
 
@@ -275,7 +272,7 @@ class ChunkWriter:
         if (encoder := self._encoders.get(item.entry.name)) is not None:
             stored = codecs.encode(encoder, item.entry, codec.filled_up(item.part, chunk))
             return codec.Encoded((stored.data.data,), codec.digest(chunk))
-        if self._encoder is not None and self._is_undecided(item.entry):
+        if self._encoder is not None and self._encoder.is_undecided(item.entry):
             return self._encoder.encode(item.array, item.entry, item.part, chunk)
         return codec.encode(item.entry, item.part, chunk)
 

@@ -12,7 +12,7 @@ import unickpt
 from unickpt import Checkpointer, SaveOptions, doors
 from unickpt.commit.merge import MergePolicies, merge_all
 from unickpt.commit.messages import CHUNK_DTYPE, Record
-from unickpt.errors import CheckpointCorrupt, CoverageError, PluginError
+from unickpt.errors import CheckpointCorrupt, CoverageError, PluginError, UnsupportedFormat
 from unickpt.format.index import Index
 from unickpt.plugins.incremental.growth import Growth
 
@@ -42,7 +42,7 @@ def test_patches_are_not_read_without_what_applies_them(
 ) -> None:
     path = patched(tmp_path)
     lack(monkeypatch, "values")
-    with pytest.raises(PluginError, match="lacks the plug-in 'patches'"):
+    with pytest.raises(UnsupportedFormat, match="1 chunks of array 'w' are stored as patches"):
         unickpt.load(path)
     assert unickpt.open(path).index.arrays["w"].composed == 1
 
