@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support import TESTS, s3_server
+from support import TESTS
 from support.forks import Forks
+from support.run_folders import refuse, run_folder
 from support.saving import damage
 from typer.testing import CliRunner, Result
 
@@ -29,10 +29,6 @@ from unickpt.runs.step_folder import StepFolder
 
 FAST = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=4096)
 FROZEN = np.random.default_rng(1).random(20_000)
-
-
-def refuse(*_: Any, **__: Any) -> None:
-    raise PermissionError(1, "no links here")
 
 
 def state(step: int) -> dict[str, Any]:
@@ -67,16 +63,8 @@ def check(root: object, *steps: int) -> None:
 
 @pytest.fixture(params=["file", "memory", "s3"])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "memory":
-            yield f"memory://{secrets.token_hex(6)}/run"
-        elif request.param == "s3":
-            endpoint, bucket = request.getfixturevalue("moto"), f"prune-{secrets.token_hex(4)}"
-            s3_server.use(endpoint, patch)
-            s3_server.make_bucket(endpoint, bucket)
-            yield f"s3://{bucket}/run"
-        else:
-            yield str(tmp_path / "run")
+    with run_folder(request, tmp_path) as folder:
+        yield folder
 
 
 # --- rules ---------------------------------------------------------------------------------------
@@ -324,7 +312,8 @@ DYING = f"""
 import os, sys
 sys.path[:0] = [{TESTS!r}, {str(Path(__file__).parent)!r}]
 from support.dying import die_at
-from test_cli_prune import call, refuse
+from support.run_folders import refuse
+from test_cli_prune import call
 
 root, step, when = ARGS
 os.link = refuse

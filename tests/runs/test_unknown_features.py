@@ -13,6 +13,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from support.run_folders import refuse
 from support.unknown import with_feature
 
 import unickpt
@@ -43,10 +44,6 @@ def files(path: Path) -> dict[str, bytes]:
         for file in path.rglob("*")
         if file.is_file() and "lock" not in file.name
     }
-
-
-def refuse(*_: Any, **__: Any) -> None:
-    raise PermissionError("no links")
 
 
 @pytest.mark.parametrize(("changes", "said"), UNKNOWN, ids=NAMES)

@@ -17,6 +17,7 @@ import numpy as np
 
 import unickpt
 from support.quantized import codes_of
+from support.run_folders import refuse
 from unickpt import Checkpointer, Retention, SaveOptions, UnickptError
 from unickpt.runs import orphans
 from unickpt.storage import paths
@@ -452,11 +453,6 @@ def run_child(path: str) -> None:
 
 
 # --- folders --------------------------------------------------------------------------------------
-
-
-def refuse(*_: Any, **__: Any) -> None:
-    """As `os.link` on a file system without hard links."""
-    raise PermissionError(1, "no links here")
 
 
 def contents(folder: Path) -> dict[str, bytes]:

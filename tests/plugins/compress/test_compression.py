@@ -16,6 +16,7 @@ import tensorstore as ts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.forks import Forks
+from support.run_folders import refuse
 from support.saving import files, in_job, same
 
 import unickpt
@@ -470,10 +471,6 @@ def test_patches_and_borrowed_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert features == (["patches"] if links else ["patches", "references"])
         unickpt.copy(run / "4", tmp_path / f"copy {links}")
         is_whole(tmp_path / f"copy {links}", tree)
-
-
-def refuse(*_: Any, **__: Any) -> None:
-    raise PermissionError(1, "no links here")
 
 
 @pytest.mark.parametrize("reuse", ["digest", "compare"])

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import TESTS, s3_server
+from support import TESTS
 from support.forks import Forks
+from support.run_folders import run_folder
 from support.saving import in_job, same
 
 import unickpt
@@ -30,21 +31,8 @@ PARTIAL: dict[str, Any] = {KEY: 1, STACKED: (0, 1)}
 
 @pytest.fixture(params=["memory", "s3", "no links"])
 def run(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "memory":
-            yield f"memory://{secrets.token_hex(6)}"
-        elif request.param == "s3":
-            endpoint, bucket = request.getfixturevalue("moto"), f"experts-{secrets.token_hex(4)}"
-            s3_server.use(endpoint, patch)
-            s3_server.make_bucket(endpoint, bucket)
-            yield f"s3://{bucket}/run"
-        else:
-            patch.setattr(os, "link", refuse)
-            yield str(tmp_path / "run")
-
-
-def refuse(*_: Any, **__: Any) -> None:
-    raise PermissionError(1, "no links here")
+    with run_folder(request, tmp_path) as folder:
+        yield folder
 
 
 def state(step: int) -> dict[str, Any]:
@@ -217,7 +205,8 @@ import os, sys
 sys.path[:0] = [{TESTS!r}, {str(Path(__file__).parent)!r}]
 import unickpt
 from support.dying import die_at
-from test_experts_borrowed import OPTIONS, PARTIAL, refuse, state
+from support.run_folders import refuse
+from test_experts_borrowed import OPTIONS, PARTIAL, state
 
 root, first, many, step, when = ARGS
 os.link = refuse

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from support import s3_server
+from support.run_folders import refuse, run_folder
 from support.saving import in_job, same
 from typer.testing import CliRunner
 
@@ -33,22 +32,8 @@ ROWS = 64
 @pytest.fixture(params=["memory", "s3", "no links"])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """A folder for checkpoints."""
-    if request.param == "memory":
-        yield f"memory://{secrets.token_hex(6)}"
-    elif request.param == "s3":
-        with pytest.MonkeyPatch.context() as patch:
-            endpoint, bucket = request.getfixturevalue("moto"), f"reuse-{secrets.token_hex(4)}"
-            s3_server.use(endpoint, patch)
-            s3_server.make_bucket(endpoint, bucket)
-            yield f"s3://{bucket}/run"
-    else:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "link", refuse)
-            yield str(tmp_path / "run")
-
-
-def refuse(*_: Any, **__: Any) -> None:
-    raise PermissionError(1, "no links here")
+    with run_folder(request, tmp_path) as folder:
+        yield folder
 
 
 def tree() -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import re
 import secrets
 import shutil
@@ -15,8 +14,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support import s3_server
 from support.quantized import errors_of
+from support.run_folders import run_folder
 from support.saving import in_job, same
 
 import unickpt
@@ -76,25 +75,8 @@ def patches_of(path: Path | str) -> list[int]:
 @pytest.fixture(params=["disk", "memory", "s3", "no links"])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """A folder for checkpoints."""
-    if request.param == "memory":
-        yield f"memory://{secrets.token_hex(6)}"
-        return
-    if request.param == "disk":
-        yield str(tmp_path / "run")
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "s3":
-            endpoint, bucket = request.getfixturevalue("moto"), f"chains-{secrets.token_hex(4)}"
-            s3_server.use(endpoint, patch)
-            s3_server.make_bucket(endpoint, bucket)
-            yield f"s3://{bucket}/run"
-        else:
-            patch.setattr(os, "link", refuse)
-            yield str(tmp_path / "run")
-
-
-def refuse(*_: Any, **__: Any) -> None:
-    raise PermissionError(1, "no links here")
+    with run_folder(request, tmp_path) as folder:
+        yield folder
 
 
 def remove(path: str) -> None:

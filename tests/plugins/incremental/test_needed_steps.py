@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import TESTS, s3_server
+from support import TESTS
 from support.forks import Forks
+from support.run_folders import refuse, run_folder
 from support.saving import same as same_arrays
 
 import unickpt
@@ -26,10 +26,6 @@ from unickpt.storage import paths
 
 OPTIONS = SaveOptions(chunk_bytes=4096, fsync=False, timeout_s=20)
 FROZEN = np.random.default_rng(1).random(20_000)
-
-
-def refuse(*_: Any, **__: Any) -> None:
-    raise PermissionError(1, "no links here")
 
 
 def no_copy(*_: Any) -> None:
@@ -342,17 +338,8 @@ def test_a_refused_save_of_a_step_in_flight_changes_nothing(
 
 @pytest.fixture(params=["memory", "no links", "s3"])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "memory":
-            yield f"memory://{secrets.token_hex(6)}/run"
-        elif request.param == "s3":
-            endpoint, bucket = request.getfixturevalue("moto"), f"needed-{secrets.token_hex(4)}"
-            s3_server.use(endpoint, patch)
-            s3_server.make_bucket(endpoint, bucket)
-            yield f"s3://{bucket}/run"
-        else:
-            patch.setattr(os, "link", refuse)
-            yield str(tmp_path / "run")
+    with run_folder(request, tmp_path) as folder:
+        yield folder
 
 
 def folders_of(root: str) -> list[str]:

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tensorstore as ts
+from support.run_folders import refuse
 from support.saving import in_job, same
 from typer.testing import CliRunner
 
@@ -298,10 +299,6 @@ def test_a_patch_longer_than_a_chunk_is_refused_before_it_is_read(
 
 
 # --- storage without links ------------------------------------------------------------------------
-
-
-def refuse(*_: Any, **__: Any) -> None:
-    raise PermissionError(1, "no links here")
 
 
 def test_without_links_values_stay_in_checkpoints_beside(

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from support import TESTS, s3_server
 from support.processes import Processes
+from support.run_folders import refuse
 from support.saving import damage, files, same
 
 import unickpt
@@ -83,10 +84,6 @@ class Run:
             for path in (Path(self.path(step)) / name for name in files(Path(self.path(step))))
             if os.stat(path).st_nlink == 1 or step == 0
         )
-
-
-def refuse(*_: Any, **__: Any) -> None:
-    raise PermissionError(1, "no links here")
 
 
 @pytest.fixture(params=["links", "no links", "memory"])
@@ -412,7 +409,8 @@ sys.path[:0] = [{TESTS!r}, {os.path.dirname(__file__)!r}]
 import unickpt
 from support.dying import die_at
 from unickpt.runs import tier_copies
-from test_tiers_reuse import OPTIONS, changed, refuse, state
+from support.run_folders import refuse
+from test_tiers_reuse import OPTIONS, changed, state
 
 root, local, links, step, when = sys.argv[1:]
 link = os.link

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support import s3_server
 from support.processes import Processes
+from support.run_folders import refuse
 from support.saving import same
 
 import unickpt
@@ -158,10 +159,6 @@ def test_long_chains_of_patches(
                 assert unickpt.verify(tmp_path / f"step_{kept}").ok
             is_stored(tmp_path / f"step_{step}", state)
     assert patched > 30
-
-
-def refuse(*_: Any, **__: Any) -> None:
-    raise PermissionError(1, "no links here")
 
 
 # --- which chunks ---------------------------------------------------------------------------------
