@@ -24,8 +24,10 @@ from unickpt.extend import (
     Column,
     EncodedChunk,
     Encoding,
+    EncodingPolicy,
     Index,
     Part,
+    SaveEncoder,
     Settled,
     bytes_of_chunk,
     chunk_digest,
@@ -61,8 +63,8 @@ def is_undecided(entry: ArrayEntry) -> bool:
     return bool(entry.encoding) and entry.encoding == chosen_encoding(entry.dtype)
 
 
-class Auto:
-    """Compresses arrays if that pays; an `EncodingPolicy`."""
+class Auto(EncodingPolicy):
+    """Compresses arrays if that pays."""
 
     name = "compress"
 
@@ -123,8 +125,8 @@ def _contradiction(name: str, said: Sequence[bool] | set[bool]) -> CoverageError
     )
 
 
-class Compressing:
-    """The choice of one save in one process; a `SaveEncoder`.
+class Compressing(SaveEncoder):
+    """The choice of one save in one process.
 
     Arguments:
         alone: whether no other process saves with this one.

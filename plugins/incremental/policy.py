@@ -12,6 +12,7 @@ from unickpt.extend import (
     Adapter,
     DescribedSave,
     PathLike,
+    ReferencePolicy,
     Selection,
     WritingSave,
     adapter_of,
@@ -27,8 +28,8 @@ from unickpt.plugins.incremental.unchanged import Changed, SeenState, Unchanged
 _log = logging.getLogger("unickpt")
 
 
-class Incremental:
-    """Takes chunks of an earlier checkpoint, or what differs little from them; a `ReferencePolicy`.
+class Incremental(ReferencePolicy):
+    """Takes chunks of an earlier checkpoint, or what differs little from them.
 
     Arguments:
         reuse, changed, kept_cost: see `SaveOptions`.

@@ -7,14 +7,23 @@ from typing import Any
 
 import numpy as np
 
-from unickpt.extend import Array, BaseEntry, Compared, Taken, ValuePlaces, WriteItem
+from unickpt.extend import (
+    Array,
+    BaseEntry,
+    Claim,
+    Compared,
+    ReferenceSource,
+    Taken,
+    ValuePlaces,
+    WriteItem,
+)
 from unickpt.plugins.incremental.base import Base
 from unickpt.plugins.incremental.spans import Span, Spans
 from unickpt.plugins.incremental.unchanged import Unchanged
 
 
-class BaseChunks:
-    """The chunks of a base, for one process of one save; a `ReferenceSource`.
+class BaseChunks(ReferenceSource):
+    """The chunks of a base, for one process of one save.
 
     Arguments:
         base: has them.
@@ -89,8 +98,8 @@ class BaseChunks:
         return item.unit or ("", -1), is_settled
 
 
-class Claimed:
-    """How a process saves some chunks; a `Claim`.
+class Claimed(Claim):
+    """How a process saves some chunks.
 
     Arguments:
         base: of the save.
@@ -111,8 +120,9 @@ class Claimed:
         spans: Spans,
     ) -> None:
         self._base, self._lent, self._asked, self._spans = base, lent, asked, spans
-        self.written, self.taken = written, [*lent, *together]
-        self.notes = [
+        self.written = written
+        self.taken: Sequence[WriteItem] = [*lent, *together]
+        self.notes: Sequence[tuple[int, str, Any]] = [
             (array, entry.codec, theirs.extra[entry.codec])
             for array, entry in {item.array: item.entry for item in asked}.items()
             if entry.codec is not None

@@ -28,6 +28,7 @@ from unickpt.extend import (
     Fragment,
     Index,
     Part,
+    Skipped,
     name_matches,
     parts_of_boxes,
     quoted,
@@ -97,7 +98,7 @@ class SeenState:
 
 
 @dataclass(frozen=True)
-class Unchanged:
+class Unchanged(Skipped):
     """What is as in the base.
 
     Arguments:
