@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from support.processes import Processes
+
+from unickpt.commit.lease import Lease, holder
+from unickpt.storage import paths
+from unickpt.storage.local_folders import FileLock
 
 pytestmark = pytest.mark.integration
 
@@ -76,3 +82,53 @@ def test_a_forked_process_neither_waits_nor_closes(processes: Processes, tmp_pat
     assert said.count("refused:") == 3
     assert said.count('started by "spawn"') == 3
     assert "saved 1 3" in said
+
+
+BETWEEN = """
+import sys, threading, numpy as np, unickpt
+from unickpt.saving.background import SaveQueue
+run = unickpt.Checkpointer(sys.argv[1])
+begin, ends = SaveQueue.save, getattr(run, sys.argv[2])
+
+def save(queue, request):  # the call of `save` is half way when another thread ends the run
+    global ending
+    ending = threading.Thread(target=ends)
+    ending.start()
+    ending.join(0.5)
+    return begin(queue, request)
+
+SaveQueue.save = save
+run.save(1, {"w": np.ones(3)}).result()
+ending.join()
+with unickpt.Checkpointer(sys.argv[1]) as other:  # nothing holds the lease any more
+    SaveQueue.save = begin
+    other.save(2, {"w": np.ones(3)})
+print("saved", *other.steps(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["close", "release"])
+def test_a_run_ends_after_the_save_that_another_thread_begins(
+    processes: Processes, tmp_path: Path, how: str
+) -> None:
+    (said,) = processes.finish([processes.start(BETWEEN, tmp_path / "run", how)])
+    assert "saved 1 2" in said
+
+
+def test_threads_of_one_run_take_its_lease_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save and a removal take it at the same time."""
+    acquire = FileLock.acquire
+
+    def slowly(lock: FileLock, text: str) -> None:
+        acquire(lock, text)
+        time.sleep(0.2)
+
+    monkeypatch.setattr(FileLock, "acquire", slowly)
+    lease = Lease(paths.resolve(str(tmp_path / "run")))
+    with ThreadPoolExecutor(2) as pool:
+        taken = [pool.submit(lease.take) for _ in range(2)]
+        assert sorted(future.result() for future in taken) == [False, True]
+    lease.give_back()
+    assert holder(paths.resolve(str(tmp_path / "run"))) is None

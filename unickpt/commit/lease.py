@@ -80,6 +80,7 @@ class Lease:
             "session": secrets.token_hex(8),
         }
         self._held: _Lock | _Claim | None = None
+        self._changing = threading.RLock()  # saves, removals and the end of a run are threads
         self._settled_at = 0.0
 
     def take(self) -> bool:
@@ -92,7 +93,7 @@ class Lease:
             SaveConflict: another job holds it.
             StorageError: the storage failed.
         """
-        with self._translated():
+        with self._changing, self._translated():
             if self._held is not None and not self._held.is_valid():
                 self.give_back()
             if self._held is not None:
@@ -118,16 +119,17 @@ class Lease:
             SaveConflict: another job took it over, because this one did not renew it in time.
             StorageError: the storage failed.
         """
-        with self._translated():
+        with self._changing, self._translated():
             if self._held is not None:
                 self._held.check()
 
     def give_back(self) -> None:
         """Releases the lease, so that another job can take it."""
-        if self._held is not None:
-            with suppress(Exception):  # the next job waits until it expires
-                self._held.release()
-            self._held = None
+        with self._changing:
+            if self._held is not None:
+                with suppress(Exception):  # the next job waits until it expires
+                    self._held.release()
+                self._held = None
 
     @contextmanager
     def _translated(self) -> Iterator[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -168,7 +167,6 @@ class Checkpointer:
             *(self._tiers, self._branch, self._housekeeping, self._features, self._queue.forget)
         )
         self._closed = self._is_shared = False
-        self._closing = threading.Lock()
         self.loaded_step: int | None = None
         """The step that `load` returned."""
 
@@ -246,7 +244,7 @@ class Checkpointer:
             UnickptError: an earlier background error that was not raised yet; this save did not
                 start.
         """
-        with self._queue.following():
+        with self._queue.beginning, self._queue.following():
             request = self._request(
                 *(step, tree, wait, metrics, tokens, changed, metadata, overwrite)
             )
@@ -325,8 +323,7 @@ class Checkpointer:
         Waits for saves in flight, copies and removals; their errors are raised by the next call of
         `wait` or `save`.
         """
-        self._drain()
-        self._housekeeping.close()
+        self._release_when_idle()
 
     def close(self) -> None:
         """Waits as `wait`, then releases the lease, the signal handler and the hooks.
@@ -335,15 +332,15 @@ class Checkpointer:
             UnickptError: as `wait`.
         """
         self._drain()
-        with self._closing:  # `SaveOptions.metrics` may have closed it
-            if self._closed:
+        with self._queue.beginning:  # a save in another thread has begun, or is refused
+            if self._closed:  # `SaveOptions.metrics` may have closed it
                 return
             self._closed = True
+        self._release_when_idle()
         for fence in self._fences:
             fence.remove()
         if self._sigterm is not None:
             self._sigterm.remove()
-        self._housekeeping.close()
         self._queue.errors.raise_first()
 
     def __enter__(self) -> Self:
@@ -509,6 +506,15 @@ class Checkpointer:
         return found
 
     # --- helpers -------------------------------------------------------------------------------
+
+    def _release_when_idle(self) -> None:
+        """Releases the folders when no save is in flight; another thread may begin one."""
+        while True:
+            self._drain()
+            with self._queue.beginning:
+                if not self._queue.unfinished():
+                    self._housekeeping.close()
+                    return
 
     def _drain(self) -> None:
         self._queue.wait()

@@ -406,7 +406,8 @@ class SaveQueue:
 
     def __init__(self) -> None:
         self._process = os.getpid()
-        self._beginning = threading.RLock()  # `SaveOptions.metrics` may save on another thread
+        self.beginning = threading.RLock()
+        """Held while a save begins; `SaveOptions.metrics` may save on another thread."""
         self._area, self._plans = HostMemoryPool(), PlanCache(_MOST)
         self._pending: list[PendingSave] = []
         self._is_forgotten = False  # the state is no longer that of the last call
@@ -419,7 +420,7 @@ class SaveQueue:
             Exception: also the error of an earlier save, if it was not raised before.
         """
         self._check_process(f"{request.path}: ")
-        with self._beginning, self.following(), ExitStack() as undo:
+        with self.beginning, self.following(), ExitStack() as undo:
             undo.callback(request.callbacks.ended)
             pending = self._begin(request)
             undo.pop_all()
