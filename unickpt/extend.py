@@ -32,7 +32,7 @@ from unickpt.arrays.dtypes import with_shape as dtype_and_shape
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.arrays.names import matches as name_matches
 from unickpt.commit.version import Version, version_at
-from unickpt.features import Run, RunFeature, SaveCall, SaveFeature
+from unickpt.features import PhaseObserver, Run, RunFeature, SaveCall, SaveFeature
 from unickpt.format.borrowed import LEAST_USED as LEAST_REUSED
 from unickpt.format.borrowed import LINKED_FOLDER, MOST_BASES
 from unickpt.format.borrowed import name_of as base_name
@@ -339,6 +339,7 @@ __all__ = [
     "ParallelMap",
     "Part",
     "PathLike",
+    "PhaseObserver",
     "Plain",
     "Plan",
     "PlannedFile",

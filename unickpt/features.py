@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from unickpt.format.reader import Reader
+from unickpt.save_report import SaveReport
 from unickpt.write_filter import WriteFilter
+
+
+class PhaseObserver(Protocol):
+    """Is told of the phases of one save in this process, such as a tracer."""
+
+    def phase(self, name: str, began: float, ended: float) -> None:
+        """Records a phase that has ended, on the thread that it was on. An error is logged.
+
+        Arguments:
+            name: one of the keys of `SaveReport.phases`.
+            began, ended: seconds, as of `time.perf_counter`.
+        """
 
 
 class SaveFeature:
@@ -36,6 +49,19 @@ class SaveFeature:
             UnsupportedLeaf: that cannot be told; the save fails.
         """
         return None
+
+    def observer(self) -> PhaseObserver | None:
+        """What is told of the phases of a save that begins now; None for nobody. Called on each
+        process, in the call that saves."""
+        return None
+
+    def committed(self, report: SaveReport) -> None:
+        """Called on each process after the commit, at the same time as `SaveOptions.metrics`; on
+        the coordinator, the report has what all processes wrote. An error is logged.
+
+        Arguments:
+            report: of the save.
+        """
 
     def in_run(self, run: Run) -> RunFeature | None:
         """What a `Checkpointer` asks before each save and after each load; None for nothing."""

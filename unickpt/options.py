@@ -1,4 +1,4 @@
-"""The options of a save, each a keyword, and its report.
+"""The options of a save, each a keyword.
 
 A keyword of a plug-in becomes an item of `all_features`, and of plug-ins the core knows only those.
 """
@@ -16,9 +16,9 @@ from unickpt.features import SaveFeature
 from unickpt.frameworks.host_memory import CommonOptions, MemoryBudget, check_number
 from unickpt.frameworks.process_group import Group
 from unickpt.progress import Progress
-from unickpt.quoting import counted, given, quoted, size_text
+from unickpt.quoting import given, quoted
+from unickpt.save_report import SaveReport
 from unickpt.storage import paths
-from unickpt.trees import name_ranges
 
 if TYPE_CHECKING:
     from unickpt.format.encoders import EncodingPolicy
@@ -91,9 +91,6 @@ def _is_shape(value: Any) -> bool:
     return isinstance(value, tuple | list) and all(
         isinstance(n, Integral) and int(n) > 0 for n in value
     )
-
-
-_SLOWEST = 10  # processes that a report shows
 
 
 @dataclass(frozen=True)
@@ -216,6 +213,8 @@ class SaveOptions(CommonOptions):
             far and in total, on the saving thread. An error that it raises is logged, and does not
             affect the save.
         features: further plug-ins (`unickpt.extend.SaveFeature`), such as a codec.
+        timing: whether the checkpoint says how long each process took for what
+            (`unickpt.open(path).timing`); by default, if there are several.
 
     Raises:
         MissingPackage: `progress=True` without tqdm.
@@ -247,6 +246,7 @@ class SaveOptions(CommonOptions):
     metrics: Callable[[SaveReport], None] | None = None
     progress: Progress = None
     features: Sequence[SaveFeature] = ()
+    timing: bool | None = None
 
     __repr__ = given
 
@@ -333,148 +333,3 @@ class SaveOptions(CommonOptions):
     def with_features(self, features: Sequence[SaveFeature]) -> SaveOptions:
         """The same options with other features, also in place of keywords."""
         return replace(self, features=tuple(features), quantize={})
-
-
-@dataclass(frozen=True, repr=False)
-class SaveReport:
-    """What a save did.
-
-    Arguments:
-        url: where the checkpoint is.
-        arrays: number of arrays.
-        bytes: logical bytes of all arrays.
-        written_bytes: logical bytes of the chunks that this process wrote, and the bytes of its
-            patches.
-        chunks: number of chunks that this process wrote, except patches.
-        reused_bytes: logical bytes of the chunks that this process did not write, because
-            `SaveOptions.base` has them; of those that it wrote as patches, all but the patch.
-        processes: number of processes that took part.
-        seconds: wall time in this process, from the call to the commit.
-        phases: seconds per phase: `describe`, `plan`, `stage` (in the call), `queue` (waiting for
-            earlier saves), `write` and `commit`, which includes waiting for the other processes.
-        process: index of this process, in `SaveOptions.group` if that is given.
-        blocked_s: seconds for which the call blocked the caller.
-        staged_bytes: bytes that were copied to host memory, in the call or in the background.
-        drained_bytes: bytes that did not fit into `SaveOptions.budget_bytes` when it was their
-            turn, and were copied in the background as memory became free.
-        budget_wait_s: seconds of the call for which it waited because of `budget_bytes`.
-        writers: on the coordinator only, the statistics of each process: `bytes` and `chunks`
-            written, `reused_bytes`, `stored_bytes`, `seconds` that took, `blocked_s`,
-            `staged_bytes`, `drained_bytes`, `budget_wait_s`; and what
-            `unickpt.open(path).timing` makes of it: when each of its phases began and how long it
-            took, and its host's time when it was asked to save.
-        bases: on the coordinator only, the names of the checkpoints in the same folder that have
-            chunks of this one, where storage has no hard links: it cannot be read without them, so
-            they must not be removed, replaced or left behind when it is moved. Empty for a
-            checkpoint that is whole in itself (docs/reuse.md).
-        patched_chunks: number of chunks that this process wrote as patches (`SaveOptions.reuse`).
-        stored_bytes: of the chunks that this process wrote, before compression: as
-            `written_bytes`, but what is stored of quantised ones.
-        saved_bytes: by how much `SaveOptions(compression="auto")` made what this process wrote
-            smaller than `stored_bytes`.
-        replicas_differ: on the coordinator only, names of plain arrays that differ between
-            processes, and are stored as one of them held them; see `ReplicasDiffer`.
-        metadata: as this process gave it; that of process 0 is stored.
-        extra: on the coordinator only, what codecs say about arrays, by codec and array.
-        left_out: names of leaves for which the format has no place, of an export into one that
-            leaves them out (docs/formats/writing.md).
-    """
-
-    url: str
-    arrays: int
-    bytes: int
-    written_bytes: int
-    chunks: int
-    processes: int
-    seconds: float
-    phases: dict[str, float] = field(default_factory=dict)
-    process: int = 0
-    blocked_s: float = 0.0
-    staged_bytes: int = 0
-    writers: tuple[Mapping[str, float], ...] = ()
-    replicas_differ: tuple[str, ...] = ()
-    reused_bytes: int = 0
-    patched_chunks: int = 0
-    stored_bytes: int = 0
-    drained_bytes: int = 0
-    budget_wait_s: float = 0.0
-    bases: tuple[str, ...] = ()
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    left_out: tuple[str, ...] = ()
-    saved_bytes: int = 0
-    extra: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-
-    @property
-    def quantized(self) -> dict[str, tuple[float, float]]:
-        """On the coordinator, for each array that `SaveOptions.quantize` matches, the largest
-        absolute error of an element, and the largest in relation to the largest magnitude in its
-        block."""
-        notes = self.extra.get("quantized", {}).items()
-        return {name: (note["errors"][0], note["errors"][1]) for name, note in notes}
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """On process 0, the numbers that were given to `Checkpointer.save`."""
-        from unickpt.format.step_metrics import step_metrics  # here: few receivers ask for it
-
-        return step_metrics(self.metadata)
-
-    @property
-    def busiest_bytes(self) -> int:
-        """On the coordinator, what the process wrote that wrote most, as `written_bytes`; else 0.
-
-        With `mean_bytes` it says how evenly the processes shared the work: replicas of an array
-        each write a part of it.
-        """
-        return int(max((of["bytes"] for of in self.writers), default=0))
-
-    @property
-    def mean_bytes(self) -> float:
-        """On the coordinator, what a process wrote on average; else 0."""
-        return sum(of["bytes"] for of in self.writers) / max(1, len(self.writers))
-
-    @property
-    def gb_per_s(self) -> float:
-        """Logical gigabytes (1e9 bytes) of the checkpoint per second."""
-        return self.bytes / 1e9 / max(self.seconds, 1e-9)
-
-    def __repr__(self) -> str:
-        size = size_text(self.bytes)
-        arrays = counted(self.arrays, "array")
-        return f"SaveReport({self.url!r}, {arrays}, {size} in {self.seconds:.3g} s)"
-
-    def _repr_html_(self) -> str:
-        """The figures, the phases, and the processes that took the longest, for notebooks."""
-        from unickpt.display import html  # here, so that importing unickpt stays fast
-
-        facts = [
-            counted(self.arrays, "array"),
-            size_text(self.bytes),
-            counted(self.processes, "process", "processes"),
-            f"{html.seconds_text(self.seconds)} ({self.gb_per_s:.3g} GB/s)",
-            f"blocked the caller for {html.seconds_text(self.blocked_s)}",
-        ]
-        own = {
-            "written": size_text(self.written_bytes),
-            "taken from the base": size_text(self.reused_bytes),
-            "staged": size_text(self.staged_bytes),
-            **{name: html.seconds_text(seconds) for name, seconds in self.phases.items()},
-        }
-        needs = {"cannot be read without": ", ".join(self.bases)}
-        differ = {"differ between processes": name_ranges.listed(self.replicas_differ)}
-        slowest = sorted(enumerate(self.writers), key=lambda of: -of[1].get("seconds", 0.0))
-        rows = [
-            (process, html.seconds_text(of.get("seconds", 0.0)), size_text(int(of["bytes"])))
-            for process, of in slowest[:_SLOWEST]
-        ]
-        return html.page(
-            "SaveReport",
-            self.url,
-            facts,
-            html.facts_table({"process": self.process, **own}),
-            html.facts_table(needs) if self.bases else "",
-            html.facts_table(differ) if self.replicas_differ else "",
-            html.table(("slowest process", "wrote for", "bytes"), rows, len(rows))
-            if len(self.writers) > 1
-            else "",
-        )

@@ -82,7 +82,8 @@ def check_tracks(events: list[dict[str, Any]], step: Path) -> None:
 
 
 def test_a_trace_of_one_process_or_of_others_checkpoints_is_a_trace(tmp_path: Path) -> None:
-    unickpt.save(tmp_path / "own", {"step": 3})
+    options = unickpt.SaveOptions(timing=True)
+    unickpt.save(tmp_path / "own", {"step": 3}, options=options)
     np.savez(tmp_path / "state.npz", w=np.ones(4))
     for name, kinds in (("own", {"M", "X", "i"}), ("state.npz", set())):
         trace = tmp_path / f"{name}.json"

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.forging import array, forge_index, index_of
 from support.saving import save_in_job
 from typer.testing import CliRunner
 
 import unickpt
-from unickpt import Checkpointer
+from unickpt import Checkpointer, SaveOptions
 from unickpt.cli import output
 from unickpt.cli.app import app
 from unickpt.cli.saves.timing_table import print_timing
@@ -70,13 +69,14 @@ def test_all_shows_every_process(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_checkpoint_without_it_says_so(tmp_path: Path) -> None:
-    forge_index(tmp_path, *index_of(array("w", (3,))))
-    result = run("inspect", tmp_path, "--timing")
-    assert result.exit_code == 0
-    assert "does not say how long its save took: its format is 1." in " ".join(
-        result.output.split()
-    )
-    found = json.loads(run("inspect", tmp_path, "--timing", "--json").output)
+    unickpt.save(tmp_path / "c", {"w": np.ones(3)})
+    np.savez(tmp_path / "w.npz", w=np.ones(3))
+    for name, why in ("c", "and with SaveOptions(timing=True)"), ("w.npz", "its format is"):
+        result = run("inspect", tmp_path / name, "--timing")
+        assert result.exit_code == 0
+        assert "does not say how long its save took" in result.output
+        assert why in " ".join(result.output.split())
+    found = json.loads(run("inspect", tmp_path / "c", "--timing", "--json").output)
     assert found["timing"] is None
 
 
@@ -86,7 +86,8 @@ def test_it_is_not_of_an_array(tmp_path: Path) -> None:
 
 
 def test_both_tiers_have_it(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path / "root", local=tmp_path / "local") as checkpointer:
+    options = SaveOptions(timing=True)
+    with Checkpointer(tmp_path / "root", local=tmp_path / "local", options=options) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, {"w": np.arange(9.0) + step})
     for tier in ("root", "local"):

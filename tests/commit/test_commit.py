@@ -27,13 +27,16 @@ from unickpt import (
 )
 from unickpt.commit import attempt
 from unickpt.commit.attempt import Attempt
+from unickpt.commit.coordinator import Coordinator
+from unickpt.commit.merge import MergePolicies
 from unickpt.commit.messages import Notes, Record
+from unickpt.commit.participant import wait_committed
 from unickpt.errors import CoverageError, ProcessFailed, SaveTimeout
 from unickpt.frameworks.leaves import adapters
 from unickpt.saving import writer
 from unickpt.saving.describe import describe
 from unickpt.saving.write_plan import DirectSource, plan_writes
-from unickpt.storage import paths
+from unickpt.storage import data_files, paths
 from unickpt.storage.data_files import DataFile
 from unickpt.storage.errors import Failed
 from unickpt.types import Box, LocalFragments
@@ -45,6 +48,11 @@ def absent(path: Path) -> bool:
     except CheckpointNotFound:
         return True
     return False
+
+
+def of_step(step: str) -> type[Any]:
+    """The class that has a step of a commit."""
+    return Attempt if hasattr(Attempt, step) else Coordinator
 
 
 def sound(path: Path, tree: dict[str, Any]) -> bool:
@@ -152,13 +160,13 @@ def test_a_straggler_does_no_harm_to_the_next_try(tmp_path: Path) -> None:
 def test_a_process_that_gave_up_too_late_finds_the_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Attempt._write_root
+    real = Coordinator._write_root
 
-    def slow(self: Attempt, manifest: bytes) -> None:
+    def slow(self: Coordinator, manifest: bytes) -> None:
         time.sleep(0.5)  # the coordinator looks for errors, stalls, and process 1 gives up
         real(self, manifest)
 
-    monkeypatch.setattr(Attempt, "_write_root", slow)
+    monkeypatch.setattr(Coordinator, "_write_root", slow)
     reports = save_in_job(tmp_path, 2, lambda index: numbers(1), timeout_s=0.3)
     assert [type(r).__name__ for r in reports] == ["SaveReport", "SaveReport"]
     assert sound(tmp_path, numbers(1))
@@ -167,13 +175,13 @@ def test_a_process_that_gave_up_too_late_finds_the_commit(
 def test_a_process_that_gave_up_in_time_prevents_the_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Attempt._build_root
+    real = Coordinator._build_root
 
-    def slow(self: Attempt, *arguments: Any) -> bytes:
+    def slow(self: Coordinator, *arguments: Any) -> bytes:
         time.sleep(0.6)
         return real(self, *arguments)
 
-    monkeypatch.setattr(Attempt, "_build_root", slow)
+    monkeypatch.setattr(Coordinator, "_build_root", slow)
     errors = save_in_job(tmp_path, 2, lambda index: numbers(1), timeout_s=0.2)
     assert isinstance(errors[0], ProcessFailed)
     assert isinstance(errors[1], SaveTimeout)
@@ -184,10 +192,10 @@ def test_a_process_that_gave_up_in_time_prevents_the_commit(
 def test_a_coordinator_that_dies_after_the_commit_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def die(self: Attempt, older: Any) -> None:
+    def die(self: Coordinator, older: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Attempt, "_remove_older_attempts", die)
+    monkeypatch.setattr(Coordinator, "_remove_older_attempts", die)
     started = time.monotonic()
     results = save_in_job(tmp_path, 3, lambda index: numbers(1))
     assert time.monotonic() - started < 10
@@ -199,13 +207,13 @@ def test_a_coordinator_that_dies_after_the_commit_is_not_waited_for(
 def test_an_interrupt_while_the_commit_is_under_way_takes_nothing_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Attempt._write_root
+    real = Coordinator._write_root
 
-    def interrupted(self: Attempt, manifest: bytes) -> None:
+    def interrupted(self: Coordinator, manifest: bytes) -> None:
         real(self, manifest)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Attempt, "_write_root", interrupted)
+    monkeypatch.setattr(Coordinator, "_write_root", interrupted)
     with pytest.raises(KeyboardInterrupt):
         unickpt.save(tmp_path, numbers(1))
     assert sound(tmp_path, numbers(1))
@@ -214,13 +222,13 @@ def test_an_interrupt_while_the_commit_is_under_way_takes_nothing_away(
 def test_an_answer_that_was_lost_is_no_conflict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Attempt._write_root
+    real = Coordinator._write_root
 
-    def twice(self: Attempt, manifest: bytes) -> None:
+    def twice(self: Coordinator, manifest: bytes) -> None:
         real(self, manifest)
         real(self, manifest)  # as a client does that retries a request which did succeed
 
-    monkeypatch.setattr(Attempt, "_write_root", twice)
+    monkeypatch.setattr(Coordinator, "_write_root", twice)
     unickpt.save(tmp_path, numbers(1))
     assert sound(tmp_path, numbers(1))
 
@@ -228,14 +236,14 @@ def test_an_answer_that_was_lost_is_no_conflict(
 def test_a_note_that_a_network_file_system_hides_is_not_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Attempt._write_root
+    real = Coordinator._write_root
 
-    def hiding(self: Attempt, manifest: bytes) -> None:
+    def hiding(self: Coordinator, manifest: bytes) -> None:
         for note in (tmp_path / "processes").glob("*/notes/commit"):
             note.unlink()
         real(self, manifest)
 
-    monkeypatch.setattr(Attempt, "_write_root", hiding)
+    monkeypatch.setattr(Coordinator, "_write_root", hiding)
     reports = save_in_job(tmp_path, 3, lambda index: numbers(1))
     assert {(r.arrays, r.bytes) for r in reports} == {(4, 240_048)}
     assert sound(tmp_path, numbers(1))
@@ -470,7 +478,7 @@ def test_the_old_checkpoint_stays_until_the_new_one_is_there(
         return step
 
     for step in ("publish", "_build_root", "_write_root"):
-        monkeypatch.setattr(Attempt, step, checked(getattr(Attempt, step)))
+        monkeypatch.setattr(of_step(step), step, checked(getattr(of_step(step), step)))
     unickpt.save(tmp_path, numbers(2), overwrite=True)
     assert seen == [True, True, True]
     assert sound(tmp_path, numbers(2))
@@ -482,10 +490,10 @@ def test_a_failed_overwrite_keeps_the_old_checkpoint(
 ) -> None:
     unickpt.save(tmp_path, numbers(1))
 
-    def fail(self: Attempt, *arguments: Any) -> None:
+    def fail(self: Any, *arguments: Any) -> None:
         raise Failed("no more space")
 
-    monkeypatch.setattr(Attempt, fault, fail)
+    monkeypatch.setattr(of_step(fault), fault, fail)
     with pytest.raises(StorageError, match="no more space"):
         unickpt.save(tmp_path, numbers(2), overwrite=True)
     assert sound(tmp_path, numbers(1))
@@ -546,15 +554,16 @@ class Stop:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, step: str, name: str) -> None:
         self.reached, self.go_on = threading.Event(), threading.Event()
-        real = getattr(Attempt, step)
+        real = getattr(of_step(step), step)
 
-        def wait(attempt: Attempt, *arguments: Any) -> Any:
+        def wait(self_: Any, *arguments: Any) -> Any:
+            attempt = self_ if isinstance(self_, Attempt) else self_.attempt
             if attempt.name.startswith(name) and not self.reached.is_set():
                 self.reached.set()
                 assert self.go_on.wait(30)
-            return real(attempt, *arguments)
+            return real(self_, *arguments)
 
-        monkeypatch.setattr(Attempt, step, wait)
+        monkeypatch.setattr(of_step(step), step, wait)
 
 
 @pytest.mark.parametrize("step", ["publish", "commit", "_merge", "_build_root", "_write_root"])
@@ -658,14 +667,14 @@ def test_a_process_that_looks_late_knows_that_its_job_had_committed(
 ) -> None:
     unickpt.save(tmp_path, numbers(0))
     late, replaced = session(), threading.Event()
-    real = Attempt._is_committed
+    real = Attempt.committed
 
-    def look(attempt: Attempt) -> bool:
+    def look(attempt: Attempt) -> Any:
         if attempt.name.startswith(late):
             replaced.wait(20)
         return real(attempt)
 
-    monkeypatch.setattr(Attempt, "_is_committed", look)
+    monkeypatch.setattr(Attempt, "committed", look)
     reports: list[Any] = [None, None]
 
     def save(index: int) -> None:
@@ -733,16 +742,18 @@ def test_jobs_of_many_processes(count: int, tmp_path: Path) -> None:
         attempt.check_destination(False)
         jobs = plan_writes(description, index).own
         direct = DirectSource(1 << 20)
-        attempt.make_folder()
+        attempt.folder_of(index).child(data_files.FOLDER).make()
         attempt.publish(writer.ChunkWriter(attempt, description, 1 << 20, direct).write_all(jobs))
         held.append((attempt, description))
     attempt, description = held[0]
-    totals = attempt.commit(
-        description.index, description.digest, lambda request: pytest.fail("nothing is missing")
+    coordinator = Coordinator(
+        attempt, lambda request: pytest.fail("nothing is missing"), MergePolicies()
     )
+    totals = coordinator.commit(description.index, description.digest, lambda merged: None).totals
     assert totals.arrays == count + 2
     for attempt, _ in held[1::37]:
-        assert attempt.wait_committed(lambda request: pytest.fail("nothing is missing")) == totals
+        found = wait_committed(attempt, lambda request: pytest.fail("nothing is missing"))
+        assert found == totals
     found = unickpt.load(tmp_path)
     assert found["rows"][:, 3].tolist() == list(range(count))
     assert found["own"][f"p{count - 1}"].tolist() == [count - 1] * 3

@@ -17,7 +17,7 @@ from support.saving import in_job, session
 
 import unickpt
 from unickpt import ProcessGroup, SaveConflict, SaveOptions, StorageError, UnickptError
-from unickpt.commit import attempt, merge, root
+from unickpt.commit import attempt, coordinator, merge, participant, root
 from unickpt.commit.messages import Notes
 from unickpt.errors import StateChanged
 from unickpt.format import codec
@@ -62,11 +62,11 @@ PLACES: list[tuple[Any, str, int, BaseException]] = [
     (codec, "compressed", 25, FULL),
     (codec, "compressed", 25, KeyboardInterrupt()),
     (write_plan, "stage", 20, StateChanged("its memory was freed")),
-    (Notes, "publish", 1, FULL),
-    (attempt.Attempt, "_collect", 1, KeyboardInterrupt()),
+    (attempt.Attempt, "publish", 1, FULL),
+    (coordinator.Coordinator, "_records", 1, KeyboardInterrupt()),
     (merge, "merged_chunks", 1, FULL),
     (root.Root, "build", 1, FULL),
-    (attempt.Attempt, "_write_root", 1, SaveConflict("another job")),
+    (coordinator.Coordinator, "_write_root", 1, SaveConflict("another job")),
 ]
 
 
@@ -235,7 +235,7 @@ def test_one_of_a_job_that_fails_leaves_nothing(
 def test_a_process_that_is_late_leaves_nothing_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempt, "_GRACE_S", 0.1)
+    monkeypatch.setattr(participant, "_GRACE_S", 0.1)
     late, real = threading.Event(), writer.ChunkWriter.write_all
 
     def slow(self: Any, jobs: Any) -> Any:
@@ -253,7 +253,7 @@ def test_a_process_that_is_late_leaves_nothing_in_the_end(
 def test_where_a_process_died_the_next_save_removes_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempt, "_GRACE_S", 0.1)
+    monkeypatch.setattr(participant, "_GRACE_S", 0.1)
     name = session()
 
     def run(group: ProcessGroup) -> Any:

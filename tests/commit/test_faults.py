@@ -23,7 +23,7 @@ sys.path.insert(0, {TESTS!r})
 import unickpt
 from support.dying import die_at
 from support.saving import numbers
-from unickpt.commit import attempt as commit
+from unickpt.commit import participant as commit
 
 path, index, count, session, seed, overwrite, timeout_s, step, when = ARGS
 commit._GRACE_S = 0.3
@@ -51,12 +51,12 @@ STEPS = [
 ]
 COORDINATORS_STEPS = [
     *[(step, when, False) for step, when, _ in STEPS],
-    ("commit.attempt.Attempt:_merge", "before", False),
-    ("commit.attempt.Attempt:_build_root", "during", False),
-    ("commit.attempt.Attempt:_write_root", "before", False),  # before the commit
-    ("commit.attempt.Attempt:_write_root", "during", None),  # during the commit
-    ("commit.attempt.Attempt:_write_root", "after", True),
-    ("commit.attempt.Attempt:_remove_older_attempts", "during", True),
+    ("commit.coordinator.Coordinator:_merge", "before", False),
+    ("commit.coordinator.Coordinator:_build_root", "during", False),
+    ("commit.coordinator.Coordinator:_write_root", "before", False),  # before the commit
+    ("commit.coordinator.Coordinator:_write_root", "during", None),  # during the commit
+    ("commit.coordinator.Coordinator:_write_root", "after", True),
+    ("commit.coordinator.Coordinator:_remove_older_attempts", "during", True),
 ]
 TIMEOUT_S = 2.0
 

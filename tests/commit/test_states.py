@@ -14,6 +14,7 @@ import unickpt
 from unickpt import SaveConflict, SaveOptions, StorageError
 from unickpt.commit.attempt import Attempt
 from unickpt.commit.attempt_state import NEXT, REMOVABLE, AttemptState
+from unickpt.commit.coordinator import Coordinator
 from unickpt.errors import ProcessFailed
 from unickpt.saving.task import SaveTask
 from unickpt.saving.writer import ChunkWriter
@@ -24,13 +25,14 @@ States = dict[int, list[str]]
 def entered(monkeypatch: pytest.MonkeyPatch, kind: type[Any]) -> States:
     """The states that saves enter, by process."""
     found: States = {}
-    real = kind._become
+    name = "become" if kind is Attempt else "_become"
+    real = getattr(kind, name)
 
     def become(self: Any, state: Any) -> None:
         found.setdefault(self.group.index, []).append(state.name)
         real(self, state)
 
-    monkeypatch.setattr(kind, "_become", become)
+    monkeypatch.setattr(kind, name, become)
     return found
 
 
@@ -71,15 +73,15 @@ def test_the_states_of_a_job_of_which_one_fails(
 def test_the_states_of_a_save_that_another_job_overtakes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real: Callable[..., Any] = Attempt._write_root
+    real: Callable[..., Any] = Coordinator._write_root
 
     def overtaken(self: Any, *arguments: Any) -> Any:
-        monkeypatch.setattr(Attempt, "_write_root", real)
+        monkeypatch.setattr(Coordinator, "_write_root", real)
         unickpt.save(tmp_path, {"w": np.zeros(3)}, options=SaveOptions(fsync=False))
         attempts.clear()
         return real(self, *arguments)
 
-    monkeypatch.setattr(Attempt, "_write_root", overtaken)
+    monkeypatch.setattr(Coordinator, "_write_root", overtaken)
     attempts = entered(monkeypatch, Attempt)
     with pytest.raises(SaveConflict):
         unickpt.save(tmp_path, {"w": np.ones(3)}, options=SaveOptions(fsync=False))

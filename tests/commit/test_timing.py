@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import xxhash
 from support.forging import forge
-from support.saving import numbers, save_in_job
+from support.saving import in_job, numbers, save_in_job
 
 import unickpt
 from unickpt import PerProcess, SaveOptions
 from unickpt.commit.messages import CHUNK_DTYPE, Record
+from unickpt.extend import SaveFeature
 from unickpt.format import timing
 from unickpt.format.timing import PHASES, TIMING_KEY, Arrivals, Timing
 from unickpt.saving import writer
@@ -46,8 +47,12 @@ def test_the_processes_statistics_are_those_of_the_reports(tmp_path: Path) -> No
 
 def test_the_phases_of_a_background_save_are_kept(tmp_path: Path) -> None:
     state = numbers(1)
-    first = unickpt.save_async(tmp_path / "a", state, options=SaveOptions(staging="copy"))
-    second = unickpt.save_async(tmp_path / "b", state, options=SaveOptions(staging="copy"))
+    first = unickpt.save_async(
+        tmp_path / "a", state, options=SaveOptions(staging="copy", timing=True)
+    )
+    second = unickpt.save_async(
+        tmp_path / "b", state, options=SaveOptions(staging="copy", timing=True)
+    )
     first.result()
     report = second.result()
     found = unickpt.open(tmp_path / "b").timing
@@ -60,7 +65,7 @@ def test_the_phases_of_a_background_save_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_call_that_waits_for_the_commit_blocks_its_caller_until_then(tmp_path: Path) -> None:
-    with unickpt.Checkpointer(tmp_path) as checkpointer:
+    with unickpt.Checkpointer(tmp_path, options=SaveOptions(timing=True)) as checkpointer:
         waited = checkpointer.save(1, numbers(1), wait=True).result()
         returned = checkpointer.save(2, numbers(1)).result()
     assert waited.blocked_s >= waited.phases["commit"] + waited.phases["write"]
@@ -105,9 +110,7 @@ def test_copies_keep_it_and_equal_data_does_not_differ_by_it(tmp_path: Path) -> 
         assert unickpt.verify(tmp_path / name).ok
     save_in_job(tmp_path / "d", 2, lambda index: {"w": np.ones(9)})
     unickpt.convert(tmp_path / "d", tmp_path / "e")
-    converted = unickpt.open(tmp_path / "e").timing
-    assert converted is not None
-    assert converted.processes == 1
+    assert unickpt.open(tmp_path / "e").timing is None, "of one process, and nobody asked for it"
 
 
 # --- clocks ---------------------------------------------------------------------------------------
@@ -245,7 +248,7 @@ def test_every_flipped_bit_of_a_table_is_noticed() -> None:
 
 def stored(path: Path) -> dict[str, bytes]:
     """All keys of a checkpoint without chunks."""
-    unickpt.save(path, {"step": 1})
+    unickpt.save(path, {"step": 1}, options=SaveOptions(timing=True))
     store = unickpt.open(path).reader.chunks.database.store()  # type: ignore[attr-defined]
     return {key.decode(): store.read(key.decode()).result().value for key in store.list().result()}
 
@@ -295,6 +298,74 @@ def test_a_save_of_another_number_of_processes_has_its_own(tmp_path: Path) -> No
 def test_it_costs_no_look_at_the_storage_when_a_checkpoint_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unickpt.save(tmp_path, {"w": np.ones(3)})
+    unickpt.save(tmp_path, {"w": np.ones(3)}, options=SaveOptions(timing=True))
     monkeypatch.setattr(timing, "decode", None)
     assert unickpt.load(tmp_path)["w"].tolist() == [1, 1, 1]
+
+
+# --- observers ----------------------------------------------------------------------------------
+
+
+class Tracer(SaveFeature):
+    """Notes all that it is told of saves."""
+
+    name = "tracer"
+
+    def __init__(self, fails: bool = False) -> None:
+        self.phases: list[tuple[str, float, float]] = []
+        self.reports: list[Any] = []
+        self.fails = fails
+
+    def observer(self) -> Tracer:
+        return self
+
+    def phase(self, name: str, began: float, ended: float) -> None:
+        self.phases.append((name, began, ended))
+        if self.fails:
+            raise RuntimeError("the tracer is away")
+
+    def committed(self, report: Any) -> None:
+        self.reports.append(report)
+        if self.fails:
+            raise RuntimeError("the tracer is away")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_feature_sees_the_phases_and_the_commit(
+    tmp_path: Path, fails: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracer = Tracer(fails)
+    options = SaveOptions(features=[tracer], fsync=False)
+    before = time.perf_counter()
+    first = unickpt.save(tmp_path / "a", {"w": np.ones(3)}, options=options)
+    second = unickpt.save_async(tmp_path / "b", {"w": np.ones(3)}, options=options).result()
+    assert [report.url for report in tracer.reports] == [first.url, second.url]
+    seen = {name for name, _, _ in tracer.phases[: len(first.phases)]}
+    assert seen == first.phases.keys() == {"describe", "plan", "write", "commit"}
+    rest = {name: ended - began for name, began, ended in tracer.phases[len(first.phases) :]}
+    assert rest == pytest.approx(second.phases, abs=1e-9)
+    for _, began, ended in tracer.phases:
+        assert before <= began <= ended <= time.perf_counter()
+    assert ("the tracer is away" in caplog.text) == fails
+    assert unickpt.verify(tmp_path / "b").ok
+
+
+def test_every_process_is_told_and_process_0_of_all(tmp_path: Path) -> None:
+    tracers = [Tracer(), Tracer()]
+
+    def save(group: unickpt.ProcessGroup) -> None:
+        options = SaveOptions(group=group, features=[tracers[group.index]], fsync=False)
+        unickpt.save(tmp_path / "c", tree(group.index), options=options)
+
+    assert in_job(2, save) == [None, None]
+    assert [len(tracer.reports[0].writers) for tracer in tracers] == [2, 0]
+
+
+def test_of_several_processes_it_is_kept_unless_it_is_refused(tmp_path: Path) -> None:
+    def save(group: unickpt.ProcessGroup) -> None:
+        options = SaveOptions(group=group, timing=False, fsync=False)
+        unickpt.save(tmp_path / "c", tree(group.index), options=options)
+
+    assert in_job(2, save) == [None, None]
+    assert unickpt.open(tmp_path / "c").timing is None
+    assert unickpt.verify(tmp_path / "c").ok

@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 import unickpt
 from unickpt.cli.app import app
 from unickpt.commit import progress_reports, waits
+from unickpt.commit.attempt import Attempt
 from unickpt.commit.progress_reports import Report
 from unickpt.commit.waits import Late, Waits
 from unickpt.runs.watching import Watch
@@ -152,8 +153,10 @@ def records(tmp_path: Path) -> KvStore:
 
 
 def of(tmp_path: Path, process: int, count: int = 4) -> Waits:
-    location = paths.resolve(tmp_path)
-    return Waits(location, location, paths.context(), unickpt.ProcessGroup(process, count, "s"))
+    group = unickpt.ProcessGroup(process, count, "s")
+    attempt = Attempt(paths.resolve(tmp_path), group, "s-1", paths.context(), 60)
+    attempt.folder = attempt.location
+    return Waits(attempt)
 
 
 def say(records: KvStore, process: int, phase: str) -> None:
@@ -361,8 +364,9 @@ def test_few_requests_are_made_however_many_processes_there_are() -> None:
         first_s, longest_s = task.report_pauses(count)
         assert count / first_s <= max(200, count / 5)
         assert count / longest_s <= max(20, count / 60)
+        group = unickpt.ProcessGroup(0, count, "s")
         location = paths.resolve("memory://waits")
-        wait = Waits(location, location, paths.context(), unickpt.ProcessGroup(0, count, "s"))
+        wait = Waits(Attempt(location, group, "s-1", paths.context(), 60))
         assert count / wait._least_s <= max(100, count / 30)
 
 

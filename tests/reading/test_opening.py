@@ -20,7 +20,7 @@ from support.processes import Processes
 
 import unickpt
 from unickpt import CheckpointCorrupt, CheckpointNotFound, StorageError
-from unickpt.commit.attempt import Attempt
+from unickpt.commit.coordinator import Coordinator
 from unickpt.errors import CheckpointReplaced
 from unickpt.format import chunk_store, codec, digest_table, index_json
 from unickpt.format.ocdbt_reader import OcdbtReader
@@ -163,7 +163,7 @@ def test_processes_that_exchange_never_mix_two_checkpoints(
 
     monkeypatch.setattr(checkpoint, "_open", open_in_turn)
     # For a moment after the commit, the data of the old one is still there.
-    monkeypatch.setattr(Attempt, "_remove_older_attempts", lambda *_: None)
+    monkeypatch.setattr(Coordinator, "_remove_older_attempts", lambda *_: None)
     found = Threads(4).run(lambda index, options: unickpt.load(path, tree(0), options=options))
     if removed:
         assert {type(error) for error in found} == {CheckpointNotFound}
@@ -313,7 +313,7 @@ def test_a_bug_is_never_told_as_damage(
         found = outcome(holder, name, lambda: (unickpt.load(path, like), unickpt.verify(path)))
         assert found is bug, name
     saving: list[tuple[Any, str]] = [
-        (Attempt, "_merge"), (Attempt, "_build_root"), (codec, "bytes_of"),
+        (Coordinator, "_merge"), (Coordinator, "_build_root"), (codec, "bytes_of"),
         (codec, "encode"), (DataFile, "add"), (index_json, "encode"),
     ]  # fmt: skip
     other = {"w": np.ones(20_000)}

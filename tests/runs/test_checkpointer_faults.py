@@ -25,7 +25,7 @@ sys.path.insert(0, {TESTS!r})
 import unickpt.runs.checkpointer
 from support.dying import die_at
 from support.saving import numbers
-from unickpt.commit import attempt as commit
+from unickpt.commit import participant as commit
 
 root, local, index, count, session, first, many, step, when, timeout_s = ARGS
 commit._GRACE_S = 0.3
@@ -64,10 +64,10 @@ COORDINATORS_STEPS = [
     *STEPS,
     ("commit.lease.Lease:take", "after"),
     ("runs.step_folder:remove_orphans", "during"),
-    ("commit.attempt.Attempt:_build_root", "during"),
-    ("commit.attempt.Attempt:_write_root", "before"),  # before the commit
-    ("commit.attempt.Attempt:_write_root", "during"),  # during the commit
-    ("commit.attempt.Attempt:_write_root", "after"),
+    ("commit.coordinator.Coordinator:_build_root", "during"),
+    ("commit.coordinator.Coordinator:_write_root", "before"),  # before the commit
+    ("commit.coordinator.Coordinator:_write_root", "during"),  # during the commit
+    ("commit.coordinator.Coordinator:_write_root", "after"),
     ("runs.step_folder.StepFolder:remove", "before"),
     ("runs.step_folder.StepFolder:remove", "during"),  # during the deletion
     # Its files are gone, its folder is not.

@@ -50,7 +50,7 @@ from support.run_model import (
 
 import unickpt
 from unickpt import Checkpointer, CheckpointExists, SaveConflict, StorageError, UnsupportedLeaf
-from unickpt.commit.attempt import Attempt
+from unickpt.commit.coordinator import Coordinator
 from unickpt.errors import LaterStepsExist
 from unickpt.runs import orphans
 from unickpt.saving.writer import ChunkWriter
@@ -75,14 +75,14 @@ JOBS = st.builds(
     is_local=st.sampled_from([True, True, False]),
 )
 WORDS = st.sampled_from(["none", "all tracked", "dict", "rows", "mixed"])
-FAILURES = {"chunks": (ChunkWriter, "write_all"), "root": (Attempt, "_write_root")}
+FAILURES = {"chunks": (ChunkWriter, "write_all"), "root": (Coordinator, "_write_root")}
 """Where a save fails in the background."""
 # Where a child dies: a function of unickpt that it calls while it saves, copies or removes.
 DEATHS = [
     "saving.task:describe",
     "saving.writer.ChunkWriter:write_all",
     "commit.attempt.Attempt:publish",
-    "commit.attempt.Attempt:_write_root",
+    "commit.coordinator.Coordinator:_write_root",
     "commit.root.Root:replace",
     "commit.borrowers:mark",
     "format.borrowed:retire",

@@ -264,7 +264,7 @@ import unickpt
 from support.dying import die_at
 from support.saving import numbers
 
-die_at("commit.attempt.Attempt:_write_root", "before")
+die_at("commit.coordinator.Coordinator:_write_root", "before")
 with unickpt.Checkpointer(sys.argv[1]) as checkpointer:
     checkpointer.save(1, numbers(7), overwrite=True)
 """

@@ -24,7 +24,7 @@ from support.strategies import examples
 
 import unickpt
 from unickpt import CheckpointCorrupt, Checkpointer, SaveConflict, SaveOptions, StorageError
-from unickpt.commit import attempt, lease
+from unickpt.commit import coordinator, lease
 from unickpt.runs import cleaning, lineage_notes, tier_copies
 from unickpt.runs.step_folder import StepFolder
 from unickpt.runs.tier_copies import Copying
@@ -373,7 +373,7 @@ def hours(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
             return datetime.datetime.now(zone) + datetime.timedelta(hours=hours)
 
         clock = SimpleNamespace(UTC=datetime.UTC, datetime=SimpleNamespace(now=now))
-        monkeypatch.setattr(attempt, "datetime", clock)
+        monkeypatch.setattr(coordinator, "datetime", clock)
 
     return set_clock
 

@@ -24,7 +24,7 @@ from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 
 import unickpt
 from unickpt import Checkpointer, ProcessGroup, SaveConflict, SaveOptions, StorageError
-from unickpt.commit import attempt, lease
+from unickpt.commit import attempt, coordinator, lease, participant
 from unickpt.errors import InvalidPath, ProcessFailed, SaveTimeout
 from unickpt.storage import paths
 
@@ -49,13 +49,13 @@ def folders(root: Path) -> list[str]:
 
 def after_commit(patch: pytest.MonkeyPatch, work: Callable[[str], object]) -> None:
     """Has something done right after each commit, before the save ends; with the URL."""
-    real = attempt.Attempt._remove_older_attempts
+    real = coordinator.Coordinator._remove_older_attempts
 
-    def then(self: attempt.Attempt, older: Any) -> None:
+    def then(self: coordinator.Coordinator, older: Any) -> None:
         real(self, older)
-        work(self.location.url)
+        work(self.attempt.location.url)
 
-    patch.setattr(attempt.Attempt, "_remove_older_attempts", then)
+    patch.setattr(coordinator.Coordinator, "_remove_older_attempts", then)
 
 
 class Stop:
@@ -385,7 +385,8 @@ def test_a_folder_that_is_removed_under_a_save(
     options = SaveOptions(fsync=False, timeout_s=1, chunk_bytes=4096)
     with Checkpointer(root, options=options) as checkpointer:
         checkpointer.save(1, numbers(1), wait=True)
-        real = getattr(attempt.Attempt, step)
+        kind = attempt.Attempt if hasattr(attempt.Attempt, step) else coordinator.Coordinator
+        real = getattr(kind, step)
 
         def removing(*arguments: Any, **named: Any) -> Any:
             if when == "after":
@@ -394,7 +395,7 @@ def test_a_folder_that_is_removed_under_a_save(
             return result if when == "after" else real(*arguments, **named)
 
         with monkeypatch.context() as patch:
-            patch.setattr(attempt.Attempt, step, removing)
+            patch.setattr(kind, step, removing)
             pending = checkpointer.save(2, numbers(2))
             with pytest.raises((StorageError, SaveTimeout), match="step_2"):
                 pending.result(LONG_S)
@@ -552,7 +553,7 @@ def s3(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     s3_server.use(server.endpoint, monkeypatch)
     monkeypatch.setattr(lease, "_RENEW_S", 0.1)
     monkeypatch.setattr(lease, "_EXPIRES_S", 0.5)
-    monkeypatch.setattr(attempt, "_GRACE_S", 0.2)
+    monkeypatch.setattr(participant, "_GRACE_S", 0.2)
     yield server
     server.heal()
 

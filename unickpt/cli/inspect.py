@@ -138,9 +138,10 @@ def _inspect_timing(checkpoint: Checkpoint, everything: bool, as_json: bool) -> 
         return
     out.print(Text(clean(checkpoint.reader.label), "bold"))
     if found is None:
-        out.print(
-            f"It does not say how long its save took: its format is {clean(_format(checkpoint))}."
-        )
+        why = "that is kept of saves of several processes, and with SaveOptions(timing=True)"
+        if checkpoint.reader.format != ocdbt_reader.FORMAT:
+            why = f"its format is {clean(_format(checkpoint))}"
+        out.print(f"It does not say how long its save took: {why}.")
         return
     timing_table.print_timing(out, found, everything)
 

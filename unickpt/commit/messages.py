@@ -201,7 +201,6 @@ class Notes:
         self._records = folder.child("records").store(context)
         self._notes = folder.child("notes").store(context)
         self._unwritten = b""
-        self._kept = dict[str, Record]()  # of a process that saves alone: nobody reads its record
         self._polled = time.monotonic()
         self.settled = False
         """Whether a process that gave up reported that no process can commit any more."""
@@ -221,12 +220,8 @@ class Notes:
         return bool(own.result().state == "value")
 
     def publish(self, record: Record, kind: str) -> None:
-        """Writes this process's record, which ends its part; keeps it in a job of one."""
-        name = f"{self._group.index:05d}{kind}"
-        if self._group.count == 1:
-            self._kept[name] = record
-        else:
-            self._records.write(name, record.encode()).result()
+        """Writes this process's record, which ends its part."""
+        self._records.write(f"{self._group.index:05d}{kind}", record.encode()).result()
 
     def publish_error(self, error: BaseException, *, settles: bool, refused: bool) -> None:
         """Reports to the others why this process gives up; `retry_error` retries.
@@ -272,17 +267,15 @@ class Notes:
 
     def poll_now_and_then(self) -> None:
         """As `poll`, but not more often than all processes together should."""
-        if self._group.count > 1 and time.monotonic() - self._polled > self.pause_s:
+        if time.monotonic() - self._polled > self.pause_s:
             self.poll()
 
     def poll(self) -> set[str]:
-        """The names of all notes; in a job of one there are none.
+        """The names of all notes.
 
         Raises:
             ProcessFailed: with the message of a process that gave up.
         """
-        if self._group.count == 1:
-            return set()
         self._polled = time.monotonic()
         notes = _list(self._notes)
         matches = (_ERROR_NAME.fullmatch(name) for name in notes)
@@ -313,7 +306,7 @@ class Notes:
 
     def late(self, processes: Iterable[int], kind: str) -> list[int]:
         """The processes, among the given ones, whose records are missing."""
-        there = self._kept if self._group.count == 1 else _list(self._records)
+        there = _list(self._records)
         return [process for process in processes if f"{process:05d}{kind}" not in there]
 
     def records(self, processes: Iterable[int], kind: str) -> list[tuple[int, Record]]:
@@ -322,8 +315,6 @@ class Notes:
         Raises:
             StorageError: one cannot be decoded.
         """
-        if self._group.count == 1:
-            return [(process, self._kept.pop(f"{process:05d}{kind}")) for process in processes]
         reads = [(process, self._records.read(f"{process:05d}{kind}")) for process in processes]
         found = []
         for process, read in reads:

@@ -1,4 +1,5 @@
-"""Outcomes: what became of an attempt, for a process that has not seen it."""
+"""Outcomes: what became of an attempt, for a process that has not seen it; and the errors of those
+that cannot succeed."""
 
 from __future__ import annotations
 
@@ -9,8 +10,10 @@ import tensorstore as ts
 
 from unickpt.commit import version
 from unickpt.commit.messages import Notes, Totals
+from unickpt.errors import SaveConflict, StorageError
 from unickpt.format import index_json
 from unickpt.format.index import INDEX_KEY
+from unickpt.frameworks.process_group import saved_apart
 from unickpt.storage.database import Database
 from unickpt.storage.locations import Location
 
@@ -64,3 +67,21 @@ def replaced(location: Location, root: str, notes_of: NotesOf) -> dict[str, Tota
                 known = {**note.replaced, found.attempt: note.totals}
                 return dict(list(known.items())[-_MOST_REPLACED:])
     return {}
+
+
+def conflict(location: Location, when: str) -> SaveConflict:
+    """The error that another job has committed at the same path.
+
+    Arguments:
+        location: the checkpoint's folder.
+        when: as "during this save".
+    """
+    return SaveConflict(f"{location}: another job committed here {when}{saved_apart()}")
+
+
+def gone(location: Location) -> StorageError:
+    """The error that the files of an attempt are gone."""
+    return StorageError(
+        f"{location}: the files written for this checkpoint are gone; the folder was removed "
+        f"during the save{saved_apart()}"
+    )

@@ -14,16 +14,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
-import tensorstore as ts
-
 from unickpt import quoting
 from unickpt.commit import progress_reports
+from unickpt.commit.attempt import Attempt
 from unickpt.commit.progress_reports import COMMIT, NOT_BEGUN, WORDS, WRITE
 from unickpt.errors import SaveTimeout
 from unickpt.frameworks.members import legend
-from unickpt.frameworks.process_group import Group, members_of
+from unickpt.frameworks.process_group import members_of
 from unickpt.storage.kvstore import KvStore
-from unickpt.storage.locations import Location
 
 _log = logging.getLogger("unickpt")
 _FIRST_S = 30.0
@@ -60,19 +58,20 @@ class Late:
 
 
 class Waits:
-    """Says of whom the processes of an attempt wait.
+    """Waits for other processes of an attempt, and says now and then for whom.
 
     Arguments:
-        location: the checkpoint's folder.
-        folder: of the attempt.
-        context: for the storage.
-        group: the processes.
+        attempt: it.
     """
 
-    def __init__(
-        self, location: Location, folder: Location, context: ts.Context, group: Group
-    ) -> None:
-        self._location, self._folder, self._context = location, folder, context
+    def __init__(self, attempt: Attempt) -> None:
+        group = attempt.group
+        self._location, self._folder, self._context = (
+            attempt.location,
+            attempt.folder,
+            attempt.context,
+        )
+        self._notes, self._timeout_s = attempt.notes, attempt.timeout_s
         self._process, self._count, self._group = group.index, group.count, group
         self._least_s = max(_FIRST_S, group.count / _LOOKS_PER_S)
         self._told, self._told_at = b"", time.monotonic()
@@ -80,6 +79,30 @@ class Waits:
     @cached_property
     def _records(self) -> KvStore:  # most saves need none
         return self._folder.child("records").store(self._context)
+
+    def until(
+        self,
+        ready: Callable[[set[str]], bool],
+        processes: Sequence[int],
+        kind: str,
+        late: Sequence[int] = (),
+    ) -> set[str]:
+        """Waits until `ready`; returns the names of the notes.
+
+        Arguments:
+            ready: whether the wait is over.
+            processes, kind: whose records of which kind are awaited.
+            late: for the coordinator, which of them `ready` has found missing.
+
+        Raises:
+            ProcessFailed: another process gave up.
+            SaveTimeout: it took too long; names the processes whose records are missing.
+        """
+        try:
+            return self._notes.wait(self.patiently(ready, late))
+        except TimeoutError:
+            missing = self._notes.late(processes, kind)
+        raise self.timeout(missing, self._timeout_s)
 
     def patiently(
         self, ready: Callable[[set[str]], bool], late: Sequence[int]

@@ -67,7 +67,8 @@ class Timing:
 
     Example:
         >>> import numpy as np, unickpt
-        >>> _ = unickpt.save("memory://run/timing", {"w": np.ones(3)})
+        >>> options = unickpt.SaveOptions(timing=True)  # of one process only if asked for
+        >>> _ = unickpt.save("memory://run/timing", {"w": np.ones(3)}, options=options)
         >>> unickpt.open("memory://run/timing").timing.written
         array([24], dtype=uint64)
     """

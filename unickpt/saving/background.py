@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from unickpt.errors import ForkedProcess, ProcessFailed, SaveTimeout, out_of_memory
-from unickpt.options import SaveOptions, SaveReport
+from unickpt.options import SaveOptions
+from unickpt.save_report import SaveReport
 from unickpt.saving.plan_cache import PlanCache, SameTree
 from unickpt.saving.snapshot import Snapshot
 from unickpt.saving.staging_memory import Abandoned, HostMemoryPool

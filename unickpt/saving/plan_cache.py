@@ -134,7 +134,7 @@ class _Other(NamedTuple):
 
 
 # No plan depends on these: they may differ in each call, or where steps are kept in several places.
-_NEVER = {"group", "metrics", "progress", "base", "fsync", "changed"}
+_NEVER = {"group", "metrics", "progress", "base", "fsync", "changed", "timing"}
 _planned_by = attrgetter(*(o.name for o in fields(SaveOptions) if o.name not in _NEVER))
 
 
@@ -395,9 +395,8 @@ class PlanCache:
             What is known of the tree; else the tree, flattened.
         """
         with job.failing():
-            some = job.write_filter
-            units = None if some is None else some.units
-            found = self.find(root, job.options, job.group, units)
+            some = job.features.write_filter
+            found = self.find(root, job.options, job.group, job.features.units)
             if isinstance(found, SameTree):
                 job.describe_again(found.describe(metadata, some), found.assumed())
                 return found
@@ -517,7 +516,7 @@ class PlanCache:
             options=_planned_by(job.options),
             among=among,
             group=_of(job.group),
-            units=None if job.write_filter is None else job.write_filter.units,
+            units=job.features.units,
             skeleton=like,
             types=list(map(type, values)),
             names=names,

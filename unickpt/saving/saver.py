@@ -8,7 +8,8 @@ from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
-from unickpt.options import SaveOptions, SaveReport
+from unickpt.options import SaveOptions
+from unickpt.save_report import SaveReport
 from unickpt.saving.background import PendingSave, SaveQueue, SaveRequest
 from unickpt.saving.plan_cache import PlanCache, SameTree
 from unickpt.saving.task import SaveTask, call_metrics

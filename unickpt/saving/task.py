@@ -13,23 +13,24 @@ from typing import Any
 
 from unickpt.commit import progress_reports, replicas
 from unickpt.commit.attempt import Attempt
-from unickpt.commit.merge import MergePolicies, Merging
+from unickpt.commit.coordinator import Committed, Coordinator
 from unickpt.commit.messages import Record, Totals, WriteMore
-from unickpt.commit.progress_reports import Report
 from unickpt.errors import SaveConflict, SaveTimeout
-from unickpt.format.encoders import EncodingPolicy, SaveEncoder
+from unickpt.features import PhaseObserver
 from unickpt.format.index import Index
 from unickpt.frameworks.host_memory import share
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.members import explained
 from unickpt.frameworks.process_group import members_of, processes_on_node, saving_group, within
 from unickpt.frameworks.protocol import ArraySource
-from unickpt.options import SaveOptions, SaveReport
+from unickpt.options import SaveOptions
 from unickpt.progress import ProgressFunction, reporting
 from unickpt.references.chunks import WriteItem
 from unickpt.references.policy import ReferenceSource, WritingSave
+from unickpt.save_report import SaveReport
 from unickpt.saving import fingerprints
 from unickpt.saving.describe import Description, describe
+from unickpt.saving.save_features import SaveFeatures
 from unickpt.saving.write_plan import (
     BorrowingSource,
     ChunkSource,
@@ -40,10 +41,9 @@ from unickpt.saving.write_plan import (
     plan_writes,
 )
 from unickpt.saving.writer import ChunkWriter
-from unickpt.storage import paths
+from unickpt.storage import data_files, paths
 from unickpt.storage.locations import Location
 from unickpt.threads import Events, Ticker
-from unickpt.write_filter import WriteFilter
 
 
 class Timings:
@@ -52,6 +52,9 @@ class Timings:
     `lap` is for the thread of the caller, `phase` for the thread that saves. Both write a phase
     once, so they may be used at the same time.
     """
+
+    observers: Sequence[PhaseObserver] = ()
+    """Are told of each phase."""
 
     def __init__(self) -> None:
         self._started, self._asked = time.perf_counter(), time.time()
@@ -68,16 +71,24 @@ class Timings:
 
     def lap(self, phase: str) -> None:
         """Ends a phase of the call, which began when the one before it ended."""
-        ended = self.elapsed
-        self._began[phase] = self._lap_ended
-        self.phases[phase], self._lap_ended = ended - self._lap_ended, ended
+        self._began[phase] = began = self._lap_ended
+        self._lap_ended = time.perf_counter() - self._started
+        self._end(phase, began, self._lap_ended)
 
     @contextmanager
     def phase(self, phase: str) -> Iterator[None]:
         """A phase of the thread that saves; not recorded if it fails."""
-        began = self._began[phase] = self.elapsed
+        began = self._began[phase] = time.perf_counter() - self._started
         yield
-        self.phases[phase] = self.elapsed - began
+        self._end(phase, began, time.perf_counter() - self._started)
+
+    def _end(self, phase: str, began: float, ended: float) -> None:
+        self.phases[phase] = ended - began
+        for observer in self.observers:
+            try:
+                observer.phase(phase, self._started + began, self._started + ended)
+            except Exception:
+                _log.exception("an observer of the phase %r of a save failed", phase)
 
     @property
     def statistics(self) -> dict[str, float]:
@@ -169,7 +180,8 @@ class SaveTask:
         self.working_bytes = share(options.budget_bytes, self.on_node)
         """Memory of this process to write with, in bytes."""
         self._has_begun = False  # to make folders
-        self._filters: dict[str, WriteFilter] | None = None
+        self.features = SaveFeatures(options, self.attempt, self.group)
+        self.timings.observers = self.features.observers()
         self.known: Any = None
         """What the next save has to know of this one, to skip what is as it was (`skipping`)."""
         self._samples: dict[int, Callable[[], int]] = {}
@@ -182,22 +194,6 @@ class SaveTask:
 
     # --- preparing -----------------------------------------------------------------------------
 
-    @property
-    def write_filter(self) -> WriteFilter | None:
-        """What the save may leave out; the first to ask may wait for earlier saves.
-
-        Raises:
-            UnsupportedLeaf: a feature cannot tell.
-            ValueError: several features leave something out.
-        """
-        if self._filters is None:  # no `cached_property`, whose lock all saves would share
-            asked = ((f.name, f.write_filter(self.attempt)) for f in self.options.all_features)
-            self._filters = {name: found for name, found in asked if found is not None}
-            if len(self._filters) > 1:
-                both = list(self._filters)
-                raise ValueError(f"only one feature of a save can leave parts out, not {both}")
-        return next(iter(self._filters.values()), None)
-
     def describe(self, tree: Any, metadata: Mapping[str, Any] | None) -> None:
         """Describes every leaf; writes nothing.
 
@@ -208,8 +204,7 @@ class SaveTask:
             UnsupportedLeaf, CoverageError: see `save`.
         """
         with self.failing():
-            some = self.write_filter
-            of = None if some is None else some.units
+            some, of = self.features.write_filter, self.features.units
             self.description = describe(tree, metadata, self.group, self.options, adapters(), of)
             if some is not None:
                 self.description = self.description.selected(some)
@@ -267,9 +262,9 @@ class SaveTask:
 
     @cached_property
     def _attempt(self) -> Attempt:  # created on first use, rarely while the caller waits
-        context = paths.context(fsync=self.options.fsync)
-        timeout_s = self.options.timeout_s
-        return Attempt(self.location, self.group, self.attempt, context, timeout_s)
+        options, context = self.options, paths.context(fsync=self.options.fsync)
+        more = context, options.timeout_s, options.timing
+        return Attempt(self.location, self.group, self.attempt, *more)
 
     @contextmanager
     def failing(self, *, refused: bool = False) -> Iterator[None]:
@@ -320,13 +315,12 @@ class SaveTask:
                 self._publish(record, writer, source.staged)
             with timings.phase("commit"):
                 write_more = partial(_write_more, writer, plan.held)
-                totals = self._commit(write_more, before_commit, ticker)
-        report = self._report(totals, writer, source.staged)
+                totals, committed = self._commit(write_more, before_commit, ticker)
+        report = self._report(totals, committed, writer, source.staged)
         if _log.isEnabledFor(logging.INFO):
             _log_report(report)
-        merged = self._attempt.merged
-        if merged is not None and merged.differences:
-            replicas.warn(merged.differences)
+        if committed is not None and committed.merged.differences:
+            replicas.warn(committed.merged.differences)
         return report
 
     def _reporting(self) -> AbstractContextManager[ProgressFunction | None]:
@@ -343,42 +337,29 @@ class SaveTask:
     ) -> tuple[ChunkWriter, Record]:
         self.check_destination()
         self._has_begun = True
-        policy, encoder = self._encoding
         base = self._open_base()
-        self._attempt.make_folder()
+        self._attempt.folder_of(self.group.index).child(data_files.FOLDER).make()
         self._become(SaveState.WRITING)
         if base is not None:
             source = BorrowingSource(source, base)
         writer = ChunkWriter(
             *(self._attempt, self.description, self.working_bytes, source, base, told),
-            encoder=encoder,
+            encoder=self.features.encoder,
         )
-        self._attempt.planned_bytes = total = sum(item.nbytes for item in plan.own)
-        ticker.start(partial(self._report_progress, writer, total))
+        self._attempt.planned_bytes = sum(item.nbytes for item in plan.own)
+        ticker.start(partial(self._report_progress, writer))
         record = writer.write_all(plan.own)
-        notes = dict[str, Any]()
-        if base is not None and base.note is not None:
-            notes[self.options.references.name] = base.note
         if self.description.selection is not None:
             record = replace(record, units=self.description.selection.steps)
-        if policy is not None and encoder is not None:
-            notes[policy.name] = encoder.note([*self.description.index.arrays.values()])
-        if notes:
+        if notes := self.features.notes(base, self.description.index.arrays):
             record = replace(record, notes=notes)
         return writer, self._with_replicas(record, plan, source)
 
     def _ticker(self) -> Ticker:
         return Ticker("unickpt report", *report_pauses(self.group.count))
 
-    def _report_progress(self, writer: ChunkWriter, total: int, number: int) -> None:
-        phase, seconds, processes = self._attempt.phase, self.timings.elapsed, self.group.count
-        self._attempt.report(Report(phase, seconds, writer.done_bytes, total, processes, number))
-
-    @cached_property
-    def _encoding(self) -> tuple[EncodingPolicy, SaveEncoder] | tuple[None, None]:
-        """What chooses by what is saved how arrays are stored, if that is asked for."""
-        policy = self.options.encoding
-        return (policy, policy.begin(alone=self.group.count == 1)) if policy else (None, None)
+    def _report_progress(self, writer: ChunkWriter, number: int) -> None:
+        self._attempt.report(self.timings.elapsed, writer.done_bytes, number)
 
     def _open_base(self) -> ReferenceSource | None:
         """What the save refers to instead of writing it. Raises as `ReferencePolicy.open`."""
@@ -386,7 +367,7 @@ class SaveTask:
         base = self._find_base() if options.base is None else options.base
         if base is None and description.is_whole:
             return None
-        source, selection = options.references.open(
+        source, selection = self.features.open_base(
             WritingSave(
                 self.location,
                 self._attempt.folder_of(self.group.index),
@@ -397,7 +378,7 @@ class SaveTask:
                 description.skipped,
                 self.working_bytes,
                 options.fsync,
-                self._encoding[1],
+                self.features.encoder,
             )
         )
         if selection is not description.selection and selection is not None:
@@ -418,30 +399,32 @@ class SaveTask:
 
     def _commit(
         self, write_more: WriteMore, before_commit: Callable[[], None], ticker: Ticker
-    ) -> Totals:
+    ) -> tuple[Totals, Committed | None]:
+        """Commits, or waits for the commit; only the coordinator has the second."""
+        committed = None
         if self.group.index == 0:
             own = self.description
 
             def check(merged: Index) -> None:
-                for feature in self.options.all_features:
-                    feature.check(merged.arrays)
+                self.features.check(merged.arrays)
                 before_commit()
                 ticker.close()
 
-            policies = MergePolicies(self._merging, self._encoding[0])
-            totals = self._attempt.commit(own.index, own.digest, write_more, check, policies)
+            coordinator = Coordinator(self._attempt, write_more, self.features.policies)
+            committed = coordinator.commit(own.index, own.digest, check)
+            totals = committed.totals
         else:
-            totals = self._attempt.wait_committed(write_more)
+            from unickpt.commit.participant import wait_committed  # only where there are several
+
+            totals = wait_committed(self._attempt, write_more)
         self._become(SaveState.COMMITTED)
-        return totals
+        return totals, committed
 
-    def _merging(self, name: str) -> Merging | None:
-        """What merges the notes of a name in records."""
-        policy = self.options.references
-        return policy.merge if policy.name == name else None
-
-    def _report(self, totals: Totals, writer: ChunkWriter, staged: Staged) -> SaveReport:
-        attempt, timings, merged = self._attempt, self.timings, self._attempt.merged
+    def _report(
+        self, totals: Totals, committed: Committed | None, writer: ChunkWriter, staged: Staged
+    ) -> SaveReport:
+        timings, encoder = self.timings, self.features.encoder
+        merged = None if committed is None else committed.merged
         return SaveReport(
             url=self.location.url,
             arrays=totals.arrays,
@@ -451,14 +434,14 @@ class SaveTask:
             reused_bytes=writer.reused_bytes,
             patched_chunks=writer.extended,
             stored_bytes=writer.stored_bytes,
-            saved_bytes=0 if self._encoding[1] is None else self._encoding[1].saved_bytes,
+            saved_bytes=0 if encoder is None else encoder.saved_bytes,
             processes=self.group.count,
             seconds=timings.elapsed,
             phases=timings.phases,
             process=self.group.index,
             blocked_s=timings.blocked_s or timings.elapsed,
             **asdict(staged),
-            writers=attempt.writers,
+            writers=() if committed is None else committed.writers,
             extra={} if merged is None else merged.extra,
             bases=() if merged is None else merged.bases,
             replicas_differ=tuple(each.name for each in merged.differences) if merged else (),
@@ -507,13 +490,17 @@ def report_pauses(count: int) -> tuple[float, float]:
 
 
 def call_metrics(options: SaveOptions, report: SaveReport) -> None:
-    """Calls `SaveOptions.metrics`, after all else of a save: it may save, wait or load."""
-    if options.metrics is None:
-        return
-    try:
-        options.metrics(report)
-    except Exception:
-        _log.exception("SaveOptions.metrics failed; the checkpoint %s is committed", report.url)
+    """Calls `SaveOptions.metrics` and `SaveFeature.committed`, after all else of a save: they may
+    save, wait or load."""
+    calls: list[tuple[str, Callable[[SaveReport], None]]]
+    calls = [(feature.name, feature.committed) for feature in options.all_features]
+    if options.metrics is not None:
+        calls.append(("SaveOptions.metrics", options.metrics))
+    for name, call in calls:
+        try:
+            call(report)
+        except Exception:
+            _log.exception("%s failed; the checkpoint %s is committed", name, report.url)
 
 
 def _write_more(

@@ -24,7 +24,7 @@ from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import ArraySource, Memory, whole_source
 from unickpt.loading.request import Policy
 from unickpt.loading.views import CheckpointView, StoredView
-from unickpt.options import SaveOptions, SaveReport
+from unickpt.options import SaveOptions
 from unickpt.progress import Progress
 from unickpt.quoting import quoted
 from unickpt.reading import checkpoint, verification
@@ -33,6 +33,7 @@ from unickpt.references.chunks import WriteItem
 from unickpt.rules.plan import LeafKind
 from unickpt.rules.rule_set import Rules
 from unickpt.rules.view import RuledView, load_view, stored_facts, through
+from unickpt.save_report import SaveReport
 from unickpt.saving.task import SaveTask, call_metrics
 from unickpt.storage import paths
 from unickpt.threads import in_batches

@@ -19,12 +19,13 @@ from unickpt.frameworks.host_memory import HostBuffers, MemoryBudget
 from unickpt.frameworks.leaves import Sections, adapters
 from unickpt.frameworks.process_group import Group, current_group, within
 from unickpt.loading.views import CheckpointView
-from unickpt.options import SaveOptions, SaveReport
+from unickpt.options import SaveOptions
 from unickpt.progress import reporting
 from unickpt.quoting import counted, quoted, some
 from unickpt.reading import checkpoint
 from unickpt.reading.options import LoadOptions
 from unickpt.rules.view import RuledView
+from unickpt.save_report import SaveReport
 from unickpt.storage import paths
 from unickpt.tools import difference
 from unickpt.tools.destinations import ExportDestination, destination

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unickpt.options import SaveReport
+from unickpt.save_report import SaveReport
 
 
 @dataclass(frozen=True)

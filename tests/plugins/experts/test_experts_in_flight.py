@@ -16,7 +16,7 @@ from test_experts_processes import EXPERTS, KEYS, check, full, state_of
 
 import unickpt
 from unickpt import Checkpointer, Experts, ProcessGroup, SaveOptions, StorageError
-from unickpt.commit.attempt import Attempt
+from unickpt.commit.coordinator import Coordinator
 from unickpt.plugins.experts.in_run import PartialSaves
 
 
@@ -27,17 +27,17 @@ class Commits:
         self.may = threading.Event()
         self.waiting: str | None = None
         self.failing: str | None = None
-        real = Attempt.commit
+        real = Coordinator.commit
 
-        def commit(attempt: Attempt, *arguments: Any) -> Any:
-            name = attempt.location.url.rstrip("/").rpartition("/")[2]
+        def commit(coordinator: Coordinator, *arguments: Any) -> Any:
+            name = coordinator.attempt.location.url.rstrip("/").rpartition("/")[2]
             if name == self.waiting:
                 assert self.may.wait(20)
             if name == self.failing:
                 raise StorageError("the disk is full")
-            return real(attempt, *arguments)
+            return real(coordinator, *arguments)
 
-        patch.setattr(Attempt, "commit", commit)
+        patch.setattr(Coordinator, "commit", commit)
 
 
 @pytest.fixture

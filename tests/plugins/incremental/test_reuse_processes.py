@@ -27,7 +27,7 @@ import json, sys
 sys.path.insert(0, {TESTS!r})
 import unickpt.runs.checkpointer
 from support.dying import die_at
-from unickpt.commit import attempt as commit
+from unickpt.commit import participant as commit
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_reuse_processes import state_of
 
@@ -149,10 +149,10 @@ STEPS = [
 ]
 COORDINATORS_STEPS = [
     *STEPS,
-    ("commit.attempt.Attempt:_build_root", "before"),
-    ("commit.attempt.Attempt:_write_root", "before"),
-    ("commit.attempt.Attempt:_write_root", "during"),
-    ("commit.attempt.Attempt:_write_root", "after"),
+    ("commit.coordinator.Coordinator:_build_root", "before"),
+    ("commit.coordinator.Coordinator:_write_root", "before"),
+    ("commit.coordinator.Coordinator:_write_root", "during"),
+    ("commit.coordinator.Coordinator:_write_root", "after"),
     ("runs.tiers.Tier:remove", "during"),
 ]
 

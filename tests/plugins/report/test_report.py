@@ -55,7 +55,7 @@ def save_run(root: Path, steps: int = 5, **options: Any) -> None:
 
 
 def test_a_run_has_what_each_step_is_and_what_it_shares(tmp_path: Path) -> None:
-    save_run(tmp_path / "run", 3)
+    save_run(tmp_path / "run", 3, options=SaveOptions(timing=True))
     data = reported(tmp_path / "run", tmp_path)
     assert data["is_run"]
     assert [step["name"] for step in data["steps"]] == ["step_1", "step_2", "step_3"]
@@ -76,7 +76,9 @@ def test_a_run_has_what_each_step_is_and_what_it_shares(tmp_path: Path) -> None:
 
 def test_removed_steps_are_those_that_were_told_of_and_are_not_there(tmp_path: Path) -> None:
     lines = tmp_path / "saves.jsonl"
-    save_run(tmp_path / "run", 5, keep_last=2, options=SaveOptions(metrics=JsonLines(lines)))
+    save_run(
+        tmp_path / "run", 5, keep_last=2, options=SaveOptions(metrics=JsonLines(lines), timing=True)
+    )
     steps = by_name(reported(tmp_path / "run", tmp_path, metrics=lines))
     states = {name: step["state"] for name, step in steps.items()}
     assert states == {
@@ -97,7 +99,7 @@ def test_removed_steps_are_those_that_were_told_of_and_are_not_there(tmp_path: P
 def test_metrics_are_those_of_all_steps_that_are_known_and_also_nan(tmp_path: Path) -> None:
     lines = tmp_path / "saves.jsonl"
     given = {1: {"loss": 2.0}, 2: {"loss": math.nan}, 3: {"acc": 0.5}, 4: {"loss": -math.inf}}
-    options = SaveOptions(metrics=JsonLines(lines))
+    options = SaveOptions(metrics=JsonLines(lines), timing=True)
     with Checkpointer(tmp_path / "run", keep_last=1, options=options) as checkpointer:
         for step, metrics in given.items():
             checkpointer.save(step, {"w": np.ones(3)}, metrics=metrics, wait=True)
@@ -136,7 +138,9 @@ def test_what_steps_share_is_counted_once_on_the_disk(tmp_path: Path) -> None:
 
 def test_what_saving_cost_is_the_waits_by_the_time_between_the_calls(tmp_path: Path) -> None:
     lines = tmp_path / "saves.jsonl"
-    save_run(tmp_path / "run", 4, keep_last=1, options=SaveOptions(metrics=JsonLines(lines)))
+    save_run(
+        tmp_path / "run", 4, keep_last=1, options=SaveOptions(metrics=JsonLines(lines), timing=True)
+    )
     told = [json.loads(line) for line in lines.read_text().splitlines()]
     asked = [datetime.fromisoformat(of["time"]).timestamp() - of["seconds"] for of in told]
     cost = reported(tmp_path / "run", tmp_path, metrics=lines)["cost"]
@@ -149,7 +153,7 @@ def test_what_saving_cost_is_the_waits_by_the_time_between_the_calls(tmp_path: P
 
 def test_what_was_told_of_an_earlier_save_of_a_step_is_not_said_of_this_one(tmp_path: Path) -> None:
     lines, path = tmp_path / "saves.jsonl", tmp_path / "run" / "step_1"
-    told = SaveOptions(metrics=JsonLines(lines))
+    told = SaveOptions(metrics=JsonLines(lines), timing=True)
     unickpt.save(path, {"w": np.ones(3)}, options=told)
     unickpt.save(path, {"w": np.ones(4)}, overwrite=True)
     step = by_name(reported(tmp_path / "run", tmp_path, metrics=[lines]))["step_1"]
@@ -162,7 +166,9 @@ def test_what_was_told_of_an_earlier_save_of_a_step_is_not_said_of_this_one(tmp_
 
 def test_what_was_told_before_a_step_was_committed_is_not_of_it(tmp_path: Path) -> None:
     lines, path = tmp_path / "saves.jsonl", tmp_path / "run" / "step_1"
-    unickpt.save(path, {"w": np.ones(3)}, options=SaveOptions(metrics=JsonLines(lines)))
+    unickpt.save(
+        path, {"w": np.ones(3)}, options=SaveOptions(metrics=JsonLines(lines), timing=True)
+    )
     shutil.rmtree(path)
     index, table = index_of(array("w", (3,), dtype="float64"), created="2999-01-01T00:00:00+00:00")
     forge_index(path, index, table)
@@ -176,7 +182,7 @@ def test_a_run_on_object_storage_is_like_one_on_a_disk(
     s3_server.use(moto, monkeypatch)
     s3_server.make_bucket(moto, "reportbucket")
     lines = tmp_path / "saves.jsonl"
-    options = SaveOptions(metrics=JsonLines(lines))
+    options = SaveOptions(metrics=JsonLines(lines), timing=True)
     with Checkpointer("s3://reportbucket/run", keep_last=1, options=options) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, {"w": np.ones(4000)}, wait=True)
@@ -191,7 +197,7 @@ def test_a_run_on_object_storage_is_like_one_on_a_disk(
 
 def test_lines_of_other_runs_and_broken_ones_are_counted_and_not_shown(tmp_path: Path) -> None:
     lines = tmp_path / "saves.jsonl"
-    told = SaveOptions(metrics=JsonLines(lines))
+    told = SaveOptions(metrics=JsonLines(lines), timing=True)
     for run in ("run", "other"):
         unickpt.save(tmp_path / run / "step_1", {"w": np.ones(3)}, options=told)
     whole = lines.read_bytes().splitlines()[0]

@@ -47,7 +47,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small")
     lines = JsonLines(folder / "saves.jsonl")
     state = {"layers": {str(n): np.arange(9000.0) * n for n in range(12)}, "w": np.arange(4000.0)}
-    options = SaveOptions(metrics=lines)
+    options = SaveOptions(metrics=lines, timing=True)
     with Checkpointer(folder / "run", keep_last=3, reuse=True, options=options) as checkpointer:
         for step in range(1, 13):
             state["w"] += 1

@@ -1,0 +1,213 @@
+"""The coordinator, process 0: the records of all processes -> one root, or none."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from unickpt._version import LIBRARY
+from unickpt.commit import borrowers, outcome
+from unickpt.commit.attempt import Attempt
+from unickpt.commit.attempt_state import AttemptState
+from unickpt.commit.merge import Merged, MergePolicies, merge_all
+from unickpt.commit.merge_chunks import Requests
+from unickpt.commit.messages import (
+    MORE,
+    OK,
+    Announcement,
+    Records,
+    Totals,
+    WriteMore,
+    statistics_of,
+)
+from unickpt.format import codec, index_json, timing, written_index
+from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, Index
+from unickpt.format.timing import Timing
+from unickpt.storage.database import digest_of
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What the coordinator has committed.
+
+    Arguments:
+        totals: of the checkpoint.
+        merged: what all processes saved.
+        writers: the statistics of each process.
+    """
+
+    totals: Totals
+    merged: Merged
+    writers: tuple[Mapping[str, float], ...]
+
+
+class Coordinator:
+    """Merges and commits what all processes of an attempt wrote.
+
+    Arguments:
+        attempt: in which this process, the first, has published its record.
+        write_more: writes more of the coordinator's own chunks.
+        policies: what is asked how notes are merged, and how arrays are stored.
+    """
+
+    def __init__(self, attempt: Attempt, write_more: WriteMore, policies: MergePolicies) -> None:
+        self.attempt, self._write_more, self._policies = attempt, write_more, policies
+        self._location, self._processes = attempt.location, range(attempt.group.count)
+        self._more: Records = ()  # of processes that wrote chunks of others, too
+
+    def commit(self, index: Index, digest: int, check: Callable[[Index], None]) -> Committed:
+        """Merges and commits what all processes wrote.
+
+        Arguments:
+            index: what the coordinator itself has to save.
+            digest: of that index, as in the coordinator's record.
+            check: called right before the commit, with what all processes saved; an error
+                prevents it.
+
+        Raises:
+            ProcessFailed, SaveTimeout: another process gave up, or is late.
+            CoverageError: an array is not covered exactly once.
+            SaveConflict: another job committed at this path meanwhile.
+        """
+        attempt = self.attempt
+        records = self._records()
+        for process, record in records:
+            if record.replaces != attempt.digest_found:
+                when = f"between the start of process 0 and of process {process}"
+                raise outcome.conflict(self._location, when)
+        merged = self._merge({digest: index}, records)
+        took = None
+        if attempt.is_timed and attempt.arrivals is not None:
+            took = attempt.arrivals.timing([record.statistics for _, record in records])
+        if merged.index.bases:
+            borrowers.mark(self._location, merged.index.bases, attempt.context)
+        manifest = self._build_root(merged, took)
+        totals = Totals.of(merged.index)
+        older = self._location.child("processes").folders(attempt.context)
+        self._announce(manifest, totals)
+        check(merged.index)
+        self._write_root(manifest)
+        attempt.become(AttemptState.COMMITTED)
+        self._remove_older_attempts(older)
+        return Committed(totals, merged, statistics_of(records, self._more))
+
+    def _records(self) -> Records:
+        """The records of all processes; that of a process alone was never stored."""
+        attempt = self.attempt
+        if not attempt.is_alone:
+            return self._collect(self._processes, OK)
+        assert attempt.record is not None, "it is published before the commit"
+        if attempt.arrivals is not None:
+            attempt.arrivals.looked(())
+        return [(0, attempt.record)]
+
+    def _collect(self, processes: Sequence[int], kind: str) -> Records:
+        """The records of some processes, when all are there."""
+        from unickpt.commit.waits import Waits  # only where there are others
+
+        attempt, late = self.attempt, list(processes)
+
+        def all_there(notes: set[str]) -> bool:
+            late[:] = attempt.notes.late(processes, kind)
+            if attempt.arrivals is not None:
+                attempt.arrivals.looked(late)
+            if not late:
+                return True
+            if attempt.group.index in late:
+                raise outcome.gone(self._location)
+            if attempt.root.read().digest != attempt.digest_found:
+                raise outcome.conflict(self._location, "during this save")
+            return False
+
+        Waits(attempt).until(all_there, processes, kind, late)
+        return attempt.notes.records(processes, kind)
+
+    def _merge(self, own: Mapping[int, Index], records: Records) -> Merged:
+        attempt, described = self.attempt, own
+        if any(record.description not in own for _, record in records):
+            from unickpt.commit.descriptions import read  # only if some processes have others
+
+            described = {**own, **read(records, own, attempt.folder_of, attempt.context)}
+        merged = merge_all(records, described, self._request, self._policies)
+        timed: dict[str, Any] = {timing.FEATURE: {}} if attempt.is_timed else {}
+        index = replace(
+            merged.index,
+            attempt=attempt.name,
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            library=LIBRARY,
+            extra={**merged.index.extra, **timed},
+        )
+        return replace(merged, index=index)
+
+    def _request(self, requests: Requests) -> Records:
+        """Requests chunks that their planned writers do not hold from other processes."""
+        ours = self.attempt.group.index
+        own = [(ours, self._write_more(requests[ours]))] if ours in requests else []
+        others = [process for process in requests if process != ours]
+        self._more = own
+        if others:
+            self.attempt.notes.request(requests)
+            self._more = [*own, *self._collect(others, MORE)]
+        return self._more
+
+    def _build_root(self, merged: Merged, took: Timing | None) -> bytes:
+        """Writes the root's B-tree, which refers to the processes' data; returns its manifest."""
+        attempt, index, chunks = self.attempt, merged.index, merged.chunks
+        encoded = index_json.encode(index)
+        written_index.check_readable(encoded, str(self._location))
+        extra = {
+            **codec.zarr_keys(index),
+            DIGESTS_KEY: chunks.table.tobytes(),
+            INDEX_KEY: encoded,
+        }
+        if took is not None:
+            extra[timing.TIMING_KEY] = timing.encode(took)
+        if index.bases:
+            extra[BORROWED_KEY] = chunks.borrowed.tobytes()
+        manifest = attempt.root.build(f"processes/{attempt.name}/root/", index, chunks, extra)
+        attempt.sync(attempt.folder.child("root"))
+        return manifest
+
+    def _announce(self, manifest: bytes, totals: Totals) -> None:
+        """Announces what is about to be committed, unless a process has given up meanwhile."""
+        attempt, replaced = self.attempt, dict[str, Totals]()
+        if attempt.digest_found:
+            replaced = outcome.replaced(self._location, attempt.digest_found, attempt.notes_of)
+        if not attempt.is_alone or replaced:
+            attempt.notes.announce(Announcement(digest_of(manifest), totals, replaced))
+        if not attempt.is_alone:
+            attempt.notes.poll()
+
+    def _write_root(self, manifest: bytes) -> None:
+        """The commit: one write, which the storage refuses if the root has changed."""
+        attempt = self.attempt
+        assert attempt.found is not None, "the destination is checked before anything is written"
+
+        def begun() -> None:
+            attempt.become(AttemptState.COMMITTING)
+
+        if not attempt.root.replace(attempt.found, manifest, attempt.timeout_s, begun):
+            attempt.become(AttemptState.FAILED)
+            raise outcome.conflict(self._location, "during this save")
+        if not all(attempt.folder_of(process).exists() for process in self._processes):
+            attempt.root.retract(manifest, attempt.timeout_s)
+            attempt.become(AttemptState.FAILED)
+            raise outcome.gone(self._location)
+
+    def _remove_older_attempts(self, older: Sequence[str]) -> None:
+        """Removes what no committed checkpoint needs; errors here are ignored.
+
+        Arguments:
+            older: the attempts that started before this one committed. None of them can commit
+                any more, because their processes found another root.
+        """
+        attempt = self.attempt
+        with suppress(Exception):
+            for name in older:
+                if name != attempt.name:
+                    self._location.child(f"processes/{name}").remove(attempt.context)
+            if attempt.has_reports or not attempt.is_alone:
+                attempt.notes.clear_records()

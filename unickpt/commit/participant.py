@@ -1,0 +1,64 @@
+"""A process that is not the coordinator: it waits until process 0 has committed."""
+
+from __future__ import annotations
+
+import time
+
+from unickpt.commit.attempt import Attempt
+from unickpt.commit.attempt_state import AttemptState
+from unickpt.commit.messages import MORE, OK, REQUEST, Totals, WriteMore
+from unickpt.commit.waits import Waits
+from unickpt.errors import ProcessFailed, SaveTimeout
+
+# After a process gives up, how long the coordinator may take to finish a commit that was in
+# progress when it last checked for such a process.
+_GRACE_S = 1.0
+
+
+def wait_committed(attempt: Attempt, write_more: WriteMore) -> Totals:
+    """Waits, in all processes but the coordinator, until the checkpoint exists.
+
+    Arguments:
+        attempt: in which this process has published its record.
+        write_more: writes more chunks, if the coordinator requests them.
+
+    Raises:
+        ProcessFailed: another process gave up.
+        SaveTimeout: the coordinator neither committed nor gave up in time.
+        SaveConflict: another job committed at this path meanwhile.
+    """
+    try:
+        totals = _wait(attempt, write_more)
+    except (ProcessFailed, SaveTimeout) as error:
+        found = None if attempt.may_remove else _committed_after_all(attempt, error)
+        if found is None:
+            raise
+        totals = found
+    attempt.become(AttemptState.COMMITTED)
+    return totals
+
+
+def _wait(attempt: Attempt, write_more: WriteMore) -> Totals:
+    waits, everyone = Waits(attempt), range(attempt.group.count)
+    totals: Totals | None = None
+
+    def is_committed() -> bool:
+        nonlocal totals
+        totals = attempt.committed()
+        return totals is not None
+
+    notes = waits.until(lambda notes: REQUEST in notes or is_committed(), everyone, OK)
+    if REQUEST in notes:
+        mine = attempt.notes.requested()
+        if mine:
+            attempt.publish(write_more(mine), MORE)
+        waits.until(lambda notes: is_committed(), everyone, OK)
+    assert totals is not None, "the wait ends with the commit"
+    return totals
+
+
+def _committed_after_all(attempt: Attempt, error: BaseException) -> Totals | None:
+    """Reports that this process gives up, then checks whether the coordinator was faster."""
+    attempt.publish_error(error)
+    time.sleep(_GRACE_S)
+    return attempt.committed()

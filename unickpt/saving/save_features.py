@@ -1,0 +1,101 @@
+"""What a save asks of its features: what to leave out, what to refer to, how to store arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any
+
+from unickpt.commit.merge import MergePolicies, Merging
+from unickpt.features import PhaseObserver
+from unickpt.format.encoders import SaveEncoder
+from unickpt.format.index import ArrayEntry
+from unickpt.frameworks.process_group import Group
+from unickpt.options import SaveOptions
+from unickpt.references.policy import ReferenceSource, WritingSave
+from unickpt.write_filter import Selection, Units, WriteFilter
+
+
+class SaveFeatures:
+    """The features of one save, of which the core knows only the seams.
+
+    Arguments:
+        options: of the save.
+        attempt: its name in the index.
+        group: the processes.
+    """
+
+    def __init__(self, options: SaveOptions, attempt: str, group: Group) -> None:
+        self._options, self._attempt, self._group = options, attempt, group
+        self._all = options.all_features
+        self._filters: dict[str, WriteFilter] | None = None if self._all else {}
+        self._encoding = options.encoding
+
+    def observers(self) -> list[PhaseObserver]:
+        """What is told of the phases of the save."""
+        asked = [feature.observer() for feature in self._all]
+        return [observer for observer in asked if observer is not None]
+
+    @property
+    def write_filter(self) -> WriteFilter | None:
+        """What the save may leave out; the first to ask may wait for earlier saves.
+
+        Raises:
+            UnsupportedLeaf: a feature cannot tell.
+            ValueError: several features leave something out.
+        """
+        if self._filters is None:  # no `cached_property`, whose lock all saves would share
+            asked = ((feature.name, feature.write_filter(self._attempt)) for feature in self._all)
+            self._filters = {name: found for name, found in asked if found is not None}
+            if len(self._filters) > 1:
+                both = list(self._filters)
+                raise ValueError(f"only one feature of a save can leave parts out, not {both}")
+        return next(iter(self._filters.values()), None)
+
+    @property
+    def units(self) -> Units | None:
+        """The units that the save may leave out; raises as `write_filter`."""
+        some = self.write_filter
+        return None if some is None else some.units
+
+    @cached_property
+    def encoder(self) -> SaveEncoder | None:
+        """What chooses by what is saved how arrays are stored, if that is asked for."""
+        policy = self._encoding
+        return None if policy is None else policy.begin(alone=self._group.count == 1)
+
+    def open_base(self, save: WritingSave) -> tuple[ReferenceSource | None, Selection | None]:
+        """What the save refers to instead of writing it. As `ReferencePolicy.open`."""
+        return self._options.references.open(save)
+
+    def notes(
+        self, base: ReferenceSource | None, arrays: Mapping[str, ArrayEntry]
+    ) -> dict[str, Any]:
+        """What features say about what this process has written, by their names.
+
+        Arguments:
+            base: what the save refers to.
+            arrays: of this process.
+        """
+        notes = dict[str, Any]()
+        if base is not None and base.note is not None:
+            notes[self._options.references.name] = base.note
+        if self._encoding is not None and self.encoder is not None:
+            notes[self._encoding.name] = self.encoder.note([*arrays.values()])
+        return notes
+
+    def check(self, arrays: Iterable[str]) -> None:
+        """Asks the features, before the commit, whether they fit all arrays. As
+        `SaveFeature.check`."""
+        for feature in self._all:
+            feature.check(arrays)
+
+    @property
+    def policies(self) -> MergePolicies:
+        """What the coordinator asks when it merges what all processes wrote."""
+        return MergePolicies(self._merging, self._encoding)
+
+    def _merging(self, name: str) -> Merging | None:
+        """What merges the notes of a name in records."""
+        policy = self._options.references
+        return policy.merge if policy.name == name else None
