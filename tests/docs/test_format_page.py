@@ -318,6 +318,7 @@ def sound() -> Any:
             "rng": PerProcess(1),
         },
         overwrite=True,
+        options=SaveOptions(timing=True),
     )
     body = stored_index(path)
     body["meshes"], body["layouts"] = [mesh], [{"mesh": 0, "dims": [["x"], []]}]

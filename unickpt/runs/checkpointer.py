@@ -323,7 +323,12 @@ class Checkpointer:
         Waits for saves in flight, copies and removals; their errors are raised by the next call of
         `wait` or `save`.
         """
-        self._release_when_idle()
+        while True:
+            self._drain()
+            with self._queue.beginning:  # another thread may begin a save
+                if not self._queue.unfinished():
+                    self._housekeeping.close()
+                    return
 
     def close(self) -> None:
         """Waits as `wait`, then releases the lease, the signal handler and the hooks.
@@ -336,7 +341,7 @@ class Checkpointer:
             if self._closed:  # `SaveOptions.metrics` may have closed it
                 return
             self._closed = True
-        self._release_when_idle()
+        self.release()
         for fence in self._fences:
             fence.remove()
         if self._sigterm is not None:
@@ -506,15 +511,6 @@ class Checkpointer:
         return found
 
     # --- helpers -------------------------------------------------------------------------------
-
-    def _release_when_idle(self) -> None:
-        """Releases the folders when no save is in flight; another thread may begin one."""
-        while True:
-            self._drain()
-            with self._queue.beginning:
-                if not self._queue.unfinished():
-                    self._housekeeping.close()
-                    return
 
     def _drain(self) -> None:
         self._queue.wait()

@@ -344,7 +344,7 @@ class PendingSave:
             with task.failing():
                 callbacks.prepare(task.attempt)
                 plan = snapshot.plan()
-            self._report = task.run(plan, snapshot, self._before_publish, callbacks.check)
+            self._report = task.run(plan, snapshot.chunks, self._before_publish, callbacks.check)
             callbacks.committed()
         except BaseException as error:
             self._failure = self._errors.add(f"the save of {self.url}", error)

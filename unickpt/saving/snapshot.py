@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 
-from unickpt.arrays.dtypes import Array
-from unickpt.errors import CoverageError
-from unickpt.format import codec
-from unickpt.frameworks.host_memory import stage
 from unickpt.frameworks.protocol import ArraySource, Fragment
 from unickpt.references.chunks import WriteItem
+from unickpt.saving.kept_chunks import KeptChunks
 from unickpt.saving.plan_cache import CachedPlan, SameTree
 from unickpt.saving.snapshot_policy import (
     BACKGROUND,
@@ -23,19 +19,17 @@ from unickpt.saving.snapshot_policy import (
     SnapshotPolicy,
 )
 from unickpt.saving.staging_memory import (
-    ChunkKey,
     CopyMemory,
     HostMemoryPool,
     StagedPlan,
-    key,
     plan_staging,
 )
 from unickpt.saving.task import SaveEvent, SaveState, SaveTask
-from unickpt.saving.write_plan import DirectSource, Staged, StagedChunk, WritePlan
+from unickpt.saving.write_plan import DirectSource, WritePlan
 
 
 class Snapshot:
-    """The state that one save keeps; a `ChunkSource`.
+    """The state that one save keeps, until `chunks` has what is to be written of it.
 
     Arguments:
         task: the save.
@@ -45,7 +39,6 @@ class Snapshot:
         same: its tree, if a plan for it is known.
     """
 
-    background = True
     cached: CachedPlan | None = None
     """What may be known of the tree in the next save of it."""
 
@@ -64,13 +57,12 @@ class Snapshot:
         writes = partial(self._events.happened, SaveEvent.WRITABLE)
         self._memory = CopyMemory(task, area, waited_s, lambda: self._abandoned, writes)
         self._budget, self.working_bytes = self._memory.budget, self._memory.working_bytes
-        self._direct = DirectSource(self.working_bytes)
+        direct = DirectSource(self.working_bytes)
         self._plan: StagedPlan | None = None
-        self._changes = Changes(self._direct)
+        self._changes = Changes(direct)
         self._copying: dict[SnapshotMethod, OrderedCopy[None]] = {}
-        self._staged: dict[ChunkKey, StagedChunk] = {}
-        self._references: dict[ChunkKey, WriteItem] = {}
-        self._error: BaseException | None = None
+        self.chunks = KeptChunks(area, self._memory, self._changes, direct, self._events)
+        """Provides them to the writer."""
         described = task.description
         sources = described.sources.values() if same is None else same.others
         self._capture = capture = SnapshotPolicy(task.options, owners, sources, self._budget)
@@ -99,10 +91,6 @@ class Snapshot:
         """Whether something is copied in the background that must not change before."""
         return SnapshotMethod.COPY_LATER in self._used
 
-    @property
-    def staged(self) -> Staged:
-        return self._memory.facts
-
     def prepare(self) -> None:
         """Determines what is copied while the caller waits, and what of it is put off."""
         if self.has_now:
@@ -123,7 +111,7 @@ class Snapshot:
                 writes = self._writes()
                 self._plan = plan = plan_staging(writes, self._capture, self._memory)
                 self._wait_for_commit = plan.waits_for_commit
-                self._references = {key(i): i for i in plan.items[SnapshotMethod.REFERENCE]}
+                self.chunks.refer(plan.items[SnapshotMethod.REFERENCE])
                 self._changes.watch(plan.items[SnapshotMethod.COPY_LATER])
             return self._plan
 
@@ -156,16 +144,13 @@ class Snapshot:
                 self._changes.check(item)  # a clearer error than that of reading a deleted array
             raise
         if arriving:
-            with self._changed:
-                self._references |= {key(item): item for item in arriving}
-                self._changed.notify_all()
-            items[:] = [item for item in items if key(item) not in self._references]
+            self.chunks.refer(arriving)
+            items[:] = [item for item in items if not self.chunks.refers(item)]
 
     def stage_later(self) -> None:
         """Copies the rest; errors are raised by `fetch`."""
         with suppress(BaseException), self.failing():
-            if self._error is not None:
-                raise self._error
+            self.chunks.check()
             self._transfer(SnapshotMethod.COPY_LATER)
             self._events.happened(SaveEvent.TRANSFERRING)
             self._copies(SnapshotMethod.COPY_LATER).run(alone=True)
@@ -186,14 +171,9 @@ class Snapshot:
         try:
             yield
         except BaseException as error:
-            self._fail(error)
+            self.chunks.fail(error)
             self._end()
             raise
-
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
 
     def settle(self) -> None:
         """Checks that lazily copied arrays are as they were when they were described.
@@ -205,11 +185,10 @@ class Snapshot:
             StateChanged: names the array.
         """
         try:
-            if self._error is not None:
-                raise self._error
+            self.chunks.check()
             self._changes.settle()
         except BaseException as error:
-            self._fail(error)  # staging may still be copying; it ends itself
+            self.chunks.fail(error)  # staging may still be copying; it ends itself
             raise
 
     def _copies(self, method: SnapshotMethod) -> OrderedCopy[None]:
@@ -222,40 +201,10 @@ class Snapshot:
                 def reserve(item: WriteItem) -> None:
                     self._memory.reserve(item, item in deferred)
 
-                stopped = lambda: self._error is not None  # noqa: E731
-                items = plan.items[method]
-                self._copying[method] = OrderedCopy(items, reserve, self._keep, stopped)
+                chunks, items = self.chunks, plan.items[method]
+                stopped = lambda: chunks.error is not None  # noqa: E731
+                self._copying[method] = OrderedCopy(items, reserve, chunks.copy, stopped)
             return self._copying[method]
-
-    def _keep(self, item: WriteItem, _: None) -> None:
-        copied = self._copied(item)
-        with self._changed:
-            self._staged[key(item)] = copied
-            self._changed.notify_all()
-        self._memory.count(copied=item.nbytes)
-
-    def _copied(self, item: WriteItem) -> StagedChunk:
-        """A copy in memory, which is reserved."""
-        memory, taken = item.fragment.memory, list[Array]()
-
-        def take(nbytes: int) -> Array:
-            taken.append(self._area.take(nbytes, self._budget, memory))
-            return taken[0]
-
-        def release() -> None:
-            for buffer in taken:
-                self._area.give(buffer, memory)
-            taken.clear()
-            self._area.unreserve(item.nbytes)
-
-        try:
-            with self._changes.noticed(item) as compare:
-                data = stage(item.fragment, item.box, item.dtype, take, copied=not memory.on_device)
-                compare(data)
-        except BaseException:
-            release()
-            raise
-        return StagedChunk(data, 0, release)
 
     # --- for the caller ------------------------------------------------------------------------
 
@@ -306,86 +255,19 @@ class Snapshot:
         """
         began = time.perf_counter()
         self._events.wait(SaveEvent.STAGED)
-        return time.perf_counter() - began if self.staged.drained_bytes else 0.0
-
-    # --- for the writer ------------------------------------------------------------------------
-
-    def ready(self, items: Sequence[WriteItem]) -> bool:
-        with self._changed:
-            return self._error is not None or all(
-                key(item) in self._staged or key(item) in self._references for item in items
-            )
-
-    def fetch(self, item: WriteItem) -> StagedChunk:
-        found = self._find(item)
-        if isinstance(found, WriteItem):
-            return self._fetch_reference(found)
-        return replace(found, release=partial(self._release, key(item)))
-
-    def digest(self, item: WriteItem) -> int:
-        found = self._find(item)
-        if isinstance(found, StagedChunk):
-            return codec.digest_as_stored(item.entry, found.data)
-        staged = self._fetch_reference(found)
-        try:
-            return codec.digest_as_stored(item.entry, staged.data)
-        finally:
-            staged.release()
-
-    def _find(self, item: WriteItem) -> StagedChunk | WriteItem:
-        """Waits until a chunk is kept: in a copy, or where this item reads it."""
-        of = key(item)
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    of in self._staged
-                    or of in self._references
-                    or self._error is not None
-                    or SaveEvent.STAGED in self._events
-                )
-            )
-            found = self._references.get(of) or self._staged.get(of)
-            if found is not None:
-                return found
-            if self._error is not None:
-                raise self._error
-        raise CoverageError(
-            f"array {item.entry.name!r} {item.box}: by its layout another process holds this "
-            "chunk, but that process lacks the array in its tree, and this one staged only its own "
-            "share. "
-            "Give all processes of a mesh the same arrays, or use unickpt.save, without staging"
-        )
-
-    def _fetch_reference(self, item: WriteItem) -> StagedChunk:
-        staged = self._direct.fetch(item)
-        if not item.fragment.memory.mutable:
-            return staged
-
-        def release() -> None:
-            staged.release()
-            self._changes.check(item)  # in case the caller did not wait
-
-        return replace(staged, release=release)
-
-    def _release(self, of: ChunkKey) -> None:
-        with self._changed:
-            staged = self._staged.pop(of, None)
-        if staged is not None:
-            staged.release()
+        return time.perf_counter() - began if self._memory.facts.drained_bytes else 0.0
 
     def close(self) -> None:
         """Ends the save, written or not, and releases all that it keeps."""
         self._abandoned = True
         self._area.wake()
         self._events.wait(SaveEvent.STAGED)
-        for of in list(self._staged):
-            self._release(of)
+        self.chunks.clear()
         self._memory.close()
         if self.cached is not None and self._task.state is SaveState.COMMITTED:
             self.cached.give_back()
         self._plan = self.cached = None
         self.sources, self.methods = {}, {}
-        self._references = {}
         self._copying = {}
         self._changes.forget()
         del self._task, self._capture

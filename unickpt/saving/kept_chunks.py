@@ -1,0 +1,171 @@
+"""What one save keeps of the state, chunk by chunk: copies, and places that do not change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from unickpt.arrays.dtypes import Array
+from unickpt.errors import CoverageError
+from unickpt.format import codec
+from unickpt.frameworks.host_memory import stage
+from unickpt.references.chunks import WriteItem
+from unickpt.saving.snapshot_policy import Changes
+from unickpt.saving.staging_memory import ChunkKey, CopyMemory, HostMemoryPool, key
+from unickpt.saving.task import SaveEvent
+from unickpt.saving.write_plan import DirectSource, Staged, StagedChunk
+from unickpt.threads import Events
+
+
+class KeptChunks:
+    """The chunks that one save keeps; a `ChunkSource`.
+
+    Arguments:
+        area: memory for copies.
+        memory: what of it this save has.
+        changes: what must not change before it is copied.
+        direct: reads chunks where they are.
+        events: of the save.
+    """
+
+    background = True
+
+    def __init__(
+        self,
+        area: HostMemoryPool,
+        memory: CopyMemory,
+        changes: Changes,
+        direct: DirectSource,
+        events: Events[SaveEvent],
+    ) -> None:
+        self._area, self._memory, self._changes = area, memory, changes
+        self._direct, self._events, self._changed = direct, events, events.changed
+        self._copies: dict[ChunkKey, StagedChunk] = {}
+        self._references: dict[ChunkKey, WriteItem] = {}
+        self.error: BaseException | None = None
+        """Why not all can be kept."""
+
+    @property
+    def staged(self) -> Staged:
+        return self._memory.facts
+
+    def refer(self, items: Sequence[WriteItem]) -> None:
+        """These chunks are read where they are; nothing changes them before the save has ended."""
+        with self._changed:
+            self._references |= {key(item): item for item in items}
+            self._changed.notify_all()
+
+    def refers(self, item: WriteItem) -> bool:
+        """Whether a chunk is one of those."""
+        return key(item) in self._references
+
+    def fail(self, error: BaseException) -> None:
+        """An error fails the save, and wakes threads that wait for chunks."""
+        with self._changed:
+            self.error = self.error or error
+            self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raises the error, if there is one."""
+        if self.error is not None:
+            raise self.error
+
+    def clear(self) -> None:
+        """Releases the copies, and refers to nothing."""
+        for of in list(self._copies):
+            self._release(of)
+        self._references = {}
+
+    def copy(self, item: WriteItem, _: None) -> None:
+        """Copies a chunk, for which memory is reserved."""
+        copied = self._copied(item)
+        with self._changed:
+            self._copies[key(item)] = copied
+            self._changed.notify_all()
+        self._memory.count(copied=item.nbytes)
+
+    def _copied(self, item: WriteItem) -> StagedChunk:
+        """A copy in memory, which is reserved."""
+        memory, taken = item.fragment.memory, list[Array]()
+
+        def take(nbytes: int) -> Array:
+            taken.append(self._area.take(nbytes, self._memory.budget, memory))
+            return taken[0]
+
+        def release() -> None:
+            for buffer in taken:
+                self._area.give(buffer, memory)
+            taken.clear()
+            self._area.unreserve(item.nbytes)
+
+        try:
+            with self._changes.noticed(item) as compare:
+                data = stage(item.fragment, item.box, item.dtype, take, copied=not memory.on_device)
+                compare(data)
+        except BaseException:
+            release()
+            raise
+        return StagedChunk(data, 0, release)
+
+    def ready(self, items: Sequence[WriteItem]) -> bool:
+        with self._changed:
+            return self.error is not None or all(
+                key(item) in self._copies or key(item) in self._references for item in items
+            )
+
+    def fetch(self, item: WriteItem) -> StagedChunk:
+        found = self._find(item)
+        if isinstance(found, WriteItem):
+            return self._fetch_reference(found)
+        return replace(found, release=partial(self._release, key(item)))
+
+    def digest(self, item: WriteItem) -> int:
+        found = self._find(item)
+        if isinstance(found, StagedChunk):
+            return codec.digest_as_stored(item.entry, found.data)
+        staged = self._fetch_reference(found)
+        try:
+            return codec.digest_as_stored(item.entry, staged.data)
+        finally:
+            staged.release()
+
+    def _find(self, item: WriteItem) -> StagedChunk | WriteItem:
+        """Waits until a chunk is kept: in a copy, or where this item reads it."""
+        of = key(item)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    of in self._copies
+                    or of in self._references
+                    or self.error is not None
+                    or SaveEvent.STAGED in self._events
+                )
+            )
+            found = self._references.get(of) or self._copies.get(of)
+            if found is not None:
+                return found
+            self.check()
+        raise CoverageError(
+            f"array {item.entry.name!r} {item.box}: by its layout another process holds this "
+            "chunk, but that process lacks the array in its tree, and this one staged only its own "
+            "share. "
+            "Give all processes of a mesh the same arrays, or use unickpt.save, without staging"
+        )
+
+    def _fetch_reference(self, item: WriteItem) -> StagedChunk:
+        staged = self._direct.fetch(item)
+        if not item.fragment.memory.mutable:
+            return staged
+
+        def release() -> None:
+            staged.release()
+            self._changes.check(item)  # in case the caller did not wait
+
+        return replace(staged, release=release)
+
+    def _release(self, of: ChunkKey) -> None:
+        with self._changed:
+            staged = self._copies.pop(of, None)
+        if staged is not None:
+            staged.release()
