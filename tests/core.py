@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCHEMES = ("__init__.py", "file.py", "gs.py", "memory.py", "s3.py")
 """What stays of `backends/`."""
 GONE = (
-    *("codecs", "encodings", "features", "formats", "names", "references", "refusals"),
+    *("codecs", "commands", "encodings", "features", "formats", "names", "references", "refusals"),
     *("values", "writers"),
 )
 """The groups of entry points that lose all of theirs."""

@@ -47,10 +47,14 @@ DOORS = {
     "codecs": {
         "quantized": "unickpt.plugins.quantize:CODEC",
     },
+    "commands": {
+        "report": "unickpt.plugins.report.command:app",
+        "merge": "unickpt.plugins.merge.command:app",
+        "rules": "unickpt.plugins.observe.command:app",
+    },
     "names": {
         "merge": "unickpt.plugins.merge:merge",
         "merge_methods": "unickpt.plugins.merge.methods",
-        "plan_merge": "unickpt.plugins.merge:preview",
         "Experts": "unickpt.plugins.experts:Experts",
         "Restores": "unickpt.plugins.quantize:Restores",
         "report": "unickpt.plugins.report.html_report:report",

@@ -22,6 +22,7 @@ from unickpt.errors import PluginError
 
 Group = Literal[
     "codecs",
+    "commands",
     "encodings",
     "features",
     "formats",
@@ -38,6 +39,7 @@ _PREFIX = "unickpt."
 # What other code asks of what a door leads to.
 _ASKED: Mapping[Group, tuple[str, ...]] = {
     "codecs": ("encode", "decode", "stored_bytes", "zarr_codec", "merge", "validate", "facts"),
+    "commands": ("registered_commands",),
     "encodings": ("__call__",),
     "features": ("__call__",),
     "formats": ("HINTS", "open"),

@@ -126,7 +126,7 @@ def cli_page() -> str:
     """The commands, as `unickpt COMMAND --help` has them."""
     group: Any = typer.main.get_command(app)
     about = _help(group.help)
-    commands = [_command(name, command) for name, command in group.commands.items()]
+    commands = [_command(name, group.get_command(None, name)) for name in group.list_commands(None)]
     return "\n".join(["# Command line", "", about, *commands])
 
 

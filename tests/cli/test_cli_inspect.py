@@ -12,8 +12,8 @@ from support.file_writers import safetensors, torch_zip
 from typer.testing import CliRunner
 
 import unickpt
-from unickpt.cli import tables
 from unickpt.cli.app import app
+from unickpt.terminal import tables
 
 
 def inspected(*arguments: object) -> str:

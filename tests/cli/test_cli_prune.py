@@ -19,13 +19,13 @@ from typer.testing import CliRunner, Result
 
 import unickpt
 from unickpt import Checkpointer, SaveOptions, StorageError
-from unickpt.cli import output
 from unickpt.cli.app import app
 from unickpt.reading import checkpoint
 from unickpt.runs import tier_copies
 from unickpt.runs.pruning import PruneRun
 from unickpt.runs.retention import Retention
 from unickpt.runs.step_folder import StepFolder
+from unickpt.terminal import output
 
 FAST = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=4096)
 FROZEN = np.random.default_rng(1).random(20_000)

@@ -122,6 +122,34 @@ def test_what_another_package_brings_is_used_by_name_and_by_content(site: Path, 
     assert (done.returncode, done.stderr) == (0, "")
 
 
+COMMAND = """
+import sys, typer
+app = typer.Typer()
+@app.command()
+def command(path: str) -> None:
+    "Weigh a checkpoint."
+    print("weighed", path, "unickpt.plugins.merge" in sys.modules)
+"""
+
+
+def test_a_command_of_another_package_is_one_of_unickpts(site: Path, run: Run) -> None:
+    install(
+        site, "acme", {"commands": {"weigh": "acme_command:app", "broken": "broken_command:app"}}
+    )
+    (site / "acme_command.py").write_text(COMMAND)
+    (site / "broken_command.py").write_text("import of_which_there_is_none\n")
+    called = run(
+        "from typer.testing import CliRunner\n"
+        "from unickpt.cli.app import app\n"
+        "for arguments in ['weigh', 'stored'], ['--help'], ['broken']:\n"
+        "    print(CliRunner().invoke(app, arguments).output)\n"
+    )
+    weighed, told = called.stdout.split("\n", 1)
+    assert weighed == "weighed stored False", called.stderr
+    assert "the command 'broken' of acme 1.5 (broken_command:app) cannot be used" in told
+    assert told.count("cannot be used") == 2
+
+
 def test_another_package_says_what_a_file_is_that_no_format_reads(
     site: Path, run: Run, tmp_path: Path
 ) -> None:

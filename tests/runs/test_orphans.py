@@ -25,12 +25,12 @@ from typer.testing import CliRunner
 
 import unickpt
 from unickpt import Checkpointer, SaveConflict, StorageError
-from unickpt.cli import output
 from unickpt.cli.app import app
 from unickpt.commit import lease
 from unickpt.runs import orphans
 from unickpt.storage import locations, paths
 from unickpt.storage.locations import Location
+from unickpt.terminal import output
 
 HOUR = 3600.0
 

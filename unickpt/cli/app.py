@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 import unickpt
+from unickpt import doors
 from unickpt.cli import (
     clean,
     convert,
@@ -18,24 +19,33 @@ from unickpt.cli import (
     doctor,
     inspect,
     ls,
-    merge,
     presets,
     prune,
-    report,
-    rules,
     verify,
 )
-from unickpt.cli.output import drop_output, fail, warn
 from unickpt.cli.saves import watch
 from unickpt.errors import RuleWarning, UnickptError
+from unickpt.terminal.output import drop_output, fail, warn
 
 
 class _CommandGroup(TyperGroup):
-    """Prints the library's errors as messages, without a traceback."""
+    """Prints the library's errors as messages, without a traceback; has the commands of plug-ins,
+    each of which is imported when it is called."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        plugins = (*doors.ours("commands"), *doors.others("commands"))
+        return [*super().list_commands(ctx), *plugins]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        own = super().get_command(ctx, cmd_name)
+        door = None if own is not None else doors.find("commands", cmd_name)
+        return own if door is None else typer.main.get_command(door.open())
 
     def make_context(self, *args: Any, **options: Any) -> Any:
         try:
             return super().make_context(*args, **options)
+        except UnickptError as error:  # its help names the commands of plug-ins
+            fail(str(error))
         except BrokenPipeError:  # while it prints its help
             drop_output()
             raise typer.Exit from None
@@ -109,14 +119,12 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "inspect": inspect.command,
     "ls": ls.command,
     "watch": watch.command,
-    "report": report.command,
     "verify": verify.command,
     "diff": diff.command,
     "convert": convert.command,
     "copy": convert.copy,
     "import": convert.import_,
     "export": convert.export,
-    "merge": merge.command,
     "clean": clean.command,
     "prune": prune.command,
     "presets": presets.command,
@@ -124,4 +132,3 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 for name, command in COMMANDS.items():
     app.command(name)(command)
-app.add_typer(rules.app, name="rules")

@@ -9,13 +9,13 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from unickpt.cli.output import AsJson, clean, confirm, console, fail, print_json, warn
-from unickpt.cli.tables import print_table
 from unickpt.quoting import counted, size_text
 from unickpt.reading.listing import checkpoints_below
 from unickpt.runs import orphans
 from unickpt.runs.orphans import Orphan, OrphanSearch
 from unickpt.storage import paths
+from unickpt.terminal.output import AsJson, clean, confirm, console, fail, print_json, warn
+from unickpt.terminal.tables import print_table
 
 
 def command(

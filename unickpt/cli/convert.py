@@ -12,11 +12,11 @@ from rich.text import Text
 
 import unickpt
 from unickpt import Checkpoint
-from unickpt.cli import options, output
-from unickpt.cli.tables import print_table
 from unickpt.format import writers
 from unickpt.frameworks.host_memory import MOST_WORKING
 from unickpt.quoting import counted, size_text
+from unickpt.terminal import options, output
+from unickpt.terminal.tables import print_table
 from unickpt.tools.conversion_preview import Preview, PreviewRow, folded, preview
 
 

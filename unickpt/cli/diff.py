@@ -9,10 +9,10 @@ import typer
 from rich.text import Text
 
 import unickpt
-from unickpt.cli import options
-from unickpt.cli.output import DIFFERENT, AsJson, Where, console, print_json, transfer, verdict
-from unickpt.cli.tables import print_table
 from unickpt.quoting import counted, size_text
+from unickpt.terminal import options
+from unickpt.terminal.output import DIFFERENT, AsJson, Where, console, print_json, transfer, verdict
+from unickpt.terminal.tables import print_table
 from unickpt.types import ArrayDifference, DiffReport
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from unickpt.cli.output import FAILED, AsJson, clean, print_json, verdict
+from unickpt.terminal.output import FAILED, AsJson, clean, print_json, verdict
 from unickpt.tools.doctor import DoctorReport, examine
 
 

@@ -16,10 +16,7 @@ import unickpt
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.cli import fragment_map
 from unickpt.cli.nonfinite import Nonfinite, count_nonfinite
-from unickpt.cli.options import HintOption, Under, parsed_hints
-from unickpt.cli.output import AsJson, Where, clean, console, fail, print_json
 from unickpt.cli.saves import timing_table
-from unickpt.cli.tables import Cell, date_text, print_table, shape_text
 from unickpt.display import tree_table
 from unickpt.format import ocdbt_reader, unit_steps
 from unickpt.format.chunk_grid import Part
@@ -30,6 +27,9 @@ from unickpt.format.index import ArrayEntry, Index
 from unickpt.quoting import counted, quoted, size_text, some
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.stored_array import StoredArray
+from unickpt.terminal.options import HintOption, Under, parsed_hints
+from unickpt.terminal.output import AsJson, Where, clean, console, fail, print_json
+from unickpt.terminal.tables import Cell, date_text, print_table, shape_text
 from unickpt.trees import tree, tree_json
 
 _MANY_PARTS = 20

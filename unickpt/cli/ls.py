@@ -12,8 +12,6 @@ import typer
 
 import unickpt
 from unickpt.cli.clean import print_kept, print_orphans, rows_json
-from unickpt.cli.output import AsJson, clean, print_json
-from unickpt.cli.tables import Cell, date_text, print_table
 from unickpt.errors import CheckpointNotFound, UnickptError
 from unickpt.format.formats import SeveralCheckpoints
 from unickpt.quoting import size_text
@@ -22,6 +20,8 @@ from unickpt.reading.listing import Listed, checkpoints_below, natural, other_fo
 from unickpt.runs import orphans
 from unickpt.runs.orphans import OrphanSearch
 from unickpt.storage import paths
+from unickpt.terminal.output import AsJson, clean, print_json
+from unickpt.terminal.tables import Cell, date_text, print_table
 
 _OPEN_AT_ONCE = 8
 _MOST_DEPTH, _MOST_FOLDERS = 4, 2000  # to search below a folder that has no checkpoints itself

@@ -8,10 +8,10 @@ import typer
 from rich.text import Text
 
 import unickpt
-from unickpt.cli.options import source_of
-from unickpt.cli.output import clean, console, print_json, transfer
-from unickpt.cli.tables import print_table
 from unickpt.quoting import counted
+from unickpt.terminal.options import source_of
+from unickpt.terminal.output import clean, console, print_json, transfer
+from unickpt.terminal.tables import print_table
 from unickpt.tools.nonfinite import NonfiniteReport
 
 Nonfinite = Annotated[

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from unickpt import Rules
-from unickpt.cli.output import AsJson, print_json
 from unickpt.rules.rule_files import preset_text
+from unickpt.terminal.output import AsJson, print_json
 
 
 def command(

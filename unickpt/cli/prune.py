@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from unickpt.cli.output import FAILED, AsJson, clean, confirm, fail, print_json, warn
-from unickpt.cli.tables import print_table
 from unickpt.quoting import counted, some
 from unickpt.runs.pruning import PrunePlan, PruneRun
 from unickpt.runs.retention import Retention
+from unickpt.terminal.output import FAILED, AsJson, clean, confirm, fail, print_json, warn
+from unickpt.terminal.tables import print_table
 
 
 def command(

@@ -9,11 +9,20 @@ from rich.text import Text
 
 import unickpt
 from unickpt.cli.nonfinite import Nonfinite, count_nonfinite
-from unickpt.cli.options import HintOption, source_of
-from unickpt.cli.output import DAMAGED, AsJson, Where, clean, console, print_json, transfer, verdict
-from unickpt.cli.tables import print_table
 from unickpt.quoting import counted, size_text
 from unickpt.reading.verification import VerifyReport
+from unickpt.terminal.options import HintOption, source_of
+from unickpt.terminal.output import (
+    DAMAGED,
+    AsJson,
+    Where,
+    clean,
+    console,
+    print_json,
+    transfer,
+    verdict,
+)
+from unickpt.terminal.tables import print_table
 
 
 def command(

@@ -324,6 +324,6 @@ def test_mean_and_average_are_those_of_torch() -> None:
 
 
 def test_the_command_line_names_all_methods() -> None:
-    from unickpt.cli import merge
+    from unickpt.plugins.merge import command
 
-    assert merge.METHODS.split(", ") == [kind.name for kind in methods.METHODS]
+    assert command.METHODS.split(", ") == [kind.name for kind in methods.METHODS]

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
-from unickpt.cli.tables import print_table
 from unickpt.format.timing import PHASES, Timing
 from unickpt.quoting import counted, size_text
+from unickpt.terminal.tables import print_table
 
 _SHOWN = 16
 _PHASE = ("phase", "mean", "median", "busiest", "process", "busiest / mean")

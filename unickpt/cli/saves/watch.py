@@ -15,10 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from unickpt import quoting
-from unickpt.cli.output import AsJson, clean, console
-from unickpt.cli.tables import date_text, new_table
 from unickpt.quoting import size_text
 from unickpt.runs.watching import FAILED, Committed, Look, UnderWay, Watch
+from unickpt.terminal.output import AsJson, clean, console
+from unickpt.terminal.tables import date_text, new_table
 
 _SHARE = 10
 """At most one part in so many of the time is spent looking, however slow the storage is."""

@@ -7,11 +7,14 @@ from typing import Annotated
 
 import typer
 
-import unickpt
-from unickpt.cli.output import clean, console
-from unickpt.quoting import size_text
+from unickpt.extend import size_text
+from unickpt.plugins.report.html_report import report
+from unickpt.terminal.output import clean, command_app, console
+
+app = command_app()
 
 
+@app.command()
 def command(
     path: Annotated[
         str,
@@ -57,6 +60,6 @@ def command(
 
     With --metrics, the page also shows steps that are removed, the time to each commit, and loads.
     """
-    page = unickpt.report(path, out, metrics=metrics or (), trace=trace)
+    page = report(path, out, metrics=metrics or (), trace=trace)
     for written in (page, *([Path(trace)] if trace else [])):
         console().print(clean(f"{written}: {size_text(written.stat().st_size)}"), soft_wrap=True)

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 from rich.text import Text
 
+from unickpt.options import SaveReport
 from unickpt.quoting import counted, printable, size_text
-from unickpt.types import SaveReport
 
 DAMAGED, DIFFERENT, FAILED = 1, 1, 2
 _REFUSED = 1
@@ -25,6 +25,11 @@ _UNBOUNDED = 1 << 16  # columns of output that goes to no terminal, so that noth
 
 Where = Annotated[str, typer.Argument(help="A directory, or a URL: file, s3, gs or memory.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+def command_app(**settings: Any) -> typer.Typer:
+    """An app for a command, or for several below one name, as `unickpt.commands` leads to."""
+    return typer.Typer(add_completion=False, rich_markup_mode=None, **settings)
 
 
 class _Console(Console):

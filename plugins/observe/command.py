@@ -18,11 +18,20 @@ import typer
 
 import unickpt
 from unickpt import Rules
-from unickpt.cli.options import HintOption, Inverse, Sizes, Under, read_rules, source_of
-from unickpt.cli.output import DIFFERENT, AsJson, Where, console, fail, print_json, verdict
-from unickpt.trees import tree, tree_json
+from unickpt.extend import rebuild_tree, tree_from_names
+from unickpt.terminal.options import HintOption, Inverse, Sizes, Under, read_rules, source_of
+from unickpt.terminal.output import (
+    DIFFERENT,
+    AsJson,
+    Where,
+    command_app,
+    console,
+    fail,
+    print_json,
+    verdict,
+)
 
-app = typer.Typer(
+app = command_app(
     no_args_is_help=True, help="Write rules from what can be observed, and check them."
 )
 _Output = Annotated[
@@ -198,7 +207,7 @@ def _example(given: str, under: str) -> Any:
         leaves = {name: _leaf(shape) for name, shape in shapes.items()}
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         fail(f"{given} must have {{name: shape}}, or {{name: {{shape, dtype}}}}: {error}")
-    return tree.rebuild(tree_json.from_names(list(leaves)), leaves.__getitem__)
+    return rebuild_tree(tree_from_names(list(leaves)), leaves.__getitem__)
 
 
 def _leaf(shape: Any) -> Any:

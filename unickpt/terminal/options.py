@@ -8,12 +8,13 @@ from typing import Annotated, Any, cast
 
 import typer
 
-import unickpt
-from unickpt import Checkpoint, Rules
-from unickpt.cli.output import fail
 from unickpt.format import writers
 from unickpt.frameworks.host_memory import MemoryBudget
 from unickpt.options import SaveOptions
+from unickpt.reading import checkpoint
+from unickpt.reading.checkpoint import Checkpoint
+from unickpt.rules.rule_set import Rules
+from unickpt.terminal.output import fail
 
 RulesName = Annotated[
     str | None, typer.Option("--rules", help="A file of rules, or the name of a preset.")
@@ -124,7 +125,7 @@ def source_of(path: str, hints: list[str] | None, under: str = "") -> str | Chec
     """What to read: the path, or the checkpoint opened with the hints, or the part of it."""
     if not hints and not under:
         return path
-    found = unickpt.open(path, hints=parsed_hints(hints))
+    found = checkpoint.open(path, hints=parsed_hints(hints))
     return found.under(under) if under else found
 
 

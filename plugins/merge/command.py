@@ -7,15 +7,20 @@ from typing import Annotated, Any, cast
 import typer
 from rich.text import Text
 
-import unickpt
-from unickpt import doors
-from unickpt.cli import options, output
-from unickpt.quoting import counted
+from unickpt import UnickptError
+from unickpt.extend import counted
+from unickpt.plugins.merge import methods
+from unickpt.plugins.merge.merging import merge
+from unickpt.plugins.merge.sources import preview
+from unickpt.terminal import options, output
+
+app = output.command_app()
 
 METHODS = "mean, weighted, metric, step, ema, slerp, task_arithmetic, ties, dare"
 _PARAMETER = "a parameter and its value, such as density=0.3"
 
 
+@app.command()
 def command(
     paths: Annotated[
         list[str],
@@ -93,22 +98,21 @@ def command(
     wanted = options.read_rules(rules, inverse, size)
     try:
         values = options.named_values("--with", parameters, _PARAMETER)
-        method = unickpt.merge_methods.method_of(cast(Any, how), values)
+        method = methods.method_of(cast(Any, how), values)
         written_as = options.save_options(budget, compression, quantize)
         asked: dict[str, Any] = {"weights": weights, "base": base, "last": last, "rules": wanted}
         asked["integers"] = integers
         if dry_run:
-            planned = doors.need("names", "plan_merge")
-            plan = planned(given, method, budget_bytes=written_as.working_bytes, **asked)
+            plan = preview(given, method, budget_bytes=written_as.working_bytes, **asked)
             _print_plan(plan, as_json)
             return
         asked |= {"allow_nonfinite": allow_nonfinite, "overwrite": overwrite, "verify": verify}
         with output.job() as first, output.transfer(shown=first) as progress:
-            report = unickpt.merge(
+            report = merge(
                 given, destination, how=method, options=written_as, progress=progress, **asked
             )
     except ValueError as error:
-        if isinstance(error, unickpt.UnickptError):
+        if isinstance(error, UnickptError):
             raise
         output.fail(str(error))
     if first:

@@ -1,0 +1,1 @@
+"""What commands share, also those of plug-ins: output, options, tables."""
