@@ -58,19 +58,7 @@ from unickpt.format.codecs import unregister as unregister_codec
 from unickpt.format.coverage import check_boxes
 from unickpt.format.crc32 import Range as ChecksummedRange
 from unickpt.format.crc32 import combined as combined_crc32
-from unickpt.format.elements import (
-    ByteRange,
-    ConvertedElements,
-    ElementRun,
-    Elements,
-    FileRange,
-    InMemoryElements,
-    MeanElements,
-    Nibbles,
-    Unreadable,
-)
-from unickpt.format.elements import Joined as JoinedElements
-from unickpt.format.elements import Lazy as LazyElements
+from unickpt.format.elements import ByteRange, Elements, FileRange
 from unickpt.format.encoders import Column, EncodingPolicy, SaveEncoder, Settled
 from unickpt.format.file_ranges import (
     CHUNK_BYTES,
@@ -78,13 +66,11 @@ from unickpt.format.file_ranges import (
     FileBox,
     RangeReader,
     TensorSource,
-    read_flat,
     row_major,
 )
 from unickpt.format.file_ranges import WHOLE as WHOLE_BOXES
 from unickpt.format.file_ranges import of_boxes as entry_of_boxes
 from unickpt.format.file_ranges import read_box as read_file_box
-from unickpt.format.file_ranges import table_of as table_of_tree
 from unickpt.format.file_ranges import whole as entry_of_box
 from unickpt.format.files import CheckedFiles, Files
 from unickpt.format.formats import Format, SeveralCheckpoints, format_named
@@ -200,7 +186,6 @@ if _CHECKING:
     from unickpt.display.fragment_grid import FragmentGrid, GridBand
     from unickpt.display.fragment_grid import grids as fragment_grids
     from unickpt.display.fragment_grid import head as grid_band_text
-    from unickpt.display.front_plot import svg as front_plot_svg
     from unickpt.display.html import MOST_FRAGMENTS as MOST_FRAGMENTS_SHOWN
     from unickpt.display.html import page as html_page
     from unickpt.display.html import plain as shown_text
@@ -268,7 +253,6 @@ __all__ = [
     "Column",
     "Compared",
     "ComparedViews",
-    "ConvertedElements",
     "DType",
     "Damaged",
     "Data",
@@ -276,7 +260,6 @@ __all__ = [
     "DescribedSave",
     "DraftReport",
     "Earlier",
-    "ElementRun",
     "Elements",
     "EncodedChunk",
     "EncodedValue",
@@ -295,15 +278,12 @@ __all__ = [
     "GridBand",
     "Hints",
     "HostBuffers",
-    "InMemoryElements",
     "Index",
-    "JoinedElements",
     "JoinedParts",
     "Key",
     "LEAST_REUSED",
     "LINKED_FOLDER",
     "Layout",
-    "LazyElements",
     "Leaf",
     "LeafFact",
     "LeafKind",
@@ -316,14 +296,12 @@ __all__ = [
     "MOST_COMPRESSED_BYTES",
     "MOST_FRAGMENTS_SHOWN",
     "MadeLeaf",
-    "MeanElements",
     "MemoryBudget",
     "Mesh",
     "MeshFacts",
     "MeshKey",
     "NOTHING_HERE",
     "NamedOptimizer",
-    "Nibbles",
     "Node",
     "NotDecodable",
     "ORPHANS_LOCK",
@@ -389,7 +367,6 @@ __all__ = [
     "Unit",
     "UnitSteps",
     "Units",
-    "Unreadable",
     "ValuePlaces",
     "Version",
     "WHOLE_BOXES",
@@ -446,7 +423,6 @@ __all__ = [
     "format_named",
     "fragment_count",
     "fragment_grids",
-    "front_plot_svg",
     "given",
     "grid_band_text",
     "group_of_one",
@@ -493,7 +469,6 @@ __all__ = [
     "raw_chunk",
     "read_boxes",
     "read_file_box",
-    "read_flat",
     "read_full_chunk",
     "read_into",
     "reading",
@@ -524,7 +499,6 @@ __all__ = [
     "storing_hint",
     "structure_of",
     "sync_folder",
-    "table_of_tree",
     "take_retention",
     "text_file",
     "tree_from_json",
@@ -586,7 +560,6 @@ _LATER = {
     "finite_or_text": "format.step_metrics",
     "fragment_count": "display.tree_table",
     "fragment_grids": "display.fragment_grid:grids",
-    "front_plot_svg": "display.front_plot:svg",
     "grid_band_text": "display.fragment_grid:head",
     "has_known_factory": "trees.stored_types",
     "html_page": "display.html:page",

@@ -15,15 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from unickpt.backends._files.elements import ElementRun, InMemoryElements, JoinedElements
 from unickpt.backends._files.headers import Cursor, sizes
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.extend import (
     MAX_DEPTH,
-    ElementRun,
     FileRange,
     Files,
-    InMemoryElements,
-    JoinedElements,
     TensorSource,
     dtype_from_name,
     dtype_name,

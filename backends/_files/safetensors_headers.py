@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from unickpt.backends._files.elements import Nibbles, Unreadable
 from unickpt.backends._files.headers import sizes
 from unickpt.errors import CheckpointCorrupt
-from unickpt.extend import FileRange, Files, Nibbles, TensorSource, Unreadable, quoted
+from unickpt.extend import FileRange, Files, TensorSource, quoted
 
 _MOST_HEADER = 100_000_000  # as upstream
 DTYPES = {

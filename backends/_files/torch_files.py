@@ -8,6 +8,7 @@ from typing import Any, Self
 from unickpt.backends._files.torch_pickles import TorchFile
 from unickpt.backends._files.torch_tensors import Tensor
 from unickpt.backends._files.torch_trees import PlainTree, expand
+from unickpt.backends._files.tree_tables import table_of_tree
 from unickpt.errors import CheckpointCorrupt
 from unickpt.extend import (
     ArrayTable,
@@ -18,7 +19,6 @@ from unickpt.extend import (
     RangeReader,
     entry_of_box,
     reading_failed,
-    table_of_tree,
 )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from unickpt.backends._files import pickle_objects, pickle_writer, pickles
 from unickpt.backends._files.bare_pickles import MOST_PICKLE, BarePickle
+from unickpt.backends._files.elements import InMemoryElements
 from unickpt.backends._files.loose_files import is_legacy, is_pickle
 from unickpt.backends._files.pickle_objects import (
     BadPickle,
@@ -25,17 +26,7 @@ from unickpt.backends._files.pickles import Constructors
 from unickpt.backends._files.torch_tensors import CONSTRUCTORS, Tensor, TorchStorage, storage
 from unickpt.backends._files.zip_files import STORED, ZipFile
 from unickpt.errors import CheckpointCorrupt
-from unickpt.extend import (
-    Box,
-    Damaged,
-    FileBox,
-    FileRange,
-    Files,
-    InMemoryElements,
-    Opaque,
-    dtype_from_name,
-    quoted,
-)
+from unickpt.extend import Box, Damaged, FileBox, FileRange, Files, Opaque, dtype_from_name, quoted
 
 _SCRIPT = "constants.pkl"
 _PROTOCOL = 1001  # of files before torch 1.6

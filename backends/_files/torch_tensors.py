@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from unickpt.backends._files import pickles
+from unickpt.backends._files.elements import LazyElements
 from unickpt.backends._files.headers import is_size, sizes
 from unickpt.backends._files.pickle_objects import (
     BadPickle,
@@ -25,7 +26,7 @@ from unickpt.backends._files.pickle_objects import (
     PickledObject,
 )
 from unickpt.backends._files.pickles import Constructors
-from unickpt.extend import Elements, LazyElements, dtype_from_name, dtype_name, quoted
+from unickpt.extend import Elements, dtype_from_name, dtype_name, quoted
 
 STORAGES = {
     "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16",

@@ -30,8 +30,9 @@ from unickpt.extend import (
     Files,
     dtype_and_shape,
     dtype_from_name,
+    flat_range_to_boxes,
     quoted,
-    read_flat,
+    read_file_box,
 )
 
 _ZIP = b"PK\x03\x04"
@@ -58,7 +59,7 @@ class LocatedElements:
                 self._found = self._find(files)
             except CheckpointCorrupt as error:
                 raise Damaged(str(error).removeprefix(f"{files.location}: ")) from error
-        read_flat(files, self._found, first, out)
+        _read_flat(files, self._found, first, out)
 
     def ranges(self, first: int, count: int, itemsize: int) -> Iterator[ByteRange]:
         yield ByteRange(self._blob.file, self._blob.offset, self._blob.offset + self._blob.length)
@@ -263,3 +264,21 @@ class MemoryFile(Files):
 
     def read_into(self, file: str, offset: int, out: memoryview) -> None:
         out[:] = self.read(file, offset, len(out))
+
+
+def _read_flat(files: Files, found: FileBox, first: int, out: Array) -> None:
+    """Reads consecutive elements of a box.
+
+    Arguments:
+        files: of the checkpoint.
+        found: the box.
+        first: the number of the first element, in the box's row-major order.
+        out: one-dimensional and contiguous; receives them.
+
+    Raises:
+        Failed: the storage failed, or a file is too short.
+    """
+    done = 0
+    for box in flat_range_to_boxes(found.box.shape, first, first + out.size):
+        read_file_box(files, found, box, out[done : done + box.size].reshape(box.shape))
+        done += box.size

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from unickpt.backends._files.elements import ElementRun
 from unickpt.backends.deepspeed.sources import EvenParts, Flat, Parameter, joined
 from unickpt.backends.deepspeed.states import (
     ModelFileState,
@@ -18,7 +19,7 @@ from unickpt.backends.deepspeed.states import (
     Shapes,
     same_everywhere,
 )
-from unickpt.extend import ElementRun, TensorSource, quoted
+from unickpt.extend import TensorSource, quoted
 
 EXPERT = re.compile(r"(.*deepspeed_experts\.)(\d{1,9})(\..*)")
 """The name of a parameter of an expert: what is before and behind the expert's number."""

@@ -5,20 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from unickpt.backends._files.elements import ElementRun, MeanElements
 from unickpt.backends.deepspeed import merging
 from unickpt.backends.deepspeed.sources import MergedArray, unraveled, whole
 from unickpt.errors import CheckpointCorrupt, HintError, UnsupportedFormat
-from unickpt.extend import (
-    Box,
-    ElementRun,
-    FileBox,
-    Layout,
-    MeanElements,
-    Mesh,
-    TensorSource,
-    quoted,
-    row_major,
-)
+from unickpt.extend import Box, FileBox, Layout, Mesh, TensorSource, quoted, row_major
 
 
 class Named(NamedTuple):

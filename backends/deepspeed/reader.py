@@ -16,6 +16,7 @@ import numpy as np
 
 from unickpt.backends._files.torch_tensors import Tensor
 from unickpt.backends._files.torch_trees import expand
+from unickpt.backends._files.tree_tables import table_of_tree
 from unickpt.backends.deepspeed import folder as folders
 from unickpt.backends.deepspeed import merging
 from unickpt.backends.deepspeed.contents import Contents
@@ -42,7 +43,6 @@ from unickpt.extend import (
     read_file_box,
     reading,
     reading_failed,
-    table_of_tree,
 )
 
 HINTS: Collection[str] = merging.HINTS

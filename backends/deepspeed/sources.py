@@ -8,16 +8,8 @@ from typing import Any, overload
 
 import numpy as np
 
-from unickpt.extend import (
-    ConvertedElements,
-    ElementRun,
-    Elements,
-    FileBox,
-    JoinedElements,
-    Layout,
-    TensorSource,
-    dtype_from_name,
-)
+from unickpt.backends._files.elements import ConvertedElements, ElementRun, JoinedElements
+from unickpt.extend import Elements, FileBox, Layout, TensorSource, dtype_from_name
 
 FLOAT32 = "float32"
 

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from unickpt.backends._files.elements import JoinedElements
 from unickpt.backends._files.torch_tensors import Tensor
 from unickpt.backends.deepspeed import partitions
 from unickpt.backends.deepspeed.folder import DeepSpeedFolder
 from unickpt.backends.deepspeed.states import ModelFileState, StateFile, flattened, read_all
-from unickpt.extend import JoinedElements, TensorSource, quoted
+from unickpt.extend import TensorSource, quoted
 
 _LAYER_NAME = re.compile(r"(\d{1,9})\..+")
 _TIED = "tied_modules."

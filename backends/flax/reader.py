@@ -12,6 +12,7 @@ from unickpt.backends._files import loose_files
 from unickpt.backends._files.hugging_face import weight_map
 from unickpt.backends._files.loose_files import FoundFiles, open_kind
 from unickpt.backends._files.msgpack_files import Elsewhere, scan
+from unickpt.backends._files.tree_tables import table_of_tree
 from unickpt.extend import (
     ArrayTable,
     Files,
@@ -21,7 +22,6 @@ from unickpt.extend import (
     TensorSource,
     put_nested,
     quoted,
-    table_of_tree,
 )
 
 HINTS: Collection[str] = ()

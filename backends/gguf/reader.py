@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from unickpt.backends._files import loose_files
+from unickpt.backends._files.elements import Unreadable
 from unickpt.backends._files.headers import Cursor, is_size
 from unickpt.backends._files.loose_files import FoundFiles, open_kind
 from unickpt.errors import CheckpointCorrupt, HintError, UnsupportedFormat
@@ -33,7 +34,6 @@ from unickpt.extend import (
     RangeReader,
     Reader,
     TensorSource,
-    Unreadable,
     name_component,
     quoted,
 )

@@ -13,15 +13,9 @@ from typing import Any
 from unickpt.backends._files import loose_files
 from unickpt.backends._files.headers import Cursor, size_of
 from unickpt.backends._files.loose_files import FoundFiles, open_kind
+from unickpt.backends._files.tree_tables import table_of_tree
 from unickpt.backends.numpy.npz import MAGIC, MOST_HEADER, parsed
-from unickpt.extend import (
-    Files,
-    RangeReader,
-    Reader,
-    TensorSource,
-    reading,
-    table_of_tree,
-)
+from unickpt.extend import Files, RangeReader, Reader, TensorSource, reading
 
 _SUFFIX = ".eqx"
 _MOST_LINE = 16 << 20

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from unickpt.backends._files import loose_files
+from unickpt.backends._files.elements import InMemoryElements, Nibbles, Unreadable
 from unickpt.backends._files.headers import MOST_RANK, Cursor, size_of, sizes
 from unickpt.backends._files.loose_files import FoundFiles, open_kind
 from unickpt.errors import CheckpointCorrupt
@@ -23,12 +24,9 @@ from unickpt.extend import (
     Elements,
     FileRange,
     Files,
-    InMemoryElements,
-    Nibbles,
     RangeReader,
     Reader,
     TensorSource,
-    Unreadable,
     name_component,
     quoted,
 )

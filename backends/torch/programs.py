@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from unickpt.backends._files.elements import Unreadable
 from unickpt.backends._files.headers import sizes
 from unickpt.backends._files.pickle_objects import PickledObject
 from unickpt.backends._files.torch_files import TorchFilesReader
@@ -27,7 +28,6 @@ from unickpt.extend import (
     RangeReader,
     Reader,
     TensorSource,
-    Unreadable,
     dtype_from_name,
     name_component,
     quoted,

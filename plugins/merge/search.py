@@ -16,12 +16,12 @@ from unickpt import Checkpoint
 from unickpt.errors import MergeError, ProcessFailed
 from unickpt.extend import (
     all_gather_bytes,
-    front_plot_svg,
     html_page,
     html_table,
     members_of,
     process_names,
 )
+from unickpt.plugins.merge import front_plot
 from unickpt.plugins.merge.methods import Search
 from unickpt.types import Group
 
@@ -106,7 +106,7 @@ class Trials:
         facts = [f"{len(self)} trials", f"{len(front)} on the front", f"chosen: {self.chosen}"]
         axes = list(self.better)[:2]
         points = [[trial.scores[task] for task in axes] for trial in self.trials]
-        plot = front_plot_svg(axes, points, front, self.chosen) if len(axes) == 2 else ""
+        plot = front_plot.svg(axes, points, front, self.chosen) if len(axes) == 2 else ""
         shown = html_table(self.headings, rows, len(rows))
         return html_page("search", "merged weights", facts, plot, shown)
 

@@ -13,7 +13,7 @@ from support.foreign import count_reads
 
 from unickpt import Checkpoint, CheckpointCorrupt
 from unickpt.format import file_ranges
-from unickpt.format.elements import ConvertedElements, ElementRun, FileRange, Joined
+from unickpt.format.elements import FileRange
 from unickpt.format.file_ranges import FileBox, RangeReader, of_boxes, whole
 from unickpt.format.files import Files
 from unickpt.format.index import Index
@@ -170,30 +170,3 @@ def test_repeated_elements(tmp_path: Path) -> None:
 def test_row_major_strides() -> None:
     assert file_ranges.row_major((4, 3, 2)) == (6, 2, 1)
     assert file_ranges.row_major(()) == ()
-
-
-@given(st.data())
-def test_elements_of_many_ranges_and_dtypes_read_as_one_sequence(
-    folder: Path, data: st.DataObject
-) -> None:
-    lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=8))
-    runs, expected = list[ElementRun](), list[np.ndarray]()
-    for number, length in enumerate(lengths):
-        before = data.draw(st.integers(0, 3))
-        stored = np.arange(length + before, dtype="f4") + 100 * number
-        (folder / f"run{number}").write_bytes(b"xy" + stored.tobytes())
-        runs.append(ElementRun(FileRange(f"run{number}", 2), before, length))
-        expected.append(stored[before:])
-    whole_one = np.concatenate(expected)
-    nested = Joined(
-        [ElementRun(Joined(runs), 0, sum(lengths)), ElementRun(Joined(runs[:1]), 0, lengths[0])]
-    )
-    everything = np.concatenate([whole_one, expected[0]])
-    first = data.draw(st.integers(0, nested.count))
-    count = data.draw(st.integers(0, nested.count - first))
-    for elements, dtype in ((nested, "f4"), (ConvertedElements(nested, "float32"), "f2")):
-        out = np.empty(count, dtype)
-        elements.read(Files(resolve(folder)), first, out)
-        assert np.array_equal(out, everything[first : first + count].astype(dtype))
-        ranges = list(elements.ranges(first, count, out.itemsize))
-        assert sum(end - begin for _, begin, end in ranges) == 4 * count

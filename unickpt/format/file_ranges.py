@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -15,10 +15,10 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from unickpt.arrays import dtypes
-from unickpt.arrays.box import Box, flat_range_to_boxes
+from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.layout import Layout
-from unickpt.errors import CheckpointCorrupt, UnickptError
+from unickpt.errors import CheckpointCorrupt
 from unickpt.format.chunk_grid import Part, free_chunk
 from unickpt.format.crc32 import Range
 from unickpt.format.elements import ByteRange, Elements
@@ -258,24 +258,6 @@ def _joint_length(ranges: Iterable[tuple[str, int, int]]) -> int:
     return total
 
 
-def read_flat(files: Files, found: FileBox, first: int, out: Array) -> None:
-    """Reads consecutive elements of a box.
-
-    Arguments:
-        files: of the checkpoint.
-        found: the box.
-        first: the number of the first element, in the box's row-major order.
-        out: one-dimensional and contiguous; receives them.
-
-    Raises:
-        Failed: the storage failed, or a file is too short.
-    """
-    done = 0
-    for box in flat_range_to_boxes(found.box.shape, first, first + out.size):
-        read_box(files, found, box, out[done : done + box.size].reshape(box.shape))
-        done += box.size
-
-
 def read_box(files: Files, found: FileBox, local: Box, out: Array) -> None:
     """Reads a part of a box.
 
@@ -425,46 +407,3 @@ class ArrayTable:
             tree_json.to_json(node), self.entries, aliases=self.aliases, values=self.values,
             metadata=metadata or {}, processes=processes,
         )  # fmt: skip
-
-
-def table_of(
-    files: Files,
-    root: Any,
-    kinds: type | tuple[type, ...],
-    put: Callable[[ArrayTable, tree.Leaf], None],
-    expand: Callable[[Any, str], tree.Expansion | None] = lambda value, name: None,
-    identity: Callable[[Any], Hashable] = id,
-) -> ArrayTable:
-    """The table of a tree of containers, plain values and arrays.
-
-    Arguments:
-        files: of the checkpoint.
-        root: the tree.
-        kinds: the classes of what stands for arrays in it.
-        put: adds what stands for an array to the table.
-        expand: as for `tree.flatten`.
-        identity: equal for what stands for the same array, whose other names are aliases.
-
-    Raises:
-        UnsupportedFormat: the tree has names, or is nested, as no tree of unickpt; besides, all
-            that `put` raises.
-    """
-
-    def is_leaf(value: Any) -> bool:
-        return isinstance(value, kinds) or tree_json.is_plain(value)
-
-    try:
-        node = tree.flatten(root, is_leaf, expand)
-    except UnickptError as error:
-        raise files.unsupported(f"{error}") from error
-    table, first = ArrayTable(node), dict[Hashable, str]()
-    for leaf in tree.leaves(node):
-        if not isinstance(leaf.value, kinds):
-            table.values[leaf.name] = leaf.value
-            continue
-        known = first.setdefault(identity(leaf.value), leaf.name)
-        if known == leaf.name:
-            put(table, leaf)
-        else:
-            table.aliases[leaf.name] = known
-    return table

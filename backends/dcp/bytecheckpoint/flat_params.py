@@ -12,10 +12,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from unickpt.backends._files.elements import ElementRun, JoinedElements
 from unickpt.backends._files.pickle_objects import BadPickle
 from unickpt.backends.dcp.metadata import extents
 from unickpt.backends.dcp.reader import ChunkedArray
-from unickpt.extend import Box, ElementRun, FileBox, JoinedElements, quoted
+from unickpt.extend import Box, FileBox, quoted
 
 FLAT = "_flat_param"
 """How the names of flat parameters end."""

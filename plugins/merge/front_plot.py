@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from unickpt.quoting import shortened
+from unickpt.extend import shortened
 
 _WIDTH, _HEIGHT, _MARGIN = 420, 280, 44
 _MOST = 2000
