@@ -51,6 +51,7 @@ DOORS = {
         "report": "unickpt.plugins.report.command:app",
         "merge": "unickpt.plugins.merge.command:app",
         "rules": "unickpt.plugins.observe.command:app",
+        "doctor": "unickpt.plugins.doctor.command:app",
     },
     "names": {
         "merge": "unickpt.plugins.merge:merge",

@@ -32,6 +32,9 @@ from unickpt.arrays.dtypes import with_shape as dtype_and_shape
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.arrays.names import matches as name_matches
 from unickpt.commit.version import Version, version_at
+from unickpt.doors import Door
+from unickpt.doors import every as every_door
+from unickpt.doors import find as find_door
 from unickpt.features import PhaseObserver, Run, RunFeature, SaveCall, SaveFeature
 from unickpt.format.borrowed import LEAST_USED as LEAST_REUSED
 from unickpt.format.borrowed import LINKED_FOLDER, MOST_BASES
@@ -147,6 +150,7 @@ from unickpt.storage.errors import Damaged, Failed, reading, reading_failed
 from unickpt.storage.kvstore import Future as StorageFuture
 from unickpt.storage.kvstore import asking as asking_storage
 from unickpt.storage.local_files import RegularFiles
+from unickpt.storage.local_folders import exchange as exchange_names
 from unickpt.storage.local_folders import sync_folder
 from unickpt.storage.locations import Location, folders_with
 from unickpt.storage.ocdbt import MANIFEST
@@ -258,6 +262,7 @@ __all__ = [
     "Data",
     "DataReference",
     "DescribedSave",
+    "Door",
     "DraftReport",
     "Earlier",
     "Elements",
@@ -410,9 +415,12 @@ __all__ = [
     "encoding_of",
     "entry_of_box",
     "entry_of_boxes",
+    "every_door",
+    "exchange_names",
     "expand_leaf",
     "facts_of",
     "fences_of",
+    "find_door",
     "find_orphans",
     "finite_or_text",
     "first_few",

@@ -199,6 +199,7 @@ def test_ours_come_first_and_doctor_says_so(site: Path, run: Run) -> None:
     assert "comes before it" in done.stdout
 
 
+@pytest.mark.plugins
 def test_one_that_fails_is_named_where_it_is_needed(site: Path, run: Run, tmp_path: Path) -> None:
     install(site, "acme", POINTS)
     (site / "acme_checkpoints.py").write_text("import of_which_there_is_none\n")

@@ -16,7 +16,6 @@ from unickpt.cli import (
     clean,
     convert,
     diff,
-    doctor,
     inspect,
     ls,
     presets,
@@ -128,7 +127,6 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "clean": clean.command,
     "prune": prune.command,
     "presets": presets.command,
-    "doctor": doctor.command,
 }
 for name, command in COMMANDS.items():
     app.command(name)(command)

@@ -14,9 +14,9 @@ from support import s3_server
 from typer.testing import CliRunner
 
 from unickpt.cli.app import app
-from unickpt.storage import local_folders
-from unickpt.storage.probing import Ability
-from unickpt.tools.doctor import examine
+from unickpt.plugins.doctor import abilities
+from unickpt.plugins.doctor.abilities import Ability
+from unickpt.plugins.doctor.examining import examine
 
 
 def of(path: object) -> dict[str, Ability]:
@@ -39,7 +39,7 @@ def test_what_a_file_system_lacks_is_said(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "link", refuse)
     monkeypatch.setattr(fcntl, "flock", refuse)
-    monkeypatch.setattr(local_folders, "exchange", lambda one, other: False)
+    monkeypatch.setattr(abilities, "exchange_names", lambda one, other: False)
     report = examine(tmp_path)
     details = {each.name: each.detail for each in report.abilities if not each.works}
     assert details == {

@@ -9,11 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
-from unickpt import doors
-from unickpt._version import __version__
+from unickpt import __version__
 from unickpt.errors import PluginError
-from unickpt.storage import paths
-from unickpt.storage.probing import Ability, abilities
+from unickpt.extend import Door, PathLike, every_door, find_door, resolve_path
+from unickpt.plugins.doctor.abilities import Ability, abilities
 
 _DEVELOPERS = {"bench", "dev", "docs", "test", "all"}  # extras of which users need none
 _REQUIREMENT = re.compile(r"""([A-Za-z0-9._-]+).*?(?:extra\s*==\s*["']([a-z0-9]+)["'])?\s*$""")
@@ -80,7 +79,7 @@ class DoctorReport:
         return not any(plugin.error for plugin in self.plugins) and all(works)
 
 
-def examine(path: paths.PathLike | None = None) -> DoctorReport:
+def examine(path: PathLike | None = None) -> DoctorReport:
     """Imports each plug-in, and tries out a path.
 
     Arguments:
@@ -95,12 +94,12 @@ def examine(path: paths.PathLike | None = None) -> DoctorReport:
         >>> report.ok, [ability.name for ability in report.abilities]
         (True, ['write and read', 'list', 'conditional writes'])
     """
-    location = None if path is None else paths.resolve(path)
+    location = None if path is None else resolve_path(path)
     return DoctorReport(
         __version__,
         f"{platform.python_version()} ({sys.executable}), {platform.platform()}",
         tuple(_packages()),
-        tuple(map(_plugin, doors.every())),
+        tuple(map(_plugin, every_door())),
         "" if location is None else str(location),
         () if location is None else tuple(abilities(location)),
     )
@@ -125,10 +124,10 @@ def _packages() -> Iterator[Package]:
         yield Package(match[1], version, match[2] or "")
 
 
-def _plugin(door: doors.Door) -> Plugin:
+def _plugin(door: Door) -> Plugin:
     error = ""
     try:
-        usable = doors.find(door.group, door.name)
+        usable = find_door(door.group, door.name)
         if usable != door:
             raise PluginError(f"{usable} comes before it; one of the two needs another name")
         door.open()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -12,10 +13,14 @@ from dataclasses import dataclass
 
 import tensorstore as ts
 
-from unickpt.quoting import size_text
-from unickpt.storage import local_folders, paths
-from unickpt.storage.errors import Failed
-from unickpt.storage.locations import Location
+from unickpt.extend import (
+    Failed,
+    Location,
+    exchange_names,
+    size_text,
+    storage_context,
+    sync_folder,
+)
 
 
 @dataclass(frozen=True)
@@ -64,10 +69,10 @@ def _of_folder(path: str) -> Iterator[Ability]:
             *("atomic exchange", lambda: _exchange(folder), ""),
             "an export that replaces another is missing for a moment",
         )
-        free = local_folders.free_bytes(folder, "")
+        free = shutil.disk_usage(folder).free
         yield Ability("free space", free > 0, size_text(free), is_needed=True)
     finally:
-        local_folders.remove(folder + "/")
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _tried(
@@ -92,7 +97,7 @@ def _write(folder: str) -> None:
         file.write(b"unickpt")
         file.flush()
         os.fsync(file.fileno())
-    local_folders.sync_folder(folder)
+    sync_folder(folder)
 
 
 def _link(folder: str) -> None:
@@ -115,14 +120,14 @@ def _exchange(folder: str) -> None:
     one, other = (os.path.join(folder, name) for name in ("one", "other"))
     for name in (one, other):
         os.mkdir(name)
-    if not local_folders.exchange(one, other):
+    if not exchange_names(one, other):
         raise OSError("not supported here")
 
 
 def _of_store(location: Location) -> Iterator[Ability]:
     name = f".unickpt-doctor-{secrets.token_hex(8)}"
     try:
-        store = location.store(paths.context())
+        store = location.store(storage_context())
         first = store.write(name, b"unickpt").result()
     except Failed as error:
         yield Ability("write", False, error.reason, is_needed=True)

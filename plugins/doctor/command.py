@@ -7,10 +7,13 @@ from typing import Annotated
 
 import typer
 
-from unickpt.terminal.output import FAILED, AsJson, clean, print_json, verdict
-from unickpt.tools.doctor import DoctorReport, examine
+from unickpt.plugins.doctor.examining import DoctorReport, examine
+from unickpt.terminal.output import FAILED, AsJson, clean, command_app, print_json, verdict
+
+app = command_app()
 
 
+@app.command()
 def command(
     path: Annotated[
         str | None,
