@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 from rich.text import Text
 
-from unickpt.options import SaveReport
 from unickpt.quoting import counted, printable, size_text
+from unickpt.save_report import SaveReport
 
 DAMAGED, DIFFERENT, FAILED = 1, 1, 2
 _REFUSED = 1
