@@ -157,7 +157,7 @@ class MirroredCheckpointer(Checkpointer):
         """
         group = job_group(self._options.group, self._options.timeout_s)
         found: list[int] = []
-        root = self._tiers.root
+        root = self._steps.root
 
         def download() -> None:
             there = self._there.steps()
@@ -212,7 +212,7 @@ class MirroredCheckpointer(Checkpointer):
 
     def _copy(self) -> None:
         """Copies what the mirror lacks, then removes there what no rule keeps."""
-        root, there = self._tiers.root, self._there.steps()
+        root, there = self._steps.root, self._there.steps()
         here = root.committed()
         if not here:
             return
@@ -242,7 +242,7 @@ class MirroredCheckpointer(Checkpointer):
 
     def _keep(self, keep: Callable[[int], bool] | None) -> Callable[[int], bool]:
         def stays(step: int) -> bool:
-            found = self._tiers.root.version(step)
+            found = self._steps.root.version(step)
             return found != self._settled.get(step) or (keep is not None and keep(step))
 
         return stays
@@ -253,7 +253,7 @@ class MirroredCheckpointer(Checkpointer):
                 self._there.remove(step)
 
         group = job_group(self._options.group, self._options.timeout_s)
-        on_process_0(group, self._tiers.root.location, f"remove steps in {self._there}", remove)
+        on_process_0(group, self._steps.root.location, f"remove steps in {self._there}", remove)
         barrier(group)
 
 

@@ -214,10 +214,10 @@ if _CHECKING:
     from unickpt.runs.arguments import fences_of, take_retention
     from unickpt.runs.attempt_folders import remove_checkpoint
     from unickpt.runs.disk_usage import bytes_on_disk
-    from unickpt.runs.housekeeping import barrier, on_process_0
     from unickpt.runs.orphans import LOCK as ORPHANS_LOCK
     from unickpt.runs.orphans import Orphan, OrphanSearch
     from unickpt.runs.orphans import find as find_orphans
+    from unickpt.runs.removal import barrier, on_process_0
     from unickpt.runs.retention import Retention
     from unickpt.runs.step_folder import StepFolder
     from unickpt.tools.conversion import budgets as conversion_budgets
@@ -555,7 +555,7 @@ _LATER = {
     "StepFolder": "runs.step_folder",
     "StoredType": "trees.stored_types",
     "apply_rules": "rules.in_memory:apply",
-    "barrier": "runs.housekeeping",
+    "barrier": "runs.removal",
     "bytes_on_disk": "runs.disk_usage",
     "check_rest": "tools.slab_reads",
     "check_written": "tools.conversion",
@@ -576,7 +576,7 @@ _LATER = {
     "leaves_of_view": "tools.conversion:leaves_of",
     "make_writer": "format.writers",
     "meshes_of": "display.tree_table",
-    "on_process_0": "runs.housekeeping",
+    "on_process_0": "runs.removal",
     "parsed_types": "trees.stored_types",
     "plan_rules": "rules.planner:make_plan",
     "read_boxes": "tools.slab_reads",

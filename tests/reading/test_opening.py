@@ -207,7 +207,7 @@ def test_one_that_is_removed_while_it_is_read_is_told_so(
 ) -> None:
     unickpt.save(tmp_path / "step_1", tree(1))
     monkeypatch.setattr(local_files, "_MOST_KEPT", 0)  # what is open already is read to its end
-    before_chunks(monkeypatch, lambda: Checkpointer(tmp_path)._tiers.root.remove(1))
+    before_chunks(monkeypatch, lambda: Checkpointer(tmp_path)._steps.root.remove(1))
     with pytest.raises(CheckpointNotFound, match="and was removed while it was being read"):
         unickpt.load(tmp_path / "step_1")
 

@@ -149,13 +149,13 @@ def test_a_step_is_any_integer(tmp_path: Path) -> None:
 def test_an_error_in_the_background_is_raised_once(ask: str, tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, options=FAST)
     arguments = {"__exit__": (None, None, None), "save": (2, numbers(2))}.get(ask, ())
-    take = checkpointer._tiers.first.lease.take
-    checkpointer._tiers.first.lease.take = lambda: 1 / 0  # type: ignore[method-assign]
+    take = checkpointer._steps.first.lease.take
+    checkpointer._steps.first.lease.take = lambda: 1 / 0  # type: ignore[method-assign]
     checkpointer.save(1, numbers(1))
     checkpointer._queue.wait()
     with pytest.raises(ZeroDivisionError):
         getattr(checkpointer, ask)(*arguments)
-    checkpointer._tiers.first.lease.take = take  # type: ignore[method-assign]
+    checkpointer._steps.first.lease.take = take  # type: ignore[method-assign]
     getattr(checkpointer, ask)(*arguments)
     checkpointer.close()
     assert checkpointer.steps() == ([2] if ask == "save" else [])
@@ -164,7 +164,7 @@ def test_an_error_in_the_background_is_raised_once(ask: str, tmp_path: Path) -> 
 def test_an_exception_in_the_loop_is_not_hidden_by_one_in_the_background(tmp_path: Path) -> None:
     def loop() -> None:
         with Checkpointer(tmp_path / "run", options=FAST) as checkpointer:
-            checkpointer._tiers.first.lease.take = lambda: 1 / 0  # type: ignore[method-assign]
+            checkpointer._steps.first.lease.take = lambda: 1 / 0  # type: ignore[method-assign]
             checkpointer.save(1, numbers(1))
             raise KeyError("the loop's own")
 
@@ -635,7 +635,7 @@ def test_the_newest_step_in_the_root_stays_while_a_newer_one_is_not_copied(
                 checkpointer.save(step, numbers(step))
                 with pytest.raises(StorageError):
                     checkpointer.wait()
-                checkpointer._housekeeping._cleaning.clean()
+                checkpointer._cleaning.clean()
                 assert StepFolder(root).committed() == [1]
                 assert step in StepFolder(local).committed()
         checkpointer.save(4, numbers(4))

@@ -35,8 +35,8 @@ options = unickpt.SaveOptions(group=group, timeout_s=timeout_s, chunk_bytes=4096
 arguments = {{"keep_last": 2, "options": options, "local": local}}
 arguments["keep"] = unickpt.Retention(keep_every=5)
 if local and count > 1:
-    unickpt.runs.checkpointer.check_shared = lambda *_: None  # they cannot agree
-    unickpt.runs.housekeeping.Removal._remove_abandoned = lambda *_: None
+    unickpt.runs.removal.check_shared = lambda *_: None  # they cannot agree
+    unickpt.runs.removal.Removal._remove_abandoned = lambda *_: None
 try:
     with unickpt.Checkpointer(root, **arguments) as checkpointer:
         pending = {{}}
@@ -63,7 +63,7 @@ STEPS = [
 COORDINATORS_STEPS = [
     *STEPS,
     ("commit.lease.Lease:take", "after"),
-    ("runs.step_folder:remove_orphans", "during"),
+    ("runs.step_folder.StepFolder:_remove_orphans", "during"),
     ("commit.coordinator.Coordinator:_build_root", "during"),
     ("commit.coordinator.Coordinator:_write_root", "before"),  # before the commit
     ("commit.coordinator.Coordinator:_write_root", "during"),  # during the commit

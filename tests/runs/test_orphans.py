@@ -168,7 +168,7 @@ def test_not_while_a_job_has_the_lease(root: str, monkeypatch: pytest.MonkeyPatc
     before = {key for key in keys(root) if key.startswith("step_")}
     stale = orphans.find(root).orphans
     with Checkpointer(root) as job:
-        monkeypatch.setattr("unickpt.runs.step_folder.remove_orphans", lambda *_: None)
+        monkeypatch.setattr("unickpt.runs.step_folder.StepFolder._remove_orphans", lambda *_: None)
         job.save(9, numbers(9)).result()
         listed = json.loads(run("ls", root, "--json"))
         assert listed["orphans"] == []

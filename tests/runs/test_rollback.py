@@ -28,7 +28,6 @@ from unickpt.runs import tier_copies
 from unickpt.runs.retention import Retention
 from unickpt.runs.step_folder import StepFolder
 from unickpt.runs.step_loader import StepLoader
-from unickpt.runs.tiers import Tier
 
 FAST = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=4096)
 
@@ -300,15 +299,15 @@ def test_processes_that_name_different_steps_remove_none(call: str, tmp_path: Pa
 def test_a_step_in_flight_is_not_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Checkpointer(tmp_path, options=FAST) as checkpointer:
         errors = []
-        real = Tier.open
+        real = StepFolder.open
 
-        def during(self: Tier, *arguments: Any) -> None:
+        def during(self: StepFolder, *arguments: Any) -> bool:
             with pytest.raises(SaveConflict, match="step_1 is being saved") as caught:
                 checkpointer.delete(1)
             errors.append(caught.value)
-            real(self, *arguments)
+            return real(self, *arguments)
 
-        monkeypatch.setattr(Tier, "open", during)
+        monkeypatch.setattr(StepFolder, "open", during)
         checkpointer.save(1, numbers(1), wait=True)
         assert len(errors) == 1
         checkpointer.delete(1)

@@ -25,10 +25,10 @@ from support.strategies import examples
 import unickpt
 from unickpt import CheckpointCorrupt, Checkpointer, SaveConflict, SaveOptions, StorageError
 from unickpt.commit import coordinator, lease
-from unickpt.runs import cleaning, lineage_notes, tier_copies
+from unickpt.runs import lineage_notes, tier_copies
 from unickpt.runs.step_folder import StepFolder
+from unickpt.runs.steps import Steps
 from unickpt.runs.tier_copies import Copying
-from unickpt.runs.tiers import Tier
 from unickpt.tools import copying as copying_tools
 
 FAST = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=4096)
@@ -149,7 +149,7 @@ def test_a_step_is_not_removed_while_it_is_copied(
         checkpointer.save(1, numbers(1)).result(30)
         assert waits.wait(30)
         checkpointer.save(2, numbers(2)).result(30)
-        checkpointer._housekeeping._cleaning.clean()
+        checkpointer._cleaning.clean()
         assert StepFolder(run.local).committed() == [1, 2]
         goes_on.set()
         checkpointer.wait()
@@ -187,25 +187,25 @@ def test_a_step_that_is_damaged_is_not_copied_and_others_are(
 def test_a_step_that_is_looked_at_for_removal_is_copied_nonetheless(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks, goes_on, real = threading.Event(), threading.Event(), cleaning.compare
+    looks, goes_on, real = threading.Event(), threading.Event(), Steps.versions
 
-    def compare(local: StepFolder, root: StepFolder, step: int) -> Any:
-        if step == 2:
+    def versions(self: Steps, step: int) -> Any:
+        if step == 2 and threading.current_thread() is cleans:
             looks.set()
             assert goes_on.wait(60)
-        return real(local, root, step)
+        return real(self, step)
 
     with run.open(keep_last=3) as checkpointer:
         with monkeypatch.context() as patch:
             patch.setattr(Copying, "start", lambda self: None)
             for step in (1, 2):
                 checkpointer.save(step, numbers(step)).result(30)
-        housekeeping = checkpointer._housekeeping
-        monkeypatch.setattr(cleaning, "compare", compare)
-        cleans = threading.Thread(target=housekeeping._cleaning.clean)
+        assert checkpointer._copying is not None
+        cleans = threading.Thread(target=checkpointer._cleaning.clean)
+        monkeypatch.setattr(Steps, "versions", versions)
         cleans.start()
         assert looks.wait(30)
-        copies = threading.Thread(target=housekeeping._copying.copy)
+        copies = threading.Thread(target=checkpointer._copying.copy)
         copies.start()
         copies.join(0.1)
         goes_on.set()
@@ -335,9 +335,9 @@ def test_a_save_waits_for_the_removal_of_its_step(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step is stale, and about to be removed from the local tier, when it is overwritten."""
-    real, removes, goes_on = Tier.remove, threading.Event(), threading.Event()
+    real, removes, goes_on = StepFolder.remove, threading.Event(), threading.Event()
 
-    def remove(self: Tier, step: int) -> None:
+    def remove(self: StepFolder, step: int) -> None:
         removes.set()
         assert goes_on.wait(60)
         real(self, step)
@@ -346,9 +346,9 @@ def test_a_save_waits_for_the_removal_of_its_step(
         checkpointer.save(1, numbers(1))
     with Checkpointer(run.root, options=FAST) as checkpointer:
         checkpointer.save(1, numbers(2), overwrite=True)
-    monkeypatch.setattr(Tier, "remove", remove)
+    monkeypatch.setattr(StepFolder, "remove", remove)
     with run.open() as checkpointer:
-        cleaning = threading.Thread(target=checkpointer._housekeeping._cleaning.clean)
+        cleaning = threading.Thread(target=checkpointer._cleaning.clean)
         cleaning.start()
         assert removes.wait(30)
         pending = checkpointer.save(1, numbers(3), overwrite=True)
@@ -437,8 +437,8 @@ def test_a_save_that_cannot_see_what_it_replaces(
         checkpointer.save(100, numbers(1))
     checkpointer = run.open()
     with monkeypatch.context() as patch:
-        patch.setattr(checkpointer._tiers.root, "version", fail)
-        patch.setattr(checkpointer._tiers.root, "open", fail)
+        patch.setattr(checkpointer._steps.root, "version", fail)
+        patch.setattr(checkpointer._steps.root, "open", fail)
         checkpointer.save(100, numbers(2), overwrite=overwrite).result(30)
         with pytest.raises(StorageError):
             checkpointer.wait()
@@ -548,7 +548,7 @@ def test_a_step_whose_copy_failed_counts_although_a_later_one_was_copied(
     save_uncopied(run, monkeypatch, 1)
     real = tier_copies.copy_version
 
-    def copy_from(self: Tier, source: StepFolder, step: int, *arguments: Any) -> bool:
+    def copy_from(self: StepFolder, source: StepFolder, step: int, *arguments: Any) -> bool:
         if step == 1:
             raise StorageError("the network is down")
         return real(self, source, step, *arguments)

@@ -6,6 +6,6 @@ from unickpt.plugins.experts.in_run import PartialSaves
 
 def in_run(run: Checkpointer) -> PartialSaves:
     """What a run knows of its experts."""
-    found = run._features._of_run["experts"]
+    found = run._features.of_run["experts"]
     assert isinstance(found, PartialSaves)
     return found

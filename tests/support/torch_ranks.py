@@ -787,7 +787,7 @@ def a_step_that_is_in_flight_on_one_rank_is_deleted_on_none(folder: Path) -> Non
     with unickpt.Checkpointer(folder / "run", options=options) as checkpointer:
         checkpointer.save(1, {"w": torch.ones(3)}, wait=True)
         if dist.get_rank() == 2:  # where the save has ended on the others alone
-            checkpointer._housekeeping.is_in_flight = lambda step: step == 1  # type: ignore[method-assign]
+            checkpointer._removal.is_in_flight = lambda step: step == 1  # type: ignore[method-assign]
         with pytest.raises(unickpt.SaveConflict, match="step_1 is being saved"):
             checkpointer.delete(1)
         assert checkpointer.steps() == [1]

@@ -14,8 +14,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import NamedTuple
 
 import tensorstore as ts
@@ -93,17 +92,17 @@ class Lease:
             SaveConflict: another job holds it.
             StorageError: the storage failed.
         """
-        with self._changing, self._translated():
-            if self._held is not None and not self._held.is_valid():
+        with self._changing:
+            try:
+                if self._held is not None and self._held.is_valid():
+                    return False
                 self.give_back()
-            if self._held is not None:
-                return False
-            held: _Lock | _Claim = _Claim(self._location, self._holder, self._use)
-            if self._location.is_local:
-                lock = FileLock(self._location.path, self._use.name)
-                held = _Lock(lock, self._location, self._holder, self._use)
-            if held.take():
-                self._settled_at = time.monotonic() + _SETTLES_S
+                kind = _Lock if self._location.is_local else _Claim
+                held = kind(self._location, self._holder, self._use)
+                if held.take():
+                    self._settled_at = time.monotonic() + _SETTLES_S
+            except Failed as error:
+                raise errors.writing_failed(error, str(self._location)) from error
             self._held = held
             return True
 
@@ -119,9 +118,12 @@ class Lease:
             SaveConflict: another job took it over, because this one did not renew it in time.
             StorageError: the storage failed.
         """
-        with self._changing, self._translated():
-            if self._held is not None:
-                self._held.check()
+        with self._changing:
+            try:
+                if self._held is not None:
+                    self._held.check()
+            except Failed as error:
+                raise errors.writing_failed(error, str(self._location)) from error
 
     def give_back(self) -> None:
         """Releases the lease, so that another job can take it."""
@@ -130,13 +132,6 @@ class Lease:
                 with suppress(Exception):  # the next job waits until it expires
                     self._held.release()
                 self._held = None
-
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        try:
-            yield
-        except Failed as error:
-            raise errors.writing_failed(error, str(self._location)) from error
 
     @staticmethod
     def was_taken(location: Location) -> bool:
@@ -170,13 +165,12 @@ def _who(said: str | bytes) -> str:
         return "another process"
 
 
-class _Lock:
+class _Lock(FileLock):
     """A lock of the operating system, on a file in a local folder."""
 
-    def __init__(
-        self, lock: FileLock, location: Location, holder: dict[str, object], use: Use
-    ) -> None:
-        self._lock, self._location, self._holder, self._use = lock, location, holder, use
+    def __init__(self, location: Location, holder: dict[str, object], use: Use) -> None:
+        super().__init__(location.path, use.name)
+        self._location, self._holder, self._use = location, holder, use
 
     def take(self) -> bool:
         """Takes the lease. Returns False, because writes of its last holder ended with that
@@ -186,20 +180,13 @@ class _Lock:
             SaveConflict: another process holds it.
         """
         try:
-            self._lock.acquire(json.dumps(self._holder))
+            self.acquire(json.dumps(self._holder))
         except LockHeld as error:
             raise _conflict(self._location, self._use, error.holder) from None
         return False
 
-    def is_valid(self) -> bool:
-        """Whether the folder still has this lock; false if the folder was removed or recreated."""
-        return self._lock.is_valid()
-
     def check(self) -> None:
         """Does nothing: no job can take over a lock, and the commit fails if the folder is gone."""
-
-    def release(self) -> None:
-        self._lock.release()
 
 
 class _Claim:

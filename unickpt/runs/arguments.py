@@ -1,31 +1,24 @@
-"""What is given to a Checkpointer, checked: policies, steps, optimizers, metrics, metadata."""
+"""What is given to a Checkpointer, checked: policies, roles, optimizers."""
 
 from __future__ import annotations
 
-import math
-import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, Literal, TypedDict
 
-from unickpt.errors import UnsupportedLeaf
 from unickpt.features import SaveFeature
-from unickpt.format.index import RESERVED
 from unickpt.frameworks.leaves import adapters
 from unickpt.frameworks.protocol import Fence
 from unickpt.loading.loader import LoadArguments
-from unickpt.options import SaveOptions, joined, take_write_policy
-from unickpt.quoting import quoted, some
+from unickpt.options import joined, take_write_policy
 from unickpt.runs.retention import Retention
 from unickpt.runs.roles import Roles
 from unickpt.runs.save_triggers import SaveEvery
 from unickpt.runs.step_folder import StepFolder
-from unickpt.runs.tiers import Tier
-from unickpt.saving.describe import check_mapping
+from unickpt.runs.steps import Steps
 from unickpt.storage import paths
-from unickpt.trees.tree import plain_key
 
 
 class PolicyFields(TypedDict, total=False):
@@ -86,28 +79,8 @@ def _take_save_every(arguments: dict[str, Any]) -> SaveEvery:
     return joined(when if isinstance(when, SaveEvery) else SaveEvery(when), given)
 
 
-_STEPS_END = 10**18  # the folders of later steps are not recognised
-
-
-def step_number(step: object, what: str = "step ") -> int:
-    """A step as an int, from any integer type, including NumPy's.
-
-    Raises:
-        ValueError: it is not one that a Checkpointer would find again.
-    """
-    try:
-        number = -1 if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise ValueError(f"{what}{quoted(step)} must be an integer, at least 0")
-    if number >= _STEPS_END:
-        raise ValueError(f"{what}{step!r} must be less than 10**18")
-    return number
-
-
 def roles_of(
-    root: Tier, given: Sequence[paths.PathLike], refused: Mapping[str, object]
+    root: StepFolder, given: Sequence[paths.PathLike], refused: Mapping[str, object]
 ) -> Roles | None:
     """The folders of the roles of a job; None if there are none.
 
@@ -149,16 +122,16 @@ _INSTEAD = {
 }
 
 
-def run_text(tiers: Any, steps_in: Callable[[Any], Iterable[int]], closed: bool) -> str:
+def run_text(steps: Steps, closed: bool) -> str:
     """A Checkpointer for people; on local disks with its steps: the first, and the last ones."""
-    where = [repr(str(tier.location)) for tier in (tiers.root, tiers.local) if tier]
-    parts = [where[0], *(f"local={path}" for path in where[1:])]
-    if not any(tier.location.is_remote for tier in tiers.all):  # nor waits for a network
+    parts = [repr(str(steps.root.location))]
+    if steps.local is not None:
+        parts.append(f"local={str(steps.local.location)!r}")
+    if not any(folder.location.is_remote for folder in steps.all):  # nor waits for a network
         with suppress(Exception):
-            steps = sorted({step for tier in tiers.all for step in steps_in(tier)})
-            found = [str(step) for step in steps]
+            found = sorted({step for folder in steps.all for step in steps.seen(folder)})
             shown = found if len(found) < 8 else [found[0], "...", *found[-4:]]
-            parts.append(f"steps=[{', '.join(shown)}]")
+            parts.append(f"steps=[{', '.join(map(str, shown))}]")
     return f"Checkpointer({', '.join(parts)}{', closed' if closed else ''})"
 
 
@@ -187,85 +160,3 @@ def fences_of(optimizers: Sequence[Any], wait: Callable[[], None]) -> list[Fence
             )
         found.append(fence)
     return found
-
-
-def step_metadata(
-    step: int,
-    metrics: Mapping[str, float] | None,
-    metadata: Mapping[str, Any] | None,
-    after: int | None,
-    features: Mapping[str, Any],
-) -> dict[str, Any]:
-    """The metadata of a step, of which `features` is what features say.
-
-    Raises:
-        UnsupportedLeaf: it cannot be stored.
-    """
-    check_mapping("metadata", metadata)
-    check_mapping("metrics", metrics)
-    if RESERVED in (metadata or {}):
-        raise UnsupportedLeaf(
-            f"metadata: the key {RESERVED!r} is reserved for the Checkpointer; rename yours"
-        )
-    numbers = _numbers(metrics or {})
-    shown = {n: v if math.isfinite(v) else str(v) for n, v in numbers.items()}  # JSON lacks nan
-    own = {**features, "step": step, "metrics": shown}
-    return {**(metadata or {}), RESERVED: own if after is None else {**own, "after": after}}
-
-
-def plain_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A copy of metrics whose names are exactly str; empty if they are no dict, which
-    `step_metadata` refuses."""
-    items = metrics.items() if isinstance(metrics, Mapping) else ()
-    return {str(plain_key(name)): value for name, value in items}
-
-
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    numbers = {name: _metric(name, value) for name, value in plain_metrics(metrics).items()}
-    if len(numbers) == len(metrics):
-        return numbers
-    names = [(str(plain_key(name)), name) for name in metrics]
-    same = [name for text, name in names if [t for t, _ in names].count(text) > 1]
-    raise UnsupportedLeaf(f"metrics: two names are stored as one: {some(list(map(repr, same)))}")
-
-
-def _metric(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UnsupportedLeaf(f"metrics must be numbers: {name!r}: {error}") from error
-
-
-def check_changed(changed: object, reuses: bool) -> None:
-    """Checks `SaveOptions.changed`, or the argument of a save.
-
-    Raises:
-        ValueError: it is given to a Checkpointer without `reuse`.
-    """
-    if changed is not None and not reuses:
-        raise ValueError(
-            "changed= says what changed since the step before, of which the other chunks are "
-            "taken; create the Checkpointer with reuse=True"
-        )
-
-
-def knowing(
-    options: SaveOptions, changed: Mapping[str, Any] | Literal["tracked"] | None, reuses: bool
-) -> SaveOptions:
-    """The options of a save of which it is known what changed, before what they say of all saves.
-
-    Raises:
-        TypeError, ValueError: see `SaveOptions.changed` and `check_changed`.
-    """
-    if changed is None:
-        return options
-    check_changed(changed, reuses)
-    replace(options, changed=changed)  # checks it
-    said, of_all = (
-        {"**": each} if isinstance(each, str) else dict(each or {})
-        for each in (changed, options.changed)
-    )
-    if isinstance(changed, str):  # of what they say nothing else of
-        return replace(options, changed={**of_all, **said})
-    of_all = {pattern: what for pattern, what in of_all.items() if pattern not in said}
-    return replace(options, changed={**said, **of_all})

@@ -5,6 +5,7 @@ Each attempt has a folder of its own, `processes/<attempt>/`.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -18,11 +19,11 @@ from unickpt.format.refusals import refuse_unknown
 from unickpt.quoting import some
 from unickpt.reading import checkpoint
 from unickpt.storage import errors, local_folders
-from unickpt.storage.errors import Failed
 from unickpt.storage.local_folders import LOCK_SUFFIX
-from unickpt.storage.locations import Location, keys_below
+from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST, RETIRED
 
+_log = logging.getLogger("unickpt")
 FOLDER = "processes"
 
 
@@ -61,16 +62,6 @@ def holds_checkpoint_parts(location: Location, context: ts.Context) -> bool:
     return not location.names(context).isdisjoint({MANIFEST, FOLDER})
 
 
-def is_unfinished(location: Location, context: ts.Context) -> bool:
-    """Whether a folder without a checkpoint contains only what a save puts there, and nothing that
-    others have borrowed."""
-    if location.is_local:
-        has_others = bool(location.foreign_files())
-    else:
-        has_others = any(not key.startswith(f"{FOLDER}/") for key in keys_below(location, context))
-    return not has_others and not _retired_attempts(location, context)
-
-
 def attempts_of_checkpoint(location: Location, context: ts.Context) -> list[str]:
     """The attempt that made a checkpoint; all attempts if it is too damaged to tell."""
     try:
@@ -98,13 +89,20 @@ def _retired_attempts(location: Location, context: ts.Context) -> list[str]:
     return found
 
 
-def remove_retired(location: Location, digest: str, context: ts.Context) -> None:
-    """Removes what a retired checkpoint has: first its manifest, atomically, then its files.
+def remove_retired(location: Location, digest: str, context: ts.Context) -> bool:
+    """Removes what a retired checkpoint has, unless another needs it: first its manifest,
+    atomically, then its files.
+
+    Returns:
+        Whether it is gone.
 
     Raises:
         UnsupportedFormat: it needs what this program does not know; nothing was removed.
         Failed: it could not be removed.
     """
+    if borrowers.need_retired(location, digest, context):
+        return False
+    _log.info("removing what was left of %s", location)
     manifest = borrowed.retired_manifest(location, digest, context)
     if manifest is not None:
         refuse_unknown(location, context, manifest)
@@ -115,6 +113,7 @@ def remove_retired(location: Location, digest: str, context: ts.Context) -> None
     if location.has_file(MANIFEST, context):
         used += attempts_of_checkpoint(location, context)
     remove_attempts(location, [attempt] if attempt and attempt not in used else [], context)
+    return True
 
 
 def remove_attempts(location: Location, attempts: Iterable[str], context: ts.Context) -> None:
@@ -150,10 +149,8 @@ def check_unneeded(location: Location, context: ts.Context) -> None:
         StorageError: the storage failed.
     """
     refuse_unknown(location, context)
-    try:
+    with errors.writing(location):
         names = borrowers.of(location, context)
-    except Failed as error:
-        raise errors.writing_failed(error, str(location)) from error
     if names:
         raise Needed(location, names)
 
@@ -171,7 +168,7 @@ def remove_checkpoint(location: Location, context: ts.Context) -> None:
         StorageError: it could not be removed.
     """
     check_unneeded(location, context)
-    try:
+    with errors.writing(location):
         if location.link is not None:
             local_folders.unlink(location.path)
             return
@@ -183,8 +180,6 @@ def remove_checkpoint(location: Location, context: ts.Context) -> None:
         _remove_data(location.child(FOLDER), attempts, context)
         remove_empty(location)
         check_removed(location, attempts, context)
-    except Failed as error:
-        raise errors.writing_failed(error, str(location)) from error
 
 
 def check_removed(location: Location, attempts: Iterable[str], context: ts.Context) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 from unickpt.features import SaveCall, SaveFeature
 from unickpt.frameworks.leaves import job_group
+from unickpt.frameworks.process_group import Group
 from unickpt.loading.loader import LoadArguments
 from unickpt.loading.report import LoadReport
 from unickpt.options import SaveOptions
@@ -19,23 +20,21 @@ from unickpt.reading.options import LoadOptions
 from unickpt.runs.arguments import (
     PolicyFields,
     StepArguments,
-    check_changed,
     fences_of,
-    knowing,
-    plain_metrics,
     roles_of,
     run_text,
-    step_metadata,
-    step_number,
     take_policies,
 )
-from unickpt.runs.housekeeping import Housekeeping, Removal, check_shared
+from unickpt.runs.cleaning import Cleaning
+from unickpt.runs.removal import Removal
 from unickpt.runs.retention import Retention
 from unickpt.runs.run_features import RunFeatures
 from unickpt.runs.save_triggers import SaveEvery, SaveTriggers, SigtermHandler
-from unickpt.runs.step_folder import Branch
+from unickpt.runs.step_folder import StepFolder
 from unickpt.runs.step_loader import StepLoader
-from unickpt.runs.tiers import Tier, Tiers
+from unickpt.runs.step_save import StepSave, check_changed, find_base, knowing
+from unickpt.runs.steps import Steps, step_number
+from unickpt.runs.tier_copies import Copying
 from unickpt.saving.background import PendingSave, SaveQueue, SaveRequest
 from unickpt.storage import paths
 
@@ -148,30 +147,33 @@ class Checkpointer:
         if chosen is not None:
             self._options = self._options.with_feature(chosen)
         refused = {"after": after, "local": local, "save_every_s": when.seconds}
-        tier, refused["preemption"] = Tier(root), when.preemption or None
-        others = roles_of(tier, roles, refused)
-        self._tiers = Tiers(tier, None if local is None else Tier(local), others)
+        folder, refused["preemption"] = StepFolder(root), when.preemption or None
+        others = roles_of(folder, roles, refused)
+        after = after if after is None else step_number(after, "after=")
+        self._steps = Steps(folder, None if local is None else StepFolder(local), others, after)
         self._queue = SaveQueue()
-        self._features = RunFeatures(self._options, self._tiers.first, self._queue.wait_ended)
+        self._features = RunFeatures(self._options, self._steps.first, self._queue.wait_ended)
         self._fences = fences_of(optimizers, self._queue.fence)
         self._sigterm: SigtermHandler | None = None
         if when.preemption:
             self._sigterm = SigtermHandler(self._triggers.request_stop)
             weakref.finalize(self, self._sigterm.remove).atexit = False
-        self._branch = Branch(after if after is None else step_number(after, "after="))
-        self._housekeeping = Housekeeping(
-            *(self._tiers, retention, self._options, self._branch, self._queue.errors.add),
-            retires=self._features.need_steps_before,
-        )
+        retires = self._features.need_steps_before
+        self._cleaning = Cleaning(self._steps, retention, retires=retires)
+        self._copying: Copying | None = None
+        if local is not None:
+            report = self._queue.errors.add
+            self._copying = Copying(self._steps, self._cleaning, self._options, report)
         self._removal = Removal(
-            *(self._tiers, self._branch, self._housekeeping, self._features, self._queue.forget)
+            *(self._steps, self._cleaning, self._features, self._queue.forget),
+            fsync=self._options.fsync,
         )
-        self._closed = self._is_shared = False
+        self._closed = False
         self.loaded_step: int | None = None
         """The step that `load` returned."""
 
     def __repr__(self) -> str:
-        return run_text(self._tiers, self._branch.steps, self._closed)
+        return run_text(self._steps, self._closed)
 
     # --- saving --------------------------------------------------------------------------------
 
@@ -184,7 +186,7 @@ class Checkpointer:
             ValueError: the step is not an integer, or the processes cannot agree (see
                 `ProcessGroup`).
         """
-        group = job_group(self._options.group, self._options.timeout_s)
+        group = self._group()
         return self._triggers.is_due(step_number(step), group, self._saved_at)
 
     def preempt(self) -> None:
@@ -245,8 +247,35 @@ class Checkpointer:
                 start.
         """
         with self._queue.beginning, self._queue.following():
-            request = self._request(
-                *(step, tree, wait, metrics, tokens, changed, metadata, overwrite)
+            self._check_open()
+            step, group = step_number(step), self._group()
+            if self._removal.is_due:
+                self._removal.before_save(group)
+            keywords = {} if tokens is None else {"tokens": tokens}
+            is_coordinator = group.index == 0
+            call = SaveCall(step, metrics if is_coordinator else None, keywords, is_coordinator)
+            options, more, hearing = self._options, dict[str, Any](), list[Any]()
+            if self._features.of_run:
+                options, more, hearing = self._features.before_save(call)
+            if call.keywords:
+                raise ValueError(
+                    "tokens= counts what experts have seen; create the Checkpointer with experts="
+                )
+            parts = self._steps, self._cleaning, self._copying
+            save = StepSave(*parts, call, overwrite, hearing)
+            owners = None
+            if self._fences:
+                owners = {owner for fence in self._fences for owner in fence.owners()}
+            request = SaveRequest(
+                self._steps.first.at(step),
+                tree,
+                options if changed is None else knowing(options, changed, self._reuses),
+                overwrite,
+                metadata=partial(save.metadata, metadata, more),
+                owners=owners,
+                callbacks=save.callbacks(),
+                find_base=partial(find_base, self._steps, self._reuses),
+                waits=wait,
             )
             try:
                 pending = self._queue.save(request)
@@ -256,57 +285,9 @@ class Checkpointer:
         self._saved_at = time.monotonic()
         if wait:
             pending.result()
-            if self._tiers.local is None:
-                self._housekeeping.wait()
+            if self._copying is None:
+                self._cleaning.wait()
         return pending
-
-    def _request(
-        self,
-        step: int,
-        tree: Any,
-        wait: bool,
-        metrics: Mapping[str, float] | None,
-        tokens: Mapping[str, Any] | None,
-        changed: Mapping[str, Any] | Literal["tracked"] | None,
-        metadata: Mapping[str, Any] | None,
-        overwrite: bool,
-    ) -> SaveRequest:
-        """What `save` requests; arguments and errors as there."""
-        self._check_open()
-        step = step_number(step)
-        group = job_group(self._options.group, self._options.timeout_s)
-        if self._tiers.local is not None and group.count > 1 and not self._is_shared:
-            check_shared(group, self._tiers.local)
-            self._is_shared = True
-        guards = self._fences
-        owners = {owner for fence in guards for owner in fence.owners()} if guards else None
-        self._removal.before_save(group)
-        hooks = (
-            self._housekeeping.hooks(step, plain_metrics(metrics), overwrite)
-            if group.index == 0
-            else self._housekeeping.hooks_of_others(step, overwrite)
-        )
-        shown = metrics if group.index == 0 else None
-        given = {} if tokens is None else {"tokens": tokens}
-        call = SaveCall(step, shown, given, is_coordinator=group.index == 0)
-        options, more, hooks = self._features.before_save(call, hooks)
-        if call.keywords:
-            raise ValueError(
-                "tokens= counts what experts have seen; create the Checkpointer with experts="
-            )
-        return SaveRequest(
-            self._tiers.first.path(step),
-            tree,
-            knowing(options, changed, self._reuses),
-            overwrite,
-            metadata=partial(
-                step_metadata, step, call.metrics, metadata, self._branch.recorded, more
-            ),
-            owners=owners,
-            callbacks=hooks,
-            find_base=partial(self._housekeeping.find_base, self._reuses),
-            waits=wait,
-        )
 
     def wait(self) -> None:
         """Waits until all saves are committed and copied to `root`, and old steps are removed.
@@ -325,9 +306,9 @@ class Checkpointer:
         """
         while True:
             self._drain()
-            with self._queue.beginning:  # another thread may begin a save
+            with self._queue.beginning:  # another thread may have begun a save
                 if not self._queue.unfinished():
-                    self._housekeeping.close()
+                    self._steps.close()
                     return
 
     def close(self) -> None:
@@ -399,7 +380,7 @@ class Checkpointer:
         if step is None and self.loaded_step is None:
             raise ValueError("no step was loaded; give the step: drop_later_steps(step)")
         kept = step_number(self.loaded_step if step is None else step)
-        group = job_group(self._options.group, self._options.timeout_s)
+        group = self._group()
         return self._removal.drop_later(kept, group, self._drain)
 
     def delete(self, step: int) -> None:
@@ -418,7 +399,7 @@ class Checkpointer:
             StorageError: the storage failed.
         """
         self._check_open()
-        group = job_group(self._options.group, self._options.timeout_s)
+        group = self._group()
         self._removal.delete(step_number(step), group, self._drain)
 
     # --- finding and loading -------------------------------------------------------------------
@@ -430,7 +411,7 @@ class Checkpointer:
         Raises:
             StorageError: the storage failed.
         """
-        return self._tiers.steps(self._branch)
+        return self._steps.counting()
 
     def latest(self) -> int | None:
         """The newest of `steps`; None if there is none."""
@@ -442,7 +423,7 @@ class Checkpointer:
         Raises:
             StorageError: the storage failed.
         """
-        return self._tiers.path(step_number(step))
+        return self._steps.path(step_number(step))
 
     @overload
     def load(
@@ -501,21 +482,26 @@ class Checkpointer:
         arguments["options"] = replace(options, group=group)
         step = None if step is None else step_number(step)
         given = {**arguments, "like": like, "return_report": return_report}
-        loader = StepLoader(self._tiers, self._branch, group, given)
+        loader = StepLoader(self._steps, group, given)
         loaded, found = loader.load(step, fallback)
         if loader.path is not None:
             self._features.loaded(loaded, loader.path)
         self.loaded_step = loaded
         self._queue.forget()
-        self._housekeeping.loaded(loaded, group)
+        self._steps.resume_from(loaded, is_coordinator=group.index == 0)
         return found
 
     # --- helpers -------------------------------------------------------------------------------
 
     def _drain(self) -> None:
         self._queue.wait()
-        self._housekeeping.wait()
+        if self._copying is not None:
+            self._copying.wait()
+        self._cleaning.wait()
+
+    def _group(self) -> Group:
+        return job_group(self._options.group, self._options.timeout_s)
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ValueError(f"the Checkpointer of {self._tiers.root.location} is closed")
+            raise ValueError(f"the Checkpointer of {self._steps.root.location} is closed")

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import tensorstore as ts
@@ -26,7 +26,6 @@ from unickpt.reading.listing import natural
 from unickpt.runs import attempt_folders
 from unickpt.runs.attempt_folders import FOLDER, attempts_in_use
 from unickpt.storage import data_files, errors, local_folders, locations, paths
-from unickpt.storage.errors import Failed
 from unickpt.storage.local_folders import LOCK_SUFFIX, StoredFile
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST, RETIRED
@@ -91,8 +90,17 @@ def search(location: Location, context: ts.Context) -> Iterator[Orphan]:
         return
     if location.is_local:
         yield from _of_exports(location.path)
-    for name, files in locations.files_by_folder(location, FOLDER, context).items():
+    for name, files in _files_by_folder(location, context).items():
         yield from _in_folder(name, location.child(name) if name else location, files, context)
+
+
+def _files_by_folder(location: Location, context: ts.Context) -> dict[str, list[StoredFile]]:
+    """See `locations.files_by_folder`; those of a checkpoint's own folder are all that it has."""
+    found = locations.files_by_folder(location, FOLDER, context)
+    if not location.is_local and any(file.name.startswith(_BELOW) for file in found[""]):
+        others = [(name, file) for name in found if name for file in found[name]]
+        found[""] += [replace(file, name=f"{name}/{file.name}") for name, file in others]
+    return found
 
 
 def _of_exports(folder: str) -> Iterator[Orphan]:
@@ -304,11 +312,9 @@ def find(root: paths.PathLike) -> OrphanSearch:
     """
     location = paths.resolve(root, whole=True)
     context = paths.context()
-    try:
+    with errors.reading(location):
         found = sorted(search(location, context), key=lambda orphan: natural(orphan.name))
         owner = holder(_lease_location(location))
-    except Failed as error:
-        raise errors.reading_failed(error, str(location)) from error
     still = [r for r in found if owner is None and not r.is_recent]
     return OrphanSearch(
         orphans=tuple(r for r in still if r.age_s is not None),
@@ -335,18 +341,44 @@ def clean(root: paths.PathLike, orphans: Sequence[Orphan]) -> list[Orphan]:
     try:
         lease.check()
         context = paths.context()
-        now = {orphan.name: orphan for orphan in search(location, context)}
-        for orphan in orphans:
-            there = now.get(orphan.name)
-            if there is None or there.is_recent or not _is_same(there, orphan):
-                continue
-            if _remove(location, orphan, context):
-                removed.append(orphan)
-    except Failed as error:
-        raise errors.writing_failed(error, str(location)) from error
+        with errors.writing(location):
+            now = {orphan.name: orphan for orphan in search(location, context)}
+            for orphan in orphans:
+                there = now.get(orphan.name)
+                if there is None or there.is_recent or not _is_same(there, orphan):
+                    continue
+                if _remove(location, orphan, context):
+                    removed.append(orphan)
     finally:
         lease.give_back()
     return removed
+
+
+def remove_crashed(step: Location, whole: Collection[str] | None, session: str = "") -> None:
+    """Removes what crashed saves left in the folder of a step; only for the job that has the lease.
+
+    Arguments:
+        step: the location of the step; nothing happens if it is a symbolic link.
+        whole: the attempts there, if the step is known to have no more than those it needs.
+        session: prefix of the names of this job's attempts, which stay.
+    """
+    if step.link is not None:
+        return
+    context = paths.context()
+    if whole is None:
+        files = _files_by_folder(step, context)[""]
+        found = list(_in_folder("", step, files, context))
+        if all(file.name.endswith("/") or _is_lock(file.name) for file in files) and not found:
+            attempt_folders.remove_empty(step)
+    else:
+        found = list(locks_of_marks(step, whole, context))
+    for orphan in found:
+        attempts = [path.rpartition("/")[2] for path in orphan.attempts]
+        is_ours = any(session and name.rpartition("-")[0] == session for name in attempts)
+        if is_ours or orphan.kind == RETIRED_STEP or (orphan.kind == LOCK and orphan.is_recent):
+            continue
+        _log.info("removing %s of %s, the remains of a crashed save", orphan.name, step)
+        _remove(step, orphan, context)
 
 
 def _is_same(a: Orphan, b: Orphan) -> bool:
@@ -375,11 +407,7 @@ def _remove(location: Location, orphan: Orphan, context: ts.Context) -> bool:
     names = [path.rpartition("/")[2] for path in orphan.attempts]
     at = location.child(folder) if folder else location
     if orphan.kind == RETIRED_STEP:
-        digest = orphan.name.rpartition("/")[2]
-        is_needed = borrowers.need_retired(at, digest, context)
-        if not is_needed:
-            attempt_folders.remove_retired(at, digest, context)
-        return not is_needed
+        return attempt_folders.remove_retired(at, orphan.name.rpartition("/")[2], context)
     # Under which saves commit, after a look at their files.
     with locations.manifest_locked(at, _LOCK_S):
         if at.has_file(MANIFEST, context) and not set(names).isdisjoint(

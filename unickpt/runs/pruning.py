@@ -13,11 +13,11 @@ from unickpt.format.refusals import refuse_unknown
 from unickpt.quoting import some
 from unickpt.reading import checkpoint
 from unickpt.runs.arguments import roles_of
-from unickpt.runs.cleaning import Cleaning, StepsInUse
+from unickpt.runs.cleaning import Cleaning
 from unickpt.runs.retention import Retention
-from unickpt.runs.tiers import Tier, Tiers
+from unickpt.runs.step_folder import StepFolder
+from unickpt.runs.steps import Steps
 from unickpt.storage import errors, paths
-from unickpt.storage.errors import Failed
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class PruneRun:
     ) -> None:
         if retention.keeps_all:
             raise ValueError("say which steps to keep, such as keep_last=3; all others are removed")
-        tier = Tier(root)
-        others = roles_of(tier, roles, {"local": local})
-        self._tiers = Tiers(tier, None if local is None else Tier(local), others)
+        folder = StepFolder(root)
+        others = roles_of(folder, roles, {"local": local})
+        self._steps = Steps(folder, None if local is None else StepFolder(local), others)
         self._retention = retention
 
     @property
@@ -82,11 +82,9 @@ class PruneRun:
         Raises:
             StorageError: a storage failed.
         """
-        for tier in self._tiers.all:
-            try:
-                found = holder(tier.location)
-            except Failed as error:
-                raise errors.reading_failed(error, str(tier.location)) from error
+        for folder in self._steps.all:
+            with errors.reading(folder.location):
+                found = holder(folder.location)
             if found is not None:
                 return found
         return None
@@ -100,21 +98,20 @@ class PruneRun:
             ValueError: no step has the metric by which the best are kept.
             StorageError: a storage failed.
         """
-        self._tiers.root.check_no_checkpoint()
-        cleaning = self._cleaning(retires=False)
-        there, here = self._committed()
-        steps = sorted({*there, *here})
+        self._steps.root.check_no_checkpoint()
+        cleaning = Cleaning(self._steps, self._retention)
+        steps, there = self._steps.committed(), self._steps.root.committed()
         if not steps:
-            raise CheckpointNotFound(f"no step is committed in {self._tiers.root.location}")
-        metrics = cleaning.metrics(there, here)
+            raise CheckpointNotFound(f"no step is committed in {self._steps.root.location}")
+        metrics = cleaning.metrics(steps)
         self._check_metric(metrics)
         # A step that is not copied yet removes none from the root.
-        expendable = set(cleaning.expendable(there, here))
-        expendable -= {*there} - {*cleaning.expendable(there, [])}
+        expendable = set(cleaning.expendable(steps))
+        expendable -= {*there} - {*cleaning.expendable(there)}
         unknown = self._unknown(expendable)
         expendable -= unknown.keys()
         removed, borrowed = self._unneeded(expendable, retires=self._leaves_out(steps[-1]))
-        roles = self._tiers.roles
+        roles = self._steps.roles
         counting = steps if roles is None else roles.complete(steps)
         kept_by = self._retention.kept({step: metrics[step] for step in counting})
         kept: dict[int, Sequence[str]] = {}
@@ -141,24 +138,15 @@ class PruneRun:
             StorageError: a storage failed.
         """
         try:
-            for tier in self._tiers.all:
-                tier.lease.take()
+            for folder in self._steps.all:
+                folder.lease.take()
             going = sorted({*plan.removed} & {*self.plan().removed})
-            there, here = self._committed()
-            retires = self._leaves_out(max({*there, *here}))
-            self._cleaning(retires=retires).remove(going)
-            there, here = self._committed()
-            return [step for step in going if step not in {*there, *here}]
+            retires = self._leaves_out(max(self._steps.committed()))
+            Cleaning(self._steps, self._retention, retires=retires).remove(going)
+            left = self._steps.committed()
+            return [step for step in going if step not in left]
         finally:
-            self._tiers.close()
-
-    def _cleaning(self, *, retires: bool) -> Cleaning:
-        return Cleaning(self._tiers, self._retention, StepsInUse(), retires=retires)
-
-    def _committed(self) -> tuple[list[int], list[int]]:
-        """The steps in the root and in the local tier."""
-        local = self._tiers.local
-        return self._tiers.root.committed(), [] if local is None else local.committed()
+            self._steps.close()
 
     def _check_metric(self, metrics: Mapping[int, Mapping[str, float]]) -> None:
         """Refuses to keep the best steps by a metric that none has: all would be removed."""
@@ -166,7 +154,7 @@ class PruneRun:
         if not any(map(retention.rates, metrics.values())):
             names = some(sorted({name for found in metrics.values() for name in found}))
             raise ValueError(
-                f"no step in {self._tiers.root.location} has metric={retention.metric!r}, by which "
+                f"no step in {self._steps.root.location} has metric={retention.metric!r}, by which "
                 f"keep_best={retention.keep_best} keeps steps; they have {names or 'no metrics'}"
             )
 
@@ -174,7 +162,7 @@ class PruneRun:
         """Whether saves of the run leave units out, so that each step borrows from those before it,
         and they are retired instead of kept, as its Checkpointer does."""
         try:
-            reader = checkpoint.open(self._tiers.path(newest))
+            reader = checkpoint.open(self._steps.path(newest))
             return unit_steps.stored(reader.metadata, str(reader.location)) is not None
         except (UnickptError, TypeError):
             return False
@@ -182,10 +170,10 @@ class PruneRun:
     def _unknown(self, steps: Collection[int]) -> dict[int, str]:
         """Those of some steps that need what this program does not know, and what that is."""
         found = dict[int, str]()
-        for tier in self._tiers.all:
-            for step in {*steps} & {*tier.committed()}:
+        for folder in self._steps.all:
+            for step in {*steps} & {*folder.committed()}:
                 try:
-                    refuse_unknown(tier.at(step), paths.context())
+                    refuse_unknown(folder.at(step), paths.context())
                 except UnsupportedFormat as error:
                     found[step] = str(error)
         return found
@@ -197,7 +185,7 @@ class PruneRun:
         removed, borrowed = set[int](), dict[int, Sequence[str]]()
         for step in sorted(steps, reverse=True):
             gone = {f"step_{other}" for other in removed}
-            names = {name for tier in self._tiers.all for name in tier.borrowers(step)} - gone
+            names = {name for folder in self._steps.all for name in folder.borrowers(step)} - gone
             if names:
                 borrowed[step] = sorted(names)
             if retires or not names:
@@ -206,6 +194,6 @@ class PruneRun:
 
     def _other_reason(self, step: int, there: Collection[int]) -> str:
         """Why a step stays that no rule keeps."""
-        if self._tiers.roles is not None:
+        if self._steps.roles is not None:
             return "another role may be saving it"
         return "the newest in the root" if step in there else "the newest in the local tier"

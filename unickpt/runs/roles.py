@@ -17,7 +17,6 @@ from unickpt.errors import StorageError
 from unickpt.runs.retention import Metrics, Retention
 from unickpt.runs.step_folder import StepFolder
 from unickpt.storage import errors, paths
-from unickpt.storage.errors import Failed
 
 NAME = ".unickpt.apart"
 _MOST_BYTES = 16 << 20
@@ -64,11 +63,9 @@ class Roles:
         if self.apart <= known:
             return
         data = json.dumps(sorted(self.apart | known)).encode()
-        try:
+        with errors.writing(self._own.location):
             self._own.location.make(durable=fsync)
             self._own.location.store(paths.context(fsync=fsync)).write(NAME, data).result()
-        except Failed as error:
-            raise errors.writing_failed(error, str(self._own.location)) from error
 
     def complete(self, steps: Iterable[int]) -> list[int]:
         """Which of this role's steps all others have, too, ascending.
@@ -116,10 +113,8 @@ def _written(folder: StepFolder) -> set[str]:
     Raises:
         StorageError: they cannot be read.
     """
-    try:
+    with errors.writing(folder.location):
         read = folder.location.store(paths.context()).read(NAME).result()
-    except Failed as error:
-        raise errors.writing_failed(error, str(folder.location)) from error
     if read.state != "value":
         return set()
     try:

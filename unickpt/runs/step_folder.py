@@ -1,14 +1,14 @@
-"""Steps: the checkpoints `step_<n>` in one folder, and which of them a job sees."""
+"""A folder of steps: the checkpoints `step_<n>` in it, and the lease to write there."""
 
 from __future__ import annotations
 
 import logging
+import os
 import re
-from collections.abc import Iterable, Mapping
-
-import tensorstore as ts
+from collections.abc import Callable, Iterable, Mapping
 
 from unickpt.commit import borrowers, version
+from unickpt.commit.lease import Lease
 from unickpt.commit.version import Version
 from unickpt.errors import (
     CheckpointCorrupt,
@@ -22,12 +22,11 @@ from unickpt.errors import (
 from unickpt.format import borrowed
 from unickpt.format.index import RESERVED
 from unickpt.reading import checkpoint
-from unickpt.reading.listing import checkpoints_below
 from unickpt.runs import attempt_folders, orphans
 from unickpt.storage import errors, paths
-from unickpt.storage.errors import Failed
-from unickpt.storage.locations import Location, folders_below
-from unickpt.storage.ocdbt import RETIRED
+from unickpt.storage.errors import Failed, MissingFolder
+from unickpt.storage.locations import Location, folders_below, folders_with
+from unickpt.storage.ocdbt import MANIFEST, RETIRED
 
 _log = logging.getLogger("unickpt")
 _LISTINGS = 50
@@ -37,7 +36,7 @@ _NAME = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 
 
 class StepFolder:
-    """The steps in a folder of any storage.
+    """The steps in a folder of any storage, and the lease on it.
 
     Arguments:
         root: a local path or a URL.
@@ -45,6 +44,52 @@ class StepFolder:
 
     def __init__(self, root: paths.PathLike) -> None:
         self.location = paths.resolve(root)
+        self.lease = Lease(self.location)
+        self._is_clean = False
+        self.offered: set[str] = set()
+        """Versions whose manifest was, or may have been, written by a copy."""
+
+    def open(self, in_flight: Callable[[], Iterable[int]], session: str) -> bool:
+        """Takes the lease, and removes the remains of crashed jobs once.
+
+        Arguments:
+            in_flight: returns the steps that this process is saving.
+            session: prefix of the names of this job's attempts.
+
+        Returns:
+            Whether this job did not hold the lease, so that another one may have saved here.
+
+        Raises:
+            SaveConflict: another job holds the lease.
+            StorageError: the storage failed.
+        """
+        is_new = self.lease.take()
+        if not self._is_clean and self.lease.is_settled:
+            try:
+                self._remove_orphans(in_flight(), session)
+                self._is_clean = True
+            except (UnickptError, Failed) as error:
+                where, failed = self.location, "the remains of failed saves cannot be removed now"
+                _log.warning("%s: %s: %s", where, failed, error)
+        return is_new
+
+    def _remove_orphans(self, in_flight: Iterable[int], session: str) -> None:
+        """Removes the remains of crashed saves and deletions; only with the lease.
+
+        Arguments:
+            in_flight: steps that this process is saving.
+            session: prefix of the names of this job's attempts. Another process of the job may
+                already save a step that is not in flight here.
+        """
+        context, committed = paths.context(), set(self.committed())
+        found = folders_below(self.location, attempt_folders.FOLDER, context)
+        for step in set(_numbers(found)).difference(in_flight):
+            attempts = found[f"step_{step}"]
+            is_whole = step in committed and len(attempts) == 1  # it must be the committed one
+            orphans.remove_crashed(self.at(step), attempts if is_whole else None, session)
+        for name in self.location.files(context):
+            if name.startswith(PROBE):  # of a job that was killed while it looked for it
+                self.location.remove_file(name, context)
 
     def path(self, step: int) -> str:
         """The path of a step, saved or not."""
@@ -60,10 +105,12 @@ class StepFolder:
             StorageError: the storage failed.
         """
         try:
-            names = [listed.name for listed in checkpoints_below(self.location)]
-        except CheckpointNotFound:
+            return _numbers(folders_with(self.location, MANIFEST, paths.context()))
+        except MissingFolder:
             return []
-        return sorted(_numbers(names))
+        except Failed as error:
+            paths.resolve(self.location.url, whole=True)  # InvalidPath, if a file is there by now
+            raise errors.reading_failed(error, str(self.location)) from error
 
     def steady(self) -> list[int]:
         """As `committed`, while another job may commit and remove steps.
@@ -75,7 +122,7 @@ class StepFolder:
         for _ in range(_LISTINGS):
             now = self.committed(), set[str]()
             if not self.location.is_remote:  # includes folders without a manifest
-                now = now[0], set(self.location.folders(paths.context()))
+                now[1].update(self.location.folders(paths.context()))
             if now == before:
                 break
             before = now
@@ -98,10 +145,8 @@ class StepFolder:
         Raises:
             StorageError: the storage failed.
         """
-        try:
+        with errors.writing(self.path(step)):
             return version.version_at(self.at(step))
-        except Failed as error:
-            raise errors.writing_failed(error, self.path(step)) from error
 
     def damage(self, step: int) -> str:
         """How a committed step is damaged; empty if it is not.
@@ -165,7 +210,7 @@ class StepFolder:
         Raises:
             UnsupportedFormat: it needs what this unickpt does not know; nothing was removed.
             Needed: other steps borrow from it; nothing was removed.
-            Unremoved: files are left; `remove_orphans` recognises them, too.
+            Unremoved: files are left; the next job recognises them, too.
             StorageError: it could not be removed.
         """
         attempt_folders.remove_checkpoint(self.at(step), paths.context())
@@ -213,11 +258,7 @@ class StepFolder:
             StorageError: the storage failed.
         """
         with errors.writing(self.path(step)):
-            if borrowers.need_retired(self.at(step), digest, paths.context()):
-                return False
-            _log.info("removing what was left of %s", self.path(step))
-            attempt_folders.remove_retired(self.at(step), digest, paths.context())
-            return True
+            return attempt_folders.remove_retired(self.at(step), digest, paths.context())
 
     def check_no_checkpoint(self) -> None:
         """Refuses to save steps into a folder that is a checkpoint itself.
@@ -227,7 +268,7 @@ class StepFolder:
             StorageError: the storage failed.
         """
         try:
-            is_one = version.version_at(self.location) is not None
+            is_one = self.location.has_file(MANIFEST, paths.context())
         except Failed as error:
             raise errors.writing_failed(error, str(self.location)) from error
         if is_one:
@@ -237,138 +278,23 @@ class StepFolder:
             )
 
     def check_no_link(self, step: int) -> None:
-        """Refuses to save a step through a symbolic link.
+        """Refuses to save a step through a symbolic link, or in the place of a file.
 
         Raises:
             CheckpointExists: the step is a link; names its target.
+            InvalidPath: it is a file.
         """
-        target = self.at(step).link
-        if target is not None:
+        location = self.at(step)
+        if (target := location.link) is not None:
             raise CheckpointExists(
                 f"{self.path(step)} is a symbolic link to {target}; a run saves only into its own "
                 "folders: remove the link, or save another step"
             )
+        name = location.path.rstrip("/")
+        if location.is_local and os.path.lexists(name) and not os.path.isdir(name):
+            paths.resolve(name)  # raises InvalidPath
 
 
-def remove_orphans(folder: StepFolder, in_flight: Iterable[int], session: str) -> None:
-    """Removes the remains of crashed saves and deletions.
-
-    Only for the job that holds the lease. A step's folder without a manifest is an orphan if it
-    contains only what a save puts there; in a committed step, so is every attempt except the
-    committed one.
-
-    Arguments:
-        folder: the folder of the steps.
-        in_flight: steps that this process is saving.
-        session: prefix of the names of this job's attempts. Another process of the job may
-            already save a step that is not in flight here.
-    """
-    context = paths.context()
-    committed, protected = set(folder.committed()), set(in_flight)
-    for step, attempts in sorted(_attempts_by_step(folder, context).items()):
-        if step in protected:
-            continue
-        if step in committed:
-            if len(attempts) > 1:  # a single one must be the committed one
-                remove_older(folder.at(step), session)
-            for lock in orphans.locks_of_marks(folder.at(step), attempts, context):
-                if not lock.is_recent:
-                    folder.at(step).remove_file(lock.name, context)
-            continue
-        location = folder.at(step)
-        ours = attempt_folders.is_unfinished(location, context)
-        if ours and not any(_is_of(name, session) for name in attempts):
-            _log.info("removing %s, the remains of a crashed save", location)
-            attempt_folders.remove_attempts(location, attempts, context)
-    for name in folder.location.files(context):
-        if name.startswith(PROBE):  # of a job that was killed while it looked for it
-            folder.location.remove_file(name, context)
-
-
-def _attempts_by_step(folder: StepFolder, context: ts.Context) -> dict[int, set[str]]:
-    """The names of all attempts in all folders of steps, also of steps without any."""
-    found = folders_below(folder.location, "processes", context)
-    return {step: names for name, names in found.items() for step in _numbers([name])}
-
-
-def remove_older(step: Location, session: str = "") -> None:
-    """Removes all attempts to save a step except the committed one and those of `session`; see
-    `remove_orphans`. Does nothing if the step is a symbolic link."""
-    if step.link is not None:
-        return
-    context, folder = paths.context(), step.child("processes")
-    kept = attempt_folders.attempts_in_use(step, context)
-    for attempt in folder.folders(context):
-        if attempt not in kept and not _is_of(attempt, session):
-            folder.child(attempt).remove(context)
-
-
-def _is_of(attempt: str, session: str) -> bool:
-    return bool(session) and attempt.rpartition("-")[0] == session
-
-
-def _numbers(names: Iterable[str]) -> set[int]:
-    matches = (_NAME.fullmatch(name) for name in names)
-    return {int(match[1]) for match in matches if match}
-
-
-_log = logging.getLogger("unickpt")
-
-
-class Branch:
-    """The steps that a job sees: all, or those up to `after` and its own later ones.
-
-    Arguments:
-        after: the step after which the job continues; None for the newest.
-    """
-
-    def __init__(self, after: int | None) -> None:
-        self.after = after
-        self.recorded = after
-        """The `after` in the metadata of its steps: `after`, or that of the loaded step."""
-        self._own: set[tuple[StepFolder, int]] = set()
-
-    def steps(self, tier: StepFolder, *, steady: bool = False) -> list[int]:
-        """The committed steps in a folder that this job sees, ascending.
-
-        Arguments:
-            tier: the folder.
-            steady: see `StepFolder.steady`; for a job that does not hold the lease.
-
-        Raises:
-            StorageError: the storage failed.
-        """
-        found = tier.steady() if steady else tier.committed()
-        return [step for step in found if self.has(tier, step)]
-
-    def abandoned(self, tier: StepFolder) -> list[int]:
-        """The committed steps that the job does not see, ascending. Raises as `steps`."""
-        return [step for step in tier.committed() if not self.has(tier, step)]
-
-    def has(self, tier: StepFolder, step: int) -> bool:
-        """Whether this job sees a step, if it exists."""
-        if self.after is None or step <= self.after or (tier, step) in self._own:
-            return True
-        try:
-            own = tier.after(step) == self.after
-        except CheckpointNotFound:
-            return False  # another job has removed it
-        except (CheckpointCorrupt, UnsupportedFormat) as error:
-            # Keep it: an error on loading is better than silently removing the job's own step.
-            _log.warning("%s: cannot tell which job saved this step: %s", tier.path(step), error)
-            return True
-        if own:
-            self._own.add((tier, step))
-        return own
-
-    def continue_from(self, tier: StepFolder, step: int) -> None:
-        """Records that a step was loaded. Without `after`, later saves belong to its branch."""
-        if self.after is None:
-            try:
-                self.recorded = tier.after(step)
-            except (CheckpointNotFound, CheckpointCorrupt, UnsupportedFormat):
-                self.recorded = None
-
-    def forget(self, step: int) -> None:
-        """Records that a step was removed."""
-        self._own = {(tier, own) for tier, own in self._own if own != step}
+def _numbers(names: Iterable[str]) -> list[int]:
+    """The steps among the names of folders, ascending."""
+    return sorted([int(match[1]) for match in map(_NAME.fullmatch, names) if match])

@@ -11,8 +11,8 @@ from unickpt.errors import CheckpointCorrupt, CheckpointExists, CheckpointNotFou
 from unickpt.frameworks.process_group import Group
 from unickpt.loading.loader import load
 from unickpt.quoting import shortened, some
-from unickpt.runs.step_folder import Branch
-from unickpt.runs.tiers import Tier, Tiers
+from unickpt.runs.step_folder import StepFolder
+from unickpt.runs.steps import Steps
 from unickpt.storage import paths
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
@@ -26,17 +26,13 @@ class StepLoader:
     """One call of `Checkpointer.load`.
 
     Arguments:
-        tiers: the folders.
-        branch: which steps the job sees.
+        steps: of the run.
         group: the processes.
         arguments: of `unickpt.load`.
     """
 
-    def __init__(
-        self, tiers: Tiers, branch: Branch, group: Group, arguments: Mapping[str, Any]
-    ) -> None:
-        self._tiers, self._branch, self._group = tiers, branch, group
-        self._arguments = arguments
+    def __init__(self, steps: Steps, group: Group, arguments: Mapping[str, Any]) -> None:
+        self._steps, self._group, self._arguments = steps, group, arguments
         self.path: str | None = None
         """From which a step was loaded."""
 
@@ -69,7 +65,7 @@ class StepLoader:
                 damaged.add(wanted)
             elif outcome != _GONE or tries > _TRIES:
                 raise error or ProcessFailed(
-                    f"{self._tiers.path(wanted)}: another process cannot load it"
+                    f"{self._steps.path(wanted)}: another process cannot load it"
                 )
 
     def _newest(self, below: int | None, damaged: Collection[int]) -> int:
@@ -80,24 +76,22 @@ class StepLoader:
             damaged: the steps that were tried before.
         """
         steps = [
-            s
-            for s in self._tiers.steps(self._branch)
-            if s not in damaged and (below is None or s < below)
+            s for s in self._steps.counting() if s not in damaged and (below is None or s < below)
         ]
         found = max(steps, default=-1)
         if self._group.count > 1:
             found = self._group.agree(found + 1 if self._group.index == 0 else 0) - 1
         if found < 0 and damaged:
             raise CheckpointNotFound(
-                f"{self._tiers.path(min(damaged))} is damaged, and there is no older step to fall "
+                f"{self._steps.path(min(damaged))} is damaged, and there is no older step to fall "
                 "back to"
             )
         if found < 0:
             try:
-                self._tiers.root.check_no_checkpoint()
+                self._steps.root.check_no_checkpoint()
             except CheckpointExists as error:
                 raise CheckpointNotFound(str(error)) from None
-            raise CheckpointNotFound(_no_step(self._tiers.root.location))
+            raise CheckpointNotFound(_no_step(self._steps.root.location))
         return found
 
     def _try(self, step: int) -> tuple[Any, Exception | None]:
@@ -105,7 +99,7 @@ class StepLoader:
         damage: list[str] = []
         gone: CheckpointNotFound | None = None
         try:
-            holders, before = self._tiers.holders(step, self._branch), list[Tier]()
+            holders, before = self._steps.holders(step), list[StepFolder]()
             while holders != before and not damage:  # it may have moved to the other tier
                 for tier in holders:
                     try:
@@ -117,12 +111,12 @@ class StepLoader:
                     except CheckpointCorrupt as error:
                         _log.warning("%s is damaged: %s", tier.path(step), error)
                         damage.append(str(error))
-                holders, before = self._tiers.holders(step, self._branch), holders
+                holders, before = self._steps.holders(step), holders
         except Exception as error:
             return None, error
-        steps = self._tiers.steps(self._branch)
+        steps = self._steps.counting()
         if not damage:  # if it exists, it was replaced while it was read
-            return None, (gone if step in steps else None) or self._tiers.not_found(step, steps)
+            return None, (gone if step in steps else None) or self._steps.not_found(step, steps)
         older = max((s for s in steps if s < step), default=None)
         hint = "there is no older step"
         if older is not None:

@@ -12,6 +12,7 @@ from unickpt.commit.root import Root
 from unickpt.commit.version import Version
 from unickpt.errors import (
     CheckpointCorrupt,
+    CheckpointExists,
     CheckpointNotFound,
     SaveConflict,
     StorageError,
@@ -20,14 +21,14 @@ from unickpt.errors import (
 )
 from unickpt.format import borrowed, held_files, ocdbt_reader
 from unickpt.format.held_files import HeldFiles
-from unickpt.format.index import BaseEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.format.refusals import refuse_unknown
 from unickpt.options import SaveOptions
-from unickpt.runs import attempt_folders, lineage_notes
-from unickpt.runs.cleaning import Cleaning, StepsInUse
-from unickpt.runs.step_folder import StepFolder, remove_older
-from unickpt.runs.tiers import Newer, Tier, Tiers, TierVersions, compare
+from unickpt.runs import attempt_folders, lineage_notes, orphans
+from unickpt.runs.cleaning import Cleaning
+from unickpt.runs.lineage_notes import Lineage
+from unickpt.runs.step_folder import StepFolder
+from unickpt.runs.steps import Newer, Steps, TierVersions
 from unickpt.storage import errors, local_folders, locations, paths
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Failed
@@ -43,33 +44,28 @@ class Copying:
     """Copies steps in the background; cleans up afterwards.
 
     Arguments:
-        tiers: the folders.
-        options: of the saves.
-        in_use: which steps are being saved or removed.
+        steps: of a run with a local tier.
         cleaning: of the same steps.
-        failed: receives the errors of steps whose copy failed.
+        options: of the saves.
         report: called with what could not be copied, and the error.
     """
 
     def __init__(
         self,
-        tiers: Tiers,
-        options: SaveOptions,
-        in_use: StepsInUse,
+        steps: Steps,
         cleaning: Cleaning,
-        failed: dict[int, BaseException],
+        options: SaveOptions,
         report: Callable[[str, Exception], object],
     ) -> None:
-        self._tiers, self._options, self._in_use = tiers, options, in_use
-        self._cleaning, self.failed, self._report = cleaning, failed, report
+        assert steps.local is not None
+        self._steps, self._local, self._root = steps, steps.local, steps.root
+        self._cleaning, self.options, self._report = cleaning, options, report
         self._work = SerialExecutor(
-            "unickpt copy", partial(report, f"copying a step to {tiers.root.location}")
+            "unickpt copy", partial(report, f"copying a step to {steps.root.location}")
         )
         self._refused: set[str] = set()  # versions that cannot be copied, already reported
-        self.unseen: set[str] = set()
-        """Attempts to replace the root's version, whichever it is."""
-        self.session = ""
-        """Prefix of the names of this job's attempts."""
+        self._unseen: set[str] = set()  # attempts to replace the root's version, whichever it is
+        self._session = ""  # prefix of the names of this job's attempts
 
     def start(self) -> None:
         """Copies in the background, after what was started before."""
@@ -79,59 +75,120 @@ class Copying:
         """Waits until all steps are copied; raises nothing."""
         self._work.wait()
 
-    def wait_for_room(self) -> None:
-        """Waits until another checkpoint may wait to be copied."""
+    def follow(self, step: int, attempt: str, *, overwrite: bool) -> Lineage:
+        """What a save in the local tier will supersede and follow; waits until another checkpoint
+        may wait to be copied.
+
+        Arguments:
+            step: that is saved.
+            attempt: the name of the save.
+            overwrite: whether it may replace a step.
+
+        Raises:
+            CheckpointExists: the root has the step; or it is a checkpoint itself.
+            LaterStepsExist: the root has later steps.
+            StorageError: the local tier failed.
+        """
+        self._session = attempt.rpartition("-")[0]
         self._work.wait(_COPIES - 1)
+        with suppress(StorageError):  # it may be away; then copying finds out
+            self._root.check_no_checkpoint()
+            self._steps.check_newest(step, self._root)
+        follows = self._followed()
+        return Lineage(tuple(self._superseded(step, attempt, overwrite)), frozenset(follows))
+
+    def _followed(self) -> set[str]:
+        """The versions that a save follows: the newest in the root, and those in the local tier
+        that are to be copied after it. If the root cannot be read, the newest local version, and
+        those that it follows."""
+        # First the local ones: each may become the newest in the root at any time.
+        found = {step: self._local.version(step) for step in self._local.committed()}
+        there = {step: version for step, version in found.items() if version is not None}
+        try:
+            newest = self._root.newest()
+        except StorageError:
+            if not there:
+                return set()
+            last = max(there)
+            lineage = lineage_notes.read(self._local.at(last), there[last])
+            return {there[last].name, *(lineage.follows or ())}
+        if newest is None:
+            return {version.name for version in there.values()}
+        later = {version.name for step, version in there.items() if step >= newest[0]}
+        return {newest[1].name, *later}
+
+    def _superseded(self, step: int, attempt: str, overwrite: bool) -> list[str]:
+        """The versions of its step that a save in the local tier supersedes."""
+        here, names = self._local.version(step), list[str]()
+        if here is not None:
+            names = [*lineage_notes.read(self._local.at(step), here).supersedes, here.name]
+        try:
+            there = self._root.version(step)
+        except StorageError:  # it may be away; then copying finds out
+            if overwrite:
+                self._unseen.add(attempt)
+            return names
+        if there is None:
+            return names
+        if not overwrite:
+            raise CheckpointExists(
+                f"{self._root.path(step)} already holds a checkpoint; pass overwrite=True"
+            )
+        # Versions before the root's no longer exist in either tier.
+        known = names.index(there.name) if there.name in names else 0
+        return list(dict.fromkeys([there.name, *names[known:]]))
 
     def copy(self) -> None:
         """Copies the steps that the root lacks from the local tier, unless no rule keeps them."""
-        assert self._tiers.local is not None
-        self._tiers.root.open(self._in_use.saved, self.session)
-        there, here = self._tiers.root.committed(), self._tiers.local.committed()
-        expendable = self._cleaning.expendable(there, here)
+        steps, root, local = self._steps, self._root, self._local
+        root.open(steps.in_use.saved, self._session)
+        there, here = root.committed(), local.committed()
+        expendable = self._cleaning.expendable([*there, *here])
         due = [step for step in here if step not in expendable or step == here[-1]]
-        with self._in_use.copying(due):
-            remaining = set(self._tiers.local.committed())  # of those that were being removed
+        with steps.in_use.copying(due):
+            remaining = set(local.committed())  # of those that were being removed
             for step in (step for step in due if step in remaining):
                 try:
-                    self._copy_step(self._tiers.local, step)
+                    self._copy_step(step)
                 except Exception as error:
-                    self.failed[step] = error
-                    self._report(f"copying a step to {self._tiers.root.path(step)}", error)
+                    steps.failed[step] = error
+                    self._report(f"copying a step to {root.path(step)}", error)
         self._cleaning.start()
 
-    def _copy_step(self, local: Tier, step: int) -> None:
+    def _copy_step(self, step: int) -> None:
         """Copies a step if needed, and again if it is replaced during the copy."""
+        root, local = self._root, self._local
         while True:
-            versions = compare(local, self._tiers.root, step)
+            versions = self._steps.versions(step)
             version = versions.local
             if version is None:
                 raise CheckpointNotFound(
                     f"{local.path(step)} was removed by another process before it was copied to "
-                    f"{self._tiers.root.location}"
+                    f"{root.location}"
                 )
-            if version.name in self._refused or not self._is_due(local, step, version, versions):
+            if version.name in self._refused or not self._is_due(step, version, versions):
                 return
             try:
-                base = None if versions.root is not None else self._tiers.root.before(step)
-                with self._in_use.copying([] if base is None else [base]):
-                    arguments = local, step, version, versions.root, base, self._options
-                    is_copied = copy_version(self._tiers.root, *arguments)
+                base = None if versions.root is not None else root.before(step)
+                with self._steps.in_use.copying([] if base is None else [base]):
+                    arguments = local, step, version, versions.root, base, self.options
+                    is_copied = copy_version(root, *arguments)
                 if is_copied:
-                    self._is_copied(local, step, version)
+                    self._is_copied(step, version)
             except CheckpointCorrupt:
                 self._refused.add(version.name)  # otherwise each later save would try it again
                 raise
 
-    def _is_copied(self, local: Tier, step: int, version: Version) -> None:
+    def _is_copied(self, step: int, version: Version) -> None:
         """Records that a version is complete in the root."""
         self._cleaning.copied.add(version.name)
+        at = self._local.at(step)
         try:
-            lineage_notes.record_copied(local.at(step), version, fsync=self._options.fsync)
+            lineage_notes.record_copied(at, version, fsync=self.options.fsync)
         except StorageError as error:  # the copy is there; a record is missing
-            _log.warning("cannot record that %s was copied: %s", local.path(step), error)
+            _log.warning("cannot record that %s was copied: %s", at, error)
 
-    def _is_due(self, local: Tier, step: int, version: Version, versions: TierVersions) -> bool:
+    def _is_due(self, step: int, version: Version, versions: TierVersions) -> bool:
         """Whether a version in the local tier must be copied.
 
         Raises:
@@ -140,26 +197,26 @@ class Copying:
         if versions.newer is Newer.LOCAL:
             return True
         if versions.newer is Newer.SAME:
-            damage = "" if version.name in self._cleaning.copied else self._tiers.root.damage(step)
+            damage = "" if version.name in self._cleaning.copied else self._root.damage(step)
             if damage:
                 _log.warning("%s; it is copied again", damage)
             elif version.name not in self._cleaning.copied:
-                self._is_copied(local, step, version)
+                self._is_copied(step, version)
             return bool(damage)
-        if version.attempt in self.unseen:
+        if version.attempt in self._unseen:
             return True
         if version.attempt in self._cleaning.own:
             self._refused.add(version.name)
             raise SaveConflict(
-                f"{self._tiers.root.path(step)}: another job saved or removed steps there, or they "
+                f"{self._root.path(step)}: another job saved or removed steps there, or they "
                 "could not be read when this job saved the step. The step is not copied; it stays "
-                f"in {self._tiers.first.path(step)}: copy it from there if you want it"
+                f"in {self._local.path(step)}: copy it from there if you want it"
             )
         return False
 
 
 def copy_version(
-    root: Tier,
+    root: StepFolder,
     source: StepFolder,
     step: int,
     version: Version,
@@ -173,8 +230,8 @@ def copy_version(
     then, an existing version stays unchanged.
 
     Arguments:
-        root: the tier to copy to.
-        source: the tier where it is committed.
+        root: the folder to copy to.
+        source: the folder where it is committed.
         step: its number.
         version: what to copy.
         replaced: the existing version that it may replace, if any.
@@ -195,13 +252,11 @@ def copy_version(
     where = f"copying {origin} to {destination}"
     if not version.attempt:
         raise CheckpointCorrupt(f"{where}: its manifest is damaged; nothing was copied")
-    try:
+    with errors.writing(where):
         stored = Root(Database(destination, paths.context()))
         found = stored.read()
         if found.digest != (replaced.digest if replaced else ""):
             raise SaveConflict(f"{destination}: another job committed here during the copy")
-    except Failed as error:
-        raise errors.writing_failed(error, where) from error
     if replaced and replaced.name != version.name:
         refuse_unknown(destination, paths.context())
         if needed := root.borrowers(step):
@@ -210,14 +265,19 @@ def copy_version(
                 "first. Nothing was copied"
             )
     try:
-        manifest, bases = _send(root, source.at(step), step, version, base, options)
+        reader, held = _opened(origin, version), None
+        if reader is not None and base is not None and not reader.index.bases:
+            held = _held(root, reader, base)
+        sent = VersionCopy(origin, version, reader, destination, options.working_bytes)
+        manifest, bases = sent.run(held, check_held=options.reuse == "compare")
         borrowers.mark(destination, bases, paths.context())
         is_current = source.version(step) == version
         root.lease.check()
     except Exception as error:
         _undo(root, step, version, replaced)
-        if not _is_current(source, step, version):
-            return False
+        with suppress(UnickptError):  # if the storage fails, that is told
+            if source.version(step) != version:
+                return False
         if isinstance(error, CheckpointCorrupt):
             raise CheckpointCorrupt(f"{where}: {error}; nothing was copied") from error
         if isinstance(error, Failed):
@@ -229,35 +289,16 @@ def copy_version(
         _undo(root, step, version, replaced)
         return False
     root.offered.add(version.name)
-    try:
+    with errors.writing(where):
         if not stored.replace(found, manifest, options.timeout_s):
             raise SaveConflict(f"{destination}: another job committed here during the copy")
-    except Failed as error:
-        raise errors.writing_failed(error, where) from error
     _log.info("copied %s to %s", origin, destination)
     with suppress(Failed):  # remains do no harm
-        remove_older(root.at(step))
+        orphans.remove_crashed(destination, None)
     return True
 
 
-def _send(
-    root: Tier,
-    origin: Location,
-    step: int,
-    version: Version,
-    base: int | None,
-    options: SaveOptions,
-) -> tuple[bytes, tuple[BaseEntry, ...]]:
-    """Copies what the root lacks; see `VersionCopy.run`."""
-    reader = _opened(origin, version)
-    held = None
-    if reader is not None and base is not None and not reader.index.bases:
-        held = _held(root, reader, base)
-    made = VersionCopy(origin, version, reader, root.at(step), options.working_bytes)
-    return made.run(held, check_held=options.reuse == "compare")
-
-
-def _held(root: Tier, reader: OcdbtReader, step: int) -> HeldFiles | None:
+def _held(root: StepFolder, reader: OcdbtReader, step: int) -> HeldFiles | None:
     """What a step of the root, or the one it borrows from, has of the files of a checkpoint."""
     try:
         linked = held_files.linked_chunks(reader)
@@ -272,16 +313,17 @@ def _held(root: Tier, reader: OcdbtReader, step: int) -> HeldFiles | None:
     return held_files.held_by(base, linked, reader, paths.context())
 
 
-def _undo(root: Tier, step: int, version: Version, replaced: Version | None) -> None:
+def _undo(root: StepFolder, step: int, version: Version, replaced: Version | None) -> None:
     """Removes what a failed copy wrote, if nothing can need it."""
     if replaced is not None and replaced.attempt == version.attempt:
         return  # it rewrote a damaged version in place
     if version.name in root.offered:
         return  # an earlier try got no answer and may have been committed
+    at = root.at(step)
     with suppress(Exception):
-        root.at(step).child(f"processes/{version.attempt}").remove(paths.context())
+        at.child(f"processes/{version.attempt}").remove(paths.context())
         if replaced is None:
-            attempt_folders.remove_empty(root.at(step))
+            attempt_folders.remove_empty(at)
 
 
 def _opened(origin: Location, version: Version) -> OcdbtReader | None:
@@ -298,11 +340,3 @@ def _opened(origin: Location, version: Version) -> OcdbtReader | None:
         raise
     except UnickptError:
         return None
-
-
-def _is_current(source: StepFolder, step: int, version: Version) -> bool:
-    """Whether a version is still committed; true if the storage fails."""
-    try:
-        return source.version(step) == version
-    except UnickptError:
-        return True

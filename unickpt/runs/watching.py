@@ -17,7 +17,6 @@ from unickpt.reading import checkpoint
 from unickpt.reading.listing import Listed, checkpoints_below, natural
 from unickpt.runs.attempt_folders import FOLDER
 from unickpt.storage import errors, paths
-from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location, folders_below
 
 _MOST_READ = 1024
@@ -114,7 +113,7 @@ class Watch:
             StorageError: the storage failed.
         """
         location, context = self._location, paths.context()
-        try:
+        with errors.reading(location):
             # In this order: what is committed meanwhile is found in both, and is committed.
             attempts = _attempts(location, context)
             listed = self._listed(location)
@@ -125,8 +124,6 @@ class Watch:
             ]
             newest = list(listed.values())[-self.most :] if self.most else []
             committed = [self._committed(each) for each in newest]
-        except Failed as error:
-            raise errors.reading_failed(error, str(location)) from error
         now = {(found.name, found.attempt) for found in under_way}
         self._signs = {key: signs for key, signs in self._signs.items() if key in now}
         return Look(committed, sorted(under_way, key=lambda found: natural(found.name)))

@@ -197,7 +197,7 @@ def test_processes_that_choose_differently_save_nothing(tmp_path: Path) -> None:
     def work(run: Checkpointer, index: int) -> list[Any]:
         found = []
         for step in range(1, 5):
-            if "experts" in run._features._of_run:
+            if "experts" in run._features.of_run:
                 wrong = step == 2 and index == 1
                 in_run(run)._choose = (lambda facts: [3]) if wrong else None
             try:
@@ -260,7 +260,7 @@ options = unickpt.SaveOptions(group=group, timeout_s=5, chunk_bytes=8192, fsync=
 try:
     experts = unickpt.Experts(KEYS)
     with unickpt.Checkpointer(root, experts=experts, keep_last=2, options=options) as run:
-        run._housekeeping.loaded(first - 1, group)
+        run._steps.resume_from(first - 1, is_coordinator=group.index == 0)
         run._features.loaded(first - 1, run.path(first - 1))
         for number in range(first, first + many):
             if number == first + 2:
@@ -285,7 +285,7 @@ COORDINATORS_STEPS = [
     ("commit.coordinator.Coordinator:_build_root", "before"),
     ("commit.coordinator.Coordinator:_write_root", "during"),
     ("commit.coordinator.Coordinator:_write_root", "after"),
-    ("runs.tiers.Tier:remove", "during"),
+    ("runs.step_folder.StepFolder:remove", "during"),
 ]
 
 

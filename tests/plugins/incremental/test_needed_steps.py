@@ -390,6 +390,9 @@ def test_clean_removes_retired_steps_that_nothing_needs(
             steps.save(step, state(step), wait=True)
             steps.wait()
     assert orphans.find(root).orphans == (), "the newest step needs all of them"
+    for name in folders_of(root):  # also if asked about one of them
+        found = orphans.find(f"{root}/{name}")
+        assert (*found.orphans, *found.unknown) == ()
     if os.path.isdir(f"{root}/step_7"):  # people rename what they want to keep
         os.rename(f"{root}/step_7", f"{root}/best")
         assert orphans.find(root).orphans == ()
@@ -425,7 +428,7 @@ with Run(Path(folder)).open() as steps:
 @pytest.mark.parametrize(
     ("step", "when"),
     [
-        ("runs.tiers.Tiers:keep_later", "after"),
+        ("runs.removal.Removal:_keep_later", "after"),
         ("runs.lineage_notes:record", "before"),
         ("runs.lineage_notes:record", "after"),
         ("runs.attempt_folders:remove_checkpoint", "before"),

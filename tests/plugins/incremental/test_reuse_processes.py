@@ -34,14 +34,14 @@ from test_reuse_processes import state_of
 root, local, index, count, session, first, many, reuse, step, when = ARGS
 commit._GRACE_S = 0.3
 if local and count > 1:
-    unickpt.runs.checkpointer.check_shared = lambda *_: None  # they cannot agree
-    unickpt.runs.housekeeping.Removal._remove_abandoned = lambda *_: None
+    unickpt.runs.removal.check_shared = lambda *_: None  # they cannot agree
+    unickpt.runs.removal.Removal._remove_abandoned = lambda *_: None
 group = unickpt.ProcessGroup(index, count, session)
 options = unickpt.SaveOptions(group=group, timeout_s=5, chunk_bytes=2048, fsync=False)
 try:
     arguments = {{"keep_last": 2, "reuse": reuse, "local": local, "options": options}}
     with unickpt.Checkpointer(root, **arguments) as run:
-        run._housekeeping.loaded(first - 1, group)
+        run._steps.resume_from(first - 1, is_coordinator=group.index == 0)
         for number in range(first, first + many):
             if number == first + 1:
                 die_at(step, when)
@@ -153,7 +153,7 @@ COORDINATORS_STEPS = [
     ("commit.coordinator.Coordinator:_write_root", "before"),
     ("commit.coordinator.Coordinator:_write_root", "during"),
     ("commit.coordinator.Coordinator:_write_root", "after"),
-    ("runs.tiers.Tier:remove", "during"),
+    ("runs.step_folder.StepFolder:remove", "during"),
 ]
 
 

@@ -24,7 +24,6 @@ from unickpt.format import held_files
 from unickpt.runs import orphans, tier_copies
 from unickpt.runs.retention import Retention
 from unickpt.runs.step_folder import StepFolder
-from unickpt.runs.tiers import Tier
 from unickpt.storage import paths
 
 CHUNK = 4096
@@ -295,7 +294,7 @@ def test_a_base_is_not_cleaned_up_while_it_is_chosen(
             patch.setattr(held_files, "held_by", slow)
             steps.save(1, changed(now, 1, 9))
             assert waits.wait(30)
-            cleaning = steps._housekeeping._cleaning
+            cleaning = steps._cleaning
             with monkeypatch.context() as inner:
                 inner.setattr(cleaning, "expendable", lambda *steps: [0])
                 cleaning.clean()
@@ -314,12 +313,12 @@ def test_a_version_that_others_borrow_from_is_not_replaced(run: Run) -> None:
             steps.save(step, changed(now, step, step))
         steps.wait()
         whole = StepFolder(run.root).version(0)
-        other = Tier(run.local / "other")
+        other = StepFolder(run.local / "other")
         unickpt.save(other.path(0), now, options=OPTIONS)
         found = other.version(0)
         assert found is not None
         with pytest.raises(SaveConflict, match="has chunks of step_1; remove these"):
-            tier_copies.copy_version(steps._tiers.root, other, 0, found, whole, None, OPTIONS)
+            tier_copies.copy_version(steps._steps.root, other, 0, found, whole, None, OPTIONS)
     run.check(0, changed(now, 0, 0))
     run.check(1, changed(now, 1, 1))
 
@@ -380,7 +379,7 @@ def test_both_tiers_have_one_version(run: Run) -> None:
         other.save(2, now, wait=True)
     with run.open() as steps:
         assert steps.steps() == [0, 1, 2]
-        assert steps._tiers.holders(1, steps._branch)[0] is steps._tiers.local
+        assert steps._steps.holders(1)[0] is steps._steps.local
         steps.save(3, changed(now, 3, 3))
     run.check(3, changed(now, 3, 3))
 

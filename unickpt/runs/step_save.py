@@ -1,0 +1,209 @@
+"""One save of a step: what it stores about the step, and what happens before and after it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+from unickpt.errors import CheckpointExists, UnsupportedLeaf
+from unickpt.features import RunFeature, SaveCall, SaveFeature
+from unickpt.format.index import RESERVED
+from unickpt.options import SaveOptions
+from unickpt.quoting import some
+from unickpt.runs import lineage_notes
+from unickpt.runs.cleaning import Cleaning
+from unickpt.runs.lineage_notes import Lineage
+from unickpt.runs.steps import Steps
+from unickpt.runs.tier_copies import Copying
+from unickpt.saving.background import SaveCallbacks
+from unickpt.saving.describe import check_mapping
+from unickpt.trees.tree import plain_key
+
+
+class StepSave:
+    """A save of a step, on one process.
+
+    Arguments:
+        steps, cleaning, copying: of the run; only process 0 cleans and copies.
+        call: what is saved.
+        overwrite: whether it may replace a step.
+        features: those that hear how it ends, of the run and of this save.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        cleaning: Cleaning,
+        copying: Copying | None,
+        call: SaveCall,
+        overwrite: bool,
+        features: Sequence[tuple[RunFeature, SaveFeature]],
+    ) -> None:
+        self._steps, self._cleaning, self._copying = steps, cleaning, copying
+        self._call, self._step, self._is_coordinator = call, call.step, call.is_coordinator
+        # Their names exactly str; none if they are no dict, which `metadata` refuses.
+        given = call.metrics.items() if isinstance(call.metrics, Mapping) else ()
+        self._metrics = {str(plain_key(name)): value for name, value in given}
+        self._overwrite, self._features = overwrite, features
+        self._attempt = ""  # its name, once it is its turn
+        self._lineage: Lineage | None = None  # if it is to be copied
+
+    def callbacks(self) -> SaveCallbacks:
+        """What the save calls before and after it."""
+        found = SaveCallbacks(
+            begin=self._begin,
+            committed=self._committed,
+            failed=self._failed,
+            ended=partial(self._steps.in_use.end, self),
+        )
+        if not self._is_coordinator:
+            return found
+        return replace(found, prepare=self._prepare, check=self._check)
+
+    def metadata(
+        self, given: Mapping[str, Any] | None, features: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The metadata of the step.
+
+        Arguments:
+            given: as for `Checkpointer.save`.
+            features: what features say.
+
+        Raises:
+            UnsupportedLeaf: it cannot be stored.
+        """
+        check_mapping("metadata", given)
+        check_mapping("metrics", self._call.metrics)
+        if RESERVED in (given or {}):
+            raise UnsupportedLeaf(
+                f"metadata: the key {RESERVED!r} is reserved for the Checkpointer; rename yours"
+            )
+        numbers = {name: _metric(name, value) for name, value in self._metrics.items()}
+        if len(numbers) < len(self._call.metrics or ()):
+            names = [(str(plain_key(name)), name) for name in self._call.metrics or ()]
+            same = [repr(name) for text, name in names if [t for t, _ in names].count(text) > 1]
+            raise UnsupportedLeaf(f"metrics: two names are stored as one: {some(same)}")
+        shown = {n: v if math.isfinite(v) else str(v) for n, v in numbers.items()}  # JSON lacks nan
+        own: dict[str, Any] = {**features, "step": self._step, "metrics": shown}
+        if self._steps.recorded is not None:
+            own["after"] = self._steps.recorded
+        return {**(given or {}), RESERVED: own}
+
+    def _begin(self) -> None:
+        """Runs within the call; makes no request over a network."""
+        if self._is_coordinator:
+            self._cleaning.check_rated(self._metrics)
+        self._steps.check_begin(self._step)
+        if not self._steps.first.location.is_remote:
+            self._check_failed()
+        self._steps.in_use.begin(self, self._step)
+
+    def _prepare(self, attempt: str) -> None:
+        """Runs before anything of a step is written."""
+        self._attempt = attempt
+        steps, first = self._steps, self._steps.first
+        first.check_no_checkpoint()
+        # Until now, another job may have saved here.
+        is_new = first.open(steps.in_use.saved, attempt.rpartition("-")[0])
+        if is_new or not first.location.is_remote:
+            steps.newest.pop(first, None)
+        if is_new:
+            self._cleaning.forget_metrics()
+        steps.in_use.wait_for_removal(self._step)
+        steps.check_newest(self._step, first)
+        self._check_failed()
+        if self._copying is not None:
+            self._lineage = self._copying.follow(self._step, attempt, overwrite=self._overwrite)
+
+    def _check_failed(self) -> None:
+        """If the last save of this step failed after its commit, reports that error instead of only
+        the existing step.
+
+        Raises:
+            CheckpointExists: a save failed after it had committed the step.
+        """
+        error, first = self._steps.failed.get(self._step), self._steps.first
+        if error is not None and not self._overwrite and self._step in first.committed():
+            raise CheckpointExists(
+                f"step {self._step} was saved before, and that failed: {error}. It had already "
+                f"been committed to {first.path(self._step)} then; pass overwrite=True to save it "
+                "again"
+            ) from error
+
+    def _check(self) -> None:
+        """Runs right before its commit."""
+        first = self._steps.first
+        if self._lineage is not None and self._copying is not None:
+            fsync = self._copying.options.fsync
+            lineage_notes.record(first.at(self._step), self._attempt, self._lineage, fsync=fsync)
+        first.lease.check()
+
+    def _committed(self) -> None:
+        """Runs after its commit."""
+        self._steps.committed_now(self._step)
+        if self._is_coordinator:
+            self._cleaning.committed(self._step, self._metrics)
+            if self._copying is None:
+                self._cleaning.start()
+            else:
+                self._cleaning.own.add(self._attempt)
+                self._copying.start()
+        for of_run, feature in self._features:
+            of_run.after_save(feature, None)
+
+    def _failed(self, error: BaseException) -> None:
+        self._steps.failed[self._step] = error
+        for of_run, feature in self._features:
+            of_run.after_save(feature, error)
+
+
+def find_base(steps: Steps, is_needed: bool) -> str | None:
+    """The checkpoint to which the next save refers, if it does."""
+    if not is_needed or steps.recent is None:
+        return None
+    if steps.local is not None and not steps.local.location.is_local:
+        return None  # what is copied to the root must not need another step
+    return steps.first.path(steps.recent)
+
+
+def _metric(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UnsupportedLeaf(f"metrics must be numbers: {name!r}: {error}") from error
+
+
+def check_changed(changed: object, reuses: bool) -> None:
+    """Checks `SaveOptions.changed`, or the argument of a save.
+
+    Raises:
+        ValueError: it is given to a Checkpointer without `reuse`.
+    """
+    if changed is not None and not reuses:
+        raise ValueError(
+            "changed= says what changed since the step before, of which the other chunks are "
+            "taken; create the Checkpointer with reuse=True"
+        )
+
+
+def knowing(
+    options: SaveOptions, changed: Mapping[str, Any] | Literal["tracked"] | None, reuses: bool
+) -> SaveOptions:
+    """The options of a save of which it is known what changed, before what they say of all saves.
+
+    Raises:
+        TypeError, ValueError: see `SaveOptions.changed` and `check_changed`.
+    """
+    if changed is None:
+        return options
+    check_changed(changed, reuses)
+    replace(options, changed=changed)  # checks it
+    said, of_all = (
+        {"**": each} if isinstance(each, str) else dict(each or {})
+        for each in (changed, options.changed)
+    )
+    first = {} if isinstance(changed, str) else said  # it says nothing of single arrays
+    return replace(options, changed={**first, **of_all, **said})

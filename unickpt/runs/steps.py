@@ -1,0 +1,450 @@
+"""The steps of a run: which exist, which of them count, and which are in use.
+
+Checkpoints are in the root; with a local tier, they are committed there first and copied.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+
+from unickpt.commit.lease import Lease
+from unickpt.commit.version import Version
+from unickpt.errors import (
+    CheckpointCorrupt,
+    CheckpointNotFound,
+    LaterStepsExist,
+    StorageError,
+    UnsupportedFormat,
+)
+from unickpt.quoting import quoted, some
+from unickpt.runs import lineage_notes
+from unickpt.runs.roles import Roles
+from unickpt.runs.step_folder import StepFolder
+
+_log = logging.getLogger("unickpt")
+_STEPS_END = 10**18  # the folders of later steps are not recognised
+
+
+def step_number(step: object, what: str = "step ") -> int:
+    """A step as an int, from any integer type, including NumPy's.
+
+    Raises:
+        ValueError: it is not one that a Checkpointer would find again.
+    """
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ValueError(f"{what}{quoted(step)} must be an integer, at least 0")
+    if number >= _STEPS_END:
+        raise ValueError(f"{what}{step!r} must be less than 10**18")
+    return number
+
+
+class Newer(Enum):
+    """Which tier has the current version of a step."""
+
+    SAME = "both have the same one"
+    LOCAL = "the local tier"
+    ROOT = "the root"
+
+
+@dataclass(frozen=True)
+class TierVersions:
+    """The versions of a step in both tiers.
+
+    Arguments:
+        local, root: the committed versions, if any.
+        newer: which of them is current.
+    """
+
+    local: Version | None
+    root: Version | None
+    newer: Newer
+
+    @property
+    def fault(self) -> str:
+        """What is wrong with the local version, where that of the root, or none, counts."""
+        if self.root is None:
+            return "stale: another run removed the step, or went on from an earlier one,"
+        is_whole = self.local is not None and self.local.attempt
+        return "stale: another run replaced the step" if is_whole else "damaged; it is whole"
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether only the local tier has the step, and it does not count."""
+        return self.local is not None and self.root is None and self.newer is Newer.ROOT
+
+
+class StepsInUse:
+    """Steps that are being saved or copied are not removed; those being removed are neither."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._saves: dict[object, int] = {}  # the step of each save
+        self._copied = Counter[int]()  # or waiting to be copied, or needed for that
+        self._removed: set[int] = set()
+
+    def saved(self) -> list[int]:
+        """The steps whose saves have begun and have not ended."""
+        with self._changed:
+            return list(self._saves.values())
+
+    def begin(self, save: object, step: int) -> None:
+        """Records that a save of a step begins."""
+        with self._changed:
+            self._saves[save] = step
+
+    def end(self, save: object) -> None:
+        """Records that a save ended."""
+        with self._changed:
+            self._saves.pop(save, None)
+
+    def wait_for_removal(self, step: int) -> None:
+        """Waits until a step is no longer being removed."""
+        with self._changed:
+            while step in self._removed:
+                self._changed.wait()
+
+    @contextmanager
+    def copying(self, steps: Collection[int]) -> Iterator[None]:
+        """Prevents removal of steps, after waiting until none of them is being removed."""
+        with self._changed:
+            # Not skipped instead: a step also counts as being removed while it is decided whether.
+            self._changed.wait_for(lambda: self._removed.isdisjoint(steps))
+            self._copied.update(steps)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._copied.subtract(steps)
+
+    @contextmanager
+    def removing(self, step: int) -> Iterator[bool]:
+        """Blocks saves and copies of a step during its removal; yields False if one is in
+        progress."""
+        with self._changed:
+            is_free = not self._copied[step] and step not in self._saves.values()
+            if is_free:
+                self._removed.add(step)
+        try:
+            yield is_free
+        finally:
+            with self._changed:
+                if is_free:
+                    self._removed.discard(step)
+                    self._changed.notify_all()
+
+
+class Steps:
+    """The steps of a run, in the root and in front of it perhaps in a local tier.
+
+    The leases are given back when nothing uses this object any more.
+
+    Arguments:
+        root: the folder of all kept steps.
+        local: where steps are committed first, if not in the root.
+        roles: the folders of other roles, without which no step counts, if there are any.
+        after: the step after which the job continues, and sees of later ones only its own; None
+            for the newest.
+
+    Raises:
+        ValueError: both are the same folder.
+    """
+
+    def __init__(
+        self,
+        root: StepFolder,
+        local: StepFolder | None = None,
+        roles: Roles | None = None,
+        after: int | None = None,
+    ) -> None:
+        if local is not None and local.location.spec == root.location.spec:
+            raise ValueError(f"local and root are the same folder: {root.location}")
+        self.root, self.local, self.roles, self.after = root, local, roles, after
+        self.all = [root] if local is None else [local, root]
+        self.first = self.all[0]
+        """Where saves go."""
+        for folder in self.all:
+            weakref.finalize(self, Lease.give_back, folder.lease)
+        self.in_use = StepsInUse()
+        self.recorded = after
+        """The `after` in the metadata of its steps: `after`, or that of the loaded step."""
+        self.loaded: int | None = None
+        """The step that was loaded last."""
+        self.recent: int | None = None
+        """The step that this process saved or loaded last."""
+        self.failed: dict[int, BaseException] = {}
+        """Steps whose last save, or copy, failed."""
+        self.newest: dict[StepFolder, int] = {}
+        """The newest step in each folder, as far as this process knows."""
+        self._own: set[tuple[StepFolder, int]] = set()  # later ones than `after`, as known so far
+
+    def close(self) -> None:
+        """Releases the folders for other jobs."""
+        for folder in self.all:
+            folder.lease.give_back()
+
+    # --- which exist, and which count ----------------------------------------------------------
+
+    def committed(self) -> list[int]:
+        """The committed steps, including those that `after` abandons; ascending.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        return sorted({step for folder in self.all for step in folder.steady()})
+
+    def seen(self, folder: StepFolder, *, steady: bool = False) -> list[int]:
+        """The committed steps in a folder that this job sees, ascending.
+
+        Arguments:
+            folder: the folder.
+            steady: see `StepFolder.steady`; for a job that does not hold the lease.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        found = folder.steady() if steady else folder.committed()
+        return found if self.after is None else [s for s in found if self._sees(folder, s)]
+
+    def abandoned(self) -> set[int]:
+        """The committed steps that the job does not see. Raises as `seen`."""
+        there = ((folder, step) for folder in self.all for step in folder.committed())
+        return {step for folder, step in there if not self._sees(folder, step)}
+
+    def _sees(self, folder: StepFolder, step: int) -> bool:
+        """Whether this job sees a step, if it exists."""
+        if self.after is None or step <= self.after or (folder, step) in self._own:
+            return True
+        try:
+            is_own = folder.after(step) == self.after
+        except CheckpointNotFound:
+            return False  # another job has removed it
+        except (CheckpointCorrupt, UnsupportedFormat) as error:
+            # Keep it: an error on loading is better than silently removing the job's own step.
+            _log.warning("%s: cannot tell which job saved this step: %s", folder.path(step), error)
+            return True
+        if is_own:
+            self._own.add((folder, step))
+        return is_own
+
+    def counting(self) -> list[int]:
+        """The committed steps that count and that the job sees, ascending.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        found = {folder: set(self.seen(folder, steady=True)) for folder in self.all}
+        if self.local is not None:
+            for step in found[self.local] - found[self.root]:
+                if self.versions(step).is_abandoned:
+                    found[self.local].remove(step)
+        return self._complete(set().union(*found.values()))
+
+    def _complete(self, steps: Iterable[int]) -> list[int]:
+        """Which of these steps all roles have, ascending."""
+        return sorted(steps) if self.roles is None else self.roles.complete(steps)
+
+    def path(self, step: int) -> str:
+        """The path of a step, saved or not; in the local tier only if the root lacks this version.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        return self.current_folder(step).path(step)
+
+    def current_folder(self, step: int) -> StepFolder:
+        """The folder that has the current version of a step; the root if both have it, or none.
+
+        Raises:
+            StorageError: a storage failed.
+        """
+        if self.local is None or self.versions(step).newer is not Newer.LOCAL:
+            return self.root
+        return self.local
+
+    def holders(self, step: int) -> list[StepFolder]:
+        """The folders that have the current version of a step that the job sees, the fastest
+        first."""
+        if not self._complete([step]):
+            return []
+        found = [self.root]
+        if self.local is not None:
+            versions = self.versions(step)
+            if versions.newer is Newer.SAME:
+                found = [self.local, self.root]
+            elif versions.newer is Newer.LOCAL:
+                found = [self.local]
+            elif versions.local is not None:
+                where, fault = self.local.path(step), versions.fault
+                _log.warning("%s is %s in %s", where, fault, self.root.location)
+        return [folder for folder in found if self._sees(folder, step)]
+
+    def versions(self, step: int) -> TierVersions:
+        """The versions of a step in both tiers, and which of them is current: by what each
+        superseded.
+
+        The local version is current if it superseded the root's, or if the root's is damaged.
+        Otherwise another job replaced the root's version, and the local one is stale. Where the
+        root has none, the local one is current unless another job removed it from the root or went
+        on from an earlier step there.
+
+        Raises:
+            StorageError: a storage failed.
+        """
+        assert self.local is not None
+        while True:
+            found = _compare(self.local, self.root, step)
+            # A save may have replaced the local version while its note was read.
+            if found.newer is Newer.ROOT and self.local.version(step) != found.local:
+                continue
+            # And its copy may have been committed.
+            if not found.is_abandoned or self.root.version(step) is None:
+                return found
+
+    def not_found(self, step: int, steps: Sequence[int]) -> CheckpointNotFound:
+        """The error that a step is not among those that are committed."""
+        have = ", ".join(map(str, steps[-10:])) or "none"
+        where = f"is not in {self.root.location}; the committed steps are"
+        if self.roles is not None:
+            where = f"is not in {self.roles}, or its parts were not saved together; these have all"
+        return CheckpointNotFound(f"step {step} {where}: {have}")
+
+    # --- which may be saved --------------------------------------------------------------------
+
+    def check_begin(self, step: int) -> None:
+        """Checks within a call that saves a step whether it may; makes no request over a network.
+
+        Raises:
+            CheckpointExists: the step is a link.
+            LaterStepsExist: says how to continue.
+        """
+        if later := [s for s in self.in_use.saved() if s > step]:
+            raise self._later_exist(step, later)
+        for folder in self.all:
+            folder.check_no_link(step)
+            if folder.location.is_remote:
+                continue
+            try:
+                self.check_newest(step, folder)
+            except StorageError:
+                if folder is self.first:  # the root may be away; then copying reports it
+                    raise
+
+    def check_newest(self, step: int, folder: StepFolder) -> None:
+        """Checks that a folder has no later steps.
+
+        Raises:
+            LaterStepsExist: says how to continue.
+        """
+        if self.newest.get(folder, step + 1) > step:
+            found = self.seen(folder)
+            self.newest[folder] = found[-1] if found else -1
+            if later := [s for s in found if s > step]:
+                raise self._later_exist(step, later)
+
+    def _later_exist(self, step: int, later: Sequence[int]) -> LaterStepsExist:
+        """Why a step is not saved below later ones: a restart would not load it."""
+        below = {s for folder in self.all for s in self.seen(folder) if s < step}
+        base = self.loaded if self.loaded in below else max(below, default=None)
+        ways = "remove them with delete(step), or save into another folder"
+        if base is not None and self.roles is not None:
+            ways = f"to go on from step {base}, call drop_later_steps({base}) in each role first"
+        elif base is not None:
+            ways = (
+                f"to go on from step {base}, use Checkpointer(..., after={base}), or call "
+                f"drop_later_steps({base}) first; both remove the later steps"
+            )
+        return LaterStepsExist(
+            f"{self.root.location}: step {step} is below existing "
+            f"{'step' if len(later) == 1 else 'steps'} {some(later)}. A restart would go on from "
+            f"step {max(later)}, not from this one; {ways}"
+        )
+
+    # --- what happened to them -----------------------------------------------------------------
+
+    def resume_from(self, step: int, *, is_coordinator: bool) -> None:
+        """Records that a step was loaded. Without `after`, later saves belong to its branch."""
+        self.loaded = self.recent = step
+        if not is_coordinator or self.after is not None:
+            return
+        for folder in self.holders(step)[:1]:
+            try:
+                self.recorded = folder.after(step)
+            except (CheckpointNotFound, CheckpointCorrupt, UnsupportedFormat):
+                self.recorded = None
+
+    def committed_now(self, step: int) -> None:
+        """Records that a step was saved."""
+        self.recent = step
+        self.failed.pop(step, None)
+        if self.first in self.newest:
+            self.newest[self.first] = max(step, self.newest[self.first])
+
+    def removed(self, step: int) -> None:
+        """Records that a step was removed from all folders."""
+        self.failed.pop(step, None)
+        self._own = {(folder, own) for folder, own in self._own if own != step}
+
+    def newest_last(self, step: int, holders: Sequence[StepFolder]) -> list[StepFolder]:
+        """The folders that have a step, that with its current version last: a job that is killed
+        while it removes the step from one after the other leaves that version, or none.
+
+        Raises:
+            StorageError: a storage failed.
+        """
+        if len(holders) < 2:
+            return list(holders)
+        current = self.current_folder(step)
+        return [*(folder for folder in holders if folder is not current), current]
+
+
+def _compare(local: StepFolder, root: StepFolder, step: int) -> TierVersions:
+    here, there = local.version(step), root.version(step)
+    if here is None:
+        newer = Newer.ROOT
+    elif there is None:
+        newer = Newer.ROOT if _is_abandoned(local, root, step, here) else Newer.LOCAL
+    elif here.name == there.name:
+        newer = Newer.SAME
+    elif there.name in lineage_notes.read(local.at(step), here).supersedes:
+        newer = Newer.LOCAL
+    elif damage := root.damage(step):
+        _log.warning("%s; the version in %s replaces it", damage, local.path(step))
+        newer = Newer.LOCAL
+    else:
+        newer = Newer.ROOT
+    return TierVersions(here, there, newer)
+
+
+def _is_abandoned(local: StepFolder, root: StepFolder, step: int, version: Version) -> bool:
+    """Whether a version that the root lacks was removed there, or another job left it behind.
+
+    It is not abandoned if it follows the newest step of the root, or if a step that is in both
+    tiers follows it. A root without any step says nothing: its storage may be lost, or not mounted.
+    """
+    lineage = lineage_notes.read(local.at(step), version)
+    newest = root.newest()
+    if newest is None:
+        return False
+    if lineage.copied:
+        return True
+    if lineage.follows is None or newest[1].name in lineage.follows:
+        return False
+    for later in set(root.committed()) & set(local.committed()):
+        own, copy = local.version(later), root.version(later)
+        if own is None or copy is None or own.name != copy.name:
+            continue
+        if version.name in (lineage_notes.read(local.at(later), own).follows or ()):
+            return False
+    return True
