@@ -72,7 +72,7 @@ dist.destroy_process_group()
         ("save", 36, 850),
         ("load", 28, 450),
         ("rules", 40, 1120),
-        ("Checkpointer.save", 50, 1120),
+        ("Checkpointer.save", 48, 960),
     ],
 )
 def test_the_way_is_short(what: str, most: int, calls: int, processes: Processes) -> None:

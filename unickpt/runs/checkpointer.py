@@ -254,15 +254,15 @@ class Checkpointer:
             keywords = {} if tokens is None else {"tokens": tokens}
             is_coordinator = group.index == 0
             call = SaveCall(step, metrics if is_coordinator else None, keywords, is_coordinator)
-            options, more, hearing = self._options, dict[str, Any](), list[Any]()
+            options, more, listeners = self._options, dict[str, Any](), list[Any]()
             if self._features.of_run:
-                options, more, hearing = self._features.before_save(call)
+                options, more, listeners = self._features.before_save(call)
             if call.keywords:
                 raise ValueError(
                     "tokens= counts what experts have seen; create the Checkpointer with experts="
                 )
             parts = self._steps, self._cleaning, self._copying
-            save = StepSave(*parts, call, overwrite, hearing)
+            save = StepSave(*parts, call, overwrite, listeners)
             owners = None
             if self._fences:
                 owners = {owner for fence in self._fences for owner in fence.owners()}

@@ -40,16 +40,16 @@ class RunFeatures:
         """The options with which a step is saved, what features say in its metadata, and those
         that hear how the save ends, each with its part in this save."""
         features, metadata = [], dict[str, Any]()
-        hearing: list[tuple[RunFeature, SaveFeature]] = []
+        listeners: list[tuple[RunFeature, SaveFeature]] = []
         for feature in self._options.all_features:
             more: Mapping[str, Any] = {}
             if (of_run := self.of_run.get(feature.name)) is not None:
                 chosen, more = of_run.before_save(call)
                 feature = chosen or feature
-                hearing.append((of_run, feature))
+                listeners.append((of_run, feature))
             features.append(feature)
             metadata |= more
-        return self._options.with_features(features), metadata, hearing
+        return self._options.with_features(features), metadata, listeners
 
     def failed(self, error: BaseException) -> None:
         """Records that a call to save raised."""

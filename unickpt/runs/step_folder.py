@@ -83,7 +83,7 @@ class StepFolder:
         """
         context, committed = paths.context(), set(self.committed())
         found = folders_below(self.location, attempt_folders.FOLDER, context)
-        for step in set(_numbers(found)).difference(in_flight):
+        for step in sorted({*_numbers(found)}.difference(in_flight)):
             attempts = found[f"step_{step}"]
             is_whole = step in committed and len(attempts) == 1  # it must be the committed one
             orphans.remove_crashed(self.at(step), attempts if is_whole else None, session)

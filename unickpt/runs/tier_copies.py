@@ -293,7 +293,7 @@ def copy_version(
         if not stored.replace(found, manifest, options.timeout_s):
             raise SaveConflict(f"{destination}: another job committed here during the copy")
     _log.info("copied %s to %s", origin, destination)
-    with suppress(Failed):  # remains do no harm
+    with suppress(StorageError):  # remains do no harm
         orphans.remove_crashed(destination, None)
     return True
 
