@@ -14,11 +14,10 @@ implement in `unickpt.extend`.
 `unickpt --help` lists the commands; docs/README.md is the start of the documentation.
 """
 
-import importlib as _importlib
 import logging as _logging
 from typing import TYPE_CHECKING as _CHECKING
-from typing import Any as _Any
 
+from unickpt._late import late_names as _late_names
 from unickpt._version import __version__
 from unickpt.errors import (
     CheckpointCorrupt,
@@ -98,41 +97,30 @@ __all__ = [
 # Imported when they are first used: many programs do without. What `save`, `save_async` and `load`
 # need is imported above, so that their first call is as fast as the next.
 _LATER = {
-    "Checkpointer": "runs.checkpointer",
-    "Function": "rules.functions",
-    "Retention": "runs.retention",
-    "Rules": "rules.rule_set",
-    "SaveEvery": "runs.save_triggers",
-    "convert": "tools.conversion",
-    "copy": "tools.copying",
-    "diff": "tools.difference",
-    "find_nonfinite": "tools.nonfinite",
-    "verify": "reading.verification",
+    "": "errors, extend, integrations, types",
+    "reading.verification": "verify",
+    "rules.functions": "Function",
+    "rules.rule_set": "Rules",
+    "runs.checkpointer": "Checkpointer",
+    "runs.retention": "Retention",
+    "runs.save_triggers": "SaveEvery",
+    "tools.conversion": "convert",
+    "tools.copying": "copy",
+    "tools.difference": "diff",
+    "tools.nonfinite": "find_nonfinite",
 }
 
 # Of plug-ins, whose doors (the group `names`) have these names.
 _OF_PLUGINS = ("Experts", "Restores", "merge", "merge_methods", "report")
-_MODULES = ("errors", "extend", "integrations", "types")
 
 
-def __getattr__(name: str) -> _Any:
-    found: _Any
-    if name in _LATER:
-        found = getattr(_importlib.import_module(f"unickpt.{_LATER[name]}"), name)
-    elif name in _OF_PLUGINS:
-        found = _importlib.import_module("unickpt.doors").need("names", name)
-    elif name in _MODULES:
-        found = _importlib.import_module(f"unickpt.{name}")
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found
-    return found
+__getattr__ = _late_names(__name__, _LATER, _OF_PLUGINS)
 
 
 def __dir__() -> list[str]:
     """What users need: without the wings that `docs/architecture.md` describes."""
     own = (name for name in globals() if name.startswith("__"))
-    return sorted({*own, *__all__, *_MODULES})
+    return sorted({*own, *__all__, *_LATER[""].split(", ")})
 
 
 _logging.getLogger("unickpt").addHandler(_logging.NullHandler())  # silent by default

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from unickpt.format.reader import Reader
 from unickpt.save_report import SaveReport
-from unickpt.write_filter import WriteFilter
+
+if TYPE_CHECKING:
+    from unickpt.format.reader import Reader
+    from unickpt.write_filter import WriteFilter
 
 
 class PhaseObserver(Protocol):

@@ -12,16 +12,16 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 
 from unickpt import doors
-from unickpt.features import SaveFeature
 from unickpt.frameworks.host_memory import CommonOptions, MemoryBudget, check_number
 from unickpt.frameworks.process_group import Group
-from unickpt.progress import Progress
 from unickpt.quoting import given, quoted
 from unickpt.save_report import SaveReport
 from unickpt.storage import paths
 
 if TYPE_CHECKING:
+    from unickpt.features import SaveFeature
     from unickpt.format.encoders import EncodingPolicy
+    from unickpt.progress import Progress
     from unickpt.references.policy import ReferencePolicy
 
 Compression = Literal["auto", "zstd", "gzip", "blosc"]
@@ -277,11 +277,14 @@ class SaveOptions(CommonOptions):
         if self.base is not None or self.changed is not None:
             _ = self.references  # a missing plug-in is told here, not hours later by a save
         _ = self.encoding
-        if not all(isinstance(each, SaveFeature) for each in self.features):
-            raise TypeError(
-                f"features={quoted(self.features)} must be a list of objects whose classes derive "
-                "from unickpt.extend.SaveFeature"
-            )
+        if self.features:
+            from unickpt.features import SaveFeature
+
+            if not all(isinstance(each, SaveFeature) for each in self.features):
+                raise TypeError(
+                    f"features={quoted(self.features)} must be a list of objects whose classes "
+                    "derive from unickpt.extend.SaveFeature"
+                )
         names = [feature.name for feature in self.all_features]
         for name in names:
             if names.count(name) > 1:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unickpt.quoting import counted, size_text
-from unickpt.trees import name_ranges
 
 _SLOWEST = 10  # processes that a report shows
 
@@ -138,6 +137,8 @@ class SaveReport:
             **{name: html.seconds_text(seconds) for name, seconds in self.phases.items()},
         }
         needs = {"cannot be read without": ", ".join(self.bases)}
+        from unickpt.trees import name_ranges
+
         differ = {"differ between processes": name_ranges.listed(self.replicas_differ)}
         slowest = sorted(enumerate(self.writers), key=lambda of: -of[1].get("seconds", 0.0))
         rows = [

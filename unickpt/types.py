@@ -1,10 +1,9 @@
 """What the functions of `unickpt` return and take beside options: results, arrays and layouts."""
 
-import importlib as _importlib
 import typing as _typing
 from typing import TYPE_CHECKING as _CHECKING
-from typing import Any as _Any
 
+from unickpt._late import late_names as _late_names
 from unickpt.arrays.box import Box
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.frameworks.leaves import LocalFragments, PerProcessValues
@@ -41,19 +40,11 @@ __all__ = [
 
 # Imported when they are first used, as what makes them.
 _LATER = {
-    "ArrayDifference": "tools.difference",
-    "CopyReport": "tools.copying",
-    "Damage": "reading.verification",
-    "DiffReport": "tools.difference",
-    "MergeReport": "tools.reports",
-    "VerifyReport": "reading.verification",
+    "reading.verification": "Damage, VerifyReport",
+    "tools.copying": "CopyReport",
+    "tools.difference": "ArrayDifference, DiffReport",
+    "tools.reports": "MergeReport",
 }
 
 if not _typing.TYPE_CHECKING:  # by this name mypy knows it; else it would take any name
-
-    def __getattr__(name: str) -> _Any:
-        if name not in _LATER:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = getattr(_importlib.import_module(f"unickpt.{_LATER[name]}"), name)
-        globals()[name] = found
-        return found
+    __getattr__ = _late_names(__name__, _LATER)

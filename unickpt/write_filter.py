@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from unickpt.arrays.box import Box
 from unickpt.arrays.layout import Layout
 from unickpt.errors import StorageError
 from unickpt.format.index import Index
-from unickpt.format.unit_steps import UnitSteps
+
+if TYPE_CHECKING:
+    from unickpt.format.unit_steps import UnitSteps
 
 Unit = tuple[str, int]
 """The key of some units, and the number of one of them."""

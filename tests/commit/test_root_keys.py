@@ -21,10 +21,10 @@ from unickpt.arrays.layout import Layout, Mesh
 from unickpt.commit import root
 from unickpt.commit.merge_chunks import BORROWED, COMPOSED, MISSING, WHOLE, Chunks
 from unickpt.commit.messages import ADDITION_DTYPE, CHUNK_DTYPE, Record
-from unickpt.format import borrowed, chunk_grid, digest_table, index_json, links
+from unickpt.format import borrowed, chunk_grid, digest_table, index_json
+from unickpt.format.chunk_grid import FULL_LINK
 from unickpt.format.chunk_store import ChunkDigests
 from unickpt.format.index import ArrayEntry, BaseEntry, Index
-from unickpt.format.links import FULL_LINK
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.storage.btree.builder import PLACE_DTYPE
 from unickpt.storage.btree.nodes import DataReference
@@ -98,7 +98,7 @@ def test_keys_ascend_and_each_has_its_own_place(grids: dict[str, list[int]], see
                 expected[chunk_grid.chunk_key(part, number).encode()] = row
             elif kinds[row] == COMPOSED:
                 for link in range(1, 2 + int(patch_counts[row])):
-                    key = chunk_grid.chunk_key(links.part_of(part, link), number).encode()
+                    key = chunk_grid.chunk_key(part.linked(link), number).encode()
                     expected[key] = row if link == FULL_LINK else patch
                     patch += link != FULL_LINK
             row += 1

@@ -41,11 +41,10 @@ import torch
 import torch.distributed as dist
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 import unickpt
-from unickpt.commit import progress_reports
 from unickpt.commit import waits
-from unickpt.saving import writer
+from unickpt.saving import task, writer
 path, slow, late_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-waits._FIRST_S, progress_reports.FIRST_AFTER_S = late_s, 0.1
+waits._FIRST_S, task.FIRST_AFTER_S = late_s, 0.1
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 real = writer._Batch.write
@@ -287,7 +286,7 @@ def test_a_hostile_report_is_none(data: bytes) -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(progress_reports, "FIRST_AFTER_S", 0.05)
+    monkeypatch.setattr(task, "FIRST_AFTER_S", 0.05)
     yield
     assert "unickpt report" not in [thread.name for thread in threading.enumerate()]
 
@@ -454,8 +453,8 @@ def test_watch_shows_what_is_committed_and_what_is_being_saved(tmp_path: Path) -
 def test_watch_sees_how_far_one_large_array_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress_reports, "FIRST_AFTER_S", 0.02)
-    monkeypatch.setattr(progress_reports, "EVERY_S", (0.05, 0.05))
+    monkeypatch.setattr(task, "FIRST_AFTER_S", 0.02)
+    monkeypatch.setattr(task, "EVERY_S", (0.05, 0.05))
     monkeypatch.setattr(writer, "_LARGE_CHUNK_BYTES", 4 << 20)
     real, watch, seen = os.write, Watch(tmp_path), list[int]()
 

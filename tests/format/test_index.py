@@ -18,7 +18,7 @@ from unickpt import CheckpointCorrupt
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.errors import UnsupportedFormat
 from unickpt.format import chunk_grid, codec, index_json
-from unickpt.format.codec_json import encoding_of
+from unickpt.format.codecs import encoding_of
 from unickpt.format.index import ArrayEntry, BaseEntry, Encoding, Index, PerProcessEntry
 from unickpt.types import Box
 

@@ -32,7 +32,9 @@ def found(manifest: bytes, node_file: bytes) -> ocdbt.Tree:
 @given(
     st.dictionaries(
         st.text(max_size=8),
-        st.builds(DataReference, PATHS, st.integers(0, 1 << 50), st.integers(0, 1 << 40)),
+        st.builds(
+            DataReference, PATHS, st.integers(0, 1 << 50), st.integers(0, 1 << 40), st.just(0)
+        ),
         max_size=60,
     ),
     st.integers(2, 5),
@@ -83,7 +85,9 @@ def test_tensorstore_reads_and_copies_it(
         st.one_of(KEYS, st.binary(max_size=3).map(lambda key: key + b"/c/" * 9)),
         st.one_of(
             st.binary(max_size=9),
-            st.builds(DataReference, PATHS, st.integers(0, 1 << 62), st.integers(0, 1 << 62)),
+            st.builds(
+                DataReference, PATHS, st.integers(0, 1 << 62), st.integers(0, 1 << 62), st.just(0)
+            ),
         ),
         max_size=90,
     ),

@@ -8,12 +8,14 @@ import importlib.metadata
 import pickle
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import unickpt
-from unickpt import doors
+from unickpt import doors, extend, types
 
 LATE = """
 import sys, unickpt
@@ -31,6 +33,28 @@ import unickpt.runs.checkpointer
 assert unickpt.Checkpointer is unickpt.runs.checkpointer.Checkpointer
 """
 
+# What a plain call enters is imported before it, so that the first call is as fast as the next;
+# what only a feature needs is not. If more modules are imported now, say why in the commit.
+EAGER = """
+import sys, tempfile
+import numpy as np
+import unickpt
+
+def own():
+    return {name for name in sys.modules if name.split(".")[0] == "unickpt"}
+
+before, folder = own(), tempfile.mkdtemp()
+assert len(before) <= 85, sorted(before)
+state = {"w": np.ones((30, 5)), "b": np.zeros(5), "step": 3}
+unickpt.save(f"{folder}/a", state)
+unickpt.save_async(f"{folder}/b", state).result()
+unickpt.load(f"{folder}/a", state)
+unickpt.load(f"{folder}/b")
+unickpt.open(f"{folder}/a")
+late = {name for name in own() - before if name.split(".")[1] not in ("adapters", "backends")}
+assert late == {"unickpt.arrays.memory_region"}, late  # of the adapter of NumPy
+"""
+
 STAR = """
 from unickpt import *
 from unickpt import Checkpointer, Rules, verify
@@ -43,7 +67,8 @@ THREADS = """
 import random, sys, threading
 import unickpt
 sys.setswitchinterval(1e-6)
-names, failed, seen = sorted([*unickpt._LATER, *unickpt._OF_PLUGINS]), [], []
+names, failed, seen = sorted({*unickpt.__all__} - vars(unickpt).keys()), [], []
+assert len(names) > 10
 start = threading.Barrier(4)
 def use(seed):
     mine = random.Random(seed).sample(names, len(names))
@@ -76,30 +101,38 @@ def test_errors_and_types_have_one_home() -> None:
         assert not hasattr(unickpt, name), name
 
 
-def test_type_checkers_see_what_is_imported_later() -> None:
+@pytest.mark.parametrize("module", [unickpt, extend, types])
+def test_type_checkers_see_what_is_imported_later(module: ModuleType) -> None:
     """Each late name is imported from the same module under `if _CHECKING`, and nothing else is."""
-    source = ast.parse(Path(unickpt.__file__).read_text())
+    source = ast.parse(Path(str(module.__file__)).read_text())
     (checking,) = (
         node for node in source.body if isinstance(node, ast.If) and isinstance(node.test, ast.Name)
     )
-    seen = {
-        alias.asname or alias.name: f"{node.module}.{alias.name}"
-        for node in checking.body
+    seen = _imported(checking.body)
+    of_plugins = {name: seen.pop(name) for name in getattr(module, "_OF_PLUGINS", ())}
+    assert all(where.startswith("unickpt.plugins.") for where, _ in of_plugins.values())
+    later = [f"from unickpt.{home} import {names}" for home, names in module._LATER.items() if home]
+    assert seen == _imported(ast.parse("\n".join(later)).body)
+    assert seen.keys() <= {*module.__all__}
+    assert all(getattr(module, name) is not None for name in seen if name != "NamedOptimizer")
+
+
+def _imported(statements: Sequence[ast.stmt]) -> dict[str, tuple[str, str]]:
+    """Where names are imported from, and what they are called there."""
+    return {
+        alias.asname or alias.name: (str(node.module), alias.name)
+        for node in statements
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    told = {
-        name: f"unickpt.{module}" if module.endswith(f".{name}") else f"unickpt.{module}.{name}"
-        for name, module in unickpt._LATER.items()
-    }
-    of_plugins = {name: seen.pop(name) for name in unickpt._OF_PLUGINS}
-    assert all(where.startswith("unickpt.plugins.") for where in of_plugins.values())
-    assert seen == told
-    assert told.keys() <= {*unickpt.__all__}
 
 
 def test_names_are_imported_when_they_are_used() -> None:
     run(LATE)
+
+
+def test_plain_saves_and_loads_find_all_imported_and_no_more_is() -> None:
+    run(EAGER)
 
 
 def test_a_star_import_brings_all_names() -> None:

@@ -47,9 +47,7 @@ _ML_DTYPES = [
 # Dtypes that TensorStore's zarr3 driver lacks are stored as the same bits of another type.
 _STORED_AS = {"float8_e4m3": "uint8"}
 
-_TIME = re.compile(
-    r"(datetime64|timedelta64)(\[([1-9][0-9]{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?"
-)
+_TIME = r"(datetime64|timedelta64)(\[([1-9][0-9]{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?"
 
 DType = np.dtype[Any]
 # What to store instead of unsupported NumPy dtypes, by their kind.
@@ -97,7 +95,7 @@ def name_of(dtype: DType) -> str:
     little = dtype.newbyteorder("=")
     if little in _BY_DTYPE:
         return _BY_DTYPE[little]
-    if dtype.kind in "mM" and _TIME.fullmatch(little.name):
+    if dtype.kind in "mM" and re.fullmatch(_TIME, little.name):
         return little.name
     raise TypeError(
         f"dtype {dtype} cannot be stored{_hint(dtype)}; supported are "
@@ -126,7 +124,7 @@ def from_name(name: str) -> DType:
     """
     if name in _BY_NAME:
         return _BY_NAME[name]
-    if _TIME.fullmatch(name):  # NumPy's own parser divides by zero for `[s/0]`
+    if re.fullmatch(_TIME, name):  # NumPy's own parser divides by zero for `[s/0]`
         dtype = np.dtype(name)
         if dtype.name == name:
             return dtype
@@ -136,7 +134,7 @@ def from_name(name: str) -> DType:
 @lru_cache(maxsize=256)
 def stored_as(name: str) -> str:
     """The zarr v3 data type whose bits hold a dtype of the checkpoint."""
-    if _TIME.fullmatch(name):  # NumPy's own parser divides by zero for `[s/0]`
+    if name not in _BY_NAME and re.fullmatch(_TIME, name):
         return "int64"
     return _STORED_AS.get(name, name)
 

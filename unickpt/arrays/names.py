@@ -1,4 +1,4 @@
-"""Patterns of the names of arrays and other leaves, as options of saves and loads take them."""
+"""Names of arrays and other leaves: patterns, as options take them, and their order."""
 
 from __future__ import annotations
 
@@ -36,3 +36,15 @@ def _component(pattern: str) -> re.Pattern[str]:
     *middle, last = middle
     found = "".join(f"(?>.*?{text})" for text in middle)  # the first place is as good as a later
     return re.compile(f"{first}{found}.*{last}", re.DOTALL)
+
+
+def natural(name: str) -> tuple[tuple[int, int, str], ...]:
+    """A sort key that compares numbers within names as numbers.
+
+    Example:
+        >>> sorted(["step_10", "step_9", "best"], key=natural)
+        ['best', 'step_9', 'step_10']
+    """
+    # Names may come from untrusted storage: Python refuses to convert thousands of digits.
+    pieces = re.split(r"([0-9]{1,18})", name)
+    return tuple((0, int(p), p) if p.isdigit() and p.isascii() else (1, 0, p) for p in pieces)

@@ -21,8 +21,7 @@ from unickpt.display import tree_table
 from unickpt.format import ocdbt_reader, unit_steps
 from unickpt.format.chunk_grid import Part
 from unickpt.format.codec import AUTO, common_codec
-from unickpt.format.codec_json import as_codecs
-from unickpt.format.codecs import codec_of
+from unickpt.format.codecs import as_codecs, codec_of
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.quoting import counted, quoted, size_text, some
 from unickpt.reading.checkpoint import Checkpoint

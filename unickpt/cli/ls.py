@@ -11,12 +11,13 @@ from typing import Annotated, Any
 import typer
 
 import unickpt
+from unickpt.arrays.names import natural
 from unickpt.cli.clean import print_kept, print_orphans, rows_json
 from unickpt.errors import CheckpointNotFound, UnickptError
 from unickpt.format.formats import SeveralCheckpoints
 from unickpt.quoting import size_text
 from unickpt.reading.checkpoint import Checkpoint, open_reader
-from unickpt.reading.listing import Listed, checkpoints_below, natural, other_folders
+from unickpt.reading.listing import Listed, checkpoints_below, other_folders
 from unickpt.runs import orphans
 from unickpt.runs.orphans import OrphanSearch
 from unickpt.storage import paths

@@ -13,22 +13,23 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import tensorstore as ts
 
-from unickpt.commit import attempt_state, outcome, progress_reports, root
+from unickpt.commit import attempt_state, outcome, root
 from unickpt.commit.attempt_state import AttemptState
 from unickpt.commit.messages import OK, Notes, Record, Totals
-from unickpt.commit.progress_reports import Report
 from unickpt.commit.root import Root
 from unickpt.errors import SaveConflict, StorageError, out_of_memory
-from unickpt.format.borrowed import LINKED_FOLDER
-from unickpt.format.timing import Arrivals
 from unickpt.frameworks.process_group import Group
 from unickpt.storage import data_files, errors, local_folders, locations
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
+
+if TYPE_CHECKING:
+    from unickpt.format.timing import Arrivals
 
 
 class Attempt:
@@ -59,9 +60,12 @@ class Attempt:
         self.folder = location.child(f"processes/{name}")
         self.root = Root(Database(location, context))
         self.is_timed = not self.is_alone if timed is None else timed
-        has_arrivals = self.is_timed or not self.is_alone
-        self.arrivals = Arrivals(group.count) if has_arrivals else None
+        self.arrivals: Arrivals | None = None
         """Which records the coordinator has seen, and when."""
+        if self.is_timed or not self.is_alone:
+            from unickpt.format.timing import Arrivals
+
+            self.arrivals = Arrivals(group.count)
         self.record: Record | None = None
         """What this process wrote, when it has written it."""
         self.has_reports = False
@@ -127,6 +131,9 @@ class Attempt:
         Arguments:
             seconds, done_bytes, number: see `Report`.
         """
+        from unickpt.commit import progress_reports
+        from unickpt.commit.progress_reports import Report
+
         self.has_reports = True
         if self._state in (AttemptState.OPEN, AttemptState.WRITING):
             phase = progress_reports.WRITE
@@ -160,8 +167,8 @@ class Attempt:
         """Publishes this process's record, which ends its part."""
         own = self.folder_of(self.group.index)
         self.sync(own.child(data_files.FOLDER))
-        if any(path.startswith(f"{LINKED_FOLDER}/") for path in record.files):
-            self.sync(own.child(LINKED_FOLDER))
+        if any(path.startswith(f"{data_files.LINKED_FOLDER}/") for path in record.files):
+            self.sync(own.child(data_files.LINKED_FOLDER))
         is_coordinator = self.group.index == 0
         self.become(AttemptState.MERGING if is_coordinator else AttemptState.PUBLISHED)
         self.record = replace(record, replaces=self.digest_found)

@@ -6,10 +6,10 @@ import datetime
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unickpt._version import LIBRARY
-from unickpt.commit import borrowers, outcome
+from unickpt.commit import outcome
 from unickpt.commit.attempt import Attempt
 from unickpt.commit.attempt_state import AttemptState
 from unickpt.commit.merge import Merged, MergePolicies, merge_all
@@ -23,10 +23,12 @@ from unickpt.commit.messages import (
     WriteMore,
     statistics_of,
 )
-from unickpt.format import codec, index_json, timing, written_index
+from unickpt.format import codec, index_json, written_index
 from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, Index
-from unickpt.format.timing import Timing
 from unickpt.storage.database import digest_of
+
+if TYPE_CHECKING:
+    from unickpt.format.timing import Timing
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ class Coordinator:
         if attempt.is_timed and attempt.arrivals is not None:
             took = attempt.arrivals.timing([record.statistics for _, record in records])
         if merged.index.bases:
+            from unickpt.commit import borrowers
+
             borrowers.mark(self._location, merged.index.bases, attempt.context)
         manifest = self._build_root(merged, took)
         totals = Totals.of(merged.index)
@@ -132,7 +136,11 @@ class Coordinator:
 
             described = {**own, **read(records, own, attempt.folder_of, attempt.context)}
         merged = merge_all(records, described, self._request, self._policies)
-        timed: dict[str, Any] = {timing.FEATURE: {}} if attempt.is_timed else {}
+        timed: dict[str, Any] = {}
+        if attempt.is_timed:
+            from unickpt.format import timing
+
+            timed = {timing.FEATURE: {}}
         index = replace(
             merged.index,
             attempt=attempt.name,
@@ -164,6 +172,8 @@ class Coordinator:
             INDEX_KEY: encoded,
         }
         if took is not None:
+            from unickpt.format import timing
+
             extra[timing.TIMING_KEY] = timing.encode(took)
         if index.bases:
             extra[BORROWED_KEY] = chunks.borrowed.tobytes()

@@ -8,18 +8,15 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from unickpt.arrays.box import Box
 from unickpt.commit.merge_chunks import Chunks, Column, Requests, merged_chunks, requests
 from unickpt.commit.messages import ELSEWHERE, Names, Records
-from unickpt.commit.replicas import ReplicaDifference, Replicas
 from unickpt.errors import CoverageError
-from unickpt.format import chunk_grid, codecs, digest_table, unit_steps
-from unickpt.format.coverage import check_boxes
-from unickpt.format.encoders import EncodingPolicy
+from unickpt.format import chunk_grid, codecs, digest_table
 from unickpt.format.index import (
     RESERVED,
     ArrayEntry,
@@ -28,6 +25,10 @@ from unickpt.format.index import (
     PerProcessEntry,
 )
 from unickpt.trees import tree, tree_json
+
+if TYPE_CHECKING:
+    from unickpt.commit.replicas import ReplicaDifference
+    from unickpt.format.encoders import EncodingPolicy
 
 Merging = Callable[[Mapping[int, Any], Sequence[Mapping[str, float]]], Any]
 """Merges notes about a save, by process, with the statistics of all processes."""
@@ -96,7 +97,11 @@ def merge_all(
     arrays = {digest: list(index.arrays) for digest, index in described.items()}
     names = [arrays[record.description] for _, record in records]
     index = with_boxes(unite(records, described), records, names)
-    replicas = Replicas(records, names) if len(records) > 1 else None
+    replicas = None
+    if len(records) > 1:
+        from unickpt.commit.replicas import Replicas
+
+        replicas = Replicas(records, names)
     assumed, winners = set[str]() if replicas is None else replicas.names, dict[str, int]()
     chunks = merged_chunks(index, records, names, assumed)
     differences = [] if replicas is None else replicas.differences(chunks.contested)
@@ -186,7 +191,11 @@ def _digest_blocks(table: digest_table.Table) -> DigestBlocks | None:
 def _metadata(index: Index, records: Records) -> Mapping[str, Any]:
     """The metadata, with the steps of units, if some may be left out of a save."""
     steps = [(process, record.units) for process, record in records if record.units]
-    return unit_steps.merged(index.metadata, steps) if steps else index.metadata
+    if not steps:
+        return index.metadata
+    from unickpt.format import unit_steps
+
+    return unit_steps.merged(index.metadata, steps)
 
 
 # The tables of an index that are joined by name.
@@ -339,6 +348,8 @@ def with_boxes(index: Index, records: Records, names: Names) -> Index:
     arrays = dict(index.arrays)
     for name, entry in index.arrays.items():
         if entry.boxes == ():
+            from unickpt.format.coverage import check_boxes
+
             boxes_of_all = tuple(declared.get(name, ()))
             check_boxes(entry, boxes_of_all)
             arrays[name] = replace(entry, boxes=boxes_of_all)

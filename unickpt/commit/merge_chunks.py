@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from unickpt.arrays.box import Box
-from unickpt.commit import chunk_owners
 from unickpt.commit.messages import (
     ADDITION_DTYPE,
     ELSEWHERE,
@@ -23,10 +22,9 @@ from unickpt.commit.messages import (
     ValuePlace,
 )
 from unickpt.errors import CoverageError
-from unickpt.format import borrowed, chunk_grid, digest_table
+from unickpt.format import chunk_grid, digest_table
+from unickpt.format.chunk_grid import FULL_LINK, WHOLE_LINK
 from unickpt.format.index import ArrayEntry, BaseEntry, Index
-from unickpt.format.links import FULL_LINK, WHOLE_LINK
-from unickpt.frameworks.per_process import blob_key
 from unickpt.quoting import some
 from unickpt.storage.btree.builder import INLINE, PLACE_DTYPE
 
@@ -68,7 +66,7 @@ class Chunks:
     files: Sequence[tuple[int, str]]
     inline: bytes
     counts: Column
-    borrowed: borrowed.BorrowedTable
+    borrowed: Column
     bases: tuple[BaseEntry, ...]
     contested: Mapping[str, list[int]]
 
@@ -124,9 +122,7 @@ def merged_chunks(
     table["digest"][missing], table["process"][missing], kinds[missing] = 0, _NOBODY, MISSING
     additions = listed.additions_of(chosen)
     counts = np.bincount(additions["row"].astype(np.int64), minlength=len(chosen))
-    lent_table = _borrowed_table(kinds, places, additions)
-    used, numbers = np.unique(lent_table["base"], return_inverse=True)
-    lent_table["base"] = numbers
+    lent_table, bases = _borrowed(listed, kinds, places, additions)
     return Chunks(
         table,
         kinds,
@@ -137,13 +133,19 @@ def merged_chunks(
         b"".join(listed.inline),
         counts,
         lent_table,
-        tuple(list(listed.bases)[number] for number in used.tolist()),
+        bases,
         contested,
     )
 
 
-def _borrowed_table(kinds: Column, places: Column, additions: Column) -> borrowed.BorrowedTable:
-    """The values that are in other checkpoints, with the numbers that these have in the records."""
+def _borrowed(
+    listed: _ListedChunks, kinds: Column, places: Column, additions: Column
+) -> tuple[Column, tuple[BaseEntry, ...]]:
+    """The values that are in other checkpoints, and these."""
+    if not listed.bases:
+        return np.zeros(0, np.uint8), ()
+    from unickpt.format import borrowed
+
     is_lent = places["file"] == ELSEWHERE
     rows = np.flatnonzero(is_lent & (kinds != MISSING))
     table = np.zeros(len(rows), borrowed.DTYPE)
@@ -154,7 +156,9 @@ def _borrowed_table(kinds: Column, places: Column, additions: Column) -> borrowe
     more["row"], more["base"], more["link"] = some["row"], some["offset"], some["link"]
     both = np.concatenate([table, more])
     found: Column = both[np.lexsort((both["link"], both["row"]))]
-    return found
+    used, numbers = np.unique(found["base"], return_inverse=True)
+    found["base"] = numbers
+    return found, tuple(list(listed.bases)[number] for number in used.tolist())
 
 
 class _ListedChunks:
@@ -241,6 +245,8 @@ class _ListedChunks:
                 additions[name] = places[name]
             self.additions.append(additions)
         if record.blobs:
+            from unickpt.frameworks.per_process import blob_key
+
             places = np.array([place for _, _, _, place in record.blobs.values()], PLACE_DTYPE)
             for name, place in zip(record.blobs, numbered(places).tolist(), strict=True):
                 self.blobs[blob_key(name, process)] = place
@@ -373,6 +379,8 @@ def requests(
     found: Requests = {}
     if not holes.size:
         return found
+    from unickpt.commit import chunk_owners
+
     having: dict[str, list[int]] = {}
     for process, own in enumerate(names):
         for name in own:

@@ -23,9 +23,8 @@ from unickpt.errors import (
     ProcessFailed,
     StorageError,
 )
+from unickpt.format.chunk_grid import FULL_LINK
 from unickpt.format.index import BaseEntry, Index, nbytes_of
-from unickpt.format.links import FULL_LINK
-from unickpt.format.unit_steps import UnitSteps
 from unickpt.frameworks.process_group import Group
 from unickpt.storage.btree.builder import INLINE, PLACE_DTYPE, PLACE_FIELDS
 from unickpt.storage.kvstore import KvStore
@@ -37,7 +36,7 @@ T = TypeVar("T")
 # the array's parts, in order (for arrays with boxes instead of a layout: in this process's boxes).
 CHUNK_DTYPE = np.dtype([("array", "<u4"), ("chunk", "<u8"), ("digest", "<u8"), *PLACE_FIELDS])
 # Where what is added to a chunk is: `row` is the position of the chunk among those of the record,
-# `link` says which value of the chunk it is (`format.links`).
+# `link` says which value of the chunk it is (`format.chunk_grid`).
 ADDITION_DTYPE = np.dtype([("row", "<u8"), ("link", "<u4"), *PLACE_FIELDS])
 ELSEWHERE = -2
 """Instead of a file: the value is in a checkpoint beside this one; the offset says in which."""
@@ -90,7 +89,7 @@ class Record:
     additions: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, ADDITION_DTYPE))
     extra: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
     notes: Mapping[str, Any] = field(default_factory=dict)
-    units: UnitSteps = field(default_factory=dict)
+    units: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
 
     def with_statistics(self, more: Mapping[str, float]) -> Record:
         """The same with more statistics."""

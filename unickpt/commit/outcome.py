@@ -8,7 +8,6 @@ from contextlib import suppress
 
 import tensorstore as ts
 
-from unickpt.commit import version
 from unickpt.commit.messages import Notes, Totals
 from unickpt.errors import SaveConflict, StorageError
 from unickpt.format import index_json
@@ -59,6 +58,8 @@ def replaced(location: Location, root: str, notes_of: NotesOf) -> dict[str, Tota
         location, notes_of: as for `committed`.
         root: the digest of the root's manifest that is about to be replaced.
     """
+    from unickpt.commit import version
+
     with suppress(Exception):  # without it, such a process reports a conflict
         found = version.version_at(location)
         if found is not None and found.digest == root and found.attempt:

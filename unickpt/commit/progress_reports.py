@@ -12,10 +12,6 @@ from dataclasses import asdict, dataclass
 from unickpt.storage.errors import Damaged
 from unickpt.storage.kvstore import KvStore
 
-FIRST_AFTER_S, FIRST_PER_S = 5.0, 200
-"""A save that takes less reports nothing; and how many first reports all processes make at most."""
-EVERY_S, LATER_PER_S = (10.0, 60.0), 20
-"""At the longest, of a few processes and of a thousand; and how many later reports."""
 _SUFFIX = ".at"
 _BYTES = 256
 WRITE, WAIT, COMMIT = "write", "wait", "commit"

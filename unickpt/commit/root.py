@@ -18,14 +18,12 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from unickpt.commit import borrowers
 from unickpt.commit.merge_chunks import COMPOSED, WHOLE, Chunks, Column
 from unickpt.commit.messages import ELSEWHERE, ValuePlace
 from unickpt.errors import CheckpointExists, StorageError
-from unickpt.format import chunk_grid, links
+from unickpt.format import chunk_grid
 from unickpt.format.chunk_grid import Part, join_key
 from unickpt.format.index import ArrayEntry, Index
-from unickpt.format.refusals import refuse_unknown
 from unickpt.frameworks.process_group import saved_apart
 from unickpt.storage import locations
 from unickpt.storage.btree import builder
@@ -194,6 +192,9 @@ def refuse_checkpoint(location: Location, context: ts.Context, *, overwrite: boo
             "(--overwrite on the command line) to replace it, "
             f"or save to another path{saved_apart()}"
         )
+    from unickpt.commit import borrowers
+    from unickpt.format.refusals import refuse_unknown
+
     refuse_unknown(location, context)
     if needed := borrowers.of(location, context):
         raise CheckpointExists(
@@ -307,7 +308,7 @@ def _grids(part: Part, entry: ArrayEntry, chunks: Chunks, rows: slice) -> Iterat
     yield _ChunkEntries(part, places, kinds == WHOLE)
     if entry.composed:
         is_own = places["file"] != ELSEWHERE
-        full = links.part_of(part, links.FULL_LINK)
+        full = part.linked(chunk_grid.FULL_LINK)
         yield _ChunkEntries(full, places, (kinds == COMPOSED) & is_own)
         low, high = np.searchsorted(chunks.additions["row"], (rows.start, rows.stop))
         additions = chunks.additions[low:high]
@@ -318,7 +319,7 @@ def _grids(part: Part, entry: ArrayEntry, chunks: Chunks, rows: slice) -> Iterat
             for name in PLACE_DTYPE.names or ():
                 there[name][at] = some[name]
             has[at] = True
-            yield _ChunkEntries(links.part_of(part, link), there, has)
+            yield _ChunkEntries(part.linked(link), there, has)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,8 +14,8 @@ import numpy as np
 import tensorstore as ts
 import xxhash
 
+from unickpt.format.chunk_grid import WHOLE_LINK
 from unickpt.format.index import BaseEntry, Index
-from unickpt.format.links import WHOLE_LINK
 from unickpt.storage.database import Database, digest_of
 from unickpt.storage.errors import Damaged
 from unickpt.storage.local_folders import LOCK_SUFFIX
@@ -24,7 +24,7 @@ from unickpt.storage.ocdbt import MANIFEST, RETIRED
 
 DTYPE = np.dtype([("row", "<u8"), ("base", "<u4"), ("link", "<u4")])
 """A borrowed value: the chunk's row in the digest table, the position of its base in the index, and
-which value of the chunk it is, as `links` numbers them."""
+which value of the chunk it is, as `chunk_grid` numbers them."""
 BorrowedTable = np.ndarray[Any, Any]
 MARKS = "borrowers"
 """In the folder of an attempt: a file for each checkpoint that may borrow from it."""
@@ -32,8 +32,6 @@ _DIGEST = re.compile("[0-9a-f]{16}")
 
 MOST_BASES = 16
 """So many take a reader about as long to open as a large index."""
-LINKED_FOLDER = "reused"
-"""In the folder of a process: files of an earlier checkpoint, by hard links."""
 LEAST_USED = 0.5
 """Of the bytes of a checkpoint, the share that the next one must use to keep it alive for that."""
 

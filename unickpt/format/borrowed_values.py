@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unickpt.format import chunk_grid, links
+from unickpt.format import chunk_grid
 from unickpt.format.chunk_values import Value
 from unickpt.format.ocdbt_reader import OcdbtReader
 
@@ -22,8 +22,8 @@ def borrowed_values(reader: OcdbtReader) -> Iterator[tuple[str, bytes]]:
             for number in range(part.count):
                 for link, base in lent.links(entry, part, number).items():
                     there, at = Value(lent.bases[base], part), part
-                    if link != links.WHOLE_LINK:
-                        there = values.chain(entry, part, number)[link - links.FULL_LINK]
-                        at = links.part_of(part, link)
+                    if link != chunk_grid.WHOLE_LINK:
+                        there = values.chain(entry, part, number)[link - chunk_grid.FULL_LINK]
+                        at = part.linked(link)
                     data = values.read_value(entry, there, number)
                     yield chunk_grid.chunk_key(at, number), data

@@ -43,6 +43,11 @@ _FINEST, _TRIES, _LEEWAY = 16, 16, 1.02
 # large as wanted, not less, and not less than this: of 2 MiB, one process that transposes them
 # takes a fifth longer (measured: benchmarks/ranks.py).
 _SHARDS, _LEAST_FOR_SHARDS = 8, 4 << 20
+WHOLE_LINK = 0
+"""Of the values of a chunk, the number of the only one of a chunk that is stored whole."""
+FULL_LINK = 1
+"""That of the full chunk of a composed one; what is added to it follows."""
+_FULL, _ADDED = "full", "patch"
 _MOST_KEPT = 4096  # chunks of a grid whose keys are remembered, for the next part like it
 
 
@@ -73,6 +78,17 @@ class Part:
     def whole(cls, key: str, shape: tuple[int, ...], chunk: tuple[int, ...]) -> Part:
         """The part that carries a whole array."""
         return _whole(key, shape, chunk)
+
+    def linked(self, link: int) -> Part:
+        """The part whose key, instead of this one's, leads to some values of the chunks.
+
+        Arguments:
+            link: which values: `WHOLE_LINK`, `FULL_LINK`, or what is added to that.
+        """
+        if link == WHOLE_LINK:
+            return self
+        below = _FULL if link == FULL_LINK else f"{_ADDED}/{link - FULL_LINK}"
+        return replace(self, key=f"{self.key}/{below}" if self.key else below)
 
     def chunk_box(self, number: int) -> Box:
         """The box, in global coordinates, of the chunk with a row-major number."""

@@ -36,7 +36,7 @@ from unickpt.storage.kvstore import asking
 SMALL = 64 << 10
 # Memory for larger chunks is allocated only after a stored chunk of that size was found.
 BELIEVED = 16 << 20
-# No codec of `codec_json.CODECS` compresses by more than this factor.
+# No codec of `codecs.ZARR_CODECS` compresses by more than this factor.
 _MOST_PER_BYTE = 1 << 16
 # Only the index says how much memory a compressed chunk takes, so that is bounded.
 COMPRESSED_MOST = 1 << 30

@@ -11,23 +11,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from unickpt import doors
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import UnsupportedFormat
-from unickpt.format import codec, codecs, links
-from unickpt.format.borrowed_chunks import BorrowedChunks
-from unickpt.format.chunk_grid import Part, chunk_key
+from unickpt.format import codec, codecs
+from unickpt.format.chunk_grid import FULL_LINK, WHOLE_LINK, Part, chunk_key
 from unickpt.format.chunk_store import ChunkStore
 from unickpt.format.codecs import NotDecodable
 from unickpt.format.index import PATCHES, ArrayEntry
-from unickpt.format.links import FULL_LINK, WHOLE_LINK
 from unickpt.format.reader import Request
 from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.errors import Damaged, Failed
+
+if TYPE_CHECKING:
+    from unickpt.format.borrowed_chunks import BorrowedChunks
 
 _MOST = 64
 """Values that are added to a full chunk."""
@@ -111,7 +112,7 @@ class ChunkValues:
 
     def _value(self, part: Part, number: int, link: int, base: int | None) -> Value | None:
         """A value, if it is there; the first of a chain may be a base's whole chunk."""
-        there = links.part_of(part, link)
+        there = part.linked(link)
         if base is None:
             is_own = self._own.values.length(chunk_key(there, number)) is not None
             return Value(self._own, there) if is_own else None

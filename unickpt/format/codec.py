@@ -17,8 +17,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.dtypes import Array
 from unickpt.format import chunk_grid, codecs
 from unickpt.format.chunk_grid import Part, join_key
-from unickpt.format.codec_json import as_codecs, encoding_of
-from unickpt.format.codecs import codec_of
+from unickpt.format.codecs import as_codecs, codec_of, encoding_of
 from unickpt.format.index import ArrayEntry, Encoding, Index
 from unickpt.storage.kvstore import asking
 

@@ -1,6 +1,6 @@
 """The seam for codecs: what stores the chunks of an array otherwise than as they are.
 
-Zarr's own codecs (`codec_json.CODECS`) are read and written by TensorStore. All others have a name,
+Zarr's own codecs (`ZARR_CODECS`) are read and written by TensorStore. All others have a name,
 by which an entry point (`unickpt.codecs`) or `register` finds them; the index names them among its
 features, so that a program that lacks one refuses the checkpoint.
 """
@@ -15,9 +15,20 @@ import numpy as np
 from unickpt import doors
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import PluginError, UnickptError, UnsupportedFormat, UnsupportedLeaf
-from unickpt.format import codec_json
-from unickpt.format.index import CODEC_PREFIX, FEATURES, ArrayEntry
+from unickpt.format.index import CODEC_PREFIX, FEATURES, ArrayEntry, Encoding
 from unickpt.quoting import quoted
+from unickpt.trees.tree_json import BadJSON
+
+# The codecs that may follow `bytes`, with their settings. Others are refused: some zarr codecs
+# refer to further storage, or unpack into any amount of memory.
+ZARR_CODECS: Mapping[str, Mapping[str, type]] = {
+    "zstd": {"level": int},
+    "gzip": {"level": int},
+    "blosc": {"cname": str, "clevel": int, "shuffle": str, "typesize": int, "blocksize": int},
+}
+# Of codecs that Zarr does not have; `Extra.validate` checks which.
+_PLAIN = (bool, int, float, str)
+_FIELDS = ("name", "configuration")
 
 
 class NotDecodable(ValueError):
@@ -165,7 +176,7 @@ def configure(entry: ArrayEntry, features: Iterable[object]) -> Codec | None:
         if settings is None:
             continue
         if (zarr := codec.zarr_codec(settings)) is not None:
-            entry.encoding = codec_json.from_json(dict(zarr))
+            entry.encoding = from_json(dict(zarr))
             return codec
         if codec.name in FEATURES:
             raise ValueError(f"no codec can be called {quoted(codec.name)}: rename it")
@@ -248,3 +259,32 @@ def codec_of(entry: ArrayEntry) -> CodecWithExtra | None:
             "package has (entry points unickpt.codecs); install the one that does"
         )
     return codec
+
+
+def from_json(item: Any) -> Encoding:
+    """A stored codec.
+
+    Raises:
+        BadJSON: it is not allowed.
+    """
+    name, settings = map(item.get, _FIELDS) if isinstance(item, dict) else (None, None)
+    if not isinstance(name, str) or not isinstance(settings, dict) or item.keys() - {*_FIELDS}:
+        raise BadJSON(f"its codecs hold {quoted(item)}")
+    known = ZARR_CODECS.get(name)
+    for key, value in settings.items():
+        allowed = (known.get(key),) if known is not None else _PLAIN
+        if type(value) not in allowed:
+            raise BadJSON(f"its codecs hold {quoted(item)}")
+    if known is None and not name.startswith(CODEC_PREFIX):
+        raise BadJSON(f"its codecs hold {quoted(item)}")
+    return encoding_of(item)
+
+
+def as_codecs(encoding: Encoding) -> tuple[dict[str, Any], ...]:
+    """An encoding as Zarr and the index have it."""
+    return tuple({"name": name, "configuration": dict(settings)} for name, settings in encoding)
+
+
+def encoding_of(codec: Mapping[str, Any]) -> Encoding:
+    """The encoding of a codec of Zarr."""
+    return ((codec["name"], tuple(sorted(codec["configuration"].items()))),)

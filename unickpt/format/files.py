@@ -7,14 +7,18 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.format.crc32 import ChecksummedRanges, Parts, Range
+from unickpt.format.crc32 import ChecksummedRanges, Parts
 from unickpt.storage import local_files, paths
 from unickpt.storage.errors import Damaged
 from unickpt.storage.kvstore import KvStore
 from unickpt.storage.locations import Location, folders_with
 from unickpt.storage.ocdbt import MANIFEST
+
+if TYPE_CHECKING:
+    from unickpt.format.crc32 import Range
 
 _MOST = 1 << 62  # bytes of a file
 _HEAD, _MOST_TEXT = 512, 1000

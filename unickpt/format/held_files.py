@@ -20,6 +20,7 @@ from unickpt.format import borrowed, chunk_grid
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, BaseEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
+from unickpt.storage import data_files
 from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.errors import Failed
 
@@ -107,7 +108,7 @@ def linked_chunks(reader: OcdbtReader) -> Linked:
         for first, part in chunk_grid.numbered_parts(entry):
             for number in range(part.count):
                 at = reader.chunk_values.where(entry, part, number)
-                if at is not None and f"/{borrowed.LINKED_FOLDER}/" in at.path:
+                if at is not None and f"/{data_files.LINKED_FOLDER}/" in at.path:
                     if reader.chunk_values.chain(entry, part, number):
                         composed.add(at.path)
                     row = first + number

@@ -15,7 +15,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.layout import Layout
 from unickpt.quoting import quoted
-from unickpt.trees import tree_json
+from unickpt.trees import tree, tree_json
 
 FORMAT = 1
 """The number of the format."""
@@ -249,3 +249,19 @@ class Index:
     def entry(self, name: str) -> ArrayEntry:
         """An array under any of its names."""
         return self.arrays[self.aliases.get(name, name)]
+
+
+def tree_of(index: Index) -> tree.Node | tree.Leaf:
+    """The structure of a checkpoint.
+
+    Raises:
+        BadTree: it is invalid, or its leaves are not those that the index lists.
+    """
+    root = tree_json.from_json(index.tree)
+    differ = {leaf.name for leaf in tree.leaves(root)} ^ set(index.names)
+    if differ:
+        raise tree_json.BadTree(
+            f"leaf {quoted(min(differ))} is in the tree of the index or in its lists, but not in "
+            "both"
+        )
+    return root

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
@@ -19,7 +19,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, fill_exactly, overlap
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.format import codec_json, codecs
+from unickpt.format import codecs
 from unickpt.format.index import (
     CODEC_PREFIX,
     FEATURES,
@@ -42,7 +42,7 @@ from unickpt.trees import tree_json
 from unickpt.trees.tree_json import BadJSON
 
 T = TypeVar("T")
-_FOLDER = re.compile(r"[^/\\\0]+")
+_FOLDER = r"[^/\\\0]+"
 _SEAL = re.compile(rb',"xxh3":"([0-9a-f]{16})"}\Z')
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 _Extent = Annotated[int, Meta(ge=0, lt=MAX_EXTENT)]
@@ -179,7 +179,7 @@ def encode(index: Index) -> bytes:
             name: [_blob_to_json(*entry.of(p)) for p in range(len(entry.blobs))]
             for name, entry in index.per_process.items()
         },
-        "codecs": [codec for encoding in encodings for codec in codec_json.as_codecs(encoding)],
+        "codecs": [codec for encoding in encodings for codec in codecs.as_codecs(encoding)],
         "chunks": index.chunks,
         "digests": index.digests_xxh3,
     }
@@ -388,8 +388,7 @@ def _unknown(stored: Mapping[str, msgspec.Raw], where: str, what: str) -> Unsupp
     )
 
 
-@dataclass(frozen=True)
-class IndexParts:
+class IndexParts(NamedTuple):
     """The members of an index that saves of one tree have in common, and the others.
 
     Arguments:
@@ -445,7 +444,7 @@ def _decode(body: dict[str, Any], stored: msgspec.Raw, partial: bool) -> Index:
         raise BadJSON(f"it names {processes} processes")
     meshes = [_mesh(mesh) for mesh in members.meshes]
     layouts = [_layout(layout, meshes) for layout in members.layouts]
-    shared = _Shared(layouts, [codec_json.from_json(codec) for codec in members.codecs])
+    shared = _Shared(layouts, [codecs.from_json(codec) for codec in members.codecs])
     arrays = _arrays(tree_json.members(stored, "index: 'arrays'"), shared, partial)
     for alias, target in members.aliases.items():
         if not isinstance(target, str) or target not in arrays:
@@ -474,7 +473,7 @@ def _decode(body: dict[str, Any], stored: msgspec.Raw, partial: bool) -> Index:
         **_borrowed(members),
         **_extra(members.extra),
     )
-    listed = {x[0][0].removeprefix(CODEC_PREFIX) for x in shared.codecs} - codec_json.CODECS.keys()
+    listed = {x[0][0].removeprefix(CODEC_PREFIX) for x in shared.codecs} - codecs.ZARR_CODECS.keys()
     if unnamed := sorted({*_features(index), *listed} - {*members.features}):
         raise BadJSON(f"it has {quoted(unnamed[0])}, which its features do not name")
     return index
@@ -521,7 +520,7 @@ def _borrowed(members: _IndexBody) -> dict[str, Any]:
         return {}
     for base in bases:
         # One folder beside this one: it must lead nowhere else.
-        if base.name in ("", ".", "..") or not _FOLDER.fullmatch(base.name):
+        if base.name in ("", ".", "..") or not re.fullmatch(_FOLDER, base.name):
             raise BadJSON(f"a base is {quoted(base.name)}, which is no name of a folder")
     if len({base.name for base in bases}) != len(bases):
         raise BadJSON("it names a base twice")

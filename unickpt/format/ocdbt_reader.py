@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import numpy as np
@@ -21,12 +22,9 @@ from unickpt.format import (
     chunk_store,
     digest_table,
     index_json,
-    timing,
 )
-from unickpt.format.borrowed_chunks import BorrowedChunks
 from unickpt.format.chunk_grid import Part
 from unickpt.format.chunk_store import ChunkDigests, ChunkStore
-from unickpt.format.chunk_values import ChunkValues
 from unickpt.format.index import FORMAT as NUMBER
 from unickpt.format.index import (
     INDEX_KEY,
@@ -35,12 +33,16 @@ from unickpt.format.index import (
     Index,
 )
 from unickpt.format.reader import ParallelMap, Reader, Request
-from unickpt.format.timing import TIMING_KEY, Timing
-from unickpt.frameworks.sections import StoredValue
 from unickpt.storage import errors, ocdbt, paths
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
+
+if TYPE_CHECKING:
+    from unickpt.format.borrowed_chunks import BorrowedChunks
+    from unickpt.format.chunk_values import ChunkValues
+    from unickpt.format.timing import Timing
+    from unickpt.frameworks.sections import StoredValue
 
 FORMAT = "unickpt"
 """The name of this format."""
@@ -115,11 +117,15 @@ class OcdbtReader(Reader):
     @cached_property
     def borrowed(self) -> BorrowedChunks:
         """The chunks in checkpoints beside this one."""
+        from unickpt.format.borrowed_chunks import BorrowedChunks
+
         return BorrowedChunks(self.index, self.chunks, self._digests)
 
     @cached_property
     def chunk_values(self) -> ChunkValues:
         """The stored values of all chunks."""
+        from unickpt.format.chunk_values import ChunkValues
+
         return ChunkValues(self.chunks, self.borrowed)
 
     @property
@@ -157,16 +163,18 @@ class OcdbtReader(Reader):
         return any(entry.composed for entry in self.index.arrays.values())
 
     def timing(self) -> Timing | None:
-        nbytes = self.chunks.key_length(TIMING_KEY)
+        from unickpt.format import timing
+
+        nbytes = self.chunks.key_length(timing.TIMING_KEY)
         if nbytes is None:
             return None
         processes = self.index.processes
         if nbytes > timing.most_bytes(processes):
-            raise self.damaged(f"key {TIMING_KEY!r} has {nbytes} bytes")
+            raise self.damaged(f"key {timing.TIMING_KEY!r} has {nbytes} bytes")
         try:
-            return timing.decode(self.chunks.read_key(TIMING_KEY, nbytes), processes)
+            return timing.decode(self.chunks.read_key(timing.TIMING_KEY, nbytes), processes)
         except ValueError as error:
-            raise self.damaged(f"key {TIMING_KEY!r} is damaged: {error}") from None
+            raise self.damaged(f"key {timing.TIMING_KEY!r} is damaged: {error}") from None
 
     def check_backed(self, entry: ArrayEntry) -> None:
         self.digests_of(entry.name)

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from types import MappingProxyType
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import tensorstore as ts
@@ -21,10 +20,12 @@ from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.format.chunk_grid import Part
 from unickpt.format.digest_table import Table
 from unickpt.format.index import ArrayEntry, Index
-from unickpt.format.timing import Timing
-from unickpt.frameworks.sections import StoredValue
 from unickpt.quoting import shortened
 from unickpt.storage.locations import Location
+
+if TYPE_CHECKING:
+    from unickpt.format.timing import Timing
+    from unickpt.frameworks.sections import StoredValue
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -65,8 +66,7 @@ class ParallelMap(Protocol):
     def __call__(self, function: Callable[[T], U], items: Sequence[T]) -> Iterable[U]: ...
 
 
-@dataclass(frozen=True)
-class BlockType:
+class BlockType(NamedTuple):
     """What the bytes of an array stand for, if NumPy has no dtype for it.
 
     Arguments:

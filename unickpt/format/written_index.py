@@ -8,7 +8,8 @@ from collections import OrderedDict
 import xxhash
 
 from unickpt.errors import CheckpointCorrupt, UnsupportedLeaf
-from unickpt.format import index_json, index_tree
+from unickpt.format import index_json
+from unickpt.format.index import tree_of
 from unickpt.trees import tree_json
 
 _MOST_CHECKED = 64
@@ -64,7 +65,7 @@ def check_readable(data: bytes, where: str, checked: CheckedStructures = _checke
         # Arrays with patches are described differently in each save, and have the same names.
         tree = _digest(parts.tree, tree_json.ENCODER.encode(list(index.names)))
         if not checked.has(tree):
-            index_tree.tree_of(index)
+            tree_of(index)
     except (CheckpointCorrupt, ValueError) as error:
         reason = str(error).removeprefix(f"{where}: ")
         raise UnsupportedLeaf(

@@ -15,7 +15,7 @@ from functools import cache
 from itertools import accumulate
 from numbers import Real
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import numpy as np
 
@@ -31,7 +31,9 @@ from unickpt.frameworks.process_group import (
     processes_on_node,
 )
 from unickpt.frameworks.protocol import Fragment
-from unickpt.progress import Progress, check_progress
+
+if TYPE_CHECKING:
+    from unickpt.progress import Progress
 
 _ALIGN = 64  # bytes
 _SMALL = 1 << 20
@@ -288,7 +290,10 @@ class CommonOptions:
         check_number("timeout_s", self.timeout_s)
         if self.group is not None and not hasattr(self.group, "next_attempt"):
             object.__setattr__(self, "group", group_named(self.group, adapters()))
-        check_progress(self.progress)
+        if self.progress is not None:
+            from unickpt.progress import check_progress
+
+            check_progress(self.progress)
 
 
 def check_number(name: str, value: object) -> None:
@@ -309,8 +314,7 @@ _V1 = (
 )
 
 
-@dataclass(frozen=True)
-class NodeMemory:
+class NodeMemory(NamedTuple):
     """The memory that a process shares with the others of its node.
 
     Arguments:

@@ -9,13 +9,11 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from numbers import Integral
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, flat_range_to_boxes, overlap
 from unickpt.arrays.dtypes import Array
-from unickpt.arrays.memory_region import MemoryRegion
-from unickpt.frameworks.grown_state import MakeArray, first_array, with_grown
 from unickpt.frameworks.process_group import Group, current_group, within
 from unickpt.frameworks.protocol import (
     Adapter,
@@ -28,6 +26,10 @@ from unickpt.frameworks.protocol import (
 )
 from unickpt.quoting import quoted
 from unickpt.trees import tree, tree_json
+
+if TYPE_CHECKING:
+    from unickpt.arrays.memory_region import MemoryRegion
+    from unickpt.frameworks.grown_state import MakeArray
 
 T = TypeVar("T")
 _FRAMEWORKS = ("jax", "torch")
@@ -175,12 +177,16 @@ def expand(
 
     state = obj.state_dict()
     if stored is not None:
+        from unickpt.frameworks.grown_state import with_grown
+
         state = with_grown(state, name, stored, _array_maker(state, adapters))
     return tree.Expansion("wrapper", ("state_dict",), (state,), rebuild, type(obj).__name__)
 
 
 def _array_maker(state: Any, adapters: Sequence[Adapter]) -> MakeArray | None:
     """Makes arrays of the framework whose arrays are in a state; None if none are."""
+    from unickpt.frameworks.grown_state import first_array
+
     array = first_array(state, lambda value: adapter_of(value, adapters) is not None)
     adapter = adapter_of(array, adapters)
     return None if adapter is None else lambda entry: adapter.empty(entry, array)
@@ -483,7 +489,7 @@ def _shifted_memory(memory: Memory, box: Box) -> Memory:
     def shifted_transfer(boxes: Sequence[Box]) -> Transfer | None:
         assert transfer is not None, "else there is none of this"
         found = transfer([wanted.relative_to(box.start) for wanted in boxes])
-        return None if found is None else replace(found, read=_shifted(found.read, box))
+        return None if found is None else found._replace(read=_shifted(found.read, box))
 
     return replace(
         memory,

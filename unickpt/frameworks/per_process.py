@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -32,9 +32,12 @@ from unickpt.frameworks.leaves import (
 )
 from unickpt.frameworks.process_group import Group, alone
 from unickpt.frameworks.protocol import Adapter, StoredTree
-from unickpt.frameworks.sections import Encoded, Joined, LazyMapping, Malformed, StoredValue
+from unickpt.frameworks.sections import Encoded, Joined, LazyMapping, Malformed
 from unickpt.quoting import quoted
 from unickpt.trees import tree, tree_json
+
+if TYPE_CHECKING:
+    from unickpt.frameworks.sections import StoredValue
 
 _BINARY_LEAST = 16 << 10
 """Bytes from which on arrays are kept in binary. Below, as the states of random generators are, all

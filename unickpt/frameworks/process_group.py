@@ -13,13 +13,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from numbers import Integral
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from unickpt.errors import ProcessFailed
-from unickpt.frameworks.members import Members, named
+
+if TYPE_CHECKING:
+    from unickpt.frameworks.members import Members
 
 Bytes = NDArray[np.uint8]
 _PATIENCE_S = 1.0
@@ -86,8 +88,7 @@ class Group(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class JointCall:
+class JointCall(NamedTuple):
     """For messages: a call that all processes must make.
 
     Arguments:
@@ -160,6 +161,8 @@ def loaded_together(group: Group, where: str) -> Iterator[None]:
     if error is not None:
         raise error
     if failed:
+        from unickpt.frameworks.members import named
+
         members, index = members_of(group), failed - 1
         other = f"rank {index}" if members is None else named(members, [index])
         raise ProcessFailed(
@@ -168,7 +171,7 @@ def loaded_together(group: Group, where: str) -> Iterator[None]:
         )
 
 
-_SESSION = re.compile(r"[\w.-]+")
+_SESSION = r"[\w.-]+"
 
 
 class ProcessGroup:
@@ -209,7 +212,7 @@ class ProcessGroup:
             raise ValueError(f"process index {index} is out of range for {count} processes")
         if not isinstance(session, str):
             raise ValueError(f"session={session!r} must be a str, not {type(session).__name__}")
-        if not _SESSION.fullmatch(session):
+        if not re.fullmatch(_SESSION, session):
             raise ValueError(f"session {session!r} must consist of letters, digits, '-', '_', '.'")
         if local_count is not None and not (_is_integer(local_count) and 1 <= local_count <= count):
             raise ValueError(f"local_count={local_count!r} must be from 1 to {count}")

@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array, DType
 from unickpt.arrays.layout import Layout
-from unickpt.arrays.memory_region import MemoryRegion
 from unickpt.frameworks.process_group import Group
 from unickpt.trees import tree
 from unickpt.trees.tree import Expansion
+
+if TYPE_CHECKING:
+    from unickpt.arrays.memory_region import MemoryRegion
 
 Read = Callable[[Box, Callable[[], Array]], Array]
 Sample = Callable[[tuple[Array, ...]], Callable[[], Array]]
@@ -62,8 +64,7 @@ class Memory:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(NamedTuple):
     """Boxes of an array that its device copies to host memory.
 
     Arguments:

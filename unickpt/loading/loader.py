@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
 
+from unickpt.arrays.names import natural
 from unickpt.errors import LoadMismatch
-from unickpt.format import unit_steps
 from unickpt.format.index import RESERVED, ArrayEntry
 from unickpt.format.reader import Reader
-from unickpt.frameworks import per_process
 from unickpt.frameworks.leaves import (
     PerProcess,
     PerProcessValues,
@@ -23,8 +22,6 @@ from unickpt.frameworks.leaves import (
 )
 from unickpt.frameworks.process_group import current_group, launched_together, within
 from unickpt.frameworks.protocol import Adapter, ArrayTarget, StoredTree
-from unickpt.frameworks.sections import Encoded, StoredValue
-from unickpt.loading import mismatch
 from unickpt.loading.overlaps import Overlaps
 from unickpt.loading.report import LoadReport, untyped
 from unickpt.loading.request import (
@@ -38,7 +35,6 @@ from unickpt.loading.request import (
     is_number,
 )
 from unickpt.loading.views import CheckpointView, StoredView, jobs_of
-from unickpt.progress import ProgressFunction, reporting
 from unickpt.quoting import some
 from unickpt.reading import checkpoint
 from unickpt.reading.chunk_reader import Filled, ReadArrays, read_arrays
@@ -46,7 +42,10 @@ from unickpt.reading.options import LoadOptions
 from unickpt.reading.targets import NewTarget, NumberTarget
 from unickpt.threads import collection_paused
 from unickpt.trees import tree, tree_json
-from unickpt.trees.name_ranges import natural
+
+if TYPE_CHECKING:
+    from unickpt.frameworks.sections import StoredValue
+    from unickpt.progress import ProgressFunction
 
 _log = logging.getLogger("unickpt")
 T = TypeVar("T")
@@ -236,8 +235,7 @@ def _chosen(argument: str, value: str, other: str) -> bool:
     return value == other
 
 
-@dataclass(frozen=True)
-class _Loading:
+class _Loading(NamedTuple):
     """The arguments of a call of `load`, and the frameworks' adapters."""
 
     rules: LoadRules | None
@@ -278,6 +276,8 @@ class _Loading:
     def _older_experts(self, stored: Reader) -> tuple[tuple[str, int, int], ...]:
         if RESERVED not in stored.index.metadata:
             return ()
+        from unickpt.format import unit_steps
+
         found = unit_steps.older(stored.index.metadata, str(stored.location))
         if found and self.strict_experts:
             shown = some([f"{number} of {key!r} of step {step}" for key, number, step in found])
@@ -374,6 +374,8 @@ def _filled(view: CheckpointView, overlaps: Overlaps, found: Mapping[str, Any]) 
     """
     rows = overlaps.differences(found)
     if rows:
+        from unickpt.loading import mismatch
+
         error = LoadMismatch(mismatch.message(str(view.checkpoint.location), rows))
         error.add_note(_HALF)
         raise error
@@ -399,6 +401,8 @@ def _by_array(
 def _decode(
     view: CheckpointView, name: str, stored: StoredValue, like: Any, among: Sequence[Adapter]
 ) -> Any:
+    from unickpt.frameworks import per_process
+
     return per_process.decode(
         stored, f"{view.checkpoint.location}: per-process leaf {name!r}", like, among
     )
@@ -437,6 +441,8 @@ class _SavedValues(Sequence[Any]):
 def _own_value(
     view: CheckpointView, name: str, like: PerProcess, group: Any, among: Sequence[Adapter]
 ) -> PerProcess:
+    from unickpt.frameworks.sections import Encoded
+
     count = len(view.index.per_process[name].blobs)
     if like.redistribute is not None and (
         count != group.count or isinstance(like.value, Sections | Encoded)
@@ -491,6 +497,8 @@ def _telling(
     """Reports the progress of a process that reads alone, which may still be one of a job."""
     if not options.progress:
         return nullcontext()
+    from unickpt.progress import reporting
+
     is_bar = options.progress is True
     process = (options.group or current_group(among)).index if is_bar else 0
     return reporting(options.progress, "loading", process)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from unickpt.arrays.names import natural
 from unickpt.loading import optimizers
-from unickpt.trees.name_ranges import fold, natural, skeleton
+from unickpt.loading.report import Difference
+from unickpt.trees.name_ranges import fold, skeleton
 
 if TYPE_CHECKING:
     from unickpt.loading.suggestions import Cause
@@ -39,16 +40,6 @@ _TRANSPOSED = (
 _SHAPE_OF = re.compile(r"(?=\[)")
 # Leaves beside the containers of `like`, from which on a part of the checkpoint is meant.
 _FEWEST_BESIDE = 4
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One row: the leaf, what differs, what is stored and what was requested."""
-
-    name: str
-    problem: str
-    stored: str
-    asked: str
 
 
 def message(

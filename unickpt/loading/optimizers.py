@@ -6,10 +6,10 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from unickpt.arrays.names import natural
 from unickpt.errors import LoadMismatch
 from unickpt.format.index import ArrayEntry
 from unickpt.trees.moments import moments_among
-from unickpt.trees.name_ranges import natural
 
 # A slot of torch's optimizers, under the number or the name of its parameter.
 _SLOT = re.compile(
@@ -52,7 +52,7 @@ _MOMENTS_UNUSED = (
 
 
 class Row(Protocol):
-    """One difference; see `unickpt.loading.mismatch.Difference`."""
+    """One difference; see `unickpt.loading.report.Difference`."""
 
     @property
     def name(self) -> str: ...

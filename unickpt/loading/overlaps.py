@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from unickpt.arrays.dtypes import Array
-from unickpt.arrays.memory_region import MemoryRegion, share
 from unickpt.frameworks.protocol import ArrayTarget
-from unickpt.loading.mismatch import Difference
+from unickpt.loading.report import Difference
 from unickpt.reading.targets import NewMemory
 
-Buffers = Sequence[Array]
+if TYPE_CHECKING:
+    from unickpt.arrays.memory_region import MemoryRegion
 
+Buffers = Sequence[Array]
 
 TargetsByArray = Mapping[str, Mapping[str, ArrayTarget]]
 
@@ -62,7 +63,7 @@ class Overlaps:
         return list(zip(self._originals[name].regions(), loaded[name], strict=True))
 
 
-_Part = tuple[MemoryRegion, Array]
+_Part = tuple["MemoryRegion", Array]
 
 
 def _pairs(targets: Mapping[str, ArrayTarget]) -> Iterator[tuple[str, str]]:
@@ -85,6 +86,8 @@ def _pairs_among(
     """As `_pairs`, of targets whose spans overlap."""
     if len({targets[name].identity for name in names}) < 2:
         return
+    from unickpt.arrays.memory_region import share
+
     regions = [
         (*region.span, name, region)
         for name in names

@@ -1,11 +1,11 @@
-"""The report of a load: what was loaded, kept, skipped and cast."""
+"""The report of a load: what was loaded, kept, skipped and cast; and what prevents one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from unickpt.trees.name_ranges import fold_all
 from unickpt.trees.tree import Leaf, Node, child_names
 
 _MOST_ROWS = 20
@@ -15,6 +15,15 @@ _WITHOUT_CLASS = {
     "wrapper": "only what it holds",
 }
 """What containers of a class of their own become without `like`: no class is looked up by name."""
+
+
+class Difference(NamedTuple):
+    """One row: the leaf, what differs, what is stored and what was requested."""
+
+    name: str
+    problem: str
+    stored: str
+    asked: str
 
 
 @dataclass(frozen=True, repr=False)
@@ -163,6 +172,8 @@ def _rest(stored: str, asked: str) -> str:
 
 
 def _rows(kind: str, of: Iterable[tuple[str, str]]) -> list[tuple[str, str, str]]:
+    from unickpt.trees.name_ranges import fold_all
+
     by_text: dict[str, list[str]] = {}
     for name, text in of:
         by_text.setdefault(text, []).append(name)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from unickpt.arrays import dtypes
-from unickpt.arrays.names import matches
+from unickpt.arrays.names import matches, natural
 from unickpt.errors import LoadMismatch, UnsupportedLeaf
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
@@ -21,14 +21,10 @@ from unickpt.frameworks.leaves import (
     leaf_test,
 )
 from unickpt.frameworks.protocol import Adapter, ArrayTarget, StoredTree
-from unickpt.loading import mismatch, optimizers
-from unickpt.loading.mismatch import Difference
-from unickpt.loading.report import LoadReport
+from unickpt.loading.report import Difference, LoadReport
 from unickpt.loading.views import CheckpointView, leaf_text, same_digests, stored_leaf
 from unickpt.quoting import quoted, some
 from unickpt.trees import tree, tree_json
-from unickpt.trees.name_ranges import natural
-from unickpt.trees.optimizer_settings import may_lack
 
 Patterns = str | Sequence[str]
 
@@ -141,8 +137,7 @@ NUMBERS = {bool: "bool", int: "int64", float: "float64"}
 """The dtypes of plain numbers."""
 
 
-@dataclass(frozen=True)
-class LoadRequest:
+class LoadRequest(NamedTuple):
     """What a load requests.
 
     Arguments:
@@ -213,8 +208,7 @@ def _targets_of(leaves: Mapping[str, Any], among: Sequence[Adapter]) -> dict[str
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Policy:
+class Policy(NamedTuple):
     """What to do about differences; see `load`.
 
     Arguments:
@@ -283,6 +277,8 @@ class _Comparison:
             source = stored_leaf(view.checkpoint.index, view.misfits[name])
             self.mismatched.append((name, _shape(source), _shape(target)))
         elif name not in self.have:
+            from unickpt.trees.optimizer_settings import may_lack
+
             may = self.policy.keep_missing or name in view.kept
             if keeps and (may or may_lack(name, value, self.have)):
                 self.kept.append(name)
@@ -390,13 +386,19 @@ def compare(view: CheckpointView, asked: LoadRequest, policy: Policy) -> LoadRep
     refused = () if policy.skip_unexpected else unexpected
     rows = [*found.rows, *refused, *_shared_memory(view, asked.targets)]
     if rows:
+        from unickpt.loading import mismatch
+
         skipped_rows = unexpected if policy.skip_unexpected else ()
         raise LoadMismatch(mismatch.message(where, rows, stored.lacks, names, skipped_rows))
     if found.kept and found.nothing_fits(skipped):
+        from unickpt.loading import mismatch
+
         lost = [found.missing(name) for name in found.kept]
         raise LoadMismatch(mismatch.nothing_fits(where, [*lost, *unexpected]))
     untaken = [name for name in (*skipped, *view.dropped) if selection.has(name)]
     if untaken:
+        from unickpt.loading import optimizers
+
         optimizers.check_moments(where, asked.leaves, found.loaded, untaken, stored.index.entries)
     return LoadReport(
         where,

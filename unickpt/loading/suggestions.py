@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from unickpt.trees.name_ranges import natural
+from unickpt.arrays.names import natural
 from unickpt.trees.wrapper_names import bare
 
 _SEPARATORS = r"%2F|[/.]"

@@ -5,27 +5,26 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import filterfalse
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.layout import Layout
 from unickpt.errors import CheckpointCorrupt
-from unickpt.format import index_tree
-from unickpt.format.index import ArrayEntry, Index
+from unickpt.format.index import ArrayEntry, Index, tree_of
 from unickpt.format.reader import Reader
 from unickpt.frameworks.leaves import PerProcess
 from unickpt.frameworks.protocol import ArrayTarget
-from unickpt.frameworks.sections import StoredValue
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.chunk_reader import read_arrays
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.read_plan import Job, StoredJob
-from unickpt.reading.recipes import Fill, Recipe, Unchanged, whole_dims
 from unickpt.trees import tree, tree_json
-from unickpt.trees.optimizer_settings import may_lack
-from unickpt.trees.wrapper_names import without_wrappers
+
+if TYPE_CHECKING:
+    from unickpt.frameworks.sections import StoredValue
+    from unickpt.reading.recipes import Recipe
 
 TargetsByArray = Mapping[str, Mapping[str, ArrayTarget]]
 
@@ -127,6 +126,8 @@ class StoredView:
         self.unused = [name for name in have if name not in leaves]
         lacking = [name for name in leaves if name not in have]
         if lacking:
+            from unickpt.trees.wrapper_names import without_wrappers
+
             self.renamed = without_wrappers(lacking, self.unused)
             self.index = _with_names(self.index, self.renamed)
             self.unused = [*filterfalse({*self.renamed.values()}.__contains__, self.unused)]
@@ -145,16 +146,20 @@ class StoredView:
 
     def node(self) -> tree.Node | tree.Leaf:
         try:
-            return index_tree.tree_of(self.checkpoint.index)
+            return tree_of(self.checkpoint.index)
         except tree_json.BadTree as error:
             raise CheckpointCorrupt(f"{self.checkpoint.location}: {error}") from None
 
     def is_dispensable(self, name: str) -> bool:
+        from unickpt.trees.optimizer_settings import may_lack
+
         return may_lack(name, self.checkpoint.index.values.get(name, 0), self._leaves)
 
     def recipe(self, name: str) -> Recipe:
         if name in self.numbers:
             return number_recipe(self.numbers[name])
+        from unickpt.reading.recipes import Recipe, Unchanged
+
         return Recipe((Unchanged(self.index.arrays[name]),))
 
     def jobs(self, targets_by_array: TargetsByArray) -> list[Job]:
@@ -203,6 +208,8 @@ def number_entry(
 
 def number_recipe(value: Any) -> Recipe:
     """The recipe of a 0-d array from a number; reads nothing."""
+    from unickpt.reading.recipes import Fill, Recipe, whole_dims
+
     return Recipe((), (Fill((), whole_dims(()), value),))
 
 

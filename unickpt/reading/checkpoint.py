@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tensorstore as ts
 
 from unickpt.errors import CheckpointNotFound, CheckpointReplaced, HintError, out_of_memory
-from unickpt.format import formats, ocdbt_reader
+from unickpt.format import ocdbt_reader
 from unickpt.format.reader import Reader
-from unickpt.format.timing import Timing
 from unickpt.quoting import counted, printable, quoted, size_text
-from unickpt.reading.not_found import nothing_at
-from unickpt.reading.stored_array import StoredArray
 from unickpt.storage import paths
 from unickpt.storage.local_files import files_kept_open
 from unickpt.storage.locations import Location
 from unickpt.threads import collection_paused
 from unickpt.trees import tree_json
+
+if TYPE_CHECKING:
+    from unickpt.format.timing import Timing
+    from unickpt.reading.stored_array import StoredArray
 
 T = TypeVar("T")
 Hints = Mapping[str, Any]
@@ -117,6 +118,8 @@ def _open(path: paths.PathLike, hints: Hints) -> Checkpoint:
     except MemoryError as error:
         raise out_of_memory(f"opening {location}", error) from error
     if reader is None:
+        from unickpt.reading.not_found import nothing_at
+
         raise CheckpointNotFound(nothing_at(location, open_reader))
     return Checkpoint(reader, hints)
 
@@ -136,6 +139,8 @@ def open_reader(location: Location, hints: Hints | None = None) -> Reader | None
     format = others.pop(_FORMAT_HINT, None)
     context = paths.context()
     if location.is_local and os.path.isfile(str(location)):
+        from unickpt.format import formats
+
         reader: Reader | None = formats.open_file(location, others)
     else:
         reader = _open_folder(location, context, others, format)
@@ -157,11 +162,17 @@ def _open_folder(
         no_checkpoint = error
     if own is not None and format is None and location.is_local:
         for marker in filter(os.path.isfile, (f"{location.path}{m}" for m in _MARKERS)):
+            from unickpt.format import formats
+
             formats.check_alone(own, os.path.basename(marker))
     if own is not None and format in (None, own.format):
         if hints:
+            from unickpt.format import formats
+
             formats.check_hints(own, hints)
         return own
+    from unickpt.format import formats
+
     reader = formats.open_foreign(location, hints)
     if reader is None and no_checkpoint is not None:
         raise no_checkpoint
@@ -215,6 +226,8 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         entry = self.index.arrays.get(target)
         if entry is None:
             raise KeyError(self._no_array(name))
+        from unickpt.reading.stored_array import StoredArray
+
         return StoredArray(self, self.reader, name, entry)
 
     def under(self, name: str) -> Checkpoint:

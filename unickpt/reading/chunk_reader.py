@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import compress
 from operator import attrgetter, itemgetter, mul
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from unickpt.arrays import dtypes, strided_copy
 from unickpt.arrays.box import Box
@@ -22,7 +22,6 @@ from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, nbytes_of
 from unickpt.format.reader import Reader, Request
 from unickpt.frameworks.host_memory import Scratch, prefer_huge_pages
-from unickpt.progress import ProgressFunction
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.read_plan import (
     ChunkRead,
@@ -36,10 +35,13 @@ from unickpt.reading.read_plan import (
     narrowed,
     slots_of,
 )
-from unickpt.reading.recipes import Copy, Recipe
 from unickpt.reading.targets import NewTarget
 from unickpt.storage.local_files import files_kept_open
 from unickpt.threads import Pool, Window, in_batches
+
+if TYPE_CHECKING:
+    from unickpt.progress import ProgressFunction
+    from unickpt.reading.recipes import Copy, Recipe
 
 T = TypeVar("T")
 ReadArrays = Callable[[Reader, Sequence[Job]], dict[str, Any]]

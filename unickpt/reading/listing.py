@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
+from unickpt.arrays.names import natural
 from unickpt.errors import CheckpointNotFound
 from unickpt.storage import errors, paths
 from unickpt.storage.errors import Failed, MissingFolder
@@ -73,17 +73,6 @@ def other_folders(root: paths.PathLike) -> list[Listed]:
     except Failed as error:
         raise errors.reading_failed(error, str(location)) from error
     return [Listed(name, _path(location, name)) for name in sorted(names, key=natural)]
-
-
-def natural(text: str) -> tuple[tuple[int, int, str], ...]:
-    """A sort key that compares numbers within names as numbers.
-
-    Example:
-        >>> sorted(["step_10", "step_9", "best"], key=natural)
-        ['best', 'step_9', 'step_10']
-    """
-    pieces = re.split(r"([0-9]{1,18})", text)
-    return tuple((0, int(p), p) if p.isdigit() and p.isascii() else (1, 0, p) for p in pieces)
 
 
 def _path(location: Location, name: str) -> str:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
+from unickpt.arrays.names import natural
 from unickpt.errors import CheckpointNotFound, StorageError, UnickptError
 from unickpt.format.formats import SeveralCheckpoints
 from unickpt.quoting import shortened
-from unickpt.reading.listing import Listed, checkpoints_below, natural, other_folders
+from unickpt.reading.listing import checkpoints_below, other_folders
 from unickpt.storage import paths
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
+
+if TYPE_CHECKING:
+    from unickpt.reading.listing import Listed
 
 _SHOWN = 8  # names, in a message
 _MOST_TEXT = 400  # characters of names, which other systems may have chosen

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unickpt.frameworks.host_memory import CommonOptions, MemoryBudget
 from unickpt.frameworks.process_group import Group
-from unickpt.progress import Progress
 from unickpt.quoting import given
+
+if TYPE_CHECKING:
+    from unickpt.progress import Progress
 
 
 @dataclass(frozen=True)

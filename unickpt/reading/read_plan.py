@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import add, sub
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unickpt.arrays import dtypes, strided_copy
 from unickpt.arrays.box import Box
@@ -17,7 +17,10 @@ from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader, Request
 from unickpt.frameworks.host_memory import prefer_huge_pages
 from unickpt.frameworks.protocol import ArrayTarget
-from unickpt.reading.recipes import Copy, ElementSource, Needed, Recipe, Unchanged, place, put
+from unickpt.reading.targets import place, put
+
+if TYPE_CHECKING:
+    from unickpt.reading.recipes import Copy, ElementSource, Needed, Recipe
 
 
 class Job:
@@ -80,6 +83,8 @@ class StoredJob(Job):
 
     @property
     def recipes(self) -> Mapping[str, Recipe]:
+        from unickpt.reading.recipes import Recipe, Unchanged
+
         return {self.name: Recipe((Unchanged(self.entry),))}
 
 

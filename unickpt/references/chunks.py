@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -13,14 +13,15 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.commit.messages import ADDITION_DTYPE, CHUNK_DTYPE, ELSEWHERE, Record, ValuePlace
 from unickpt.errors import StorageError
-from unickpt.format.chunk_grid import Part
+from unickpt.format.chunk_grid import FULL_LINK, Part
 from unickpt.format.index import ArrayEntry, BaseEntry
-from unickpt.format.links import FULL_LINK
 from unickpt.frameworks.protocol import Fragment
 from unickpt.storage.btree.builder import INLINE, PLACE_DTYPE
 from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.data_files import DataFile
-from unickpt.write_filter import Unit
+
+if TYPE_CHECKING:
+    from unickpt.write_filter import Unit
 
 
 @dataclass(slots=True, eq=False)  # not frozen: a save makes one for each chunk, see `protocol`
@@ -101,8 +102,7 @@ Taken = DataReference | BaseEntry | bytes
 checkpoint beside the new one. Or itself, if it is to be written again."""
 
 
-@dataclass(frozen=True)
-class Compared:
+class Compared(NamedTuple):
     """A chunk of the save, compared with the base.
 
     Arguments:

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
-from unickpt.format.encoders import SaveEncoder
 from unickpt.format.index import ArrayEntry
 from unickpt.frameworks.protocol import ArraySource
 from unickpt.references.chunks import Compared, ValuePlaces, WriteItem
 from unickpt.storage.locations import Location
 from unickpt.storage.paths import PathLike
-from unickpt.write_filter import Selection
+
+if TYPE_CHECKING:
+    from unickpt.format.encoders import SaveEncoder
+    from unickpt.write_filter import Selection
 
 
 @dataclass(frozen=True)

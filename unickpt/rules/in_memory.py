@@ -10,7 +10,8 @@ from unickpt.arrays import dtypes, strided_copy
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.format.index import ArrayEntry
-from unickpt.reading.recipes import Copy, place, put
+from unickpt.reading.recipes import Copy
+from unickpt.reading.targets import place, put
 from unickpt.rules.plan import Fact, Made, RulePlan, StoredLeaves
 
 

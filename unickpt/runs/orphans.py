@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 
 import tensorstore as ts
 
+from unickpt.arrays.names import natural
 from unickpt.commit import borrowers, version
 from unickpt.commit.lease import Lease, holder
 from unickpt.errors import UnsupportedFormat
 from unickpt.format import borrowed
 from unickpt.format.borrowed import MARKS
 from unickpt.format.refusals import refuse_unknown
-from unickpt.reading.listing import natural
 from unickpt.runs import attempt_folders
 from unickpt.runs.attempt_folders import FOLDER, attempts_in_use
 from unickpt.storage import data_files, errors, local_folders, locations, paths
@@ -99,7 +99,7 @@ def _files_by_folder(location: Location, context: ts.Context) -> dict[str, list[
     found = locations.files_by_folder(location, FOLDER, context)
     if not location.is_local and any(file.name.startswith(_BELOW) for file in found[""]):
         others = [(name, file) for name in found if name for file in found[name]]
-        found[""] += [replace(file, name=f"{name}/{file.name}") for name, file in others]
+        found[""] += [file._replace(name=f"{name}/{file.name}") for name, file in others]
     return found
 
 
@@ -223,7 +223,7 @@ def _attempts(files: Iterable[StoredFile]) -> dict[str, list[StoredFile]]:
         if attempt:
             if attempt.endswith("?"):  # a link, for example, in the place of an attempt's folder
                 rest = attempt
-            found.setdefault(attempt, []).append(replace(file, name=rest))
+            found.setdefault(attempt, []).append(file._replace(name=rest))
     return found
 
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 
 import tensorstore as ts
 
+from unickpt.arrays.names import natural
 from unickpt.commit import progress_reports, version
 from unickpt.commit.progress_reports import DONE, NOT_BEGUN, WORDS, WRITE, Report
 from unickpt.errors import CheckpointNotFound, UnickptError
 from unickpt.reading import checkpoint
-from unickpt.reading.listing import Listed, checkpoints_below, natural
+from unickpt.reading.listing import Listed, checkpoints_below
 from unickpt.runs.attempt_folders import FOLDER
 from unickpt.storage import errors, paths
 from unickpt.storage.locations import Location, folders_below

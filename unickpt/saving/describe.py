@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -15,18 +15,19 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.errors import UnsupportedLeaf
 from unickpt.format import chunk_grid, chunk_store, codec, codecs, index_json
-from unickpt.format.encoders import EncodingPolicy
 from unickpt.format.index import ArrayEntry, Index, PerProcessEntry, nbytes_of, shape_problem
-from unickpt.frameworks import per_process
 from unickpt.frameworks.leaves import Described, PerProcess, adapter_of, expand, leaf_test
 from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import Adapter, ArraySource
-from unickpt.frameworks.sections import Encoded
 from unickpt.options import SaveOptions
 from unickpt.quoting import quoted
-from unickpt.references.policy import Skipped
-from unickpt.trees import hints, tree, tree_json
-from unickpt.write_filter import ArrayUnits, Selection, Unit, Units, WriteFilter
+from unickpt.trees import tree, tree_json
+
+if TYPE_CHECKING:
+    from unickpt.format.encoders import EncodingPolicy
+    from unickpt.frameworks.sections import Encoded
+    from unickpt.references.policy import Skipped
+    from unickpt.write_filter import ArrayUnits, Selection, Unit, Units, WriteFilter
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,8 @@ class _Leaves:
         """Describes a leaf."""
         try:
             if isinstance(value, PerProcess):
+                from unickpt.frameworks import per_process
+
                 self.blobs[name] = per_process.encode(value.value, self._among)
             elif tree_json.is_plain(value):
                 self.plain[name] = tree_json.plain(value)
@@ -355,6 +358,8 @@ def _advice(value: Any) -> str:
         return "; store str(x)"
     if hasattr(value, "tolist"):
         return "; store x.tolist()"
+    from unickpt.trees import hints
+
     return f"; {hints.hint(value)}"
 
 

@@ -15,13 +15,12 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
-from unickpt.frameworks import per_process
 from unickpt.frameworks.leaves import (
     ArrayFacts,
     PerProcess,
@@ -30,10 +29,8 @@ from unickpt.frameworks.leaves import (
     expand,
     leaf_test,
 )
-from unickpt.frameworks.members import Members
 from unickpt.frameworks.process_group import Group, members_of
 from unickpt.frameworks.protocol import Adapter, ArraySource, Fragment, Memory, Read
-from unickpt.frameworks.sections import Encoded
 from unickpt.options import SaveOptions
 from unickpt.saving.describe import Description, checked_metadata, problem_finder, unstorable
 from unickpt.saving.snapshot_policy import SnapshotMethod, SnapshotPolicy
@@ -41,7 +38,11 @@ from unickpt.saving.task import SaveTask
 from unickpt.saving.write_plan import WritePlan
 from unickpt.trees import tree, tree_json
 from unickpt.trees.tree import Skeleton, leaves_of, skeleton
-from unickpt.write_filter import Unit, Units, WriteFilter
+
+if TYPE_CHECKING:
+    from unickpt.frameworks.members import Members
+    from unickpt.frameworks.sections import Encoded
+    from unickpt.write_filter import Unit, Units, WriteFilter
 
 _PLAIN = {int, float, bool, str, bytes, type(None)}
 _ALIGNMENT = 64
@@ -288,6 +289,8 @@ class SameTree:
         for number, name in self.plan.names.items():
             value = self._values[number]
             if isinstance(value, PerProcess):
+                from unickpt.frameworks import per_process
+
                 try:
                     blobs[name] = per_process.encode(value.value, self.plan.among)
                 except (TypeError, ValueError) as error:

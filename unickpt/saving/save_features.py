@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unickpt.commit.merge import MergePolicies, Merging
-from unickpt.features import PhaseObserver
-from unickpt.format.encoders import SaveEncoder
 from unickpt.format.index import ArrayEntry
 from unickpt.frameworks.process_group import Group
 from unickpt.options import SaveOptions
-from unickpt.references.policy import ReferenceSource, WritingSave
-from unickpt.write_filter import Selection, Units, WriteFilter
+
+if TYPE_CHECKING:
+    from unickpt.features import PhaseObserver
+    from unickpt.format.encoders import SaveEncoder
+    from unickpt.references.policy import ReferenceSource, WritingSave
+    from unickpt.write_filter import Selection, Units, WriteFilter
 
 
 class SaveFeatures:

@@ -20,7 +20,6 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from unickpt.arrays import guarded_copy
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array, DType
 from unickpt.errors import StateChanged
@@ -199,6 +198,8 @@ def _lazily(fragment: Fragment) -> Fragment | None:
     Its owner waits before it changes the memory. Freed memory is always detected; a change by
     anybody else by the version counters of torch and a sample of the elements, if these show it.
     """
+    from unickpt.arrays import guarded_copy
+
     if not guarded_copy.is_possible():
         return None
     try:

@@ -9,26 +9,20 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from dataclasses import asdict, replace
 from enum import Enum, auto
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from unickpt.commit import progress_reports, replicas
 from unickpt.commit.attempt import Attempt
 from unickpt.commit.coordinator import Committed, Coordinator
 from unickpt.commit.messages import Record, Totals, WriteMore
 from unickpt.errors import SaveConflict, SaveTimeout
-from unickpt.features import PhaseObserver
 from unickpt.format.index import Index
 from unickpt.frameworks.host_memory import share
 from unickpt.frameworks.leaves import adapters
-from unickpt.frameworks.members import explained
 from unickpt.frameworks.process_group import members_of, processes_on_node, saving_group, within
 from unickpt.frameworks.protocol import ArraySource
 from unickpt.options import SaveOptions
-from unickpt.progress import ProgressFunction, reporting
 from unickpt.references.chunks import WriteItem
-from unickpt.references.policy import ReferenceSource, WritingSave
 from unickpt.save_report import SaveReport
-from unickpt.saving import fingerprints
 from unickpt.saving.describe import Description, describe
 from unickpt.saving.save_features import SaveFeatures
 from unickpt.saving.write_plan import (
@@ -44,6 +38,16 @@ from unickpt.saving.writer import ChunkWriter
 from unickpt.storage import data_files, paths
 from unickpt.storage.locations import Location
 from unickpt.threads import Events, Ticker
+
+if TYPE_CHECKING:
+    from unickpt.features import PhaseObserver
+    from unickpt.progress import ProgressFunction
+    from unickpt.references.policy import ReferenceSource
+
+FIRST_AFTER_S, FIRST_PER_S = 5.0, 200
+"""A save that takes less reports nothing; and how many first reports all processes make at most."""
+EVERY_S, LATER_PER_S = (10.0, 60.0), 20
+"""At the longest, of a few processes and of a thousand; and how many later reports."""
 
 
 class Timings:
@@ -212,7 +216,7 @@ class SaveTask:
                 check_alone(self.description)
             if not self.options.check_replicas:
                 self._samples = {
-                    number: fingerprints.keep_sample(source)
+                    number: _keep_sample(source)
                     for number, (name, source) in enumerate(self.description.sources.items())
                     if source.assumed
                     and source.fragments
@@ -231,7 +235,7 @@ class SaveTask:
         self.description = description
         if not self.options.check_replicas:
             self._samples = {
-                number: partial(_sample, source) if is_kept else fingerprints.keep_sample(source)
+                number: partial(_sample, source) if is_kept else _keep_sample(source)
                 for number, source, is_kept in assumed
             }
         self._become(SaveState.DESCRIBED)
@@ -275,6 +279,8 @@ class SaveTask:
             self._become(SaveState.FAILED)
             error = raised
             if isinstance(raised, Exception):
+                from unickpt.frameworks.members import explained
+
                 error = explained(self._attempt.explained(raised), members_of(self.group))
             self._attempt.publish_error(error, refused=refused)
             if self._has_begun or self.group.count > 1:
@@ -320,13 +326,19 @@ class SaveTask:
         if _log.isEnabledFor(logging.INFO):
             _log_report(report)
         if committed is not None and committed.merged.differences:
+            from unickpt.commit import replicas
+
             replicas.warn(committed.merged.differences)
         return report
 
     def _reporting(self) -> AbstractContextManager[ProgressFunction | None]:
         """What is told of the bytes that are done, if anything is."""
         progress = self.options.progress
-        return reporting(progress, "saving", self.group.index) if progress else nullcontext()
+        if not progress:
+            return nullcontext()
+        from unickpt.progress import reporting
+
+        return reporting(progress, "saving", self.group.index)
 
     def _write(
         self,
@@ -367,6 +379,8 @@ class SaveTask:
         base = self._find_base() if options.base is None else options.base
         if base is None and description.is_whole:
             return None
+        from unickpt.references.policy import WritingSave
+
         source, selection = self.features.open_base(
             WritingSave(
                 self.location,
@@ -452,6 +466,8 @@ class SaveTask:
         """A record with fingerprints of this process's assumed replicas."""
         if not (self.options.check_replicas or self._samples):
             return record
+        from unickpt.saving import fingerprints
+
         if self.options.check_replicas:
             rows = fingerprints.whole(plan.held, record, source.digest)
         else:
@@ -465,7 +481,13 @@ it is until the save has ended."""
 
 
 def _sample(source: ArraySource) -> int:
-    return fingerprints.keep_sample(source)()
+    return _keep_sample(source)()
+
+
+def _keep_sample(source: ArraySource) -> Callable[[], int]:
+    from unickpt.saving import fingerprints
+
+    return fingerprints.keep_sample(source)
 
 
 def _log_report(report: SaveReport) -> None:
@@ -484,8 +506,8 @@ def _log_report(report: SaveReport) -> None:
 
 def report_pauses(count: int) -> tuple[float, float]:
     """Seconds until each of some processes first reports how far it is; and until it does again."""
-    (least, most), later = progress_reports.EVERY_S, count / progress_reports.LATER_PER_S
-    first = max(progress_reports.FIRST_AFTER_S, count / progress_reports.FIRST_PER_S)
+    (least, most), later = EVERY_S, count / LATER_PER_S
+    first = max(FIRST_AFTER_S, count / FIRST_PER_S)
     return first, min(most, max(least, later))
 
 

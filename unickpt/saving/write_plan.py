@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from unickpt.arrays.dtypes import Array
-from unickpt.commit import chunk_owners
-from unickpt.commit.chunk_owners import Shared
 from unickpt.errors import StateChanged
 from unickpt.format import chunk_grid, codec
-from unickpt.format.coverage import check_boxes
 from unickpt.frameworks.host_memory import HostBuffers, stage
 from unickpt.references.chunks import WriteItem
-from unickpt.references.policy import ReferenceSource
 from unickpt.saving.describe import Description
+
+if TYPE_CHECKING:
+    from unickpt.commit.chunk_owners import Shared
+    from unickpt.references.policy import ReferenceSource
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,8 @@ def _own_items(
     Those of units by themselves, alike in each save, so that a process finds what it does not
     write in files of its own. Then the others, so that all processes write the same amount.
     """
+    from unickpt.commit import chunk_owners  # only where several processes hold the same
+
     runs = [
         list(run)
         for _, run in itertools.groupby(held, lambda i: (i.array, i.part.key, i.fragment.box))
@@ -141,6 +143,8 @@ def _some_of(run: Sequence[WriteItem], own: range) -> Iterator[WriteItem]:
 
 def _shared(run: Sequence[WriteItem]) -> Shared:
     """What decides who writes the chunks of a part that lie in one fragment."""
+    from unickpt.commit.chunk_owners import Shared
+
     first = run[0]
     box, replicas = first.fragment.box, first.fragment.replicas
     nbytes = 0
@@ -162,6 +166,8 @@ def check_alone(description: Description) -> None:
     """
     for name, entry in description.index.arrays.items():
         if entry.boxes == ():
+            from unickpt.format.coverage import check_boxes
+
             fragments = description.sources[name].fragments
             check_boxes(entry, [(f.box, f.replicas) for f in fragments])
 

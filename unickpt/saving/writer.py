@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -20,16 +20,18 @@ import xxhash
 from unickpt.commit.attempt import Attempt
 from unickpt.commit.messages import Record
 from unickpt.format import codec, codecs
-from unickpt.format.encoders import SaveEncoder
-from unickpt.format.links import FULL_LINK
-from unickpt.progress import ProgressFunction
+from unickpt.format.chunk_grid import FULL_LINK
 from unickpt.references.chunks import Compared, ValuePlaces, WriteItem
-from unickpt.references.policy import ReferenceSource
 from unickpt.saving.describe import Description
 from unickpt.saving.write_plan import ChunkSource, StagedChunk
 from unickpt.storage import data_files, paths
 from unickpt.storage.data_files import DataFile
 from unickpt.threads import Pool, Window, in_batches
+
+if TYPE_CHECKING:
+    from unickpt.format.encoders import SaveEncoder
+    from unickpt.progress import ProgressFunction
+    from unickpt.references.policy import ReferenceSource
 
 _MOST_CHUNKS = 16384  # of a batch
 _LOOK_EVERY_S = 0.5

@@ -22,6 +22,8 @@ from unickpt.storage.locations import Location
 
 FOLDER = "d"
 """In the folder of a process: its data files."""
+LINKED_FOLDER = "reused"
+"""In the folder of a process: files of an earlier checkpoint, by hard links."""
 PIECE_BYTES = 512 << 10  # measured: 256 KiB to 1 MiB are as fast, 8 MiB fall out of the cache
 _TOGETHER_BYTES = 64 << 10  # smaller values are copied, to be written together
 Value = Sequence[memoryview]

@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from unickpt.storage.errors import Failed, LockHeld
 from unickpt.storage.local_files import check_regular, close_quietly, closing, system_calls
@@ -25,8 +25,7 @@ _TIMES_PARENTS_MAY_VANISH = 100
 _HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD, and a flag of renameat2
 
 
-@dataclass(frozen=True)
-class StoredFile:
+class StoredFile(NamedTuple):
     """A file or object.
 
     Arguments:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
+from unickpt.arrays.names import natural
 from unickpt.quoting import printable
 
 # Names may come from untrusted storage: Python refuses to convert thousands of digits to an int.
@@ -25,11 +26,6 @@ def skeleton(name: str, number: str = "0") -> str:
 def pieces(name: str) -> list[str]:
     """A name's texts and numbers in turns; as many for all names of one skeleton."""
     return _NUMBER.split(name)
-
-
-def natural(name: str) -> list[tuple[int, str]]:
-    """A sort key that compares numbers in names as numbers: layers_2 before layers_10."""
-    return [(int(part) if part.isdecimal() else 0, part) for part in pieces(name)]
 
 
 def fold_all(names: Iterable[str]) -> list[str]:

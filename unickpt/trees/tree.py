@@ -16,13 +16,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from unickpt.errors import UnsupportedLeaf
 from unickpt.quoting import quoted
-from unickpt.trees import hints
 
 T = TypeVar("T")
 
@@ -87,8 +86,7 @@ class Node:
     check: Check | None = None
 
 
-@dataclass(frozen=True)
-class Expansion:
+class Expansion(NamedTuple):
     """One level of a container, as `Node`, whose children are not expanded yet."""
 
     kind: str
@@ -213,6 +211,8 @@ def level_of(obj: Any, name: str, expand: Expand) -> Expansion | None:
 
 
 def _leaf_problem(obj: Any) -> str:
+    from unickpt.trees import hints
+
     if isinstance(obj, type):
         return (
             f"the class {obj.__module__}.{obj.__qualname__}, not an instance of it; pass an "

@@ -44,8 +44,8 @@ from unickpt.trees.tree import (
     put,
 )
 
-_FLOAT64 = re.compile(r"[0-9a-f]{16}")
-_INT = re.compile(r"-?0x[0-9a-f]+")
+_FLOAT64 = r"[0-9a-f]{16}"
+_INT = r"-?0x[0-9a-f]+"
 
 
 class BadValue(ValueError):
@@ -157,10 +157,10 @@ def value_from_json(stored: Any) -> Plain:
         try:
             if kind == "bytes":
                 return base64.b64decode(text, validate=True)
-            if kind == "float64" and _FLOAT64.fullmatch(text):
+            if kind == "float64" and re.fullmatch(_FLOAT64, text):
                 unpacked: float = struct.unpack(">d", bytes.fromhex(text))[0]
                 return unpacked
-            if kind == "int" and _INT.fullmatch(text):
+            if kind == "int" and re.fullmatch(_INT, text):
                 return int(text, 16)
             if kind == "str":
                 return base64.b64decode(text, validate=True).decode("utf-8", "surrogatepass")
@@ -349,7 +349,7 @@ def merge(ours: Any, theirs: Any, name: str = "") -> Any:
 T = TypeVar("T")
 ENCODER = msgspec.json.Encoder()
 _MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_PATH = re.compile(r"(.*?)(?: - at `(?:key in )?\$(.*)`)?", re.DOTALL)
+_PATH = r"(.*?)(?: - at `(?:key in )?\$(.*)`)?"
 
 
 class BadJSON(ValueError):
@@ -427,7 +427,7 @@ def typed(body: Any, kind: Any, at: str) -> Any:
     try:
         return msgspec.convert(body, kind)
     except (RecursionError, msgspec.ValidationError) as error:
-        match = _PATH.fullmatch(str(error))
+        match = re.fullmatch(_PATH, str(error), re.DOTALL)
     assert match is not None
     said = match[1].replace("`", "'")
     steps = re.findall(r"\.(\w+)|\[(\d+)\]", match[2] or "")

@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import add, gt, le, lt
-from typing import Any
+from typing import Any, NamedTuple
 
 import google_crc32c
 import numpy as np
 
-from unickpt.storage.btree import bounded_codecs
 from unickpt.storage.errors import Damaged
 
 MOST_MANIFEST_BYTES = 1 << 20
@@ -70,8 +69,7 @@ class NodeBudget:
             )
 
 
-@dataclass(frozen=True)
-class DataReference:
+class DataReference(NamedTuple):
     """Where a value or a node is: a range of bytes in a data file.
 
     TensorStore calls it an indirect data reference.
@@ -89,8 +87,7 @@ class DataReference:
     base: int = 0
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(NamedTuple):
     """What a manifest says about the newest version of a database.
 
     Arguments:
@@ -252,7 +249,11 @@ class _Body:
         self._data = b"" if packed else stored
         self._at = 0
         # How much to unpack next; no more than this is unpacked.
-        self._guess, self._most = bounded_codecs.zstd_sizes(stored) if packed else (0, len(stored))
+        self._guess, self._most = 0, len(stored)
+        if packed:  # as TensorStore does, and no save of ours
+            from unickpt.storage.btree import bounded_codecs
+
+            self._guess, self._most = bounded_codecs.zstd_sizes(stored)
 
     def too_short(self) -> Exception:
         return Damaged(f"{self._name} ends early, or is too large when unpacked")
@@ -268,6 +269,8 @@ class _Body:
             return
         if not self._packed or end > self._most:
             raise self.too_short()
+        from unickpt.storage.btree import bounded_codecs
+
         self._budget.take(end - len(self._data))
         guess = self._guess if likely is None or likely > self._most else likely
         more = min(max(end, guess), end + self._budget.left)
