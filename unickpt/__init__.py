@@ -17,8 +17,8 @@ implement in `unickpt.extend`.
 import logging as _logging
 from typing import TYPE_CHECKING as _CHECKING
 
-from unickpt._late import late_names as _late_names
 from unickpt._version import __version__
+from unickpt.doors import late_names as _late_names
 from unickpt.errors import (
     CheckpointCorrupt,
     CheckpointExists,

@@ -6,13 +6,15 @@ A package brings them by entry points, such as
     acme = "acme_checkpoints.reader"
 
 Each is imported when it is needed. Those of unickpt are listed in `_doors`, and asked first; those
-of other packages are looked up once per process, and only for what ours do not know.
+of other packages are looked up once per process, and only for what ours do not know. Names of our
+public modules that come with their first use are found here, too (`late_names`).
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, cast, get_args
@@ -144,6 +146,41 @@ def need(group: Group, name: str) -> Any:
             f"{_PREFIX}{group}); install unickpt whole"
         )
     return door.open()
+
+
+def late_names(
+    module: str, imports: Mapping[str, str], of_plugins: Collection[str] = ()
+) -> Callable[[str], Any]:
+    """The `__getattr__` of a module.
+
+    Type checkers find the same imports under `TYPE_CHECKING`; a test compares them.
+
+    Arguments:
+        module: its name.
+        imports: for each module below `unickpt` what is imported from it, as an import statement
+            says it: "apply as apply_rules, facts_of". What is imported from "" are modules.
+        of_plugins: names that plug-ins have, behind doors of the group `names`.
+    """
+    places = dict[str, tuple[str, str]]()
+    for home, names in imports.items():
+        for each in names.split(", "):
+            own, _, name = each.partition(" as ")
+            places[name or own] = home, own
+
+    def find(name: str) -> Any:
+        if name in of_plugins:
+            found = need("names", name)
+        elif name in places:
+            home, own = places[name]
+            found = importlib.import_module(f"unickpt.{home or own}")
+            if home:
+                found = getattr(found, own)
+        else:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        setattr(sys.modules[module], name, found)
+        return found
+
+    return find
 
 
 def every() -> Iterator[Door]:

@@ -18,7 +18,6 @@ own, from objects that are `SavedOnly`; and looks into a checkpoint by `structur
 import typing as _typing
 from typing import TYPE_CHECKING as _CHECKING
 
-from unickpt._late import late_names as _late_names
 from unickpt._version import __version__ as unickpt_version
 from unickpt.arrays.box import Box, flat_range_to_boxes
 from unickpt.arrays.box import cut as cut_box
@@ -35,6 +34,7 @@ from unickpt.commit.version import Version, version_at
 from unickpt.doors import Door
 from unickpt.doors import every as every_door
 from unickpt.doors import find as find_door
+from unickpt.doors import late_names as _late_names
 from unickpt.features import PhaseObserver, Run, RunFeature, SaveCall, SaveFeature
 from unickpt.format.borrowed import LEAST_USED as LEAST_REUSED
 from unickpt.format.borrowed import MOST_BASES

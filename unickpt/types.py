@@ -3,9 +3,9 @@
 import typing as _typing
 from typing import TYPE_CHECKING as _CHECKING
 
-from unickpt._late import late_names as _late_names
 from unickpt.arrays.box import Box
 from unickpt.arrays.layout import Layout, Mesh
+from unickpt.doors import late_names as _late_names
 from unickpt.frameworks.leaves import LocalFragments, PerProcessValues
 from unickpt.frameworks.process_group import Group
 from unickpt.loading.report import LoadReport

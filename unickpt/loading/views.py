@@ -20,11 +20,11 @@ from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.chunk_reader import read_arrays
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.read_plan import Job, StoredJob
+from unickpt.reading.recipes import Fill, Recipe, Unchanged, whole_dims
 from unickpt.trees import tree, tree_json
 
 if TYPE_CHECKING:
     from unickpt.frameworks.sections import StoredValue
-    from unickpt.reading.recipes import Recipe
 
 TargetsByArray = Mapping[str, Mapping[str, ArrayTarget]]
 
@@ -158,8 +158,6 @@ class StoredView:
     def recipe(self, name: str) -> Recipe:
         if name in self.numbers:
             return number_recipe(self.numbers[name])
-        from unickpt.reading.recipes import Recipe, Unchanged
-
         return Recipe((Unchanged(self.index.arrays[name]),))
 
     def jobs(self, targets_by_array: TargetsByArray) -> list[Job]:
@@ -208,8 +206,6 @@ def number_entry(
 
 def number_recipe(value: Any) -> Recipe:
     """The recipe of a 0-d array from a number; reads nothing."""
-    from unickpt.reading.recipes import Fill, Recipe, whole_dims
-
     return Recipe((), (Fill((), whole_dims(()), value),))
 
 

@@ -17,10 +17,11 @@ from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader, Request
 from unickpt.frameworks.host_memory import prefer_huge_pages
 from unickpt.frameworks.protocol import ArrayTarget
+from unickpt.reading.recipes import Recipe, Unchanged
 from unickpt.reading.targets import place, put
 
 if TYPE_CHECKING:
-    from unickpt.reading.recipes import Copy, ElementSource, Needed, Recipe
+    from unickpt.reading.recipes import Copy, ElementSource, Needed
 
 
 class Job:
@@ -83,8 +84,6 @@ class StoredJob(Job):
 
     @property
     def recipes(self) -> Mapping[str, Recipe]:
-        from unickpt.reading.recipes import Recipe, Unchanged
-
         return {self.name: Recipe((Unchanged(self.entry),))}
 
 

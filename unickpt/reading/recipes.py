@@ -9,13 +9,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import sub
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
-from unickpt.arrays.index_map import AxisRanges, Digit, Dim, LinearIndex, linear_index, pull
 from unickpt.arrays.strided_copy import unit_steps
 from unickpt.format.index import ArrayEntry
+
+if TYPE_CHECKING:  # what only rules need
+    from unickpt.arrays.index_map import AxisRanges, Dim, LinearIndex
 
 
 class Copy(NamedTuple):
@@ -77,14 +79,20 @@ class MappedSource:
 
     @cached_property
     def _source_indices(self) -> tuple[LinearIndex, ...]:
+        from unickpt.arrays.index_map import linear_index
+
         return tuple(map(linear_index, self.source))
 
     @cached_property
     def _out_indices(self) -> tuple[LinearIndex, ...]:
+        from unickpt.arrays.index_map import linear_index
+
         return tuple(map(linear_index, self.out))
 
     def within(self, box: Box) -> Needed | None:
         """What a box of the requested array needs; None if nothing."""
+        from unickpt.arrays.index_map import pull
+
         ranges = pull(self.out, box.start, box.stop, tuple((0, n) for n in self.extents))
         return _Pulled(self, box, ranges) if ranges else None
 
@@ -95,6 +103,8 @@ class MappedSource:
 
     def held(self, chunk: Box) -> list[AxisRanges]:
         """The axes' ranges that lie within a box of the stored array."""
+        from unickpt.arrays.index_map import pull
+
         whole = tuple((0, n) for n in self.extents)
         return pull(self.source, chunk.start, chunk.stop, whole)
 
@@ -170,6 +180,8 @@ Equal ones need the same of arrays of the same shape.
 
 def whole_dims(shape: Sequence[int]) -> tuple[Dim, ...]:
     """Dimensions each of which is an axis."""
+    from unickpt.arrays.index_map import Digit
+
     return tuple((Digit(n, 0, n, axis),) for axis, n in enumerate(shape))
 
 
@@ -189,6 +201,8 @@ class Fill:
 
     def copies(self, box: Box) -> Iterator[Copy]:
         """Where the constant lies in a box of the array; reads nothing."""
+        from unickpt.arrays.index_map import linear_index, pull
+
         whole = tuple((0, n) for n in self.extents)
         lines = tuple(map(linear_index, self.out))
         for ranges in pull(self.out, box.start, box.stop, whole):
