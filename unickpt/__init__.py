@@ -43,6 +43,7 @@ if _CHECKING:
     from unickpt.plugins.experts import Experts
     from unickpt.plugins.merge import merge
     from unickpt.plugins.merge import methods as merge_methods
+    from unickpt.plugins.nonfinite import find_nonfinite
     from unickpt.plugins.quantize import Restores
     from unickpt.plugins.report.html_report import report
     from unickpt.reading.verification import verify
@@ -54,7 +55,6 @@ if _CHECKING:
     from unickpt.tools.conversion import convert
     from unickpt.tools.copying import copy
     from unickpt.tools.difference import diff
-    from unickpt.tools.nonfinite import find_nonfinite
 
 __all__ = [
     "Checkpoint",
@@ -107,11 +107,10 @@ _LATER = {
     "tools.conversion": "convert",
     "tools.copying": "copy",
     "tools.difference": "diff",
-    "tools.nonfinite": "find_nonfinite",
 }
 
 # Of plug-ins, whose doors (the group `names`) have these names.
-_OF_PLUGINS = ("Experts", "Restores", "merge", "merge_methods", "report")
+_OF_PLUGINS = ("Experts", "Restores", "find_nonfinite", "merge", "merge_methods", "report")
 
 
 __getattr__ = _late_names(__name__, _LATER, _OF_PLUGINS)

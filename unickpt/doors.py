@@ -173,8 +173,10 @@ def late_names(
         elif name in places:
             home, own = places[name]
             found = importlib.import_module(f"unickpt.{home or own}")
-            if home:
-                found = getattr(found, own)
+            if home:  # of a package, what is imported may be a module
+                inner = f"unickpt.{home}.{own}"
+                has_it = hasattr(found, own)
+                found = getattr(found, own) if has_it else importlib.import_module(inner)
         else:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         setattr(sys.modules[module], name, found)

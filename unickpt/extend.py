@@ -90,7 +90,17 @@ from unickpt.format.timing import PHASES as SAVE_PHASES
 from unickpt.format.timing import Timing
 from unickpt.format.unit_steps import UnitSteps
 from unickpt.format.unit_steps import stored as stored_unit_steps
-from unickpt.format.writer import Data, Ending, OfEachProcess, Plan, PlannedFile, Writer, text_file
+from unickpt.format.writer import (
+    Data,
+    Ending,
+    LeavesOut,
+    NeedsElements,
+    OfEachProcess,
+    Plan,
+    PlannedFile,
+    Writer,
+    text_file,
+)
 from unickpt.frameworks.host_memory import HostBuffers, MemoryBudget
 from unickpt.frameworks.host_memory import Scratch as ScratchMemory
 from unickpt.frameworks.leaves import NOTHING as NOTHING_HERE
@@ -108,6 +118,7 @@ from unickpt.frameworks.leaves import (
     is_leaf as is_saved_as_leaf,
 )
 from unickpt.frameworks.members import named as process_names
+from unickpt.frameworks.per_process import decode as decode_per_process
 from unickpt.frameworks.per_process import encode as encode_per_process
 from unickpt.frameworks.process_group import (
     all_gather_bytes,
@@ -121,11 +132,19 @@ from unickpt.frameworks.process_group import alone as group_of_one
 from unickpt.frameworks.protocol import Adapter, ArraySource, Fragment
 from unickpt.frameworks.sections import Encoded as EncodedValue
 from unickpt.frameworks.sections import Joined as JoinedParts
-from unickpt.loading.views import CheckpointView, leaf_text, read_into, stored_leaf, structure_of
-from unickpt.progress import Progress
+from unickpt.loading.views import (
+    CheckpointView,
+    StoredView,
+    leaf_text,
+    read_into,
+    stored_leaf,
+    structure_of,
+)
+from unickpt.progress import Progress, reporting
 from unickpt.quoting import counted, given, printable, quoted, shortened, size_text
 from unickpt.quoting import some as first_few
-from unickpt.reading.checkpoint import Hints, Source
+from unickpt.reading.checkpoint import Hints, Source, open_reader
+from unickpt.reading.checkpoint import again as reading_again
 from unickpt.reading.checkpoint import opened as opened_checkpoint
 from unickpt.reading.checkpoint import reading as reading_checkpoint
 from unickpt.reading.listing import Listed, checkpoints_below, other_folders
@@ -145,13 +164,13 @@ from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.data_files import LINKED_FOLDER
 from unickpt.storage.data_files import written_in as written_in_data_file
 from unickpt.storage.database import Database as OcdbtDatabase
-from unickpt.storage.errors import Damaged, Failed, reading, reading_failed
+from unickpt.storage.errors import Damaged, Failed, reading, reading_failed, writing_failed
 from unickpt.storage.kvstore import Future as StorageFuture
 from unickpt.storage.kvstore import asking as asking_storage
-from unickpt.storage.local_files import RegularFiles
-from unickpt.storage.local_folders import exchange as exchange_names
+from unickpt.storage.local_files import RegularFiles, system_calls
+from unickpt.storage.local_files import closing as closing_file
 from unickpt.storage.local_folders import sync_folder
-from unickpt.storage.locations import Location, folders_with
+from unickpt.storage.locations import Location, folders_below, folders_with, room_text
 from unickpt.storage.ocdbt import MANIFEST
 from unickpt.storage.paths import LocalLocation, PathLike
 from unickpt.storage.paths import absolute as absolute_path
@@ -186,6 +205,11 @@ from unickpt.write_filter import ArrayUnits, Earlier, Selection, Unit, Units, Wr
 if _CHECKING:
     from unickpt.adapters.torch_optimizer import NamedOptimizer
     from unickpt.arrays.saved_arrays import MeshFacts, MeshKey, SavedArrays
+    from unickpt.commit import progress_reports
+    from unickpt.commit.lease import Lease
+    from unickpt.commit.lease import Use as LeaseUse
+    from unickpt.commit.messages import Notes
+    from unickpt.commit.root import refuse_checkpoint
     from unickpt.display.fragment_grid import FragmentGrid, GridBand
     from unickpt.display.fragment_grid import grids as fragment_grids
     from unickpt.display.fragment_grid import head as grid_band_text
@@ -211,6 +235,7 @@ if _CHECKING:
     from unickpt.rules.rule import exprs_of as rule_exprs_of
     from unickpt.rules.view import RuledView
     from unickpt.runs.arguments import fences_of, take_retention
+    from unickpt.runs.attempt_folders import FOLDER as ATTEMPTS_FOLDER
     from unickpt.runs.attempt_folders import remove_checkpoint
     from unickpt.runs.disk_usage import bytes_on_disk
     from unickpt.runs.orphans import LOCK as ORPHANS_LOCK
@@ -219,11 +244,14 @@ if _CHECKING:
     from unickpt.runs.removal import barrier, on_process_0
     from unickpt.runs.retention import Retention
     from unickpt.runs.step_folder import StepFolder
+    from unickpt.storage import local_folders
+    from unickpt.storage.export_leftovers import restore as restore_replaced
     from unickpt.tools.conversion import budgets as conversion_budgets
     from unickpt.tools.conversion import check_written, convertible, write_streamed
     from unickpt.tools.conversion import leaves_of as leaves_of_view
     from unickpt.tools.difference import ComparedViews
     from unickpt.tools.slab_reads import Buffered, check_rest, read_boxes
+    from unickpt.tools.slab_reads import Slabs as SlabReads
     from unickpt.trees.stored_types import (
         PYTHON_TYPES,
         STORED_TYPES,
@@ -233,61 +261,71 @@ if _CHECKING:
     )
 
 __all__ = [
-    "Adapter", "Array", "ArrayEntry", "ArraySource", "ArrayTable", "ArrayUnits", "BaseEntry",
-    "BlockType", "Box", "Buffered", "ByteRange", "CHUNK_BYTES", "CONVERSION_METADATA",
-    "CheckedFiles", "CheckpointView", "ChecksummedRange", "ChunkStore", "ChunkValue", "Claim",
-    "Codec", "Column", "Compared", "ComparedViews", "DType", "Damaged", "Data", "DataReference",
-    "DescribedSave", "Door", "DraftReport", "Earlier", "Elements", "EncodedChunk", "EncodedValue",
-    "Encoding", "EncodingPolicy", "Ending", "Expansion", "Extra", "Failed", "FileBox", "FileRange",
-    "Files", "Format", "Fragment", "FragmentGrid", "GridBand", "Hints", "HostBuffers", "Index",
-    "JoinedParts", "Key", "LEAST_REUSED", "LINKED_FOLDER", "Layout", "Leaf", "LeafFact", "LeafKind",
+    "ATTEMPTS_FOLDER", "Adapter", "Array", "ArrayEntry", "ArraySource", "ArrayTable",
+    "ArrayUnits", "BaseEntry", "BlockType", "Box", "Buffered", "ByteRange", "CHUNK_BYTES",
+    "CONVERSION_METADATA", "CheckedFiles", "CheckpointView", "ChecksummedRange", "ChunkStore",
+    "ChunkValue", "Claim", "Codec", "Column", "Compared", "ComparedViews", "DType", "Damaged",
+    "Data", "DataReference", "DescribedSave", "Door", "DraftReport", "Earlier", "Elements",
+    "EncodedChunk", "EncodedValue", "Encoding", "EncodingPolicy", "Ending", "Expansion",
+    "Extra", "Failed", "FileBox", "FileRange", "Files", "Format", "Fragment", "FragmentGrid",
+    "GridBand", "Hints", "HostBuffers", "Index", "JoinedParts", "Key", "LEAST_REUSED",
+    "LINKED_FOLDER", "Layout", "Leaf", "LeafFact", "LeafKind", "Lease", "LeaseUse", "LeavesOut",
     "Listed", "LocalLocation", "Location", "MANIFEST", "MAX_DEPTH", "MOST_BASES",
     "MOST_COMPRESSED_BYTES", "MOST_FRAGMENTS_SHOWN", "MadeLeaf", "MemoryBudget", "Mesh",
-    "MeshFacts", "MeshKey", "NOTHING_HERE", "NamedOptimizer", "Node", "NotDecodable",
-    "ORPHANS_LOCK", "OWN_FORMAT", "ObservedReport", "OcdbtDatabase", "OcdbtReader", "OfEachProcess",
-    "Opaque", "Orphan", "OrphanSearch", "PYTHON_TYPES", "ParallelMap", "Part", "PathLike",
-    "PhaseObserver", "Plain", "Plan", "PlannedFile", "Pool", "Progress", "Provenance",
-    "REPLACED_METADATA", "RESERVED_METADATA", "RangeReader", "Reader", "ReferencePolicy",
-    "ReferenceSource", "RegularFiles", "Request", "Retention", "RuledView", "RulesCheck", "Run",
-    "RunFeature", "SAVE_PHASES", "STORED_TYPES", "SaveCall", "SaveCallbacks", "SaveEncoder",
-    "SaveFeature", "SaveQueue", "SaveRequest", "SaveTask", "SavedArrays", "SavedOnly", "Scheme",
-    "ScratchMemory", "Sections", "Selection", "SerialExecutor", "Settled", "SeveralCheckpoints",
-    "Skipped", "Source", "StepFolder", "StorageFuture", "StoredChunk", "StoredType", "Taken",
-    "TensorSource", "Timing", "Unit", "UnitSteps", "Units", "ValuePlaces", "Version", "WHOLE_BOXES",
-    "WriteFilter", "WriteItem", "Writer", "WritingSave", "absolute_path", "adapter_of", "adapters",
-    "all_gather_bytes", "apply_rules", "asking_storage", "barrier", "base_name", "bytes_of_chunk",
-    "bytes_on_disk", "check_boxes", "check_rest", "check_written", "checkpoints_below",
-    "child_names", "children_by_key", "chosen_format", "chunk_digest", "chunk_keys",
-    "combined_crc32", "common_codec", "compressed_chunk", "conversion_budgets", "convertible",
-    "counted", "current_group", "cut_box", "dict_node", "dtype_and_shape", "dtype_from_name",
+    "MeshFacts", "MeshKey", "NOTHING_HERE", "NamedOptimizer", "NeedsElements", "Node",
+    "NotDecodable", "Notes", "ORPHANS_LOCK", "OWN_FORMAT", "ObservedReport", "OcdbtDatabase",
+    "OcdbtReader", "OfEachProcess", "Opaque", "Orphan", "OrphanSearch", "PYTHON_TYPES",
+    "ParallelMap", "Part", "PathLike", "PhaseObserver", "Plain", "Plan", "PlannedFile", "Pool",
+    "Progress", "Provenance", "REPLACED_METADATA", "RESERVED_METADATA", "RangeReader", "Reader",
+    "ReferencePolicy", "ReferenceSource", "RegularFiles", "Request", "Retention", "RuledView",
+    "RulesCheck", "Run", "RunFeature", "SAVE_PHASES", "STORED_TYPES", "SaveCall",
+    "SaveCallbacks", "SaveEncoder", "SaveFeature", "SaveQueue", "SaveRequest", "SaveTask",
+    "SavedArrays", "SavedOnly", "Scheme", "ScratchMemory", "Sections", "Selection",
+    "SerialExecutor", "Settled", "SeveralCheckpoints", "Skipped", "SlabReads", "Source",
+    "StepFolder", "StorageFuture", "StoredChunk", "StoredType", "StoredView", "Taken",
+    "TensorSource", "Timing", "Unit", "UnitSteps", "Units", "ValuePlaces", "Version",
+    "WHOLE_BOXES", "WriteFilter", "WriteItem", "Writer", "WritingSave", "absolute_path",
+    "adapter_of", "adapters", "all_gather_bytes", "apply_rules", "asking_storage", "barrier",
+    "base_name", "bytes_of_chunk", "bytes_on_disk", "check_boxes", "check_rest",
+    "check_written", "checkpoints_below", "child_names", "children_by_key", "chosen_format",
+    "chunk_digest", "chunk_keys", "closing_file", "combined_crc32", "common_codec",
+    "compressed_chunk", "conversion_budgets", "convertible", "counted", "current_group",
+    "cut_box", "decode_per_process", "dict_node", "dtype_and_shape", "dtype_from_name",
     "dtype_kind", "dtype_name", "encode_per_process", "encoding_of", "entry_of_box",
-    "entry_of_boxes", "every_door", "exchange_names", "expand_leaf", "facts_of", "fences_of",
-    "find_door", "find_orphans", "finite_or_text", "first_few", "flat_range_to_boxes",
-    "flatten_state", "flatten_tree", "folders_with", "format_named", "fragment_count",
+    "entry_of_boxes", "every_door", "expand_leaf", "facts_of", "fences_of", "find_door",
+    "find_orphans", "finite_or_text", "first_few", "flat_range_to_boxes", "flatten_state",
+    "flatten_tree", "folders_below", "folders_with", "format_named", "fragment_count",
     "fragment_grids", "given", "grid_band_text", "group_of_one", "has_fixed_size",
     "has_known_factory", "html_page", "html_table", "in_batches", "is_array", "is_plain",
-    "is_plain_kind", "is_saved_as_leaf", "job_group", "join_names", "keys_of_leaves", "layout_text",
-    "leaf_text", "leaves_of_tree", "leaves_of_view", "loaded_together", "make_writer", "members_of",
-    "meshes_of", "moments_among", "name_component", "name_matches", "natural_key", "new_session",
-    "numbered_parts", "on_process_0", "open_own", "opened_checkpoint", "other_folders",
+    "is_plain_kind", "is_saved_as_leaf", "job_group", "join_names", "keys_of_leaves",
+    "layout_text", "leaf_text", "leaves_of_tree", "leaves_of_view", "loaded_together",
+    "local_folders", "make_writer", "members_of", "meshes_of", "moments_among",
+    "name_component", "name_matches", "natural_key", "new_session", "numbered_parts",
+    "on_process_0", "open_own", "open_reader", "opened_checkpoint", "other_folders",
     "parsed_types", "parts_of_array", "parts_of_boxes", "plain_length", "plain_to_json",
-    "plan_rules", "printable", "process_names", "put_nested", "quoted", "raw_chunk", "read_boxes",
-    "read_file_box", "read_full_chunk", "read_into", "reading", "reading_checkpoint",
-    "reading_failed", "rebuild_tree", "refuse_unknown", "register_codec", "register_format",
-    "register_scheme", "register_writer", "remove_checkpoint", "resolve_path", "row_major",
-    "rule_exprs_of", "ruled_elements", "save_in_background", "shape_text", "shortened",
-    "shown_text", "size_text", "step_metrics", "storage_context", "stored_chunk_bytes",
-    "stored_leaf", "stored_leaves", "stored_unit_steps", "storing_hint", "structure_of",
-    "sync_folder", "take_retention", "text_file", "tree_from_json", "tree_from_names",
-    "tree_to_json", "tree_with_values", "tree_without", "unickpt_version", "unregister_codec",
-    "unregister_format", "unregister_writer", "unwrapped", "version_at", "within", "write_streamed",
-    "written_in_data_file", "zarr_dtype",
+    "plan_rules", "printable", "process_names", "progress_reports", "put_nested", "quoted",
+    "raw_chunk", "read_boxes", "read_file_box", "read_full_chunk", "read_into", "reading",
+    "reading_again", "reading_checkpoint", "reading_failed", "rebuild_tree",
+    "refuse_checkpoint", "refuse_unknown", "register_codec", "register_format",
+    "register_scheme", "register_writer", "remove_checkpoint", "reporting", "resolve_path",
+    "restore_replaced", "room_text", "row_major", "rule_exprs_of", "ruled_elements",
+    "save_in_background", "shape_text", "shortened", "shown_text", "size_text", "step_metrics",
+    "storage_context", "stored_chunk_bytes", "stored_leaf", "stored_leaves",
+    "stored_unit_steps", "storing_hint", "structure_of", "sync_folder", "system_calls",
+    "take_retention", "text_file", "tree_from_json", "tree_from_names", "tree_to_json",
+    "tree_with_values", "tree_without", "unickpt_version", "unregister_codec",
+    "unregister_format", "unregister_writer", "unwrapped", "version_at", "within",
+    "write_streamed", "writing_failed", "written_in_data_file", "zarr_dtype",
 ]  # fmt: skip
 
 # Imported when they are first used. What `import unickpt` needs anyway is imported above.
 _LATER = {
     "adapters.torch_optimizer": "NamedOptimizer",
     "arrays.saved_arrays": "MeshFacts, MeshKey, SavedArrays",
+    "commit": "progress_reports",
+    "commit.lease": "Lease, Use as LeaseUse",
+    "commit.messages": "Notes",
+    "commit.root": "refuse_checkpoint",
     "display.fragment_grid": (
         "FragmentGrid, GridBand, grids as fragment_grids, head as grid_band_text"
     ),
@@ -309,18 +347,20 @@ _LATER = {
     "rules.rule": "exprs_of as rule_exprs_of",
     "rules.view": "RuledView",
     "runs.arguments": "fences_of, take_retention",
-    "runs.attempt_folders": "remove_checkpoint",
+    "runs.attempt_folders": "FOLDER as ATTEMPTS_FOLDER, remove_checkpoint",
     "runs.disk_usage": "bytes_on_disk",
     "runs.orphans": "LOCK as ORPHANS_LOCK, Orphan, OrphanSearch, find as find_orphans",
     "runs.removal": "barrier, on_process_0",
     "runs.retention": "Retention",
     "runs.step_folder": "StepFolder",
+    "storage": "local_folders",
+    "storage.export_leftovers": "restore as restore_replaced",
     "tools.conversion": (
-        "budgets as conversion_budgets, check_written, convertible, "
-        "leaves_of as leaves_of_view, write_streamed"
+        "budgets as conversion_budgets, check_written, convertible, leaves_of as "
+        "leaves_of_view, write_streamed"
     ),
     "tools.difference": "ComparedViews",
-    "tools.slab_reads": "Buffered, check_rest, read_boxes",
+    "tools.slab_reads": "Buffered, Slabs as SlabReads, check_rest, read_boxes",
     "trees.stored_types": "PYTHON_TYPES, STORED_TYPES, StoredType, has_known_factory, parsed_types",
 }
 

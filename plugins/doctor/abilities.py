@@ -16,7 +16,7 @@ import tensorstore as ts
 from unickpt.extend import (
     Failed,
     Location,
-    exchange_names,
+    local_folders,
     size_text,
     storage_context,
     sync_folder,
@@ -120,7 +120,7 @@ def _exchange(folder: str) -> None:
     one, other = (os.path.join(folder, name) for name in ("one", "other"))
     for name in (one, other):
         os.mkdir(name)
-    if not exchange_names(one, other):
+    if not local_folders.exchange(one, other):
         raise OSError("not supported here")
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import unickpt
 from unickpt import Checkpointer, SaveOptions
 from unickpt.cli.app import app
-from unickpt.cli.saves.timing_table import print_timing
+from unickpt.cli.timing_table import print_timing
 from unickpt.format import timing
 from unickpt.terminal import output
 

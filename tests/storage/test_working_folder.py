@@ -14,7 +14,6 @@ from support.saving import same
 import unickpt
 from unickpt import Checkpointer, SaveOptions
 from unickpt.runs import orphans
-from unickpt.runs.watching import Watch
 
 FAST = SaveOptions(fsync=False, timeout_s=20)
 
@@ -111,7 +110,10 @@ def test_a_save_in_the_background_goes_where_it_was_called(folders: tuple[Path, 
     assert steps_in(second) == ["c", "run"]
 
 
+@pytest.mark.plugins
 def test_a_watch_stays_in_its_folder(folders: tuple[Path, Path]) -> None:
+    from unickpt.plugins.watch.watching import Watch
+
     unickpt.save("run/step_1", state(1), options=FAST)
     watch = Watch("run")
     os.chdir(folders[1])

@@ -22,7 +22,6 @@ from unickpt.cli import (
     prune,
     verify,
 )
-from unickpt.cli.saves import watch
 from unickpt.errors import RuleWarning, UnickptError
 from unickpt.terminal.output import drop_output, fail, warn
 
@@ -117,7 +116,6 @@ def unickpt_command(
 COMMANDS: dict[str, Callable[..., None]] = {
     "inspect": inspect.command,
     "ls": ls.command,
-    "watch": watch.command,
     "verify": verify.command,
     "diff": diff.command,
     "convert": convert.command,

@@ -14,9 +14,8 @@ from rich.text import Text
 
 import unickpt
 from unickpt.arrays.layout import Layout, Mesh
-from unickpt.cli import fragment_map
+from unickpt.cli import fragment_map, timing_table
 from unickpt.cli.nonfinite import Nonfinite, count_nonfinite
-from unickpt.cli.saves import timing_table
 from unickpt.display import tree_table
 from unickpt.format import ocdbt_reader, unit_steps
 from unickpt.format.chunk_grid import Part

@@ -12,7 +12,6 @@ from unickpt.quoting import counted
 from unickpt.terminal.options import source_of
 from unickpt.terminal.output import clean, console, print_json, transfer
 from unickpt.terminal.tables import print_table
-from unickpt.tools.nonfinite import NonfiniteReport
 
 Nonfinite = Annotated[
     bool,
@@ -24,24 +23,22 @@ Nonfinite = Annotated[
 ]
 
 
-def count_nonfinite(
-    path: str, hints: list[str] | None, as_json: bool, under: str = ""
-) -> NonfiniteReport:
-    """Counts, and prints the counts."""
+def count_nonfinite(path: str, hints: list[str] | None, as_json: bool, under: str = "") -> bool:
+    """Counts, and prints the counts; whether all are finite."""
     with transfer() as progress:
         report = unickpt.find_nonfinite(source_of(path, hints, under), progress=progress)
     if as_json:
         arrays = [array._asdict() for array in report.arrays]
         facts = {"url": report.url, "ok": report.ok, "checked": report.checked}
         print_json({**facts, "checkpoints": report.checkpoints, "arrays": arrays})
-        return report
+        return report.ok
     out = console()
     checked = f"{counted(report.checked, 'array')} of floats"
     if report.checkpoints > 1:
         checked += f" in the last of {counted(report.checkpoints, 'checkpoint')} that were read"
     if report.ok:
         out.print(Text.assemble(("ok: ", "bold green"), f"no NaN or infinity in {checked}"))
-        return report
+        return report.ok
     numbers = ("NaN", "infinite", "elements")
     rows = (
         (a.name, f"{a.nan:,}", f"{a.infinite:,}", f"{a.elements:,}", str(list(a.first)))
@@ -50,4 +47,4 @@ def count_nonfinite(
     print_table(("array", *numbers, "first"), rows, right=numbers)
     places = f"{len(report.arrays)} of {checked}: {clean(report.url)}"
     out.print(Text.assemble(("not finite: ", "bold red"), places))
-    return report
+    return report.ok

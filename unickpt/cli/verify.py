@@ -50,7 +50,7 @@ def command(
     Fields are only ever added.
     """
     if nonfinite:
-        if not count_nonfinite(path, hint, as_json).ok:
+        if not count_nonfinite(path, hint, as_json):
             raise typer.Exit(DAMAGED)
         return
     with transfer() as progress:

@@ -133,7 +133,7 @@ def open_reader(location: Location, hints: Hints | None = None) -> Reader | None
 
     Raises:
         CheckpointNotFound: a database is there that is no checkpoint of a known format.
-        All that `formats.open_foreign` raises.
+        UnickptError: all that `formats.open_foreign` raises.
     """
     others = dict(hints or {})
     format = others.pop(_FORMAT_HINT, None)

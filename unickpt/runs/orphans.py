@@ -25,11 +25,10 @@ from unickpt.format.borrowed import MARKS
 from unickpt.format.refusals import refuse_unknown
 from unickpt.runs import attempt_folders
 from unickpt.runs.attempt_folders import FOLDER, attempts_in_use
-from unickpt.storage import data_files, errors, local_folders, locations, paths
+from unickpt.storage import data_files, errors, export_leftovers, local_folders, locations, paths
 from unickpt.storage.local_folders import LOCK_SUFFIX, StoredFile
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST, RETIRED
-from unickpt.tools import destinations
 
 _log = logging.getLogger("unickpt")
 # Longer than the default timeout, during which processes may wait without writing.
@@ -105,7 +104,7 @@ def _files_by_folder(location: Location, context: ts.Context) -> dict[str, list[
 
 def _of_exports(folder: str) -> Iterator[Orphan]:
     """What killed exports left in a local folder."""
-    for name, of, is_missing in destinations.left_in(folder):
+    for name, of, is_missing in export_leftovers.left_in(folder):
         files = list(local_folders.walk_all(os.path.join(folder, name)))
         age_s = min((f.age_s for f in files if f.age_s is not None), default=None)
         count = sum(not f.name.endswith("/") for f in files)
@@ -427,4 +426,4 @@ def _remove_of_export(folder: str, orphan: Orphan) -> None:
         if orphan.kind == EXPORT:
             local_folders.remove(os.path.join(folder, orphan.name))
         else:
-            destinations.restore(folder, of)
+            export_leftovers.restore(folder, of)

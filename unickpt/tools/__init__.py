@@ -1,1 +1,1 @@
-"""Convert, export, copy, merge, compare and verify checkpoints."""
+"""Convert, copy and compare checkpoints."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
+from unickpt import doors
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
@@ -37,7 +38,6 @@ from unickpt.save_report import SaveReport
 from unickpt.saving.task import SaveTask, call_metrics
 from unickpt.storage import paths
 from unickpt.threads import in_batches
-from unickpt.tools.exporting import export
 from unickpt.tools.slab_reads import AHEAD, WRITER, Buffered, SlabSource, check_rest, read_boxes
 from unickpt.trees import tree
 
@@ -111,7 +111,8 @@ def convert(
     view = convertible(stored, rules, like)
     stored.check_total(view.index.arrays.values())
     if writer is not None:
-        report = export(
+        export = doors.need("names", "export")
+        report: SaveReport = export(
             view,
             destination,
             writer,

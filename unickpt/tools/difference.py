@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -220,37 +220,6 @@ def _compared(
     order = {name: at for at, name in enumerate(dict.fromkeys([*_shown(ours), *_shown(theirs)]))}
     rows.sort(key=lambda row: order.get(row.name, -1))
     return tuple(rows), len(both), read
-
-
-def unequal(
-    ours: CheckpointView,
-    written: Reader,
-    names: Mapping[str, str],
-    casts: Mapping[str, str],
-    options: LoadOptions,
-) -> list[str]:
-    """Compares arrays of a view with their copies, bit for bit.
-
-    Arguments:
-        ours: the view.
-        written: has the copies.
-        names: of the copies, by those of the view's arrays or aliases.
-        casts: the dtypes of the copies of arrays that were cast, by the names of the view's.
-        options: see `LoadOptions`; `budget_bytes` bounds the memory for both.
-
-    Returns:
-        A line for each array that differs.
-    """
-    theirs, found = StoredView(written), list[str]()
-    with ComparedViews(ours, theirs, options) as pair:
-        for name, shown in names.items():
-            mine, other = ours.index.entry(name), theirs.index.entry(shown)
-            mine = replace(mine, dtype=casts.get(mine.name, mine.dtype))
-            if (mine.dtype, mine.shape) != (other.dtype, other.shape):
-                found.append(f"  {name!r}: {mine.dtype_and_shape} became {other.dtype_and_shape}")
-            elif (row := pair.difference(name, mine, other)) is not None:
-                found.append(f"  {name!r}: {row.unequal} elements differ")
-    return found
 
 
 class ComparedViews:

@@ -18,7 +18,7 @@ import unickpt
 from unickpt import SaveOptions, UnsupportedLeaf
 from unickpt.backends.trainers.transformers import TrainerWriter
 from unickpt.format import writers
-from unickpt.tools.destinations import LocalDestination
+from unickpt.plugins.export.destinations import LocalDestination
 
 FAST = SaveOptions(fsync=False)
 WEIGHTS = {name: np.arange(n, n + 6, dtype=np.float32) for n, name in enumerate("abc")}

@@ -39,7 +39,7 @@ def test_what_a_file_system_lacks_is_said(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "link", refuse)
     monkeypatch.setattr(fcntl, "flock", refuse)
-    monkeypatch.setattr(abilities, "exchange_names", lambda one, other: False)
+    monkeypatch.setattr(abilities.local_folders, "exchange", lambda one, other: False)
     report = examine(tmp_path)
     details = {each.name: each.detail for each in report.abilities if not each.works}
     assert details == {

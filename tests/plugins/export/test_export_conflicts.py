@@ -24,10 +24,11 @@ from unickpt import (
     StorageError,
 )
 from unickpt.commit import lease
+from unickpt.plugins.export import destinations
+from unickpt.plugins.export import job as export_job
 from unickpt.runs import orphans
 from unickpt.storage import local_folders
 from unickpt.storage.errors import Failed
-from unickpt.tools import destinations, export_job
 
 FAST = SaveOptions(fsync=False)
 
@@ -54,7 +55,7 @@ KILLED = """
 import os, unickpt
 os.chdir(ARGS[2])
 from unickpt.storage import local_folders
-from unickpt.tools import destinations
+from unickpt.plugins.export import destinations
 kind, where, _ = ARGS
 def die(*args):
     os.kill(os.getpid(), 9)

@@ -28,10 +28,11 @@ from unickpt import (
 from unickpt.errors import ProcessFailed
 from unickpt.frameworks.host_memory import HostBuffers
 from unickpt.loading.views import StoredView
+from unickpt.plugins.export import destinations
+from unickpt.plugins.export import job as export_job
+from unickpt.plugins.export.exporting import export
 from unickpt.rules.view import through
 from unickpt.testing.readers import arrays, same
-from unickpt.tools import destinations, export_job
-from unickpt.tools.exporting import export
 
 BUDGET = SaveOptions(budget_bytes=6000, fsync=False)
 FAST = SaveOptions(fsync=False)
@@ -380,10 +381,10 @@ options = unickpt.SaveOptions(group=group, fsync=False, timeout_s=0.5, budget_by
 unickpt.convert(source, target, to=to, options=options)
 """
 STEPS = [
-    ("tools.export_job.ExportJob:_read_slab", "after"),
-    ("tools.export_job.ExportJob:_write_texts", "before"),
-    ("tools.destinations.LocalDestination:_replace_folder", "before"),
-    ("tools.destinations.LocalDestination:_replace_folder", "after"),
+    ("plugins.export.job.ExportJob:_read_slab", "after"),
+    ("plugins.export.job.ExportJob:_write_texts", "before"),
+    ("plugins.export.destinations.LocalDestination:_replace_folder", "before"),
+    ("plugins.export.destinations.LocalDestination:_replace_folder", "after"),
 ]
 
 

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from unickpt.arrays import dtypes
-from unickpt.arrays.box import Box, cut
-from unickpt.arrays.dtypes import Array
-from unickpt.errors import CheckpointNotFound
-from unickpt.format import chunk_grid
-from unickpt.format.index import ArrayEntry
-from unickpt.format.reader import Reader
-from unickpt.frameworks.host_memory import HostBuffers
-from unickpt.loading.views import StoredView
-from unickpt.progress import Progress, ProgressFunction, reporting
-from unickpt.reading import checkpoint
-from unickpt.reading.listing import checkpoints_below
-from unickpt.reading.options import LoadOptions
-from unickpt.threads import in_batches
-from unickpt.tools.slab_reads import read_boxes
+from unickpt import Checkpoint, CheckpointNotFound, LoadOptions
+from unickpt.extend import (
+    Array,
+    ArrayEntry,
+    Box,
+    HostBuffers,
+    Progress,
+    Reader,
+    Source,
+    StoredView,
+    checkpoints_below,
+    cut_box,
+    dtype_from_name,
+    dtype_kind,
+    in_batches,
+    numbered_parts,
+    opened_checkpoint,
+    read_boxes,
+    reading_again,
+    reporting,
+)
 
 _BATCH_BYTES = 64 << 20  # of elements that are read together
 
@@ -67,7 +73,7 @@ class NonfiniteReport:
         return not self.arrays
 
 
-def find_nonfinite(path: checkpoint.Source, *, progress: Progress = None) -> NonfiniteReport:
+def find_nonfinite(path: Source, *, progress: Progress = None) -> NonfiniteReport:
     """Counts NaN and infinity in all arrays of a checkpoint, or finds the first step with any.
 
     Each stored chunk is read once, and its digest is compared. Memory is bounded (about 128 MiB).
@@ -94,20 +100,20 @@ def find_nonfinite(path: checkpoint.Source, *, progress: Progress = None) -> Non
     """
     with reporting(progress, "reading") as told:
         try:
-            return checkpoint.again(lambda: _report(path, told))
+            return reading_again(lambda: _report(path, told))
         except CheckpointNotFound:
-            steps = [] if isinstance(path, checkpoint.Checkpoint) else checkpoints_below(path)
+            steps = [] if isinstance(path, Checkpoint) else checkpoints_below(path)
             if not steps:
                 raise
         for count, step in enumerate(steps, 1):
-            report = replace(checkpoint.again(partial(_report, step.path, told)), checkpoints=count)
+            report = replace(reading_again(partial(_report, step.path, told)), checkpoints=count)
             if not report.ok:
                 break
         return report
 
 
-def _report(path: checkpoint.Source, told: ProgressFunction) -> NonfiniteReport:
-    opened = checkpoint.opened(path)
+def _report(path: Source, told: Callable[[int, int], None]) -> NonfiniteReport:
+    opened = opened_checkpoint(path)
     stored = opened.reader
     entries = [entry for entry in stored.index.arrays.values() if _has_nonfinite(entry)]
     total, done = sum(entry.nbytes for entry in entries), 0
@@ -133,8 +139,8 @@ def _report(path: checkpoint.Source, told: ProgressFunction) -> NonfiniteReport:
 
 def _has_nonfinite(entry: ArrayEntry) -> bool:
     """Whether the dtype of an array has NaN or infinity."""
-    dtype = dtypes.from_name(entry.dtype)
-    return dtype.kind == "c" or dtypes.kind(dtype) == "float"
+    dtype = dtype_from_name(entry.dtype)
+    return dtype.kind == "c" or dtype_kind(dtype) == "float"
 
 
 def _pieces(stored: Reader, entries: list[ArrayEntry]) -> Iterator[tuple[ArrayEntry, Box, Array]]:
@@ -154,7 +160,7 @@ def _pieces(stored: Reader, entries: list[ArrayEntry]) -> Iterator[tuple[ArrayEn
 def _boxes(entries: list[ArrayEntry]) -> Iterator[tuple[ArrayEntry, Box]]:
     for entry in entries:
         most = _BATCH_BYTES // entry.itemsize
-        for _, part in chunk_grid.numbered_parts(entry):
+        for _, part in numbered_parts(entry):
             for number in range(part.count):
-                for box in cut(part.chunk_box(number), most):
+                for box in cut_box(part.chunk_box(number), most):
                     yield entry, box

@@ -14,18 +14,19 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from unickpt import quoting
-from unickpt.quoting import size_text
-from unickpt.runs.watching import FAILED, Committed, Look, UnderWay, Watch
-from unickpt.terminal.output import AsJson, clean, console
+from unickpt.extend import first_few, size_text
+from unickpt.plugins.watch.watching import FAILED, Committed, Look, UnderWay, Watch
+from unickpt.terminal.output import AsJson, clean, command_app, console
 from unickpt.terminal.tables import date_text, new_table
 
+app = command_app()
 _SHARE = 10
 """At most one part in so many of the time is spent looking, however slow the storage is."""
 _COLUMNS = ("checkpoint", "state", "processes", "bytes", "rate", "for", "who")
 _QUIET_S = 15.0
 
 
+@app.command()
 def command(
     run: Annotated[str, typer.Argument(help="A directory, or a URL: file, s3, gs or memory.")],
     once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
@@ -108,7 +109,7 @@ def _under_way_row(found: UnderWay) -> list[str]:
     rate = f"{size_text(int(found.nbytes / found.seconds))}/s" if found.seconds else ""
     quiet = f"; nothing changed for {found.quiet_s:.0f} s" if found.quiet_s > _QUIET_S else ""
     who = [
-        f"{quoting.some(processes)} {phase}"
+        f"{first_few(processes)} {phase}"
         for phase, processes in sorted(found.phases.items(), key=lambda item: len(item[1]))
         if phase != "done"
     ]

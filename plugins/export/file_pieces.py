@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from unickpt.arrays.box import Box, cut, flat_range_to_boxes
-from unickpt.format.writer import PlannedFile
+from unickpt.extend import Box, PlannedFile, cut_box, flat_range_to_boxes
 
 # Two clients of a network file system should not write into the same page.
 _ALIGN = 64 << 10
@@ -134,7 +133,7 @@ class FileSplitter:
                 first, stop = (begin - before) // itemsize, (end - before) // itemsize
                 offset = data.offset + begin - before
                 for flat in flat_range_to_boxes(data.box.shape, first, stop):
-                    for box in cut(flat, max(1, most_bytes // itemsize)):
+                    for box in cut_box(flat, max(1, most_bytes // itemsize)):
                         start = tuple(a + b for a, b in zip(data.box.start, box.start, strict=True))
                         ends = tuple(a + b for a, b in zip(data.box.start, box.stop, strict=True))
                         nbytes = box.size * itemsize

@@ -7,7 +7,6 @@ What a reader could take for a whole checkpoint appears at once, or last.
 from __future__ import annotations
 
 import os
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -15,8 +14,6 @@ from functools import cached_property
 
 import tensorstore as ts
 
-from unickpt.commit.lease import Lease, Use
-from unickpt.commit.root import refuse_checkpoint
 from unickpt.errors import (
     CheckpointCorrupt,
     CheckpointExists,
@@ -25,12 +22,23 @@ from unickpt.errors import (
     StorageError,
     UnsupportedFormat,
 )
-from unickpt.format.writer import PlannedFile
-from unickpt.reading import checkpoint
-from unickpt.storage import errors, local_folders, paths
-from unickpt.storage.local_files import closing, system_calls
-from unickpt.storage.locations import Location
-from unickpt.storage.ocdbt import MANIFEST
+from unickpt.extend import (
+    MANIFEST,
+    Lease,
+    LeaseUse,
+    Location,
+    PathLike,
+    PlannedFile,
+    closing_file,
+    local_folders,
+    open_reader,
+    reading,
+    refuse_checkpoint,
+    resolve_path,
+    restore_replaced,
+    storage_context,
+    system_calls,
+)
 
 _MOST_OBJECT = 5 << 30  # of one request to S3
 # An object is in memory up to three times: its parts, these in one, and what TensorStore sends.
@@ -40,11 +48,6 @@ _LOCK_S = 60.0  # of what takes moments
 _MOST_NAME_BYTES = 255  # of a file or folder, on all common file systems
 _LEASE = ".exporting"
 _WAIT = "wait for it, or choose another path. One that was killed is noticed within a minute"
-# What killed exports leave beside local destinations: what was written, or what it was exchanged
-# for; the checkpoint that was there, where names cannot be exchanged; and what processes told each
-# other.
-_LEFT = re.compile(r"\.(?P<of>.+)\.[^.]+-\d{6,}\.(?P<kind>partial|old|notes)", re.DOTALL)
-_OLD = "old"
 Write = Callable[[int, memoryview], None]
 """Writes bytes at an offset of a file."""
 
@@ -65,7 +68,7 @@ class ExportDestination(ABC):
     def __init__(self, folder: Location, file: str | None, attempt: str, fsync: bool) -> None:
         self.folder, self.file, self.fsync = folder, file, fsync
         above = folder if file is not None else folder.parent
-        assert above is not None, "paths.resolve refuses a whole bucket"
+        assert above is not None, "resolve_path refuses a whole bucket"
         name = file or folder.path.rstrip("/").rpartition("/")[2]
         self._beside = f".{name}.{attempt}"
         self.notes = above.child(f"{self._beside}.notes")
@@ -73,14 +76,14 @@ class ExportDestination(ABC):
         self.name = str(folder) if file is None else folder.name_for_users(file)
         """For people."""
         self._lease: Lease | None = None  # where several exports could write the same files
-        self.readable: paths.PathLike = self.name
+        self.readable: PathLike = self.name
         """Where all that was written can be read before `commit`."""
         self.partial = ""
         """The path of a folder with what was written, which a failure removes."""
 
     @cached_property
     def context(self) -> ts.Context:
-        return paths.context(fsync=self.fsync)
+        return storage_context(fsync=self.fsync)
 
     @abstractmethod
     def most_bytes(self, budget_bytes: int) -> int:
@@ -159,10 +162,10 @@ class ExportDestination(ABC):
             UnsupportedFormat: it needs what this unickpt does not know.
             StorageError: the storage failed.
         """
-        with errors.reading(self.name):
+        with reading(self.name):
             refuse_checkpoint(self.folder, self.context, overwrite=True)
         try:
-            return checkpoint.open_reader(self.folder) is not None
+            return open_reader(self.folder) is not None
         except (CheckpointCorrupt, UnsupportedFormat):
             return True
         except CheckpointNotFound:  # such as a folder of several checkpoints
@@ -170,7 +173,7 @@ class ExportDestination(ABC):
 
 
 def destination(
-    path: paths.PathLike, suffixes: Sequence[str], attempt: str, fsync: bool
+    path: PathLike, suffixes: Sequence[str], attempt: str, fsync: bool
 ) -> ExportDestination:
     """The destination that a path or a URL names.
 
@@ -188,7 +191,7 @@ def destination(
     if text.lower().endswith(tuple(suffixes)) and not os.path.isdir(text):
         above, _, file = text.rpartition("/")
         folder = above or ("/" if text.startswith("/") else ".")
-    location = paths.resolve(folder, whole=file is not None)
+    location = resolve_path(folder, whole=file is not None)
     kind = LocalDestination if location.is_local else ObjectDestination
     return kind(location, file, attempt, fsync)
 
@@ -224,7 +227,7 @@ class LocalDestination(ExportDestination):
         self._overwrite = overwrite
         if os.path.isdir(self._above):
             with local_folders.locked(self._above, f".{self._name}", _LOCK_S):
-                restore(self._above, self._name)
+                restore_replaced(self._above, self._name)
         if self.file is not None:
             if os.path.lexists(self._final) and not (overwrite and os.path.isfile(self._final)):
                 raise self._refuse("exists", overwrite)
@@ -250,7 +253,7 @@ class LocalDestination(ExportDestination):
                     count = os.pwrite(handle, data, offset)
                     offset, data = offset + count, data[count:]
 
-        with closing(handle, at):
+        with closing_file(handle, at):
             yield write
             with system_calls("write", at):
                 # Only ever to its full size, whoever does it.
@@ -334,7 +337,9 @@ class ObjectDestination(ExportDestination):
         name = self._beside.removesuffix(f".{attempt}")
         told = f"another export to {self.name} is under way {{who}}; {_WAIT}"
         here = told.replace("{who}", "in this process")
-        self._lease = Lease(above, Use(f"{name}{_LEASE}", here, told.replace("{who}", "({who})")))
+        self._lease = Lease(
+            above, LeaseUse(f"{name}{_LEASE}", here, told.replace("{who}", "({who})"))
+        )
 
     def most_bytes(self, budget_bytes: int) -> int:
         return min(_MOST_OBJECT, max(1, budget_bytes // _SHARE_OF_OBJECT))
@@ -386,37 +391,3 @@ def _tells(key: str) -> bool:
     """Whether a file may be what readers begin with, rather than data."""
     name = key.rpartition("/")[2]
     return name[:1] in (".", "_") or name.endswith(".json") or name == MANIFEST
-
-
-def left_in(folder: str) -> Iterator[tuple[str, str, bool]]:
-    """The names of what exports have left in a folder, or still write, each with the name of its
-    destination, and whether it is the checkpoint that is missing there.
-
-    Arguments:
-        folder: its path.
-    """
-    there = set(local_folders.names(folder))
-    for name in sorted(there):
-        match = _LEFT.fullmatch(name)
-        if match is not None and not os.path.islink(os.path.join(folder, name)):
-            yield name, match["of"], match["kind"] == _OLD and match["of"] not in there
-
-
-def restore(folder: str, of: str) -> None:
-    """Puts back the checkpoint that a killed export had moved away, and removes others that were
-    replaced. No export to it may be about to commit.
-
-    Arguments:
-        folder: its path.
-        of: the name of the checkpoint.
-    """
-    for name, destination_of, is_missing in left_in(folder):
-        at = os.path.join(folder, name)
-        if destination_of != of or not name.endswith(f".{_OLD}"):
-            continue
-        if not is_missing or os.path.lexists(os.path.join(folder, of)):
-            local_folders.remove(at)
-            continue
-        with system_calls():
-            os.rename(at, os.path.join(folder, of))
-        local_folders.sync_folder(folder)

@@ -9,30 +9,43 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
-from unickpt.arrays.box import Box
+from unickpt import LoadOptions, SaveOptions
 from unickpt.errors import CheckpointCorrupt, CheckpointExists, UnsupportedLeaf
-from unickpt.format.index import Index
-from unickpt.format.reader import Reader
-from unickpt.format.writer import LeavesOut, NeedsElements, OfEachProcess, Plan, PlannedFile, Writer
-from unickpt.frameworks import per_process
-from unickpt.frameworks.host_memory import HostBuffers, MemoryBudget
-from unickpt.frameworks.leaves import Sections, adapters
-from unickpt.frameworks.process_group import Group, current_group, within
-from unickpt.loading.views import CheckpointView
-from unickpt.options import SaveOptions
-from unickpt.progress import reporting
-from unickpt.quoting import counted, quoted, some
-from unickpt.reading import checkpoint
-from unickpt.reading.options import LoadOptions
-from unickpt.rules.view import RuledView
-from unickpt.save_report import SaveReport
-from unickpt.storage import paths
-from unickpt.tools import difference
-from unickpt.tools.destinations import ExportDestination, destination
-from unickpt.tools.export_job import ExportJob
-from unickpt.tools.slab_reads import read_boxes
-from unickpt.trees import tree_json
-from unickpt.trees.tree import Opaque
+from unickpt.extend import (
+    Box,
+    CheckpointView,
+    ComparedViews,
+    HostBuffers,
+    Index,
+    LeavesOut,
+    MemoryBudget,
+    NeedsElements,
+    OfEachProcess,
+    Opaque,
+    PathLike,
+    Plan,
+    PlannedFile,
+    Reader,
+    RuledView,
+    Sections,
+    StoredView,
+    Writer,
+    adapters,
+    counted,
+    current_group,
+    decode_per_process,
+    first_few,
+    open_reader,
+    quoted,
+    read_boxes,
+    reporting,
+    resolve_path,
+    tree_to_json,
+    within,
+)
+from unickpt.plugins.export.destinations import ExportDestination, destination
+from unickpt.plugins.export.job import ExportJob
+from unickpt.types import Group, SaveReport
 
 _MOST_LINES = 10
 _MOST_PARTS = 4
@@ -41,7 +54,7 @@ _OPTIMIZER = re.compile(r"(^|/)(opt|optim|optimizer|optimizers|opt_state|optimiz
 
 def export(
     view: CheckpointView,
-    path: paths.PathLike,
+    path: PathLike,
     writer: Writer,
     options: SaveOptions,
     *,
@@ -72,7 +85,7 @@ def export(
     source = view.checkpoint.location
     if to.file is None and source.url.startswith(to.folder.url):
         raise CheckpointExists(f"{to.name} contains the source, {source}; choose another path")
-    structured = replace(view.index, tree=tree_json.to_json(view.node()))  # rules make no tree
+    structured = replace(view.index, tree=tree_to_json(view.node()))  # rules make no tree
     left_out = set(writer.left_out(structured)) if isinstance(writer, LeavesOut) else set()
     budget_bytes = options.working_bytes
     reading = LoadOptions(budget_bytes=MemoryBudget(budget_bytes, "process"))
@@ -112,7 +125,7 @@ def _with_per_process(view: CheckpointView, index: Index) -> Index:
     for name in index.per_process:
         where = f"{view.checkpoint.location}: per-process leaf {name!r}"
         every = view.per_process(name)
-        decoded = [per_process.decode(stored, where, None, adapters()) for stored in every]
+        decoded = [decode_per_process(stored, where, None, adapters()) for stored in every]
         values[name] = OfEachProcess(tuple(map(_without_sections, decoded)))
     return replace(index, values=values, per_process={})
 
@@ -140,7 +153,7 @@ def _check_leaves(index: Index, left_out: Set[str], per_process: bool) -> None:
     if found:
         name = min(apart, default="") or next(iter(opaque))
         raise UnsupportedLeaf(
-            f"{some(found)}, which only unickpt's own format can hold; drop it by a rule: "
+            f"{first_few(found)}, which only unickpt's own format can hold; drop it by a rule: "
             f"{name} <-> drop"
         )
 
@@ -199,7 +212,7 @@ def written(to: ExportDestination, part: str = "") -> Reader:
     name, readable = to.name, to.readable
     if part:
         name, readable = f"{name.rstrip('/')}/{part}", f"{str(readable).rstrip('/')}/{part}"
-    reader = checkpoint.open_reader(paths.resolve(readable, or_file=True))
+    reader = open_reader(resolve_path(readable, or_file=True))
     if reader is None:
         raise CheckpointCorrupt(f"{name} was written, but is no checkpoint when read back")
     return reader
@@ -235,7 +248,38 @@ def _differences(
     if lines:
         return lines
     mine = list(plan.arrays.items())[group.index :: group.count]
-    return difference.unequal(view, reader, dict(mine), plan.casts, options)
+    return _unequal(view, reader, dict(mine), plan.casts, options)
+
+
+def _unequal(
+    ours: CheckpointView,
+    written: Reader,
+    names: Mapping[str, str],
+    casts: Mapping[str, str],
+    options: LoadOptions,
+) -> list[str]:
+    """Compares arrays of a view with their copies, bit for bit.
+
+    Arguments:
+        ours: the view.
+        written: has the copies.
+        names: of the copies, by those of the view's arrays or aliases.
+        casts: the dtypes of the copies of arrays that were cast, by the names of the view's.
+        options: see `LoadOptions`; `budget_bytes` bounds the memory for both.
+
+    Returns:
+        A line for each array that differs.
+    """
+    theirs, found = StoredView(written), list[str]()
+    with ComparedViews(ours, theirs, options) as pair:
+        for name, shown in names.items():
+            mine, other = ours.index.entry(name), theirs.index.entry(shown)
+            mine = replace(mine, dtype=casts.get(mine.name, mine.dtype))
+            if (mine.dtype, mine.shape) != (other.dtype, other.shape):
+                found.append(f"  {name!r}: {mine.dtype_and_shape} became {other.dtype_and_shape}")
+            elif (row := pair.difference(name, mine, other)) is not None:
+                found.append(f"  {name!r}: {row.unequal} elements differ")
+    return found
 
 
 def _bytes_of(file: PlannedFile) -> bytes:

@@ -12,23 +12,30 @@ from operator import attrgetter
 
 import numpy as np
 
-from unickpt import errors
-from unickpt.arrays import dtypes
-from unickpt.arrays.dtypes import Array
-from unickpt.commit.messages import Notes
-from unickpt.format import crc32
-from unickpt.format.writer import Plan, PlannedFile
-from unickpt.frameworks.host_memory import HostBuffers, MemoryBudget
-from unickpt.frameworks.process_group import Group
-from unickpt.loading.views import CheckpointView
-from unickpt.reading.options import LoadOptions
-from unickpt.storage.errors import Failed, writing_failed
-from unickpt.storage.local_files import system_calls
-from unickpt.storage.locations import room_text
-from unickpt.threads import in_batches
-from unickpt.tools.destinations import ExportDestination, Write
-from unickpt.tools.file_pieces import FilePiece, FileShare, FileSplitter
-from unickpt.tools.slab_reads import Buffered, Slabs, check_rest, read_boxes
+from unickpt import LoadOptions, errors
+from unickpt.extend import (
+    Array,
+    Buffered,
+    CheckpointView,
+    Failed,
+    HostBuffers,
+    MemoryBudget,
+    Notes,
+    Plan,
+    PlannedFile,
+    SlabReads,
+    check_rest,
+    combined_crc32,
+    dtype_from_name,
+    in_batches,
+    read_boxes,
+    room_text,
+    system_calls,
+    writing_failed,
+)
+from unickpt.plugins.export.destinations import ExportDestination, Write
+from unickpt.plugins.export.file_pieces import FilePiece, FileShare, FileSplitter
+from unickpt.types import Group
 
 # Shares of the budget: a slab that is written, one that is read ahead, and what reading it needs.
 _SLABS = 6
@@ -69,7 +76,7 @@ class ExportJob:
             name: replace(entry, dtype=plan.casts.get(name, entry.dtype))
             for name, entry in view.index.arrays.items()
         }
-        itemsizes = {n: dtypes.from_name(e.dtype).itemsize for n, e in self._entries.items()}
+        itemsizes = {n: dtype_from_name(e.dtype).itemsize for n, e in self._entries.items()}
         self._pieces = FileSplitter(itemsizes)
         self._notes: Notes | None = None
         self.written_bytes = self.count = 0
@@ -241,7 +248,7 @@ class ExportJob:
         sums: dict[int, tuple[int, int]] = {}
         pieces = list(self._pieces.cut(share, self._slab_bytes))
         slabs = in_batches(pieces, None, self._slab_bytes, attrgetter("nbytes"))
-        with closing(Slabs(slabs, self._read_slab)) as read:
+        with closing(SlabReads(slabs, self._read_slab)) as read:
             for piece in pieces:
                 array, memory = read.take(piece)
                 data = _bytes_of(array)
@@ -310,7 +317,7 @@ def _joined(parts: Iterator[tuple[int, int] | None]) -> int:
     crc = 0
     for part in parts:
         if part is not None:
-            crc = crc32.combined(crc, *part)
+            crc = combined_crc32(crc, *part)
     return crc
 
 

@@ -1,5 +1,5 @@
 """Watching: which checkpoints of a run are committed, and how far the others are; from the storage
-alone, by what the processes of a save leave there (`commit.progress.reports`)."""
+alone, by what the processes of a save leave there (`progress_reports`)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,25 @@ from dataclasses import dataclass, field, replace
 
 import tensorstore as ts
 
-from unickpt.arrays.names import natural
-from unickpt.commit import progress_reports, version
-from unickpt.commit.progress_reports import DONE, NOT_BEGUN, WORDS, WRITE, Report
-from unickpt.errors import CheckpointNotFound, UnickptError
-from unickpt.reading import checkpoint
-from unickpt.reading.listing import Listed, checkpoints_below
-from unickpt.runs.attempt_folders import FOLDER
-from unickpt.storage import errors, paths
-from unickpt.storage.locations import Location, folders_below
+from unickpt import CheckpointNotFound, UnickptError
+from unickpt.extend import (
+    ATTEMPTS_FOLDER,
+    Listed,
+    Location,
+    PathLike,
+    checkpoints_below,
+    folders_below,
+    natural_key,
+    opened_checkpoint,
+    progress_reports,
+    reading,
+    resolve_path,
+    storage_context,
+    version_at,
+)
 
+DONE, NOT_BEGUN = progress_reports.DONE, progress_reports.NOT_BEGUN
+WORDS, WRITE = progress_reports.WORDS, progress_reports.WRITE
 _MOST_READ = 1024
 _MOST_PROCESSES = 1 << 20
 _OF_PROCESS = re.compile(r"(\d{5,9})/.")
@@ -96,7 +105,7 @@ class Watch:
         InvalidPath: the root is not a storage location.
     """
 
-    root: paths.PathLike
+    root: PathLike
     most: int = 8
     clock: Callable[[], float] = time.monotonic
     _location: Location = field(init=False)
@@ -105,7 +114,7 @@ class Watch:
     """What was found of each attempt, and since when it has not changed."""
 
     def __post_init__(self) -> None:
-        self._location = paths.resolve(self.root, whole=True)
+        self._location = resolve_path(self.root, whole=True)
 
     def look(self) -> Look:
         """What is there now.
@@ -113,8 +122,8 @@ class Watch:
         Raises:
             StorageError: the storage failed.
         """
-        location, context = self._location, paths.context()
-        with errors.reading(location):
+        location, context = self._location, storage_context()
+        with reading(location):
             # In this order: what is committed meanwhile is found in both, and is committed.
             attempts = _attempts(location, context)
             listed = self._listed(location)
@@ -127,7 +136,7 @@ class Watch:
             committed = [self._committed(each) for each in newest]
         now = {(found.name, found.attempt) for found in under_way}
         self._signs = {key: signs for key, signs in self._signs.items() if key in now}
-        return Look(committed, sorted(under_way, key=lambda found: natural(found.name)))
+        return Look(committed, sorted(under_way, key=lambda found: natural_key(found.name)))
 
     def _listed(self, location: Location) -> dict[str, Listed]:
         try:
@@ -137,7 +146,7 @@ class Watch:
 
     def _committed(self, listed: Listed) -> Committed:
         """The facts of a checkpoint; read anew only if it was replaced."""
-        found = version.version_at(paths.resolve(listed.path))
+        found = version_at(resolve_path(listed.path))
         known = self._opened.get(listed.name)
         if known is not None and found is not None and known[0] == found.digest:
             return known[1]
@@ -160,10 +169,10 @@ class Watch:
         at = location if name == "." else location.child(name)
         names = set(attempts)
         if is_committed and names:
-            found = version.version_at(at)
+            found = version_at(at)
             names.discard("" if found is None else found.attempt)
         for attempt in sorted(names):
-            seen = _attempt(at.child(f"{FOLDER}/{attempt}"), name, attempt, context)
+            seen = _attempt(at.child(f"{ATTEMPTS_FOLDER}/{attempt}"), name, attempt, context)
             if seen is not None:
                 yield self._with_quiet(seen)
 
@@ -178,13 +187,15 @@ class Watch:
 
 def _attempts(location: Location, context: ts.Context) -> dict[str, set[str]]:
     """The attempts in the folder of each checkpoint, committed or not."""
-    found = folders_below(location, FOLDER, context)
-    found["."] = set(location.child(FOLDER).folders(context))
-    return {name: attempts for name, attempts in found.items() if attempts and name != FOLDER}
+    found = folders_below(location, ATTEMPTS_FOLDER, context)
+    found["."] = set(location.child(ATTEMPTS_FOLDER).folders(context))
+    return {
+        name: attempts for name, attempts in found.items() if attempts and name != ATTEMPTS_FOLDER
+    }
 
 
 def _opened(listed: Listed) -> Committed:
-    found = checkpoint.open(listed.path)
+    found = opened_checkpoint(listed.path)
     timing = found.timing
     return Committed(
         listed.name,
@@ -240,7 +251,7 @@ def _matching(pattern: re.Pattern[str], keys: Iterable[str]) -> set[int]:
 
 def _read(
     folder: Location, told: set[int], done: set[int], context: ts.Context
-) -> dict[int, Report]:
+) -> dict[int, progress_reports.Report]:
     """Their reports; first of those that are not done, if there are too many."""
     first = sorted(told, key=lambda process: (process in done, process))[:_MOST_READ]
     return progress_reports.read(folder.child("records").store(context), first)

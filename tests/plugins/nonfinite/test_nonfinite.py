@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import unickpt
 from unickpt.cli.app import app
-from unickpt.tools import nonfinite
+from unickpt.plugins.nonfinite import counting as nonfinite
 
 FLOATS = [
     *(np.float16, np.float32, np.float64, np.complex64, np.complex128),

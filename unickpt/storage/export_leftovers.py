@@ -1,0 +1,50 @@
+"""What killed exports leave in a local folder beside their destinations, and how it is put back."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+
+from unickpt.storage import local_folders
+from unickpt.storage.local_files import system_calls
+
+# What killed exports leave beside local destinations: what was written, or what it was exchanged
+# for; the checkpoint that was there, where names cannot be exchanged; and what processes told each
+# other.
+_LEFT = re.compile(r"\.(?P<of>.+)\.[^.]+-\d{6,}\.(?P<kind>partial|old|notes)", re.DOTALL)
+_OLD = "old"
+
+
+def left_in(folder: str) -> Iterator[tuple[str, str, bool]]:
+    """The names of what exports have left in a folder, or still write, each with the name of its
+    destination, and whether it is the checkpoint that is missing there.
+
+    Arguments:
+        folder: its path.
+    """
+    there = set(local_folders.names(folder))
+    for name in sorted(there):
+        match = _LEFT.fullmatch(name)
+        if match is not None and not os.path.islink(os.path.join(folder, name)):
+            yield name, match["of"], match["kind"] == _OLD and match["of"] not in there
+
+
+def restore(folder: str, of: str) -> None:
+    """Puts back the checkpoint that a killed export had moved away, and removes others that were
+    replaced. No export to it may be about to commit.
+
+    Arguments:
+        folder: its path.
+        of: the name of the checkpoint.
+    """
+    for name, destination_of, is_missing in left_in(folder):
+        at = os.path.join(folder, name)
+        if destination_of != of or not name.endswith(f".{_OLD}"):
+            continue
+        if not is_missing or os.path.lexists(os.path.join(folder, of)):
+            local_folders.remove(at)
+            continue
+        with system_calls():
+            os.rename(at, os.path.join(folder, of))
+        local_folders.sync_folder(folder)
