@@ -70,8 +70,8 @@ dist.destroy_process_group()
     ("what", "most", "calls"),
     [
         ("save", 36, 850),
-        ("load", 28, 450),
-        ("rules", 40, 1120),
+        ("load", 23, 410),
+        ("rules", 40, 1090),
         ("Checkpointer.save", 48, 960),
     ],
 )

@@ -22,10 +22,10 @@ import unickpt
 from unickpt import CheckpointCorrupt, CheckpointNotFound, StorageError
 from unickpt.commit.coordinator import Coordinator
 from unickpt.errors import CheckpointReplaced
-from unickpt.format import chunk_store, codec, digest_table, index_json
+from unickpt.format import chunk_store, codec, index_json
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.loading import loader
-from unickpt.reading import checkpoint, chunk_reader, read_plan
+from unickpt.reading import array_reader, checkpoint, chunk_reader, read_plan
 from unickpt.runs.checkpointer import Checkpointer
 from unickpt.storage import database, local_files, paths
 from unickpt.storage.btree import nodes
@@ -300,12 +300,13 @@ def test_a_bug_is_never_told_as_damage(
         return None
 
     places: list[tuple[Any, str]] = [
-        (read_plan.Piece, "place"), (chunk_reader, "_direct"), (chunk_reader, "consumers_of"),
+        (read_plan.Piece, "place"), (chunk_reader, "_direct"), (array_reader, "consumers_of"),
         (chunk_store, "chunk_key"),
         (database, "_bytes_of"), (nodes, "_keys"),
         (loader, "jobs_of"), (index_json, "_layout"),
         (index_json, "_array"),
-        (OcdbtReader, "check_backed"), (chunk_store.ChunkStore, "read"), (digest_table, "decode"),
+        (OcdbtReader, "check_backed"), (chunk_store.ChunkStore, "read"),
+        (chunk_store.ChunkDigests, "check_length"),
     ]  # fmt: skip
     strided = {k: np.zeros((*s[:-1], 2 * s[-1]))[..., ::2] for k, s in SHAPES.items()}
     like = {**strided, "number": 0}

@@ -22,7 +22,7 @@ from unickpt import CheckpointCorrupt, LoadOptions, SaveOptions
 from unickpt.format import digest_table
 from unickpt.format.chunk_store import ChunkStore
 from unickpt.format.index import DigestBlocks
-from unickpt.reading import chunk_reader
+from unickpt.reading import array_reader
 from unickpt.storage.local_files import RegularFiles
 
 FAST = SaveOptions(fsync=False, chunk_bytes=4 << 10)
@@ -154,7 +154,7 @@ def test_many_small_arrays_take_few_reads_and_each_is_read_once(
     assert sorted(each.key for each in seen) == sorted(state)
     assert len(reads) < 40
     monkeypatch.setattr(ChunkStore, "_read_one", None)  # none was read for itself
-    monkeypatch.setattr(chunk_reader, "TASK_CHUNKS", 7)
+    monkeypatch.setattr(array_reader, "TASK_CHUNKS", 7)
     found = unickpt.load(tmp_path / "c")
     assert all(same(found[name], array) for name, array in state.items())
 

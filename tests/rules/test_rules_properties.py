@@ -21,7 +21,7 @@ from unickpt.arrays.index_map import Digit, linear_index, pull
 from unickpt.format.index import ArrayEntry
 from unickpt.frameworks.protocol import ArrayTarget
 from unickpt.loading.views import jobs_of
-from unickpt.reading.chunk_reader import read_arrays
+from unickpt.reading.array_reader import read_arrays
 from unickpt.reading.targets import NewTarget
 from unickpt.rules.view import through
 from unickpt.types import Box

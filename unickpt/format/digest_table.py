@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from unickpt.format.index import DigestBlocks, Index
+from unickpt.format.index import DigestBlocks
 
 DTYPE = np.dtype([("digest", "<u8"), ("process", "<u4")])
 Table = np.ndarray[Any, Any]
@@ -19,45 +19,7 @@ digest is enough."""
 
 
 class Mismatch(ValueError):
-    """The digest table and the index contradict each other."""
-
-
-def check(nbytes: int, index: Index, total: int) -> None:
-    """Checks the length of the table against the index, before the table is read.
-
-    Arguments:
-        nbytes: size of the stored table; untrusted, as is the index.
-        index: the index.
-        total: number of chunks of the index's arrays, from `length`.
-
-    Raises:
-        Mismatch: says how they differ.
-    """
-    if index.chunks != total or nbytes != total * DTYPE.itemsize:
-        raise Mismatch(
-            f"the arrays have {total} chunks, the index names {index.chunks}, and the digest table "
-            f"has {nbytes} bytes"
-        )
-
-
-def decode(data: bytes, index: Index) -> Table:
-    """Decodes a table whose length has passed `check`.
-
-    Arguments:
-        data: the stored table; untrusted.
-        index: the index.
-
-    Raises:
-        Mismatch: says how they differ.
-    """
-    if f"{xxhash.xxh3_64_intdigest(data):016x}" != index.digests_xxh3:
-        raise Mismatch("the digest table does not match its digest in the index")
-    table = np.frombuffer(data, DTYPE)
-    if index.digest_blocks is not None and blocks(table, index.digest_blocks.rows) != (
-        index.digest_blocks
-    ):
-        raise Mismatch("the digest table does not match the digests of its blocks in the index")
-    return table
+    """A block of the digest table contradicts the index."""
 
 
 def blocks(table: Table, rows: int = 0) -> DigestBlocks | None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
@@ -55,7 +56,7 @@ _Blobs = list[list[Any]]
 _Blob = tuple[_Extent, _Digest, Annotated[int, Meta(ge=1)] | None]
 
 
-class _MeshBody(msgspec.Struct):
+class _MeshBody(msgspec.Struct, frozen=True):
     axes: tuple[str, ...]
     shape: tuple[_Positive, ...]
     processes: _Extents
@@ -443,7 +444,7 @@ def _decode(body: dict[str, Any], stored: msgspec.Raw, partial: bool) -> Index:
     if not 0 < processes < 1 << 31:
         raise BadJSON(f"it names {processes} processes")
     meshes = [_mesh(mesh) for mesh in members.meshes]
-    layouts = [_layout(layout, meshes) for layout in members.layouts]
+    layouts = [_layout(layout, members.meshes) for layout in members.layouts]
     shared = _Shared(layouts, [codecs.from_json(codec) for codec in members.codecs])
     arrays = _arrays(tree_json.members(stored, "index: 'arrays'"), shared, partial)
     for alias, target in members.aliases.items():
@@ -564,16 +565,22 @@ def _check_processes(
             )
 
 
+@lru_cache(maxsize=256)  # it may have thousands of devices, and all checkpoints of a run have it
 def _mesh(body: _MeshBody) -> Mesh:
     if len(body.axes) > MAX_RANK:
         raise BadJSON(f"a mesh has {len(body.axes)} axes, more than {MAX_RANK}")
     return _made(Mesh, body.axes, body.shape, body.processes)
 
 
-def _layout(body: _LayoutBody, meshes: list[Mesh]) -> Layout:
+def _layout(body: _LayoutBody, meshes: Sequence[_MeshBody]) -> Layout:
     if body.mesh >= len(meshes):
         raise BadJSON(f"a layout names mesh {body.mesh} of {len(meshes)}")
-    return _made(Layout, meshes[body.mesh], body.dims)
+    return _layout_on(meshes[body.mesh], body.dims)
+
+
+@lru_cache(maxsize=1024)  # as meshes
+def _layout_on(mesh: _MeshBody, dims: tuple[tuple[str, ...], ...]) -> Layout:
+    return _made(Layout, _mesh(mesh), dims)
 
 
 def _arrays(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
@@ -37,7 +37,7 @@ from unickpt.loading.request import (
 from unickpt.loading.views import CheckpointView, StoredView, jobs_of
 from unickpt.quoting import some
 from unickpt.reading import checkpoint
-from unickpt.reading.chunk_reader import Filled, ReadArrays, read_arrays
+from unickpt.reading.array_reader import Filled, Job, ReadArrays, read_arrays
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.targets import NewTarget, NumberTarget
 from unickpt.threads import collection_paused
@@ -268,8 +268,13 @@ class _Loading(NamedTuple):
         view = StoredView(stored)
         if like is None:
             return view, None
-        known = StoredTree({**stored.index.entries, **stored.index.values}, view.node)
-        asked = LoadRequest.of(like, self.among, known, self.policy.selection)
+        index = stored.index
+        asked = LoadRequest.of(
+            like,
+            self.among,
+            lambda: StoredTree({**index.entries, **index.values}, view.node),
+            self.policy.selection,
+        )
         view.serve(asked.leaves, asked.targets)
         return view, asked
 
@@ -482,13 +487,20 @@ def _reading(options: LoadOptions, among: Sequence[Adapter]) -> Iterator[ReadArr
             with exchanging(group, options) as read:
                 yield read
             return
-    alone: Callable[..., dict[str, Any]] = read_arrays
-    if options.exchange is None and launched_together(options.group) > 1:
+    with _telling(options, among) as told:
+        yield lambda stored, jobs: _read_here(stored, jobs, options, Filled(jobs, told))
+
+
+def _read_here(
+    stored: Reader, jobs: Sequence[Job], options: LoadOptions, filled: Filled
+) -> dict[str, Any]:
+    """Reads alone; arrays that are distributed, with the other processes of this node."""
+    is_spread = options.exchange is None and any(job.processes > 1 for job in jobs)
+    if is_spread and launched_together(options.group) > 1:
         from unickpt.reading.node_read import read_on_node  # only if there are others
 
-        alone = read_on_node
-    with _telling(options, among) as told:
-        yield lambda stored, jobs: alone(stored, jobs, options, filled=Filled(jobs, told))
+        return read_on_node(stored, jobs, options, filled)
+    return read_arrays(stored, jobs, options, filled=filled)
 
 
 def _telling(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple, Protocol
 
 from unickpt.arrays import dtypes
@@ -157,7 +157,7 @@ class LoadRequest(NamedTuple):
         cls,
         like: Any,
         among: Sequence[Adapter],
-        known: StoredTree,
+        known: Callable[[], StoredTree],
         selection: Selection = ALL,
     ) -> LoadRequest:
         """The leaves of a tree.
@@ -165,14 +165,15 @@ class LoadRequest(NamedTuple):
         Arguments:
             like: the tree.
             among: the frameworks' adapters.
-            known: what is stored, or what rules make of it; for optimizers without state.
+            known: returns what is stored, or what rules make of it; for objects that grow to it,
+                such as optimizers without state.
             selection: which leaves are requested.
         """
-        known = selection.among(known)
+        stored = cache(lambda: selection.among(known()))  # of which most trees ask nothing
         node = tree.flatten(
             like,
             leaf_test(among),
-            lambda obj, name: expand(obj, name, among, known),
+            lambda obj, name: expand(obj, name, among, stored()),
             "`like` cannot be loaded into",
         )
         leaves = {leaf.name: leaf.value for leaf in tree.leaves(node)}

@@ -16,10 +16,9 @@ from unickpt.format.index import ArrayEntry, Index, tree_of
 from unickpt.format.reader import Reader
 from unickpt.frameworks.leaves import PerProcess
 from unickpt.frameworks.protocol import ArrayTarget
+from unickpt.reading.array_reader import Job, StoredJob, read_arrays
 from unickpt.reading.checkpoint import Checkpoint
-from unickpt.reading.chunk_reader import read_arrays
 from unickpt.reading.options import LoadOptions
-from unickpt.reading.read_plan import Job, StoredJob
 from unickpt.reading.recipes import Fill, Recipe, Unchanged, whole_dims
 from unickpt.trees import tree, tree_json
 

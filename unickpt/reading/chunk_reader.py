@@ -1,4 +1,4 @@
-"""Reads chunks on threads, each once, checks and places them."""
+"""Threads that read chunks, each once, check and place them."""
 
 from __future__ import annotations
 
@@ -7,46 +7,24 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import cache, lru_cache
-from itertools import compress
-from operator import attrgetter, itemgetter, mul
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from functools import cache
+from operator import attrgetter, mul
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from unickpt.arrays import dtypes, strided_copy
-from unickpt.arrays.box import Box
-from unickpt.arrays.dtypes import Array, DType
+from unickpt.arrays.dtypes import Array
 from unickpt.errors import out_of_memory
 from unickpt.format import chunk_grid
-from unickpt.format.chunk_grid import Part
-from unickpt.format.index import ArrayEntry, nbytes_of
 from unickpt.format.reader import Reader, Request
-from unickpt.frameworks.host_memory import Scratch, prefer_huge_pages
-from unickpt.reading.options import LoadOptions
-from unickpt.reading.read_plan import (
-    ChunkRead,
-    Job,
-    Planner,
-    StoredJob,
-    buffer_of,
-    buffers_of,
-    consumers_of,
-    fill,
-    narrowed,
-    slots_of,
-)
-from unickpt.reading.targets import NewTarget
+from unickpt.frameworks.host_memory import Scratch
+from unickpt.reading.read_plan import ChunkRead, narrowed
 from unickpt.storage.local_files import files_kept_open
-from unickpt.threads import Pool, Window, in_batches
+from unickpt.threads import Pool, in_batches
 
 if TYPE_CHECKING:
-    from unickpt.progress import ProgressFunction
-    from unickpt.reading.recipes import Copy, Recipe
+    from unickpt.reading.recipes import Copy
 
 T = TypeVar("T")
-ReadArrays = Callable[[Reader, Sequence[Job]], dict[str, Any]]
-"""Reads arrays of a checkpoint; see `read_arrays`."""
-
 _NAME = "unickpt-load"  # of threads
 _MOST_THREADS = 32  # of remote storage so many, because each request crosses a network
 # A task reads chunks in sequence; small chunks share a task, to reduce scheduling overhead. From a
@@ -59,166 +37,6 @@ _TASKS_PER_THREAD = 4
 @cache
 def _local_threads() -> int:
     return min(_MOST_THREADS, max(4, 2 * (os.cpu_count() or 1)))
-
-
-def read_arrays(
-    stored: Reader,
-    jobs: Sequence[Job],
-    options: LoadOptions,
-    reader: ChunkReader | None = None,
-    filled: Filled | None = None,
-) -> dict[str, Any]:
-    """Reads arrays; reads every chunk that a job needs exactly once.
-
-    Arguments:
-        stored: the checkpoint.
-        jobs: what to read.
-        options: see `LoadOptions`.
-        reader: of this checkpoint, to reuse its threads for several calls.
-        filled: counts the bytes of destinations.
-    """
-    filled = filled or Filled(jobs)
-    stored = _checking(stored, jobs) if options.verify and reader is None else stored
-    done: dict[str, Any] = {}
-    whole, others = _whole_jobs(jobs)
-    sizes = [nbytes_of(job.entry.shape, job.entry.dtype) for job in whole]
-    is_small = len(whole) <= TASK_CHUNKS and sum(sizes) <= TASK_BYTES
-    # To start a thread for one piece of work takes as long as to read a megabyte.
-    own = reader or ChunkReader(stored, alone=not others and (is_small or len(whole) == 1))
-    window = Window(options.working_bytes)
-    work = _Reads(stored, Planner(stored, options.verify), own, window, filled, done)
-    try:
-        if reader is None:
-            own.expect(sum(sizes) + sum(map(attrgetter("nbytes"), others)))
-        sized = zip(whole, sizes, strict=True)
-        for batch in in_batches(sized, TASK_CHUNKS, own.task_bytes, itemgetter(1)):
-            together, nbytes = zip(*batch, strict=True)
-            others += work.start_whole(together, sum(nbytes))
-        for job in others:
-            work.start(job)
-        window.drain()
-    except MemoryError as error:
-        raise out_of_memory(f"reading {stored.location}", error) from error
-    finally:
-        if reader is None:
-            own.close()
-    return done
-
-
-def _checking(stored: Reader, jobs: Sequence[Job]) -> Reader:
-    """A checkpoint that compares checksums, if about as much is asked as is stored: those of other
-    formats are of whole arrays."""
-    if not stored.has_wide_checksums:
-        return stored
-    entries = {entry.name: entry.nbytes for job in jobs for entry in job.entries}
-    is_most = sum(job.nbytes for job in jobs) >= sum(entries.values())
-    return stored.checking() if is_most else stored
-
-
-class Filled:
-    """The bytes of the destinations of jobs, as they are filled.
-
-    Arguments:
-        jobs: all jobs.
-        told: called with the bytes that are filled, and those of all; None for nobody.
-    """
-
-    def __init__(self, jobs: Sequence[Job], told: ProgressFunction | None = None) -> None:
-        self._total = 0 if told is None else sum(job.nbytes for job in jobs)
-        self._done, self._told = 0, told
-        self._parts = dict[str, int]()  # of jobs that are not whole yet, by their first target
-        if told is not None:
-            told(0, self._total)
-
-    def part(self, job: Job, ended: int, of: int) -> None:
-        """Counts the part of a job that is filled: so many of its chunks, or of its tasks."""
-        if self._told is not None:
-            self._parts[next(iter(job.targets))] = job.nbytes * ended // of
-            self._told(self._done + sum(self._parts.values()), self._total)
-
-    def whole(self, jobs: Sequence[Job], nbytes: int) -> None:
-        """Counts jobs that are filled."""
-        self._done += nbytes
-        for job in jobs if self._parts else ():
-            self._parts.pop(next(iter(job.targets)), None)
-        if self._told is not None:
-            self._told(self._done + sum(self._parts.values()), self._total)
-
-
-@dataclass
-class _Reads:
-    """What a call of `read_arrays` has; see there."""
-
-    stored: Reader
-    planner: Planner
-    reader: ChunkReader
-    window: Window
-    filled: Filled
-    done: dict[str, Any]
-
-    def start(self, job: Job) -> None:
-        """Starts to read an array, when there is room; the window waits for it and finishes the
-        leaf."""
-        nbytes = job.nbytes
-        self.window.make_room(nbytes)
-        for entry in job.entries:
-            self.stored.check_backed(entry)
-        buffers = buffers_of(self.stored, job)
-        slots = slots_of(job)
-        fill(slots, buffers, self.planner.verify)
-        reads = self.planner.reads(consumers_of(slots, buffers))
-        # Each once, in the order in which they are read: progress is told as they end.
-        pending = dict.fromkeys(self.reader.submit(read) for read in reads)
-
-        def finish() -> None:
-            for ended, task in enumerate(pending, 1):
-                self.reader.wait(task)
-                self.filled.part(job, ended, len(pending))
-            self.filled.whole([job], nbytes)
-            for name, target in job.targets.items():
-                self.done[name] = target.finish(buffers.pop(name))
-
-        self.window.add(nbytes, finish)
-
-    def start_whole(self, batch: Sequence[StoredJob], nbytes: int) -> list[Job]:
-        """As `start`, for arrays that are read whole, on one thread.
-
-        Arguments:
-            batch: the arrays.
-            nbytes: of all of them.
-
-        Returns:
-            The jobs of those that have to be read otherwise, because their memory is not
-            contiguous.
-        """
-        self.window.make_room(nbytes)
-        digests: Sequence[int | None] = [None] * len(batch)
-        rows = self.stored.first_digests([job.entry for job in batch])  # before there is memory
-        is_large = nbytes > TASK_BYTES  # then it may be of one array
-        for job in batch if rows is None or is_large else ():
-            self.stored.check_backed(job.entry)
-        if rows is not None and self.planner.verify:
-            digests = rows["digest"].tolist()
-        memory = [buffer_of(self.stored, job.name, job.target, 0) for job in batch]
-        for to in memory if is_large else ():
-            prefer_huge_pages(to)
-        plain = [to.flags.c_contiguous for to in memory]
-        whole, out = list(compress(batch, plain)), list(compress(memory, plain))
-        read = sum(map(attrgetter("nbytes"), out))
-        requests = [
-            Request(job.entry, _only_part(job.entry), 0, to, digest)
-            for job, to, digest in zip(whole, out, compress(digests, plain), strict=True)
-        ]
-        ended = self.reader.submit_requests(requests)
-
-        def finish() -> None:
-            ended.result()
-            self.filled.whole(whole, read)
-            for job, to in zip(whole, out, strict=True):
-                self.done[job.name] = job.target.finish([to])
-
-        self.window.add(nbytes, finish)
-        return [job for job, is_plain in zip(batch, plain, strict=True) if not is_plain]
 
 
 class Task:
@@ -237,14 +55,11 @@ class ChunkReader:
     Arguments:
         stored: the checkpoint.
         name, background: of the threads; see `Pool`.
-        alone: whether the calling thread reads, because there is one piece of work.
     """
 
-    def __init__(
-        self, stored: Reader, name: str = _NAME, *, background: bool = False, alone: bool = False
-    ) -> None:
+    def __init__(self, stored: Reader, name: str = _NAME, *, background: bool = False) -> None:
         threads = _MOST_THREADS if stored.location.is_remote else _local_threads()
-        self._pool = Pool(0 if alone else threads, name, background=background)
+        self._pool = Pool(threads, name, background=background)
         self._files = ExitStack()
         self._files.enter_context(files_kept_open())
         self._stored, self._scratch, self._task = stored, Scratch(), Task()
@@ -320,18 +135,20 @@ class ChunkReader:
 
     def _read(self, requests: Sequence[Request]) -> None:
         for at in self._stored.read(requests) if requests else ():
-            raise self._mismatch(requests[at])
+            raise mismatch(self._stored, requests[at])
 
-    def _mismatch(self, request: Request) -> Exception:
-        stored, entry, part, number = self._stored, request.entry, request.part, request.number
-        rows, before = stored.digests_of(entry.name), 0
-        for first, other in chunk_grid.numbered_parts(entry):
-            before = first if other.box == part.box else before
-        process = "?" if rows is None else rows[before + number]["process"]
-        return stored.damaged(
-            f"array {entry.name!r} {part.chunk_box(number)}, written by process {process}: "
-            "the stored bytes do not match their digest"
-        )
+
+def mismatch(stored: Reader, request: Request) -> Exception:
+    """The error for a chunk that does not match its digest."""
+    entry, part, number = request.entry, request.part, request.number
+    rows, before = stored.digests_of(entry.name), 0
+    for first, other in chunk_grid.numbered_parts(entry):
+        before = first if other.box == part.box else before
+    process = "?" if rows is None else rows[before + number]["process"]
+    return stored.damaged(
+        f"array {entry.name!r} {part.chunk_box(number)}, written by process {process}: "
+        "the stored bytes do not match their digest"
+    )
 
 
 def _direct(read: ChunkRead) -> Array | None:
@@ -356,66 +173,3 @@ def _in_order(copy: Copy, shape: tuple[int, ...]) -> bool:
             return False
         below *= n
     return True
-
-
-def read_box(stored: Reader, entry: ArrayEntry, box: Box, *, verify: bool) -> Array:
-    """A box of a stored array as a new NumPy array."""
-    job = StoredJob(entry.name, NewTarget(entry, box), entry)
-    found: Array = read_arrays(stored, [job], LoadOptions(verify=verify))[entry.name]
-    return found
-
-
-def read_made(
-    stored: Reader,
-    entry: ArrayEntry,
-    recipe: Recipe,
-    box: Box,
-    options: LoadOptions,
-    reader: ChunkReader | None = None,
-) -> Array:
-    """A box of an array made by a recipe, as a new NumPy array with an entry's dtype."""
-    job = Job({entry.name: NewTarget(entry, box)}, {entry.name: recipe})
-    found: Array = read_arrays(stored, [job], options, reader)[entry.name]
-    return found
-
-
-class _Kind(NamedTuple):
-    """What arrays of one shape and dtype have in common."""
-
-    dtype: DType
-    boxes: tuple[Box, ...]
-
-
-def _whole_jobs(jobs: Sequence[Job]) -> tuple[list[StoredJob], list[Job]]:
-    """The jobs that read an array whole that is one chunk; and the others."""
-    whole: list[StoredJob] = []
-    others: list[Job] = []
-    for job in jobs:
-        if isinstance(job, StoredJob) and _is_one_chunk(job.entry):
-            target, kind = job.target, _kind(job.entry.shape, job.entry.dtype)
-            if target.dtype == kind.dtype and tuple(target.boxes) == kind.boxes:
-                whole.append(job)
-                continue
-        others.append(job)
-    whole.sort(key=attrgetter("entry.name"))  # as in the database: neighbours are in one file
-    return whole, others
-
-
-@lru_cache(maxsize=4096)
-def _kind(shape: tuple[int, ...], dtype: str) -> _Kind:
-    return _Kind(dtypes.from_name(dtype), (Box.whole(shape),))
-
-
-def _only_part(entry: ArrayEntry) -> Part:
-    """The part of an array that is one chunk."""
-    box = _kind(entry.shape, entry.dtype).boxes[0]
-    return Part(entry.name, box, entry.chunk, (1,) * len(entry.shape), 1)
-
-
-def _is_one_chunk(entry: ArrayEntry) -> bool:
-    """Whether an array is stored as one chunk.
-
-    A model may have 100,000 small ones. What it costs to read one is then not its bytes, but
-    Python's work for a chunk; so no more is made of it than a `Request`.
-    """
-    return entry.shape == entry.chunk and not entry.cut and entry.boxes is None

@@ -29,9 +29,8 @@ from unickpt.format.reader import Reader
 from unickpt.frameworks.members import named
 from unickpt.frameworks.process_group import Group, all_gather_bytes, members_of
 from unickpt.progress import ProgressFunction, nothing, reporting
-from unickpt.reading.chunk_reader import Filled, ReadArrays
+from unickpt.reading.array_reader import Filled, Job, ReadArrays
 from unickpt.reading.options import LoadOptions
-from unickpt.reading.read_plan import Job
 from unickpt.reading.shared_read import (
     Exchange,
     SharedChunk,

@@ -28,10 +28,10 @@ from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.format.reader import Reader
 from unickpt.frameworks.process_group import launched_together
-from unickpt.reading.chunk_reader import ChunkReader, Filled, read_arrays
+from unickpt.reading.array_reader import Filled, Job, read_arrays
+from unickpt.reading.chunk_reader import ChunkReader
 from unickpt.reading.node_rendezvous import Rendezvous, RendezvousEnded, can_meet, rendezvous
 from unickpt.reading.options import LoadOptions
-from unickpt.reading.read_plan import Job
 from unickpt.reading.shared_read import (
     Exchange,
     Rounds,
@@ -134,7 +134,7 @@ def _is_spread(stored: Reader, job: Job) -> bool:
     """Whether a job's arrays are large, in chunks, and distributed over processes."""
     entries = job.entries
     return (
-        all(target.processes > 1 for target in job.targets.values())
+        job.processes > 1
         and _stored_bytes(job) >= _LEAST_ARRAY_BYTES
         and not any(stored.reads_boxes(entry) for entry in entries)
     )

@@ -7,84 +7,17 @@ from dataclasses import dataclass, replace
 from operator import add, sub
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unickpt.arrays import dtypes, strided_copy
+from unickpt.arrays import strided_copy
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
-from unickpt.errors import OutOfMemory
 from unickpt.format import chunk_grid
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader, Request
-from unickpt.frameworks.host_memory import prefer_huge_pages
-from unickpt.frameworks.protocol import ArrayTarget
-from unickpt.reading.recipes import Recipe, Unchanged
-from unickpt.reading.targets import place, put
+from unickpt.reading.targets import place
 
 if TYPE_CHECKING:
-    from unickpt.reading.recipes import Copy, ElementSource, Needed
-
-
-class Job:
-    """Arrays to read together, because they are tied, requested more than once, or need the same
-    chunks.
-
-    Arguments:
-        targets: the destinations, by name.
-        recipes: their sources, by the same names.
-    """
-
-    __slots__ = ("_recipes", "_targets")
-
-    def __init__(self, targets: Mapping[str, ArrayTarget], recipes: Mapping[str, Recipe]) -> None:
-        self._targets, self._recipes = targets, recipes
-
-    @property
-    def targets(self) -> Mapping[str, ArrayTarget]:
-        """The destinations, by name."""
-        return self._targets
-
-    @property
-    def recipes(self) -> Mapping[str, Recipe]:
-        """Their sources, by the same names."""
-        return self._recipes
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all destinations."""
-        return sum(
-            box.size * target.dtype.itemsize for target in self.targets.values()
-            for box in target.boxes
-        )  # fmt: skip
-
-    @property
-    def entries(self) -> list[ArrayEntry]:
-        """The stored arrays that are read."""
-        used = (source.entry for recipe in self.recipes.values() for source in recipe.sources)
-        return list({entry.name: entry for entry in used}.values())
-
-
-class StoredJob(Job):
-    """An array that one target takes as it is stored: of the 100,000 that a model may have nearly
-    all, so that no more is made of them than this.
-
-    Arguments:
-        name: of the target.
-        target: the target.
-        entry: the stored array.
-    """
-
-    __slots__ = ("entry", "name", "target")
-
-    def __init__(self, name: str, target: ArrayTarget, entry: ArrayEntry) -> None:
-        self.name, self.target, self.entry = name, target, entry
-
-    @property
-    def targets(self) -> Mapping[str, ArrayTarget]:
-        return {self.name: self.target}
-
-    @property
-    def recipes(self) -> Mapping[str, Recipe]:
-        return {self.name: Recipe((Unchanged(self.entry),))}
+    from unickpt.reading.recipes import Copy, ElementSource, Needed, Recipe
 
 
 class TargetBox(NamedTuple):
@@ -162,55 +95,6 @@ class ChunkRead:
         return Request(
             entry, part, number, out, None if self.row is None else int(self.row["digest"])
         )
-
-
-def buffers_of(stored: Reader, job: Job) -> dict[str, list[Array]]:
-    """Memory for all boxes of all targets.
-
-    Raises:
-        OutOfMemory: names the array.
-    """
-    buffers = {}
-    for name, target in job.targets.items():
-        buffers[name] = [buffer_of(stored, name, target, i) for i in range(len(target.boxes))]
-        for buffer in buffers[name]:
-            prefer_huge_pages(buffer)
-    return buffers
-
-
-def buffer_of(stored: Reader, name: str, target: ArrayTarget, position: int) -> Array:
-    """Memory for a box of a target. Raises as `buffers_of`."""
-    try:
-        return target.buffer(position)
-    except MemoryError as error:
-        raise OutOfMemory(
-            f"{stored.location}: no memory for array {name!r}, "
-            f"{dtypes.with_shape(dtypes.name_of(target.dtype), target.shape)}: {error}"
-        ) from None
-
-
-def slots_of(job: Job) -> list[TargetBox]:
-    """All boxes to fill; targets that share memory count once."""
-    first: dict[Hashable, str] = {}
-    slots: list[TargetBox] = []
-    for name, target in job.targets.items():
-        if target.identity is None or first.setdefault(target.identity, name) == name:
-            recipe = job.recipes[name]
-            slots += [TargetBox(name, i, box, recipe) for i, box in enumerate(target.boxes)]
-    return slots
-
-
-def fill(slots: Sequence[TargetBox], buffers: Mapping[str, Sequence[Array]], verify: bool) -> None:
-    """Fills in what needs no chunk."""
-    for name, position, box, recipe in slots:
-        buffer = buffers[name][position]
-        for constant in recipe.fills:
-            for copy in constant.copies(box):
-                view = strided_copy.view(buffer, copy.out, copy.out_steps, copy.shape)
-                view[...] = constant.value
-        if recipe.function is not None:
-            found = recipe.function(box, verify)
-            put(found, buffer, f"{recipe.function.name!r}: made as {found.dtype}")
 
 
 def consumers_of(

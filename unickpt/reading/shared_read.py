@@ -18,18 +18,10 @@ from unickpt.format import chunk_grid
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
-from unickpt.reading.chunk_reader import ChunkReader, Filled, Task
+from unickpt.reading.array_reader import Filled, Job, buffers_of, fill, slots_of
+from unickpt.reading.chunk_reader import ChunkReader, Task
 from unickpt.reading.options import LoadOptions
-from unickpt.reading.read_plan import (
-    ChunkRead,
-    Consumer,
-    Job,
-    buffers_of,
-    by_chunk,
-    consumers_of,
-    fill,
-    slots_of,
-)
+from unickpt.reading.read_plan import ChunkRead, Consumer, by_chunk, consumers_of
 from unickpt.reading.recipes import Unchanged
 
 Wants = Mapping[str, Sequence[Box]]

@@ -18,7 +18,7 @@ from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted, size_text
-from unickpt.reading.chunk_reader import read_box
+from unickpt.reading.array_reader import read_box
 
 
 class StoredArray:

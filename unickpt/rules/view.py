@@ -28,7 +28,7 @@ from unickpt.loading.views import (
     same_digests,
     stored_leaf,
 )
-from unickpt.reading.chunk_reader import read_box, read_made
+from unickpt.reading.array_reader import read_box, read_made
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.recipes import Recipe, Unchanged
 from unickpt.rules.compiling import CompiledRules
@@ -351,8 +351,10 @@ def load_view(
     if like is None:
         return through(stored, rules, strict=policy.is_strict), None
     nothing = StoredTree({}, lambda: None)
-    offered = Offered(stored, rules, lambda: _requested_facts(LoadRequest.of(like, among, nothing)))
-    asked = LoadRequest.of(like, among, StoredTree(offered, offered.node), policy.selection)
+    offered = Offered(
+        stored, rules, lambda: _requested_facts(LoadRequest.of(like, among, lambda: nothing))
+    )
+    asked = LoadRequest.of(like, among, lambda: StoredTree(offered, offered.node), policy.selection)
     facts, keep = _requested_facts(asked), policy.keep_mismatched
     return through(stored, rules, facts, strict=policy.is_strict, keep_misfits=keep), asked
 

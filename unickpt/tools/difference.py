@@ -19,7 +19,8 @@ from unickpt.format.reader import Reader
 from unickpt.loading.views import CheckpointView, StoredView, same_digests
 from unickpt.progress import Progress, ProgressFunction, reporting
 from unickpt.reading import checkpoint
-from unickpt.reading.chunk_reader import ChunkReader, read_made
+from unickpt.reading.array_reader import read_made
+from unickpt.reading.chunk_reader import ChunkReader
 from unickpt.reading.options import LoadOptions
 from unickpt.rules.rule_set import Rules
 from unickpt.rules.view import RuledView, stored_facts, through

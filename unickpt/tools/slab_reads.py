@@ -17,7 +17,7 @@ from unickpt.format.reader import Reader
 from unickpt.frameworks.host_memory import HostBuffers
 from unickpt.frameworks.process_group import Group
 from unickpt.loading.views import CheckpointView, jobs_of
-from unickpt.reading.chunk_reader import read_arrays
+from unickpt.reading.array_reader import read_arrays
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.targets import NewTarget
 from unickpt.references.chunks import WriteItem
