@@ -78,6 +78,7 @@ def output(process: Any) -> str:
     return str(process.communicate(timeout=60)[0])
 
 
+@pytest.mark.plugins
 @pytest.mark.parametrize("slow", [0, 2])
 def test_a_stopped_rank_is_named_by_all_others_until_it_goes_on(
     slow: int, processes: Processes, tmp_path: Path

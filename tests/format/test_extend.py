@@ -23,6 +23,7 @@ def format() -> Iterator[None]:
     extend.unregister_format(found)
 
 
+@pytest.mark.plugins
 @pytest.mark.usefixtures("format")
 def test_a_checkpoint_goes_into_a_format_of_others_and_back(tmp_path: Path) -> None:
     state = {"w": np.arange(1000.0).reshape(40, 25), "step": 3}
