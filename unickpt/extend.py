@@ -133,8 +133,8 @@ from unickpt.frameworks.protocol import Adapter, ArraySource, Fragment
 from unickpt.frameworks.sections import Encoded as EncodedValue
 from unickpt.frameworks.sections import Joined as JoinedParts
 from unickpt.loading.views import (
-    CheckpointView,
     StoredView,
+    View,
     leaf_text,
     read_into,
     stored_leaf,
@@ -263,7 +263,7 @@ if _CHECKING:
 __all__ = [
     "ATTEMPTS_FOLDER", "Adapter", "Array", "ArrayEntry", "ArraySource", "ArrayTable",
     "ArrayUnits", "BaseEntry", "BlockType", "Box", "Buffered", "ByteRange", "CHUNK_BYTES",
-    "CONVERSION_METADATA", "CheckedFiles", "CheckpointView", "ChecksummedRange", "ChunkStore",
+    "CONVERSION_METADATA", "CheckedFiles", "ChecksummedRange", "ChunkStore",
     "ChunkValue", "Claim", "Codec", "Column", "Compared", "ComparedViews", "DType", "Damaged",
     "Data", "DataReference", "DescribedSave", "Door", "DraftReport", "Earlier", "Elements",
     "EncodedChunk", "EncodedValue", "Encoding", "EncodingPolicy", "Ending", "Expansion",
@@ -283,7 +283,7 @@ __all__ = [
     "SavedArrays", "SavedOnly", "Scheme", "ScratchMemory", "Sections", "Selection",
     "SerialExecutor", "Settled", "SeveralCheckpoints", "Skipped", "SlabReads", "Source",
     "StepFolder", "StorageFuture", "StoredChunk", "StoredType", "StoredView", "Taken",
-    "TensorSource", "Timing", "Unit", "UnitSteps", "Units", "ValuePlaces", "Version",
+    "TensorSource", "Timing", "Unit", "UnitSteps", "Units", "ValuePlaces", "Version", "View",
     "WHOLE_BOXES", "WriteFilter", "WriteItem", "Writer", "WritingSave", "absolute_path",
     "adapter_of", "adapters", "all_gather_bytes", "apply_rules", "asking_storage", "barrier",
     "base_name", "bytes_of_chunk", "bytes_on_disk", "check_boxes", "check_rest",

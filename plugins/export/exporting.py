@@ -13,7 +13,6 @@ from unickpt import LoadOptions, SaveOptions
 from unickpt.errors import CheckpointCorrupt, CheckpointExists, UnsupportedLeaf
 from unickpt.extend import (
     Box,
-    CheckpointView,
     ComparedViews,
     HostBuffers,
     Index,
@@ -29,6 +28,7 @@ from unickpt.extend import (
     RuledView,
     Sections,
     StoredView,
+    View,
     Writer,
     adapters,
     counted,
@@ -53,7 +53,7 @@ _OPTIMIZER = re.compile(r"(^|/)(opt|optim|optimizer|optimizers|opt_state|optimiz
 
 
 def export(
-    view: CheckpointView,
+    view: View,
     path: PathLike,
     writer: Writer,
     options: SaveOptions,
@@ -119,7 +119,7 @@ def export(
     )
 
 
-def _with_per_process(view: CheckpointView, index: Index) -> Index:
+def _with_per_process(view: View, index: Index) -> Index:
     """The index of a view, with what all processes saved as values."""
     values: dict[str, Any] = dict(index.values)
     for name in index.per_process:
@@ -158,7 +158,7 @@ def _check_leaves(index: Index, left_out: Set[str], per_process: bool) -> None:
         )
 
 
-def _parts_text(view: CheckpointView, source: str) -> str:
+def _parts_text(view: View, source: str) -> str:
     """What to do first if a format of arrays cannot hold a training step: to export its model."""
     if isinstance(view, RuledView) or view.checkpoint.under:
         return ""
@@ -219,7 +219,7 @@ def written(to: ExportDestination, part: str = "") -> Reader:
 
 
 def _verify(
-    view: CheckpointView, plan: Plan, to: ExportDestination, group: Group, options: LoadOptions
+    view: View, plan: Plan, to: ExportDestination, group: Group, options: LoadOptions
 ) -> None:
     """Compares what was written with the source; each process some of it."""
     known = [file for file in plan.files if not file.data and file.copied is None]
@@ -236,7 +236,7 @@ def _verify(
 
 
 def _differences(
-    view: CheckpointView, plan: Plan, reader: Reader, group: Group, options: LoadOptions
+    view: View, plan: Plan, reader: Reader, group: Group, options: LoadOptions
 ) -> list[str]:
     """A line for each difference between a checkpoint that was written and the source."""
     lines = list(_other_names(plan, reader.index.names))
@@ -252,7 +252,7 @@ def _differences(
 
 
 def _unequal(
-    ours: CheckpointView,
+    ours: View,
     written: Reader,
     names: Mapping[str, str],
     casts: Mapping[str, str],
@@ -306,7 +306,7 @@ _SHARE = 6  # of the budget; what they become in a file takes a few times their 
 
 
 def with_needed(
-    writer: Writer, view: CheckpointView, index: Index, budget_bytes: int, options: LoadOptions
+    writer: Writer, view: View, index: Index, budget_bytes: int, options: LoadOptions
 ) -> Writer:
     """A writer with the elements that it needs, if it needs any.
 

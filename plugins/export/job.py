@@ -16,7 +16,6 @@ from unickpt import LoadOptions, errors
 from unickpt.extend import (
     Array,
     Buffered,
-    CheckpointView,
     Failed,
     HostBuffers,
     MemoryBudget,
@@ -24,6 +23,7 @@ from unickpt.extend import (
     Plan,
     PlannedFile,
     SlabReads,
+    View,
     check_rest,
     combined_crc32,
     dtype_from_name,
@@ -59,7 +59,7 @@ class ExportJob:
 
     def __init__(
         self,
-        view: CheckpointView,
+        view: View,
         plan: Plan,
         destination: ExportDestination,
         group: Group,

@@ -15,7 +15,6 @@ from unickpt.errors import CheckpointNotFound, MergeError
 from unickpt.extend import (
     RESERVED_METADATA,
     ArrayEntry,
-    CheckpointView,
     ComparedViews,
     HostBuffers,
     MemoryBudget,
@@ -23,6 +22,7 @@ from unickpt.extend import (
     Provenance,
     RuledView,
     Source,
+    View,
     checkpoints_below,
     convertible,
     dtype_from_name,
@@ -52,7 +52,7 @@ class MergeSource:
         facts: what weights depend on.
     """
 
-    view: CheckpointView
+    view: View
     facts: SourceFacts
 
     @property

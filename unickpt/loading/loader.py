@@ -34,7 +34,7 @@ from unickpt.loading.request import (
     compare,
     is_number,
 )
-from unickpt.loading.views import CheckpointView, StoredView, jobs_of
+from unickpt.loading.views import StoredView, View, jobs_of
 from unickpt.quoting import some
 from unickpt.reading import checkpoint
 from unickpt.reading.array_reader import Filled, Job, ReadArrays, read_arrays
@@ -260,7 +260,7 @@ class _Loading(NamedTuple):
                 found = self._read_like(view, asked, report, read)
             return found, replace(report, older_experts=older) if older else report
 
-    def _view_of(self, stored: Reader, like: Any) -> tuple[CheckpointView, LoadRequest | None]:
+    def _view_of(self, stored: Reader, like: Any) -> tuple[View, LoadRequest | None]:
         """The checkpoint as the load sees it, and what `like` requests of it, if there is one."""
         if self.rules is not None:
             check_rules(self.rules)
@@ -292,7 +292,7 @@ class _Loading(NamedTuple):
             )
         return found
 
-    def _load_all(self, view: CheckpointView, read: ReadArrays) -> tuple[Any, LoadReport]:
+    def _load_all(self, view: View, read: ReadArrays) -> tuple[Any, LoadReport]:
         index, selection, stored = view.index, self.policy.selection, view.checkpoint
         left_out = selection.left_out(index.names)
         selection.check(str(stored.location), index.names, (), stored.index.names)
@@ -327,7 +327,7 @@ class _Loading(NamedTuple):
         return self.framework.target(array)
 
     def _read_like(
-        self, view: CheckpointView, asked: LoadRequest, report: LoadReport, read: ReadArrays
+        self, view: View, asked: LoadRequest, report: LoadReport, read: ReadArrays
     ) -> Any:
         kept = {*report.kept, *(name for name, _, _ in report.mismatched)}
         leaves = {name: value for name, value in asked.leaves.items() if name not in kept}
@@ -357,7 +357,7 @@ class _Loading(NamedTuple):
             error.add_note(_HALF)
             raise
 
-    def _read_values(self, view: CheckpointView, leaves: Mapping[str, Any]) -> dict[str, Any]:
+    def _read_values(self, view: View, leaves: Mapping[str, Any]) -> dict[str, Any]:
         """The leaves that are stored as plain values, or by process."""
         index, found = view.index, dict[str, Any]()
         group = self.options.group
@@ -371,7 +371,7 @@ class _Loading(NamedTuple):
         return found
 
 
-def _filled(view: CheckpointView, overlaps: Overlaps, found: Mapping[str, Any]) -> dict[str, Any]:
+def _filled(view: View, overlaps: Overlaps, found: Mapping[str, Any]) -> dict[str, Any]:
     """What was read, of which leaves with shared memory are filled now.
 
     Raises:
@@ -403,9 +403,7 @@ def _by_array(
     return by_array, same
 
 
-def _decode(
-    view: CheckpointView, name: str, stored: StoredValue, like: Any, among: Sequence[Adapter]
-) -> Any:
+def _decode(view: View, name: str, stored: StoredValue, like: Any, among: Sequence[Adapter]) -> Any:
     from unickpt.frameworks import per_process
 
     return per_process.decode(
@@ -421,7 +419,7 @@ def _read(value: Any) -> Any:
 class _SavedValues(Sequence[Any]):
     """The values of all processes that saved, each read when it is asked for."""
 
-    def __init__(self, view: CheckpointView, name: str, among: Sequence[Adapter]) -> None:
+    def __init__(self, view: View, name: str, among: Sequence[Adapter]) -> None:
         self._stored = view.per_process(name)
         self._decode = cache(lambda at: _decode(view, name, self._stored[at], None, among))
 
@@ -444,7 +442,7 @@ class _SavedValues(Sequence[Any]):
 
 
 def _own_value(
-    view: CheckpointView, name: str, like: PerProcess, group: Any, among: Sequence[Adapter]
+    view: View, name: str, like: PerProcess, group: Any, among: Sequence[Adapter]
 ) -> PerProcess:
     from unickpt.frameworks.sections import Encoded
 

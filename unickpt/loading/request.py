@@ -22,7 +22,7 @@ from unickpt.frameworks.leaves import (
 )
 from unickpt.frameworks.protocol import Adapter, ArrayTarget, StoredTree
 from unickpt.loading.report import Difference, LoadReport
-from unickpt.loading.views import CheckpointView, leaf_text, same_digests, stored_leaf
+from unickpt.loading.views import View, leaf_text, same_digests, stored_leaf, unchanged_entry
 from unickpt.quoting import quoted, some
 from unickpt.trees import tree, tree_json
 
@@ -237,7 +237,7 @@ class LoadRules(Protocol):
 
     def _load_view(
         self, stored: Reader, like: Any, among: Sequence[Adapter], policy: Policy, /
-    ) -> tuple[CheckpointView, LoadRequest | None]:
+    ) -> tuple[View, LoadRequest | None]:
         """The checkpoint through the rules, and what `like` requests of that, if it is given.
 
         Raises:
@@ -259,7 +259,7 @@ class _Comparison:
     """What a comparison knows, and what it finds: the fields of `LoadReport`, and the rows that
     prevent loading. The arguments are those of `compare`, and all names of the checkpoint."""
 
-    view: CheckpointView
+    view: View
     asked: LoadRequest
     policy: Policy
     have: Collection[str]
@@ -342,7 +342,7 @@ class _Comparison:
         )
 
 
-def compare(view: CheckpointView, asked: LoadRequest, policy: Policy) -> LoadReport:
+def compare(view: View, asked: LoadRequest, policy: Policy) -> LoadReport:
     """Compares all leaves of `like` with the checkpoint, before anything is read.
 
     Arguments:
@@ -380,7 +380,7 @@ def compare(view: CheckpointView, asked: LoadRequest, policy: Policy) -> LoadRep
         nothing.intersection_update(tree.empty_containers(asked.node))
     skipped = sorted(set(unused) - nothing - asked.left_out.keys(), key=natural)
     unexpected = [
-        Difference(name, "unexpected", view.shown(name), "-")
+        Difference(name, "unexpected", leaf_text(stored_leaf(stored.index, name)), "-")
         for name in skipped
         if selection.has(name) and not view.is_dispensable(name)
     ]
@@ -447,7 +447,7 @@ def is_number(value: Any, entry: ArrayEntry) -> bool:
     return tree_json.is_kind(value, dtypes.from_name(entry.dtype))
 
 
-def _shared_memory(view: CheckpointView, targets: Mapping[str, ArrayTarget]) -> list[Difference]:
+def _shared_memory(view: View, targets: Mapping[str, ArrayTarget]) -> list[Difference]:
     """Leaves of `like` that share one array, but are stored as different arrays."""
     first: dict[Any, str] = {}
     rows = []
@@ -465,8 +465,8 @@ def _shared_memory(view: CheckpointView, targets: Mapping[str, ArrayTarget]) -> 
     return rows
 
 
-def _is_same_data(view: CheckpointView, a: ArrayEntry, b: ArrayEntry) -> bool:
-    ours, theirs = view.unchanged_entry(a.name), view.unchanged_entry(b.name)
+def _is_same_data(view: View, a: ArrayEntry, b: ArrayEntry) -> bool:
+    ours, theirs = unchanged_entry(view, a.name), unchanged_entry(view, b.name)
     stored = view.checkpoint
     if ours is None or theirs is None:
         return False

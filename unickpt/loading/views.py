@@ -28,8 +28,11 @@ if TYPE_CHECKING:
 TargetsByArray = Mapping[str, Mapping[str, ArrayTarget]]
 
 
-class CheckpointView(Protocol):
-    """What a load needs to know about a checkpoint."""
+class View(Protocol):
+    """What a load compares and reads: a checkpoint as it is stored, or through rules.
+
+    A load knows a checkpoint only as a view; rules make one of a reader and of what `like` asks.
+    """
 
     @property
     def checkpoint(self) -> Reader: ...
@@ -67,9 +70,6 @@ class CheckpointView(Protocol):
     def numbers(self) -> Mapping[str, tree_json.Plain]:
         """The arrays of the index that are stored as plain numbers."""
 
-    def shown(self, name: str) -> str:
-        """What is stored under a name, as text."""
-
     def node(self) -> tree.Node | tree.Leaf:
         """The structure that a load without `like` returns."""
 
@@ -82,9 +82,6 @@ class CheckpointView(Protocol):
 
     def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[StoredValue, ...]:
         """As `Checkpoint.per_process`."""
-
-    def unchanged_entry(self, name: str) -> ArrayEntry | None:
-        """The stored array that equals an array of the index unchanged; None if there is none."""
 
     def check(self, options: LoadOptions) -> None:
         """Checks that no data is lost with the stored arrays that are not read.
@@ -140,9 +137,6 @@ class StoredView:
             plain = {name: v for name, v in index.values.items() if name not in numbers}
             self.index = replace(index, arrays={**index.arrays, **numbers}, values=plain)
 
-    def shown(self, name: str) -> str:
-        return leaf_text(stored_leaf(self.checkpoint.index, name))
-
     def node(self) -> tree.Node | tree.Leaf:
         try:
             return tree_of(self.checkpoint.index)
@@ -173,9 +167,6 @@ class StoredView:
 
     def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[StoredValue, ...]:
         return self.checkpoint.per_process(self.renamed.get(name, name), of)
-
-    def unchanged_entry(self, name: str) -> ArrayEntry | None:
-        return None if name in self.numbers else self.index.arrays[name]
 
     def check(self, options: LoadOptions) -> None:
         """Nothing: only rules make one array of two, or leave one out."""
@@ -273,7 +264,7 @@ def read_into(stored: Checkpoint, targets: TargetsByArray, options: LoadOptions)
     read_arrays(stored.reader, jobs_of(StoredView(stored.reader), targets), options)
 
 
-def jobs_of(view: CheckpointView, targets_by_array: TargetsByArray) -> list[Job]:
+def jobs_of(view: View, targets_by_array: TargetsByArray) -> list[Job]:
     """What to read, in groups that need the same stored arrays.
 
     Arguments:
@@ -301,6 +292,16 @@ def jobs_of(view: CheckpointView, targets_by_array: TargetsByArray) -> list[Job]
         name: target for targets in targets_by_array.values() for name, target in targets.items()
     }
     return [Job({n: all_targets[n] for n in recipes}, recipes) for recipes in jobs if recipes]
+
+
+def unchanged_entry(view: View, name: str) -> ArrayEntry | None:
+    """The stored array that equals an array of a view's index unchanged; None if there is none."""
+    recipe = view.recipe(name)
+    if len(recipe.sources) != 1 or recipe.fills or recipe.function is not None:
+        return None
+    (source,) = recipe.sources
+    is_same = source.is_identity and source.entry.dtype == view.index.arrays[name].dtype
+    return source.entry if is_same else None
 
 
 def same_digests(a: Reader, mine: ArrayEntry, b: Reader, other: ArrayEntry) -> bool:

@@ -141,7 +141,7 @@ class Unchanged:
     """An array as it is stored: a faster source for loads without rules."""
 
     __slots__ = ("entry",)
-    is_exact, scale, offset = True, 1.0, 0.0
+    is_exact, is_identity, scale, offset = True, True, 1.0, 0.0
 
     def __init__(self, entry: ArrayEntry) -> None:
         self.entry = entry

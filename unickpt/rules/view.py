@@ -22,11 +22,9 @@ from unickpt.frameworks.sections import StoredValue
 from unickpt.loading.request import NUMBERS, LoadRequest, Policy, check_rules
 from unickpt.loading.views import (
     StoredView,
-    leaf_text,
     number_entry,
     number_recipe,
     same_digests,
-    stored_leaf,
 )
 from unickpt.reading.array_reader import read_box, read_made
 from unickpt.reading.options import LoadOptions
@@ -102,9 +100,6 @@ class RuledView:
         recorded = Provenance.of(self.checkpoint.index.metadata, where)
         return recorded.after(self.rules, self.plan, where)
 
-    def shown(self, name: str) -> str:
-        return leaf_text(stored_leaf(self.checkpoint.index, name))
-
     def node(self) -> tree.Node | tree.Leaf:
         return _structure(self.checkpoint, self.plan.made, self.index.names)
 
@@ -122,14 +117,6 @@ class RuledView:
 
     def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[StoredValue, ...]:
         return self.checkpoint.per_process(self._sources[name], of)
-
-    def unchanged_entry(self, name: str) -> ArrayEntry | None:
-        made = self.plan.made[name]
-        if made.carried is not None or len(made.sources) != 1 or made.fills:
-            return None
-        (source,) = made.sources
-        is_same = source.is_identity and source.entry.dtype == made.fact.dtype
-        return source.entry if is_same else None
 
     def check(self, options: LoadOptions) -> None:
         """Checks that no data is lost with the stored arrays that are not read.

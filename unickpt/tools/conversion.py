@@ -24,7 +24,7 @@ from unickpt.frameworks.leaves import NOTHING, Described, PerProcess, adapters
 from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import ArraySource, Memory, whole_source
 from unickpt.loading.request import Policy
-from unickpt.loading.views import CheckpointView, StoredView
+from unickpt.loading.views import StoredView, View
 from unickpt.options import SaveOptions
 from unickpt.progress import Progress
 from unickpt.quoting import quoted
@@ -237,7 +237,7 @@ def convertible(stored: Reader, rules: Rules | None, like: Any) -> StoredView | 
     return view
 
 
-def leaves_of(view: CheckpointView, group: Group, work: str) -> dict[str, Any]:
+def leaves_of(view: View, group: Group, work: str) -> dict[str, Any]:
     """What to save of a view, by name; its arrays are read later.
 
     Arguments:

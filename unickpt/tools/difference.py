@@ -16,7 +16,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.errors import LoadMismatch, RuleError
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
-from unickpt.loading.views import CheckpointView, StoredView, same_digests
+from unickpt.loading.views import StoredView, View, same_digests, unchanged_entry
 from unickpt.progress import Progress, ProgressFunction, reporting
 from unickpt.reading import checkpoint
 from unickpt.reading.array_reader import read_made
@@ -195,7 +195,7 @@ def _compared(
     options: LoadOptions,
     told: ProgressFunction,
 ) -> tuple[tuple[ArrayDifference, ...], int, int]:
-    ours: CheckpointView = StoredView(a) if rules is None else _through(a, rules, b)
+    ours: View = StoredView(a) if rules is None else _through(a, rules, b)
     if isinstance(ours, RuledView):
         ours.check(options)
     theirs = StoredView(b)
@@ -231,7 +231,7 @@ class ComparedViews:
         options: see `LoadOptions`; `budget_bytes` bounds the memory for both.
     """
 
-    def __init__(self, ours: CheckpointView, theirs: CheckpointView, options: LoadOptions) -> None:
+    def __init__(self, ours: View, theirs: View, options: LoadOptions) -> None:
         self._ours, self._theirs, self._options = ours, theirs, options
         self._readers = ChunkReader(ours.checkpoint), ChunkReader(theirs.checkpoint)
 
@@ -244,8 +244,8 @@ class ComparedViews:
 
     def same_digests(self, mine: ArrayEntry, other: ArrayEntry) -> bool:
         """Whether digests alone prove that two arrays are equal."""
-        left = self._ours.unchanged_entry(mine.name)
-        right = self._theirs.unchanged_entry(other.name)
+        left = unchanged_entry(self._ours, mine.name)
+        right = unchanged_entry(self._theirs, other.name)
         if left is None or right is None:
             return False
         return same_digests(self._ours.checkpoint, left, self._theirs.checkpoint, right)
@@ -294,7 +294,7 @@ def _through(a: Reader, rules: Rules, b: Reader) -> RuledView:
         return through(a, rules)
 
 
-def _structure(ours: CheckpointView, theirs: CheckpointView) -> Iterator[ArrayDifference]:
+def _structure(ours: View, theirs: View) -> Iterator[ArrayDifference]:
     left, right = _shown(ours), _shown(theirs)
     for name in dict.fromkeys([*left, *right]):
         mine, other = left.get(name), right.get(name)
@@ -319,7 +319,7 @@ def _same_value(a: Any, b: Any) -> bool:
     return bool(a == b) or (isinstance(a, tuple) and a[0] != a[0] and b[0] != b[0])
 
 
-def _shown(view: CheckpointView) -> dict[str, Any]:
+def _shown(view: View) -> dict[str, Any]:
     """Every leaf: arrays as their entries, values in a tuple, per-process leaves as their
     digests."""
     values = {name: (value, type(value)) for name, value in view.index.values.items()}

@@ -16,7 +16,7 @@ from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
 from unickpt.frameworks.host_memory import HostBuffers
 from unickpt.frameworks.process_group import Group
-from unickpt.loading.views import CheckpointView, jobs_of
+from unickpt.loading.views import View, jobs_of
 from unickpt.reading.array_reader import read_arrays
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.targets import NewTarget
@@ -53,7 +53,7 @@ class _BoxesTarget(NewTarget):
 
 
 def read_boxes(
-    view: CheckpointView,
+    view: View,
     boxes: Sequence[tuple[ArrayEntry, Box]],
     options: LoadOptions,
     buffers: HostBuffers,
