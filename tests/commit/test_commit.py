@@ -35,6 +35,7 @@ from unickpt.errors import CoverageError, ProcessFailed, SaveTimeout
 from unickpt.frameworks.leaves import adapters
 from unickpt.saving import writer
 from unickpt.saving.describe import describe
+from unickpt.saving.save_features import SaveFeatures
 from unickpt.saving.write_plan import DirectSource, plan_writes
 from unickpt.storage import data_files, paths
 from unickpt.storage.data_files import DataFile
@@ -735,7 +736,9 @@ def test_jobs_of_many_processes(count: int, tmp_path: Path) -> None:
             "own": {f"p{index}": LocalFragments.whole(np.full(3, index))},
             "rng": PerProcess(index),
         }
-        description = describe(tree, None, group, options, adapters())
+        description = describe(
+            tree, None, group, options, adapters(), SaveFeatures(options, name, group)
+        )
         context = paths.context(fsync=False)
         location = paths.resolve(tmp_path)
         attempt = Attempt(location, group, group.next_attempt(), context, 60)

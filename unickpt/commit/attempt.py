@@ -23,7 +23,7 @@ from unickpt.commit.messages import OK, Notes, Record, Totals
 from unickpt.commit.root import Root
 from unickpt.errors import SaveConflict, StorageError, out_of_memory
 from unickpt.frameworks.process_group import Group
-from unickpt.storage import data_files, errors, local_folders, locations
+from unickpt.storage import data_files, errors, local_folders, locations, paths
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
@@ -57,7 +57,10 @@ class Attempt:
         self.location, self.group, self.name = location, group, name
         self.context, self.timeout_s = context, timeout_s
         self.is_alone = group.count == 1
+        self.is_durable = paths.is_durable(context)
         self.folder = location.child(f"processes/{name}")
+        self.own = self.folder_of(group.index)
+        """The folder in which this process writes."""
         self.root = Root(Database(location, context))
         self.is_timed = not self.is_alone if timed is None else timed
         self.arrivals: Arrivals | None = None
@@ -165,10 +168,10 @@ class Attempt:
 
     def publish(self, record: Record, kind: str = OK) -> None:
         """Publishes this process's record, which ends its part."""
-        own = self.folder_of(self.group.index)
-        self.sync(own.child(data_files.FOLDER))
-        if any(path.startswith(f"{data_files.LINKED_FOLDER}/") for path in record.files):
-            self.sync(own.child(data_files.LINKED_FOLDER))
+        if self.is_durable:
+            self.sync(self.own.child(data_files.FOLDER))
+            if any(path.startswith(f"{data_files.LINKED_FOLDER}/") for path in record.files):
+                self.sync(self.own.child(data_files.LINKED_FOLDER))
         is_coordinator = self.group.index == 0
         self.become(AttemptState.MERGING if is_coordinator else AttemptState.PUBLISHED)
         self.record = replace(record, replaces=self.digest_found)
@@ -237,8 +240,8 @@ class Attempt:
         return self._state in attempt_state.REMOVABLE or (not self.is_alone and self.notes.settled)
 
     def sync(self, folder: Location) -> None:
-        if self.context["file_io_sync"].to_json():
-            folder.sync(self.location, max(1, self._missing))
+        """Makes the entries of a folder durable, and of those above it."""
+        folder.sync(self.location, max(1, self._missing))
 
     @contextmanager
     def _translating(self) -> Iterator[None]:

@@ -131,7 +131,7 @@ class Coordinator:
 
     def _merge(self, own: Mapping[int, Index], records: Records) -> Merged:
         attempt, described = self.attempt, own
-        if any(record.description not in own for _, record in records):
+        if not attempt.is_alone and any(record.description not in own for _, record in records):
             from unickpt.commit.descriptions import read  # only if some processes have others
 
             described = {**own, **read(records, own, attempt.folder_of, attempt.context)}
@@ -178,7 +178,8 @@ class Coordinator:
         if index.bases:
             extra[BORROWED_KEY] = chunks.borrowed.tobytes()
         manifest = attempt.root.build(f"processes/{attempt.name}/root/", index, chunks, extra)
-        attempt.sync(attempt.folder.child("root"))
+        if attempt.is_durable:
+            attempt.sync(attempt.folder.child("root"))
         return manifest
 
     def _announce(self, manifest: bytes, totals: Totals) -> None:
@@ -202,7 +203,8 @@ class Coordinator:
         if not attempt.root.replace(attempt.found, manifest, attempt.timeout_s, begun):
             attempt.become(AttemptState.FAILED)
             raise outcome.conflict(self._location, "during this save")
-        if not all(attempt.folder_of(process).exists() for process in self._processes):
+        folders = [attempt.own] if attempt.is_alone else map(attempt.folder_of, self._processes)
+        if not all(folder.exists() for folder in folders):
             attempt.root.retract(manifest, attempt.timeout_s)
             attempt.become(AttemptState.FAILED)
             raise outcome.gone(self._location)

@@ -196,14 +196,16 @@ def encode(index: Index) -> bytes:
 
 def _features(index: Index) -> list[str]:
     """What a program must know to read a checkpoint, or to delete it safely; ascending."""
-    arrays, others = index.arrays.values(), index.per_process.values()
-    used = {
-        REFERENCES: bool(index.bases),
-        PATCHES: any(entry.composed for entry in arrays),
-        SECTIONS: any(any(entry.heads) for entry in others),
-        **{name: True for entry in arrays if (name := entry.codec) is not None},
-    }
-    return sorted(name for name, is_used in used.items() if is_used)
+    used = {REFERENCES} if index.bases else set[str]()
+    for entry in index.arrays.values():
+        if entry.composed:
+            used.add(PATCHES)
+        if entry.encoding and (name := entry.codec) is not None:
+            used.add(name)
+    for values in index.per_process.values():
+        if any(values.heads):
+            used.add(SECTIONS)
+    return sorted(used)
 
 
 def _sealed(unsealed: bytes) -> bytes:
@@ -413,7 +415,7 @@ class IndexParts(NamedTuple):
         tree = bytes(stored.pop("tree"))
         processes = b"%b\0%b" % (bytes(stored["processes"]), bytes(stored["features"]))
         arrays = [bytes(stored.pop(key, b"")) for key in _OF_ARRAYS]
-        others = {key: tree_json.parsed(raw) for key, raw in stored.items()}
+        others = tree_json.parsed(tree_json.ENCODER.encode(stored))
         names = _text([list(others["values"]), list(others["per_process"])]).encode()
         return cls(b"%b\0%b" % (tree, names), b"\0".join([processes, *arrays]), others)
 

@@ -257,7 +257,8 @@ def new_session() -> str:
 
 
 def alone() -> ProcessGroup:
-    """A job of one process."""
+    """A job of one process. Each has its own session: what one failed to write, or to remove, the
+    next does not take for its own."""
     return ProcessGroup(0, 1, new_session())
 
 
@@ -466,7 +467,11 @@ def current_group(adapters: Sequence[Framework]) -> Group:
     Raises:
         ValueError: two frameworks each report a job.
     """
-    groups = jobs_of(adapters)
+    return _one_of(jobs_of(adapters))
+
+
+def _one_of(groups: Sequence[Group]) -> Group:
+    """The only group, or that of a process alone; raises as `current_group`."""
     if len(groups) > 1:
         raise ValueError(
             "jax.distributed and torch.distributed are both initialised; say which processes save "
@@ -478,10 +483,11 @@ def current_group(adapters: Sequence[Framework]) -> Group:
 def saving_group(adapters: Sequence[Framework]) -> Group:
     """As `current_group`, for a save: warns if the processes of a job would save apart."""
     global _apart
-    _apart = "" if jobs_of(adapters) else _launched_apart()
+    groups = jobs_of(adapters)
+    _apart = "" if groups else _launched_apart()
     if _apart:
         _warn_once(_apart)
-    return current_group(adapters)
+    return _one_of(groups)
 
 
 _apart = ""
@@ -500,9 +506,9 @@ def _warn_once(text: str) -> None:
 def _launched_apart() -> str:
     """Says that a process which a launcher started with others belongs to no job; else empty."""
     for index, count in _LAUNCHED:
-        world = _number(count)
-        is_script = count == _OF_SLURM_JOB and _number(index) == 0
-        if index in os.environ and world > 1 and not is_script:
+        if index not in os.environ or _number(count) <= 1:
+            continue
+        if count != _OF_SLURM_JOB or _number(index) != 0:
             return _apart_text(index, count)
     return ""
 

@@ -460,14 +460,12 @@ class SaveQueue:
         """Describes a tree; returns what is known of it, else its structure."""
         with task.failing():
             request.callbacks.begin()
-            metadata = request.metadata()
-        found = self._plans.describe(task, request.tree, metadata)
-        if task.options.skips:
-            from unickpt.saving import skipping  # only where it is asked for
+            found = self._plans.describe(task, request.tree, request.metadata())
+            if task.options.skips:
+                from unickpt.saving import skipping  # only where it is asked for
 
-            with task.failing():
                 before = self._known_of_base(task.options.base, request.find_base())
-            task.known = skipping.skip(task, found, before)
+                task.known = skipping.skip(task, found, before)
         return found
 
     def _known_of_base(self, given: paths.PathLike | None, newest: paths.PathLike | None) -> Any:

@@ -21,13 +21,14 @@ from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import Adapter, ArraySource
 from unickpt.options import SaveOptions
 from unickpt.quoting import quoted
+from unickpt.saving.save_features import SaveFeatures
 from unickpt.trees import tree, tree_json
 
 if TYPE_CHECKING:
     from unickpt.format.encoders import EncodingPolicy
     from unickpt.frameworks.sections import Encoded
     from unickpt.references.policy import Skipped
-    from unickpt.write_filter import ArrayUnits, Selection, Unit, Units, WriteFilter
+    from unickpt.write_filter import ArrayUnits, Selection, Unit, WriteFilter
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,9 @@ class Description:
 
     @cached_property
     def digest(self) -> int:
-        """xxh3-64 of `encoded`: equal where processes describe the same."""
+        """xxh3-64 of `encoded`: equal where processes describe the same; 0 of a process alone."""
+        if self.index.processes == 1:
+            return 0
         return xxhash.xxh3_64_intdigest(self.encoded)
 
     @property
@@ -114,10 +117,10 @@ class _Leaves:
         group: Group,
         options: SaveOptions,
         among: Sequence[Adapter],
-        units: Units | None,
+        features: SaveFeatures,
     ) -> None:
-        self._group, self._options, self._among, self._units = group, options, among, units
-        self._features, self._encoding = options.all_features, options.encoding
+        self._group, self._options, self._among = group, options, among
+        self._features, self._units = features, features.units
         self._first: dict[Any, str] = {}
         self.entries: dict[str, ArrayEntry] = {}
         self.sources: dict[str, ArraySource] = {}
@@ -152,9 +155,9 @@ class _Leaves:
         if held is not None:
             self.units[name] = held
         axis = None if held is None else held.axis
-        entry = _entry(name, source, self._options, axis, self._encoding)
-        if self._features:
-            encoder = codecs.configure(entry, self._features)
+        entry = _entry(name, source, self._options, axis, self._features.encoding)
+        if self._features.all:
+            encoder = codecs.configure(entry, self._features.all)
             if encoder is not None:
                 self.encoders[name] = encoder
         _check_chunk(entry)
@@ -167,7 +170,7 @@ def describe(
     group: Group,
     options: SaveOptions,
     among: Sequence[Adapter],
-    units: Units | None = None,
+    features: SaveFeatures,
 ) -> Description:
     """Describes every leaf of a tree, flattened already or not, without side effects.
 
@@ -177,7 +180,7 @@ def describe(
         group: the processes.
         options: of the save.
         among: the adapters.
-        units: those that may be left out.
+        features: of the save.
 
     Raises:
         UnsupportedLeaf: names every leaf that cannot be stored, and why.
@@ -188,20 +191,19 @@ def describe(
             root,
             leaf_test(among),
             lambda obj, name: expand(obj, name, among),
-            problem_of=problem_finder(group, options, among),
+            problem_of=problem_finder(group, options, among, features),
         )
-    found = _Leaves(group, options, among, units)
+    found = _Leaves(group, options, among, features)
     for leaf in tree.leaves(node):
         found.add(leaf.name, leaf.value)
     if found.bad:
         raise unstorable(found.bad)
     entries = found.entries
     if group.count == 1:
-        for feature in options.all_features:
-            feature.check(entries)
-    if units is not None:
+        features.check(entries)
+    if features.units is not None:
         try:
-            units.check(found.units)
+            features.units.check(found.units)
         except ValueError as error:
             raise UnsupportedLeaf(str(error)) from None
     index = Index(
@@ -218,12 +220,12 @@ def describe(
 
 
 def problem_finder(
-    group: Group, options: SaveOptions, among: Sequence[Adapter]
+    group: Group, options: SaveOptions, among: Sequence[Adapter], features: SaveFeatures
 ) -> Callable[[str, Any], str | None]:
     """A function that says why a leaf, with its name, cannot be stored."""
 
     def problem_of(name: str, value: Any) -> str | None:
-        described = _Leaves(group, options, among, None)
+        described = _Leaves(group, options, among, features)
         described.add(name, value)
         return next(iter(described.bad), None)
 

@@ -25,7 +25,6 @@ from unickpt.frameworks.leaves import (
     ArrayFacts,
     PerProcess,
     adapter_of,
-    adapters,
     expand,
     leaf_test,
 )
@@ -392,18 +391,18 @@ class PlanCache:
         root: Any,
         metadata: Mapping[str, Any] | None,
     ) -> SameTree | tree.Node | tree.Leaf:
-        """Describes what a save has to save, as `SaveTask.describe`.
+        """Describes what a save has to save, as `SaveTask.describe_leaves`.
 
         Returns:
             What is known of the tree; else the tree, flattened.
         """
-        with job.failing():
-            some = job.features.write_filter
-            found = self.find(root, job.options, job.group, job.features.units)
-            if isinstance(found, SameTree):
-                job.describe_again(found.describe(metadata, some), found.assumed())
-                return found
-        job.describe(found, metadata)
+        job.features.choose()
+        found = self.find(root, job)
+        if isinstance(found, SameTree):
+            again = found.describe(metadata, job.features.write_filter)
+            job.describe_again(again, found.assumed())
+            return found
+        job.describe_leaves(found, metadata)
         return found
 
     def is_repeated(self, sources: Mapping[str, ArraySource]) -> bool:
@@ -414,15 +413,8 @@ class PlanCache:
             self._names = [*self._names, names][-self._most :]
         return found
 
-    def find(
-        self, root: Any, options: SaveOptions, group: Group, units: Units | None = None
-    ) -> SameTree | tree.Node | tree.Leaf:
-        """Looks for a tree's plan; who gets it gives it back.
-
-        Arguments:
-            root: the tree.
-            options, group: of the save.
-            units: those that it may leave out.
+    def find(self, root: Any, job: SaveTask) -> SameTree | tree.Node | tree.Leaf:
+        """Looks for the plan of a save's tree; who gets it gives it back.
 
         Returns:
             The tree, flattened, if there is none.
@@ -430,7 +422,8 @@ class PlanCache:
         Raises:
             UnsupportedLeaf: it cannot be flattened.
         """
-        among, seen = adapters(), dict[tuple[str, int], tuple[Any, tree.Expansion | None]]()
+        options, group, units, among = job.options, job.group, job.features.units, job.among
+        seen = dict[tuple[str, int], tuple[Any, tree.Expansion | None]]()
 
         def expand_once(obj: Any, name: str) -> tree.Expansion | None:
             # `state_dict` may take long, and may be called by all processes together. The object is
@@ -449,7 +442,7 @@ class PlanCache:
             values = leaves_of(root, plan.skeleton, level)
             if values is not None and plan.recognise(values) and self._take(plan):
                 return SameTree(plan, values, group)
-        problem = problem_finder(group, options, among)
+        problem = problem_finder(group, options, among, job.features)
         return tree.flatten(root, leaf_test(among), expand_once, problem_of=problem)
 
     def _take(self, plan: CachedPlan) -> bool:
@@ -477,7 +470,7 @@ class PlanCache:
         Returns:
             None if it is a tree of which every leaf must be described each time.
         """
-        like, among, described = skeleton(root), adapters(), job.description
+        like, among, described = skeleton(root), job.among, job.description
         if like is None or _may_share(described.sources.values()):
             return None
         names: dict[int, str] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -27,43 +27,41 @@ class SaveFeatures:
         group: the processes.
     """
 
+    write_filter: WriteFilter | None = None
+    """What the save may leave out, after `choose`."""
+    units: Units | None = None
+    """The units that it may leave out."""
+
     def __init__(self, options: SaveOptions, attempt: str, group: Group) -> None:
         self._options, self._attempt, self._group = options, attempt, group
-        self._all = options.all_features
-        self._filters: dict[str, WriteFilter] | None = None if self._all else {}
-        self._encoding = options.encoding
+        self.all, self.encoding = options.all_features, options.encoding
 
-    def observers(self) -> list[PhaseObserver]:
+    def observers(self) -> Sequence[PhaseObserver]:
         """What is told of the phases of the save."""
-        asked = [feature.observer() for feature in self._all]
-        return [observer for observer in asked if observer is not None]
+        if not self.all:
+            return ()
+        return [observer for each in self.all if (observer := each.observer()) is not None]
 
-    @property
-    def write_filter(self) -> WriteFilter | None:
-        """What the save may leave out; the first to ask may wait for earlier saves.
+    def choose(self) -> None:
+        """Asks what the save may leave out, which may wait for earlier saves.
 
         Raises:
             UnsupportedLeaf: a feature cannot tell.
             ValueError: several features leave something out.
         """
-        if self._filters is None:  # no `cached_property`, whose lock all saves would share
-            asked = ((feature.name, feature.write_filter(self._attempt)) for feature in self._all)
-            self._filters = {name: found for name, found in asked if found is not None}
-            if len(self._filters) > 1:
-                both = list(self._filters)
-                raise ValueError(f"only one feature of a save can leave parts out, not {both}")
-        return next(iter(self._filters.values()), None)
-
-    @property
-    def units(self) -> Units | None:
-        """The units that the save may leave out; raises as `write_filter`."""
-        some = self.write_filter
-        return None if some is None else some.units
+        for feature in self.all:
+            found = feature.write_filter(self._attempt)
+            if found is None:
+                continue
+            if self.write_filter is not None:
+                names = [each.name for each in self.all]
+                raise ValueError(f"only one feature of a save can leave parts out, not {names}")
+            self.write_filter, self.units = found, found.units
 
     @cached_property
     def encoder(self) -> SaveEncoder | None:
         """What chooses by what is saved how arrays are stored, if that is asked for."""
-        policy = self._encoding
+        policy = self.encoding
         return None if policy is None else policy.begin(alone=self._group.count == 1)
 
     def open_base(self, save: WritingSave) -> tuple[ReferenceSource | None, Selection | None]:
@@ -82,20 +80,20 @@ class SaveFeatures:
         notes = dict[str, Any]()
         if base is not None and base.note is not None:
             notes[self._options.references.name] = base.note
-        if self._encoding is not None and self.encoder is not None:
-            notes[self._encoding.name] = self.encoder.note([*arrays.values()])
+        if self.encoding is not None and self.encoder is not None:
+            notes[self.encoding.name] = self.encoder.note([*arrays.values()])
         return notes
 
     def check(self, arrays: Iterable[str]) -> None:
         """Asks the features, before the commit, whether they fit all arrays. As
         `SaveFeature.check`."""
-        for feature in self._all:
+        for feature in self.all:
             feature.check(arrays)
 
     @property
     def policies(self) -> MergePolicies:
         """What the coordinator asks when it merges what all processes wrote."""
-        return MergePolicies(self._merging, self._encoding)
+        return MergePolicies(self._merging, self.encoding)
 
     def _merging(self, name: str) -> Merging | None:
         """What merges the notes of a name in records."""

@@ -135,17 +135,18 @@ def run(task: SaveTask, tree: Any, metadata: Mapping[str, Any] | None = None) ->
 def _save(job: SaveTask, root: Any, metadata: Mapping[str, Any] | None) -> SaveReport:
     """Saves; what it needs is freed when it returns, before Python looks for cycles again."""
     plans = _plans(os.getpid())
-    found, known = plans.describe(job, root, metadata), None
+    known = None
     with job.failing():
+        found = plans.describe(job, root, metadata)
         if isinstance(found, SameTree):
             known = found.plan
         elif isinstance(found, Node) and plans.is_repeated(job.description.sources):
             known = plans.learn(found, job, job.description.sources, None)
     with _skipping(job, found) if job.options.skips else nullcontext():
-        if isinstance(found, SameTree):
-            with job.failing():
+        with job.failing():
+            if isinstance(found, SameTree):
                 found.refer()
-        plan = job.plan() if known is None else known.planned(job)
+            plan = job.plan() if known is None else known.planned(job)
         report = job.run(plan, DirectSource(job.working_bytes))
     if known is not None:  # else it is lost, with what a failed save refers to
         known.give_back()
@@ -161,7 +162,8 @@ def _skipping(job: SaveTask, described: SameTree | Node | Leaf) -> Iterator[None
     base_url = None if base is None else paths.resolve(base).url
     before = None if base_url is None else last.get(base_url)
     try:
-        known = skipping.skip(job, described, before)
+        with job.failing():
+            known = skipping.skip(job, described, before)
         yield
     except BaseException:
         if base_url is not None:  # it may be another one by now

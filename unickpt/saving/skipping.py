@@ -40,18 +40,17 @@ def skip(task: SaveTask, described: SameTree | tree.Node | tree.Leaf, before: An
             return described.sources(names)
         return {name: description.sources[name] for name in names}
 
-    with task.failing():
-        skipped, known = task.options.references.skipped(
-            DescribedSave(
-                task.location.url,
-                task.attempt,
-                description.index.arrays,
-                description.sources,
-                description.units.keys(),
-                arrays,
-                current,
-            ),
-            before,
-        )
+    skipped, known = task.options.references.skipped(
+        DescribedSave(
+            task.location.url,
+            task.attempt,
+            description.index.arrays,
+            description.sources,
+            description.units.keys(),
+            arrays,
+            current,
+        ),
+        before,
+    )
     task.description = replace(description, skipped=skipped)
     return known

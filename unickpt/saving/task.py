@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from dataclasses import asdict, replace
 from enum import Enum, auto
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from unickpt.commit.attempt import Attempt
@@ -174,7 +175,9 @@ class SaveTask:
         self.state, self.events = SaveState.REQUESTED, Events[SaveEvent]()
         self._overwrite, self.options, self._find_base = overwrite, options, find_base
         self.location = paths.resolve(path)
-        self.group = within(options.group or saving_group(adapters()), options.timeout_s)
+        self.among = adapters()
+        """The frameworks of the program."""
+        self.group = within(options.group or saving_group(self.among), options.timeout_s)
         try:
             self.attempt = self.group.next_attempt()
         except SaveTimeout as error:
@@ -205,24 +208,30 @@ class SaveTask:
             tree, metadata: as for `save`.
 
         Raises:
-            UnsupportedLeaf, CoverageError: see `save`.
+            UnsupportedLeaf, CoverageError: see `save`; the save has failed.
         """
         with self.failing():
-            some, of = self.features.write_filter, self.features.units
-            self.description = describe(tree, metadata, self.group, self.options, adapters(), of)
-            if some is not None:
-                self.description = self.description.selected(some)
-            if self.group.count == 1:
-                check_alone(self.description)
-            if not self.options.check_replicas:
-                self._samples = {
-                    number: _keep_sample(source)
-                    for number, (name, source) in enumerate(self.description.sources.items())
-                    if source.assumed
-                    and source.fragments
-                    and not self.description.leaves_out(name, source.fragments[0].box)
-                }
-            self._become(SaveState.DESCRIBED)
+            self.features.choose()
+            self.describe_leaves(tree, metadata)
+
+    def describe_leaves(self, tree: Any, metadata: Mapping[str, Any] | None) -> None:
+        """As `describe`, after `features.choose`, for who has an error fail the save."""
+        features = self.features
+        found = describe(tree, metadata, self.group, self.options, self.among, features)
+        if features.write_filter is not None:
+            found = found.selected(features.write_filter)
+        if self.group.count == 1:
+            check_alone(found)
+        elif not self.options.check_replicas:
+            self._samples = {
+                number: _keep_sample(source)
+                for number, (name, source) in enumerate(found.sources.items())
+                if source.assumed
+                and source.fragments
+                and not found.leaves_out(name, source.fragments[0].box)
+            }
+        self.description = found
+        self._become(SaveState.DESCRIBED)
         self.timings.lap("describe")
 
     def describe_again(self, description: Description, assumed: Iterable[Assumed]) -> None:
@@ -233,7 +242,7 @@ class SaveTask:
             assumed: the arrays that are only assumed to be equal on all processes.
         """
         self.description = description
-        if not self.options.check_replicas:
+        if self.group.count > 1 and not self.options.check_replicas:
             self._samples = {
                 number: partial(_sample, source) if is_kept else _keep_sample(source)
                 for number, source, is_kept in assumed
@@ -308,11 +317,7 @@ class SaveTask:
             before_commit: called by the coordinator right before the commit; likewise.
         """
         timings = self.timings
-        with (
-            self.failing(),
-            self._reporting() as told,
-            closing(self._ticker()) as ticker,
-        ):
+        with self.failing(), self._reporting() as told, closing(self._ticker()) as ticker:
             with timings.phase("write"):
                 writer, record = self._write(plan, source, ticker, told)
                 before_publish()
@@ -349,8 +354,9 @@ class SaveTask:
     ) -> tuple[ChunkWriter, Record]:
         self.check_destination()
         self._has_begun = True
+        self._attempt.planned_bytes = sum(map(attrgetter("nbytes"), plan.own))
         base = self._open_base()
-        self._attempt.folder_of(self.group.index).child(data_files.FOLDER).make()
+        self._attempt.own.child(data_files.FOLDER).make()
         self._become(SaveState.WRITING)
         if base is not None:
             source = BorrowingSource(source, base)
@@ -358,7 +364,6 @@ class SaveTask:
             *(self._attempt, self.description, self.working_bytes, source, base, told),
             encoder=self.features.encoder,
         )
-        self._attempt.planned_bytes = sum(item.nbytes for item in plan.own)
         ticker.start(partial(self._report_progress, writer))
         record = writer.write_all(plan.own)
         if self.description.selection is not None:
@@ -384,7 +389,7 @@ class SaveTask:
         source, selection = self.features.open_base(
             WritingSave(
                 self.location,
-                self._attempt.folder_of(self.group.index),
+                self._attempt.own,
                 base,
                 options.base is not None,
                 options.compression,

@@ -24,7 +24,7 @@ from unickpt.format.chunk_grid import FULL_LINK
 from unickpt.references.chunks import Compared, ValuePlaces, WriteItem
 from unickpt.saving.describe import Description
 from unickpt.saving.write_plan import ChunkSource, StagedChunk
-from unickpt.storage import data_files, paths
+from unickpt.storage import data_files
 from unickpt.storage.data_files import DataFile
 from unickpt.threads import Pool, Window, in_batches
 
@@ -49,6 +49,7 @@ _THREADS_REMOTE = 4  # each waits for its object
 _FILE_BYTES = 256 << 20  # of a file at most, unless one chunk is larger
 _LEAST_FILE_BYTES, _LEAST_OBJECT_BYTES = 8 << 20, 64 << 20
 _FILES_EACH = 8  # so many for each thread, so that they end together
+_NBYTES, _ENCODING = attrgetter("nbytes"), attrgetter("entry.encoding")
 # In the background of a training loop, which needs the GIL, a thread should rarely ask for it.
 _BACKGROUND_PIECE = 8 << 20
 
@@ -79,8 +80,11 @@ class ChunkWriter:
         self._attempt, self._description, self._budget = attempt, description, budget_bytes
         self._source, self._encoder, self._encoders = source, encoder, description.encoders
         self._base = base
-        self._folder = attempt.folder_of(attempt.group.index)
+        self._folder = attempt.own
         self.is_local = self._folder.is_local
+        self._copies = 0 if self.is_local else 2
+        """How often an object is in memory while it is written."""
+        self._file_threads = self._files_at_once()
         self.is_stopped = False
         """Whether something has failed, so that no further chunk needs to be written."""
         self.nbytes, self.stored_bytes, self.count, self.extended = 0, 0, 0, 0
@@ -108,7 +112,7 @@ class ChunkWriter:
     def write_all(self, items: Sequence[WriteItem]) -> Record:
         """Writes this process's chunks, its per-process values and its description."""
         started = time.perf_counter()
-        self._total = sum(item.nbytes for item in items)
+        self._total = self._attempt.planned_bytes
         self.tell()
         description, process = self._description, self._attempt.group.index
         blobs, sources = description.blobs, description.sources
@@ -183,9 +187,9 @@ class ChunkWriter:
     ) -> ValuePlaces:
         """Writes chunks, which are the first rows of `done` or those of these numbers, and values;
         calls `meanwhile` while they are written. Equal chunks may be in `base`."""
-        rows, size_of = range(len(items)) if rows is None else rows, attrgetter("nbytes")
+        rows = range(len(items)) if rows is None else rows
         threads = self._threads(items, base)
-        most_bytes = self._batch_bytes(sum(map(size_of, items)))
+        most_bytes = self._batch_bytes(sum(map(_NBYTES, items)))
         # The rest of the budget is for what is needed besides the data.
         window = Window(self._budget - most_bytes, threads + 1)  # so that no thread waits
         looked, first = time.monotonic(), 0
@@ -193,19 +197,27 @@ class ChunkWriter:
         batches = [
             batch
             for _, run in itertools.groupby(items, attrgetter("unit"))
-            for batch in in_batches(run, _MOST_CHUNKS, most_bytes, size_of)
+            for batch in in_batches(run, _MOST_CHUNKS, most_bytes, _NBYTES)
         ] or ([[]] if values else [])
+        if len(batches) == 1 and self._told is None and not self._source.background:
+            # No thread has to be started for so little.
+            chunks = [self._fetch(item) for item in batches[0]]
+            work = _Batch(self, done, rows, batches[0], chunks, values, base)
+            work.write()
+            self._count(work)
+            meanwhile()
+            return done
         with Pool(threads, background=self._source.background) as pool, self._stopping():
             for batch in batches:
                 while not self._source.ready(batch) and window.wait_oldest():
                     pass  # the chunks staged next may need the memory that this releases
-                size = sum(item.nbytes for item in batch)
+                size = sum(map(_NBYTES, batch))
                 window.make_room(size)
                 chunks = [self._fetch(item) for item in batch]
                 # The first batch, which is of no unit, has the other values.
                 some, rest = rows[first : first + len(batch)], () if first else values
                 work = _Batch(self, done, some, batch, chunks, rest, base)
-                held = sum(chunk.nbytes for chunk in chunks) + self._copies * size
+                held = sum(map(_NBYTES, chunks)) + self._copies * size
                 written = pool.submit(work.write)
                 window.add(held, partial(self._end_batch, written, work))
                 first += len(batch)
@@ -222,11 +234,6 @@ class ChunkWriter:
             self._encoder.look(item.array, item.entry, chunk.data)
         return chunk
 
-    @property
-    def _copies(self) -> int:
-        """How often an object is in memory while it is written."""
-        return 0 if self.is_local else 2
-
     def _batch_bytes(self, total: int) -> int:
         """How large a batch may be."""
         if self.is_local:
@@ -235,18 +242,17 @@ class ChunkWriter:
             each = max(total // self._file_threads, _LEAST_OBJECT_BYTES)
         return min(each, _FILE_BYTES, max(1, self._budget // (4 + 2 * self._copies)))
 
-    @property
-    def _file_threads(self) -> int:
+    def _files_at_once(self) -> int:
         """How many files are written at once."""
         if not self.is_local:
             return _THREADS_REMOTE
         threads = _BACKGROUND_THREADS if self._source.background else _THREADS
-        return 2 * threads if paths.is_durable(self._attempt.context) else threads
+        return 2 * threads if self._attempt.is_durable else threads
 
     def _threads(self, items: Sequence[WriteItem], base: ReferenceSource | None) -> int:
         """How many threads write, and so hash, encode and compare with the base."""
         most = None if base is None else base.most_at_once(items)
-        if most is None and not any(item.entry.encoding for item in items):
+        if most is None and not any(map(_ENCODING, items)):
             return self._file_threads
         cpus = os.cpu_count() or 1
         wanted = cpus // 4 if self._source.background else min(cpus, _MOST_THREADS)
@@ -282,6 +288,11 @@ class ChunkWriter:
         while self._told is not None and not wait([written], _TELL_EVERY_S).done:
             self.tell()  # a slow disk, or a large chunk, takes longer
         written.result()
+        self._count(batch)
+        self.tell()
+
+    def _count(self, batch: _Batch) -> None:
+        """Counts what is written, and releases its memory."""
         for chunk in batch.chunks:
             chunk.release()
         batch.chunks = ()
@@ -290,7 +301,6 @@ class ChunkWriter:
         self.extended += batch.extended
         for note in batch.notes:
             self._add_note(*note)
-        self.tell()
 
     def _add_note(self, array: int, name: str, note: Any) -> None:
         """Adds what a codec says about chunks of an array, by its number."""

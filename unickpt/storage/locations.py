@@ -49,7 +49,7 @@ class Location:
     def child(self, relative: str) -> Location:
         """A folder below this one; `relative` needs no escaping and has no leading slash."""
         tail = relative.strip("/") + "/"
-        return self._at(self.url + tail, self.spec["path"] + tail)
+        return type(self)(self.url + tail, {**self.spec, "path": self.spec["path"] + tail})
 
     def name_for_users(self, name: str) -> str:
         """The path or URL of a folder in this one, as users give it.
@@ -66,11 +66,7 @@ class Location:
         if not name:
             return None
         url = self.url.rstrip("/").rpartition("/")[0] + "/"
-        return self._at(url, above + "/" if above else "")
-
-    def _at(self, url: str, path: str) -> Location:
-        """Another folder in the same storage."""
-        return type(self)(url, {**self.spec, "path": path})
+        return type(self)(url, {**self.spec, "path": above + "/" if above else ""})
 
     @property
     def is_remote(self) -> bool:

@@ -170,7 +170,8 @@ def write_streamed(
         cost: bytes of memory that it takes to make a chunk.
         check: called after the last chunk.
     """
-    plan = job.plan()
+    with job.failing():
+        plan = job.plan()
     slabs = in_batches(plan.own, None, slab_bytes, cost)
     with closing(SlabSource(slabs, make, buffers)) as chunks:
         report = job.run(plan, chunks, check)

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from operator import lt
 from typing import Any, NamedTuple
 
@@ -220,8 +220,7 @@ def _leaf(
         *_keys(keys, is_inner=False),
         _numbers(places["length"]),
         apart.astype(np.uint8).tobytes(),  # 1 for each value in a file
-        _numbers(which),
-        _numbers(places["offset"][apart]),
+        _numbers(_both(which, places["offset"][apart])),
         *[inline[offset : offset + length] for offset, length in within],
     ]
     return _sealed(NODE_MAGIC, b"".join(body))
@@ -248,14 +247,14 @@ def _references(nodes: Sequence[_Placed], files: dict[str, int]) -> list[bytes]:
         (files[x.at.path], x.at.offset, x.at.length, x.keys, x.tree_bytes, x.value_bytes)
         for x in nodes
     ]
-    return [_numbers(list(column)) for column in zip(*rows, strict=True)]
+    return [_numbers(list(chain.from_iterable(zip(*rows, strict=True))))]
 
 
 def _keys(keys: Sequence[bytes], *, is_inner: bool) -> list[bytes]:
     """Keys, each without what it shares with the one before; no prefix is shared by all below."""
     shared, lengths, rest = _without_shared(keys)
     common = bytes(len(keys)) if is_inner else b""
-    return [_numbers(shared[1:]), _numbers(lengths), common, rest]
+    return [_numbers(_both(shared[1:], lengths)), common, rest]
 
 
 def _files(paths: Sequence[bytes]) -> bytes:
@@ -263,8 +262,8 @@ def _files(paths: Sequence[bytes]) -> bytes:
     if not paths:
         return b"\0"
     shared, lengths, rest = _without_shared(paths)
-    numbers = [_numbers([len(paths)]), _numbers(shared[1:]), _numbers(lengths)]
-    return b"".join([*numbers, bytes(len(paths)), rest])
+    numbers = _numbers(_both([len(paths), *shared[1:]], lengths))
+    return b"".join([numbers, bytes(len(paths)), rest])
 
 
 def _without_shared(texts: Sequence[bytes]) -> tuple[Any, Any, bytes]:
@@ -286,6 +285,13 @@ def _without_shared(texts: Sequence[bytes]) -> tuple[Any, Any, bytes]:
     column = np.arange(matrix.shape[1])
     kept = (column >= shared[:, None]) & (column < lengths[:, None])
     return shared, lengths - shared, matrix[kept].tobytes()
+
+
+def _both(first: Any, second: Any) -> Any:
+    """Two columns of numbers, one after the other."""
+    if isinstance(first, list) and isinstance(second, list):
+        return first + second
+    return np.concatenate([np.asarray(first, np.uint64), np.asarray(second, np.uint64)])
 
 
 def _same(a: bytes, b: bytes) -> int:
