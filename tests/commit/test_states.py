@@ -12,8 +12,7 @@ from support.saving import numbers, save_in_job
 
 import unickpt
 from unickpt import SaveConflict, SaveOptions, StorageError
-from unickpt.commit.attempt import Attempt
-from unickpt.commit.attempt_state import NEXT, REMOVABLE, AttemptState
+from unickpt.commit.attempt import NEXT, REMOVABLE, Attempt, AttemptState
 from unickpt.commit.coordinator import Coordinator
 from unickpt.errors import ProcessFailed
 from unickpt.saving.task import SaveTask

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from unickpt._version import LIBRARY
 from unickpt.commit import outcome
-from unickpt.commit.attempt import Attempt
-from unickpt.commit.attempt_state import AttemptState
+from unickpt.commit.attempt import Attempt, AttemptState
 from unickpt.commit.merge import Merged, MergePolicies, merge_all
 from unickpt.commit.merge_chunks import Requests
 from unickpt.commit.messages import (

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 
-from unickpt.commit.attempt import Attempt
-from unickpt.commit.attempt_state import AttemptState
+from unickpt.commit.attempt import Attempt, AttemptState
 from unickpt.commit.messages import MORE, OK, REQUEST, Totals, WriteMore
 from unickpt.commit.waits import Waits
 from unickpt.errors import ProcessFailed, SaveTimeout

@@ -117,7 +117,7 @@ class SaveState(Enum):
     """How far a save is in this process. Each state may be followed by the next, or by FAILED.
 
     How far the attempt is that all processes make together, and so what may be removed after a
-    failure, is `commit.attempt_state.AttemptState`.
+    failure, is `commit.attempt.AttemptState`.
     """
 
     REQUESTED = auto()
