@@ -7,7 +7,7 @@ import os
 import stat
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,6 +31,11 @@ class LocalLocation(Location):
 
     is_local = True
     is_remote = False
+
+    @cached_property
+    def path(self) -> str:
+        """The absolute path; ends with `/`."""
+        return str(self.spec["path"])
 
     def name_for_users(self, name: str) -> str:
         return f"{self}/{name}"
