@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
+from unickpt.extend import terminal_output as terminal
 from unickpt.plugins.doctor.examining import DoctorReport, examine
-from unickpt.terminal.output import FAILED, AsJson, clean, command_app, print_json, verdict
 
-app = command_app()
+app = terminal.command_app()
 
 
 @app.command()
@@ -19,7 +19,7 @@ def command(
         str | None,
         typer.Argument(help="Also try this directory, or URL: file, s3, gs or memory."),
     ] = None,
-    as_json: AsJson = False,
+    as_json: terminal.AsJson = False,
 ) -> None:
     """Tell what is installed and what a path supports; send this along when you report a bug.
 
@@ -31,9 +31,9 @@ def command(
     exit code is 2 if a plug-in cannot be used, or no checkpoint be saved at the path.
     """
     report = examine(path)
-    with verdict(0 if report.ok else FAILED):
+    with terminal.verdict(0 if report.ok else terminal.FAILED):
         if as_json:
-            print_json({**asdict(report), "ok": report.ok})
+            terminal.print_json({**asdict(report), "ok": report.ok})
         else:
             _print(report)
 
@@ -52,12 +52,12 @@ def _print(report: DoctorReport) -> None:
     for plugin in report.plugins:
         if plugin.package != "unickpt" or plugin.error:
             name = f"{plugin.group} {plugin.name}, {plugin.package} ({plugin.target})"
-            print(clean(f"  {name}: {plugin.error or 'works'}"))
+            print(terminal.clean(f"  {name}: {plugin.error or 'works'}"))
     if report.url:
-        print(f"\n{clean(report.url)}")
+        print(f"\n{terminal.clean(report.url)}")
     for ability in report.abilities:
         works = "yes" if ability.works else "NO" if ability.is_needed else "no"
-        print(clean(f"  {ability.name:<20}{works:<5}{ability.detail}").rstrip())
+        print(terminal.clean(f"  {ability.name:<20}{works:<5}{ability.detail}").rstrip())
 
 
 def _names(report: DoctorReport, group: str) -> str:

@@ -9,12 +9,13 @@ from rich.text import Text
 
 from unickpt import UnickptError
 from unickpt.extend import counted
+from unickpt.extend import terminal_options as options
+from unickpt.extend import terminal_output as terminal
 from unickpt.plugins.merge import methods
 from unickpt.plugins.merge.merging import merge
 from unickpt.plugins.merge.sources import preview
-from unickpt.terminal import options, output
 
-app = output.command_app()
+app = terminal.command_app()
 
 METHODS = "mean, weighted, metric, step, ema, slerp, task_arithmetic, ties, dare"
 _PARAMETER = "a parameter and its value, such as density=0.3"
@@ -62,7 +63,7 @@ def command(
     compression: options.Compression = None,
     quantize: options.Quantize = None,
     hint: options.HintOption = None,
-    as_json: output.AsJson = False,
+    as_json: terminal.AsJson = False,
 ) -> None:
     """Make one checkpoint of several: an average, an interpolation, or merged tasks.
 
@@ -84,12 +85,12 @@ def command(
     [name]}. Fields are only ever added.
     """
     if len(paths) < 2:
-        output.fail("give the sources and then the destination")
+        terminal.fail("give the sources and then the destination")
     *sources, destination = paths
     if last is not None and len(sources) != 1:
-        output.fail("--last takes one source, the folder of a run")
+        terminal.fail("--last takes one source, the folder of a run")
     if last is not None and hint:
-        output.fail(
+        terminal.fail(
             "--hint is for checkpoints of other systems, not for the steps of a run (--last)"
         )
     given: Any = sources[0]
@@ -107,14 +108,14 @@ def command(
             _print_plan(plan, as_json)
             return
         asked |= {"allow_nonfinite": allow_nonfinite, "overwrite": overwrite, "verify": verify}
-        with output.job() as first, output.transfer(shown=first) as progress:
+        with terminal.job() as first, terminal.transfer(shown=first) as progress:
             report = merge(
                 given, destination, how=method, options=written_as, progress=progress, **asked
             )
     except ValueError as error:
         if isinstance(error, UnickptError):
             raise
-        output.fail(str(error))
+        terminal.fail(str(error))
     if first:
         _print_report(report, verify, as_json)
 
@@ -122,9 +123,9 @@ def command(
 def _print_report(report: Any, verified: bool, as_json: bool) -> None:
     if as_json:
         pairs = zip(report.sources, report.weights, strict=True)
-        output.print_json(
+        terminal.print_json(
             {
-                **output.written_json(report.saved),
+                **terminal.written_json(report.saved),
                 "method": report.method,
                 "sources": [{"url": url, "weight": weight} for url, weight in pairs],
                 "notes": list(report.notes),
@@ -132,8 +133,8 @@ def _print_report(report: Any, verified: bool, as_json: bool) -> None:
         )
         return
     for note in report.notes:
-        output.warn(note)
-    output.print_written(
+        terminal.warn(note)
+    terminal.print_written(
         f"merged {len(report.sources)} checkpoints:", report.saved, verified, False
     )
 
@@ -141,18 +142,18 @@ def _print_report(report: Any, verified: bool, as_json: bool) -> None:
 def _print_plan(plan: Any, as_json: bool) -> None:
     if as_json:
         names = ("merged", "from_last", "values_differ", "dtypes_differ")
-        output.print_json({**plan.record, **{name: list(getattr(plan, name)) for name in names}})
+        terminal.print_json({**plan.record, **{name: list(getattr(plan, name)) for name in names}})
         return
-    out = output.console()
+    out = terminal.console()
     for source, weight in zip(plan.sources, plan.weights, strict=True):
         step = "" if source.facts.step is None else f"  step {source.facts.step}"
-        out.print(f"{weight:10.4g}  {output.clean(source.url)}{step}")
+        out.print(f"{weight:10.4g}  {terminal.clean(source.url)}{step}")
     if plan.base is not None:
-        out.print(f"      base  {output.clean(plan.base.url)}")
+        out.print(f"      base  {terminal.clean(plan.base.url)}")
     parts = [
         f"{counted(len(plan.merged), 'array')} merged by {plan.method}",
         f"{len(plan.from_last)} taken from the last source",
         f"{len(plan.values_differ)} values that differ",
         f"{len(plan.dtypes_differ)} of other dtypes",
     ]
-    out.print(Text(output.clean(", ".join(parts)), "bold"))
+    out.print(Text(terminal.clean(", ".join(parts)), "bold"))

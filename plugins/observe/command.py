@@ -19,19 +19,10 @@ import typer
 import unickpt
 from unickpt import Rules
 from unickpt.extend import rebuild_tree, tree_from_names
-from unickpt.terminal.options import HintOption, Inverse, Sizes, Under, read_rules, source_of
-from unickpt.terminal.output import (
-    DIFFERENT,
-    AsJson,
-    Where,
-    command_app,
-    console,
-    fail,
-    print_json,
-    verdict,
-)
+from unickpt.extend import terminal_options as options
+from unickpt.extend import terminal_output as terminal
 
-app = command_app(
+app = terminal.command_app(
     no_args_is_help=True, help="Write rules from what can be observed, and check them."
 )
 _Output = Annotated[
@@ -54,7 +45,7 @@ def observe(
         ),
     ],
     output: _Output = None,
-    under: Under = "",
+    under: options.Under = "",
     framework: Annotated[
         str, typer.Option("--framework", help="Whose arrays it gets: numpy, torch or jax.")
     ] = "numpy",
@@ -62,7 +53,7 @@ def observe(
         bool,
         typer.Option("--partial", help="Write what rules can say, also if they cannot say all."),
     ] = False,
-    as_json: AsJson = False,
+    as_json: terminal.AsJson = False,
 ) -> None:
     """Write the rules that do what somebody's converter does, by running it.
 
@@ -93,15 +84,15 @@ def observe(
 
 @app.command("draft")
 def draft(
-    left: Where,
-    right: Where,
+    left: terminal.Where,
+    right: terminal.Where,
     output: _Output = None,
-    hint: HintOption = None,
-    as_json: AsJson = False,
+    hint: options.HintOption = None,
+    as_json: terminal.AsJson = False,
 ) -> None:
     """Write rules from two checkpoints that belong together, by values, names and shapes.
 
-    Where both hold the same weights, values decide, also which axes of a square array are
+    terminal.Where both hold the same weights, values decide, also which axes of a square array are
     exchanged. What names and sizes leave open is written as a comment that begins with `#?`: remove
     that from the lines that are right.
 
@@ -111,21 +102,25 @@ def draft(
     --json prints {rules, report: {certain, guesses: {rule: others}, left_over, right_over}}. Fields
     are only ever added.
     """
-    _write(Rules.draft(source_of(left, hint), right, name=f"{left} and {right}"), output, as_json)
+    _write(
+        Rules.draft(options.source_of(left, hint), right, name=f"{left} and {right}"),
+        output,
+        as_json,
+    )
 
 
 @app.command("check")
 def check(
     rules: Annotated[str, typer.Argument(help="A file of rules, or the name of a preset.")],
-    left: Where,
-    right: Where,
-    inverse: Inverse = False,
-    size: Sizes = None,
+    left: terminal.Where,
+    right: terminal.Where,
+    inverse: options.Inverse = False,
+    size: options.Sizes = None,
     probes: Annotated[
         int, typer.Option("--probes", help="How many elements of each array to compare.", min=1)
     ] = 64,
-    hint: HintOption = None,
-    as_json: AsJson = False,
+    hint: options.HintOption = None,
+    as_json: terminal.AsJson = False,
 ) -> None:
     """Check rules with two checkpoints that hold the same weights, by a few elements of each array.
 
@@ -138,14 +133,14 @@ def check(
 
     --json prints {same, arrays, elements, differences: {name: why}}. Fields are only ever added.
     """
-    wanted = read_rules(rules, inverse, size)
+    wanted = options.read_rules(rules, inverse, size)
     assert wanted is not None
-    found = wanted.check(source_of(left, hint), right, probes=probes)
-    with verdict(0 if found else DIFFERENT):
+    found = wanted.check(options.source_of(left, hint), right, probes=probes)
+    with terminal.verdict(0 if found else terminal.DIFFERENT):
         if as_json:
-            print_json({"same": bool(found), **asdict(found)})
+            terminal.print_json({"same": bool(found), **asdict(found)})
         else:
-            console().print(str(found))
+            terminal.console().print(str(found))
 
 
 def _write(found: Rules, output: Path | None, as_json: bool) -> None:
@@ -156,27 +151,27 @@ def _write(found: Rules, output: Path | None, as_json: bool) -> None:
         output.write_text(report.text, encoding="utf-8")
     if as_json:
         body = asdict(report)
-        print_json({"rules": body.pop("text"), "report": body})
+        terminal.print_json({"rules": body.pop("text"), "report": body})
         return
     if output is None:
         print(report.text)
-    console(stderr=True).print(str(report))
+    terminal.console(stderr=True).print(str(report))
 
 
 def _function(given: str) -> Callable[[Any], Any]:
     """The function of a module or of a file."""
     module_name, colon, path = given.rpartition(":")
     if not colon or not path:
-        fail(f"{given} is not MODULE:FUNCTION, such as convert_llama:to_hf")
+        terminal.fail(f"{given} is not MODULE:FUNCTION, such as convert_llama:to_hf")
     sys.path.insert(0, os.getcwd())
     try:
         found = attrgetter(path)(_module(module_name))
     except ImportError as error:
-        fail(f"{module_name} cannot be imported: {error}")
+        terminal.fail(f"{module_name} cannot be imported: {error}")
     except AttributeError:
-        fail(f"{module_name} has no {path}")
+        terminal.fail(f"{module_name} has no {path}")
     if not callable(found):
-        fail(f"{given} is of type {type(found).__name__}, not a function")
+        terminal.fail(f"{given} is of type {type(found).__name__}, not a function")
     function: Callable[[Any], Any] = found
     return function
 
@@ -185,7 +180,7 @@ def _module(name: str) -> Any:
     if not name.endswith(".py"):
         return importlib.import_module(name)
     if not Path(name).is_file():
-        fail(f"there is no file {name}")
+        terminal.fail(f"there is no file {name}")
     spec = importlib.util.spec_from_file_location(Path(name).stem, name)
     assert spec is not None
     assert spec.loader is not None
@@ -201,12 +196,12 @@ def _example(given: str, under: str) -> Any:
         checkpoint = unickpt.open(given)
         return checkpoint.under(under) if under else checkpoint
     if under:
-        fail(f"--under is for a checkpoint; {given} is a file of shapes")
+        terminal.fail(f"--under is for a checkpoint; {given} is a file of shapes")
     try:
         shapes = json.loads(Path(given).read_text(encoding="utf-8"))
         leaves = {name: _leaf(shape) for name, shape in shapes.items()}
     except (ValueError, TypeError, AttributeError, KeyError) as error:
-        fail(f"{given} must have {{name: shape}}, or {{name: {{shape, dtype}}}}: {error}")
+        terminal.fail(f"{given} must have {{name: shape}}, or {{name: {{shape, dtype}}}}: {error}")
     return rebuild_tree(tree_from_names(list(leaves)), leaves.__getitem__)
 
 

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from unickpt.extend import size_text
+from unickpt.extend import terminal_output as terminal
 from unickpt.plugins.report.html_report import report
-from unickpt.terminal.output import clean, command_app, console
 
-app = command_app()
+app = terminal.command_app()
 
 
 @app.command()
@@ -62,4 +62,6 @@ def command(
     """
     page = report(path, out, metrics=metrics or (), trace=trace)
     for written in (page, *([Path(trace)] if trace else [])):
-        console().print(clean(f"{written}: {size_text(written.stat().st_size)}"), soft_wrap=True)
+        terminal.console().print(
+            terminal.clean(f"{written}: {size_text(written.stat().st_size)}"), soft_wrap=True
+        )

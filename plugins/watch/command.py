@@ -15,11 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from unickpt.extend import first_few, size_text
+from unickpt.extend import terminal_output as terminal
+from unickpt.extend import terminal_tables as tables
 from unickpt.plugins.watch.watching import FAILED, Committed, Look, UnderWay, Watch
-from unickpt.terminal.output import AsJson, clean, command_app, console
-from unickpt.terminal.tables import date_text, new_table
 
-app = command_app()
+app = terminal.command_app()
 _SHARE = 10
 """At most one part in so many of the time is spent looking, however slow the storage is."""
 _COLUMNS = ("checkpoint", "state", "processes", "bytes", "rate", "for", "who")
@@ -34,7 +34,7 @@ def command(
     last: Annotated[
         int, typer.Option("--last", help="How many committed checkpoints to show.", min=0)
     ] = 8,
-    as_json: AsJson = False,
+    as_json: terminal.AsJson = False,
 ) -> None:
     """Show how far the saves of a run are, until Ctrl-C; from the storage alone.
 
@@ -47,13 +47,13 @@ def command(
     unickpt watch runs/llama --once --json
 
     A save that nobody works on any more looks like one under way in which nothing changes; `unickpt
-    clean` removes what such saves left.
+    terminal.clean` removes what such saves left.
 
     --json prints an object for each look, one a line: {committed: [{name, created, nbytes,
     new_bytes, processes, seconds, error}], under_way: [{name, attempt, processes, phases, nbytes,
     total, seconds, quiet_s}]}. phases has the numbers of the processes by what they do.
     """
-    watching, out = Watch(run, last), console()
+    watching, out = Watch(run, last), terminal.console()
     with Live(console=out, auto_refresh=False) if out.is_terminal else nullcontext() as live:
         while True:
             began = time.monotonic()
@@ -74,18 +74,18 @@ def command(
 
 def _drawn(run: str, found: Look) -> Any:
     if not found.committed and not found.under_way:
-        return Text(f"nothing is saved in {clean(run)}, and nothing is being saved")
-    table = new_table(_COLUMNS, right=("processes", "bytes", "rate", "for"))
+        return Text(f"nothing is saved in {terminal.clean(run)}, and nothing is being saved")
+    table = tables.new_table(_COLUMNS, right=("processes", "bytes", "rate", "for"))
     for committed in found.committed:
         _add(table, _committed_row(committed), "red" if committed.error else "")
     for under_way in found.under_way:
         failed = FAILED in under_way.phases
         _add(table, _under_way_row(under_way), "red" if failed else "bold")
-    return Group(Text(clean(run), "bold"), table)
+    return Group(Text(terminal.clean(run), "bold"), table)
 
 
 def _add(table: Table, row: list[str], style: str) -> None:
-    table.add_row(*(Text(clean(text), style) for text in row))
+    table.add_row(*(Text(terminal.clean(text), style) for text in row))
 
 
 def _committed_row(found: Committed) -> list[str]:
@@ -94,7 +94,7 @@ def _committed_row(found: Committed) -> list[str]:
     seconds = found.seconds
     return [
         found.name,
-        date_text(found.created),
+        tables.date_text(found.created),
         f"{found.processes:,}",
         size_text(found.new_bytes),
         "" if not seconds else f"{size_text(int(found.new_bytes / seconds))}/s",

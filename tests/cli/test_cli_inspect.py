@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import unickpt
 from unickpt.cli.app import app
-from unickpt.terminal import tables
+from unickpt.tools.terminal import tables
 
 
 def inspected(*arguments: object) -> str:

@@ -25,7 +25,7 @@ from unickpt.runs import tier_copies
 from unickpt.runs.pruning import PruneRun
 from unickpt.runs.retention import Retention
 from unickpt.runs.step_folder import StepFolder
-from unickpt.terminal import output
+from unickpt.tools.terminal import output
 
 FAST = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=4096)
 FROZEN = np.random.default_rng(1).random(20_000)

@@ -16,7 +16,7 @@ from unickpt import Checkpointer, SaveOptions
 from unickpt.cli.app import app
 from unickpt.cli.timing_table import print_timing
 from unickpt.format import timing
-from unickpt.terminal import output
+from unickpt.tools.terminal import output
 
 
 def run(*arguments: object) -> Any:

@@ -30,7 +30,7 @@ from unickpt.commit import lease
 from unickpt.runs import orphans
 from unickpt.storage import locations, paths
 from unickpt.storage.locations import Location
-from unickpt.terminal import output
+from unickpt.tools.terminal import output
 
 HOUR = 3600.0
 

@@ -23,7 +23,7 @@ from unickpt.cli import (
     verify,
 )
 from unickpt.errors import RuleWarning, UnickptError
-from unickpt.terminal.output import drop_output, fail, warn
+from unickpt.tools.terminal.output import drop_output, fail, warn
 
 
 class _CommandGroup(TyperGroup):

@@ -14,8 +14,8 @@ from unickpt.reading.listing import checkpoints_below
 from unickpt.runs import orphans
 from unickpt.runs.orphans import Orphan, OrphanSearch
 from unickpt.storage import paths
-from unickpt.terminal.output import AsJson, clean, confirm, console, fail, print_json, warn
-from unickpt.terminal.tables import print_table
+from unickpt.tools.terminal.output import AsJson, clean, confirm, console, fail, print_json, warn
+from unickpt.tools.terminal.tables import print_table
 
 
 def command(

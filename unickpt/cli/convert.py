@@ -15,9 +15,9 @@ from unickpt import Checkpoint
 from unickpt.format import writers
 from unickpt.frameworks.host_memory import MOST_WORKING
 from unickpt.quoting import counted, size_text
-from unickpt.terminal import options, output
-from unickpt.terminal.tables import print_table
 from unickpt.tools.conversion_preview import Preview, PreviewRow, folded, preview
+from unickpt.tools.terminal import options, output
+from unickpt.tools.terminal.tables import print_table
 
 
 def _make(

@@ -10,9 +10,17 @@ from rich.text import Text
 
 import unickpt
 from unickpt.quoting import counted, size_text
-from unickpt.terminal import options
-from unickpt.terminal.output import DIFFERENT, AsJson, Where, console, print_json, transfer, verdict
-from unickpt.terminal.tables import print_table
+from unickpt.tools.terminal import options
+from unickpt.tools.terminal.output import (
+    DIFFERENT,
+    AsJson,
+    Where,
+    console,
+    print_json,
+    transfer,
+    verdict,
+)
+from unickpt.tools.terminal.tables import print_table
 from unickpt.types import ArrayDifference, DiffReport
 
 

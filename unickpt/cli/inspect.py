@@ -25,9 +25,9 @@ from unickpt.format.index import ArrayEntry, Index
 from unickpt.quoting import counted, quoted, size_text, some
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.stored_array import StoredArray
-from unickpt.terminal.options import HintOption, Under, parsed_hints
-from unickpt.terminal.output import AsJson, Where, clean, console, fail, print_json
-from unickpt.terminal.tables import Cell, date_text, print_table, shape_text
+from unickpt.tools.terminal.options import HintOption, Under, parsed_hints
+from unickpt.tools.terminal.output import AsJson, Where, clean, console, fail, print_json
+from unickpt.tools.terminal.tables import Cell, date_text, print_table, shape_text
 from unickpt.trees import tree, tree_json
 
 _MANY_PARTS = 20

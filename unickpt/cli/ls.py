@@ -21,8 +21,8 @@ from unickpt.reading.listing import Listed, checkpoints_below, other_folders
 from unickpt.runs import orphans
 from unickpt.runs.orphans import OrphanSearch
 from unickpt.storage import paths
-from unickpt.terminal.output import AsJson, clean, print_json
-from unickpt.terminal.tables import Cell, date_text, print_table
+from unickpt.tools.terminal.output import AsJson, clean, print_json
+from unickpt.tools.terminal.tables import Cell, date_text, print_table
 
 _OPEN_AT_ONCE = 8
 _MOST_DEPTH, _MOST_FOLDERS = 4, 2000  # to search below a folder that has no checkpoints itself

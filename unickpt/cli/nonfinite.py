@@ -9,9 +9,9 @@ from rich.text import Text
 
 import unickpt
 from unickpt.quoting import counted
-from unickpt.terminal.options import source_of
-from unickpt.terminal.output import clean, console, print_json, transfer
-from unickpt.terminal.tables import print_table
+from unickpt.tools.terminal.options import source_of
+from unickpt.tools.terminal.output import clean, console, print_json, transfer
+from unickpt.tools.terminal.tables import print_table
 
 Nonfinite = Annotated[
     bool,

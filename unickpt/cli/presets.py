@@ -8,7 +8,7 @@ import typer
 
 from unickpt import Rules
 from unickpt.rules.rule_files import preset_text
-from unickpt.terminal.output import AsJson, print_json
+from unickpt.tools.terminal.output import AsJson, print_json
 
 
 def command(

@@ -10,8 +10,8 @@ import typer
 from unickpt.quoting import counted, some
 from unickpt.runs.pruning import PrunePlan, PruneRun
 from unickpt.runs.retention import Retention
-from unickpt.terminal.output import FAILED, AsJson, clean, confirm, fail, print_json, warn
-from unickpt.terminal.tables import print_table
+from unickpt.tools.terminal.output import FAILED, AsJson, clean, confirm, fail, print_json, warn
+from unickpt.tools.terminal.tables import print_table
 
 
 def command(

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from unickpt.format.timing import PHASES, Timing
 from unickpt.quoting import counted, size_text
-from unickpt.terminal.tables import print_table
+from unickpt.tools.terminal.tables import print_table
 
 _SHOWN = 16
 _PHASE = ("phase", "mean", "median", "busiest", "process", "busiest / mean")

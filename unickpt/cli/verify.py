@@ -11,8 +11,8 @@ import unickpt
 from unickpt.cli.nonfinite import Nonfinite, count_nonfinite
 from unickpt.quoting import counted, size_text
 from unickpt.reading.verification import VerifyReport
-from unickpt.terminal.options import HintOption, source_of
-from unickpt.terminal.output import (
+from unickpt.tools.terminal.options import HintOption, source_of
+from unickpt.tools.terminal.output import (
     DAMAGED,
     AsJson,
     Where,
@@ -22,7 +22,7 @@ from unickpt.terminal.output import (
     transfer,
     verdict,
 )
-from unickpt.terminal.tables import print_table
+from unickpt.tools.terminal.tables import print_table
 
 
 def command(

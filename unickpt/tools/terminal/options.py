@@ -14,7 +14,7 @@ from unickpt.options import SaveOptions
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.rules.rule_set import Rules
-from unickpt.terminal.output import fail
+from unickpt.tools.terminal.output import fail
 
 RulesName = Annotated[
     str | None, typer.Option("--rules", help="A file of rules, or the name of a preset.")

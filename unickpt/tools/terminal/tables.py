@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from unickpt.terminal.output import clean, console
+from unickpt.tools.terminal.output import clean, console
 
 Cell = str | tuple[str, str]
 """A text from a checkpoint; or a text that is printed as it is, and its style."""
