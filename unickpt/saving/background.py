@@ -120,11 +120,13 @@ class BackgroundErrors:
 
     def raise_these(self, failures: Sequence[Failure]) -> NoReturn:
         """Raises the first error, which names the others; forgets all of them."""
-        first, *others = failures
+        first, *remaining_failures = failures
         for failure in list(failures):
             self.forget(failure)
         notes = [f"unickpt: {first.what} failed with this error, in the background"]
-        notes += [f"unickpt: {other.what} failed too: {other.error}" for other in others]
+        notes += [
+            f"unickpt: {other.what} failed too: {other.error}" for other in remaining_failures
+        ]
         for note in notes:
             if note not in getattr(first.error, "__notes__", ()):
                 first.error.add_note(note)
@@ -436,7 +438,7 @@ class SaveQueue:
         with task.failing(refused=True):  # so that the other processes are notified
             self.errors.raise_unless_refused()
         with collection_paused():
-            found = self._describe(task, request)
+            described_tree = self._describe(task, request)
         # Early, if that costs the caller no time; and again when it is this save's turn.
         is_known = not request.is_delayed and not task.location.is_remote
         if is_known and task.location.exists():
@@ -445,11 +447,12 @@ class SaveQueue:
         previous = self._pending[-1] if self._pending else None
         waited_s = 0.0 if previous is None else previous._snapshot.wait_complete()
         with task.failing(), collection_paused():
-            same = found if isinstance(found, SameTree) else None
+            same = described_tree if isinstance(described_tree, SameTree) else None
             snapshot = Snapshot(task, self._area, request.owners, waited_s, same)
-            if isinstance(found, tree.Node):
-                kept = snapshot.sources, snapshot.methods
-                snapshot.cached = self._plans.learn(found, task, *kept)
+            if isinstance(described_tree, tree.Node):
+                snapshot.cached = self._plans.learn(
+                    described_tree, task, snapshot.sources, snapshot.methods
+                )
             task.keep(snapshot.sources, snapshot.working_bytes)
             pending = PendingSave(task, snapshot, previous, request.callbacks, self.errors)
             pending.begin()
@@ -460,30 +463,32 @@ class SaveQueue:
         """Describes a tree; returns what is known of it, else its structure."""
         with task.failing():
             request.callbacks.begin()
-            found = self._plans.describe(task, request.tree, request.metadata())
+            described_tree = self._plans.describe(task, request.tree, request.metadata())
             if task.options.skips:
                 from unickpt.saving import skipping  # only where it is asked for
 
                 before = self._known_of_base(task.options.base, request.find_base())
-                task.known = skipping.skip(task, found, before)
-        return found
+                task.known = skipping.skip(task, described_tree, before)
+        return described_tree
 
-    def _known_of_base(self, given: paths.PathLike | None, newest: paths.PathLike | None) -> Any:
+    def _known_of_base(
+        self, requested: paths.PathLike | None, newest: paths.PathLike | None
+    ) -> Any:
         """What is known of the last save, if it is the base: what may be skipped is what did not
         change since the last call.
 
         Arguments:
-            given: `SaveOptions.base`.
+            requested: `SaveOptions.base`.
             newest: the base that was found, as far as the saves have ended.
         """
         last = self._pending[-1] if self._pending and not self._is_forgotten else None
         if last is None or last._failure is not None:
             return None
-        base = newest if given is None else given
+        base = newest if requested is None else requested
         if base is not None and paths.resolve(base).url == last.url:
             return last.known
         # It will be the newest, if a save that is in flight may be one.
-        return last.known if given is None and base is not None and not last.done() else None
+        return last.known if requested is None and base is not None and not last.done() else None
 
     @contextmanager
     def following(self) -> Iterator[None]:

@@ -91,14 +91,14 @@ class Description:
         selection = self.selection
         return unit is None or selection is None or selection.writes(unit)
 
-    def selected(self, some: WriteFilter) -> Description:
+    def selected(self, write_filter: WriteFilter) -> Description:
         """The same, of a save that writes only some units.
 
         Raises:
             UnsupportedLeaf: they cannot be chosen.
         """
         try:
-            selection = some.select(self.index, self.units)
+            selection = write_filter.select(self.index, self.units)
         except ValueError as error:
             raise UnsupportedLeaf(str(error)) from None
         return self.with_selection(selection)
@@ -151,10 +151,10 @@ class _Leaves:
             self.aliases[name] = self._first[source.identity]
             return
         self._first[source.identity] = name
-        held = None if self._units is None else self._units.find(name, source.shape, source.layout)
-        if held is not None:
-            self.units[name] = held
-        axis = None if held is None else held.axis
+        units = None if self._units is None else self._units.find(name, source.shape, source.layout)
+        if units is not None:
+            self.units[name] = units
+        axis = None if units is None else units.axis
         entry = _entry(name, source, self._options, axis, self._features.encoding)
         if self._features.all:
             encoder = codecs.configure(entry, self._features.all)
@@ -193,30 +193,30 @@ def describe(
             lambda obj, name: expand(obj, name, among),
             problem_of=problem_finder(group, options, among, features),
         )
-    found = _Leaves(group, options, among, features)
+    leaves = _Leaves(group, options, among, features)
     for leaf in tree.leaves(node):
-        found.add(leaf.name, leaf.value)
-    if found.bad:
-        raise unstorable(found.bad)
-    entries = found.entries
+        leaves.add(leaf.name, leaf.value)
+    if leaves.bad:
+        raise unstorable(leaves.bad)
+    entries = leaves.entries
     if group.count == 1:
         features.check(entries)
     if features.units is not None:
         try:
-            features.units.check(found.units)
+            features.units.check(leaves.units)
         except ValueError as error:
             raise UnsupportedLeaf(str(error)) from None
     index = Index(
         tree=tree_json.to_json(node),
         arrays=entries,
-        aliases=found.aliases,
-        values=found.plain,
-        per_process={name: PerProcessEntry(()) for name in found.blobs},
+        aliases=leaves.aliases,
+        values=leaves.plain,
+        per_process={name: PerProcessEntry(()) for name in leaves.blobs},
         metadata=checked_metadata(metadata),
         processes=group.count,
         compression=options.compression,
     )
-    return Description(index, found.sources, found.blobs, found.units, encoders=found.encoders)
+    return Description(index, leaves.sources, leaves.blobs, leaves.units, encoders=leaves.encoders)
 
 
 def problem_finder(
@@ -291,14 +291,14 @@ def _entry(
     )
 
 
-def check_mapping(what: str, given: object) -> None:
+def check_mapping(what: str, mapping: object) -> None:
     """Checks that metadata or metrics are a dict.
 
     Raises:
         UnsupportedLeaf: they are not.
     """
-    if given is not None and not isinstance(given, Mapping):
-        raise UnsupportedLeaf(f"{what} must be a dict, not of type {type(given).__name__}")
+    if mapping is not None and not isinstance(mapping, Mapping):
+        raise UnsupportedLeaf(f"{what} must be a dict, not of type {type(mapping).__name__}")
 
 
 def checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -343,9 +343,9 @@ def _json_fault(value: Any, where: str, within: tuple[object, ...]) -> str:
             if not _is_json(child):
                 return _json_fault(child, f"{where}[{quoted(key)}]", within)
     if isinstance(value, list):
-        for at, child in enumerate(value):
+        for index, child in enumerate(value):
             if not _is_json(child):
-                return _json_fault(child, f"{where}[{at}]", within)
+                return _json_fault(child, f"{where}[{index}]", within)
     kind = type(value).__name__
     return f"{where} cannot be stored in JSON: it is {quoted(value)} of type {kind}{_advice(value)}"
 

@@ -33,9 +33,13 @@ def keep_sample(source: ArraySource) -> Callable[[], int]:
         A function that returns their fingerprint, which is equal for equal arrays.
     """
     (fragment,) = source.fragments
-    at = sample_indices(source.shape, source.dtype.itemsize)
-    kept = _sample(fragment, source.dtype, at) if fragment.sample is None else fragment.sample(at)
-    return lambda: _fingerprint(kept(), source)
+    indices = sample_indices(source.shape, source.dtype.itemsize)
+    read_sample = (
+        _sample(fragment, source.dtype, indices)
+        if fragment.sample is None
+        else fragment.sample(indices)
+    )
+    return lambda: _fingerprint(read_sample(), source)
 
 
 @lru_cache(maxsize=256)
@@ -50,17 +54,19 @@ def sample_indices(shape: tuple[int, ...], itemsize: int) -> tuple[Array, ...]:
     return np.unravel_index(np.arange(0, count, step), shape or (1,))
 
 
-def _sample(fragment: Fragment, dtype: dtypes.DType, at: tuple[Array, ...]) -> Callable[[], Array]:
+def _sample(
+    fragment: Fragment, dtype: dtypes.DType, indices: tuple[Array, ...]
+) -> Callable[[], Array]:
     view = fragment.read(fragment.box, lambda: np.empty(fragment.box.shape, dtype))
-    found: Array = np.atleast_1d(view)[at]  # a copy
-    return lambda: found
+    elements: Array = np.atleast_1d(view)[indices]  # a copy
+    return lambda: elements
 
 
-def _fingerprint(found: Array, source: ArraySource) -> int:
+def _fingerprint(elements: Array, source: ArraySource) -> int:
     native = source.dtype.newbyteorder("=")
     if native == np.bool_:  # a bool may be any byte in memory
-        found = np.not_equal(np.ascontiguousarray(found).view(np.uint8), 0)
-    what = f"{dtypes.name_of(native)} {source.shape} {codec.digest(found.astype(native)):x}"
+        elements = np.not_equal(np.ascontiguousarray(elements).view(np.uint8), 0)
+    what = f"{dtypes.name_of(native)} {source.shape} {codec.digest(elements.astype(native)):x}"
     return xxhash.xxh3_64_intdigest(what.encode())
 
 
@@ -69,16 +75,18 @@ def sampled(samples: Mapping[int, Callable[[], int]]) -> Array:
     return _rows((number, fingerprint()) for number, fingerprint in samples.items())
 
 
-def whole(held: Sequence[WriteItem], record: Record, digest: Callable[[WriteItem], int]) -> Array:
+def whole(
+    write_items: Sequence[WriteItem], record: Record, digest: Callable[[WriteItem], int]
+) -> Array:
     """The rows of a record for every byte of the assumed replicas.
 
     Arguments:
-        held: all chunks that this process holds.
+        write_items: all chunks that this process holds.
         record: lists those that it wrote.
         digest: returns the digest of another chunk.
     """
     written = record.chunks
-    known = dict(
+    written_digests = dict(
         zip(
             zip(written["array"].tolist(), written["chunk"].tolist(), strict=True),
             written["digest"].tolist(),
@@ -87,13 +95,13 @@ def whole(held: Sequence[WriteItem], record: Record, digest: Callable[[WriteItem
     )
 
     def rows() -> Iterator[tuple[int, int]]:
-        assumed = (chunk for item in held if item.assumed for chunk in item.chunks())
+        assumed = (chunk for item in write_items if item.assumed for chunk in item.chunks())
         for number, items in groupby(assumed, lambda item: item.array):
             hashed = xxhash.xxh3_64()
             for item in items:
-                own = known.get((item.array, item.position))
-                found = digest(item) if own is None else own
-                hashed.update(found.to_bytes(8, "little"))
+                written_digest = written_digests.get((item.array, item.position))
+                chunk_digest = digest(item) if written_digest is None else written_digest
+                hashed.update(chunk_digest.to_bytes(8, "little"))
             yield number, hashed.intdigest()
 
     return _rows(rows())

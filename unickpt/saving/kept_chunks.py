@@ -73,8 +73,8 @@ class KeptChunks:
 
     def clear(self) -> None:
         """Releases the copies, and refers to nothing."""
-        for of in list(self._copies):
-            self._release(of)
+        for chunk_key in list(self._copies):
+            self._release(chunk_key)
         self._references = {}
 
     def copy(self, item: WriteItem, _: None) -> None:
@@ -87,16 +87,16 @@ class KeptChunks:
 
     def _copied(self, item: WriteItem) -> StagedChunk:
         """A copy in memory, which is reserved."""
-        memory, taken = item.fragment.memory, list[Array]()
+        memory, buffers = item.fragment.memory, list[Array]()
 
         def take(nbytes: int) -> Array:
-            taken.append(self._area.take(nbytes, self._memory.budget, memory))
-            return taken[0]
+            buffers.append(self._area.take(nbytes, self._memory.budget, memory))
+            return buffers[0]
 
         def release() -> None:
-            for buffer in taken:
+            for buffer in buffers:
                 self._area.give(buffer, memory)
-            taken.clear()
+            buffers.clear()
             self._area.unreserve(item.nbytes)
 
         try:
@@ -115,16 +115,16 @@ class KeptChunks:
             )
 
     def fetch(self, item: WriteItem) -> StagedChunk:
-        found = self._find(item)
-        if isinstance(found, WriteItem):
-            return self._fetch_reference(found)
-        return replace(found, release=partial(self._release, key(item)))
+        kept_chunk = self._find(item)
+        if isinstance(kept_chunk, WriteItem):
+            return self._fetch_reference(kept_chunk)
+        return replace(kept_chunk, release=partial(self._release, key(item)))
 
     def digest(self, item: WriteItem) -> int:
-        found = self._find(item)
-        if isinstance(found, StagedChunk):
-            return codec.digest_as_stored(item.entry, found.data)
-        staged = self._fetch_reference(found)
+        kept_chunk = self._find(item)
+        if isinstance(kept_chunk, StagedChunk):
+            return codec.digest_as_stored(item.entry, kept_chunk.data)
+        staged = self._fetch_reference(kept_chunk)
         try:
             return codec.digest_as_stored(item.entry, staged.data)
         finally:
@@ -132,19 +132,19 @@ class KeptChunks:
 
     def _find(self, item: WriteItem) -> StagedChunk | WriteItem:
         """Waits until a chunk is kept: in a copy, or where this item reads it."""
-        of = key(item)
+        chunk_key = key(item)
         with self._changed:
             self._changed.wait_for(
                 lambda: (
-                    of in self._copies
-                    or of in self._references
+                    chunk_key in self._copies
+                    or chunk_key in self._references
                     or self.error is not None
                     or SaveEvent.STAGED in self._events
                 )
             )
-            found = self._references.get(of) or self._copies.get(of)
-            if found is not None:
-                return found
+            kept_chunk = self._references.get(chunk_key) or self._copies.get(chunk_key)
+            if kept_chunk is not None:
+                return kept_chunk
             self.check()
         raise CoverageError(
             f"array {item.entry.name!r} {item.box}: by its layout another process holds this "
@@ -164,8 +164,8 @@ class KeptChunks:
 
         return replace(staged, release=release)
 
-    def _release(self, of: ChunkKey) -> None:
+    def _release(self, chunk_key: ChunkKey) -> None:
         with self._changed:
-            staged = self._copies.pop(of, None)
+            staged = self._copies.pop(chunk_key, None)
         if staged is not None:
             staged.release()

@@ -56,7 +56,7 @@ class _Together:
         adapter: of the framework.
         copied: whether they are copied; else they are referred to.
         unit: of which all are; None if they are of none.
-        at: their numbers among the leaves.
+        numbers: theirs among the leaves.
         names: of them.
         sources: the arrays as they are kept.
         reads: read their copies.
@@ -66,7 +66,7 @@ class _Together:
     adapter: Adapter
     copied: bool
     unit: Unit | None
-    at: list[int] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     sources: list[ArraySource] = field(default_factory=list)
     reads: Sequence[Read] = ()
@@ -75,19 +75,19 @@ class _Together:
     def keep(self, values: Sequence[Any], now: Description | None = None) -> int:
         """Keeps them as they are now, but copies none that `now` does not look at; returns how many
         bytes were copied."""
-        sources, reads, some = self.sources, self.reads, None
+        sources, reads, indices = self.sources, self.reads, None
         if self.copied and now is not None and now.skipped is not None:
             skipped = now.skipped
-            some = [
+            indices = [
                 n
                 for n, (name, source) in enumerate(zip(self.names, sources, strict=True))
                 if source.assumed or not skipped.skips(name, source.fragments[0].box)
             ]
-            sources, reads = [sources[n] for n in some], [reads[n] for n in some]
-        at = self.at if some is None else [self.at[n] for n in some]
-        leaves = [values[number] for number in at]
+            sources, reads = [sources[n] for n in indices], [reads[n] for n in indices]
+        leaf_numbers = self.numbers if indices is None else [self.numbers[n] for n in indices]
+        leaves = [values[number] for number in leaf_numbers]
         if self.copy is not None:
-            self.copy(leaves, some)
+            self.copy(leaves, indices)
         else:
             reads = self.adapter.kept(leaves)
         for source, read in zip(sources, reads, strict=True):
@@ -106,31 +106,31 @@ class _Together:
             self.copy = self.adapter.copier(rooms)
 
     def _rooms(self) -> Iterator[Array]:
-        size = sum(-(-each.held_bytes // _ALIGNMENT) * _ALIGNMENT for each in self.sources)
-        rest = np.empty(size, np.uint8)
+        size = sum(-(-source.held_bytes // _ALIGNMENT) * _ALIGNMENT for source in self.sources)
+        buffer = np.empty(size, np.uint8)
         for source in self.sources:
             (fragment,) = source.fragments
             nbytes, dtype = source.held_bytes, source.dtype.newbyteorder("=")
-            yield rest[:nbytes].view(dtype).reshape(fragment.box.shape)
-            rest = rest[-(-nbytes // _ALIGNMENT) * _ALIGNMENT :]
+            yield buffer[:nbytes].view(dtype).reshape(fragment.box.shape)
+            buffer = buffer[-(-nbytes // _ALIGNMENT) * _ALIGNMENT :]
 
 
 class _Other(NamedTuple):
     """An array that is described again.
 
     Arguments:
-        at: its number among the leaves.
+        number: its number among the leaves.
         name: of it.
         unit: of which it is; None if it is of none, or of several.
         adapter: of its framework.
-        kept: how it is kept.
+        kept_source: how it is kept.
     """
 
-    at: int
+    number: int
     name: str
     unit: Unit | None
     adapter: Adapter
-    kept: ArraySource
+    kept_source: ArraySource
 
 
 # No plan depends on these: they may differ in each call, or where steps are kept in several places.
@@ -143,8 +143,8 @@ def _of(group: Group) -> tuple[int, int, Members | None]:
     return group.index, group.count, members_of(group)
 
 
-def _reading(room: Array, of: Box) -> Read:
-    return lambda box, make_buffer: room[box.relative_to(of.start).slices]
+def _reading(room: Array, room_box: Box) -> Read:
+    return lambda box, make_buffer: room[box.relative_to(room_box.start).slices]
 
 
 def _forget(sources: Sequence[ArraySource]) -> None:
@@ -193,12 +193,12 @@ class CachedPlan:
     plan: WritePlan | None = None
 
     def __post_init__(self) -> None:
-        kept = self.description.sources
-        fragments = chain.from_iterable(source.fragments for source in kept.values())
+        sources = self.description.sources
+        fragments = chain.from_iterable(source.fragments for source in sources.values())
         self.methods = dict.fromkeys(fragments, SnapshotMethod.REFERENCE)
         self.assumed = [
             (number, name, source)
-            for number, (name, source) in enumerate(kept.items())
+            for number, (name, source) in enumerate(sources.items())
             if source.assumed and source.fragments
         ]
         """The assumed replicas: their numbers, names, and how they are kept."""
@@ -214,22 +214,22 @@ class CachedPlan:
 
     def planned(self, job: SaveTask) -> WritePlan:
         """The plan of a save of the tree; not to be kept if it is of what did not change, too."""
-        found = job.plan(self.plan if job.description.skipped is None else None)
-        self.plan = found if job.description.skipped is None else self.plan
-        return found
+        plan = job.plan(self.plan if job.description.skipped is None else None)
+        self.plan = plan if job.description.skipped is None else self.plan
+        return plan
 
     def give_back(self) -> None:
         """For the next save, when the one has ended that used it; refers to no memory of the
         program, so that that can be freed before."""
         for group in self.together:
             group.let_go()
-        _forget([other.kept for other in self.others])
+        _forget([other.kept_source for other in self.others])
         self.cache._give(self)
 
 
 def _is_copied(
     source: ArraySource,
-    kept: ArraySource,
+    kept_source: ArraySource,
     staging: str,
     methods: Mapping[Fragment, SnapshotMethod] | None,
 ) -> bool | None:
@@ -240,10 +240,10 @@ def _is_copied(
     if methods is None:
         is_whole = source.fragments[0].box == Box.whole(source.shape)
         return False if plain and (is_whole or not memory.mutable) else None
-    if not plain or any(methods[f] is not SnapshotMethod.REFERENCE for f in kept.fragments):
+    if not plain or any(methods[f] is not SnapshotMethod.REFERENCE for f in kept_source.fragments):
         return None
     if memory.mutable:
-        return True if len(kept.fragments) == 1 else None
+        return True if len(kept_source.fragments) == 1 else None
     return False if staging != "copy" else None
 
 
@@ -270,13 +270,13 @@ class SameTree:
         """The arrays of that which are described again."""
 
     def describe(
-        self, metadata: Mapping[str, Any] | None, some: WriteFilter | None = None
+        self, metadata: Mapping[str, Any] | None, write_filter: WriteFilter | None = None
     ) -> Description:
         """The description of the save.
 
         Arguments:
             metadata: as for `SaveTask.describe`.
-            some: which units need not be written.
+            write_filter: which units need not be written.
 
         Raises:
             UnsupportedLeaf: a value per process, or the metadata, cannot be stored, or no units
@@ -298,14 +298,16 @@ class SameTree:
                 plain[name] = value
         if bad:
             raise unstorable(bad)
-        known = self.plan.description
-        index = replace(known.index, values=plain, metadata=checked_metadata(metadata))
-        found = replace(known, index=index, blobs=blobs)
-        self._description = found = found if some is None else found.selected(some)
-        self._others = [other for other in self.plan.others if found.writes(other.unit)]
-        self._together = [group for group in self.plan.together if found.writes(group.unit)]
-        self.others = [o.adapter.source(self._values[o.at], self._group) for o in self._others]
-        return found
+        cached_description = self.plan.description
+        index = replace(cached_description.index, values=plain, metadata=checked_metadata(metadata))
+        description = replace(cached_description, index=index, blobs=blobs)
+        self._description = description = (
+            description if write_filter is None else description.selected(write_filter)
+        )
+        self._others = [other for other in self.plan.others if description.writes(other.unit)]
+        self._together = [group for group in self.plan.together if description.writes(group.unit)]
+        self.others = [o.adapter.source(self._values[o.number], self._group) for o in self._others]
+        return description
 
     def arrays(self) -> Mapping[str, Any]:
         """The arrays as they are now, by their names."""
@@ -317,7 +319,7 @@ class SameTree:
         sources = {other.name: source for other, source in both if other.name in names}
         for group in self._together:
             members = [n for n, name in enumerate(group.names) if name in names]
-            reads = group.adapter.kept([self._values[group.at[n]] for n in members])
+            reads = group.adapter.kept([self._values[group.numbers[n]] for n in members])
             for n, read in zip(members, reads, strict=True):
                 source = group.sources[n]
                 fragments = tuple(
@@ -329,16 +331,18 @@ class SameTree:
     def assumed(self) -> Iterator[tuple[int, ArraySource, bool]]:
         """The assumed replicas: their numbers, sources, and whether these stay as they are."""
         both = zip(self._others, self.others, strict=True)
-        now = {id(other.kept): source for other, source in both}
-        for number, name, kept in self.plan.assumed:
-            if id(kept) in now or self._description.has(name, kept):
-                yield number, now.get(id(kept), kept), id(kept) not in now
+        now = {id(other.kept_source): source for other, source in both}
+        for number, name, kept_source in self.plan.assumed:
+            if id(kept_source) in now or self._description.has(name, kept_source):
+                yield number, now.get(id(kept_source), kept_source), id(kept_source) not in now
 
     def keep(self, capture: SnapshotPolicy, now: Description) -> Mapping[str, ArraySource]:
         """Keeps the arrays as they are now, of which `now` says what is not saved."""
         capture.methods.update(self.plan.methods)
-        for to, of in self._fill(lambda name, s: capture.keep(s, partial(now.borrows, name))):
-            capture.methods[to] = capture.methods.pop(of)
+        for cached_fragment, fresh_fragment in self._fill(
+            lambda name, s: capture.keep(s, partial(now.borrows, name))
+        ):
+            capture.methods[cached_fragment] = capture.methods.pop(fresh_fragment)
         capture.used.add(SnapshotMethod.REFERENCE)
         capture.copied_bytes += sum(group.keep(self._values, now) for group in self._together)
         self._values = ()
@@ -364,11 +368,19 @@ class SameTree:
         """
         pairs = []
         for other, source in zip(self._others, self.others, strict=True):
-            kept = keep(other.name, source)
-            for to, of in zip(other.kept.fragments, kept.fragments, strict=True):
-                assert to.box == of.box, f"{to.box} is now {of.box}"
-                to.read, to.memory, to.sample = of.read, of.memory, of.sample
-                pairs.append((to, of))
+            kept_source = keep(other.name, source)
+            for cached_fragment, fresh_fragment in zip(
+                other.kept_source.fragments, kept_source.fragments, strict=True
+            ):
+                assert cached_fragment.box == fresh_fragment.box, (
+                    f"{cached_fragment.box} is now {fresh_fragment.box}"
+                )
+                cached_fragment.read, cached_fragment.memory, cached_fragment.sample = (
+                    fresh_fragment.read,
+                    fresh_fragment.memory,
+                    fresh_fragment.sample,
+                )
+                pairs.append((cached_fragment, fresh_fragment))
         return pairs
 
 
@@ -397,21 +409,21 @@ class PlanCache:
             What is known of the tree; else the tree, flattened.
         """
         job.features.choose()
-        found = self.find(root, job)
-        if isinstance(found, SameTree):
-            again = found.describe(metadata, job.features.write_filter)
-            job.describe_again(again, found.assumed())
-            return found
-        job.describe_leaves(found, metadata)
-        return found
+        described_tree = self.find(root, job)
+        if isinstance(described_tree, SameTree):
+            again = described_tree.describe(metadata, job.features.write_filter)
+            job.describe_again(again, described_tree.assumed())
+            return described_tree
+        job.describe_leaves(described_tree, metadata)
+        return described_tree
 
     def is_repeated(self, sources: Mapping[str, ArraySource]) -> bool:
         """Whether one of the last trees had arrays of these names, and so the next one may."""
         names = hash(tuple(sources))
         with self._lock:
-            found = names in self._names
+            is_known = names in self._names
             self._names = [*self._names, names][-self._most :]
-        return found
+        return is_known
 
     def find(self, root: Any, job: SaveTask) -> SameTree | tree.Node | tree.Leaf:
         """Looks for the plan of a save's tree; who gets it gives it back.
@@ -456,7 +468,7 @@ class PlanCache:
         self,
         root: tree.Node,
         job: SaveTask,
-        kept: Mapping[str, ArraySource],
+        kept_sources: Mapping[str, ArraySource],
         methods: Mapping[Fragment, SnapshotMethod] | None,
     ) -> CachedPlan | None:
         """What a save knows of its tree, for the next one; the save gives it back when it ends.
@@ -464,7 +476,7 @@ class PlanCache:
         Arguments:
             root: the tree, flattened.
             job: the save; its arrays are described, and not kept yet.
-            kept: the arrays as they are kept.
+            kept_sources: the arrays as they are kept.
             methods: how each fragment of them is kept; None if all stay where they are.
 
         Returns:
@@ -476,7 +488,7 @@ class PlanCache:
         names: dict[int, str] = {}
         arrays: dict[int, tuple[Adapter, list[int]]] = {}
         together: dict[tuple[int, bool, Unit | None], _Together] = {}
-        others: list[_Other] = []
+        other_arrays: list[_Other] = []
         leaves = list(tree.leaves(root))
         for number, (name, value) in enumerate((leaf.name, leaf.value) for leaf in leaves):
             if type(value) in _PLAIN or type(value) is PerProcess:
@@ -486,25 +498,27 @@ class PlanCache:
             if adapter is None:
                 return None
             arrays.setdefault(id(adapter), (adapter, []))[1].append(number)
-            if name not in kept or not kept[name].fragments:
+            if name not in kept_sources or not kept_sources[name].fragments:
                 continue  # it is another name of an array, or has no elements
-            source, held = described.sources[name], described.units.get(name)
-            copied, unit = None, None if held is None else held.only
+            source, units = described.sources[name], described.units.get(name)
+            copied, unit = None, None if units is None else units.only
             # What is left out now is not kept as it will be; nor is an array of several units.
             is_left_out = any(described.borrows(name, f.box) for f in source.fragments)
-            if (methods is None or not is_left_out) and (held is None or unit is not None):
-                copied = _is_copied(source, kept[name], job.options.staging, methods)
+            if (methods is None or not is_left_out) and (units is None or unit is not None):
+                copied = _is_copied(source, kept_sources[name], job.options.staging, methods)
             if copied is None:
-                others.append(_Other(number, name, unit, adapter, kept[name]))
+                other_arrays.append(_Other(number, name, unit, adapter, kept_sources[name]))
             else:
                 group = _Together(adapter, copied, unit)
                 same = together.setdefault((id(adapter), copied, unit), group)
-                same.at.append(number)
+                same.numbers.append(number)
                 same.names.append(name)
-                same.sources.append(kept[name])
+                same.sources.append(kept_sources[name])
         values = [leaf.value for leaf in leaves]
         try:
-            facts = [ArrayFacts.of(adapter, at, values) for adapter, at in arrays.values()]
+            facts = [
+                ArrayFacts.of(adapter, numbers, values) for adapter, numbers in arrays.values()
+            ]
         except Exception:  # of these arrays an adapter says nothing in advance
             return None
         return CachedPlan(
@@ -516,13 +530,13 @@ class PlanCache:
             skeleton=like,
             types=list(map(type, values)),
             names=names,
-            arrays=[(n, leaves[n].name) for _, at in arrays.values() for n in at],
+            arrays=[(n, leaves[n].name) for _, numbers in arrays.values() for n in numbers],
             facts=facts,
             description=Description(
-                described.index, kept, {}, described.units, encoders=described.encoders
+                described.index, kept_sources, {}, described.units, encoders=described.encoders
             ),
             together=list(together.values()),
-            others=others,
+            others=other_arrays,
         )
 
     def _give(self, plan: CachedPlan) -> None:

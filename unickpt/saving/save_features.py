@@ -40,7 +40,7 @@ class SaveFeatures:
         """What is told of the phases of the save."""
         if not self.all:
             return ()
-        return [observer for each in self.all if (observer := each.observer()) is not None]
+        return [observer for feature in self.all if (observer := feature.observer()) is not None]
 
     def choose(self) -> None:
         """Asks what the save may leave out, which may wait for earlier saves.
@@ -50,13 +50,13 @@ class SaveFeatures:
             ValueError: several features leave something out.
         """
         for feature in self.all:
-            found = feature.write_filter(self._attempt)
-            if found is None:
+            write_filter = feature.write_filter(self._attempt)
+            if write_filter is None:
                 continue
             if self.write_filter is not None:
-                names = [each.name for each in self.all]
+                names = [feature.name for feature in self.all]
                 raise ValueError(f"only one feature of a save can leave parts out, not {names}")
-            self.write_filter, self.units = found, found.units
+            self.write_filter, self.units = write_filter, write_filter.units
 
     @cached_property
     def encoder(self) -> SaveEncoder | None:

@@ -135,21 +135,21 @@ def run(task: SaveTask, tree: Any, metadata: Mapping[str, Any] | None = None) ->
 def _save(job: SaveTask, root: Any, metadata: Mapping[str, Any] | None) -> SaveReport:
     """Saves; what it needs is freed when it returns, before Python looks for cycles again."""
     plans = _plans(os.getpid())
-    known = None
+    cached_plan = None
     with job.failing():
-        found = plans.describe(job, root, metadata)
-        if isinstance(found, SameTree):
-            known = found.plan
-        elif isinstance(found, Node) and plans.is_repeated(job.description.sources):
-            known = plans.learn(found, job, job.description.sources, None)
-    with _skipping(job, found) if job.options.skips else nullcontext():
+        described_tree = plans.describe(job, root, metadata)
+        if isinstance(described_tree, SameTree):
+            cached_plan = described_tree.plan
+        elif isinstance(described_tree, Node) and plans.is_repeated(job.description.sources):
+            cached_plan = plans.learn(described_tree, job, job.description.sources, None)
+    with _skipping(job, described_tree) if job.options.skips else nullcontext():
         with job.failing():
-            if isinstance(found, SameTree):
-                found.refer()
-            plan = job.plan() if known is None else known.planned(job)
+            if isinstance(described_tree, SameTree):
+                described_tree.refer()
+            plan = job.plan() if cached_plan is None else cached_plan.planned(job)
         report = job.run(plan, DirectSource(job.working_bytes))
-    if known is not None:  # else it is lost, with what a failed save refers to
-        known.give_back()
+    if cached_plan is not None:  # else it is lost, with what a failed save refers to
+        cached_plan.give_back()
     return report
 
 
@@ -163,14 +163,14 @@ def _skipping(job: SaveTask, described: SameTree | Node | Leaf) -> Iterator[None
     before = None if base_url is None else last.get(base_url)
     try:
         with job.failing():
-            known = skipping.skip(job, described, before)
+            skip_state = skipping.skip(job, described, before)
         yield
     except BaseException:
         if base_url is not None:  # it may be another one by now
             last.pop(base_url, None)
         raise
     last.pop(job.location.url, None)  # the newest comes last
-    last[job.location.url] = known
+    last[job.location.url] = skip_state
     while len(last) > _MOST_KNOWN:
         last.pop(next(iter(last)))
 

@@ -40,7 +40,7 @@ def skip(task: SaveTask, described: SameTree | tree.Node | tree.Leaf, before: An
             return described.sources(names)
         return {name: description.sources[name] for name in names}
 
-    skipped, known = task.options.references.skipped(
+    skipped, skip_state = task.options.references.skipped(
         DescribedSave(
             task.location.url,
             task.attempt,
@@ -53,4 +53,4 @@ def skip(task: SaveTask, described: SameTree | tree.Node | tree.Leaf, before: An
         before,
     )
     task.description = replace(description, skipped=skipped)
-    return known
+    return skip_state

@@ -86,13 +86,16 @@ class SnapshotPolicy:
         for fragment in source.fragments:
             if borrowed(fragment.box):
                 method = SnapshotMethod.REFERENCE
-                kept = _read_by(fragment, _unread, Memory(mutable=False))
+                kept_fragment = _read_by(fragment, _unread, Memory(mutable=False))
             else:
-                method, kept = self._decide(fragment, source.dtype)
-            self.methods[kept] = method
+                method, kept_fragment = self._decide(fragment, source.dtype)
+            self.methods[kept_fragment] = method
             self.used.add(method)
-            fragments.append(kept)
-        if all(kept is given for kept, given in zip(fragments, source.fragments, strict=True)):
+            fragments.append(kept_fragment)
+        if all(
+            kept_fragment is original
+            for kept_fragment, original in zip(fragments, source.fragments, strict=True)
+        ):
             return source
         return source.with_fragments(tuple(fragments))
 
@@ -206,8 +209,8 @@ def _lazily(fragment: Fragment) -> Fragment | None:
         memory = fragment.read(fragment.box, _no_room)
     except _NoView:
         return None
-    each = max(1, round(_SAMPLES ** (1 / max(1, memory.ndim))))
-    grid: list[Any] = [slice(None, None, max(1, n // each)) for n in memory.shape]
+    samples_per_axis = max(1, round(_SAMPLES ** (1 / max(1, memory.ndim))))
+    grid: list[Any] = [slice(None, None, max(1, n // samples_per_axis)) for n in memory.shape]
     sample = memory[(*grid, ...)]
     before, reports_change = sample.tobytes(), fragment.memory.changed
 

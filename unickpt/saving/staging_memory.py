@@ -165,12 +165,12 @@ class CopyMemory:
         Raises:
             StateChanged: an array was freed.
         """
-        of: dict[Memory, list[WriteItem]] = {}
+        items_by_memory: dict[Memory, list[WriteItem]] = {}
         for item in items:
             if item.fragment.memory.transfer is not None:
-                of.setdefault(item.fragment.memory, []).append(item)
+                items_by_memory.setdefault(item.fragment.memory, []).append(item)
         arriving: list[WriteItem] = []
-        for memory, chunks in of.items():
+        for memory, chunks in items_by_memory.items():
             nbytes = sum(item.nbytes for item in chunks)
             if self._transferred + nbytes + spare_bytes > self.budget:
                 continue
@@ -179,18 +179,18 @@ class CopyMemory:
             assert memory.transfer is not None, "only such are among them"
             self._transferred += nbytes
             try:
-                found = memory.transfer([item.box for item in chunks])
+                transfer = memory.transfer([item.box for item in chunks])
             except StateChanged as error:
                 raise naming(error, chunks[0]) from None
-            if found is None:
+            if transfer is None:
                 self._transferred -= nbytes
                 self._area.unreserve(nbytes)
                 continue
-            self._transfers.append(found)
+            self._transfers.append(transfer)
             self.count(copied=nbytes)
             host = Memory(mutable=False)
             for item in chunks:
-                fragment = replace(item.fragment, read=found.read, memory=host, sample=None)
+                fragment = replace(item.fragment, read=transfer.read, memory=host, sample=None)
                 arriving.append(replace(item, fragment=fragment))
         return arriving
 
@@ -283,8 +283,8 @@ def plan_staging(writes: WritePlan, capture: SnapshotPolicy, memory: CopyMemory)
     """
     spare = [item for item in writes.held if item.assumed and not item.borrowed]
     if spare:
-        own = set(map(key, writes.own))
-        spare = [item for item in spare if key(item) not in own]
+        own_keys = set(map(key, writes.own))
+        spare = [item for item in spare if key(item) not in own_keys]
     copied_spare = [item for item in spare if capture.methods[item.fragment] in _COPIES]
     spare_bytes = sum(item.nbytes for item in copied_spare)
     waits_for_commit = spare_bytes > 0 and spare_bytes > _spare_room(writes.own, memory)
@@ -294,7 +294,7 @@ def plan_staging(writes: WritePlan, capture: SnapshotPolicy, memory: CopyMemory)
     planned, deferred = _deferring(writes.own, capture, room)
     planned.sort(key=lambda item: capture.methods[item.fragment].value)
     items = _none()
-    for item in kept(planned):
+    for item in _without_borrowed(planned):
         items[capture.methods[item.fragment]].append(item)
     for item in spare:
         method = capture.methods[item.fragment]
@@ -308,36 +308,38 @@ def plan_staging(writes: WritePlan, capture: SnapshotPolicy, memory: CopyMemory)
     return StagedPlan(writes, items, deferred, left, waits_for_commit)
 
 
-def _spare_room(own: Sequence[WriteItem], memory: CopyMemory) -> int:
+def _spare_room(own_items: Sequence[WriteItem], memory: CopyMemory) -> int:
     """Bytes for copies of chunks that another process should write.
 
     If that process lacks them, this one must write them; so they are held until the commit. They
     may have up to half of the memory. If they do not fit, none of them is copied, and the caller
     waits for the commit.
     """
-    return memory.budget // 2 - max((item.nbytes for item in kept(own)), default=0)
+    return memory.budget // 2 - max(
+        (item.nbytes for item in _without_borrowed(own_items)), default=0
+    )
 
 
 def _deferring(
-    own: Sequence[WriteItem], capture: SnapshotPolicy, room: int
+    own_items: Sequence[WriteItem], capture: SnapshotPolicy, room: int
 ) -> tuple[list[WriteItem], list[WriteItem]]:
     """What this process writes, and of that what is copied later, because it does not fit.
 
     Arguments:
-        own: what it writes.
+        own_items: what it writes.
         capture: knows of which chunks that is safe.
         room: bytes of copies that fit.
     """
-    found, deferred = [], []
-    for item in own:
+    planned_items, deferred = [], []
+    for item in own_items:
         if not item.borrowed and capture.methods[item.fragment] is SnapshotMethod.COPY_NOW:
             room -= item.nbytes
             later = capture.deferred(item.fragment) if room < 0 else None
             if later is not None:
                 item = replace(item, fragment=later)
                 deferred.append(item)
-        found.append(item)
-    return found, deferred
+        planned_items.append(item)
+    return planned_items, deferred
 
 
 def key(item: WriteItem) -> ChunkKey:
@@ -345,6 +347,6 @@ def key(item: WriteItem) -> ChunkKey:
     return item.array, item.position
 
 
-def kept(items: Iterable[WriteItem]) -> list[WriteItem]:
+def _without_borrowed(items: Iterable[WriteItem]) -> list[WriteItem]:
     """Those whose own data are saved."""
     return [item for item in items if not item.borrowed]

@@ -99,11 +99,11 @@ class Timings:
     def statistics(self) -> dict[str, float]:
         """Of all phases until now, for the record: when each began, and how long it took, or has
         taken so far; and `began`, when the save was requested, by this host's clock."""
-        now, found = self.elapsed, {"began": self._asked, "blocked_s": self.blocked_s}
+        now, statistics = self.elapsed, {"began": self._asked, "blocked_s": self.blocked_s}
         for phase, began in list(self._began.items()):  # the caller's thread may add one
-            found[f"{phase}_at"] = began
-            found[f"{phase}_s"] = self.phases.get(phase, now - began)
-        return found
+            statistics[f"{phase}_at"] = began
+            statistics[f"{phase}_s"] = self.phases.get(phase, now - began)
+        return statistics
 
     def unblock(self) -> None:
         """Records that the call returns now, before the save has ended."""
@@ -217,20 +217,20 @@ class SaveTask:
     def describe_leaves(self, tree: Any, metadata: Mapping[str, Any] | None) -> None:
         """As `describe`, after `features.choose`, for who has an error fail the save."""
         features = self.features
-        found = describe(tree, metadata, self.group, self.options, self.among, features)
+        description = describe(tree, metadata, self.group, self.options, self.among, features)
         if features.write_filter is not None:
-            found = found.selected(features.write_filter)
+            description = description.selected(features.write_filter)
         if self.group.count == 1:
-            check_alone(found)
+            check_alone(description)
         elif not self.options.check_replicas:
             self._samples = {
                 number: _keep_sample(source)
-                for number, (name, source) in enumerate(found.sources.items())
+                for number, (name, source) in enumerate(description.sources.items())
                 if source.assumed
                 and source.fragments
-                and not found.leaves_out(name, source.fragments[0].box)
+                and not description.leaves_out(name, source.fragments[0].box)
             }
-        self.description = found
+        self.description = description
         self._become(SaveState.DESCRIBED)
         self.timings.lap("describe")
 
@@ -257,16 +257,16 @@ class SaveTask:
         self.description = replace(self.description, sources=sources)
         self.working_bytes = working_bytes
 
-    def plan(self, known: WritePlan | None = None) -> WritePlan:
+    def plan(self, earlier_plan: WritePlan | None = None) -> WritePlan:
         """Determines which chunks this process holds, and which it writes.
 
         Arguments:
-            known: the plan of an earlier save of the same tree.
+            earlier_plan: the plan of an earlier save of the same tree.
         """
         with self.timings.phase("plan"):
-            if known is None:
+            if earlier_plan is None:
                 return plan_writes(self.description, self.group.index)
-            return plan_again(known, self.description, self.group.index)
+            return plan_again(earlier_plan, self.description, self.group.index)
 
     def check_destination(self) -> None:
         """Raises an error if the destination cannot be used; see `save`."""
@@ -317,9 +317,9 @@ class SaveTask:
             before_commit: called by the coordinator right before the commit; likewise.
         """
         timings = self.timings
-        with self.failing(), self._reporting() as told, closing(self._ticker()) as ticker:
+        with self.failing(), self._reporting() as progress, closing(self._ticker()) as ticker:
             with timings.phase("write"):
-                writer, record = self._write(plan, source, ticker, told)
+                writer, record = self._write(plan, source, ticker, progress)
                 before_publish()
                 if self.group.index > 0:  # the coordinator removes all reports with the records
                     ticker.close()
@@ -350,7 +350,7 @@ class SaveTask:
         plan: WritePlan,
         source: ChunkSource,
         ticker: Ticker,
-        told: ProgressFunction | None,
+        progress: ProgressFunction | None,
     ) -> tuple[ChunkWriter, Record]:
         self.check_destination()
         self._has_begun = True
@@ -361,7 +361,7 @@ class SaveTask:
         if base is not None:
             source = BorrowingSource(source, base)
         writer = ChunkWriter(
-            *(self._attempt, self.description, self.working_bytes, source, base, told),
+            *(self._attempt, self.description, self.working_bytes, source, base, progress),
             encoder=self.features.encoder,
         )
         ticker.start(partial(self._report_progress, writer))
@@ -422,7 +422,7 @@ class SaveTask:
         """Commits, or waits for the commit; only the coordinator has the second."""
         committed = None
         if self.group.index == 0:
-            own = self.description
+            description = self.description
 
             def check(merged: Index) -> None:
                 self.features.check(merged.arrays)
@@ -430,7 +430,7 @@ class SaveTask:
                 ticker.close()
 
             coordinator = Coordinator(self._attempt, write_more, self.features.policies)
-            committed = coordinator.commit(own.index, own.digest, check)
+            committed = coordinator.commit(description.index, description.digest, check)
             totals = committed.totals
         else:
             from unickpt.commit.participant import wait_committed  # only where there are several
@@ -463,7 +463,9 @@ class SaveTask:
             writers=() if committed is None else committed.writers,
             extra={} if merged is None else merged.extra,
             bases=() if merged is None else merged.bases,
-            replicas_differ=tuple(each.name for each in merged.differences) if merged else (),
+            replicas_differ=tuple(difference.name for difference in merged.differences)
+            if merged
+            else (),
             metadata=self.description.index.metadata,
         )
 
@@ -531,9 +533,9 @@ def call_metrics(options: SaveOptions, report: SaveReport) -> None:
 
 
 def _write_more(
-    writer: ChunkWriter, held: Sequence[WriteItem], request: Mapping[str, list[int]]
+    writer: ChunkWriter, held_items: Sequence[WriteItem], request: Mapping[str, list[int]]
 ) -> Record:
     """Writes chunks that the coordinator requests, because their planned writer lacks them."""
-    wanted = {(name, position) for name, positions in request.items() for position in positions}
-    chunks = (chunk for item in held for chunk in item.chunks())
-    return writer.write_more([c for c in chunks if (c.entry.name, c.position) in wanted])
+    requested = {(name, position) for name, positions in request.items() for position in positions}
+    chunks = (chunk for item in held_items for chunk in item.chunks())
+    return writer.write_more([c for c in chunks if (c.entry.name, c.position) in requested])

@@ -41,29 +41,29 @@ def plan_writes(description: Description, process: int) -> WritePlan:
     return _plan(list(_held_items(description)), description, process)
 
 
-def plan_again(known: WritePlan, description: Description, process: int) -> WritePlan:
+def plan_again(plan: WritePlan, description: Description, process: int) -> WritePlan:
     """As `plan_writes`, of a tree of which a plan is known: perhaps of a save of other units."""
     selection = description.selection
     if selection is None or not description.units:
-        return known
+        return plan
     changed = dict[int, WriteItem]()
-    for item in known.held:
+    for item in plan.held:
         if item.unit is not None:  # a chunk has one unit
             borrowed = not selection.writes(item.unit)
             if borrowed != item.borrowed:
                 changed[id(item)] = item.with_borrowed(borrowed)
-    held = [changed.get(id(item), item) for item in known.held]
-    if known.alone:  # nobody shares anything out
-        return WritePlan(held, [changed.get(id(item), item) for item in known.own], True)
-    return _plan(held, description, process)
+    held_items = [changed.get(id(item), item) for item in plan.held]
+    if plan.alone:  # nobody shares anything out
+        return WritePlan(held_items, [changed.get(id(item), item) for item in plan.own], True)
+    return _plan(held_items, description, process)
 
 
-def _plan(held: Sequence[WriteItem], description: Description, process: int) -> WritePlan:
-    alone = all(len(item.fragment.replicas) == 1 for item in held)
-    own = list(held) if alone else _own_items(held, process, description)
+def _plan(held_items: Sequence[WriteItem], description: Description, process: int) -> WritePlan:
+    alone = all(len(item.fragment.replicas) == 1 for item in held_items)
+    own_items = list(held_items) if alone else _own_items(held_items, process, description)
     if description.units:  # each unit is written to files of its own: see `Writer`
-        own.sort(key=lambda item: item.unit or ("", -1))
-    return WritePlan(held, own, alone)
+        own_items.sort(key=lambda item: item.unit or ("", -1))
+    return WritePlan(held_items, own_items, alone)
 
 
 def _held_items(description: Description) -> Iterator[WriteItem]:
@@ -84,26 +84,34 @@ def _held_items(description: Description) -> Iterator[WriteItem]:
                         every = run == range(part.count)
                         boxes = [part.box] if every else map(part.chunk_box, run)
                         nbytes = sum(box.size for box in boxes) * itemsize
-                        of = array, entry, part, run.start, first + run.start, fragment.box, nbytes
-                        yield WriteItem(*of, fragment, assumed, None, True, len(run))
+                        fields = (
+                            array,
+                            entry,
+                            part,
+                            run.start,
+                            first + run.start,
+                            fragment.box,
+                            nbytes,
+                        )
+                        yield WriteItem(*fields, fragment, assumed, None, True, len(run))
                     continue
                 for number in part.chunks_in(fragment.box):
                     box = part.chunk_box(number)
                     inside = box is fragment.box or fragment.box.contains(box)
                     assert inside, f"chunk {box} crosses {fragment.box}"
-                    at, nbytes = first + number, box.size * itemsize
+                    position, nbytes = first + number, box.size * itemsize
                     unit, borrowed = None, False
                     if selection is not None:
                         unit, borrowed = selection.of(name, box)
                     if skipped is not None and skipped.skips_chunk(name, box):
                         borrowed = True
-                    of = array, entry, part, number, at, box, nbytes
-                    yield WriteItem(*of, fragment, assumed, unit, borrowed)
+                    fields = array, entry, part, number, position, box, nbytes
+                    yield WriteItem(*fields, fragment, assumed, unit, borrowed)
             first += part.count
 
 
 def _own_items(
-    held: Sequence[WriteItem], process: int, description: Description
+    held_items: Sequence[WriteItem], process: int, description: Description
 ) -> list[WriteItem]:
     """The chunks that a process writes; replicas are split among the processes that hold them.
 
@@ -114,28 +122,30 @@ def _own_items(
 
     runs = [
         list(run)
-        for _, run in itertools.groupby(held, lambda i: (i.array, i.part.key, i.fragment.box))
+        for _, run in itertools.groupby(held_items, lambda i: (i.array, i.part.key, i.fragment.box))
     ]
     mine: list[WriteItem] = []
     selection = description.selection
     alone = {} if selection is None else selection.bytes_by_process
-    for known, some in (
+    for bytes_by_process, candidate_runs in (
         ({}, [run for run in runs if run[0].unit is not None] if description.units else []),
         (alone, [run for run in runs if run[0].unit is None] if description.units else runs),
     ):
         for assumed, share in (False, chunk_owners.shares), (True, chunk_owners.shares_of_assumed):
-            of = [run for run in some if run[0].assumed is assumed]
-            shared = [_shared(run) for run in of]
-            for run, own in zip(of, share(shared, process, known), strict=True):
-                mine += _some_of(run, own)
+            matching_runs = [run for run in candidate_runs if run[0].assumed is assumed]
+            shared = [_shared(run) for run in matching_runs]
+            for run, positions in zip(
+                matching_runs, share(shared, process, bytes_by_process), strict=True
+            ):
+                mine += _some_of(run, positions)
     return sorted(mine, key=attrgetter("array"))
 
 
-def _some_of(run: Sequence[WriteItem], own: range) -> Iterator[WriteItem]:
+def _some_of(run: Sequence[WriteItem], positions: range) -> Iterator[WriteItem]:
     """Some of the chunks of a run, by their positions in it."""
     first = 0
     for item in run:
-        low, high = max(own.start - first, 0), min(own.stop - first, item.count)
+        low, high = max(positions.start - first, 0), min(positions.stop - first, item.count)
         if low < high:
             yield item.some(range(low, high))
         first += item.count
@@ -234,11 +244,11 @@ class DirectSource:
         return True
 
     def fetch(self, item: WriteItem) -> StagedChunk:
-        taken: list[Array] = []
+        buffers: list[Array] = []
 
         def take(nbytes: int) -> Array:
-            taken.append(self._buffers.take(nbytes))
-            return taken[0]
+            buffers.append(self._buffers.take(nbytes))
+            return buffers[0]
 
         try:
             data = stage(item.fragment, item.box, item.dtype, take)
@@ -246,9 +256,9 @@ class DirectSource:
             raise naming(error, item) from None
         # Kept for every chunk until its commit: as few objects as possible, because Python's
         # garbage collector visits each again and again.
-        if not taken:
+        if not buffers:
             return StagedChunk(data, 0, _nothing_to_release)
-        return StagedChunk(data, data.nbytes, partial(self._buffers.give, taken[0]))
+        return StagedChunk(data, data.nbytes, partial(self._buffers.give, buffers[0]))
 
     def digest(self, item: WriteItem) -> int:
         staged = self.fetch(item)

@@ -74,7 +74,7 @@ class ChunkWriter:
         budget_bytes: int,
         source: ChunkSource,
         base: ReferenceSource | None = None,
-        told: ProgressFunction | None = None,
+        progress: ProgressFunction | None = None,
         encoder: SaveEncoder | None = None,
     ) -> None:
         self._attempt, self._description, self._budget = attempt, description, budget_bytes
@@ -90,7 +90,7 @@ class ChunkWriter:
         self.nbytes, self.stored_bytes, self.count, self.extended = 0, 0, 0, 0
         """Of what was written: bytes, bytes before compression, chunks; and the chunks to which
         values were added."""
-        self._told, self._done, self._total = told, 0, 0
+        self._progress, self._done, self._total = progress, 0, 0
         self._counting = threading.Lock()  # threads count what they write
         self._extra: dict[str, dict[int, Any]] = {}
 
@@ -116,8 +116,8 @@ class ChunkWriter:
         self.tell()
         description, process = self._description, self._attempt.group.index
         blobs, sources = description.blobs, description.sources
-        own = [description.encoded] if process > 0 else []  # the coordinator has its own
-        values = [*(each.data for each in blobs.values()), *own]
+        descriptions = [description.encoded] if process > 0 else []  # the coordinator has its own
+        values = [*(blob.data for blob in blobs.values()), *descriptions]
         done = self._take_or_write(items, values)
         places = dict(zip(blobs, done.others, strict=False))
         return done.record(
@@ -199,7 +199,7 @@ class ChunkWriter:
             for _, run in itertools.groupby(items, attrgetter("unit"))
             for batch in in_batches(run, _MOST_CHUNKS, most_bytes, _NBYTES)
         ] or ([[]] if values else [])
-        if len(batches) == 1 and self._told is None and not self._source.background:
+        if len(batches) == 1 and self._progress is None and not self._source.background:
             # No thread has to be started for so little.
             chunks = [self._fetch(item) for item in batches[0]]
             work = _Batch(self, done, rows, batches[0], chunks, values, base)
@@ -215,11 +215,11 @@ class ChunkWriter:
                 window.make_room(size)
                 chunks = [self._fetch(item) for item in batch]
                 # The first batch, which is of no unit, has the other values.
-                some, rest = rows[first : first + len(batch)], () if first else values
-                work = _Batch(self, done, some, batch, chunks, rest, base)
-                held = sum(map(_NBYTES, chunks)) + self._copies * size
+                batch_rows, batch_values = rows[first : first + len(batch)], () if first else values
+                work = _Batch(self, done, batch_rows, batch, chunks, batch_values, base)
+                memory_bytes = sum(map(_NBYTES, chunks)) + self._copies * size
                 written = pool.submit(work.write)
-                window.add(held, partial(self._end_batch, written, work))
+                window.add(memory_bytes, partial(self._end_batch, written, work))
                 first += len(batch)
                 if time.monotonic() - looked > _LOOK_EVERY_S:
                     self._attempt.check_others()
@@ -237,10 +237,10 @@ class ChunkWriter:
     def _batch_bytes(self, total: int) -> int:
         """How large a batch may be."""
         if self.is_local:
-            each = max(total // (self._file_threads * _FILES_EACH), _LEAST_FILE_BYTES)
+            batch_bytes = max(total // (self._file_threads * _FILES_EACH), _LEAST_FILE_BYTES)
         else:
-            each = max(total // self._file_threads, _LEAST_OBJECT_BYTES)
-        return min(each, _FILE_BYTES, max(1, self._budget // (4 + 2 * self._copies)))
+            batch_bytes = max(total // self._file_threads, _LEAST_OBJECT_BYTES)
+        return min(batch_bytes, _FILE_BYTES, max(1, self._budget // (4 + 2 * self._copies)))
 
     def _files_at_once(self) -> int:
         """How many files are written at once."""
@@ -255,9 +255,9 @@ class ChunkWriter:
         if most is None and not any(map(_ENCODING, items)):
             return self._file_threads
         cpus = os.cpu_count() or 1
-        wanted = cpus // 4 if self._source.background else min(cpus, _MOST_THREADS)
-        wanted = max(self._file_threads, wanted)
-        return wanted if most is None else min(wanted, max(1, most))
+        thread_count = cpus // 4 if self._source.background else min(cpus, _MOST_THREADS)
+        thread_count = max(self._file_threads, thread_count)
+        return thread_count if most is None else min(thread_count, max(1, most))
 
     @contextmanager
     def _stopping(self) -> Iterator[None]:
@@ -285,7 +285,7 @@ class ChunkWriter:
         return codec.encode(item.entry, item.part, chunk)
 
     def _end_batch(self, written: Future[None], batch: _Batch) -> None:
-        while self._told is not None and not wait([written], _TELL_EVERY_S).done:
+        while self._progress is not None and not wait([written], _TELL_EVERY_S).done:
             self.tell()  # a slow disk, or a large chunk, takes longer
         written.result()
         self._count(batch)
@@ -305,8 +305,8 @@ class ChunkWriter:
     def _add_note(self, array: int, name: str, note: Any) -> None:
         """Adds what a codec says about chunks of an array, by its number."""
         of_arrays = self._extra.setdefault(name, {})
-        known = [of_arrays[array]] if array in of_arrays else []
-        of_arrays[array] = codecs.merge(name, [*known, note])
+        notes = [of_arrays[array]] if array in of_arrays else []
+        of_arrays[array] = codecs.merge(name, [*notes, note])
 
     def count_done(self, nbytes: int) -> None:
         """Counts bytes that are written, or need not be; called on any thread."""
@@ -315,8 +315,8 @@ class ChunkWriter:
 
     def tell(self) -> None:
         """Says how much is done."""
-        if self._told is not None:
-            self._told(self.done_bytes, self._total)
+        if self._progress is not None:
+            self._progress(self.done_bytes, self._total)
 
 
 class _Batch:
@@ -361,8 +361,8 @@ class _Batch:
         try:
             for row, item, chunk in zip(self._at, self._items, self.chunks, strict=True):
                 if self._writer.is_stopped:
-                    for each in self._both(file):
-                        each.abandon()
+                    for data_file in self._both(file):
+                        data_file.abandon()
                     return
                 before = self._done_bytes
                 self._add(file, row, item, chunk.data)
@@ -370,11 +370,11 @@ class _Batch:
                     self._count(before + item.nbytes - self._done_bytes)
             for value in self._values:
                 file.add((memoryview(value),))
-            for each in self._both(file):
-                each.close()
+            for data_file in self._both(file):
+                data_file.close()
         except BaseException:
-            for each in self._both(file):
-                each.abandon()
+            for data_file in self._both(file):
+                data_file.abandon()
             raise
         self._count(sum(item.nbytes for item in self._items) - self._done_bytes)
         self._done.add(file, self._rows, len(self._values), self._links)
@@ -417,8 +417,8 @@ class _Batch:
         if self._base is not None and self._base.adds and self._writer.is_local:
             self._apart = self._apart or _Apart(self._writer.new_file())
             file, rows = self._apart.file, self._apart.rows
-        value, known, _ = encoded or self._writer.encode(item, data)
-        digest = known if digest is None else digest
+        value, encoded_digest, _ = encoded or self._writer.encode(item, data)
+        digest = encoded_digest if digest is None else digest
         if digest is None and len(value[0]) <= _HASHED_FIRST_BYTES:
             digest = xxhash.xxh3_64_intdigest(value[0])
         if digest is None:
