@@ -94,7 +94,7 @@ def count_choices(items: Sequence[AxisItem]) -> int:
 def _item_choices(item: AxisItem) -> list[SegmentChoice]:
     if not isinstance(item, AxisGroup):
         return [()]
-    return [(k, *rest) for k, segment in enumerate(item.segments) for rest in choices(segment)]
+    return [(k, *inner) for k, segment in enumerate(item.segments) for inner in choices(segment)]
 
 
 def block_axes(items: Sequence[AxisItem], choice: SegmentChoice) -> list[Axis]:
@@ -121,8 +121,8 @@ class DoesNotFit(ValueError):
     """Why sizes do not fit."""
 
 
-def _other_size(item: AxisItem | str, here: int, elsewhere: int) -> str:
-    return f"{item} has {here} elements here, but {elsewhere} elsewhere"
+def _other_size(item: AxisItem | str, extent: int, elsewhere: int) -> str:
+    return f"{item} has {extent} elements here, but {elsewhere} elsewhere"
 
 
 def size_of(item: AxisItem, sizes: Mapping[str, int]) -> int | None:
@@ -154,14 +154,14 @@ def solve(item: AxisItem, extent: int, sizes: dict[str, int]) -> bool:
     """
     match item:
         case Axis(name, _):
-            known = sizes.get(name)
-            if known is None:
+            size = sizes.get(name)
+            if size is None:
                 sizes[name] = extent
                 return True
-            if known != extent:
+            if size != extent:
                 if name.startswith(ELLIPSIS):
                     name = f"dimension {name.removeprefix(ELLIPSIS)} of those that no axis names"
-                raise DoesNotFit(_other_size(name, extent, known))
+                raise DoesNotFit(_other_size(name, extent, size))
             return False
         case Flip(inner):
             return solve(inner, extent, sizes)
@@ -175,40 +175,40 @@ def solve(item: AxisItem, extent: int, sizes: dict[str, int]) -> bool:
 def _solve_sum(
     item: AxisItem, segments: Sequence[Sequence[AxisItem]], extent: int, sizes: dict[str, int]
 ) -> bool:
-    rest, open_segments = extent, []
+    remainder, open_segments = extent, []
     for segment in segments:
         size = size_of(AxisGroup((tuple(segment),)), sizes) if len(segments) > 1 else None
         if size is None:
             open_segments.append(segment)
         else:
-            rest -= size
-    if rest < 0 or (not open_segments and rest):
-        raise DoesNotFit(_other_size(item, extent, extent - rest))
+            remainder -= size
+    if remainder < 0 or (not open_segments and remainder):
+        raise DoesNotFit(_other_size(item, extent, extent - remainder))
     if len(open_segments) != 1:
         return False
-    return _solve_product(item, open_segments[0], rest, sizes)
+    return _solve_product(item, open_segments[0], remainder, sizes)
 
 
 def _solve_product(
     whole: AxisItem, items: Sequence[AxisItem], extent: int, sizes: dict[str, int]
 ) -> bool:
-    known = 1
+    product = 1
     unknown = []
     for item in items:
         size = size_of(item, sizes)
         if size is None:
             unknown.append(item)
         else:
-            known *= size
+            product *= size
     if not unknown:
-        if known != extent:
-            raise DoesNotFit(_other_size(whole, extent, known))
+        if product != extent:
+            raise DoesNotFit(_other_size(whole, extent, product))
         return False
-    if known == 0 or len(unknown) > 1:
+    if product == 0 or len(unknown) > 1:
         return False
-    if extent % known:
-        raise DoesNotFit(f"{whole}: {extent} elements are not a multiple of {known}")
-    return solve(unknown[0], extent // known, sizes)
+    if extent % product:
+        raise DoesNotFit(f"{whole}: {extent} elements are not a multiple of {product}")
+    return solve(unknown[0], extent // product, sizes)
 
 
 def always_followed(axis: str, exprs: Sequence[Sequence[AxisItem]]) -> bool:
@@ -269,10 +269,10 @@ def dims_of(
             case Flip(inner):
                 return digit(inner, True)
             case AxisGroup(segments):
-                at = next(picked)
+                chosen = next(picked)
                 extents = [size_of(AxisGroup((s,)), sizes) or 0 for s in segments]
-                inner_digits = tuple(digit(i) for i in segments[at])
-                return Digit(sum(extents), sum(extents[:at]), extents[at], inner_digits)
+                inner_digits = tuple(digit(i) for i in segments[chosen])
+                return Digit(sum(extents), sum(extents[:chosen]), extents[chosen], inner_digits)
         return Digit(1, 0, 1, None)
 
     return tuple((digit(item),) for item in items)

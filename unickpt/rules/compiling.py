@@ -62,7 +62,7 @@ class CompiledRules:
 
 
 def compile_rule(
-    line: RuleLine, moves: bool, sizes: Mapping[str, int], given: Mapping[str, int]
+    line: RuleLine, moves: bool, sizes: Mapping[str, int], overrides: Mapping[str, int]
 ) -> Rule:
     """A rule out of its statement.
 
@@ -70,12 +70,12 @@ def compile_rule(
         line: the statement.
         moves: see `Rule`.
         sizes: those of the whole file; the rule's own take precedence.
-        given: those of the caller, which come before all others.
+        overrides: those of the caller, which come before all others.
 
     Raises:
         RuleSyntaxError: captures or axes of the two sides do not match.
     """
-    own = dict(line.sizes)
+    rule_sizes = dict(line.sizes)
     written = [
         v for s in (line.left, line.right) if not isinstance(s, Nothing) for t in s for v in t
     ]
@@ -86,9 +86,9 @@ def compile_rule(
             "after every name, or after none",
             bare[0].name.position,
         )
-    known = {**sizes, **own, **given}
-    usual = {axis: size for axis, size in line.usual if axis not in known}
-    numbers = _number_axes(written, own)
+    all_sizes = {**sizes, **rule_sizes, **overrides}
+    usual = {axis: size for axis, size in line.usual if axis not in all_sizes}
+    numbers = _number_axes(written, rule_sizes)
     renamed = _paired_choices(line.left, line.right, written)
     options = _options_of(written)
     left = _compile_side(line.left, "l", numbers, renamed, options)
@@ -98,14 +98,18 @@ def compile_rule(
         text=_text(line),
         left=left,
         right=right,
-        sizes={k: v for k, v in known.items() if k in own or k in axes_of_sides([left, right])},
+        sizes={
+            k: v
+            for k, v in all_sizes.items()
+            if k in rule_sizes or k in axes_of_sides([left, right])
+        },
         usual=usual,
         optional=line.optional or line.default,
         default=line.default,
         function=line.function,
         moves=moves,
     )
-    _check_sizes(rule, {**own, **usual})
+    _check_sizes(rule, {**rule_sizes, **usual})
     if line.function is None:
         _check_sides(rule)
     else:
@@ -122,13 +126,13 @@ def _text(line: RuleLine) -> str:
 
 def _number_axes(exprs: Iterable[ArrayExpr], sizes: Mapping[str, int]) -> frozenset[str]:
     """The captures that are numbers: axes in brackets, in sums, or with a size of their rule."""
-    found = set(sizes)
+    names = set(sizes)
     for expr in exprs:
-        found.update(axis.name for axis in axes.axes_of(expr.items or ()))
+        names.update(axis.name for axis in axes.axes_of(expr.items or ()))
         for item in expr.name.items:
             if isinstance(item, Linear) and item.lone is None:
-                found.update(axis for axis, _ in item.terms)
-    return frozenset(found)
+                names.update(axis for axis, _ in item.terms)
+    return frozenset(names)
 
 
 def _paired_choices(left: Side, right: Side, exprs: Sequence[ArrayExpr]) -> dict[str, str]:
@@ -155,15 +159,15 @@ def _paired_choices(left: Side, right: Side, exprs: Sequence[ArrayExpr]) -> dict
 
 def _options_of(exprs: Iterable[ArrayExpr]) -> dict[str, Options]:
     """What texts are restricted to, wherever in the rule that is said."""
-    found: dict[str, Options] = {}
+    options_by_key: dict[str, Options] = {}
     for expr in exprs:
         restricted = (i for i in expr.name.items if isinstance(i, Text) and i.options)
         for item in restricted:
-            if found.setdefault(item.key, item.options) != item.options:
+            if options_by_key.setdefault(item.key, item.options) != item.options:
                 raise syntax_error(
                     f"{item.key!r} has other options elsewhere in the rule", expr.name.position
                 )
-    return found
+    return options_by_key
 
 
 def _compile_side(
@@ -186,10 +190,10 @@ def _compile_side(
             pattern = Pattern(name)
             pattern.check()
             written = (Axis(ELLIPSIS, name.position),) if expr.items is None else expr.items
-            own = f"{tag}{t}.{v}."
-            items = axes.name_pads(written, own)
+            prefix = f"{tag}{t}.{v}."
+            items = axes.name_pads(written, prefix)
             _check_expr(pattern, items)
-            exprs.append(CompiledExpr(pattern, items, expr.arithmetic, "value", expr.dtype, own))
+            exprs.append(CompiledExpr(pattern, items, expr.arithmetic, "value", expr.dtype, prefix))
             _check_arithmetic(exprs[-1])
         terms.append(tuple(exprs))
     return tuple(terms)
@@ -233,10 +237,10 @@ def _check_arithmetic(expr: CompiledExpr) -> None:
             raise syntax_error("multiplication by 0 cannot be undone", expr.position)
 
 
-def _check_sizes(rule: Rule, own: Mapping[str, int]) -> None:
-    there = axes_of_sides([rule.left, rule.right])
-    for name in own:
-        if name not in there:
+def _check_sizes(rule: Rule, rule_sizes: Mapping[str, int]) -> None:
+    used_axes = axes_of_sides([rule.left, rule.right])
+    for name in rule_sizes:
+        if name not in used_axes:
             raise syntax_error(f"the rule has no axis {name!r}", rule.position)
     for expr in rule.exprs:
         for choice in expr.pattern.choices:
@@ -318,7 +322,7 @@ def _texts(side: Terms) -> frozenset[str]:
 
 
 def _blocks(side: Terms) -> dict[frozenset[str], CompiledExpr]:
-    found: dict[frozenset[str], CompiledExpr] = {}
+    blocks: dict[frozenset[str], CompiledExpr] = {}
     for term in side:
         of_term: set[frozenset[str]] | None = None
         for expr in term:
@@ -330,14 +334,14 @@ def _blocks(side: Terms) -> dict[frozenset[str], CompiledExpr]:
                 raise syntax_error("names joined by `=` must have the same padding", expr.position)
             of_term = keys
         for key in block_keys(term[0]):
-            if key in found:
+            if key in blocks:
                 raise syntax_error(
                     f"two pieces have the axes {_named(key)}, so that their elements would be "
                     "taken twice; give the axes different names, or join names of one array by `=`",
                     term[0].position,
                 )
-            found[key] = term[0]
-    return found
+            blocks[key] = term[0]
+    return blocks
 
 
 def block_keys(expr: CompiledExpr) -> list[frozenset[str]]:
@@ -358,9 +362,9 @@ def _check_blocks(
             if key in theirs:
                 continue
             near = min(theirs, key=lambda k: len(k ^ key))
-            here, there = _named(key - near), _named(near - key)
-            where = [f"{here} on this side only"] if key - near else []
-            where += [f"{there} on the other side only"] if near - key else []
+            ours_only, theirs_only = _named(key - near), _named(near - key)
+            where = [f"{ours_only} on this side only"] if key - near else []
+            where += [f"{theirs_only} on the other side only"] if near - key else []
             raise syntax_error(
                 f"every axis must be on both sides under one name, but {', and '.join(where)}; "
                 "write it in brackets, or in braces within names if it numbers arrays",

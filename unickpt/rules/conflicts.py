@@ -37,13 +37,13 @@ class Conflicts:
             ("taken", False, have, self._taken),
             ("made", True, want, self._made),
         ):
-            for name, by in _claims_of(valid, right, names).items():
-                best = min(rank for _, rank in by)
-                kept = [family for family, rank in by if rank == best]
-                self._left.update((name, family) for family, rank in by if rank > best)
-                claimed[name] = str(kept[0].rule)
-                if len(kept) > 1 and not _same_constant(kept):
-                    self._twice(name, verb, [str(family.rule) for family in kept])
+            for name, claims in _claims_of(valid, right, names).items():
+                best = min(rank for _, rank in claims)
+                winners = [family for family, rank in claims if rank == best]
+                self._left.update((name, family) for family, rank in claims if rank > best)
+                claimed[name] = str(winners[0].rule)
+                if len(winners) > 1 and not _same_constant(winners):
+                    self._twice(name, verb, [str(family.rule) for family in winners])
 
     def add(self, have: Iterable[str], want: Iterable[str], rule: str) -> None:
         """Adds what a lift takes and makes; no `Family` exists for it."""
@@ -100,34 +100,34 @@ def _same_constant(claims: Sequence[Family]) -> bool:
     )
 
 
-def keep_ties(found: Sequence[Family], entries: Mapping[str, ArrayEntry]) -> None:
+def keep_ties(candidates: Sequence[Family], entries: Mapping[str, ArrayEntry]) -> None:
     """Leaves stored arrays that are tied to the rule that ties them, where `like` is not given.
 
     Otherwise a rule for models without the tie would load a second array from the shared one.
     """
-    tied = _tied(found, entries)
-    for family in found:
+    tied = _tied(candidates, entries)
+    for family in candidates:
         if family.reason is None and not isinstance(family.rule.left, Nothing):
             owners = {tied.get(name) for name in names_of(family, family.rule.left)}
             if owners and None not in owners and family not in owners:
                 family.reason = Unfit("another rule takes it, as tied to another name")
 
 
-def _tied(found: Iterable[Family], entries: Mapping[str, ArrayEntry]) -> dict[str, Family]:
+def _tied(candidates: Iterable[Family], entries: Mapping[str, ArrayEntry]) -> dict[str, Family]:
     """The stored arrays that a rule ties to another name of the same array, with that rule."""
     tied: dict[str, Family] = {}
-    for family in found:
+    for family in candidates:
         for term in terms_of(family.rule.left) if family.reason is None else ():
-            for at, first in family.grid(term[0]):
+            for indices, first in family.grid(term[0]):
                 for expr in term[1:]:
-                    name = expr.pattern.format(family.texts, at)
+                    name = expr.pattern.format(family.texts, indices)
                     if name in entries and entries.get(first) is entries[name]:
                         tied[name] = family
     return tied
 
 
 def leave_to_others(
-    found: Sequence[Family],
+    candidates: Sequence[Family],
     shared: Iterable[tuple[Sequence[str], Sequence[str]]],
     both_known: bool,
 ) -> None:
@@ -138,20 +138,20 @@ def leave_to_others(
     its axes do not fit: that is an error to report, which a default must not hide.
 
     Arguments:
-        found: all families that a rule matches.
+        candidates: all families that a rule matches.
         shared: the names, on both sides, of what all parameters share.
         both_known: whether the names of both sides are known.
     """
-    if not any(family.rule.default for family in found):
+    if not any(family.rule.default for family in candidates):
         return
-    valid = [family for family in found if family.reason is None]
-    others = [family for family in valid if not family.rule.default]
-    taken, made = _claimed(others, both_known)
+    valid = [family for family in candidates if family.reason is None]
+    specific = [family for family in valid if not family.rule.default]
+    used, made = _claimed(specific, both_known)
     for have, want in shared:
         if have:
-            taken.update(have)
+            used.update(have)
             made.update(want)
-    misfits, hiding = _misfits_by_name(found, both_known), set[Unfit]()
+    misfits, hiding = _misfits_by_name(candidates, both_known), set[Unfit]()
     for family in valid:
         rule = family.rule
         if not rule.default:
@@ -160,7 +160,7 @@ def leave_to_others(
         hidden = next((misfits[name] for name in left | right if name in misfits), None)
         if hidden is not None:
             hiding.add(hidden)
-        if hidden is not None or left & taken or right & made:
+        if hidden is not None or left & used or right & made:
             family.reason = Unfit("another rule applies to it")
     for reason in hiding:
         reason.args = (f"{reason}{_TO_DEFAULT}",)
@@ -173,31 +173,31 @@ def _claimed(valid: Iterable[Family], first_only: bool) -> tuple[set[str], set[s
         valid: families to which these rules apply.
         first_only: whether to leave out all but the first of several names of one array.
     """
-    taken: set[str] = set()
+    used: set[str] = set()
     made: set[str] = set()
     for family in valid:
-        for side, names in ((family.rule.left, taken), (family.rule.right, made)):
+        for side, names in ((family.rule.left, used), (family.rule.right, made)):
             for term in terms_of(side):
                 for expr in term[:1] if first_only else term:
                     names.update(name for _, name in family.grid(expr))
-    return taken, made
+    return used, made
 
 
-def _misfits_by_name(found: Iterable[Family], both_known: bool) -> dict[str, Unfit]:
+def _misfits_by_name(candidates: Iterable[Family], both_known: bool) -> dict[str, Unfit]:
     """Why families whose names all exist have axes that do not fit, by these names."""
     misfits: dict[str, Unfit] = {}
-    for family in found:
-        there = family.have and (family.want or not both_known)
+    for family in candidates:
+        names_exist = family.have and (family.want or not both_known)
         reason = None if family.lacks_names or family.rule.optional else family.reason
-        if reason is not None and there:
+        if reason is not None and names_exist:
             misfits.update(dict.fromkeys(family.matched_names(), reason))
     return misfits
 
 
-def choose_variants(found: Sequence[Family]) -> None:
+def choose_variants(candidates: Sequence[Family]) -> None:
     """Of the readings of one rule that all fit the same arrays, keeps the likeliest."""
     best: dict[tuple[str, str, str], int] = {}
-    valid = [i for i in found if i.reason is None and i.rule.lifted]
+    valid = [i for i in candidates if i.reason is None and i.rule.lifted]
     for family in valid:
         rule = family.rule
         for name in names_of(family, rule.left):

@@ -44,16 +44,17 @@ def fault(rule: Rule, why: object, caret: str = "") -> Problem:
     return Problem(f"{rule}{caret}\n    {why}", rule)
 
 
-def warn_of_assumed(found: Sequence[Family]) -> None:
+def warn_of_assumed(candidates: Sequence[Family]) -> None:
     """Warns of sizes that a rule calls usual, and that nothing else tells; once for each rule."""
-    assumed = {family.rule: family.assumed for family in found if family.assumed}
+    assumed = {family.rule: family.assumed for family in candidates if family.assumed}
     for rule, sizes in assumed.items():
-        given = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
-        one = next(iter(sizes))
+        usual = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+        first_axis = next(iter(sizes))
         warnings.warn(
-            f"{rule}\n    {given} is taken, as the rule says is usual: no shape tells it. If this "
-            f"model has another size, give it, by sizes={{{one!r}: ...}} or --size {one}=..., or "
-            f"the other side's shapes, by like; if it is right, write `{given}` without a `?`",
+            f"{rule}\n    {usual} is taken, as the rule says is usual: no shape tells it. If this "
+            f"model has another size, give it, by sizes={{{first_axis!r}: ...}} or "
+            f"--size {first_axis}=..., or the other side's shapes, by like; if it is right, write "
+            f"`{usual}` without a `?`",
             RuleWarning,
             stacklevel=2,
         )
@@ -75,8 +76,8 @@ def left_over(
     unused: LeafFacts,
     unmade: LeafFacts,
     made: Mapping[str, Made],
-    asked: LeafFacts,
-    found: Sequence[Family],
+    requested: LeafFacts,
+    candidates: Sequence[Family],
     shared: Sequence[SharedState],
 ) -> list[Problem]:
     """All that is neither used nor made, and why; the likeliest cause first.
@@ -85,12 +86,12 @@ def left_over(
         unused: of what is stored.
         unmade: of what is asked for.
         made: what the rules make.
-        asked: all that is asked for.
-        found: all families that a rule matches.
+        requested: all that is asked for.
+        candidates: all families that a rule matches.
         shared: what all parameters share.
     """
-    ties = dict(_ties(unmade, made, asked))
-    misfits, explained = _misfits({**unused, **unmade}, ties.keys(), found, shared)
+    ties = dict(_ties(unmade, made, requested))
+    misfits, explained = _misfits({**unused, **unmade}, ties.keys(), candidates, shared)
     explained |= ties.keys()
     texts = [
         *_without_use(unused, unmade, explained),
@@ -118,11 +119,11 @@ def _without_maker(unmade: LeafFacts, unused: LeafFacts, explained: Set[str]) ->
 
 
 def _unexplained(
-    facts: LeafFacts, others: LeafFacts, explained: Set[str]
+    facts: LeafFacts, counterparts: LeafFacts, explained: Set[str]
 ) -> Iterator[tuple[str, str, str | None]]:
     """What only one side has: a name, it and those like it as text, and its likely counterpart."""
-    for at, (name, like, fact) in enumerate(_alike(facts, explained)):
-        near = _nearest(name, fact, others) if at < _MOST_LINES else None
+    for number, (name, like, fact) in enumerate(_alike(facts, explained)):
+        near = _nearest(name, fact, counterparts) if number < _MOST_LINES else None
         yield name, f"{name!r} ({fact}){like}", near
 
 
@@ -140,16 +141,16 @@ def _odd_names(unused: LeafFacts, unmade: LeafFacts) -> Iterator[str]:
         )
 
 
-def _missing_rule(stored: str, asked: str) -> str:
-    return f"\n    perhaps a rule is missing: from {stored!r} to {asked!r}"
+def _missing_rule(stored: str, requested: str) -> str:
+    return f"\n    perhaps a rule is missing: from {stored!r} to {requested!r}"
 
 
 def _ties(
-    unmade: LeafFacts, made: Mapping[str, Made], asked: LeafFacts
+    unmade: LeafFacts, made: Mapping[str, Made], requested: LeafFacts
 ) -> Iterator[tuple[str, str]]:
     """What is asked for and probably tied to what is made: no other array has this shape."""
     like: dict[Fact, list[str]] = {}
-    for name, fact in asked.items():
+    for name, fact in requested.items():
         like.setdefault(fact, []).append(name)
     for name, fact in unmade.items():
         if not fact.is_array or not fact.shape or len(like[fact]) != 2:
@@ -174,21 +175,23 @@ def _tie(name: str, fact: Fact, tied: str, rule: str) -> str:
 def misfits(
     unused: LeafFacts,
     unmade: LeafFacts,
-    found: Sequence[Family],
+    candidates: Sequence[Family],
     shared: Sequence[SharedState],
 ) -> list[Problem]:
     """The rules that do not fit what is on both sides; what only one side has is no problem.
 
     Arguments: as for `left_over`.
     """
-    both = [i for i in found if not i.lacks_names and _is_left_over(i, unused, unmade)]
+    both = [i for i in candidates if not i.lacks_names and _is_left_over(i, unused, unmade)]
     return _misfits({**unused, **unmade}, set(), both, shared)[0]
 
 
-def misshapen(found: Sequence[Family], unused: LeafFacts, unmade: LeafFacts) -> list[Family]:
+def misshapen(candidates: Sequence[Family], unused: LeafFacts, unmade: LeafFacts) -> list[Family]:
     """The families that are asked for in another shape than what is stored gives."""
     return [
-        i for i in found if isinstance(i.reason, Misshapen) and _is_left_over(i, unused, unmade)
+        i
+        for i in candidates
+        if isinstance(i.reason, Misshapen) and _is_left_over(i, unused, unmade)
     ]
 
 
@@ -226,38 +229,41 @@ def _respelled(name: str, among: LeafFacts) -> tuple[str | None, str]:
 
 
 def _misfits(
-    rest: LeafFacts, tied: Set[str], found: Sequence[Family], shared: Sequence[SharedState]
+    leftovers: LeafFacts,
+    tied: Set[str],
+    candidates: Sequence[Family],
+    shared: Sequence[SharedState],
 ) -> tuple[list[Problem], set[str]]:
     """The rules that match what is left over, but do not fit; and those names.
 
     Arguments:
-        rest: what is left over.
+        leftovers: what is left over.
         tied: of these, what is explained already.
-        found, shared: as for `left_over`.
+        candidates, shared: as for `left_over`.
     """
     by_statement: dict[tuple[SourcePosition, str], tuple[Family, list[str]]] = {}
-    for family, names in _likeliest(found):
-        here = [name for name in names if name in rest and name not in tied]
-        if here:
-            by_statement.setdefault(family.rule.statement, (family, []))[1].extend(here)
+    for family, names in _likeliest(candidates):
+        unexplained = [name for name in names if name in leftovers and name not in tied]
+        if unexplained:
+            by_statement.setdefault(family.rule.statement, (family, []))[1].extend(unexplained)
     matched = [name for _, names in by_statement.values() for name in names]
     explained = set(matched)
     for lift in shared:
         for slot in (lift.left, lift.right):
-            explained.update(own for name in matched for own in slot.of(name))
+            explained.update(slot_name for name in matched for slot_name in slot.of(name))
     problems = []
     for family, names in _once_for_each_lift(by_statement.values()):
-        meant, hint = _instead(family, {n: f for n, f in rest.items() if n not in names})
+        meant, hint = _instead(family, {n: f for n, f in leftovers.items() if n not in names})
         if meant is not None:
-            explained.update(n for n in rest if skeleton(n) == skeleton(meant))
+            explained.update(n for n in leftovers if skeleton(n) == skeleton(meant))
         why = f"{_reason(family)}{hint} (it matches {counted(names)})"
         problems.append(fault(family.rule, why, _caret(family)))
     return problems, explained
 
 
-def _likeliest(found: Sequence[Family]) -> Iterator[tuple[Family, list[str]]]:
+def _likeliest(candidates: Sequence[Family]) -> Iterator[tuple[Family, list[str]]]:
     """The families that do not fit, each with the names for which it is the likeliest of them."""
-    misfits = [family for family in found if family.reason is not None]
+    misfits = [family for family in candidates if family.reason is not None]
     best: dict[str, int] = {}
     for family in misfits:
         for name in family.matched_names():
@@ -281,10 +287,10 @@ def _once_for_each_lift(
         yield family, names
 
 
-def _instead(family: Family, others: LeafFacts) -> tuple[str | None, str]:
+def _instead(family: Family, leftovers: LeafFacts) -> tuple[str | None, str]:
     """The name that was probably meant by one that is lacking, and what to say of it."""
     reason = family.reason
-    return _respelled(reason.name, others) if isinstance(reason, Lacks) else (None, "")
+    return _respelled(reason.name, leftovers) if isinstance(reason, Lacks) else (None, "")
 
 
 def _caret(family: Family) -> str:
@@ -294,13 +300,13 @@ def _caret(family: Family) -> str:
         return ""
     rule, name = str(family.rule), str(expr.pattern.name)
     is_right = any(other.tag == expr.tag for other in exprs_of(family.rule.right))
-    at = rule.rfind(name) if is_right else rule.find(name)
-    return "" if at < 0 else f"\n  {' ' * at}^"
+    column = rule.rfind(name) if is_right else rule.find(name)
+    return "" if column < 0 else f"\n  {' ' * column}^"
 
 
 def _reason(family: Family) -> str:
     rule, why = family.rule, family.reason
-    choices = {each.axis for expr in rule.exprs for each in expr.pattern.choices}
+    choices = {choice.axis for expr in rule.exprs for choice in expr.pattern.choices}
     if isinstance(why, Lacks | OtherSizes) and choices - family.paired.keys():
         return f"{why}; note that an enumeration such as {{a|b}} means all of its names together"
     return str(why)
@@ -329,19 +335,22 @@ def _alike(facts: LeafFacts, without: Set[str]) -> Iterator[tuple[str, str, Fact
 
 
 def idle(
-    rules: Sequence[Rule], found: Sequence[Family], problems: Sequence[Problem], have: LeafNames
+    rules: Sequence[Rule],
+    candidates: Sequence[Family],
+    problems: Sequence[Problem],
+    have: LeafNames,
 ) -> list[Problem]:
     """The rules that apply to nothing although they must; those in `problems` are left out."""
-    known = {problem.rule.statement for problem in problems if problem.rule is not None}
-    busy = {family.rule for family in found if family.reason is None}
+    explained = {problem.rule.statement for problem in problems if problem.rule is not None}
+    busy = {family.rule for family in candidates if family.reason is None}
     misfits: dict[Rule, Family] = {}
-    for family in found:
+    for family in candidates:
         if family.reason is not None:
             misfits.setdefault(family.rule, family)
     must = [r for r in rules if not r.optional and r not in busy and _relates(r)]
     idle_rules = []
     for rule in must:
-        if rule in misfits and rule.statement not in known:
+        if rule in misfits and rule.statement not in explained:
             misfit = misfits[rule]
             names = counted(list(misfit.matched_names()))
             why = f"applies to nothing: {_reason(misfit)} (it matches {names}); {_OPTIONAL}"
@@ -374,10 +383,10 @@ def _other_spelling(rule: Rule, have: LeafNames) -> str | None:
 
 
 def unfamiliar(
-    rules: Sequence[Rule], valid: Sequence[Family], found: Sequence[Family], have: LeafNames
+    rules: Sequence[Rule], valid: Sequence[Family], candidates: Sequence[Family], have: LeafNames
 ) -> list[Problem]:
     """Whether these are rules for another model altogether: none matches what is stored."""
-    matching = any(family.have for family in found)
+    matching = any(family.have for family in candidates)
     relating = [rule for rule in rules if _relates(rule) and not rule.lifted]
     if valid or matching or len(relating) < _MOST_IDLE or not have.facts:
         return []
@@ -392,14 +401,14 @@ def unfamiliar(
 
 
 def matching_nothing(
-    rules: Sequence[Rule], found: Sequence[Family], have: LeafNames
+    rules: Sequence[Rule], candidates: Sequence[Family], have: LeafNames
 ) -> list[Problem]:
     """The rules that match nothing stored although they must; slots of optimizers may be absent."""
-    there = {family.rule for family in found if family.have}
+    matching = {family.rule for family in candidates if family.have}
     return [
         fault(rule, f"matches nothing that is stored; {_other_spelling(rule, have) or _OPTIONAL}")
         for rule in rules
-        if not (rule.optional or rule.lifted or rule in there) and _relates(rule)
+        if not (rule.optional or rule.lifted or rule in matching) and _relates(rule)
     ]
 
 
@@ -408,9 +417,11 @@ def _relates(rule: Rule) -> bool:
     return not isinstance(rule.left, Nothing) and not isinstance(rule.right, Nothing)
 
 
-def backwards(rules: Sequence[Rule], found: Sequence[Family], have: LeafNames) -> list[Problem]:
+def backwards(
+    rules: Sequence[Rule], candidates: Sequence[Family], have: LeafNames
+) -> list[Problem]:
     """Whether the rules are the wrong way round: all that match nothing would match if turned."""
-    matching = {family.rule for family in found}
+    matching = {family.rule for family in candidates}
     idle = [rule for rule in rules if rule not in matching and _relates(rule)]
     if not idle or not all(families(rule.inverse, have, None) for rule in idle):
         return []

@@ -77,8 +77,8 @@ class Function:
             >>> f.apply(Box((0,), (4,)), np.int8([1, 2, 3, 4]), np.float32([0.5, 2.0])).tolist()
             [0.5, 1.0, 6.0, 8.0]
         """
-        of = _Dequantised(dtype, codes, None if block is None else tuple(block), axes)
-        return cls(of.apply, of.region, of.shape)
+        function = _Dequantised(dtype, codes, None if block is None else tuple(block), axes)
+        return cls(function.apply, function.region, function.shape)
 
 
 @dataclass(frozen=True)
@@ -97,27 +97,27 @@ class _Dequantised:
         """Whole blocks of the codes where they have several scales, and these scales."""
         order = self._order(len(codes))
         start, stop = [0] * len(codes), [0] * len(codes)
-        for at, axis in enumerate(order):
-            start[axis], stop[axis] = box.start[at], box.stop[at]
-        first, *others = [self._blocks(codes, shape, start, stop) for shape in scales]
+        for dim, axis in enumerate(order):
+            start[axis], stop[axis] = box.start[dim], box.stop[dim]
+        first, *zero_boxes = [self._blocks(codes, shape, start, stop) for shape in scales]
         for e, (low, high) in enumerate(zip(first.start, first.stop, strict=True)):
             if high - low > 1:
-                each = self._each(codes, scales[0], e)
-                start[e], stop[e] = low * each, min(high * each, codes[e])
-        return [Box(tuple(start), tuple(stop)), first, *others]
+                block = self._each(codes, scales[0], e)
+                start[e], stop[e] = low * block, min(high * block, codes[e])
+        return [Box(tuple(start), tuple(stop)), first, *zero_boxes]
 
     def apply(self, box: Box, codes: Array, scales: Array, *zero: Array) -> Array:
         values = codes if self.codes is None else codes.view(dtypes.from_name(self.codes))
         if zero:
             values = values.astype(np.int32) - self._spread(zero[0], codes.shape).astype(np.int32)
-        found = values.astype(np.float32) * self._spread(scales.astype(np.float32), codes.shape)
+        products = values.astype(np.float32) * self._spread(scales.astype(np.float32), codes.shape)
         order = self._order(codes.ndim)
         cut = [slice(None)] * codes.ndim
-        for at, axis in enumerate(order):
+        for dim, axis in enumerate(order):
             if scales.size > 1 and scales.shape[axis] > 1:
-                skipped = box.start[at] % self._each(codes.shape, scales.shape, axis)
-                cut[axis] = slice(skipped, skipped + box.shape[at])
-        return found[tuple(cut)].transpose(order).astype(dtypes.from_name(self.dtype))
+                skipped = box.start[dim] % self._each(codes.shape, scales.shape, axis)
+                cut[axis] = slice(skipped, skipped + box.shape[dim])
+        return products[tuple(cut)].transpose(order).astype(dtypes.from_name(self.dtype))
 
     def _order(self, rank: int) -> Sequence[int]:
         return range(rank) if self.axes is None else self.axes
@@ -161,7 +161,7 @@ class _Dequantised:
             return scales.reshape(())
         for axis, n in enumerate(scales.shape):
             if n > 1:
-                each = self._each(codes, scales.shape, axis)
+                block = self._each(codes, scales.shape, axis)
                 take = (slice(None),) * axis + (slice(codes[axis]),)
-                scales = scales.repeat(each, axis)[take]
+                scales = scales.repeat(block, axis)[take]
         return scales

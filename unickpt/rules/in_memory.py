@@ -42,9 +42,9 @@ def apply(plan: RulePlan, arrays: Mapping[str, Array]) -> dict[str, Array]:
         return arrays[name][box.slices]
 
     made = {
-        name: elements(one, Box.whole(one.fact.shape), read)
-        for name, one in plan.made.items()
-        if one.carried is None
+        name: elements(array, Box.whole(array.fact.shape), read)
+        for name, array in plan.made.items()
+        if array.carried is None
     }
     return made | {alias: made[name] for alias, name in plan.aliases.items() if name in made}
 
@@ -60,9 +60,9 @@ def elements(made: Made, box: Box, read: Callable[[str, Box], Array]) -> Array:
     out = np.zeros(box.shape, dtypes.from_name(made.fact.dtype))
     for source in made.sources:
         needed = source.within(box)
-        for there in needed.boxes if needed is not None else ():
-            data = read(source.entry.name, there)
-            for copy in needed.copies(there) if needed is not None else ():
+        for source_box in needed.boxes if needed is not None else ():
+            data = read(source.entry.name, source_box)
+            for copy in needed.copies(source_box) if needed is not None else ():
                 place(_view(data, copy.source, copy.source_steps, copy), _out(out, copy), source)
     for fill in made.fills:
         for copy in fill.copies(box):

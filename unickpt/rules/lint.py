@@ -27,13 +27,13 @@ def swapped_names(rules: Sequence[Rule]) -> Iterator[str]:
             for a, b in itertools.product(set(left) - set(right), set(right) - set(left)):
                 if not (_is_word(a) and _is_word(b)):
                     continue
-                rest = _without(left, a), _without(right, b)
-                other = seen.get((*rest, b, a))
+                remainders = _without(left, a), _without(right, b)
+                other = seen.get((*remainders, b, a))
                 if other is not None:
                     lines = "" if other is rule else f"\n{other}"
                     swap = f"{a!r} becomes {b!r}, and {b!r} becomes {a!r}: is that intended?"
                     yield f"{rule}{lines}\n  {swap}"
-                seen[(*rest, a, b)] = rule
+                seen[(*remainders, a, b)] = rule
 
 
 def _names(rule: Rule) -> Iterator[tuple[Components, Components]]:
@@ -41,8 +41,8 @@ def _names(rule: Rule) -> Iterator[tuple[Components, Components]]:
     names = itertools.product(exprs_of(rule.left), exprs_of(rule.right))
     for ours, theirs in names if not rule.lifted else ():
         options = {c.axis: len(c.options) for c in ours.pattern.choices}
-        for at in itertools.product(*map(range, options.values())):
-            chosen = dict(zip(options, at, strict=True))
+        for indices in itertools.product(*map(range, options.values())):
+            chosen = dict(zip(options, indices, strict=True))
             pair = (_components(expr.pattern.name, chosen) for expr in (ours, theirs))
             yield next(pair), next(pair)
 
@@ -61,8 +61,8 @@ def _is_word(component: str) -> bool:
     return "{" not in component and not component.isdigit()
 
 
-def _without(components: Components, one: str) -> Components:
-    return tuple("*" if component == one else component for component in components)
+def _without(components: Components, dropped: str) -> Components:
+    return tuple("*" if component == dropped else component for component in components)
 
 
 # --- numbers of layers ------------------------------------------------------------------------
@@ -79,9 +79,9 @@ def questionable_numbers(rules: Sequence[Rule], made: Iterable[str]) -> Iterator
     for prefix in sorted(prefixes):
         layers: dict[int, set[str]] = {}
         for name in names:
-            found = re.match(rf"{re.escape(prefix)}(\d+)(.*)", name)
-            if found:
-                layers.setdefault(int(found[1]), set()).add(skeleton(found[2]))
+            match = re.match(rf"{re.escape(prefix)}(\d+)(.*)", name)
+            if match:
+                layers.setdefault(int(match[1]), set()).add(skeleton(match[2]))
         holes = sorted(set(range(max(layers, default=-1) + 1)) - layers.keys())
         if holes:
             yield f"{prefix}{max(layers)} is made, but {_named(prefix, holes)}: is that intended?"
@@ -102,6 +102,6 @@ def _named(prefix: str, holes: Sequence[int]) -> str:
 def _prefixes(rule: Rule) -> Iterator[str]:
     """The part before the first number of the names that a rule makes."""
     for expr in exprs_of(rule.right):
-        first, *rest = [*expr.pattern.name.items, "", ""][:2]
-        if isinstance(first, str) and isinstance(rest[0], Linear) and not rule.lifted:
+        first, *following = [*expr.pattern.name.items, "", ""][:2]
+        if isinstance(first, str) and isinstance(following[0], Linear) and not rule.lifted:
             yield first

@@ -113,17 +113,19 @@ class Family:
             every = itertools.product(
                 *([self.paired[a]] if a in self.paired else range(self.sizes[a]) for a in names)
             )
-            indices = [dict(zip(names, at, strict=True)) for at in every]
-            self._grids[expr.tag] = [(at, expr.pattern.format(self.texts, at)) for at in indices]
+            indices = [dict(zip(names, index, strict=True)) for index in every]
+            self._grids[expr.tag] = [
+                (index, expr.pattern.format(self.texts, index)) for index in indices
+            ]
         return self._grids[expr.tag]
 
     def names_there(self) -> Iterator[str]:
         """The names of stored arrays that match."""
-        return (name for found in self.have.values() for name, _ in found)
+        return (name for matches in self.have.values() for name, _ in matches)
 
     def names_asked(self) -> Iterator[str]:
         """The names that are asked for and match."""
-        return (name for found in self.want.values() for name, _ in found)
+        return (name for matches in self.want.values() for name, _ in matches)
 
     def matched_names(self) -> Iterator[str]:
         """All names that match."""
@@ -136,8 +138,8 @@ class Family:
         for expr in exprs:
             items = self.items(expr)
             for choice in axes.choices(items):
-                own = frozenset(axis.name for axis in axes.block_axes(items, choice))
-                yield own | expr.pattern.axes, (expr, choice)
+                axis_names = frozenset(axis.name for axis in axes.block_axes(items, choice))
+                yield axis_names | expr.pattern.axes, (expr, choice)
 
     def mapped(
         self,
@@ -149,14 +151,16 @@ class Family:
         the choice of segments, and the indices in its name."""
         fixed = {**source[2], **out[2]}
         items = self.items(source[0])
-        own = [axis.name for axis in axes.block_axes(items, source[1]) if axis.name not in fixed]
-        numbers = {axis: number for number, axis in enumerate(own)}
+        free_axes = [
+            axis.name for axis in axes.block_axes(items, source[1]) if axis.name not in fixed
+        ]
+        numbers = {axis: number for number, axis in enumerate(free_axes)}
         dims = [
             axes.dims_of(self.items(expr), choice, self.sizes, numbers, fixed)
             for expr, choice, _ in (source, out)
         ]
         (a, b), (c, d) = (expr.affine(self.sizes) for expr, _, _ in (source, out))
-        extents = tuple(self.sizes[axis] for axis in own)
+        extents = tuple(self.sizes[axis] for axis in free_axes)
         return MappedSource(entry, extents, dims[0], dims[1], scale=a / c, offset=(b - d) / c)
 
     def padded_sizes(self) -> dict[str, int]:
@@ -182,7 +186,7 @@ class Family:
 
 def families(rule: Rule, have: LeafNames, want: LeafNames | None) -> list[Family]:
     """The families of arrays that a rule matches, not resolved yet."""
-    found: dict[tuple[object, ...], Family] = {}
+    by_captures: dict[tuple[object, ...], Family] = {}
     for side, names, attribute in ((rule.left, have, "have"), (rule.right, want, "want")):
         for expr in exprs_of(side) if names is not None else []:
             assert names is not None
@@ -191,23 +195,23 @@ def families(rule: Rule, have: LeafNames, want: LeafNames | None) -> list[Family
                 if paired is None:
                     continue
                 key = match.texts, *sorted(paired.items())
-                family = found.setdefault(key, Family(rule, dict(match.texts), paired))
+                family = by_captures.setdefault(key, Family(rule, dict(match.texts), paired))
                 getattr(family, attribute).setdefault(expr.tag, []).append((name, match))
     free = any(expr.pattern.texts for expr in exprs_of(rule.right))
-    if not found and want is None and isinstance(rule.left, Nothing) and not free:
-        found[()] = Family(rule, {})  # it makes arrays out of nothing
-    return list(found.values())
+    if not by_captures and want is None and isinstance(rule.left, Nothing) and not free:
+        by_captures[()] = Family(rule, {})  # it makes arrays out of nothing
+    return list(by_captures.values())
 
 
 def _paired(rule: Rule, expr: CompiledExpr, match: Match) -> dict[str, int] | None:
     """The indices of the axes that pair arrays; None where no index makes the numbers."""
-    at = dict(match.chosen)
+    indices = dict(match.chosen)
     for linear, number in zip(expr.pattern.linears, match.numbers, strict=True):
         solved = solve_linear(linear, number, rule.sizes)
         if solved is None:
             return None
-        at |= solved
-    return {axis: index for axis, index in at.items() if axis in rule.pairing}
+        indices |= solved
+    return {axis: index for axis, index in indices.items() if axis in rule.pairing}
 
 
 def resolve(family: Family, have: LeafNames, want: LeafNames | None, *, partly: bool) -> None:
@@ -252,19 +256,19 @@ def _resolve(family: Family, have: LeafNames, want: LeafNames | None, partly: bo
     if want is not None:
         sides.append((rule.right, want, family.want))
     matched = [
-        _Matched(expr, found[expr.tag], names)
-        for side, names, found in sides
+        _Matched(expr, matches_by_tag[expr.tag], names)
+        for side, names, matches_by_tag in sides
         for expr in exprs_of(side)
-        if expr.tag in found
+        if expr.tag in matches_by_tag
     ]
-    given = {**family.sizes, **rule.sizes}
+    sizes = {**family.sizes, **rule.sizes}
     for expr in rule.exprs:
-        given |= {choice.axis: len(choice.options) for choice in expr.pattern.choices}
-    family.sizes = {k: v for k, v in given.items() if k != axes.PAD}
+        sizes |= {choice.axis: len(choice.options) for choice in expr.pattern.choices}
+    family.sizes = {k: v for k, v in sizes.items() if k != axes.PAD}
     if rule.says_shapes:
         family.rank = _rank(matched)
-        if axes.PAD in given:
-            _size_pads(family, given[axes.PAD])
+        if axes.PAD in sizes:
+            _size_pads(family, sizes[axes.PAD])
         _find_sizes(family, matched)
     _check_all_there(family, have, want, partly)
 
@@ -281,23 +285,26 @@ def _find_sizes(family: Family, matched: Sequence[_Matched]) -> None:
     """Finds the sizes of all axes from the shapes of arrays, and the numbers in their names."""
     sizes = family.sizes
     # First from arrays without an index in their names: these certainly belong to the family.
-    _solve(family, [one for one in matched if not one.expr.pattern.axes])
+    _solve(family, [expr_matches for expr_matches in matched if not expr_matches.expr.pattern.axes])
     inside_sizes: list[_Matched] = []
     indices: list[list[dict[str, int]]] = []
-    for one in matched:
-        inside = _within(one, sizes)
+    for expr_matches in matched:
+        inside = _within(expr_matches, sizes)
         if not inside:
             raise Unfit(
-                f"the numbers in the names that match {one.expr.pattern.name} are out of range",
-                one.expr,
+                f"the numbers in the names that match {expr_matches.expr.pattern.name} are out of "
+                "range",
+                expr_matches.expr,
             )
-        inside_sizes.append(one._replace(arrays=[(name, match) for name, match, _ in inside]))
-        indices.append([at for _, _, at in inside])
+        inside_sizes.append(
+            expr_matches._replace(arrays=[(name, match) for name, match, _ in inside])
+        )
+        indices.append([index for _, _, index in inside])
     _solve(family, inside_sizes)
-    for one, of_one in zip(inside_sizes, indices, strict=True):
-        for axis in one.expr.pattern.axes:
+    for expr_matches, expr_indices in zip(inside_sizes, indices, strict=True):
+        for axis in expr_matches.expr.pattern.axes:
             if axis not in sizes:
-                sizes[axis] = 1 + max(at[axis] for at in of_one)
+                sizes[axis] = 1 + max(index[axis] for index in expr_indices)
     _solve(family, inside_sizes)
     if family.rule.moves:  # else the function knows the shape of what it makes
         _fuse(family, inside_sizes)
@@ -306,12 +313,12 @@ def _find_sizes(family: Family, matched: Sequence[_Matched]) -> None:
 def _rank(matched: Sequence[_Matched]) -> int:
     """How many axes `...` matches."""
     ranks: dict[int, None] = {}
-    for one in matched:
-        (name, fact), items = one.first, one.expr.items
+    for expr_matches in matched:
+        (name, fact), items = expr_matches.first, expr_matches.expr.items
         dots = sum(1 for axis in axes.axes_of(items) if axis.name == ELLIPSIS)
         rank = len(fact.shape) - (len(items) - dots)
         if rank < 0 or (rank and not dots):
-            raise Misshapen(_rank_text(one.expr, fact, name), one.expr)
+            raise Misshapen(_rank_text(expr_matches.expr, fact, name), expr_matches.expr)
         if dots:
             ranks[rank] = None
     if len(ranks) > 1:
@@ -329,26 +336,28 @@ def _rank_text(expr: CompiledExpr, fact: Fact, name: str) -> str:
 
 def _within(matched: _Matched, sizes: Mapping[str, int]) -> list[tuple[str, Match, dict[str, int]]]:
     """The arrays whose indices lie within the sizes, with these."""
-    kept = []
+    inside = []
     for name, match in matched.arrays:
-        at = dict(match.chosen)
+        index = dict(match.chosen)
         for linear, number in zip(matched.expr.pattern.linears, match.numbers, strict=True):
             solved = solve_linear(linear, number, sizes)
             if solved is None:
                 break
-            at |= solved
+            index |= solved
         else:
-            kept.append((name, match, at))
-    return kept
+            inside.append((name, match, index))
+    return inside
 
 
 def _solve(family: Family, matched: Sequence[_Matched]) -> None:
     """Finds sizes from shapes until nothing new follows, then compares all shapes with them."""
     equations: dict[tuple[str, tuple[int, ...]], tuple[CompiledExpr, str, Fact]] = {}
-    for one in matched:
-        for name, _ in one.arrays:
-            fact = one.names.facts[name]
-            equations.setdefault((one.expr.tag, fact.shape), (one.expr, name, fact))
+    for expr_matches in matched:
+        for name, _ in expr_matches.arrays:
+            fact = expr_matches.names.facts[name]
+            equations.setdefault(
+                (expr_matches.expr.tag, fact.shape), (expr_matches.expr, name, fact)
+            )
     for expr, name, fact in equations.values():
         if len(family.items(expr)) != len(fact.shape):
             raise Misshapen(_rank_text(expr, fact, name), expr)
@@ -371,11 +380,11 @@ def _details(
     family: Family, expr: CompiledExpr, item: AxisItem, fact: Fact, origins: Mapping[str, str]
 ) -> str:
     """Where the sizes come from that do not fit, and the order of axes that would fit."""
-    own = {axis.name for axis in axes.axes_of([item])}
-    given = [f"{a}={n}" for a, n in family.rule.sizes.items() if a in own]
-    elsewhere = dict.fromkeys(repr(name) for axis, name in origins.items() if axis in own)
-    text = f", where {', '.join(given)} is given" if given else ""
-    text += f" (in {', '.join(elsewhere)})" if elsewhere and not given else ""
+    item_axes = {axis.name for axis in axes.axes_of([item])}
+    fixed = [f"{a}={n}" for a, n in family.rule.sizes.items() if a in item_axes]
+    elsewhere = dict.fromkeys(repr(name) for axis, name in origins.items() if axis in item_axes)
+    text = f", where {', '.join(fixed)} is given" if fixed else ""
+    text += f" (in {', '.join(elsewhere)})" if elsewhere and not fixed else ""
     items = family.items(expr)
     by_size = {axes.size_of(i, family.sizes): str(i) for i in items}
     if len(by_size) == len(items) and set(by_size) == set(fact.shape):
@@ -395,23 +404,23 @@ def _fuse(family: Family, matched: Sequence[_Matched]) -> None:
                 family.sizes[axis] = 1
                 break
         else:
-            known = [(a, axes.PAD if axes.is_pad(a) else a) for a in unknown]
-            found = next(((axis, usual[name]) for axis, name in known if name in usual), None)
-            if found is None:
-                names = ", ".join(name for _, name in known)
-                one = next((a for a in unknown if not axes.is_pad(a)), axes.PAD)
-                raise Unfit(f"the size of {names} is unknown: give it, as in `{one}=8`")
-            family.sizes[found[0]] = found[1]
-            family.assumed[axes.PAD if axes.is_pad(found[0]) else found[0]] = found[1]
+            spellings = [(a, axes.PAD if axes.is_pad(a) else a) for a in unknown]
+            default = next(((axis, usual[name]) for axis, name in spellings if name in usual), None)
+            if default is None:
+                names = ", ".join(name for _, name in spellings)
+                example = next((a for a in unknown if not axes.is_pad(a)), axes.PAD)
+                raise Unfit(f"the size of {names} is unknown: give it, as in `{example}=8`")
+            family.sizes[default[0]] = default[1]
+            family.assumed[axes.PAD if axes.is_pad(default[0]) else default[0]] = default[1]
         _solve(family, matched)
 
 
 def _unknown_axes(family: Family) -> list[str]:
     """The axes of a rule whose sizes are unknown, sorted."""
-    found: set[str] = set()
+    all_axes: set[str] = set()
     for expr in family.rule.exprs:
-        found |= expr.pattern.axes | {axis.name for axis in axes.axes_of(family.items(expr))}
-    return sorted(found - family.sizes.keys())
+        all_axes |= expr.pattern.axes | {axis.name for axis in axes.axes_of(family.items(expr))}
+    return sorted(all_axes - family.sizes.keys())
 
 
 def _check_all_there(family: Family, have: LeafNames, want: LeafNames | None, partly: bool) -> None:
@@ -427,8 +436,8 @@ def _check_all_there(family: Family, have: LeafNames, want: LeafNames | None, pa
                     raise Unfit(why, expr)
         numbering = expr.pattern.axes - family.paired.keys()
         count = math.prod(family.sizes.get(axis, 1) for axis in numbering)
-        there = len(have.facts) + (len(want.facts) if want else 0)
-        if count > max(_MOST_ARRAYS, 2 * there):
+        existing = len(have.facts) + (len(want.facts) if want else 0)
+        if count > max(_MOST_ARRAYS, 2 * existing):
             why = (
                 f"{expr.pattern.name} would be {count:,} arrays, far more than there are: is a "
                 "size wrong, or a number in a name no index?"

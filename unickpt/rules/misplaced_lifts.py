@@ -35,7 +35,7 @@ class _Place:
 def misplaced_lifts(
     rules: Sequence[Rule],
     shared: Sequence[SharedState],
-    found: Sequence[Family],
+    candidates: Sequence[Family],
     stored: LeafFacts,
     requested: LeafFacts,
 ) -> tuple[list[Problem], set[str]]:
@@ -44,7 +44,7 @@ def misplaced_lifts(
     Arguments:
         rules: all rules.
         shared: what all parameters share.
-        found: the families of arrays that rules match.
+        candidates: the families of arrays that rules match.
         stored: what is stored and not used, or dropped.
         requested: what is requested and not made, or left as it is.
 
@@ -54,7 +54,7 @@ def misplaced_lifts(
     problems, explained = list[Problem](), set[str]()
     for is_left, facts in (True, stored), (False, requested):
         arrays = [name for name, fact in facts.items() if fact.is_array and fact.shape]
-        for place in _places(rules, found, arrays[:_MOST_NAMES], is_left):
+        for place in _places(rules, candidates, arrays[:_MOST_NAMES], is_left):
             place.names |= dict.fromkeys(_shared_names(place, shared, facts, is_left))
             explained.update(place.names)
             problems.append(fault(place.rule, _text(place, is_left)))
@@ -62,11 +62,11 @@ def misplaced_lifts(
 
 
 def _places(
-    rules: Sequence[Rule], found: Sequence[Family], names: Sequence[str], is_left: bool
+    rules: Sequence[Rule], candidates: Sequence[Family], names: Sequence[str], is_left: bool
 ) -> list[_Place]:
     matched = {
         family.rule.position
-        for family in found
+        for family in candidates
         if family.rule.lifted and any(family.names_there() if is_left else family.names_asked())
     }
     places: dict[tuple[str, str, str], _Place] = {}
@@ -93,10 +93,14 @@ def _other_prefix(pattern: Pattern, name: str) -> tuple[str, str] | None:
     """The beginning of a pattern, and that of a name which otherwise matches; the shortest ones."""
     head = pattern.prefix.split("/")
     for count in range(len(head) - 1):  # components of the pattern's prefix that are replaced
-        prefix, rest = ("".join(f"{part}/" for part in head[:count]), "/".join(head[count:]))
-        at = f"/{name}".find(f"/{rest}")
-        if at >= 0 and name[:at] != prefix and pattern.match(prefix + name[at:]) is not None:
-            return prefix, name[:at]
+        prefix, tail = ("".join(f"{part}/" for part in head[:count]), "/".join(head[count:]))
+        start = f"/{name}".find(f"/{tail}")
+        if (
+            start >= 0
+            and name[:start] != prefix
+            and pattern.match(prefix + name[start:]) is not None
+        ):
+            return prefix, name[:start]
     return None
 
 
@@ -113,10 +117,10 @@ def _shared_names(
 
 
 def _text(place: _Place, is_left: bool) -> str:
-    taken = f"names under {place.prefix!r}" if place.prefix else "names without a prefix"
+    expected = f"names under {place.prefix!r}" if place.prefix else "names without a prefix"
     verb = "are" if len(place.names) > 1 else "is"
     return (
-        f"matches nothing: it takes {taken}, and {counted(list(place.names))} {verb} "
+        f"matches nothing: it takes {expected}, and {counted(list(place.names))} {verb} "
         f"{'stored' if is_left else 'requested'} under {place.other!r}. Correct the prefix: in "
         "`under` of the include, or in the lift"
     )

@@ -50,13 +50,13 @@ class Pattern:
     @property
     def axes(self) -> frozenset[str]:
         """The axes whose indices are in the name."""
-        found: set[str] = set()
+        names: set[str] = set()
         for item in self.name.items:
             if isinstance(item, Linear):
-                found.update(axis for axis, _ in item.terms)
+                names.update(axis for axis, _ in item.terms)
             elif isinstance(item, Enumeration):
-                found.add(item.axis)
-        return frozenset(found)
+                names.add(item.axis)
+        return frozenset(names)
 
     @property
     def texts(self) -> frozenset[str]:
@@ -87,15 +87,15 @@ class Pattern:
         """The pieces with their separators: those of `Text` may be left out with it."""
         items = list(self.name.items)
         parts: list[tuple[str | NameCapture, str]] = []
-        for at, item in enumerate(items):
+        for index, item in enumerate(items):
             if not isinstance(item, Text) or not item.path:
                 parts.append((item, ""))
                 continue
-            after = items[at + 1] if at + 1 < len(items) else ""
+            after = items[index + 1] if index + 1 < len(items) else ""
             before = parts[-1][0] if parts else ""
             if isinstance(after, str) and after[:1] and after[0] in _SEPARATORS:
                 parts.append((item, ">" + after[0]))
-                items[at + 1] = after[1:]
+                items[index + 1] = after[1:]
             elif isinstance(before, str) and before[-1:] and before[-1] in _SEPARATORS:
                 parts[-1] = (before[:-1], "")
                 parts.append((item, "<" + before[-1]))
@@ -117,8 +117,8 @@ class Pattern:
                 case Text(_, False, options):
                     text += f"({'|'.join(map(re.escape, options))})" if options else "([^/.]+)"
                 case _:
-                    one = "[^/.]+" if separator[1:] == "." else "[^/]+"
-                    path = f"({one}(?:{re.escape(separator[1:] or '/')}{one})*)"
+                    component = "[^/.]+" if separator[1:] == "." else "[^/]+"
+                    path = f"({component}(?:{re.escape(separator[1:] or '/')}{component})*)"
                     if separator:
                         edge = re.escape(separator[1:])
                         path = f"(?:{path}{edge})?" if separator[0] == ">" else f"(?:{edge}{path})?"
@@ -128,20 +128,20 @@ class Pattern:
     @cached_property
     def _may_hesitate(self) -> bool:
         """Whether the regular expression could try so many ways that `_divided` is faster."""
-        items, found = (*self.name.items, ""), 0
+        items, ambiguous = (*self.name.items, ""), 0
         for item, after in itertools.pairwise(items):
             begins = after[:1] if isinstance(after, str) else "0"
             match item:
                 case str():
                     continue
                 case Linear():
-                    found += begins.isdigit()
+                    ambiguous += begins.isdigit()
                 case Text(_, False, ()):
-                    found += begins not in ("", *_SEPARATORS)
+                    ambiguous += begins not in ("", *_SEPARATORS)
                 case Enumeration() | Text(_, False, _):
                     ordered = sorted(item.options)
-                    found += any(b.startswith(a) for a, b in itertools.pairwise(ordered))
-        return found > 1
+                    ambiguous += any(b.startswith(a) for a, b in itertools.pairwise(ordered))
+        return ambiguous > 1
 
     def _divided(self, name: str) -> list[str | None] | None:
         """What each capture takes, as the regular expression says, each place tried only once."""
@@ -239,8 +239,8 @@ class Pattern:
         if self._may_hesitate:
             all_taken = self._divided(name)
         else:
-            found = self._regex.fullmatch(name)
-            all_taken = None if found is None else list(found.groups())
+            match = self._regex.fullmatch(name)
+            all_taken = None if match is None else list(match.groups())
         if all_taken is None:
             return None
         texts: list[tuple[str, Components]] = []
@@ -250,22 +250,22 @@ class Pattern:
         for item, separator in self._parts:
             if isinstance(item, str):
                 continue
-            taken = next(groups)
-            if taken is None:
+            text = next(groups)
+            if text is None:
                 assert isinstance(item, Text), "nothing else may be left out"
                 texts.append((item.key, ()))
                 continue
             match item:
                 case Linear():
-                    numbers.append(int(taken))
+                    numbers.append(int(text))
                 case Enumeration(axis, options, _):
-                    chosen.append((axis, options.index(taken)))
+                    chosen.append((axis, options.index(text)))
                 case Text(key, False):
-                    texts.append((key, (taken,)))
+                    texts.append((key, (text,)))
                 case Text(key):
-                    texts.append((key, tuple(taken.split(separator[1:] or "/"))))
+                    texts.append((key, tuple(text.split(separator[1:] or "/"))))
         keyed = dict(texts)
-        if any(keyed[key] != taken for key, taken in texts):
+        if any(keyed[key] != text for key, text in texts):
             return None  # `{l}` twice, which is the same both times
         return Match(tuple(sorted(keyed.items())), tuple(numbers), tuple(chosen))
 
@@ -290,7 +290,7 @@ class Pattern:
         return out
 
 
-def _ends(part: str | NameCapture, separator: str, name: str, at: int) -> Iterator[int]:
+def _ends(part: str | NameCapture, separator: str, name: str, start: int) -> Iterator[int]:
     """Where a piece of a pattern can end that begins at a place of a name; the likeliest first."""
     match part:
         case str():
@@ -300,33 +300,35 @@ def _ends(part: str | NameCapture, separator: str, name: str, at: int) -> Iterat
         case Linear():
             options = ()
     if options:
-        yield from (at + len(text) for text in options if name.startswith(text, at))
+        yield from (start + len(text) for text in options if name.startswith(text, start))
     elif isinstance(part, Text) and part.path:
         edge = separator[1:]
-        after, begin = separator[:1] == ">", at + (separator[:1] == "<")
-        if begin == at or name.startswith(edge, at):
-            one = "[^/.]+" if edge == "." else "[^/]+"
-            run = re.compile(f"{one}(?:{re.escape(edge or '/')}{one})*").match(name, begin)
+        after, begin = separator[:1] == ">", start + (separator[:1] == "<")
+        if begin == start or name.startswith(edge, start):
+            component = "[^/.]+" if edge == "." else "[^/]+"
+            run = re.compile(f"{component}(?:{re.escape(edge or '/')}{component})*").match(
+                name, begin
+            )
             for end in range(run.end() if run else begin, begin, -1):
                 if name[end - 1] != (edge or "/") and (not after or name.startswith(edge, end)):
                     yield end + after
         if separator:
-            yield at
+            yield start
     else:
-        run = (_COMPONENT if isinstance(part, Text) else _DIGITS).match(name, at)
-        yield from range(run.end() if run else at, at, -1)
+        run = (_COMPONENT if isinstance(part, Text) else _DIGITS).match(name, start)
+        yield from range(run.end() if run else start, start, -1)
 
 
 def _taken(
     parts: list[tuple[str | NameCapture, str]], name: str, ends: list[int]
 ) -> list[str | None]:
     """The text of each capture, without its separator; None for a path that is left out."""
-    taken: list[str | None] = []
+    captures: list[str | None] = []
     for (part, separator), start, end in zip(parts, ends, ends[1:], strict=False):
         if not isinstance(part, str):
             text = name[start + (separator[:1] == "<") : end - (separator[:1] == ">")]
-            taken.append(text if start < end else None)
-    return taken
+            captures.append(text if start < end else None)
+    return captures
 
 
 def solve_linear(linear: Linear, number: int, sizes: Mapping[str, int]) -> dict[str, int] | None:
@@ -343,14 +345,14 @@ def solve_linear(linear: Linear, number: int, sizes: Mapping[str, int]) -> dict[
         >>> solve_linear(Linear((("j", -1),), 3), 1, {})
         {'j': 2}
     """
-    rest = number - linear.constant
-    found: dict[str, int] = {}
+    remainder = number - linear.constant
+    indices: dict[str, int] = {}
     for axis, factor in sorted(linear.terms, key=lambda term: -term[1]):
-        index, rest = divmod(rest, factor)
+        index, remainder = divmod(remainder, factor)
         if index < 0 or index >= sizes.get(axis, index + 1):
             return None
-        found[axis] = index
-    return found if rest == 0 else None
+        indices[axis] = index
+    return indices if remainder == 0 else None
 
 
 def is_ambiguous(linear: Linear, sizes: Mapping[str, int]) -> bool:

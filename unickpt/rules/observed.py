@@ -43,7 +43,7 @@ class ObservedReport:
         return len(self.moved) + len(self.scaled) + len(self.constant)
 
     def __str__(self) -> str:
-        found = [
+        lines = [
             f"{counted(self.covered, 'array')} by {counted(self.lines, 'rule')}, seen in "
             f"{counted(self.runs, 'run')} of the converter: {len(self.moved)} moved, "
             f"{len(self.scaled)} with arithmetic, {len(self.constant)} constant"
@@ -54,16 +54,16 @@ class ObservedReport:
             ("lost in part, as some of their elements are in no array:", self.cropped),
         ):
             if names:
-                found.append(f"{counted(len(names), 'array')} {what}")
-                found += [f"  {name!r}" for name in names[:10]]
-                found += [f"  and {len(names) - 10} more"] if len(names) > 10 else []
+                lines.append(f"{counted(len(names), 'array')} {what}")
+                lines += [f"  {name!r}" for name in names[:10]]
+                lines += [f"  and {len(names) - 10} more"] if len(names) > 10 else []
         if self.refused:
-            found.append(f"{counted(len(self.refused), 'array')} that no rule can make:")
+            lines.append(f"{counted(len(self.refused), 'array')} that no rule can make:")
             shown = list(self.refused.items())[:10]
-            found += [f"  {name!r}: {why}" for name, why in shown]
+            lines += [f"  {name!r}: {why}" for name, why in shown]
             more = len(self.refused) - len(shown)
-            found += [f"  and {more} more"] if more else []
-        return "\n".join(found)
+            lines += [f"  and {more} more"] if more else []
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,10 @@ class RulesCheck:
         what = f"{counted(self.elements, 'element')} of {counted(self.arrays, 'array')}"
         if not self.differences:
             return f"{what} are what the rules make"
-        found = [f"{counted(len(self.differences), 'array')} not as the rules make it ({what}):"]
-        found += [f"  {name!r}: {why}" for name, why in list(self.differences.items())[:20]]
+        lines = [f"{counted(len(self.differences), 'array')} not as the rules make it ({what}):"]
+        lines += [f"  {name!r}: {why}" for name, why in list(self.differences.items())[:20]]
         more = len(self.differences) - 20
-        return "\n".join(found + ([f"  and {more} more"] if more > 0 else []))
+        return "\n".join(lines + ([f"  and {more} more"] if more > 0 else []))
 
 
 @dataclass(frozen=True)

@@ -95,8 +95,8 @@ def lift(line: LiftLine, rules: Sequence[Rule]) -> list[Rule] | SharedState:
     lifted: list[Rule] = []
     for rule in rules:
         for variant, domain in enumerate(_domains(line, rule) if rule.function is None else ()):
-            found = _lift_one(line, rule, domain)
-            lifted += [] if found is None else [replace(found, variant=variant)]
+            slot_rule = _lift_one(line, rule, domain)
+            lifted += [] if slot_rule is None else [replace(slot_rule, variant=variant)]
     return lifted
 
 
@@ -183,20 +183,25 @@ def _without(
     items: Sequence[str | NameCapture], domain: Name | None
 ) -> tuple[str | NameCapture, ...] | None:
     """A parameter's name without the rest of `domain`; None if `domain` does not match."""
-    rest = list(items)
+    remaining = list(items)
     if domain is None:
-        return tuple(rest)
-    at = next(i for i, item in enumerate(domain.items) if not isinstance(item, str))
-    before, after = "".join(map(str, domain.items[:at])), "".join(map(str, domain.items[at + 1 :]))
+        return tuple(remaining)
+    position = next(i for i, item in enumerate(domain.items) if not isinstance(item, str))
+    before = "".join(map(str, domain.items[:position]))
+    after = "".join(map(str, domain.items[position + 1 :]))
     if before:
-        if not rest or not isinstance(rest[0], str) or not rest[0].startswith(before):
+        if (
+            not remaining
+            or not isinstance(remaining[0], str)
+            or not remaining[0].startswith(before)
+        ):
             return None
-        rest[0] = rest[0][len(before) :]
+        remaining[0] = remaining[0][len(before) :]
     if after:
-        if not rest or not isinstance(rest[-1], str) or not rest[-1].endswith(after):
+        if not remaining or not isinstance(remaining[-1], str) or not remaining[-1].endswith(after):
             return None
-        rest[-1] = rest[-1][: -len(after)]
-    return tuple(item for item in rest if item != "")
+        remaining[-1] = remaining[-1][: -len(after)]
+    return tuple(item for item in remaining if item != "")
 
 
 def _nested(outer: Name, inner: Sequence[str | NameCapture]) -> tuple[str | NameCapture, ...]:
@@ -211,41 +216,43 @@ def _nested(outer: Name, inner: Sequence[str | NameCapture]) -> tuple[str | Name
 
 
 def shared_names(
-    lift: SharedState, found: Sequence[Family], have: LeafNames, want: LeafNames | None
+    lift: SharedState, candidates: Sequence[Family], have: LeafNames, want: LeafNames | None
 ) -> tuple[list[str], list[str]]:
     """The names that a lift is about, on both sides.
 
     Arguments:
         lift: what is shared.
-        found: the families of arrays that rules apply to.
+        candidates: the families of arrays that rules apply to.
         have: what is stored.
         want: what is asked for, where that is known.
     """
-    left = _names(lift.left, found, True, lift.right)
-    right = _names(lift.right, found, False, lift.left)
+    left = _names(lift.left, candidates, True, lift.right)
+    right = _names(lift.right, candidates, False, lift.left)
     return [n for n in left if n in have.facts], [
         n for n in right if want is None or n in want.facts
     ]
 
 
-def _names(slot: StateName, found: Sequence[Family], left: bool, other: StateName) -> list[str]:
+def _names(
+    slot: StateName, candidates: Sequence[Family], left: bool, other: StateName
+) -> list[str]:
     if slot.single is not None:
         return [slot.single]
     parameters = [
         name
-        for family in found
+        for family in candidates
         if not family.rule.lifted
         for name in names_of(family, family.rule.left if left else family.rule.right)
     ]
     names = list(dict.fromkeys(n for parameter in parameters for n in slot.of(parameter)))
     assert other.single is not None, "one side has one name"
-    neighbours = _neighbours(other.single, found, left)
+    neighbours = _neighbours(other.single, candidates, left)
     if not neighbours:
         return names
     return [name for name in names if not neighbours.isdisjoint(_but_one(name))]
 
 
-def _neighbours(single: str, found: Sequence[Family], left: bool) -> set[tuple[str, ...]]:
+def _neighbours(single: str, candidates: Sequence[Family], left: bool) -> set[tuple[str, ...]]:
     """What the names of the slots that lie next to the one name on the other side have in common
     with those of other slots of the same parameters.
 
@@ -253,7 +260,7 @@ def _neighbours(single: str, found: Sequence[Family], left: bool) -> set[tuple[s
     """
     folder = single.rpartition("/")[0]
     common: set[tuple[str, ...]] = set()
-    for family in found:
+    for family in candidates:
         if not family.rule.lifted:
             continue
         ours, theirs = family.rule.left, family.rule.right
@@ -268,4 +275,4 @@ def _neighbours(single: str, found: Sequence[Family], left: bool) -> set[tuple[s
 def _but_one(name: str) -> set[tuple[str, ...]]:
     """A name without one of its components, which may be the slot: `state/w/step`, `step/w`."""
     parts = name.split("/")
-    return {(*parts[:at], "", *parts[at + 1 :]) for at in range(len(parts))}
+    return {(*parts[:index], "", *parts[index + 1 :]) for index in range(len(parts))}

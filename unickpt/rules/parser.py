@@ -118,19 +118,19 @@ class _ExprParser(LineScanner):
 
     def _integer(self) -> int | None:
         begin = self.at
-        found = self.match(_INTEGER)
-        if found is not None and len(found) > _MOST_DIGITS:
+        digits = self.match(_INTEGER)
+        if digits is not None and len(digits) > _MOST_DIGITS:
             raise self.fail(f"an integer has at most {_MOST_DIGITS} digits", begin)
-        return None if found is None else int(found)
+        return None if digits is None else int(digits)
 
     def _number(self) -> float | None:
         begin = self.at
         negative = self.take("-")
-        found = self.match(_NUMBER)
-        if found is None:
+        digits = self.match(_NUMBER)
+        if digits is None:
             self.at = begin
             return None
-        return -float(found) if negative else float(found)
+        return -float(digits) if negative else float(digits)
 
     def _name(self) -> Name:
         self.skip()
@@ -139,10 +139,10 @@ class _ExprParser(LineScanner):
         items: list[str | NameCapture] = []
         literal = _QUOTED_LITERAL if quoted else _LITERAL
         while self.at < len(self.text):
-            found = literal.match(self.text, self.at)
-            if found:
-                self.at = found.end()
-                _add(items, re.sub(r"\\(.)", r"\1", found[0]) if quoted else found[0])
+            match = literal.match(self.text, self.at)
+            if match:
+                self.at = match.end()
+                _add(items, re.sub(r"\\(.)", r"\1", match[0]) if quoted else match[0])
             elif self.text.startswith(("{{", "}}"), self.at):
                 _add(items, self.text[self.at])
                 self.at += 2
@@ -172,9 +172,9 @@ class _ExprParser(LineScanner):
             raise self.fail("this capture has no closing `}`", begin)
         body = self.text[self.at : body_end]
         capture: NameCapture
-        if found := _ONE_OF.match(self.text, self.at):
-            self.at = found.end()
-            capture = Text(found[1], options=self._options())
+        if match := _ONE_OF.match(self.text, self.at):
+            self.at = match.end()
+            capture = Text(match[1], options=self._options())
         elif "|" in body:
             capture = self._choice()
         elif body.strip().endswith(ELLIPSIS):
@@ -199,10 +199,10 @@ class _ExprParser(LineScanner):
         begin = self.at
         options: list[str] = []
         while not options or self.take("|"):
-            found = self.match(_OPTION)
-            if found is None:
+            option = self.match(_OPTION)
+            if option is None:
                 raise self.fail("expected one of the names of the enumeration")
-            options.append(found)
+            options.append(option)
         if len(set(options)) < len(options):
             raise self.fail("a name occurs twice in the enumeration", begin)
         return tuple(options)
@@ -217,10 +217,10 @@ class _ExprParser(LineScanner):
             if number is None or self.take("*"):
                 axis = self.identifier("the name of a capture")
                 if number is None and self.take("*"):
-                    found = self._integer()
-                    if found is None:
+                    multiplier = self._integer()
+                    if multiplier is None:
                         raise self.fail("expected a number")
-                    factor *= found
+                    factor *= multiplier
                 if axis in terms:
                     raise self.fail(f"axis {axis!r} occurs twice in this capture", begin)
                 terms[axis] = factor
@@ -411,14 +411,14 @@ class _StatementParser(_ExprParser):
         """Sizes of axes; those that end with `?` go to `usual` instead, where it is given."""
         sizes: dict[str, int] = {}
         while not sizes | (usual or {}) or self.take(",") or self._sees_size():
-            at = self.at
+            begin = self.at
             name = "_" if self.take("_") else self.identifier("a size, such as `half=2`")
             self.expect("=", " and the size of the axis")
             number = self._integer()
             if number is None:
                 raise self.fail("a size must be an integer")
             if name in sizes or name in (usual or {}):
-                raise self.fail(f"the size of {name!r} is given twice", at)
+                raise self.fail(f"the size of {name!r} is given twice", begin)
             if usual is not None and self.take("?"):
                 usual[name] = number
             else:
@@ -427,11 +427,11 @@ class _StatementParser(_ExprParser):
 
     def _quoted(self) -> str:
         self.expect('"')
-        found = re.compile(r'(?:[^"\\]|\\.)*').match(self.text, self.at)
-        assert found is not None, "the pattern matches nothing, too"
-        self.at = found.end()
+        match = re.compile(r'(?:[^"\\]|\\.)*').match(self.text, self.at)
+        assert match is not None, "the pattern matches nothing, too"
+        self.at = match.end()
         self.expect('"', " at the end of the quoted text")
-        return re.sub(r"\\(.)", r"\1", found[0])
+        return re.sub(r"\\(.)", r"\1", match[0])
 
     def _side(self) -> Side:
         begin = self.at
@@ -447,8 +447,8 @@ class _StatementParser(_ExprParser):
         return tuple(terms)
 
     def _nothing_ends(self) -> bool:
-        rest = self.text[self.at :]
-        return not rest or rest.startswith(("<->", "where ")) or self._sees_size()
+        remaining = self.text[self.at :]
+        return not remaining or remaining.startswith(("<->", "where ")) or self._sees_size()
 
     def _term(self) -> Term:
         exprs = [self._expr()]

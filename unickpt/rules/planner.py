@@ -75,9 +75,9 @@ def offers(rules: CompiledRules, stored: StoredLeaves, want: Mapping[str, Fact])
     """
     sized = _RulePlanner(rules, stored, want, False)
     sized.resolved([rule for rule in rules.rules if not rule.lifted])
-    found = _RulePlanner(rules, stored, None, False, sized.sizes).resolved(rules.rules)
+    candidates = _RulePlanner(rules, stored, None, False, sized.sizes).resolved(rules.rules)
     maker = _ArrayMaker(rules, stored, LeafNames(stored.facts), None, Conflicts())
-    maker.make([family for family in found if family.reason is None])
+    maker.make([family for family in candidates if family.reason is None])
     return maker.plan.made
 
 
@@ -106,8 +106,8 @@ class _RulePlanner:
 
     def make_plan(self, where: str) -> RulePlan:
         """See `make_plan`."""
-        found = self.resolved(self._rules.rules)
-        valid = self._applicable(found)
+        candidates = self.resolved(self._rules.rules)
+        valid = self._applicable(candidates)
         conflicts = Conflicts()
         conflicts.settle(valid, self._have, self._want)
         maker = _ArrayMaker(self._rules, self._stored, self._have, self._want, conflicts)
@@ -115,95 +115,99 @@ class _RulePlanner:
         plan, clashes = maker.plan, conflicts.problems(self._want is not None)
         problems = [*map(Problem, clashes), *maker.problems]
         unused, unmade = self._left_over(plan, valid)
-        kept = explain.misshapen(found, unused, unmade) if self._keep_misfits else []
-        for family in kept:
+        mismatched = explain.misshapen(candidates, unused, unmade) if self._keep_misfits else []
+        for family in mismatched:
             unused, unmade = _leave_alone(family, plan, unused, unmade)
         plan.unused = list(unused)
         if self._strict:
-            misplaced, names = self._misplaced_lifts(plan, found, unused, unmade)
+            misplaced, names = self._misplaced_lifts(plan, candidates, unused, unmade)
             problems += misplaced
             unused = {name: fact for name, fact in unused.items() if name not in names}
             unmade = {name: fact for name, fact in unmade.items() if name not in names}
-        problems += self._problems_left_over(plan, found, kept, problems, (unused, unmade))
+        problems += self._problems_left_over(
+            plan, candidates, mismatched, problems, (unused, unmade)
+        )
         if problems:
-            raise RuleError(explain.message(where, self._likeliest(problems, found, valid)))
+            raise RuleError(explain.message(where, self._likeliest(problems, candidates, valid)))
         if self._want is None:
             plan.nameless = self._rules.nameless
         if any(family.assumed for family in valid):
             explain.warn_of_assumed(valid)
         return plan
 
-    def _applicable(self, found: Sequence[Family]) -> list[Family]:
+    def _applicable(self, candidates: Sequence[Family]) -> list[Family]:
         """The families to which a rule applies, after those that give way to others."""
-        choose_variants(found)
+        choose_variants(candidates)
         if self._want is None:
-            keep_ties(found, self._stored.entries)
-        valid = [family for family in found if family.reason is None]
+            keep_ties(candidates, self._stored.entries)
+        valid = [family for family in candidates if family.reason is None]
         of_all = (shared_names(lift, valid, self._have, self._want) for lift in self._rules.shared)
-        leave_to_others(found, of_all, self._want is not None)
+        leave_to_others(candidates, of_all, self._want is not None)
         return [family for family in valid if family.reason is None]
 
     def _left_over(self, plan: RulePlan, valid: Sequence[Family]) -> tuple[LeafFacts, LeafFacts]:
         """What is stored and not used, and what is asked for and not made."""
-        used, there = _used(plan, valid), {*plan.made, *plan.aliases, *plan.kept}
-        asked = {} if self._want is None else self._want.facts
+        used, made = _used(plan, valid), {*plan.made, *plan.aliases, *plan.kept}
+        requested = {} if self._want is None else self._want.facts
         unused = {name: fact for name, fact in self._stored.facts.items() if name not in used}
-        return unused, {name: fact for name, fact in asked.items() if name not in there}
+        return unused, {name: fact for name, fact in requested.items() if name not in made}
 
     def _misplaced_lifts(
-        self, plan: RulePlan, found: Sequence[Family], unused: LeafFacts, unmade: LeafFacts
+        self, plan: RulePlan, candidates: Sequence[Family], unused: LeafFacts, unmade: LeafFacts
     ) -> tuple[list[Problem], set[str]]:
-        asked = {} if self._want is None else self._want.facts
+        requested_facts = {} if self._want is None else self._want.facts
         stored = {name: self._stored.facts[name] for name in (*unused, *plan.dropped)}
-        requested = {name: asked[name] for name in (*unmade, *plan.kept) if name in asked}
-        return misplaced_lifts(self._rules.rules, self._rules.shared, found, stored, requested)
+        requested = {
+            name: requested_facts[name] for name in (*unmade, *plan.kept) if name in requested_facts
+        }
+        return misplaced_lifts(self._rules.rules, self._rules.shared, candidates, stored, requested)
 
     def _problems_left_over(
         self,
         plan: RulePlan,
-        found: Sequence[Family],
-        kept: Sequence[Family],
+        candidates: Sequence[Family],
+        mismatched: Sequence[Family],
         before: Sequence[Problem],
         left: tuple[LeafFacts, LeafFacts],
     ) -> list[Problem]:
         """Why something is left over, and which rules apply to nothing.
 
         Arguments:
-            found: all families that a rule matches.
-            kept: those that are left alone.
+            candidates: all families that a rule matches.
+            mismatched: those that are left alone.
             before: the problems that were found before.
             left: what is not used, and what is not made.
         """
         unused, unmade = (
-            {name: fact for name, fact in of.items() if not fact.dispensable} for of in left
+            {name: fact for name, fact in facts.items() if not fact.dispensable} for facts in left
         )
         left = unused, unmade
         shared = self._rules.shared
-        of_kept = {family.rule for family in kept}
+        of_kept = {family.rule for family in mismatched}
         rules = [rule for rule in self._rules.rules if rule not in of_kept]
-        applied = {family.rule for family in found if family.reason is None}
+        applied = {family.rule for family in candidates if family.reason is None}
         if not any(left) and all(rule.optional or rule in applied for rule in rules):
             return []
         if not self._strict:
-            problems = explain.misfits(*left, found, shared)
-            return problems + explain.matching_nothing(rules, found, self._have)
-        asked = {} if self._want is None else self._want.facts
-        problems = explain.left_over(*left, plan.made, asked, found, shared)
-        return problems + explain.idle(rules, found, [*before, *problems], self._have)
+            problems = explain.misfits(*left, candidates, shared)
+            return problems + explain.matching_nothing(rules, candidates, self._have)
+        requested = {} if self._want is None else self._want.facts
+        problems = explain.left_over(*left, plan.made, requested, candidates, shared)
+        return problems + explain.idle(rules, candidates, [*before, *problems], self._have)
 
     def _likeliest(
-        self, problems: Sequence[Problem], found: Sequence[Family], valid: Sequence[Family]
+        self, problems: Sequence[Problem], candidates: Sequence[Family], valid: Sequence[Family]
     ) -> list[Problem]:
         """The problems after one that probably causes them all, if there is such a one."""
-        turned = explain.backwards(self._rules.rules, found, self._have)
-        first = turned or explain.unfamiliar(self._rules.rules, valid, found, self._have)
+        turned = explain.backwards(self._rules.rules, candidates, self._have)
+        first = turned or explain.unfamiliar(self._rules.rules, valid, candidates, self._have)
         said = {problem.rule.statement for problem in first if problem.rule is not None}
-        rest = [p for p in problems if p.rule is None or p.rule.statement not in said]
-        return [*first, *(rest if valid or not turned else ())]
+        further = [p for p in problems if p.rule is None or p.rule.statement not in said]
+        return [*first, *(further if valid or not turned else ())]
 
     def resolved(self, rules: Sequence[Rule]) -> list[Family]:
         """Every family of arrays that a rule may be about."""
-        found = []
+        candidates = []
         for rule in rules:  # those of parameters come before those of their slots
             for family in families(rule, self._have, self._want):
                 which = sorted(family.texts.items()), sorted(family.paired.items())
@@ -212,8 +216,8 @@ class _RulePlanner:
                 resolve(family, self._have, self._want, partly=not self._strict)
                 if family.reason is None and not rule.lifted:
                     self.sizes[key] = family.sizes
-                found.append(family)
-        return found
+                candidates.append(family)
+        return candidates
 
     def _recorded(self, family: Family) -> dict[str, int]:
         sizes: dict[str, int] = {}
@@ -297,8 +301,8 @@ class _ArrayMaker:
                     self.plan.kept.add(name)
                     continue
                 shape = tuple(axes.size_of(item, family.sizes) or 0 for item in items)
-                asked = None if self._want is None else self._want.facts[name].dtype
-                fact = Fact(shape, expr.dtype or asked or "float32")
+                requested_dtype = None if self._want is None else self._want.facts[name].dtype
+                fact = Fact(shape, expr.dtype or requested_dtype or "float32")
                 fill = Fill(shape, whole_dims(shape), nothing.value)
                 # What a second rule makes is a conflict, which is known.
                 self.plan.made.setdefault(name, Made(name, fact, str(family.rule), fills=(fill,)))
@@ -308,13 +312,13 @@ class _ArrayMaker:
         rule = family.rule
         function = self._rules.functions[rule.function or ""]
         (expr,) = exprs_of(rule.right)
-        for at, name in family.grid(expr):
+        for indices, name in family.grid(expr):
             if not self._is_wanted(name):
                 continue
             if rule.moves:
                 blocks = [dict(family.blocks([v])) for v in exprs_of(rule.left)]
                 raw = replace(expr, dtype=None)
-                inputs = [self._make_one(family, raw, at, name, b) for b in blocks]
+                inputs = [self._make_one(family, raw, indices, name, b) for b in blocks]
                 shape = inputs[0].fact.shape
             else:
                 inputs = [self._as_it_is(n) for n in names_of(family, rule.left)]
@@ -344,14 +348,14 @@ class _ArrayMaker:
             for expr in term[1:]:
                 self._check_same(family, term[0], expr)
         for term in rule.right:
-            for at, _ in family.grid(term[0]):
-                self._make_term(family, term, at, blocks)
+            for indices, _ in family.grid(term[0]):
+                self._make_term(family, term, indices, blocks)
 
     def _make_term(
         self,
         family: Family,
         term: Sequence[CompiledExpr],
-        at: dict[str, int],
+        indices: dict[str, int],
         blocks: StoredBlocks,
     ) -> None:
         """Adds an array under all of its names; those of the same form are one array."""
@@ -359,12 +363,12 @@ class _ArrayMaker:
         if family.rule.lifted and self._want is None:
             term = term[:1]  # an optimizer has one state of a tied parameter
         for expr in term:
-            name = expr.pattern.format(family.texts, at)
+            name = expr.pattern.format(family.texts, indices)
             if not self._is_wanted(name) or self._conflicts.is_left(name, family):
                 continue
             other = first.setdefault(expr.form, name)
             if other == name:
-                self.plan.made.setdefault(name, self._make_one(family, expr, at, name, blocks))
+                self.plan.made.setdefault(name, self._make_one(family, expr, indices, name, blocks))
             else:
                 self.plan.aliases[name] = other
 
@@ -372,21 +376,21 @@ class _ArrayMaker:
         return self._want is None or name in self._want.facts
 
     def _check_same(self, family: Family, first: CompiledExpr, other: CompiledExpr) -> None:
-        for at, name in family.grid(first):
-            copy = other.pattern.format(family.texts, at)
+        for indices, name in family.grid(first):
+            copy = other.pattern.format(family.texts, indices)
             if copy not in self._stored.facts or self._conflicts.is_left(copy, family):
                 continue
             made = None
             if other.form != first.form:
                 blocks = dict(family.blocks([first]))
-                made = self._make_one(family, other, at, copy, blocks)
+                made = self._make_one(family, other, indices, copy, blocks)
             self.plan.checks.append(Same(name, copy, str(family.rule), made))
 
     def _make_one(
         self,
         family: Family,
         expr: CompiledExpr,
-        at: dict[str, int],
+        indices: dict[str, int],
         name: str,
         blocks: StoredBlocks,
     ) -> Made:
@@ -395,12 +399,12 @@ class _ArrayMaker:
         Arguments:
             family: the arrays.
             expr: of the array.
-            at: the indices in its name.
+            indices: the indices in its name.
             name: of the array.
             blocks: of what is stored.
         """
         rule = family.rule
-        origins, sources, fills = self._pieces(family, expr, at, blocks)
+        origins, sources, fills = self._pieces(family, expr, indices, blocks)
         facts = [self._stored.facts[origin] for origin in origins]
         plain = [origin for origin in origins if origin not in self._stored.entries]
         if plain:
@@ -413,7 +417,7 @@ class _ArrayMaker:
         shape = tuple(axes.size_of(i, family.sizes) or 0 for i in family.items(expr))
         fact = Fact(shape, expr.dtype or have[0])
         _check_arithmetic(sources)
-        cropped = any(axes.has_pad(one.items) for one in exprs_of(rule.left))
+        cropped = any(axes.has_pad(source.items) for source in exprs_of(rule.left))
         return Made(
             name,
             fact,
@@ -426,7 +430,7 @@ class _ArrayMaker:
         )
 
     def _pieces(
-        self, family: Family, expr: CompiledExpr, at: Mapping[str, int], blocks: StoredBlocks
+        self, family: Family, expr: CompiledExpr, indices: Mapping[str, int], blocks: StoredBlocks
     ) -> tuple[list[str], list[MappedSource], list[Fill]]:
         """The names of all that an array is made of, the arrays among these, and its padding."""
         items = family.items(expr)
@@ -434,16 +438,16 @@ class _ArrayMaker:
         sources: list[MappedSource] = []
         fills: list[Fill] = []
         for choice in axes.choices(items):
-            own = [axis.name for axis in axes.block_axes(items, choice)]
-            if any(map(axes.is_pad, own)):
-                fills.append(_pad(family, items, choice, own))
+            axis_names = [axis.name for axis in axes.block_axes(items, choice)]
+            if any(map(axes.is_pad, axis_names)):
+                fills.append(_pad(family, items, choice, axis_names))
                 continue
-            block, block_choice = blocks[frozenset(own) | expr.pattern.axes]
-            for origin, there in _origins(family, block, at):
+            block, block_choice = blocks[frozenset(axis_names) | expr.pattern.axes]
+            for origin, origin_indices in _origins(family, block, indices):
                 origins.append(origin)
                 if origin in self._stored.entries:
-                    entry, stored = self._entry(origin), (block, block_choice, there)
-                    sources.append(family.mapped(entry, stored, (expr, choice, at)))
+                    entry, stored = self._entry(origin), (block, block_choice, origin_indices)
+                    sources.append(family.mapped(entry, stored, (expr, choice, indices)))
         return origins, sources, fills
 
     def _entry(self, name: str) -> ArrayEntry:
@@ -462,23 +466,26 @@ class _ArrayMaker:
 
 
 def _origins(
-    family: Family, source: CompiledExpr, at: Mapping[str, int]
+    family: Family, source: CompiledExpr, made_indices: Mapping[str, int]
 ) -> Iterator[tuple[str, dict[str, int]]]:
     """The stored arrays of an expression that agree with the indices in the made name."""
     names = sorted(source.pattern.axes)
     ranges = [
-        range(at[axis], at[axis] + 1) if axis in at else range(family.sizes[axis]) for axis in names
+        range(made_indices[axis], made_indices[axis] + 1)
+        if axis in made_indices
+        else range(family.sizes[axis])
+        for axis in names
     ]
     for indices in itertools.product(*ranges):
-        there = dict(zip(names, indices, strict=True))
-        yield source.pattern.format(family.texts, there), there
+        origin_indices = dict(zip(names, indices, strict=True))
+        yield source.pattern.format(family.texts, origin_indices), origin_indices
 
 
 def _pad(
-    family: Family, items: Sequence[AxisItem], choice: axes.SegmentChoice, own: list[str]
+    family: Family, items: Sequence[AxisItem], choice: axes.SegmentChoice, axis_names: list[str]
 ) -> Fill:
-    numbers = {axis: number for number, axis in enumerate(own)}
-    extents = tuple(family.sizes[axis] for axis in own)
+    numbers = {axis: number for number, axis in enumerate(axis_names)}
+    extents = tuple(family.sizes[axis] for axis in axis_names)
     return Fill(extents, axes.dims_of(items, choice, family.sizes, numbers, {}), 0)
 
 
@@ -495,8 +502,8 @@ def _leave_alone(
     """Adds a family of the wrong shape to those left alone; returns what else is left over."""
     source = next(name for name in family.names_there() if name in unused)
     plan.misfits |= {name: source for name in family.names_asked() if name in unmade}
-    there = set(family.names_there())
-    unused = {name: fact for name, fact in unused.items() if name not in there}
+    matched_names = set(family.names_there())
+    unused = {name: fact for name, fact in unused.items() if name not in matched_names}
     return unused, {name: fact for name, fact in unmade.items() if name not in plan.misfits}
 
 

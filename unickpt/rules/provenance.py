@@ -44,8 +44,8 @@ class Provenance:
         Raises:
             CheckpointCorrupt: the record is malformed.
         """
-        own = metadata.get(RESERVED)
-        record = own.get(CONVERSION, {}) if isinstance(own, dict) else {}
+        reserved = metadata.get(RESERVED)
+        record = reserved.get(CONVERSION, {}) if isinstance(reserved, dict) else {}
         try:
             return cls(
                 {str(k): str(v) for k, v in record.get("conventions", {}).items()},
@@ -134,10 +134,14 @@ class Provenance:
             },
             "sizes": {name: dict(sizes) for name, sizes in self.sizes.items()},
         }
-        own = metadata.get(RESERVED)
+        reserved = metadata.get(RESERVED)
         filled = {key: value for key, value in record.items() if value}
-        rest = {k: v for k, v in (own if isinstance(own, dict) else {}).items() if k != CONVERSION}
-        inner = {**rest, **({CONVERSION: filled} if filled else {})}
+        other_records = {
+            k: v
+            for k, v in (reserved if isinstance(reserved, dict) else {}).items()
+            if k != CONVERSION
+        }
+        inner = {**other_records, **({CONVERSION: filled} if filled else {})}
         outer = {key: value for key, value in metadata.items() if key != RESERVED}
         return {**outer, **({RESERVED: inner} if inner else {})}
 
@@ -148,9 +152,9 @@ def _affines(pairs: Iterable[Any]) -> frozenset[Affine]:
 
 def _composed(source: MappedSource, affine: Affine) -> Affine:
     """The total of earlier arithmetic and a source's arithmetic."""
-    found = source.scale * affine[0], source.scale * affine[1] + source.offset
+    total = source.scale * affine[0], source.scale * affine[1] + source.offset
     same = all(
         math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9)
-        for a, b in zip(found, _IDENTITY, strict=True)
+        for a, b in zip(total, _IDENTITY, strict=True)
     )
-    return _IDENTITY if same else found
+    return _IDENTITY if same else total

@@ -62,15 +62,15 @@ class CompiledExpr:
                 computes is too large.
         """
         try:
-            found = self._affine(sizes)
+            affine = self._affine(sizes)
         except (OverflowError, ZeroDivisionError):
-            found = math.inf, 0.0
-        if not all(map(math.isfinite, found)):
+            affine = math.inf, 0.0
+        if not all(map(math.isfinite, affine)):
             raise RuleError(
                 f"{self.position}: the arithmetic divides by 0, or by or through a number that no "
                 "float64 holds: write smaller numbers, or a smaller power"
             )
-        return found
+        return affine
 
     def _affine(self, sizes: Mapping[str, int]) -> tuple[float, float]:
         scale, offset = 1.0, 0.0
@@ -208,11 +208,11 @@ def exprs_of(side: Terms | Nothing) -> list[CompiledExpr]:
 
 def axes_of_sides(sides: Sequence[Terms | Nothing]) -> set[str]:
     """All axes of both sides; pads as one."""
-    found: set[str] = set()
+    names: set[str] = set()
     for side in sides:
         for expr in exprs_of(side):
-            found |= expr.pattern.axes | {a.name for a in axes.axes_of(expr.items)}
-            found |= expr.arithmetic_axes
-    if any(map(axes.is_pad, found)):
-        found.add(axes.PAD)
-    return found
+            names |= expr.pattern.axes | {a.name for a in axes.axes_of(expr.items)}
+            names |= expr.arithmetic_axes
+    if any(map(axes.is_pad, names)):
+        names.add(axes.PAD)
+    return names

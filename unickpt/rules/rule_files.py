@@ -18,8 +18,8 @@ MOST_CHARACTERS = 16 << 20
 
 def presets() -> list[str]:
     """The names of all presets: those of unickpt, then those of other packages."""
-    own = _files(doors.ours("presets"))
-    return [*sorted(own), *sorted(_files(doors.others("presets")).keys() - own)]
+    builtin = _files(doors.ours("presets"))
+    return [*sorted(builtin), *sorted(_files(doors.others("presets")).keys() - builtin)]
 
 
 def preset_file(name: str) -> Path:
@@ -35,7 +35,7 @@ def preset_file(name: str) -> Path:
         if path is not None:
             return path
     model = name.partition("-")[2] or name  # of another source: maxtext-qwen3, litgpt-qwen3
-    near = [known for known in presets() if model in known.split("-", 1)[1:]]
+    near = [preset for preset in presets() if model in preset.split("-", 1)[1:]]
     near = near or difflib.get_close_matches(name, presets(), n=1)
     hint = f"presets are {', '.join(presets())}"
     if near:

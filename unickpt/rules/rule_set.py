@@ -152,8 +152,8 @@ class Rules(CompiledRules):
             {n=up|down} [i o] <-> {n=up|down}.weight [o i]
         """
         observe = doors.need("names", "observe")
-        found: Rules = observe(function, example, strict=strict, framework=framework, name=name)
-        return found
+        rules: Rules = observe(function, example, strict=strict, framework=framework, name=name)
+        return rules
 
     @classmethod
     def draft(cls, left: Any, right: Any, *, name: str = "draft") -> Rules:
@@ -180,8 +180,8 @@ class Rules(CompiledRules):
             >>> print(rules)
             up/kernel [i o] <-> up.weight [o i]
         """
-        found: Rules = doors.need("names", "draft_rules")(left, right, name=name)
-        return found
+        rules: Rules = doors.need("names", "draft_rules")(left, right, name=name)
+        return rules
 
     def check(self, left: Any, right: Any, *, probes: int = 64, rtol: float = 1e-5) -> RulesCheck:
         """Whether the rules make of the left side what the right side holds.
@@ -212,8 +212,8 @@ class Rules(CompiledRules):
             False
         """
         check = doors.need("names", "check_rules")
-        found: RulesCheck = check(self, left, right, probes=probes, rtol=rtol)
-        return found
+        report: RulesCheck = check(self, left, right, probes=probes, rtol=rtol)
+        return report
 
     @classmethod
     def preset(cls, name: str, *, sizes: Mapping[str, int] | None = None) -> Rules:
@@ -270,19 +270,19 @@ class Rules(CompiledRules):
     _load_view = load_view
 
     def __repr__(self) -> str:
-        own = sum(not rule.lifted for rule in self.rules)
+        count = sum(not rule.lifted for rule in self.rules)
         files = [repr(file) for file in dict.fromkeys(rule.position.file for rule in self.rules)]
-        slots = f", {len(self.rules) - own} more of slots" if own < len(self.rules) else ""
-        return f"Rules({some(files)}: {counted(own, 'rule')}{slots})"
+        slots = f", {len(self.rules) - count} more of slots" if count < len(self.rules) else ""
+        return f"Rules({some(files)}: {counted(count, 'rule')}{slots})"
 
     def _repr_html_(self) -> str:
         """The rules as they are written, for notebooks."""
         from unickpt.display import html  # here, so that importing unickpt stays fast
 
-        own = [rule.written for rule in self.rules if not rule.lifted]
-        facts = [f"{len(own):,} rules", f"{len(self.rules) - len(own):,} more of slots"]
-        rows = ((number, text) for number, text in enumerate(own, 1))
-        return html.page("Rules", "", facts, html.table(("", "rule"), rows, len(own)))
+        texts = [rule.written for rule in self.rules if not rule.lifted]
+        facts = [f"{len(texts):,} rules", f"{len(self.rules) - len(texts):,} more of slots"]
+        rows = ((number, text) for number, text in enumerate(texts, 1))
+        return html.page("Rules", "", facts, html.table(("", "rule"), rows, len(texts)))
 
     def __str__(self) -> str:
         return "\n".join([rule.written for rule in self.rules if not rule.lifted])
@@ -297,7 +297,7 @@ class _Compiler:
     rules: list[Rule] = field(default_factory=list)
     lifts: list[LiftLine] = field(default_factory=list)
     conventions: list[Convention] = field(default_factory=list)
-    given: list[WhereLine | IncludeLine] = field(default_factory=list)
+    size_lines: list[WhereLine | IncludeLine] = field(default_factory=list)
     files: int = 0
     characters: int = 0
 
@@ -319,7 +319,7 @@ class _Compiler:
         for statement in statements:
             if isinstance(statement, WhereLine):
                 where = {**where, **dict(statement.sizes)}
-                self.given.append(statement)
+                self.size_lines.append(statement)
         for statement in statements:
             match statement:
                 case RuleLine():
@@ -330,7 +330,7 @@ class _Compiler:
                         raise syntax_error(
                             f"{statement.target!r} includes itself", statement.position
                         )
-                    self.given.append(statement)
+                    self.size_lines.append(statement)
                     self._count(statement, text, files)
                     lines = [included(line, statement) for line in _parse(statement, name, text)]
                     self.collect(lines, inside, (*files, name), {**where, **dict(statement.sizes)})
@@ -376,28 +376,28 @@ def _compile(
     functions: Mapping[str, Function],
 ) -> Rules:
     _check_sizes(sizes)
-    found = _Compiler(sizes, functions)
-    found.collect(parser.parse(text, name), folder, (name,), {})
-    used = {axis for rule in found.rules for axis in rule.sizes}
+    compiler = _Compiler(sizes, functions)
+    compiler.collect(parser.parse(text, name), folder, (name,), {})
+    used = {axis for rule in compiler.rules for axis in rule.sizes}
     unused = sizes.keys() - used
     if unused:
         raise RuleError(f"{name}: a size is given for {min(unused)!r}, which no rule has")
-    for where in found.given:
+    for where in compiler.size_lines:
         for axis, _ in where.sizes:
             if axis not in used:
                 raise syntax_error(f"no rule has an axis {axis!r}", where.position)
-    rules, shared = list(found.rules), []
-    for line in found.lifts:
-        lifted = lift(line, found.rules)
+    rules, shared = list(compiler.rules), []
+    for line in compiler.lifts:
+        lifted = lift(line, compiler.rules)
         if isinstance(lifted, SharedState):
             shared.append(lifted)
         else:
             rules += lifted
-    for question in swapped_names(found.rules):
+    for question in swapped_names(compiler.rules):
         warnings.warn(question, RuleWarning, stacklevel=3)
     # A line that a preset has come to have as well counts once.
     once = tuple(dict.fromkeys(rules)), tuple(dict.fromkeys(shared))
-    return Rules(*once, tuple(found.conventions), functions)
+    return Rules(*once, tuple(compiler.conventions), functions)
 
 
 def _check_sizes(sizes: object) -> None:
@@ -434,14 +434,14 @@ def _lines_of(renames: Mapping[str, str]) -> str:
             "Rules.load takes the path of a file"
         )
     lines = []
-    for stored, asked in renames.items():
-        for side in (stored, asked):
+    for stored, requested in renames.items():
+        for side in (stored, requested):
             if not isinstance(side, str) or "\n" in side or not side.strip():
                 raise RuleError(
-                    f"{{{stored!r}: {asked!r}}}: a rename maps a name to another, both of type "
+                    f"{{{stored!r}: {requested!r}}}: a rename maps a name to another, both of type "
                     "str; to leave something out, give 'drop'"
                 )
-        lines.append(f"{stored} <-> {asked}")
+        lines.append(f"{stored} <-> {requested}")
     return "\n".join(lines)
 
 

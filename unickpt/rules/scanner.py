@@ -27,34 +27,34 @@ class LogicalLine:
     text: str
     starts: tuple[tuple[int, int, int, str], ...]  # offset, line number, indentation, its text
 
-    def position(self, file: str, at: int) -> SourcePosition:
-        offset, number, cut, text = next(s for s in reversed(self.starts) if s[0] <= at)
-        return SourcePosition(file, number, at - offset + cut + 1, text)
+    def position(self, file: str, index: int) -> SourcePosition:
+        offset, number, cut, text = next(s for s in reversed(self.starts) if s[0] <= index)
+        return SourcePosition(file, number, index - offset + cut + 1, text)
 
 
 def logical_lines(text: str) -> Iterator[LogicalLine]:
     """Lines without comments; one that is not complete takes the next one along."""
-    held, starts = "", []
+    logical, starts = "", []
     pending: list[tuple[int, str]] = [
         (number, line)
         for number, line in enumerate(textwrap.dedent(text).splitlines(), 1)
         if _without_comment(line).strip()
     ]
-    for at, (number, raw) in enumerate(pending):
+    for index, (number, raw) in enumerate(pending):
         line = _without_comment(raw).rstrip()
         stripped = line.lstrip()
-        held += " " if held else ""
-        starts.append((len(held), number, len(line) - len(stripped), raw.rstrip()))
-        held += stripped
-        following = pending[at + 1][1].lstrip() if at + 1 < len(pending) else ""
-        if following and (_is_open(held) or following.startswith(("<->", ",", "="))):
+        logical += " " if logical else ""
+        starts.append((len(logical), number, len(line) - len(stripped), raw.rstrip()))
+        logical += stripped
+        following = pending[index + 1][1].lstrip() if index + 1 < len(pending) else ""
+        if following and (_is_open(logical) or following.startswith(("<->", ",", "="))):
             continue
-        yield LogicalLine(held, tuple(starts))
-        held, starts = "", []
+        yield LogicalLine(logical, tuple(starts))
+        logical, starts = "", []
 
 
 def _without_comment(line: str) -> str:
-    return re.sub(r'("(?:[^"\\]|\\.)*")|(?:^|(?<=\s))#.*', lambda found: found[1] or "", line)
+    return re.sub(r'("(?:[^"\\]|\\.)*")|(?:^|(?<=\s))#.*', lambda match: match[1] or "", line)
 
 
 def _is_open(text: str) -> bool:
@@ -78,18 +78,18 @@ class LineScanner:
     def __init__(self, line: LogicalLine, file: str) -> None:
         self._line, self.text, self._file, self.at = line, line.text, file, 0
 
-    def position(self, at: int | None = None) -> SourcePosition:
+    def position(self, index: int | None = None) -> SourcePosition:
         """Where the scanner is, or another place of the line."""
-        return self._line.position(self._file, self.at if at is None else at)
+        return self._line.position(self._file, self.at if index is None else index)
 
-    def fail(self, message: str, at: int | None = None) -> RuleSyntaxError:
+    def fail(self, message: str, index: int | None = None) -> RuleSyntaxError:
         """The error that shows the place with a caret."""
-        return syntax_error(message, self.position(at))
+        return syntax_error(message, self.position(index))
 
     def skip(self) -> None:
         """Goes to the next character that is no space."""
-        found = _SPACE.match(self.text, self.at)
-        self.at = found.end() if found else self.at
+        match = _SPACE.match(self.text, self.at)
+        self.at = match.end() if match else self.at
 
     def sees(self, text: str) -> bool:
         """Whether a text comes next."""
@@ -112,18 +112,18 @@ class LineScanner:
     def _no_arrow(self) -> str:
         """What probably went wrong where `<->` is missing."""
         self.skip()
-        before, rest = self.text[: self.at].rstrip(), self.text[self.at :]
-        arrow = _ARROW.match(rest)
+        before, remaining = self.text[: self.at].rstrip(), self.text[self.at :]
+        arrow = _ARROW.match(remaining)
         if arrow or before.endswith(":"):
             wrong = arrow[0] if arrow else ":"
             return f": write it in place of `{wrong}`; a rule serves both directions"
-        if rest.startswith("["):
+        if remaining.startswith("["):
             return "; put a name with brackets in quotes"
-        if rest.startswith(("(", "?")):
+        if remaining.startswith(("(", "?")):
             return f"; {_NO_PATTERN}"
-        if rest.startswith("<"):
+        if remaining.startswith("<"):
             return "; write a capture in braces, such as {l}"
-        if rest:
+        if remaining:
             return "; write axes in brackets, as in `name [i o]`, and a name with spaces in quotes"
         if " = " in before:
             return "; `=` joins several names of one array on the same side"
@@ -134,39 +134,39 @@ class LineScanner:
     def match(self, pattern: re.Pattern[str]) -> str | None:
         """Takes what matches a pattern, if it comes next."""
         self.skip()
-        found = pattern.match(self.text, self.at)
-        if found is None:
+        match = pattern.match(self.text, self.at)
+        if match is None:
             return None
-        self.at = found.end()
-        return found[0]
+        self.at = match.end()
+        return match[0]
 
     def word(self, *words: str) -> str | None:
         """One of some words, if it comes next and is not a name in front of an arrow."""
         self.skip()
-        found = _WORD.match(self.text, self.at)
-        if found is None or found[0] not in words:
+        match = _WORD.match(self.text, self.at)
+        if match is None or match[0] not in words:
             return None
-        self.at = found.end()
-        return found[0]
+        self.at = match.end()
+        return match[0]
 
     def identifier(self, what: str) -> str:
         """Takes a word, which must come next."""
-        found = self.match(IDENTIFIER)
-        if found is None:
+        name = self.match(IDENTIFIER)
+        if name is None:
             raise self.fail(f"expected {what}")
-        return found
+        return name
 
     def end(self) -> None:
         """Makes sure that nothing comes after this."""
         self.skip()
-        rest = self.text[self.at :]
-        if not rest:
+        remaining = self.text[self.at :]
+        if not remaining:
             return
         hint = ""
-        if rest.startswith("<->"):
+        if remaining.startswith("<->"):
             hint = "; a rule has one `<->`: a line before this one may lack its second side"
-        elif "<->" in rest:
+        elif "<->" in remaining:
             hint = "; write each rule on a line of its own"
-        elif rest.startswith(("//", "--", "%")):
+        elif remaining.startswith(("//", "--", "%")):
             hint = "; a comment begins with `#`"
         raise self.fail(f"this is not expected here{hint}")

@@ -56,9 +56,10 @@ class RuledView:
         checkpoint: Reader,
         rules: CompiledRules,
         plan: RulePlan,
-        asked: Mapping[str, Fact] | None = None,
+        requested: Mapping[str, Fact] | None = None,
     ) -> None:
-        self.checkpoint, self.rules, self.plan, self.asked = checkpoint, rules, plan, asked or {}
+        self.checkpoint, self.rules, self.plan = checkpoint, rules, plan
+        self.asked = requested or {}
         self._recipes: dict[str, Recipe] = {}
         self.numbers: dict[str, tree_json.Plain] = {}
         arrays: dict[str, ArrayEntry] = {}
@@ -142,8 +143,8 @@ class RuledView:
                 recipe = Recipe(check.made.sources)
                 same = False
             else:
-                one = first.name == other.name
-                same = one or same_digests(self.checkpoint, first, self.checkpoint, other)
+                is_same_array = first.name == other.name
+                same = is_same_array or same_digests(self.checkpoint, first, self.checkpoint, other)
             both = recipe, Recipe((Unchanged(other),))
             same = same or all(
                 _same_bits(*(read_made(self.checkpoint, other, r, box, options) for r in both))
@@ -200,26 +201,26 @@ class _FunctionCall:
         made, function = self.made, self.function
         regions: Sequence[Box] = [box] * len(made.inputs)
         if function.region is not None:
-            regions = function.region(box, *(one.fact.shape for one in made.inputs))
+            regions = function.region(box, *(source.fact.shape for source in made.inputs))
         stored, options = self.checkpoint, LoadOptions(verify=verify)
         inputs = [
-            read_made(stored, _entry(one, stored.index), Recipe(one.sources), region, options)
-            for one, region in zip(made.inputs, regions, strict=True)
+            read_made(stored, _entry(source, stored.index), Recipe(source.sources), region, options)
+            for source, region in zip(made.inputs, regions, strict=True)
         ]
-        found = np.asarray(function.apply(box, *inputs))
-        if found.shape != box.shape:
+        output = np.asarray(function.apply(box, *inputs))
+        if output.shape != box.shape:
             raise LoadMismatch(
-                f"array {made.name!r}: the function made {list(found.shape)} for the box {box} of "
+                f"array {made.name!r}: the function made {list(output.shape)} for the box {box} of "
                 f"shape {list(box.shape)}\n  {made.rule}"
             )
         dtype = dtypes.from_name(made.fact.dtype)
         with np.errstate(all="ignore"):
-            cast = found.astype(dtype, copy=False)
-            same = (cast == found) | ((cast != cast) & (found != found))
+            cast = output.astype(dtype, copy=False)
+            same = (cast == output) | ((cast != cast) & (output != output))
         if not same.all():
             raise LoadMismatch(
-                f"array {made.name!r}: the function made {found.dtype}, which {dtype} does not "
-                f"hold; convert it in the function, or write `as {found.dtype}` after the axes\n  "
+                f"array {made.name!r}: the function made {output.dtype}, which {dtype} does not "
+                f"hold; convert it in the function, or write `as {output.dtype}` after the axes\n  "
                 f"{made.rule}"
             )
         return cast
@@ -228,7 +229,7 @@ class _FunctionCall:
 def through(
     checkpoint: Reader,
     rules: CompiledRules,
-    asked: Mapping[str, Fact] | None = None,
+    requested: Mapping[str, Fact] | None = None,
     *,
     strict: bool = True,
     keep_misfits: bool = False,
@@ -238,7 +239,7 @@ def through(
     Arguments:
         checkpoint: what is stored.
         rules: the rules.
-        asked: what is requested; None if the rules alone decide.
+        requested: what is requested; None if the rules alone decide.
         strict, keep_misfits: see `make_plan`.
 
     Raises:
@@ -254,13 +255,13 @@ def through(
         stored = replace(stored, sizes=recorded.sizes)
     try:
         plan = make_plan(
-            rules, stored, asked, strict=strict, keep_misfits=keep_misfits, where=where
+            rules, stored, requested, strict=strict, keep_misfits=keep_misfits, where=where
         )
     except RuleError as error:
         if not checkpoint.lacks:
             raise
         raise RuleError(f"{error}\nwhat may explain it: {checkpoint.lacks}") from error
-    view = RuledView(checkpoint, rules, plan, asked)
+    view = RuledView(checkpoint, rules, plan, requested)
     if RESERVED in metadata:
         _ = view.provenance  # raises now what it raises
     return view
@@ -276,9 +277,9 @@ class Offered(Mapping[str, Any]):
     """
 
     def __init__(
-        self, checkpoint: Reader, rules: CompiledRules, asked: Callable[[], Mapping[str, Fact]]
+        self, checkpoint: Reader, rules: CompiledRules, requested: Callable[[], Mapping[str, Fact]]
     ) -> None:
-        self._checkpoint, self._rules, self._asked = checkpoint, rules, asked
+        self._checkpoint, self._rules, self._asked = checkpoint, rules, requested
 
     @cached_property
     def _made(self) -> Mapping[str, Made]:
@@ -313,18 +314,18 @@ class Offered(Mapping[str, Any]):
         return len(self._found)
 
 
-def _requested_facts(asked: LoadRequest) -> dict[str, Fact]:
+def _requested_facts(request: LoadRequest) -> dict[str, Fact]:
     """What is requested, as rules see it."""
-    return {name: _requested_fact(name, value, asked) for name, value in asked.leaves.items()}
+    return {name: _requested_fact(name, value, request) for name, value in request.leaves.items()}
 
 
-def _requested_fact(name: str, value: Any, asked: LoadRequest) -> Fact:
-    target = asked.targets.get(name)
+def _requested_fact(name: str, value: Any, request: LoadRequest) -> Fact:
+    target = request.targets.get(name)
     if target is not None:
         return Fact(tuple(target.shape), dtypes.name_of(target.dtype))
     if isinstance(value, PerProcess):
         return Fact(kind=LeafKind.PROCESS)
-    dispensable = may_lack(name, value, asked.leaves)
+    dispensable = may_lack(name, value, request.leaves)
     return Fact((), NUMBERS.get(type(value), ""), LeafKind.VALUE, dispensable)
 
 
@@ -341,9 +342,11 @@ def load_view(
     offered = Offered(
         stored, rules, lambda: _requested_facts(LoadRequest.of(like, among, lambda: nothing))
     )
-    asked = LoadRequest.of(like, among, lambda: StoredTree(offered, offered.node), policy.selection)
-    facts, keep = _requested_facts(asked), policy.keep_mismatched
-    return through(stored, rules, facts, strict=policy.is_strict, keep_misfits=keep), asked
+    request = LoadRequest.of(
+        like, among, lambda: StoredTree(offered, offered.node), policy.selection
+    )
+    facts, keep = _requested_facts(request), policy.keep_mismatched
+    return through(stored, rules, facts, strict=policy.is_strict, keep_misfits=keep), request
 
 
 def stored_facts(checkpoint: Reader) -> StoredLeaves:
@@ -363,8 +366,8 @@ def _structure(
     checkpoint: Reader, made: Mapping[str, Made], names: Collection[str]
 ) -> tree.Node | tree.Leaf:
     """The containers of what rules make."""
-    of = {name: _source(one) for name, one in made.items()}
-    sources = {name: source for name, source in of.items() if source is not None}
+    source_by_name = {name: _source(array) for name, array in made.items()}
+    sources = {name: source for name, source in source_by_name.items() if source is not None}
     return renamed(StoredView(checkpoint).node(), sources, names)
 
 
@@ -388,18 +391,19 @@ def _entry(made: Made, stored: Index) -> ArrayEntry:
 
 
 def _number_entry(
-    name: str, value: tree_json.Plain, made: Made, asked: Fact | None
+    name: str, value: tree_json.Plain, made: Made, requested: Fact | None
 ) -> ArrayEntry | None:
     """The entry of a number that becomes an array, because its rule or `like` says so."""
-    own, target = made.fact.dtype, asked.dtype if asked is not None and asked.is_array else ""
-    if not (own or target) or (asked is not None and asked.shape):
+    rule_dtype = made.fact.dtype
+    target = requested.dtype if requested is not None and requested.is_array else ""
+    if not (rule_dtype or target) or (requested is not None and requested.shape):
         return None
-    dtype = dtypes.from_name(own or target)
-    if own and isinstance(value, int) and np.asarray(value).astype(dtype).item() != value:
+    dtype = dtypes.from_name(rule_dtype or target)
+    if rule_dtype and isinstance(value, int) and np.asarray(value).astype(dtype).item() != value:
         raise LoadMismatch(
-            f"value {made.carried!r}: {own} does not hold {value} exactly\n  {made.rule}"
+            f"value {made.carried!r}: {rule_dtype} does not hold {value} exactly\n  {made.rule}"
         )
-    return number_entry(name, value, dtype, is_held=bool(own))
+    return number_entry(name, value, dtype, is_held=bool(rule_dtype))
 
 
 def _pieces(entry: ArrayEntry, options: LoadOptions) -> Iterator[Box]:
