@@ -96,18 +96,18 @@ class Inflated:
 
     def _nearest(self, offset: int) -> _State:
         with self._lock:
-            at = bisect_right(self._states, offset, key=lambda state: state[0])
-            found = self._states[at - 1]
-            if found[0] < self._last[0] <= offset:
-                found = self._last
-            return *found[:2], found[2].copy()
+            index = bisect_right(self._states, offset, key=lambda state: state[0])
+            nearest_state = self._states[index - 1]
+            if nearest_state[0] < self._last[0] <= offset:
+                nearest_state = self._last
+            return *nearest_state[:2], nearest_state[2].copy()
 
     def _run(self, state: _State, end: int) -> Iterator[tuple[_State, bytes]]:
         """Decompresses from a state up to a place, or to the end of all."""
-        made, taken, stream = state
+        made, offset, stream = state
         while made < end:
-            compressed = bytearray(min(_STEP, self._source.size - taken))
-            self._source.read_into(taken, memoryview(compressed))
+            compressed = bytearray(min(_STEP, self._source.size - offset))
+            self._source.read_into(offset, memoryview(compressed))
             if stream.eof:  # another one can follow, as of parallel compressors
                 if self._format == RAW or compressed[:2] != GZIP:
                     break
@@ -118,10 +118,10 @@ class Inflated:
                 raise Damaged(f"{self._where} cannot be decompressed: {error}") from error
             if not data and not compressed and not stream.eof:
                 raise Damaged(f"{self._where} ends within what is compressed")
-            rest = stream.unused_data if stream.eof else stream.unconsumed_tail
-            taken, made = taken + len(compressed) - len(rest), made + len(data)
-            self._keep((made, taken, stream))
-            yield (made, taken, stream), data
+            leftover = stream.unused_data if stream.eof else stream.unconsumed_tail
+            offset, made = offset + len(compressed) - len(leftover), made + len(data)
+            self._keep((made, offset, stream))
+            yield (made, offset, stream), data
 
     def _keep(self, state: _State) -> None:
         with self._lock:

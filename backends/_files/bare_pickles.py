@@ -47,12 +47,12 @@ class BarePickle:
 
     big_endian = False
 
-    def __init__(self, files: Files, name: str, known: Constructors) -> None:
+    def __init__(self, files: Files, name: str, constructors: Constructors) -> None:
         self._files, self._name = files, name
         cursor = Cursor(files, name)
         try:
             self._data = self._compacted(cursor)
-            self.value, _ = pickles.read(self._data, known, self._left)
+            self.value, _ = pickles.read(self._data, constructors, self._left)
         except BadPickle as error:
             raise unread(error, f"{files.location}: {name}", "its pickle") from error
         if not cursor.at_end():
@@ -70,17 +70,17 @@ class BarePickle:
         """The bytes that contain the pickle, and where it begins in them."""
         return self._data, 0
 
-    def persistent(self, found: Any) -> Any:
+    def persistent(self, persistent_id: Any) -> Any:
         """What a persistent id stands for in a pickle that is described."""
-        return self._left(found)
+        return self._left(persistent_id)
 
-    def offset(self, of: Any) -> int:
+    def offset(self, torch_storage: Any) -> int:
         """Where a storage begins; a bare pickle has none."""
         raise self.damaged("it refers to data outside of it")
 
-    def _left(self, found: Any) -> FileBytes:
+    def _left(self, persistent_id: Any) -> FileBytes:
         """The bytes for which `_compacted` has put a persistent id."""
-        offset, size, is_text = found
+        offset, size, is_text = persistent_id
 
         def read() -> bytes | str:
             data = self._files.read(self._name, offset, size)

@@ -32,8 +32,8 @@ class Nibbles:
         [where] = self.ranges(first, out.size, 1)
         data = np.empty(where.end - where.begin, np.uint8)
         files.read_into(self.file, where.begin, data.data)
-        found = np.stack((data & 15, data >> 4), axis=1).reshape(-1)
-        out.view(np.uint8)[...] = found[first % 2 :][: out.size]
+        nibbles = np.stack((data & 15, data >> 4), axis=1).reshape(-1)
+        out.view(np.uint8)[...] = nibbles[first % 2 :][: out.size]
 
     def ranges(self, first: int, count: int, itemsize: int) -> Iterator[ByteRange]:
         begin, end = first // 2, -(-(first + count) // 2)
@@ -107,9 +107,9 @@ class JoinedElements:
         while count > 0:
             run = self.runs[number]
             skipped = first - (self._ends[number] - run.count)
-            taken = min(run.count - skipped, count)
-            yield ElementRun(run.elements, run.first + skipped, taken)
-            number, first, count = number + 1, first + taken, count - taken
+            length = min(run.count - skipped, count)
+            yield ElementRun(run.elements, run.first + skipped, length)
+            number, first, count = number + 1, first + length, count - length
 
 
 @dataclass(frozen=True)

@@ -36,18 +36,18 @@ def flat_names(index: Index) -> dict[str, str]:
         >>> flat_names(Index(tree_to_json(node), {}))
         {'model.w': 'model.w', 'optim/0': 'optim/0'}
     """
-    found: dict[str, str] = {}
-    known: dict[str, str] = {}
+    texts: dict[str, str] = {}
+    names_by_text: dict[str, str] = {}
     for name, keys in keys_of_leaves(tree_from_json(index.tree)):
         text = "/".join(map(str, keys))
-        other = known.setdefault(text, name)
+        other = names_by_text.setdefault(text, name)
         if other != name:
             raise UnsupportedLeaf(
                 f"{quoted(other)} and {quoted(name)} would both be called {quoted(text)} in this "
                 "format, which has no containers; rename one of them by a rule"
             )
-        found[name] = text
-    return found
+        texts[name] = text
+    return texts
 
 
 SEPARATOR = "unickpt.separator"
@@ -122,5 +122,5 @@ def cannot_hold(format: str, lines: list[str], hint: str) -> UnsupportedLeaf:
         hint: what to do.
     """
     more = [f"  and {len(lines) - 10} more"] if len(lines) > 10 else []
-    told = "\n".join([*(shortened(line, 300) for line in lines[:10]), *more])
-    return UnsupportedLeaf(f"the format {format!r} cannot hold:\n{told}\n{hint}")
+    listing = "\n".join([*(shortened(line, 300) for line in lines[:10]), *more])
+    return UnsupportedLeaf(f"the format {format!r} cannot hold:\n{listing}\n{hint}")

@@ -53,15 +53,15 @@ class Cursor:
 
     def line(self, most: int) -> bytes:
         """The next bytes up to a newline, and it; about so many at most. Raises as `take`."""
-        found = b""
-        while not found.endswith(b"\n"):
-            found += self.take(1)
+        line = b""
+        while not line.endswith(b"\n"):
+            line += self.take(1)
             first = self.at - self._begin
             end = self._data.find(b"\n", first - 1) + 1 or len(self._data)
-            found += self.take(max(0, end - first))
-            if len(found) > most:
+            line += self.take(max(0, end - first))
+            if len(line) > most:
                 raise self.damaged(f"has a line of more than {most} bytes")
-        return found
+        return line
 
     def unpack(self, format: str) -> Any:
         """The next number, by its format for `struct`. Raises as `take`."""
@@ -110,18 +110,18 @@ class Cursor:
                 more //= 2
         return self._checked(self.at, count)
 
-    def _has(self, at: int, count: int) -> bool:
+    def _has(self, offset: int, count: int) -> bool:
         try:
-            self.files.read(self.name, at, count)
+            self.files.read(self.name, offset, count)
         except Damaged:
             return False
         return True
 
-    def _checked(self, at: int, count: int) -> bytes:
+    def _checked(self, offset: int, count: int) -> bytes:
         try:
-            return self.files.read(self.name, at, count)
+            return self.files.read(self.name, offset, count)
         except Damaged as error:
-            raise self.damaged(f"ends before byte {at + count}") from error
+            raise self.damaged(f"ends before byte {offset + count}") from error
 
 
 def size_of(files: Files, name: str) -> int:
@@ -134,9 +134,9 @@ def size_of(files: Files, name: str) -> int:
     if size is not None:
         return size
 
-    def ends_at(at: int) -> bool:
+    def ends_at(offset: int) -> bool:
         try:
-            files.read(name, at, 1)
+            files.read(name, offset, 1)
         except Damaged:
             return True
         return False
@@ -147,21 +147,21 @@ def size_of(files: Files, name: str) -> int:
     return bisect_left(range(high), True, high // 2, key=ends_at)
 
 
-def is_size(found: Any) -> TypeGuard[int]:
+def is_size(value: Any) -> TypeGuard[int]:
     """Whether a value is an extent, an offset or a number of elements or bytes."""
-    return type(found) is int and 0 <= found < _MOST_SIZE
+    return type(value) is int and 0 <= value < _MOST_SIZE
 
 
-def sizes(found: Any, most: int = MOST_RANK) -> tuple[int, ...]:
+def sizes(value: Any, most: int = MOST_RANK) -> tuple[int, ...]:
     """A value that must be a list or tuple of sizes, such as a shape.
 
     Arguments:
-        found: the value.
+        value: the value.
         most: how many there may be.
 
     Raises:
         ValueError: it is something else.
     """
-    if not isinstance(found, list | tuple) or len(found) > most or not all(map(is_size, found)):
-        raise ValueError(f"{quoted(found)} is not a list of sizes")
-    return tuple(found)
+    if not isinstance(value, list | tuple) or len(value) > most or not all(map(is_size, value)):
+        raise ValueError(f"{quoted(value)} is not a list of sizes")
+    return tuple(value)

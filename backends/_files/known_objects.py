@@ -24,7 +24,7 @@ _NONE = object()  # what stands for None, where None says that an object is not 
 _ORDERS = {"<": False, "|": False, ">": True}
 
 
-def decoded(found: PickledObject) -> Any:
+def decoded(obj: PickledObject) -> Any:
     """An object as what it is.
 
     Returns:
@@ -35,42 +35,42 @@ def decoded(found: PickledObject) -> Any:
     Raises:
         BadPickle: an array has more or fewer bytes than its shape takes.
     """
-    decode = _KNOWN.get(found.name)
-    made = None if decode is None or found.named else decode(found)
+    decode = _KNOWN.get(obj.name)
+    made = None if decode is None or obj.named else decode(obj)
     if made is _NONE:
         return None
-    return found if made is None else made
+    return obj if made is None else made
 
 
-def key_of(found: Any) -> Any:
+def key_of(key: Any) -> Any:
     """A key of a dict; a text or an integer of NumPy's as one of Python's. Raises as `decoded`."""
-    made = decoded(found) if isinstance(found, PickledObject) else found
-    return made if type(made) in (str, int) else found
+    made = decoded(key) if isinstance(key, PickledObject) else key
+    return made if type(made) in (str, int) else key
 
 
 # --- NumPy --------------------------------------------------------------------------------------
 
 
-def _reconstructed(found: PickledObject) -> Any:
+def _reconstructed(obj: PickledObject) -> Any:
     """An array by `_reconstruct(numpy.ndarray, ...)` and its state."""
-    kind, state = found.args[0] if found.args else None, found.state
+    kind, state = obj.args[0] if obj.args else None, obj.state
     if not isinstance(kind, Global) or kind.name != "numpy.ndarray":
         return None  # a class that is derived from it
     if not isinstance(state, tuple) or len(state) != 5:
         return None
     _, shape, dtype, fortran, data = state
-    return _array(found, data, dtype, shape, bool(fortran))
+    return _array(obj, data, dtype, shape, bool(fortran))
 
 
-def _from_buffer(found: PickledObject) -> Any:
+def _from_buffer(obj: PickledObject) -> Any:
     """An array by `_frombuffer(bytes, dtype, shape, order)`."""
-    if len(found.args) != 4 or found.args[3] not in ("C", "F"):
+    if len(obj.args) != 4 or obj.args[3] not in ("C", "F"):
         return None
-    data, dtype, shape, order = found.args
-    return _array(found, data, dtype, shape, order == "F")
+    data, dtype, shape, order = obj.args
+    return _array(obj, data, dtype, shape, order == "F")
 
 
-def _array(found: PickledObject, data: Any, kind: Any, shape: Any, fortran: bool) -> Tensor | None:
+def _array(obj: PickledObject, data: Any, kind: Any, shape: Any, fortran: bool) -> Tensor | None:
     dtype, big_endian = _dtype(kind)
     name = None if dtype is None else _name_of(dtype)
     if isinstance(data, str):  # of Python 2
@@ -88,31 +88,31 @@ def _array(found: PickledObject, data: Any, kind: Any, shape: Any, fortran: bool
     ):
         raise BadPickle(f"a NumPy array of shape {quoted(shape)} has {len(data)} bytes")
     steps = [math.prod(shape[:d] if fortran else shape[d + 1 :]) for d in range(len(shape))]
-    memory = TorchStorage(f"numpy at {found.at}", name, math.prod(shape), data, big_endian)
+    memory = TorchStorage(f"numpy at {obj.at}", name, math.prod(shape), data, big_endian)
     return Tensor(memory, name, 0, shape, tuple(steps))
 
 
-def _of_jax(found: PickledObject) -> Any:
+def _of_jax(obj: PickledObject) -> Any:
     """An array of JAX: how NumPy makes it of arguments and a state."""
-    if len(found.args) < 3 or not isinstance(found.args[0], Global):
+    if len(obj.args) < 3 or not isinstance(obj.args[0], Global):
         return None
-    function, args, state = found.args[:3]
+    function, args, state = obj.args[:3]
     is_array = _KNOWN.get(function.name) is _reconstructed and isinstance(args, tuple)
-    return _reconstructed(PickledObject(function, args, state, at=found.at)) if is_array else None
+    return _reconstructed(PickledObject(function, args, state, at=obj.at)) if is_array else None
 
 
-def _scalar(found: PickledObject) -> Any:
+def _scalar(obj: PickledObject) -> Any:
     """A scalar by `scalar(dtype, bytes)`: a plain value; an array if it is complex."""
-    if len(found.args) != 2:
+    if len(obj.args) != 2:
         return None
-    kind, data = found.args
+    kind, data = obj.args
     dtype, big_endian = _dtype(kind)
     if dtype is None or not isinstance(data, bytes):
         return None
     if len(data) != dtype.itemsize:
         raise BadPickle(f"a NumPy scalar of {dtype.itemsize} bytes has {len(data)}")
     if dtype.kind == "c":
-        return _array(found, data, kind, (), False)
+        return _array(obj, data, kind, (), False)
     if dtype.kind == "U":
         try:
             return data.decode("utf-32-be" if big_endian else "utf-32-le").rstrip("\0")
@@ -124,13 +124,13 @@ def _scalar(found: PickledObject) -> Any:
     return value if is_plain(value) else None  # wider floats are not
 
 
-def _dtype(found: Any) -> tuple[DType | None, bool]:
+def _dtype(obj: Any) -> tuple[DType | None, bool]:
     """A dtype in the order of this machine, and whether it is stored in the other; None for those
     of objects, of fields and so on."""
     unknown = None, False
-    if not isinstance(found, PickledObject) or found.name != "numpy.dtype" or not found.args:
+    if not isinstance(obj, PickledObject) or obj.name != "numpy.dtype" or not obj.args:
         return unknown
-    name, state = found.args[0], found.state
+    name, state = obj.args[0], obj.state
     if not isinstance(state, tuple) or len(state) < 5 or any(x is not None for x in state[2:5]):
         return unknown
     if state[1] not in ("<", "|", ">"):
@@ -155,11 +155,11 @@ def _name_of(dtype: DType) -> str | None:
 # --- torch --------------------------------------------------------------------------------------
 
 
-def _dtensor(found: PickledObject) -> Any:
+def _dtensor(obj: PickledObject) -> Any:
     """A DTensor that was pickled as an object: its array, if this process held all of it; else its
     part, below a name that says so, and the shape of the whole."""
     try:
-        rebuild, kind, arguments, (_, state) = found.args
+        rebuild, kind, arguments, (_, state) = obj.args
         shape, local = arguments[2], state["_local_tensor"]
     except (ValueError, TypeError, LookupError):
         return None
@@ -172,11 +172,11 @@ def _dtensor(found: PickledObject) -> Any:
     return {LOCAL: local, "shape_of_whole": list(shape)}
 
 
-def _from_numpy(found: PickledObject) -> Any:
+def _from_numpy(obj: PickledObject) -> Any:
     """A tensor that torch saves as an array of NumPy: `(array, dtype, device, grad)`."""
-    if len(found.args) < 2 or not isinstance(found.args[1], Global):
+    if len(obj.args) < 2 or not isinstance(obj.args[1], Global):
         return None
-    array, dtype = found.args[:2]
+    array, dtype = obj.args[:2]
     data = decoded(array) if isinstance(array, PickledObject) else None
     return of_dtype(data, dtype) if isinstance(data, Tensor) else None
 
@@ -189,46 +189,46 @@ _DTENSORS = ("torch.distributed.tensor.DTensor", "torch.distributed._tensor.api.
 # --- Python -------------------------------------------------------------------------------------
 
 
-def _complex(found: PickledObject) -> Tensor | None:
-    if [type(x) for x in found.args] != [float, float]:
+def _complex(obj: PickledObject) -> Tensor | None:
+    if [type(x) for x in obj.args] != [float, float]:
         return None
-    data = np.array([complex(*found.args)]).tobytes()
+    data = np.array([complex(*obj.args)]).tobytes()
     return Tensor(
-        TorchStorage(f"complex at {found.at}", "complex128", 1, data), "complex128", 0, (), ()
+        TorchStorage(f"complex at {obj.at}", "complex128", 1, data), "complex128", 0, (), ()
     )
 
 
-def _record(found: PickledObject) -> Any:
+def _record(obj: PickledObject) -> Any:
     """Objects that are nothing but named values."""
-    return found.state if isinstance(found.state, dict) else None
+    return obj.state if isinstance(obj.state, dict) else None
 
 
 def _omegaconf(key: str) -> Callable[[PickledObject], Any]:
     """What a container or a node of OmegaConf holds; interpolations (`${a}`) stay texts."""
 
-    def decode(found: PickledObject) -> Any:
-        if not isinstance(found.state, dict) or key not in found.state:
+    def decode(obj: PickledObject) -> Any:
+        if not isinstance(obj.state, dict) or key not in obj.state:
             return None
-        held = found.state[key]
-        return _NONE if held is None else held
+        content = obj.state[key]
+        return _NONE if content is None else content
 
     return decode
 
 
-def _sequence(found: PickledObject) -> Any:
-    items = found.args[0] if found.args else ()
-    return [*items, *found.appended] if isinstance(items, (list, tuple)) else None
+def _sequence(obj: PickledObject) -> Any:
+    items = obj.args[0] if obj.args else ()
+    return [*items, *obj.appended] if isinstance(items, (list, tuple)) else None
 
 
-def _made_of_dict(found: PickledObject) -> Any:
-    items = found.args[0] if found.args else {}
-    return items if isinstance(items, dict) and not found.items else None
+def _made_of_dict(obj: PickledObject) -> Any:
+    items = obj.args[0] if obj.args else {}
+    return items if isinstance(items, dict) and not obj.items else None
 
 
 def _path(kind: Callable[..., Any]) -> Callable[[PickledObject], Any]:
-    def decode(found: PickledObject) -> Any:
-        is_path = all(type(part) is str for part in found.args)
-        return str(kind(*found.args)) if is_path else None
+    def decode(obj: PickledObject) -> Any:
+        is_path = all(type(part) is str for part in obj.args)
+        return str(kind(*obj.args)) if is_path else None
 
     return decode
 

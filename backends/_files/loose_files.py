@@ -129,8 +129,12 @@ def is_flax(head: bytes) -> bool:
     """A map of msgpack whose first key is a text. (That of no entries is like a pickle's start.)"""
     if head[:7] == b"\x84\xa5nodes" and head[7:8] >= b"\x90":  # a list: a model of Thinc
         return False
-    at = {0xDE: 3, 0xDF: 5}.get(head[0], 1 if 0x81 <= head[0] <= 0x8F else 0) if head else 0
-    return bool(at) and len(head) > at and (0xA0 <= head[at] <= 0xBF or 0xD9 <= head[at] <= 0xDB)
+    key_offset = {0xDE: 3, 0xDF: 5}.get(head[0], 1 if 0x81 <= head[0] <= 0x8F else 0) if head else 0
+    return (
+        bool(key_offset)
+        and len(head) > key_offset
+        and (0xA0 <= head[key_offset] <= 0xBF or 0xD9 <= head[key_offset] <= 0xDB)
+    )
 
 
 _WEIGHTS = ("model", "adapter_model", "diffusion_pytorch_model")
@@ -197,13 +201,13 @@ def open_kind(files: Files, kind: FileKind, make: Callable[[FoundFiles], R | Non
         All that `make` raises.
     """
     with reading(files.location):
-        found = of_kind(files, kind)
-        if found is None:
+        selection = of_kind(files, kind)
+        if selection is None:
             return None
-        reader = make(found)
+        reader = make(selection)
     if reader is None:
         return None
-    reader.beside = (*found.beside, *reader.beside)
+    reader.beside = (*selection.beside, *reader.beside)
     return reader
 
 
@@ -214,15 +218,17 @@ def of_kind(files: Files, kind: FileKind) -> FoundFiles | None:
         UnsupportedFormat: there are several checkpoints, and none comes first.
         Damaged, Failed: the storage failed.
     """
-    found = find(files)
-    if found is None or found[0] != kind:
+    kind_and_files = find(files)
+    if kind_and_files is None or kind_and_files[0] != kind:
         return None
     below = files.databases
-    if below and found[0].is_lesser:
+    if below and kind_and_files[0].is_lesser:
         return None
     if below:
-        raise _ambiguous(files, [*(found[1].names or (found[1].index or "",)), *below])
-    return found[1]
+        raise _ambiguous(
+            files, [*(kind_and_files[1].names or (kind_and_files[1].index or "",)), *below]
+        )
+    return kind_and_files[1]
 
 
 def find(files: Files) -> tuple[FileKind, FoundFiles] | None:
@@ -237,8 +243,8 @@ def find(files: Files) -> tuple[FileKind, FoundFiles] | None:
         if len(indexes) + len(weights) > 1:
             raise _ambiguous(files, [*indexes, *weights])
         if indexes:
-            others = tuple(name for name in every if not name.endswith(kind.suffixes))
-            return kind, FoundFiles((), indexes[0], others)
+            other_files = tuple(name for name in every if not name.endswith(kind.suffixes))
+            return kind, FoundFiles((), indexes[0], other_files)
         if weights:
             return kind, FoundFiles((weights[0],), None, tuple(n for n in every if n != weights[0]))
     return _only(files, names, every)
@@ -256,20 +262,24 @@ def _only(
     """
     ours = {kind: [n for n in names if _belongs(files, kind, n)] for kind in KINDS}
     plain = {
-        kind: [name for name in of if not _BESIDE_WEIGHTS.fullmatch(name)]
-        for kind, of in ours.items()
+        kind: [name for name in kind_names if not _BESIDE_WEIGHTS.fullmatch(name)]
+        for kind, kind_names in ours.items()
     }
-    chosen = {kind: of for kind, of in (plain if any(plain.values()) else ours).items() if of}
+    chosen = {
+        kind: kind_names
+        for kind, kind_names in (plain if any(plain.values()) else ours).items()
+        if kind_names
+    }
     if not chosen:
         return None
     if not all(kind.is_lesser for kind in chosen):
-        chosen = {kind: of for kind, of in chosen.items() if not kind.is_lesser}
-    [[kind, of], *others] = chosen.items()
-    if others or (len(of) > 1 and not _are_together(kind, of)):
+        chosen = {kind: kind_names for kind, kind_names in chosen.items() if not kind.is_lesser}
+    [[kind, kind_names], *other_kinds] = chosen.items()
+    if other_kinds or (len(kind_names) > 1 and not _are_together(kind, kind_names)):
         if kind.is_lesser and files.databases:
             return None
-        raise _ambiguous(files, [name for of in chosen.values() for name in of])
-    return kind, FoundFiles(tuple(of), None, tuple(n for n in every if n not in of))
+        raise _ambiguous(files, [name for kind_names in chosen.values() for name in kind_names])
+    return kind, FoundFiles(tuple(kind_names), None, tuple(n for n in every if n not in kind_names))
 
 
 def _are_together(kind: FileKind, names: Sequence[str]) -> bool:

@@ -74,19 +74,19 @@ class _MsgpackScanner:
     def root(self) -> Any:
         """The containers, plain values and arrays of the file."""
         try:
-            found = self._value(0, "")
+            tree = self._value(0, "")
         except (UnicodeDecodeError, OverflowError) as error:
             raise self._damaged(f"{error}") from error
         if not self._at.at_end():
             raise self._damaged("more follows after its end")
-        return found
+        return tree
 
     def _damaged(self, reason: str) -> CheckpointCorrupt:
         return self._at.damaged(f"is damaged before byte {self._at.at}: {reason}")
 
     def _unsupported(self, name: str, reason: str) -> UnsupportedFormat:
-        at = self._at
-        return at.files.unsupported(f"{at.name}: {quoted(name)} {reason}")
+        cursor = self._at
+        return cursor.files.unsupported(f"{cursor.name}: {quoted(name)} {reason}")
 
     def _value(self, depth: int, name: str) -> Any:
         """The next value.
@@ -118,8 +118,8 @@ class _MsgpackScanner:
         """What begins with a byte: its kind, and its length or value."""
         if code not in _HEADS:
             raise self._damaged(f"no value begins with {code:#04x}")
-        kind, found = _HEADS[code]
-        return kind, self._at.unpack(found) if isinstance(found, str) else found
+        kind, content = _HEADS[code]
+        return kind, self._at.unpack(content) if isinstance(content, str) else content
 
     def _some(self, count: int) -> bytes:
         if count > _MOST_TEXT:
@@ -131,31 +131,32 @@ class _MsgpackScanner:
         return Elsewhere(text) if text.startswith(_ELSEWHERE) else text
 
     def _map(self, count: int, depth: int, name: str) -> Any:
-        found: dict[Any, Any] = {}
+        entries: dict[Any, Any] = {}
         for _ in range(count):
             key = self._key()
-            if key in found:
+            if key in entries:
                 raise self._damaged(f"{quoted(name)} contains {quoted(key)} twice")
-            found[key] = self._value(depth + 1, f"{name}/{key}" if name else str(key))
-        if _CHUNKED in found:
-            return self._chunked(found, name)
-        return Elsewhere(found) if found.keys() >= _SPEC else found
+            entries[key] = self._value(depth + 1, f"{name}/{key}" if name else str(key))
+        if _CHUNKED in entries:
+            return self._chunked(entries, name)
+        return Elsewhere(entries) if entries.keys() >= _SPEC else entries
 
     def _key(self) -> str | int:
-        kind, found = self._head(self._at.take(1)[0])
+        kind, content = self._head(self._at.take(1)[0])
         if kind == "str":
-            return self._some(found).decode()
-        if kind == "value" and type(found) is int:
-            return found
+            return self._some(content).decode()
+        if kind == "value" and type(content) is int:
+            return content
         if kind == "bytes":
             raise self._unsupported(
-                repr(self._some(found)), "is a key of bytes, as msgpack_numpy and srsly write them"
+                repr(self._some(content)),
+                "is a key of bytes, as msgpack_numpy and srsly write them",
             )
         raise self._damaged("a key is neither a text nor a number")
 
-    def _chunked(self, found: Mapping[Any, Any], name: str) -> TensorSource:
+    def _chunked(self, entries: Mapping[Any, Any], name: str) -> TensorSource:
         """An array that Flax has cut, since msgpack limits the size of a value."""
-        shape, chunks = self._numbered(found, "shape"), self._numbered(found, "chunks")
+        shape, chunks = self._numbered(entries, "shape"), self._numbered(entries, "chunks")
         if not chunks or not all(isinstance(chunk, TensorSource) for chunk in chunks):
             raise self._damaged(f"the chunks of {quoted(name)} are not arrays")
         extents = self._extents(shape)
@@ -170,9 +171,9 @@ class _MsgpackScanner:
             )
         return TensorSource(chunks[0].dtype, extents, joined)
 
-    def _numbered(self, found: Mapping[Any, Any], key: str) -> list[Any]:
+    def _numbered(self, entries: Mapping[Any, Any], key: str) -> list[Any]:
         """What Flax makes of a tuple: a dict whose keys are its positions, as texts."""
-        items = found.get(key)
+        items = entries.get(key)
         if isinstance(items, dict) and list(items) == [str(n) for n in range(len(items))]:
             return list(items.values())
         raise self._damaged(f"the {key} of a cut array is {quoted(items)}")
@@ -187,17 +188,17 @@ class _MsgpackScanner:
         kind = self._at.unpack("b")
         end = self._at.at + length
         if kind in (_ARRAY, _SCALAR):
-            found: Any = self._array(depth, name)
+            value: Any = self._array(depth, name)
         elif kind == _COMPLEX:
-            found = self._complex(depth, name)
+            value = self._complex(depth, name)
         elif kind == _TUPLE:
-            found = self._value(depth + 1, name)
-            found = tuple(found) if isinstance(found, list) else found
+            value = self._value(depth + 1, name)
+            value = tuple(value) if isinstance(value, list) else value
         else:
             raise self._unsupported(name, f"is an extension of the unknown type {kind}")
         if self._at.at != end:
             raise self._damaged(f"{quoted(name)} has {length} bytes, and ends elsewhere")
-        return found
+        return value
 
     def _array(self, depth: int, name: str) -> TensorSource:
         kind, count = self._head(self._at.take(1)[0])
@@ -213,20 +214,20 @@ class _MsgpackScanner:
             dtype = dtype_name(dtype_from_name(text))
         except TypeError:
             raise self._unsupported(name, f"has the dtype {quoted(text)}") from None
-        found = TensorSource(dtype, shape, FileRange(self._at.name, self._at.at))
-        if count != found.nbytes:
+        source = TensorSource(dtype, shape, FileRange(self._at.name, self._at.at))
+        if count != source.nbytes:
             raise self._damaged(
-                f"{quoted(name)}, {dtype}{list(shape)}, has {count} bytes, {found.nbytes} expected"
+                f"{quoted(name)}, {dtype}{list(shape)}, has {count} bytes, {source.nbytes} expected"
             )
         self._at.skip(count)
-        return found
+        return source
 
     def _complex(self, depth: int, name: str) -> TensorSource:
-        found = self._value(depth + 1, name)
-        if not isinstance(found, list) or [type(x) for x in found] != [float, float]:
-            raise self._damaged(f"{quoted(found)} is not a complex number")
+        parts = self._value(depth + 1, name)
+        if not isinstance(parts, list) or [type(x) for x in parts] != [float, float]:
+            raise self._damaged(f"{quoted(parts)} is not a complex number")
         return TensorSource(
-            "complex128", (), InMemoryElements(np.array([complex(*found)]).tobytes())
+            "complex128", (), InMemoryElements(np.array([complex(*parts)]).tobytes())
         )
 
 
@@ -239,15 +240,15 @@ _HEADS: Mapping[int, tuple[str, Any]] = {
         for n in range(count)
     },
     **{
-        first + n: (kind, found)
-        for first, kind, each in (
+        first + n: (kind, length_or_value)
+        for first, kind, contents in (
             (0xC0, "value", (None,)), (0xC2, "value", (False, True)),
             (0xC4, "bytes", (">B", ">H", ">I")), (0xC7, "extension", (">B", ">H", ">I")),
             (0xCA, "value", (">f", ">d", ">B", ">H", ">I", ">Q", ">b", ">h", ">i", ">q")),
             (0xD4, "extension", (1, 2, 4, 8, 16)), (0xD9, "str", (">B", ">H", ">I")),
             (0xDC, "list", (">H", ">I")), (0xDE, "map", (">H", ">I")),
         )
-        for n, found in enumerate(each)
+        for n, length_or_value in enumerate(contents)
     },
 }  # fmt: skip
 """What begins with a byte: its kind, and its length or value, or how `struct` reads that."""

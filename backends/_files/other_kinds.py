@@ -359,9 +359,9 @@ def _refusal_instead(
     for name in sorted({*files.heads, *files.here})[:_MOST_FILES]:
         if name in str(error):
             kinds = KINDS if _WEIGHTS.fullmatch(name) else DOWNLOADS
-            found = _refusal_of(files, name, kinds)
-            if found is not None:
-                return found
+            unsupported = _refusal_of(files, name, kinds)
+            if unsupported is not None:
+                return unsupported
     return None
 
 
@@ -374,9 +374,9 @@ def _refusal_of_folder(files: Files) -> UnsupportedFormat | None:
     for name in files.here[:_MOST_FILES]:
         kinds = KINDS if _TELLING.fullmatch(name) else DOWNLOADS
         is_asked = kinds is KINDS or _WEIGHTS.fullmatch(name)
-        found = _refusal_of(files, name, kinds) if is_asked else None
-        if found is not None:
-            return found
+        error = _refusal_of(files, name, kinds) if is_asked else None
+        if error is not None:
+            return error
     return None
 
 
@@ -385,11 +385,11 @@ def _refusal_of_prefix(files: Files) -> UnsupportedFormat | None:
     location = files.location
     path = location.path.rstrip("/") + ".index"
     if location.is_local:
-        there = os.path.isfile(path)
+        exists = os.path.isfile(path)
     else:
         folder, name = location.parent, path.rpartition("/")[2]
-        there = folder is not None and folder.has_file(name, storage_context())
-    if not there:
+        exists = folder is not None and folder.has_file(name, storage_context())
+    if not exists:
         return None
     return UnsupportedFormat(
         f"{location} is the prefix of a checkpoint of TensorFlow (its .index is beside it); "
@@ -415,5 +415,5 @@ def refusal(
         return _refusal_of(files, files.single)
     if not files.here:
         return _refusal_of_prefix(files)
-    found = _refusal_of_folder(files)
-    return found if found is not None and not files.databases else None
+    unsupported = _refusal_of_folder(files)
+    return unsupported if unsupported is not None and not files.databases else None

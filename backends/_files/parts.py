@@ -90,7 +90,7 @@ class Part:
         )
 
     def _with_stored(self, file: PlannedFile) -> PlannedFile:
-        data = tuple(replace(each, array=self.stored[each.array]) for each in file.data)
+        data = tuple(replace(piece, array=self.stored[piece.array]) for piece in file.data)
         return replace(file, data=data)
 
 

@@ -133,20 +133,20 @@ class PersistentId:
     value: Any
 
 
-def attributes(found: PickledObject) -> list[tuple[Any, Any]]:
+def attributes(obj: PickledObject) -> list[tuple[Any, Any]]:
     """The attributes of an object, what it contains, and what it was made of, with their names."""
     pairs: list[tuple[Any, Any]] = []
-    slots = found.state if isinstance(found.state, tuple) else (found.state,)
+    slots = obj.state if isinstance(obj.state, tuple) else (obj.state,)
     if all(state is None or isinstance(state, dict) for state in slots):
         pairs += [pair for state in slots if state for pair in state.items()]
     else:
-        pairs.append(("state", found.state))
-    pairs += [*found.items, *enumerate(found.appended)]
-    pairs += [(key, x) for key, x in (("args", found.args), ("named", found.named)) if x]
+        pairs.append(("state", obj.state))
+    pairs += [*obj.items, *enumerate(obj.appended)]
+    pairs += [(key, x) for key, x in (("args", obj.args), ("named", obj.named)) if x]
     return pairs
 
 
 def kind_of(value: Any) -> str:
     """What a value is; its own text could be of any length."""
-    known = isinstance(value, PickledObject)
-    return repr(value) if known else f"an object of {type(value).__name__}"
+    is_pickled = isinstance(value, PickledObject)
+    return repr(value) if is_pickled else f"an object of {type(value).__name__}"

@@ -143,8 +143,8 @@ class _Pickler:
         self._remember(id(value), value)
 
     def _set(self, value: Any) -> _Writing:
-        of = _SET if type(value) is set else _FROZEN_SET
-        yield from self._function(of, (_in_order(value),))
+        constructor = _SET if type(value) is set else _FROZEN_SET
+        yield from self._function(constructor, (_in_order(value),))
         self._remember(id(value), value)
 
     def _function(self, function: Global, args: tuple[Any, ...]) -> _Writing:
@@ -267,8 +267,8 @@ def reduced(value: Any) -> Any:
         return PickledObject(Global("builtins.complex"), (value.real, value.imag))
     if isinstance(value, type | FunctionType | BuiltinFunctionType):
         return Global(f"{value.__module__}.{value.__qualname__}")
-    function, args, *rest = value.__reduce_ex__(_PROTOCOL)
-    state, appended, items = (*rest, None, None, None)[:3]
+    function, args, *parts = value.__reduce_ex__(_PROTOCOL)
+    state, appended, items = (*parts, None, None, None)[:3]
     is_new = function.__name__ == "__newobj__"
     if is_new:
         function, *args = args

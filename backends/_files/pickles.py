@@ -45,8 +45,8 @@ def _encoded(text: Any, encoding: Any = None) -> bytes:
     return text.encode("latin-1")
 
 
-def _bytes(found: Any = b"", encoding: Any = "latin-1") -> bytes | FileBytes:
-    return found if isinstance(found, bytes | FileBytes) else _encoded(found, encoding)
+def _bytes(text: Any = b"", encoding: Any = "latin-1") -> bytes | FileBytes:
+    return text if isinstance(text, bytes | FileBytes) else _encoded(text, encoding)
 
 
 PLAIN: Constructors = {
@@ -171,9 +171,9 @@ class _Machine:
             raise BadPickle(f"a length is {count}")
         if end > len(self._data):
             raise EndsEarly(f"it ends at byte {len(self._data)}, {end} expected")
-        found = self._data[self.at : end]
+        data = self._data[self.at : end]
         self.at = end
-        return found
+        return data
 
     # Where the bytes end too early, `at` is beyond them, which `_run` looks at.
 
@@ -183,8 +183,8 @@ class _Machine:
 
     def _number(self, format: struct.Struct) -> int:
         self.at += format.size
-        found: int = format.unpack_from(self._data, self.at - format.size)[0]
-        return found
+        number: int = format.unpack_from(self._data, self.at - format.size)[0]
+        return number
 
     def _line(self) -> str:
         return self._line_bytes().decode()
@@ -193,9 +193,9 @@ class _Machine:
         end = self._data.find(b"\n", self.at)
         if end < 0:
             raise EndsEarly("a line does not end")
-        found = self._data[self.at : end]
+        line = self._data[self.at : end]
         self.at = end + 1
-        return found
+        return line
 
     # --- the stack ------------------------------------------------------------------------------
 
@@ -209,8 +209,8 @@ class _Machine:
     def _to_mark(self) -> list[Any]:
         if not self._below:
             raise BadPickle("a mark is missing")
-        found, self._stack = self._stack, self._below.pop()
-        return found
+        items, self._stack = self._stack, self._below.pop()
+        return items
 
     def _top(self) -> Any:
         if not self._stack:
@@ -282,10 +282,10 @@ class _Machine:
         if self._work < 0:
             raise BadPickle("its calls take too much work for its size")
 
-    def _load_persistent(self, found: Any) -> None:
+    def _load_persistent(self, persistent_id: Any) -> None:
         if self._persistent is None:
             raise BadPickle("it refers to data outside of it")
-        self._push(self._persistent(found))
+        self._push(self._persistent(persistent_id))
 
     # --- operations that need more than a line --------------------------------------------------
 
@@ -369,14 +369,14 @@ def key(value: Any) -> Any:
     if type(value) is str:
         return value
     most = _MOST_IN_TUPLE if isinstance(value, tuple) else _MOST_KEY
-    left, rest = _MOST_IN_KEY, [value]
-    while rest:
-        item = rest.pop()
+    left, pending = _MOST_IN_KEY, [value]
+    while pending:
+        item = pending.pop()
         left -= 1
         if isinstance(item, tuple):
-            if len(item) + len(rest) > left:
+            if len(item) + len(pending) > left:
                 raise BadPickle("a key is too long")
-            rest += item
+            pending += item
         bad = isinstance(item, frozenset) or (isinstance(item, float) and item is not value)
         if bad or (isinstance(item, int) and abs(item) >= most):
             raise BadPickle(f"{kind_of(item)} that cannot be a key")
@@ -399,10 +399,10 @@ def _tuple(count: int) -> Callable[[_Machine], None]:
 
 def _remember(number: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
     def operation(m: _Machine) -> None:
-        at = number(m)
-        if not 0 <= at < _MOST_MEMO:
-            raise BadPickle(f"the memo has no place {quoted(at)}")
-        m._memo[at] = m._top()
+        index = number(m)
+        if not 0 <= index < _MOST_MEMO:
+            raise BadPickle(f"the memo has no place {quoted(index)}")
+        m._memo[index] = m._top()
 
     return operation
 

@@ -54,12 +54,12 @@ def read_header(files: Files, file: str, begin: int = 0) -> SafetensorsHeader:
     if length > _MOST_HEADER or (size is not None and 8 + length > size):
         raise CheckpointCorrupt(f"{where} is no safetensors file: its header has {length} bytes")
     try:
-        found = json.loads(files.read(file, begin + 8, length), object_pairs_hook=_once)
-        metadata = found.pop("__metadata__", {})
+        entries = json.loads(files.read(file, begin + 8, length), object_pairs_hook=_once)
+        metadata = entries.pop("__metadata__", {})
         if not all(isinstance(x, str) for pair in metadata.items() for x in pair):
             raise ValueError("its metadata are not texts")
         tensors, end = {}, 0
-        for name, facts in sorted(found.items(), key=lambda item: item[1]["data_offsets"]):
+        for name, facts in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
             tensors[name], end = _tensor(name, facts, end, where, file, begin + 8 + length)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointCorrupt(f"{where}: its header is damaged: {error}") from error
@@ -75,13 +75,13 @@ def _tensor(
 ) -> tuple[TensorSource, int]:
     """A tensor of a header, and the end of its bytes, which begin where those before it end."""
     shape, (begin, stop) = sizes(facts["shape"]), sizes(facts["data_offsets"])
-    kind, count, at = facts["dtype"], math.prod(shape), data + begin
+    kind, count, offset = facts["dtype"], math.prod(shape), data + begin
     if kind in DTYPES:
-        found = TensorSource(DTYPES[kind], shape, FileRange(file, at))
-        nbytes = found.nbytes
+        source = TensorSource(DTYPES[kind], shape, FileRange(file, offset))
+        nbytes = source.nbytes
     elif kind in _FOUR_BITS:
-        found, nbytes = (
-            TensorSource(_FOUR_BITS[kind], shape, Nibbles(file, at)),
+        source, nbytes = (
+            TensorSource(_FOUR_BITS[kind], shape, Nibbles(file, offset)),
             -(-count // 2),
         )
     else:
@@ -89,7 +89,7 @@ def _tensor(
             f"{where}: {quoted(name)} has the dtype {quoted(kind)}, which is not read; read the "
             "other tensors by their names (only=), or drop it by a rule"
         )
-        found, nbytes = (
+        source, nbytes = (
             TensorSource("uint8", shape, Unreadable(reason)),
             max(0, stop - begin),
         )
@@ -97,13 +97,13 @@ def _tensor(
         raise ValueError(
             f"{quoted(name)} of {nbytes} bytes lies at {begin} to {stop}, after byte {end}"
         )
-    return found, stop
+    return source, stop
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
         raise ValueError("a name occurs twice")
-    for name in found:
+    for name in entries:
         name.encode()  # JSON can hold half a character, which is no text
-    return found
+    return entries

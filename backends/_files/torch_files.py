@@ -55,9 +55,9 @@ class TorchFilesReader(RangeReader):
             plain = PlainTree(file, f"{files.location}: {file.name}")
             root[node] = plain.tree(file.value, 1 if node else 0, len(node))
             by_file |= dict.fromkeys(plain.tensors, file)
-        found = cls(files, root.get("", root), by_file)
-        found.format = format
-        return found
+        reader = cls(files, root.get("", root), by_file)
+        reader.format = format
+        return reader
 
     def __init__(self, files: Files, root: Any, by_file: Mapping[int, TorchFile]) -> None:
         def put(table: ArrayTable, leaf: Leaf) -> None:

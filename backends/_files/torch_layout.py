@@ -45,10 +45,10 @@ def tensor(entry: ArrayEntry, shape: Sequence[int], key: str) -> PickledCall:
     box = Box.whole(tuple(shape))
     strides = row_major(tuple(max(1, n) for n in shape))
     if entry.dtype in _CLASSES:
-        of, count = Global(_CLASSES[entry.dtype]), box.size
+        storage_class, count = Global(_CLASSES[entry.dtype]), box.size
     else:
-        of, count = Global("torch.storage.UntypedStorage"), box.size * entry.itemsize
-    storage = PersistentId(("storage", of, key, "cpu", count))
+        storage_class, count = Global("torch.storage.UntypedStorage"), box.size * entry.itemsize
+    storage = PersistentId(("storage", storage_class, key, "cpu", count))
     facts = (storage, 0, tuple(shape), strides, False, PickledCall(ORDERED))
     if entry.dtype in _CLASSES:
         return PickledCall(Global("torch._utils._rebuild_tensor_v2"), facts)
@@ -70,9 +70,13 @@ def saved(value: Any, storages: Storages, begin: int = 0) -> ZipLayout:
         Content("archive/.storage_alignment", str(ALIGN).encode()),
         Content("archive/byteorder", b"little"),
     ]
-    for key, of in storages.items():
+    for key, elements in storages.items():
         name = f"archive/data/{key}"
-        contents.append(Content(name, of) if isinstance(of, bytes) else Content(name, b"", *of))
+        contents.append(
+            Content(name, elements)
+            if isinstance(elements, bytes)
+            else Content(name, b"", *elements)
+        )
     contents.append(Content("archive/version", b"3\n"))
     return ZipLayout(contents, begin)
 
@@ -90,7 +94,7 @@ def leaves_of(index: Index, left_out: Set[str] = frozenset()) -> tuple[dict[str,
         if name not in left_out:
             leaves[name] = tensor(entry, entry.shape, str(number))
             storages[str(number)] = (name, Box.whole(entry.shape), entry.nbytes)
-    leaves |= {alias: leaves[of] for alias, of in index.aliases.items() if of in leaves}
+    leaves |= {alias: leaves[target] for alias, target in index.aliases.items() if target in leaves}
     return leaves, storages
 
 

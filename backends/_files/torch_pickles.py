@@ -83,27 +83,27 @@ class TorchFile:
         self.name = name
         self._described: dict[int, PickledObject] | None = None
 
-    def opaque(self, found: PickledObject | Global, most: int) -> Opaque:
+    def opaque(self, obj: PickledObject | Global, most: int) -> Opaque:
         """An object of `value` that only its class can read, as it was saved.
 
         Arguments:
-            found: it, without tensors.
+            obj: it, without tensors.
             most: how many bytes it may have.
 
         Raises:
             CheckpointCorrupt: it is too large, or has a name that no class has.
         """
-        facts: Any = found
+        facts: Any = obj
         try:
-            if isinstance(found, PickledObject):
+            if isinstance(obj, PickledObject):
                 if self._described is None:
                     source = self._source
                     outside = source.persistent if isinstance(source, BarePickle) else _as_stored
                     self._described = pickles.described(*source.pickle(), outside)
-                facts = self._described[found.at]
-            return Opaque(found.name, pickle_writer.dumps(facts, most))
+                facts = self._described[obj.at]
+            return Opaque(obj.name, pickle_writer.dumps(facts, most))
         except (ValueError, TypeError, KeyError) as error:
-            raise self.damaged(f"{found!r} is malformed: {error}") from error
+            raise self.damaged(f"{obj!r} is malformed: {error}") from error
 
     def box(self, tensor: Tensor, box: Box | None = None) -> FileBox:
         """Where a tensor is in the file.
@@ -116,13 +116,18 @@ class TorchFile:
             CheckpointCorrupt: its storage is missing, or too small.
         """
         place = box or Box.whole(tensor.shape)
-        held = tensor.storage
-        if isinstance(held.data, FileBytes):
-            in_file = FileRange(self.name, held.data.offset, held.big_endian)
+        torch_storage = tensor.storage
+        if isinstance(torch_storage.data, FileBytes):
+            in_file = FileRange(self.name, torch_storage.data.offset, torch_storage.big_endian)
             return FileBox(place, in_file, tensor.offset, tensor.strides)
-        if held.data is not None:
-            return FileBox(place, InMemoryElements(held.data, held.big_endian), 0, tensor.strides)
-        begin = self._source.offset(held)
+        if torch_storage.data is not None:
+            return FileBox(
+                place,
+                InMemoryElements(torch_storage.data, torch_storage.big_endian),
+                0,
+                tensor.strides,
+            )
+        begin = self._source.offset(torch_storage)
         itemsize = dtype_from_name(tensor.dtype).itemsize
         last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
         if 0 not in tensor.shape and (tensor.offset + last + 1) * itemsize > tensor.nbytes:
@@ -139,7 +144,7 @@ class _Zip:
         known: constructors; see `pickles.read`.
     """
 
-    def __init__(self, archive: ZipFile, known: Constructors) -> None:
+    def __init__(self, archive: ZipFile, constructors: Constructors) -> None:
         self._zip, self.damaged = archive, archive.damaged
         pickle = next((m for m in archive.members if m.endswith("/data.pkl")), None)
         if pickle is None:
@@ -152,7 +157,7 @@ class _Zip:
         self.big_endian = self._order() == b"big"
         self._offsets: dict[str, int] = {}
         try:
-            self.value, _ = pickles.read(archive.read(self._pickle), known, storage)
+            self.value, _ = pickles.read(archive.read(self._pickle), constructors, storage)
         except BadPickle as error:
             raise unread(
                 error, f"{archive.files.location}: {archive.name}", "its data.pkl"
@@ -166,28 +171,37 @@ class _Zip:
         member = self._zip.members.get(self.top + "byteorder")
         return b"little" if member is None or member.size > 10 else self._zip.read(member)
 
-    def offset(self, of: TorchStorage) -> int:
+    def offset(self, torch_storage: TorchStorage) -> int:
         """Where a storage begins in the file."""
-        if of.key not in self._offsets:
-            member = self._zip.members.get(f"{self.top}data/{of.key}")
+        if torch_storage.key not in self._offsets:
+            member = self._zip.members.get(f"{self.top}data/{torch_storage.key}")
             if member is None or member.method != STORED:
-                raise self.damaged(f"the storage {of.key!r} is missing or compressed")
-            if member.size < of.nbytes:
+                raise self.damaged(f"the storage {torch_storage.key!r} is missing or compressed")
+            if member.size < torch_storage.nbytes:
                 raise self.damaged(
-                    f"the storage {of.key!r} has {member.size} bytes, {of.nbytes} expected"
+                    f"the storage {torch_storage.key!r} has {member.size} bytes, "
+                    f"{torch_storage.nbytes} expected"
                 )
-            self._offsets[of.key] = self._zip.offset(member)
-            self._zip.summed(member, self._offsets[of.key])
-        return self._offsets[of.key]
+            self._offsets[torch_storage.key] = self._zip.offset(member)
+            self._zip.summed(member, self._offsets[torch_storage.key])
+        return self._offsets[torch_storage.key]
 
 
-def _is_module(found: Any) -> bool:
+def _is_module(persistent_id: Any) -> bool:
     """Whether a persistent id of an old file is a class of a module, with its source code."""
-    return isinstance(found, tuple) and found[:1] == ("module",) and len(found) > 1
+    return (
+        isinstance(persistent_id, tuple)
+        and persistent_id[:1] == ("module",)
+        and len(persistent_id) > 1
+    )
 
 
-def _as_stored(found: Any) -> Any:
-    return found[1] if _is_module(found) else pickle_objects.PersistentId(found)
+def _as_stored(persistent_id: Any) -> Any:
+    return (
+        persistent_id[1]
+        if _is_module(persistent_id)
+        else pickle_objects.PersistentId(persistent_id)
+    )
 
 
 class LegacyFile:
@@ -203,21 +217,21 @@ class LegacyFile:
         Failed: the storage failed.
     """
 
-    def __init__(self, files: Files, name: str, known: Constructors) -> None:
+    def __init__(self, files: Files, name: str, constructors: Constructors) -> None:
         self._files, self._name = files, name
         self._where = f"{files.location}: {name}"
         self._data = b""
         self._storages: dict[str, TorchStorage] = {}
-        _, at = self._read(0, known)
-        protocol, at = self._read(at, known)
-        system, self._begin = self._read(at, known)
+        _, offset = self._read(0, constructors)
+        protocol, offset = self._read(offset, constructors)
+        system, self._begin = self._read(offset, constructors)
         if protocol != _PROTOCOL or not isinstance(system, dict):
             raise self.damaged(f"its protocol is {quoted(protocol)}, {_PROTOCOL} expected")
         self.big_endian = system.get("little_endian") is False
-        self.value, self._end = self._read(self._begin, known)
-        keys, at = self._read(self._end, known)
+        self.value, self._end = self._read(self._begin, constructors)
+        keys, offset = self._read(self._end, constructors)
         self.pickle_size = self._end - self._begin
-        self._offsets = self._places(keys, at)
+        self._offsets = self._places(keys, offset)
         self._data = self._data[: self._end] if self.pickle_size < _KEPT else b""
 
     def damaged(self, reason: str) -> CheckpointCorrupt:
@@ -229,12 +243,12 @@ class LegacyFile:
         data = self._data or self._files.read(self._name, 0, self._end)
         return data, self._begin
 
-    def _read(self, at: int, known: Constructors) -> tuple[Any, int]:
+    def _read(self, offset: int, constructors: Constructors) -> tuple[Any, int]:
         """A pickle, whose length no one tells: more is read until it ends."""
         while True:
             try:
-                if at < len(self._data):
-                    return pickles.read(self._data, known, self._storage, at)
+                if offset < len(self._data):
+                    return pickles.read(self._data, constructors, self._storage, offset)
             except EndsEarly as error:
                 if len(self._data) >= MOST_PICKLE:
                     raise self.damaged(f"a pickle is damaged: {error}") from error
@@ -245,44 +259,45 @@ class LegacyFile:
     def _read_more(self) -> None:
         """Doubles what was read of the file."""
         count, size = max(_WINDOW, len(self._data)), self._files.size(self._name)
-        at = len(self._data)
+        length = len(self._data)
         if size is not None:
-            count = min(count, size - at)
+            count = min(count, size - length)
         while count:
             try:
-                self._data += self._files.read(self._name, at, count)
+                self._data += self._files.read(self._name, length, count)
                 return
             except Damaged:  # the storage did not tell the size, and it has less
                 count //= 2
-        raise self.damaged(f"it ends at byte {at}, within a pickle")
+        raise self.damaged(f"it ends at byte {length}, within a pickle")
 
-    def _storage(self, found: Any) -> Any:
-        if _is_module(found):
-            return found[1]
-        made = storage(found)
+    def _storage(self, persistent_id: Any) -> Any:
+        if _is_module(persistent_id):
+            return persistent_id[1]
+        made = storage(persistent_id)
         if self._storages.setdefault(made.key, made).nbytes != made.nbytes:
             raise BadPickle(f"the storage {quoted(made.key)} has two sizes")
         return made
 
-    def _places(self, keys: Any, at: int) -> dict[str, int]:
+    def _places(self, keys: Any, offset: int) -> dict[str, int]:
         """Where the storages begin, after the number of their elements."""
         places = dict[str, int]()
         for key in keys if isinstance(keys, list) else [None]:
             if not isinstance(key, str) or key not in self._storages or key in places:
                 raise self.damaged(f"{quoted(key)} is not one of its storages")
-            places[key] = at + 8
-            at += 8 + self._storages[key].nbytes
+            places[key] = offset + 8
+            offset += 8 + self._storages[key].nbytes
         return places
 
-    def offset(self, of: TorchStorage) -> int:
+    def offset(self, torch_storage: TorchStorage) -> int:
         """Where a storage begins in the file; costs one small read."""
-        begin = self._offsets.get(of.key)
+        begin = self._offsets.get(torch_storage.key)
         if begin is None:
-            raise self.damaged(f"the storage {quoted(of.key)} is missing")
+            raise self.damaged(f"the storage {quoted(torch_storage.key)} is missing")
         order = ">q" if self.big_endian else "<q"
         (count,) = struct.unpack(order, self._files.read(self._name, begin - 8, 8))
-        if count != of.count:
+        if count != torch_storage.count:
             raise self.damaged(
-                f"the storage {quoted(of.key)} has {count} elements, {of.count} expected"
+                f"the storage {quoted(torch_storage.key)} has {count} elements, "
+                f"{torch_storage.count} expected"
             )
         return begin

@@ -111,13 +111,13 @@ class Tensor:
         return LazyElements(stored, "conj" in self.lazy, "neg" in self.lazy)
 
 
-def dtype_of(found: Any) -> str:
+def dtype_of(torch_dtype: Any) -> str:
     """The checkpoint's name of a torch dtype in a pickle.
 
     Raises:
         BadPickle: it is none, or unickpt lacks it.
     """
-    name = found.name if isinstance(found, Global) else ""
+    name = torch_dtype.name if isinstance(torch_dtype, Global) else ""
     short = name.removeprefix("torch.")
     try:
         return dtype_name(dtype_from_name(short))
@@ -131,24 +131,24 @@ def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any) -> Tens
 
 
 def _rebuild_tensor_v2(
-    storage: Any, offset: Any, shape: Any, strides: Any, grad: Any = None, *rest: Any
+    storage: Any, offset: Any, shape: Any, strides: Any, grad: Any = None, *extra: Any
 ) -> Tensor:
     """After `grad` there are hooks, and what is lazy."""
-    return _tensor(storage, None, offset, shape, strides, *rest[1:])
+    return _tensor(storage, None, offset, shape, strides, *extra[1:])
 
 
 def _rebuild_tensor_v3(
     storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any,
-    *rest: Any,
+    *extra: Any,
 ) -> Any:  # fmt: skip
     """A tensor whose storage has no dtype of its own. Of a dtype that unickpt lacks: its elements
     as unsigned integers, and the name of the dtype."""
     name = dtype.name.removeprefix("torch.") if isinstance(dtype, Global) else ""
     width = next((width for width, names in _RAW.items() if name in names), None)
     if width is None:
-        return _tensor(storage, dtype_of(dtype), offset, shape, strides, *rest)
-    if any(rest):
-        raise NotSupported(f"a tensor of {name} is special in an unknown way: {quoted(rest)}")
+        return _tensor(storage, dtype_of(dtype), offset, shape, strides, *extra)
+    if any(extra):
+        raise NotSupported(f"a tensor of {name} is special in an unknown way: {quoted(extra)}")
     raw = _tensor(storage, f"uint{8 * width}", offset, shape, strides)
     return {"data": raw, "context": {"dtype": name}}
 
@@ -169,16 +169,16 @@ def _tensor(
     return Tensor(storage, of_elements, offset, extents, steps, todo)
 
 
-def _lazy(found: Any, dtype: str) -> tuple[str, ...]:
+def _lazy(flags: Any, dtype: str) -> tuple[str, ...]:
     """What torch left to be done, as the pickle of a tensor says it: `{"conj": True}`."""
-    if found is None:
+    if flags is None:
         return ()
-    if not isinstance(found, dict):
+    if not isinstance(flags, dict):
         raise BadPickle("what is special about a tensor is no dict")
-    told = [what for what, is_so in found.items() if is_so]
-    if any(dtype not in _LAZY.get(what, ()) for what in told):
-        raise NotSupported(f"a tensor of {dtype} is special in an unknown way: {quoted(told)}")
-    return tuple(sorted(told))
+    set_flags = [what for what, is_so in flags.items() if is_so]
+    if any(dtype not in _LAZY.get(what, ()) for what in set_flags):
+        raise NotSupported(f"a tensor of {dtype} is special in an unknown way: {quoted(set_flags)}")
+    return tuple(sorted(set_flags))
 
 
 def _rebuild_from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
@@ -188,11 +188,11 @@ def _rebuild_from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
     return function(args)
 
 
-def _rebuild_parameter(data: Any = None, *rest: Any) -> Any:
+def _rebuild_parameter(data: Any = None, *extra: Any) -> Any:
     return data
 
 
-def _class_of_tensor(data: Any = None, *rest: Any) -> Any:
+def _class_of_tensor(data: Any = None, *extra: Any) -> Any:
     """`Parameter(data)` and `Variable(data)`, as torch before 0.4 pickled them."""
     return data if isinstance(data, Tensor) else NotImplemented
 
@@ -227,7 +227,7 @@ _SPARSE = {
 
 
 def _rebuild_qtensor(
-    storage: Any, offset: Any, shape: Any, strides: Any, quantizer: Any, *rest: Any
+    storage: Any, offset: Any, shape: Any, strides: Any, quantizer: Any, *extra: Any
 ) -> Any:
     """A quantized tensor: its integers, and how they stand for floats."""
     if not isinstance(storage, TorchStorage) or not isinstance(quantizer, tuple):
@@ -262,7 +262,7 @@ def _rebuild_nested_tensor(buffer: Any, shapes: Any, strides: Any, offsets: Any)
     return {"buffer": buffer, "sizes": shapes, "strides": strides, "storage_offsets": offsets}
 
 
-def _rebuild_device_tensor(data: Any, dtype: Any, *rest: Any) -> Any:
+def _rebuild_device_tensor(data: Any, dtype: Any, *extra: Any) -> Any:
     """A tensor of a device that torch saves as another of the CPU, which can have another dtype."""
     if isinstance(data, Tensor) and isinstance(dtype, Global):
         return of_dtype(data, dtype)
@@ -318,20 +318,24 @@ CONSTRUCTORS: Constructors = {
 """What makes tensors and containers of torch's pickles."""
 
 
-def storage(found: Any) -> TorchStorage:
+def storage(persistent_id: Any) -> TorchStorage:
     """A storage by its persistent id: `("storage", class, key, device, count, ...)`.
 
     Raises:
         BadPickle: it is malformed.
     """
-    if not isinstance(found, tuple) or len(found) < 5 or found[0] != "storage":
+    if (
+        not isinstance(persistent_id, tuple)
+        or len(persistent_id) < 5
+        or persistent_id[0] != "storage"
+    ):
         raise BadPickle("it refers to something other than a storage")
-    if len(found) > 5 and found[5] is not None:
+    if len(persistent_id) > 5 and persistent_id[5] is not None:
         raise NotSupported(
             "a storage is a part of another, as in files of torch before 0.4; load it with torch, "
             "and save clones of its tensors"
         )
-    kind, key, count = found[1], found[2], found[4]
+    kind, key, count = persistent_id[1], persistent_id[2], persistent_id[4]
     name = kind.name if isinstance(kind, Global) else ""
     if not isinstance(key, str) or not is_size(count):
         raise BadPickle("a storage is malformed")
@@ -347,30 +351,38 @@ def storage(found: Any) -> TorchStorage:
 _CONTAINERS = (dict, list, tuple, set, frozenset, PickledObject)
 
 
-def holds_tensors(found: PickledObject, without: set[int], spend: Callable[[int], None]) -> bool:
+def holds_tensors(obj: PickledObject, without: set[int], spend: Callable[[int], None]) -> bool:
     """Whether an object has tensors in it, however deep.
 
     Arguments:
-        found: the object.
+        obj: the object.
         without: identities of what is known to hold none; those that are found are added.
         spend: called with the number of values that are looked at; raises if they are too many.
     """
-    seen, rest = set[int](), [found]
-    while rest:
-        item: Any = rest.pop()
+    seen, pending = set[int](), [obj]
+    while pending:
+        item: Any = pending.pop()
         if isinstance(item, Tensor | TorchStorage):
             return True
         if isinstance(item, _CONTAINERS) and id(item) not in seen and id(item) not in without:
             seen.add(id(item))
             inner = _inside(item)
             spend(len(inner))
-            rest += inner
+            pending += inner
     without |= seen
     return False
 
 
-def _inside(found: Any) -> list[Any]:
+def _inside(container: Any) -> list[Any]:
     """What a container or an object consists of."""
-    if isinstance(found, PickledObject):
-        return [found.args, found.named, found.state, found.appended, found.items]
-    return [*found.keys(), *found.values()] if isinstance(found, dict) else list(found)
+    if isinstance(container, PickledObject):
+        return [
+            container.args,
+            container.named,
+            container.state,
+            container.appended,
+            container.items,
+        ]
+    return (
+        [*container.keys(), *container.values()] if isinstance(container, dict) else list(container)
+    )

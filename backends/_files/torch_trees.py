@@ -39,17 +39,17 @@ class _ObjectNode:
     children: Mapping[str | int, Any]
 
 
-def expand(found: Any, name: str) -> Expansion | None:
+def expand(node: Any, name: str) -> Expansion | None:
     """An object that holds tensors as a container, for `flatten_tree`."""
-    if not isinstance(found, _ObjectNode):
+    if not isinstance(node, _ObjectNode):
         return None
-    keys = tuple(found.children)
+    keys = tuple(node.children)
     return Expansion(
         "object",
         keys,
-        tuple(found.children.values()),
+        tuple(node.children.values()),
         lambda values: dict(zip(keys, values, strict=True)),
-        found.class_name,
+        node.class_name,
     )
 
 
@@ -70,11 +70,11 @@ class PlainTree:
         self._values = _VALUES * self._nodes
         self._without: set[int] = set()  # what holds no tensor, by its identity
 
-    def tree(self, found: Any, depth: int, letters: int) -> Any:
+    def tree(self, value: Any, depth: int, letters: int) -> Any:
         """The tree of what was found.
 
         Arguments:
-            found: what a pickle holds.
+            value: what a pickle holds.
             depth: containers above it.
             letters: length of its name.
         """
@@ -84,40 +84,40 @@ class PlainTree:
             raise self._too_many()
         if depth > MAX_DEPTH:
             raise UnsupportedFormat(f"{self._where} is nested deeper than {MAX_DEPTH} levels")
-        if isinstance(found, PickledObject):
-            made = self._decoded(known_objects.decoded, found)
-            if isinstance(made, PickledObject) and made is not found:  # what holds it is left out
+        if isinstance(value, PickledObject):
+            made = self._decoded(known_objects.decoded, value)
+            if isinstance(made, PickledObject) and made is not value:  # what holds it is left out
                 return self.tree(made, depth + 1, letters)
-            found = made
-        if isinstance(found, dict):
-            return self.a_dict(found, depth, letters)
-        if isinstance(found, list | tuple | set | frozenset):
-            children = (self.tree(child, depth + 1, letters + 2) for child in found)
-            return tuple(children) if isinstance(found, tuple) else list(children)
-        if isinstance(found, TorchStorage):
-            found = Tensor(found, found.dtype or "uint8", 0, (found.count,), (1,))
-        if isinstance(found, Tensor):
-            return self.leaf(found)
-        if isinstance(found, FileBytes):
-            return self._counted(found.read())
-        if isinstance(found, PickledObject) and self._holds_tensors(found):
-            return self._object(found, depth, letters)
-        if isinstance(found, PickledObject | Global):
-            made = self.file.opaque(found, self._opaque)
+            value = made
+        if isinstance(value, dict):
+            return self.a_dict(value, depth, letters)
+        if isinstance(value, list | tuple | set | frozenset):
+            children = (self.tree(child, depth + 1, letters + 2) for child in value)
+            return tuple(children) if isinstance(value, tuple) else list(children)
+        if isinstance(value, TorchStorage):
+            value = Tensor(value, value.dtype or "uint8", 0, (value.count,), (1,))
+        if isinstance(value, Tensor):
+            return self.leaf(value)
+        if isinstance(value, FileBytes):
+            return self._counted(value.read())
+        if isinstance(value, PickledObject) and self._holds_tensors(value):
+            return self._object(value, depth, letters)
+        if isinstance(value, PickledObject | Global):
+            made = self.file.opaque(value, self._opaque)
             self._opaque -= len(made.pickle)
             return made
-        return self._counted(found) if is_plain(found) else _text(found)
+        return self._counted(value) if is_plain(value) else _text(value)
 
-    def _counted(self, found: Plain) -> Plain:
+    def _counted(self, value: Plain) -> Plain:
         """A plain value, whose length counts: whoever writes it writes all of it."""
-        self._values -= plain_length(found)
+        self._values -= plain_length(value)
         if self._values < 0:
             raise CheckpointCorrupt(f"{self._where}: its values are too long for its size")
-        return found
+        return value
 
-    def _decoded(self, decode: Callable[[Any], Any], found: Any) -> Any:
+    def _decoded(self, decode: Callable[[Any], Any], value: Any) -> Any:
         try:
-            return decode(found)
+            return decode(value)
         except BadPickle as error:
             raise unread(error, self._where, "a value") from error
 
@@ -137,15 +137,15 @@ class PlainTree:
         self.tensors[id(tensor)] = tensor
         return tensor
 
-    def a_dict(self, found: Mapping[Any, Any], depth: int, letters: int) -> Any:
+    def a_dict(self, entries: Mapping[Any, Any], depth: int, letters: int) -> Any:
         """What a dict is in the tree."""
-        return self._children(found.items(), depth, letters)
+        return self._children(entries.items(), depth, letters)
 
     def _children(
-        self, found: Iterable[tuple[Any, Any]], depth: int, letters: int
+        self, entries: Iterable[tuple[Any, Any]], depth: int, letters: int
     ) -> dict[str | int, Any]:
         children: dict[str | int, Any] = {}
-        for key, value in found:
+        for key, value in entries:
             name = _name(self._decoded(known_objects.key_of, key))
             if name in children:
                 raise UnsupportedFormat(f"{self._where}: two keys are both called {quoted(name)}")
@@ -153,12 +153,12 @@ class PlainTree:
             children[name] = self.tree(value, depth + 1, length)
         return children
 
-    def _object(self, found: PickledObject, depth: int, letters: int) -> _ObjectNode:
+    def _object(self, obj: PickledObject, depth: int, letters: int) -> _ObjectNode:
         """An object as a container: its attributes, what it contains, and what it was made of."""
-        return _ObjectNode(found.name, self._children(attributes(found), depth, letters))
+        return _ObjectNode(obj.name, self._children(attributes(obj), depth, letters))
 
-    def _holds_tensors(self, found: PickledObject) -> bool:
-        return holds_tensors(found, self._without, self._spend)
+    def _holds_tensors(self, obj: PickledObject) -> bool:
+        return holds_tensors(obj, self._without, self._spend)
 
 
 def _name(key: Any) -> str | int:
@@ -169,10 +169,10 @@ def _name(key: Any) -> str | int:
     return text.encode(errors="backslashreplace").decode()
 
 
-def _text(found: Any) -> str:
+def _text(value: Any) -> str:
     """What is neither an array nor a plain value, as a text for people."""
-    if isinstance(found, PickledObject | Global):  # as a key
-        return f"<{shortened(found.name, _MOST_TEXT)}>"
-    if is_plain(found) or isinstance(found, tuple):  # of a key, which is short
-        return quoted(found, _MOST_TEXT)
-    return f"<{type(found).__name__}>"
+    if isinstance(value, PickledObject | Global):  # as a key
+        return f"<{shortened(value.name, _MOST_TEXT)}>"
+    if is_plain(value) or isinstance(value, tuple):  # of a key, which is short
+        return quoted(value, _MOST_TEXT)
+    return f"<{type(value).__name__}>"

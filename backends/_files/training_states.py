@@ -62,23 +62,25 @@ def numbered(index: Index, node: Tree, name: str) -> Node:
     Raises:
         UnsupportedLeaf: it is something else.
     """
-    of = children_by_key(node)
-    groups = unwrapped(of["param_groups"]) if is_optimizer(node) else None
-    state = unwrapped(of["state"]) if groups is not None else None
+    fields = children_by_key(node)
+    groups = unwrapped(fields["param_groups"]) if is_optimizer(node) else None
+    state = unwrapped(fields["state"]) if groups is not None else None
     if not isinstance(groups, Node) or groups.kind != "list" or isinstance(state, Leaf):
         raise UnsupportedLeaf(
             f"{name!r} is not the state of an optimizer as torch has it, with 'state' and a list "
             "'param_groups': only a step that the integration saved is a whole checkpoint"
         )
     numbers: dict[Any, int] = {}
-    found = []
+    new_groups = []
     for group in groups.children:
         in_group = children_by_key(group)
         params = in_group.get("params")
-        given = [index.values.get(leaf.name) for leaf in (leaves_of_tree(params) if params else ())]
-        numbers |= {param: len(numbers) + at for at, param in enumerate(given)}
-        made = _list([Leaf("", numbers[param]) for param in given])
-        found.append(dict_node({**in_group, "params": made}))
+        param_names = [
+            index.values.get(leaf.name) for leaf in (leaves_of_tree(params) if params else ())
+        ]
+        numbers |= {param: len(numbers) + position for position, param in enumerate(param_names)}
+        made = _list([Leaf("", numbers[param]) for param in param_names])
+        new_groups.append(dict_node({**in_group, "params": made}))
     assert isinstance(state, Node)
     unknown = [key for key in state.keys if key not in numbers]
     if unknown:
@@ -87,7 +89,7 @@ def numbered(index: Index, node: Tree, name: str) -> Node:
             "which there is a state"
         )
     slots = {numbers[key]: child for key, child in children_by_key(state).items()}
-    return dict_node({"state": dict_node(slots), "param_groups": _list(found)})
+    return dict_node({"state": dict_node(slots), "param_groups": _list(new_groups)})
 
 
 def _list(children: Sequence[Tree]) -> Node:
@@ -136,7 +138,7 @@ class KnownTorchFile:
         if isinstance(value, np.ndarray | np.generic):
             return self.tensor(value)
         if isinstance(value, dict):
-            return {key: self.plain(each) for key, each in value.items()}
+            return {key: self.plain(child) for key, child in value.items()}
         return type(value)(map(self.plain, value)) if type(value) in (list, tuple) else value
 
 
@@ -160,20 +162,20 @@ def numpy_array(array: Any) -> PickledCall:
     return made
 
 
-def generators(file: KnownTorchFile, found: Any, name: str) -> dict[str, Any]:
+def generators(file: KnownTorchFile, rng_states: Any, name: str) -> dict[str, Any]:
     """The states of a process's generators, as they are pickled: `python`, `numpy`, `torch`, and
     the list of each kind of accelerators by its name.
 
     Arguments:
         file: takes the tensors.
-        found: what `unickpt.integrations.rng` has saved.
+        rng_states: what `unickpt.integrations.rng` has saved.
         name: of the leaf, for messages.
 
     Raises:
         UnsupportedLeaf: it is something else.
     """
     try:
-        python, numpy = found["python"], found["numpy"]
+        python, numpy = rng_states["python"], rng_states["numpy"]
         words = tuple(int(word) for word in python["words"])
         made = {
             "python": (python["version"], words, python["gauss"]),
@@ -181,10 +183,10 @@ def generators(file: KnownTorchFile, found: Any, name: str) -> dict[str, Any]:
                 *(numpy["kind"], numpy_array(numpy["keys"])),
                 *(numpy["position"], numpy["has_gauss"], numpy["cached"]),
             ),
-            "torch": file.tensor(found["torch"]),
+            "torch": file.tensor(rng_states["torch"]),
         }
-        of_kind = found["accelerators"].items()
-        return made | {kind: [file.tensor(each) for each in states] for kind, states in of_kind}
+        of_kind = rng_states["accelerators"].items()
+        return made | {kind: [file.tensor(state) for state in states] for kind, states in of_kind}
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UnsupportedLeaf(
             f"{name!r} is not what unickpt.integrations saves of random number generators "

@@ -52,9 +52,9 @@ def table_of_tree(
         if not isinstance(leaf.value, kinds):
             table.values[leaf.name] = leaf.value
             continue
-        known = first.setdefault(identity(leaf.value), leaf.name)
-        if known == leaf.name:
+        first_name = first.setdefault(identity(leaf.value), leaf.name)
+        if first_name == leaf.name:
             put(table, leaf)
         else:
-            table.aliases[leaf.name] = known
+            table.aliases[leaf.name] = first_name
     return table

@@ -88,10 +88,10 @@ class ZipFile:
             "<6xHH4xIIIHH", head[:_LOCAL_BYTES]
         )
         expected = (member.crc, member.compressed, member.size)
-        told = (crc, compressed, size)
+        header_facts = (crc, compressed, size)
         # Sizes that were not known yet follow the data; those of more than 32 bits are elsewhere.
         differs = not flags & _SIZES_FOLLOW and any(
-            t not in (e, _WIDE) for t, e in zip(told, expected, strict=True)
+            t not in (e, _WIDE) for t, e in zip(header_facts, expected, strict=True)
         )
         if differs or (method, name, head[_LOCAL_BYTES:]) != (member.method, len(encoded), encoded):
             raise self.damaged(
@@ -133,17 +133,17 @@ class ZipFile:
         """
         stream, crc, done, begin = zlib.decompressobj(-15), 0, -skipped, self.offset(member)
         try:
-            for at in range(0, member.compressed, _STEP):
-                count = min(_STEP, member.compressed - at)
-                data = self.files.read(self.name, begin + at, count)
+            for position in range(0, member.compressed, _STEP):
+                count = min(_STEP, member.compressed - position)
+                data = self.files.read(self.name, begin + position, count)
                 while not stream.eof and data and done <= len(out):
                     most = -done if done < 0 else min(_STEP, len(out) - done + 1)
-                    some = stream.decompress(data, most)
+                    chunk = stream.decompress(data, most)
                     if done >= 0:
-                        out[done : done + len(some)] = some[: len(out) - done]
+                        out[done : done + len(chunk)] = chunk[: len(out) - done]
                     crc, done, data = (
-                        zlib.crc32(some, crc),
-                        done + len(some),
+                        zlib.crc32(chunk, crc),
+                        done + len(chunk),
                         stream.unconsumed_tail,
                     )
         except zlib.error as error:
@@ -185,20 +185,25 @@ class ZipFile:
 
     def _directory(self) -> dict[str, Member]:
         tail, end = self._tail(_SHORT_TAIL)
-        at = _end_record(tail)
-        if at < 20:
+        record_offset = _end_record(tail)
+        if record_offset < 20:
             tail, end = self._tail(_TAIL)
-            at = _end_record(tail)
-        if at < 0:
+            record_offset = _end_record(tail)
+        if record_offset < 0:
             raise self.damaged("it is not a zip file, or incomplete")
-        told: Sequence[int] = struct.unpack("<4xHHHHII", tail[at : at + 20])
-        end_of_entries = end - len(tail) + at - self._begin
-        if at >= 20 and tail[at - 20 : at - 16] == _LOCATOR64:
-            told, end_of_entries = self._wide_record(told, tail[at - 20 : at], end_of_entries - 20)
-        *disks, here, count, size, start = told
-        if any(disks) or here != count:
+        numbers: Sequence[int] = struct.unpack(
+            "<4xHHHHII", tail[record_offset : record_offset + 20]
+        )
+        end_of_entries = end - len(tail) + record_offset - self._begin
+        if record_offset >= 20 and tail[record_offset - 20 : record_offset - 16] == _LOCATOR64:
+            numbers, end_of_entries = self._wide_record(
+                numbers, tail[record_offset - 20 : record_offset], end_of_entries - 20
+            )
+        *disks, count_in_file, count, size, start = numbers
+        if any(disks) or count_in_file != count:
             raise self.damaged(
-                f"its zip directory is said to have {count} members, {here} of them in this file"
+                f"its zip directory is said to have {count} members, {count_in_file} of them in "
+                "this file"
             )
         if size > _MOST_DIRECTORY or start + size != end_of_entries:
             raise self.damaged(
@@ -213,7 +218,7 @@ class ZipFile:
         return self._bounded(self._entries(data, count), self._begin + start)
 
     def _wide_record(
-        self, told: Sequence[int], locator: bytes, end: int
+        self, numbers: Sequence[int], locator: bytes, end: int
     ) -> tuple[Sequence[int], int]:
         """The numbers of a directory of more than 32 bits, and where it ends."""
         disk, record, _ = struct.unpack("<4xIQI", locator)
@@ -223,7 +228,7 @@ class ZipFile:
         length, *wide = struct.unpack("<4xQ4xIIQQQQ", head)
         most = (0xFFFF,) * 4 + (_WIDE,) * 2
         if record + 12 + length != end or any(
-            t not in (w, m) for t, w, m in zip(told, wide, most, strict=True)
+            t not in (w, m) for t, w, m in zip(numbers, wide, most, strict=True)
         ):
             raise self.damaged("its zip64 record contradicts the record at its end")
         return wide, record
@@ -249,24 +254,28 @@ class ZipFile:
         if size is not None:
             return tail, size
         # The storage does not tell the size; the directory ends where the record begins.
-        at = _end_record(tail)
-        size_of, start = struct.unpack("<12xII", tail[at : at + 20]) if at >= 0 else (0, 0)
-        if at >= 20 and tail[at - 20 : at - 16] == _LOCATOR64:
-            (record,) = struct.unpack("<8xQ4x", tail[at - 20 : at])
-            return tail, record + 56 + 20 + len(tail) - at
-        return tail, start + size_of + len(tail) - at
+        record_offset = _end_record(tail)
+        size_of, start = (
+            struct.unpack("<12xII", tail[record_offset : record_offset + 20])
+            if record_offset >= 0
+            else (0, 0)
+        )
+        if record_offset >= 20 and tail[record_offset - 20 : record_offset - 16] == _LOCATOR64:
+            (record,) = struct.unpack("<8xQ4x", tail[record_offset - 20 : record_offset])
+            return tail, record + 56 + 20 + len(tail) - record_offset
+        return tail, start + size_of + len(tail) - record_offset
 
     def _entries(self, data: bytes, count: int) -> dict[str, Member]:
         members: dict[str, Member] = {}
-        at = 0
-        while at < len(data):
-            if data[at : at + 4] != _ENTRY:
+        offset = 0
+        while offset < len(data):
+            if data[offset : offset + 4] != _ENTRY:
                 raise self.damaged("its zip directory is damaged")
             (flags, method, crc, compressed, size, name_length, extra_length, comment, header) = (
-                struct.unpack("<8xHH4xIIIHHH8xI", data[at : at + 46])
+                struct.unpack("<8xHH4xIIIHHH8xI", data[offset : offset + 46])
             )
-            name = data[at + 46 : at + 46 + name_length].decode()
-            extra = data[at + 46 + name_length : at + 46 + name_length + extra_length]
+            name = data[offset + 46 : offset + 46 + name_length].decode()
+            extra = data[offset + 46 + name_length : offset + 46 + name_length + extra_length]
             size, compressed, header = _zip64(extra, size, compressed, header)
             if name in members:
                 raise self.damaged(f"{name} occurs twice")
@@ -275,7 +284,7 @@ class ZipFile:
             if method == STORED and compressed != size:
                 raise self.damaged(f"{name} has {compressed} bytes, {size} expected")
             members[name] = Member(name, method, compressed, size, self._begin + header, crc)
-            at += 46 + name_length + extra_length + comment
+            offset += 46 + name_length + extra_length + comment
         if len(members) != count:
             raise self.damaged(f"{count} members expected, {len(members)} found")
         return members
@@ -283,25 +292,25 @@ class ZipFile:
 
 def _end_record(tail: bytes) -> int:
     """Where the record at the end of a zip file begins, whose comment ends it; -1 if nowhere."""
-    at = tail.rfind(_END, 0, max(0, len(tail) - 18))
-    while at >= 0:
-        if int.from_bytes(tail[at + 20 : at + 22], "little") == len(tail) - at - 22:
-            return at
-        at = tail.rfind(_END, 0, at)
+    offset = tail.rfind(_END, 0, max(0, len(tail) - 18))
+    while offset >= 0:
+        if int.from_bytes(tail[offset + 20 : offset + 22], "little") == len(tail) - offset - 22:
+            return offset
+        offset = tail.rfind(_END, 0, offset)
     return -1
 
 
 def _zip64(extra: bytes, size: int, compressed: int, header: int) -> tuple[int, int, int]:
     """The numbers of an entry that take more than 32 bits."""
     wide: list[int] = []
-    at = 0
-    while at + 4 <= len(extra):
-        kind, length = struct.unpack("<HH", extra[at : at + 4])
+    offset = 0
+    while offset + 4 <= len(extra):
+        kind, length = struct.unpack("<HH", extra[offset : offset + 4])
         if kind == 1:
-            body = extra[at + 4 : at + 4 + length]
+            body = extra[offset + 4 : offset + 4 + length]
             wide = [x for (x,) in struct.iter_unpack("<Q", body[: len(body) // 8 * 8])]
-        at += 4 + length
-    found = [
+        offset += 4 + length
+    numbers = [
         wide.pop(0) if number == _WIDE and wide else number for number in (size, compressed, header)
     ]
-    return found[0], found[1], found[2]
+    return numbers[0], numbers[1], numbers[2]

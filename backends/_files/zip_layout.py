@@ -55,19 +55,19 @@ class ZipLayout:
         self._contents, self._begin = contents, begin
         self._headers: list[int] = []
         self._starts: list[int] = []
-        at = 0
+        offset = 0
         for content in contents:
             if len(content.name.encode()) > _MOST_NAME:
                 raise UnsupportedLeaf(
                     f"{quoted(content.name)}: a name in a zip file has at most {_MOST_NAME} bytes; "
                     "give it another by a rule"
                 )
-            self._headers.append(at)
-            at += len(_local(content, at, 0))
-            self._starts.append(at)
-            at += content.size
-        self._directory = at
-        self.size = at + len(self._ending([0] * len(contents)))
+            self._headers.append(offset)
+            offset += len(_local(content, offset, 0))
+            self._starts.append(offset)
+            offset += content.size
+        self._directory = offset
+        self.size = offset + len(self._ending([0] * len(contents)))
         """Bytes of the zip file."""
         self.texts: dict[int, bytes] = {
             begin + start: content.text
@@ -96,16 +96,16 @@ class ZipLayout:
             for c in self._contents
         ]
         headers = {
-            self._begin + at: _local(content, at, crc)
-            for at, content, crc in zip(self._headers, self._contents, every, strict=True)
+            self._begin + offset: _local(content, offset, crc)
+            for offset, content, crc in zip(self._headers, self._contents, every, strict=True)
         }
         return headers | {self._begin + self._directory: self._ending(every)}
 
     def _ending(self, sums: Sequence[int]) -> bytes:
         """The central directory and the records at the end."""
         entries = b"".join(
-            _entry(content, at, crc)
-            for content, at, crc in zip(self._contents, self._headers, sums, strict=True)
+            _entry(content, offset, crc)
+            for content, offset, crc in zip(self._contents, self._headers, sums, strict=True)
         )
         count, start = len(self._contents), self._directory
         wide = b""
@@ -120,18 +120,18 @@ class ZipLayout:
         return entries + wide + end
 
 
-def _local(content: Content, at: int, crc: int) -> bytes:
+def _local(content: Content, offset: int, crc: int) -> bytes:
     """The header before a member, whose data begins at a multiple of `ALIGN`.
 
     Arguments:
         content: the member.
-        at: where the header begins in the zip file.
+        offset: where the header begins in the zip file.
         crc: the CRC-32 of the member.
     """
     name = content.name.encode()
     wide = content.size >= _WIDE
     extra = struct.pack("<HHQQ", 1, 16, content.size, content.size) if wide else b""
-    padding = -(at + 30 + len(name) + len(extra) + 4) % ALIGN
+    padding = -(offset + 30 + len(name) + len(extra) + 4) % ALIGN
     extra += struct.pack("<2sH", b"FB", padding) + b"Z" * padding
     size = min(content.size, _WIDE)
     head = struct.pack(
@@ -142,17 +142,17 @@ def _local(content: Content, at: int, crc: int) -> bytes:
     return head + name + extra
 
 
-def _entry(content: Content, at: int, crc: int) -> bytes:
+def _entry(content: Content, offset: int, crc: int) -> bytes:
     """The entry of a member in the central directory."""
     name = content.name.encode()
-    numbers = [n for n in (content.size, content.size, at) if n >= _WIDE]
+    numbers = [n for n in (content.size, content.size, offset) if n >= _WIDE]
     extra = struct.pack("<HH", 1, 8 * len(numbers)) if numbers else b""
     extra += b"".join(struct.pack("<Q", n) for n in numbers)
     version, size = 45 if numbers else 20, min(content.size, _WIDE)
     head = struct.pack(
         "<4sHHHHHHIIIHHHHHII",
         *(b"PK\x01\x02", version, version, _flags(name), 0, 0, _DATE, crc, size, size),
-        *(len(name), len(extra), 0, 0, 0, 0, min(at, _WIDE)),
+        *(len(name), len(extra), 0, 0, 0, 0, min(offset, _WIDE)),
     )
     return head + name + extra
 

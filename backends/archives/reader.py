@@ -53,13 +53,13 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         StorageError: the storage failed.
     """
 
-    def make(found: FoundFiles) -> Reader | None:
+    def make(selection: FoundFiles) -> Reader | None:
         try:
-            return _open(files, found.names[0])
+            return _open(files, selection.names[0])
         except (CheckpointCorrupt, UnsupportedFormat) as error:
             raise type(error)(str(error)) from InArchive(str(error))
         except Damaged as error:
-            reason = f"{found.names[0]}: {error.reason}"
+            reason = f"{selection.names[0]}: {error.reason}"
             raise files.damaged(reason) from InArchive(reason)
 
     if files.single is not None and _is_other_zip(files.head(files.single)):
@@ -114,14 +114,14 @@ def _inside(files: MemberFiles, name: str) -> Reader | None:
     in_order = sorted(folders, key=lambda folder: (folder.count("/"), folder))[:_MOST_FOLDERS]
     for _, level in groupby(in_order, key=lambda folder: folder.count("/")):
         readers = {folder: _first(files.below(folder)) for folder in level}
-        found = {folder: reader for folder, reader in readers.items() if reader is not None}
-        if len(found) > 1:
+        checkpoints = {folder: reader for folder, reader in readers.items() if reader is not None}
+        if len(checkpoints) > 1:
             raise files.unsupported(
-                f"{name} contains several checkpoints, in {first_few(list(found))}; unpack it, and "
-                "give the path of one"
+                f"{name} contains several checkpoints, in {first_few(list(checkpoints))}; unpack "
+                "it, and give the path of one"
             )
-        if found:
-            return found.popitem()[1]
+        if checkpoints:
+            return checkpoints.popitem()[1]
     return None
 
 

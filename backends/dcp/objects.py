@@ -147,6 +147,6 @@ class _PickledValues(PlainTree):
         elements = Compressed(self._compressed, _MOST_COMPRESSED, lambda: box.elements)
         return InnerTensor(tensor, replace(box, elements=elements))
 
-    def a_dict(self, found: Mapping[Any, Any], depth: int, letters: int) -> Any:
-        is_named = all(type(key_of(key)) in (str, int) for key in found)
-        return super().a_dict(found, depth, letters) if is_named else "<dict>"
+    def a_dict(self, entries: Mapping[Any, Any], depth: int, letters: int) -> Any:
+        is_named = all(type(key_of(key)) in (str, int) for key in entries)
+        return super().a_dict(entries, depth, letters) if is_named else "<dict>"

@@ -36,10 +36,10 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         StorageError: the storage failed.
     """
 
-    def make(found: FoundFiles) -> FlaxReader:
-        if found.index is not None:
-            return FlaxReader(files, found.index, _joined(files, found.index))
-        return FlaxReader(files, found.names[0], scan(files, found.names[0]))
+    def make(selection: FoundFiles) -> FlaxReader:
+        if selection.index is not None:
+            return FlaxReader(files, selection.index, _joined(files, selection.index))
+        return FlaxReader(files, selection.names[0], scan(files, selection.names[0]))
 
     return open_kind(files, loose_files.FLAX, make)
 
@@ -51,10 +51,10 @@ def _joined(files: Files, index: str) -> dict[str, Any]:
     root: dict[str, Any] = {}
     for name, file in where.items():
         keys = name.split("/")
-        found = opened[file]
+        node = opened[file]
         for key in keys:
-            found = found.get(key) if isinstance(found, dict) else None
-        if not isinstance(found, TensorSource) or not put_nested(root, keys, found):
+            node = node.get(key) if isinstance(node, dict) else None
+        if not isinstance(node, TensorSource) or not put_nested(root, keys, node):
             raise files.incomplete(
                 f"{index} says that {quoted(name)} is an array in {file}, which does not contain it"
             )

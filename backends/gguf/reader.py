@@ -66,7 +66,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         StorageError: the storage failed.
     """
 
-    def make(found: FoundFiles) -> GgufReader:
+    def make(selection: FoundFiles) -> GgufReader:
         dequantize = hints.get("dequantize")
         if dequantize not in (None, _DEQUANTIZED):
             raise HintError(
@@ -74,7 +74,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
                 "without it, quantized tensors are read as their bytes"
             )
         quants = None if dequantize is None else _quants(files)
-        return GgufReader(files, found.names[0], quants)
+        return GgufReader(files, selection.names[0], quants)
 
     return open_kind(files, loose_files.GGUF, make)
 
@@ -123,7 +123,7 @@ class GGUFBlocks:
         number: of the type of the blocks, and what it is.
         big_endian: the byte order of their scales.
         quants: the module that dequantizes.
-        told: names the tensor in errors.
+        label: names the tensor in errors.
     """
 
     file: str
@@ -132,7 +132,7 @@ class GGUFBlocks:
     kind: Quantization
     big_endian: bool
     quants: Any
-    told: str
+    label: str
 
     def read(self, files: Files, first: int, out: Array) -> None:
         size = self.kind.elements
@@ -144,24 +144,26 @@ class GGUFBlocks:
     def _decoded(self, data: Array) -> Array:
         try:
             if self.big_endian:
-                for at in self.kind.swapped():
-                    data[:, at : at + 2] = data[:, at : at + 2][:, ::-1].copy()
+                for start in self.kind.swapped():
+                    data[:, start : start + 2] = data[:, start : start + 2][:, ::-1].copy()
             kind = self.quants.GGMLQuantizationType(self.number)
             with np.errstate(all="ignore"):  # scales can be infinite
                 # As one row: rows are taken by the dozen.
-                found: Array = self.quants.dequantize(data.reshape(1, -1), kind)
+                elements: Array = self.quants.dequantize(data.reshape(1, -1), kind)
         except (NotImplementedError, ValueError) as error:
             raise UnsupportedFormat(
-                f"{self.told} is of the type {self.kind.name}, which cannot be dequantized "
+                f"{self.label} is of the type {self.kind.name}, which cannot be dequantized "
                 f"({error}); {_OTHERS}. Without the hint, it is read as its bytes"
             ) from error
-        return found
+        return elements
 
     def ranges(self, first: int, count: int, itemsize: int) -> Iterator[ByteRange]:
         size = self.kind.elements
         begin, end = first // size, -(-(first + count) // size)
-        at = self.offset
-        yield ByteRange(self.file, at + begin * self.kind.nbytes, at + end * self.kind.nbytes)
+        offset = self.offset
+        yield ByteRange(
+            self.file, offset + begin * self.kind.nbytes, offset + end * self.kind.nbytes
+        )
 
 
 @dataclass(frozen=True)
@@ -193,14 +195,14 @@ class GgufReader(RangeReader):
         for header in headers:
             ends: list[tuple[int, int, str]] = []
             for tensor in header.tensors:
-                found, nbytes = _stored(tensor, header, quants)
+                source, nbytes = _stored(tensor, header, quants)
                 array = _array_name(tensor.name)
                 if array in table.entries:
                     raise header.damaged(f"two tensors are called {quoted(tensor.name)}")
-                if found.dtype == "uint8":
+                if source.dtype == "uint8":
                     packed[array] = header.kind_name(tensor.kind)
                     blocks[array] = BlockType(packed[array], tensor.shape)
-                table.add(array, found)
+                table.add(array, source)
                 ends.append((tensor.offset, tensor.offset + nbytes, tensor.name))
             header.check_places(ends)
         metadata = {**_metadata(headers), **({"quantized": packed} if packed else {})}
@@ -210,37 +212,38 @@ class GgufReader(RangeReader):
 
 def _headers(files: Files, name: str) -> Sequence[_GGUFHeader]:
     """The headers of all files of a model, of which one is known."""
-    known = _GGUFHeader(Cursor(files, name))
-    count = known.metadata.get(_COUNT, 1)
+    first = _GGUFHeader(Cursor(files, name))
+    count = first.metadata.get(_COUNT, 1)
     if count in (0, 1):
-        return [known]
+        return [first]
     match = loose_files.GGUF_PART.fullmatch(name)
     if match is None or type(count) is not int or int(match[2]) != count:
-        raise known.unsupported(
+        raise first.unsupported(
             f"it is one of {quoted(count)} files, whose names have to be those of llama.cpp, "
             "<model>-00001-of-00003.gguf for the first of 3: rename them"
         )
-    found = []
+    headers = []
     for number in range(count):
         part = f"{match[1]}-{number + 1:05d}-of-{count:05d}.gguf"
-        found.append(known if part == name else _GGUFHeader(_cursor(files, part, known)))
-        told = found[-1].metadata
-        if told.get(_COUNT) != count or told.get(_NUMBER) != number:
-            raise found[-1].damaged(
-                f"it says that it is file {quoted(told.get(_NUMBER))} of {quoted(told.get(_COUNT))}"
-                f", from 0 on, and its name that it is {number} of {count}"
+        headers.append(first if part == name else _GGUFHeader(_cursor(files, part, first)))
+        metadata = headers[-1].metadata
+        if metadata.get(_COUNT) != count or metadata.get(_NUMBER) != number:
+            raise headers[-1].damaged(
+                f"it says that it is file {quoted(metadata.get(_NUMBER))} of "
+                f"{quoted(metadata.get(_COUNT))}, from 0 on, and its name that it is {number} of "
+                f"{count}"
             )
-    total = sum(len(header.tensors) for header in found)
-    for header in found:
+    total = sum(len(header.tensors) for header in headers)
+    for header in headers:
         if header.metadata.get(_TENSORS, total) != total:
             raise header.damaged(
                 f"it says that all files have {quoted(header.metadata[_TENSORS])} tensors, and they"
                 f" have {total}; are they of one model?"
             )
-    return found
+    return headers
 
 
-def _cursor(files: Files, name: str, known: _GGUFHeader) -> Cursor:
+def _cursor(files: Files, name: str, first: _GGUFHeader) -> Cursor:
     """The beginning of another file of a model."""
     try:
         head = files.head(name)
@@ -248,7 +251,7 @@ def _cursor(files: Files, name: str, known: _GGUFHeader) -> Cursor:
         if error.errno != errno.ENOENT:
             raise
         raise files.damaged(
-            f"{name} is missing, which belongs to {known.file}; was the model copied as a whole?"
+            f"{name} is missing, which belongs to {first.file}; was the model copied as a whole?"
         ) from error
     if not loose_files.GGUF.begins(head):
         raise files.damaged(f"{name} is damaged: it is no GGUF file")
@@ -259,14 +262,14 @@ def _metadata(headers: Sequence[_GGUFHeader]) -> dict[str, Any]:
     """That of all files of a model; usually only the first one has any."""
     if len(headers) == 1:
         return headers[0].metadata
-    found: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     for header in headers:
         for key, value in header.metadata.items():
-            if not key.startswith(_SPLIT) and found.setdefault(key, value) != value:
+            if not key.startswith(_SPLIT) and metadata.setdefault(key, value) != value:
                 raise header.damaged(
                     f"it has another {quoted(key)} than the files before; are they of one model?"
                 )
-    return found
+    return metadata
 
 
 def _array_name(tensor: str) -> str:
@@ -278,11 +281,11 @@ def _stored(tensor: _GGUFTensor, header: _GGUFHeader, quants: Any) -> tuple[Tens
     file, shape, big_endian = header.file, tensor.shape, header.order == ">"
     dtype = _DTYPES.get(tensor.kind)
     if dtype is not None:
-        found = TensorSource(dtype, shape, FileRange(file, tensor.offset, big_endian))
-        return found, found.nbytes
-    kind, told = _QUANTIZED.get(tensor.kind), header.told(tensor.name)
+        source = TensorSource(dtype, shape, FileRange(file, tensor.offset, big_endian))
+        return source, source.nbytes
+    kind, label = _QUANTIZED.get(tensor.kind), header.label(tensor.name)
     if kind is None:
-        reason = f"{told} has the unknown type {tensor.kind}, of which not even the size is known"
+        reason = f"{label} has the unknown type {tensor.kind}, of which not even the size is known"
         return TensorSource("uint8", shape, Unreadable(f"{reason}; {_OTHERS}")), 0
     if not shape or shape[-1] % kind.elements:
         raise header.damaged(
@@ -293,7 +296,7 @@ def _stored(tensor: _GGUFTensor, header: _GGUFHeader, quants: Any) -> tuple[Tens
     packed = TensorSource("uint8", (*shape[:-1], row), FileRange(file, tensor.offset))
     if quants is None:
         return packed, packed.nbytes
-    blocks = GGUFBlocks(file, tensor.offset, tensor.kind, kind, big_endian, quants, told)
+    blocks = GGUFBlocks(file, tensor.offset, tensor.kind, kind, big_endian, quants, label)
     return TensorSource(_DEQUANTIZED, shape, blocks), packed.nbytes
 
 
@@ -321,13 +324,15 @@ class _GGUFHeader:
             if key in self.metadata:
                 raise self.damaged(f"{quoted(key)} occurs twice")
             self.metadata[key] = self._value(self._number("I"), key)
-        found = [self._tensor() for _ in range(tensors)]
+        descriptions = [self._tensor() for _ in range(tensors)]
         alignment = self.metadata.get(_ALIGNMENT, 32)
         if type(alignment) is not int or not 0 < alignment < 1 << 32:
             raise self.damaged(f"{_ALIGNMENT} is {quoted(alignment)}")
         begin = -(-cursor.at // alignment) * alignment
         self._begin, self._alignment = begin, alignment
-        self.tensors = [_GGUFTensor(t.name, t.shape, t.kind, begin + t.offset) for t in found]
+        self.tensors = [
+            _GGUFTensor(t.name, t.shape, t.kind, begin + t.offset) for t in descriptions
+        ]
 
     def damaged(self, reason: str) -> CheckpointCorrupt:
         """The error for a damaged file."""
@@ -337,14 +342,14 @@ class _GGUFHeader:
         """The error for what cannot be read."""
         return self._at.files.unsupported(f"{self.file}: {reason}")
 
-    def told(self, tensor: str) -> str:
+    def label(self, tensor: str) -> str:
         """A tensor, for errors."""
         return f"{self._at.files.location}: {self.file}: {quoted(tensor)}"
 
     def kind_name(self, number: int) -> str:
         """A type of blocks as ggml calls it, and the byte order if it is not the usual one."""
-        known = _QUANTIZED.get(number)
-        name = f"type {number}" if known is None else known.name
+        quantization = _QUANTIZED.get(number)
+        name = f"type {number}" if quantization is None else quantization.name
         return name if self.order == "<" else f"{name}, big-endian"
 
     def check_places(self, places: list[tuple[int, int, str]]) -> None:
@@ -378,21 +383,21 @@ class _GGUFHeader:
     def _value(self, kind: int, key: str) -> Any:
         """A value of the metadata, as JSON has it."""
         if kind in _NUMBERS:
-            found = self._number(_NUMBERS[kind])
-            return found if math.isfinite(found) else str(found)
+            number = self._number(_NUMBERS[kind])
+            return number if math.isfinite(number) else str(number)
         if kind == _BOOL:
             return self._number("?")
         if kind == _TEXT:
             return self._text()
         if kind != _LIST:
             raise self.unsupported(f"{quoted(key)} is of the unknown type {kind}")
-        of, count = self._number("I"), self._number("Q")
+        item_kind, count = self._number("I"), self._number("Q")
         self._items -= count
         if self._items < 0:
             raise self.unsupported(f"{quoted(key)} has {count} items, too many")
-        if of == _LIST:
+        if item_kind == _LIST:
             raise self.unsupported(f"{quoted(key)} is a list of lists")
-        return [self._value(of, key) for _ in range(count)]
+        return [self._value(item_kind, key) for _ in range(count)]
 
     def _tensor(self) -> _GGUFTensor:
         name, rank = self._text(), self._number("I")
