@@ -146,14 +146,14 @@ class Attempt:
         """
         root.refuse_other_files(self.location)
         with self._translating():
-            found = self.root.read()
+            current_root = self.root.read()
             # For a bucket that does not exist, S3 only reports that the object is missing; if OCDBT
             # then writes there, TensorStore ends the process. Listing reports the missing bucket.
             if self.location.is_remote:
                 self.notes.check_reachable()
-        if found.digest:
+        if current_root.digest:
             root.refuse_checkpoint(self.location, self.context, overwrite=overwrite)
-        self.found = found
+        self.found = current_root
         self.become(AttemptState.WRITING)
 
     def check_new(self) -> None:
@@ -191,9 +191,9 @@ class Attempt:
         else:
             waits = self.arrivals is not None and self.arrivals.waiting
             phase = progress_reports.WAIT if waits else progress_reports.COMMIT
-        of = self.planned_bytes, self.group.count, number
+        report = Report(phase, seconds, done_bytes, self.planned_bytes, self.group.count, number)
         records = self.folder.child("records").store(self.context)
-        progress_reports.write(records, self.group.index, Report(phase, seconds, done_bytes, *of))
+        progress_reports.write(records, self.group.index, report)
 
     def explained(self, error: Exception) -> Exception:
         """The error to raise: the storage's and a lack of memory as ours, or `SaveConflict` if
@@ -309,10 +309,10 @@ class Attempt:
         Raises:
             SaveConflict: it is that of another job.
         """
-        found = self.root.read().digest
-        if found == self.digest_found:
+        digest = self.root.read().digest
+        if digest == self.digest_found:
             return None
-        totals = outcome.committed(self.location, self.context, found, self.name, self.notes_of)
+        totals = outcome.committed(self.location, self.context, digest, self.name, self.notes_of)
         if totals is None:
             self.become(AttemptState.FAILED)
             raise outcome.conflict(self.location, "during this save")

@@ -26,9 +26,9 @@ def mark(location: Location, bases: Sequence[BaseEntry], context: ts.Context) ->
         Failed: a base is gone, or the storage failed.
     """
     for base in bases:
-        found = version.version_of(borrowed.pinned(location, base, context).manifest or b"")
-        at = borrowed.sibling(location, base.name)
-        borrowed.mark(at, found.attempt, borrowed.name_of(location), context)
+        base_version = version.version_of(borrowed.pinned(location, base, context).manifest or b"")
+        base_location = borrowed.sibling(location, base.name)
+        borrowed.mark(base_location, base_version.attempt, borrowed.name_of(location), context)
         borrowed.pinned(location, base, context)  # the base may have been removed until the mark
 
 
@@ -38,10 +38,10 @@ def of(location: Location, context: ts.Context) -> list[str]:
     Raises:
         Failed: the storage failed.
     """
-    found = version.version_at(location)
-    if found is None:
+    base_version = version.version_at(location)
+    if base_version is None:
         return []
-    marked = borrowed.marked(location, found.attempt, context)
+    marked = borrowed.marked(location, base_version.attempt, context)
     names = [name for name in sorted(marked) if _borrows(location, name)]
     return names or _renamed(location, marked, context)
 
@@ -83,8 +83,8 @@ def _renamed(
     parent = base.parent
     if not marked or not base.is_local or parent is None:
         return []
-    others = set(folders_with(parent, MANIFEST, context)) - {".", *marked}
-    return [name for name in sorted(others) if _borrows(base, name, digest)]
+    candidates = set(folders_with(parent, MANIFEST, context)) - {".", *marked}
+    return [name for name in sorted(candidates) if _borrows(base, name, digest)]
 
 
 def _borrows(base: Location, name: str, digest: str | None = None) -> bool:
@@ -103,5 +103,5 @@ def _borrows(base: Location, name: str, digest: str | None = None) -> bool:
         return True  # it cannot be read now, and may need the other one
     if reader is None:
         return False
-    bases = [each for each in reader.index.bases if each.name == borrowed.name_of(base)]
-    return any(digest in (None, each.manifest) for each in bases)
+    bases = [entry for entry in reader.index.bases if entry.name == borrowed.name_of(base)]
+    return any(digest in (None, entry.manifest) for entry in bases)

@@ -43,7 +43,7 @@ _NOTHING: Mapping[int, int] = {}
 
 
 def shares(
-    held: Sequence[Shared], process: int, alone: Mapping[int, int] = _NOTHING
+    fragments: Sequence[Shared], process: int, alone: Mapping[int, int] = _NOTHING
 ) -> list[range]:
     """For each fragment the run of its chunks, by position, that a process writes.
 
@@ -52,19 +52,20 @@ def shares(
     for larger groups counts from the beginning.
 
     Arguments:
-        held: what the process holds.
+        fragments: what the process holds.
         process: whose runs are returned.
         alone: by process, the bytes that it writes beside these in any case; all processes must
             know the same.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
-    known: dict[int, list[int]] = {}  # by identity: to hash thousands of processes takes long
-    for at, unit in enumerate(held):
-        group = known.get(id(unit.replicas))
+    # By identity: to hash thousands of processes takes long.
+    groups_by_id: dict[int, list[int]] = {}
+    for index, unit in enumerate(fragments):
+        group = groups_by_id.get(id(unit.replicas))
         if group is None:
-            group = known[id(unit.replicas)] = groups.setdefault(unit.replicas, [])
-        group.append(at)
-    found = [range(unit.chunks) for unit in held]
+            group = groups_by_id[id(unit.replicas)] = groups.setdefault(unit.replicas, [])
+        group.append(index)
+    ranges = [range(unit.chunks) for unit in fragments]
     done: list[dict[int, int]] = []  # bytes by process, of groups that were shared out
     for replicas in sorted(groups, key=lambda group: (-len(group), group)):
         if len(replicas) == 1:
@@ -73,15 +74,15 @@ def shares(
         written = {p: alone.get(p, 0) + sum(group[p] for group in larger) for p in replicas}
         before = dict(written)
         units = groups[replicas]
-        runs = _share_out([held[at] for at in units], written, process)
-        for at, run in zip(units, runs, strict=True):
-            found[at] = run
+        runs = _share_out([fragments[index] for index in units], written, process)
+        for index, run in zip(units, runs, strict=True):
+            ranges[index] = run
         done.append({p: written[p] - before[p] for p in replicas})
-    return found
+    return ranges
 
 
 def shares_of_assumed(
-    held: Sequence[Shared], process: int, alone: Mapping[int, int] = _NOTHING
+    fragments: Sequence[Shared], process: int, alone: Mapping[int, int] = _NOTHING
 ) -> list[range]:
     """The same for whole arrays that all processes are assumed to hold, split over all of them.
 
@@ -90,29 +91,29 @@ def shares_of_assumed(
     and all small ones. The rest is shared out, so that all write the same amount. Arguments as of
     `shares`.
     """
-    if not held:
+    if not fragments:
         return []
-    processes = held[0].replicas
+    processes = fragments[0].replicas
     first = alone.get(0, 0)
-    total = sum(unit.nbytes for unit in held) + sum(alone.get(p, 0) for p in processes)
-    found = [range(unit.chunks) if process == 0 else range(0) for unit in held]
+    total = sum(unit.nbytes for unit in fragments) + sum(alone.get(p, 0) for p in processes)
+    ranges = [range(unit.chunks) if process == 0 else range(0) for unit in fragments]
     single = sorted(
-        (at for at, unit in enumerate(held) if unit.chunks == 1),
-        key=lambda at: (held[at].nbytes, held[at].key),
+        (index for index, unit in enumerate(fragments) if unit.chunks == 1),
+        key=lambda index: (fragments[index].nbytes, fragments[index].key),
     )
-    rest = set(range(len(held)))
-    for at in single:
-        nbytes = held[at].nbytes
+    indices = set(range(len(fragments)))
+    for index in single:
+        nbytes = fragments[index].nbytes
         if not is_little(nbytes) and (first + nbytes) * len(processes) > total:
             break
-        rest.remove(at)
+        indices.remove(index)
         first += nbytes
-    left = sorted(rest)
+    left = sorted(indices)
     written = {p: alone.get(p, 0) for p in processes} | {0: first}
-    runs = _share_out([held[at] for at in left], written, process)
-    for at, run in zip(left, runs, strict=True):
-        found[at] = run
-    return found
+    runs = _share_out([fragments[index] for index in left], written, process)
+    for index, run in zip(left, runs, strict=True):
+        ranges[index] = run
+    return ranges
 
 
 def is_little(nbytes: int) -> bool:
@@ -128,7 +129,7 @@ def _share_out(units: Sequence[Shared], written: dict[int, int], process: int) -
         written: bytes of each process so far; the new ones are added.
         process: whose runs are returned.
     """
-    found = [range(0)] * len(units)
+    ranges = [range(0)] * len(units)
     # Those with as few bytes take turns in an order that spreads over any regular smaller group of
     # them, which can then make up for it, and that begins elsewhere for each group.
     turn = xxhash.xxh3_64_intdigest(repr(sorted(written)).encode())
@@ -140,19 +141,23 @@ def _share_out(units: Sequence[Shared], written: dict[int, int], process: int) -
     # By key and start: dicts may have another order on other processes.
     order = sorted(
         range(len(units)),
-        key=lambda at: (-(units[at].nbytes // units[at].chunks), units[at].key, units[at].start),
+        key=lambda index: (
+            -(units[index].nbytes // units[index].chunks),
+            units[index].key,
+            units[index].start,
+        ),
     )
-    for at in order:
-        unit = units[at]
-        each = -(-unit.nbytes // unit.chunks)
+    for index in order:
+        unit = units[index]
+        chunk_bytes = -(-unit.nbytes // unit.chunks)
         counts: dict[int, int] = {}
         for _ in range(unit.chunks):
             nbytes, place, p = least[0]
-            heapq.heapreplace(least, (nbytes + each, place, p))
+            heapq.heapreplace(least, (nbytes + chunk_bytes, place, p))
             counts[p] = counts.get(p, 0) + 1
-        found[at] = _run(counts, process)
+        ranges[index] = _run(counts, process)
     written.update((p, nbytes) for nbytes, _, p in least)
-    return found
+    return ranges
 
 
 def _run(counts: Mapping[int, int], process: int) -> range:

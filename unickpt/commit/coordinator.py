@@ -128,12 +128,15 @@ class Coordinator:
         Waits(attempt).until(all_there, processes, kind, late)
         return attempt.notes.records(processes, kind)
 
-    def _merge(self, own: Mapping[int, Index], records: Records) -> Merged:
-        attempt, described = self.attempt, own
-        if not attempt.is_alone and any(record.description not in own for _, record in records):
+    def _merge(self, indexes: Mapping[int, Index], records: Records) -> Merged:
+        attempt, described = self.attempt, indexes
+        if not attempt.is_alone and any(record.description not in indexes for _, record in records):
             from unickpt.commit.descriptions import read  # only if some processes have others
 
-            described = {**own, **read(records, own, attempt.folder_of, attempt.context)}
+            described = {
+                **indexes,
+                **read(records, indexes, attempt.folder_of, attempt.context),
+            }
         merged = merge_all(records, described, self._request, self._policies)
         timed: dict[str, Any] = {}
         if attempt.is_timed:
@@ -152,12 +155,12 @@ class Coordinator:
     def _request(self, requests: Requests) -> Records:
         """Requests chunks that their planned writers do not hold from other processes."""
         ours = self.attempt.group.index
-        own = [(ours, self._write_more(requests[ours]))] if ours in requests else []
-        others = [process for process in requests if process != ours]
-        self._more = own
-        if others:
+        own_records = [(ours, self._write_more(requests[ours]))] if ours in requests else []
+        other_processes = [process for process in requests if process != ours]
+        self._more = own_records
+        if other_processes:
             self.attempt.notes.request(requests)
-            self._more = [*own, *self._collect(others, MORE)]
+            self._more = [*own_records, *self._collect(other_processes, MORE)]
         return self._more
 
     def _build_root(self, merged: Merged, took: Timing | None) -> bytes:

@@ -17,7 +17,7 @@ from unickpt.storage.locations import Location
 
 def read(
     records: Records,
-    known: Collection[int],
+    known_digests: Collection[int],
     folder_of: Callable[[int], Location],
     context: ts.Context,
 ) -> dict[int, Index]:
@@ -25,7 +25,7 @@ def read(
 
     Arguments:
         records: of all processes.
-        known: the digests of those that need not be read.
+        known_digests: the digests of those that need not be read.
         folder_of: the folder in which a process writes.
         context: the TensorStore context of the save.
 
@@ -34,7 +34,7 @@ def read(
     """
     first: dict[int, tuple[int, Record]] = {}
     for process, record in records:
-        if record.description not in known:
+        if record.description not in known_digests:
             first.setdefault(record.description, (process, record))
     reads = {
         digest: _reading(record, folder_of(process), context)
@@ -57,5 +57,5 @@ def _reading(record: Record, folder: Location, context: ts.Context) -> Callable[
     within = slice(offset, offset + length)
     if number < 0:
         return partial(bytes, record.inline[within])
-    found = folder.store(context).read(record.files[number], byte_range=within)
-    return lambda: bytes(found.result().value)
+    future = folder.store(context).read(record.files[number], byte_range=within)
+    return lambda: bytes(future.result().value)

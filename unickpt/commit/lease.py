@@ -98,12 +98,12 @@ class Lease:
                     return False
                 self.give_back()
                 kind = _Lock if self._location.is_local else _Claim
-                held = kind(self._location, self._holder, self._use)
-                if held.take():
+                lease = kind(self._location, self._holder, self._use)
+                if lease.take():
                     self._settled_at = time.monotonic() + _SETTLES_S
             except Failed as error:
                 raise errors.writing_failed(error, str(self._location)) from error
-            self._held = held
+            self._held = lease
             return True
 
     @property
@@ -218,8 +218,8 @@ class _Claim:
                 raise _conflict(self._location, self._use, now.value.decode(errors="replace"))
             before = now
         if not self._write(before.stamp.generation):
-            found = self._store.read(self._use.name).result().value
-            raise _conflict(self._location, self._use, found.decode(errors="replace"))
+            stored = self._store.read(self._use.name).result().value
+            raise _conflict(self._location, self._use, stored.decode(errors="replace"))
         # At interpreter exit no thread starts, so nothing renews it; `check` still detects a
         # takeover.
         start(self._renew, "unickpt lease", daemon=True)
@@ -231,9 +231,9 @@ class _Claim:
 
     def check(self) -> None:
         """Raises SaveConflict if another job took it over."""
-        found = self._store.read(self._use.name).result()
-        if not self._is_ours(found):
-            raise _conflict(self._location, self._use, found.value.decode(errors="replace"))
+        stored = self._store.read(self._use.name).result()
+        if not self._is_ours(stored):
+            raise _conflict(self._location, self._use, stored.value.decode(errors="replace"))
 
     def release(self) -> None:
         """Lets another job take it at once."""
@@ -248,15 +248,15 @@ class _Claim:
             self._generation = stamp.generation
             return True
         # Refused; or this answers a retry, and the answer to the first request was lost.
-        found = self._store.read(self._use.name).result()
-        if self._is_ours(found):
-            self._generation = found.stamp.generation
+        stored = self._store.read(self._use.name).result()
+        if self._is_ours(stored):
+            self._generation = stored.stamp.generation
             return True
         return False
 
-    def _is_ours(self, found: ts.KvStore.ReadResult) -> bool:
+    def _is_ours(self, stored: ts.KvStore.ReadResult) -> bool:
         try:
-            return bool(json.loads(found.value)["session"] == self._holder["session"])
+            return bool(json.loads(stored.value)["session"] == self._holder["session"])
         except _NOT_OURS:
             return False
 

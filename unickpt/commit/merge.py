@@ -69,11 +69,11 @@ class Merged:
     @property
     def extra(self) -> dict[str, dict[str, Any]]:
         """What codecs say about arrays, by codec and array."""
-        found = dict[str, dict[str, Any]]()
+        notes = dict[str, dict[str, Any]]()
         for name, entry in self.index.arrays.items():
             for codec, note in entry.extra.items():
-                found.setdefault(codec, {})[name] = note
-        return found
+                notes.setdefault(codec, {})[name] = note
+        return notes
 
 
 def merge_all(
@@ -106,7 +106,7 @@ def merge_all(
     chunks = merged_chunks(index, records, names, assumed)
     differences = [] if replicas is None else replicas.differences(chunks.contested)
     if differences:
-        winners = {found.name: found.stored for found in differences}
+        winners = {difference.name: difference.stored for difference in differences}
         chunks = merged_chunks(index, records, names, assumed, winners)
     wrote = {process: record.statistics.get("bytes", 0) for process, record in records}
     missing = requests(index, chunks.table, names, winners, wrote)
@@ -146,7 +146,7 @@ def _merged_notes(records: Records, policies: MergePolicies) -> dict[str, Any]:
     for process, record in records:
         for name, note in record.notes.items():
             notes.setdefault(name, {})[process] = note
-    statistics, found = [record.statistics for _, record in records], dict[str, Any]()
+    statistics, merged_notes = [record.statistics for _, record in records], dict[str, Any]()
     if policies.encoding is not None:  # it has seen them
         notes.pop(policies.encoding.name, None)
     for name, by_process in notes.items():
@@ -157,8 +157,8 @@ def _merged_notes(records: Records, policies: MergePolicies) -> dict[str, Any]:
                 "save with the same options"
             )
         if merged := merge(by_process, statistics):
-            found[name] = merged
-    return found
+            merged_notes[name] = merged
+    return merged_notes
 
 
 def _settled(
@@ -168,17 +168,18 @@ def _settled(
     spans, places = chunk_grid.chunk_spans(index.arrays), chunks.places.copy()
 
     def stored(name: str) -> tuple[Column, Column]:
-        own = places[spans[name].start : spans[name].stop]
-        return own["length"], own["file"] == ELSEWHERE
+        array_places = places[spans[name].start : spans[name].stop]
+        return array_places["length"], array_places["file"] == ELSEWHERE
 
     notes = [
-        (own, record.notes[policy.name]) for own, (_, record) in zip(names, records, strict=True)
+        (array_names, record.notes[policy.name])
+        for array_names, (_, record) in zip(names, records, strict=True)
     ]
     arrays = dict(index.arrays)
     for name, (encoding, skipped) in policy.settle(index.arrays, stored, notes).items():
-        own = places[spans[name].start : spans[name].stop]
-        own["offset"] += skipped.astype(own["offset"].dtype)
-        own["length"] -= skipped.astype(own["length"].dtype)
+        array_places = places[spans[name].start : spans[name].stop]
+        array_places["offset"] += skipped.astype(array_places["offset"].dtype)
+        array_places["length"] -= skipped.astype(array_places["length"].dtype)
         arrays[name] = replace(arrays[name], encoding=encoding)
     return replace(index, arrays=arrays), replace(chunks, places=places)
 
@@ -256,8 +257,8 @@ def _check_settings(ours: Index, theirs: Index, process: int) -> None:
 def _shared(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """What all processes must have alike: not what process 0 alone decides for its step, but what
     was merged of what."""
-    own = metadata.get(RESERVED)
-    merge = own.get("merge") if isinstance(own, dict) else None
+    library_metadata = metadata.get(RESERVED)
+    merge = library_metadata.get("merge") if isinstance(library_metadata, dict) else None
     return {**{k: v for k, v in metadata.items() if k != RESERVED}, "unickpt merge": merge}
 
 
@@ -267,10 +268,10 @@ def _facts(distinct: Sequence[tuple[int, Index]]) -> dict[str, dict[str, Any]]:
     for process, index in distinct:
         for kind in _SINGULAR:
             for name, fact in getattr(index, kind).items():
-                known = first.setdefault(name, (process, kind, fact))
-                if known[1] != kind or not _agree(known[2], fact):
-                    raise _disagreement(name, known, (process, kind, fact))
-                tables[kind][name] = known[2]
+                first_fact = first.setdefault(name, (process, kind, fact))
+                if first_fact[1] != kind or not _agree(first_fact[2], fact):
+                    raise _disagreement(name, first_fact, (process, kind, fact))
+                tables[kind][name] = first_fact[2]
     return tables
 
 
@@ -343,8 +344,8 @@ def with_boxes(index: Index, records: Records, names: Names) -> Index:
     declared: dict[str, list[tuple[Box, tuple[int, ...]]]] = {}
     for process, record in records:
         for number, boxes in record.boxes.items():
-            at = declared.setdefault(names[process][number], [])
-            at += [(box, (process,)) for box in boxes]
+            array_boxes = declared.setdefault(names[process][number], [])
+            array_boxes += [(box, (process,)) for box in boxes]
     arrays = dict(index.arrays)
     for name, entry in index.arrays.items():
         if entry.boxes == ():
@@ -391,11 +392,11 @@ def with_additions(
     arrays: Mapping[str, ArrayEntry], counts: Mapping[str, tuple[int, int]]
 ) -> dict[str, ArrayEntry]:
     """The arrays, each with the numbers of its chunks that have additions, and of these."""
-    found = {
+    composed_entries = {
         name: replace(arrays[name], composed=composed, additions=additions)
         for name, (composed, additions) in counts.items()
     }
-    return {**arrays, **found}
+    return {**arrays, **composed_entries}
 
 
 # --- per-process values ---------------------------------------------------------------------------
@@ -414,7 +415,7 @@ def per_process(index: Index, records: Records) -> dict[str, PerProcessEntry]:
                 f"process {process} has no value for the PerProcess leaf {missing[0]!r}; every "
                 "process must save one"
             )
-    found = {}
+    entries = {}
     for name in index.per_process:
         heads = tuple(record.blobs[name][2] for _, record in records)
         blobs = tuple(record.blobs[name][:2] for _, record in records)
@@ -423,5 +424,5 @@ def per_process(index: Index, records: Records) -> dict[str, PerProcessEntry]:
                 f"no process has a value for the PerProcess leaf {name!r}: of the processes with "
                 "equal values, one must save it (`Ranks.writes` of unickpt.data)"
             )
-        found[name] = PerProcessEntry(blobs, heads if any(heads) else ())
-    return found
+        entries[name] = PerProcessEntry(blobs, heads if any(heads) else ())
+    return entries

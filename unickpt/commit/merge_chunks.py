@@ -75,12 +75,12 @@ class Chunks:
         only of those that have some."""
         if not (self.kinds == COMPOSED).any():
             return {}
-        found = {}
+        counts = {}
         for name, span in chunk_grid.chunk_spans(arrays).items():
-            own = self.counts[span]
-            if own.any():
-                found[name] = int(np.count_nonzero(own)), int(own.sum())
-        return found
+            chunk_counts = self.counts[span]
+            if chunk_counts.any():
+                counts[name] = int(np.count_nonzero(chunk_counts)), int(chunk_counts.sum())
+        return counts
 
 
 def merged_chunks(
@@ -151,14 +151,15 @@ def _borrowed(
     table = np.zeros(len(rows), borrowed.DTYPE)
     table["row"], table["base"] = rows, places["offset"][rows]
     table["link"] = np.where(kinds[rows] == COMPOSED, FULL_LINK, WHOLE_LINK)
-    some = additions[additions["file"] == ELSEWHERE]
-    more = np.zeros(len(some), borrowed.DTYPE)
-    more["row"], more["base"], more["link"] = some["row"], some["offset"], some["link"]
+    lent_additions = additions[additions["file"] == ELSEWHERE]
+    more = np.zeros(len(lent_additions), borrowed.DTYPE)
+    more["row"], more["base"] = lent_additions["row"], lent_additions["offset"]
+    more["link"] = lent_additions["link"]
     both = np.concatenate([table, more])
-    found: Column = both[np.lexsort((both["link"], both["row"]))]
-    used, numbers = np.unique(found["base"], return_inverse=True)
-    found["base"] = numbers
-    return found, tuple(list(listed.bases)[number] for number in used.tolist())
+    borrowed_table: Column = both[np.lexsort((both["link"], both["row"]))]
+    used, numbers = np.unique(borrowed_table["base"], return_inverse=True)
+    borrowed_table["base"] = numbers
+    return borrowed_table, tuple(list(listed.bases)[number] for number in used.tolist())
 
 
 class _ListedChunks:
@@ -186,21 +187,21 @@ class _ListedChunks:
         self.files, self.inline = list[tuple[int, str]](), list[bytes]()
         self.bases: dict[BaseEntry, int] = {}
         self._nbytes = 0
-        positions, at = _Positions(index), 0
+        positions, start = _Positions(index), 0
         for process, record in records:
-            own = slice(at, at + len(record.chunks))
-            at = own.stop
-            self.process[own], self.digest[own] = process, record.chunks["digest"]
-            self.where[own] = positions.of(names[process], process, record)
-            self._place(own, process, record)
+            rows = slice(start, start + len(record.chunks))
+            start = rows.stop
+            self.process[rows], self.digest[rows] = process, record.chunks["digest"]
+            self.where[rows] = positions.of(names[process], process, record)
+            self._place(rows, process, record)
             if winners:
-                self.where[own][_lost_rows(record, names[process], process, winners)] = -1
+                self.where[rows][_lost_rows(record, names[process], process, winners)] = -1
         if winners:
             self._keep(self.where >= 0)
 
-    def _keep(self, some: Column) -> None:
+    def _keep(self, mask: Column) -> None:
         for name in ("where", "digest", "process", "kind", "place", "number"):
-            setattr(self, name, getattr(self, name)[some])
+            setattr(self, name, getattr(self, name)[mask])
 
     def additions_of(self, chosen: Column) -> Column:
         """The additions of the chunks that were chosen, with their rows in the digest table.
@@ -214,12 +215,12 @@ class _ListedChunks:
         rows = np.flatnonzero(chosen >= 0)
         row_of = np.full(self._count, -1)
         row_of[self.number[chosen[rows]]] = rows
-        there = row_of[additions["row"].astype(np.int64)]
-        found = additions[there >= 0]
-        found["row"] = there[there >= 0]
-        return found[np.lexsort((found["link"], found["row"]))]
+        digest_rows = row_of[additions["row"].astype(np.int64)]
+        chosen_additions = additions[digest_rows >= 0]
+        chosen_additions["row"] = digest_rows[digest_rows >= 0]
+        return chosen_additions[np.lexsort((chosen_additions["link"], chosen_additions["row"]))]
 
-    def _place(self, own: slice, process: int, record: Record) -> None:
+    def _place(self, rows: slice, process: int, record: Record) -> None:
         """Fills in how and where a record's chunks are stored."""
 
         def numbered(table: Column) -> Column:
@@ -233,14 +234,14 @@ class _ListedChunks:
             places["file"][places["file"] >= 0] += len(self.files)
             return places
 
-        found = [self.bases.setdefault(base, len(self.bases)) for base in record.bases]
-        bases = np.array(found, np.uint64)
-        self.place[own] = numbered(record.chunks)
-        self.kind[own][record.chunks["file"] == ELSEWHERE] = BORROWED
+        base_numbers = [self.bases.setdefault(base, len(self.bases)) for base in record.bases]
+        bases = np.array(base_numbers, np.uint64)
+        self.place[rows] = numbered(record.chunks)
+        self.kind[rows][record.chunks["file"] == ELSEWHERE] = BORROWED
         if len(record.additions):
             additions, places = record.additions.copy(), numbered(record.additions)
-            self.kind[own][additions["row"].astype(np.int64)] = COMPOSED
-            additions["row"] += np.uint64(own.start)
+            self.kind[rows][additions["row"].astype(np.int64)] = COMPOSED
+            additions["row"] += np.uint64(rows.start)
             for name in PLACE_DTYPE.names or ():
                 additions[name] = places[name]
             self.additions.append(additions)
@@ -292,8 +293,8 @@ class _Positions:
         if len(numbers) and int(numbers.max()) < len(names):
             first = starts[numbers]
             if (chunks < (stops[numbers] - first).astype(np.uint64)).all():
-                found: Column = first + chunks.astype(np.int64)
-                return found
+                positions: Column = first + chunks.astype(np.int64)
+                return positions
         elif not len(numbers):
             return np.zeros(0, np.int64)
         raise CoverageError(f"process {process} lists chunks that do not exist")
@@ -311,19 +312,19 @@ def _contested(
     is_other[chosen[chosen >= 0]] = False
     again = np.flatnonzero(is_other)
     where, process = listed.where[again], listed.process[again]
-    kept = chosen[where]
+    chosen_chunks = chosen[where]
     pairs = set(zip(where.tolist(), process.tolist(), strict=True))
-    if len(pairs) < len(again) or (process == listed.process[kept]).any():
+    if len(pairs) < len(again) or (process == listed.process[chosen_chunks]).any():
         raise CoverageError("a process lists a chunk twice")
-    found = dict[str, list[int]]()
-    differs = listed.digest[again] != listed.digest[kept]
-    for row, other in zip(again[differs].tolist(), kept[differs].tolist(), strict=True):
+    processes_by_array = dict[str, list[int]]()
+    differs = listed.digest[again] != listed.digest[chosen_chunks]
+    for row, other in zip(again[differs].tolist(), chosen_chunks[differs].tolist(), strict=True):
         name, box = chunk_at(index, int(listed.where[row]))
-        both = sorted(int(listed.process[each]) for each in (row, other))
+        both = sorted(int(listed.process[number]) for number in (row, other))
         if name not in assumed:
             raise _two_writers(name, box, *both)
-        found.setdefault(name, both)
-    return found
+        processes_by_array.setdefault(name, both)
+    return processes_by_array
 
 
 def _lost_rows(
@@ -376,14 +377,14 @@ def requests(
         CoverageError: no process holds a chunk.
     """
     holes = np.flatnonzero(table["process"] == _NOBODY)
-    found: Requests = {}
+    requested: Requests = {}
     if not holes.size:
-        return found
+        return requested
     from unickpt.commit import chunk_owners
 
     having: dict[str, list[int]] = {}
-    for process, own in enumerate(names):
-        for name in own:
+    for process, array_names in enumerate(names):
+        for name in array_names:
             having.setdefault(name, []).append(process)
     having |= {name: [process] for name, process in (winners or {}).items()}
     loads: dict[tuple[int, ...], list[tuple[float, int]]] = {}
@@ -400,9 +401,9 @@ def requests(
                     so_far = sorted(((written or {}).get(p, 0), p) for p in processes)
                     load = loads.setdefault(tuple(processes), so_far)
                 chosen = _holder(entry, box, load)
-                found.setdefault(chosen, {}).setdefault(name, []).append(position - start)
+                requested.setdefault(chosen, {}).setdefault(name, []).append(position - start)
             first += part.count
-    return found
+    return requested
 
 
 def _holder(entry: ArrayEntry, box: Box, load: list[tuple[float, int]]) -> int:
@@ -412,16 +413,16 @@ def _holder(entry: ArrayEntry, box: Box, load: list[tuple[float, int]]) -> int:
         entry, box: of the array.
         load: the bytes that each process writes, a heap; the box's are added.
     """
-    others = []
+    loads = []
     try:
         while load:
             nbytes, process = heapq.heappop(load)
             if _holds(entry, process, box):
-                others.append((nbytes + box.size * entry.itemsize, process))
+                loads.append((nbytes + box.size * entry.itemsize, process))
                 return process
-            others.append((nbytes, process))
+            loads.append((nbytes, process))
     finally:
-        for other in others:
+        for other in loads:
             heapq.heappush(load, other)
     raise CoverageError(
         f"array {entry.name!r} of shape {list(entry.shape)}: no process holds {box}. Its layout is "

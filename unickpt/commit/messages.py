@@ -107,11 +107,11 @@ class Record:
         if xxhash.xxh3_64_intdigest(body).to_bytes(_SEAL_BYTES, "little") != seal:
             raise ValueError("the record does not match its checksum")
         try:
-            found = msgspec.msgpack.decode(body, type=cls, dec_hook=_as_table)
+            record = msgspec.msgpack.decode(body, type=cls, dec_hook=_as_table)
         except (msgspec.MsgspecError, IndexError, RecursionError) as error:
             raise ValueError(f"the record is malformed: {error}") from None
-        found._check()
-        return found
+        record._check()
+        return record
 
     def _check(self) -> None:
         """Checks that it refers only to what is there, below the process's folder.
@@ -120,17 +120,17 @@ class Record:
             ValueError: it does not.
         """
         more = [place for _, _, _, place in self.blobs.values()]
-        others = np.array([*more, *([self.described] if self.described else [])], PLACE_DTYPE)
+        value_places = np.array([*more, *([self.described] if self.described else [])], PLACE_DTYPE)
         tables = self.chunks, self.additions, self.replicas
         if tuple(table.dtype for table in tables) != _TABLES:
             raise ValueError("a table has other columns")
-        tables_of = (self.chunks, ELSEWHERE), (self.additions, ELSEWHERE), (others, INLINE)
+        tables_of = (self.chunks, ELSEWHERE), (self.additions, ELSEWHERE), (value_places, INLINE)
         for table, least in tables_of:
             file = table["file"]
             if len(file) and (int(file.min()) < least or int(file.max()) >= len(self.files)):
                 raise ValueError("a value is in a file that is not listed")
             size = np.uint64(len(self.inline))
-            offset, length = (table[each][file == INLINE] for each in ("offset", "length"))
+            offset, length = (table[column][file == INLINE] for column in ("offset", "length"))
             if (length > size).any() or (offset > size - np.minimum(length, size)).any():
                 raise ValueError("a value ends after all of them")
         for table in self.chunks, self.additions:
@@ -155,8 +155,8 @@ def _as_bytes(table: np.ndarray[Any, Any]) -> tuple[int, bytes]:
     return _TABLES.index(table.dtype), table.tobytes()
 
 
-def _as_table(kind: type, found: tuple[int, bytes]) -> np.ndarray[Any, Any]:
-    which, rows = found
+def _as_table(kind: type, encoded_table: tuple[int, bytes]) -> np.ndarray[Any, Any]:
+    which, rows = encoded_table
     return np.frombuffer(rows, _TABLES[which])
 
 
@@ -168,11 +168,11 @@ Names = Sequence[Sequence[str]]
 
 def statistics_of(records: Records, more: Records) -> tuple[Mapping[str, float], ...]:
     """The statistics of each process, with what it wrote later counted."""
-    found = [dict(record.statistics) for _, record in records]
+    statistics = [dict(record.statistics) for _, record in records]
     for process, record in more:
         for name, value in record.statistics.items():
-            found[process][name] = found[process].get(name, 0) + value
-    return tuple(found)
+            statistics[process][name] = statistics[process].get(name, 0) + value
+    return tuple(statistics)
 
 
 OK, MORE = ".ok", ".more"
@@ -215,8 +215,8 @@ class Notes:
         notes = _list(self._notes)
         if not notes.isdisjoint((_COMMIT, f"{_ERROR}{self._group.index:05d}")):
             return True
-        own = self._records.read(f"{self._group.index:05d}{OK}")
-        return bool(own.result().state == "value")
+        own_record = self._records.read(f"{self._group.index:05d}{OK}")
+        return bool(own_record.result().state == "value")
 
     def publish(self, record: Record, kind: str) -> None:
         """Writes this process's record, which ends its part."""
@@ -281,10 +281,10 @@ class Notes:
         errors = sorted({int(match[1]) for match in matches if match} - {self._group.index})
         if errors:
             read = [self._notes.read(f"{_ERROR}{process:05d}") for process in errors[:8]]
-            found = [_note(r.result().value, _ErrorNote) or _ErrorNote() for r in read]
-            self.settled = self.settled or any(note.settles for note in found)
-            error = ProcessFailed(f"process {errors[0]} failed: {found[0].message}")
-            error.refused = all(note.refused for note in found)
+            error_notes = [_note(r.result().value, _ErrorNote) or _ErrorNote() for r in read]
+            self.settled = self.settled or any(note.settles for note in error_notes)
+            error = ProcessFailed(f"process {errors[0]} failed: {error_notes[0].message}")
+            error.refused = all(note.refused for note in error_notes)
             raise error
         return notes
 
@@ -305,8 +305,8 @@ class Notes:
 
     def late(self, processes: Iterable[int], kind: str) -> list[int]:
         """The processes, among the given ones, whose records are missing."""
-        there = _list(self._records)
-        return [process for process in processes if f"{process:05d}{kind}" not in there]
+        record_names = _list(self._records)
+        return [process for process in processes if f"{process:05d}{kind}" not in record_names]
 
     def records(self, processes: Iterable[int], kind: str) -> list[tuple[int, Record]]:
         """The records of some processes, which must exist.
@@ -315,13 +315,13 @@ class Notes:
             StorageError: one cannot be decoded.
         """
         reads = [(process, self._records.read(f"{process:05d}{kind}")) for process in processes]
-        found = []
+        records = []
         for process, read in reads:
             try:
-                found.append((process, Record.decode(read.result().value)))
+                records.append((process, Record.decode(read.result().value)))
             except ValueError as error:
                 raise StorageError(f"{self._folder}: process {process}: {error}") from None
-        return found
+        return records
 
     def put(self, name: str, value: bytes) -> None:
         """Writes a note of another kind; its name is none of those above."""
@@ -344,10 +344,10 @@ class Notes:
         Raises:
             StorageError: the request cannot be decoded.
         """
-        found = _note(self._notes.read(REQUEST).result().value, dict[int, dict[str, list[int]]])
-        if found is None:
+        request = _note(self._notes.read(REQUEST).result().value, dict[int, dict[str, list[int]]])
+        if request is None:
             raise StorageError(f"{self._folder}: the note {REQUEST!r} of process 0 is damaged")
-        return found.get(self._group.index, {})
+        return request.get(self._group.index, {})
 
     def announce(self, announcement: Announcement) -> None:
         """Announces what is about to be committed."""

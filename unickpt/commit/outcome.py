@@ -61,12 +61,12 @@ def replaced(location: Location, root: str, notes_of: NotesOf) -> dict[str, Tota
     from unickpt.commit import version
 
     with suppress(Exception):  # without it, such a process reports a conflict
-        found = version.version_at(location)
-        if found is not None and found.digest == root and found.attempt:
-            note = notes_of(found.attempt).announced()
+        root_version = version.version_at(location)
+        if root_version is not None and root_version.digest == root and root_version.attempt:
+            note = notes_of(root_version.attempt).announced()
             if note is not None:
-                known = {**note.replaced, found.attempt: note.totals}
-                return dict(list(known.items())[-_MOST_REPLACED:])
+                totals_by_attempt = {**note.replaced, root_version.attempt: note.totals}
+                return dict(list(totals_by_attempt.items())[-_MOST_REPLACED:])
     return {}
 
 

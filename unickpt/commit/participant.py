@@ -29,10 +29,10 @@ def wait_committed(attempt: Attempt, write_more: WriteMore) -> Totals:
     try:
         totals = _wait(attempt, write_more)
     except (ProcessFailed, SaveTimeout) as error:
-        found = None if attempt.may_remove else _committed_after_all(attempt, error)
-        if found is None:
+        committed_totals = None if attempt.may_remove else _committed_after_all(attempt, error)
+        if committed_totals is None:
             raise
-        totals = found
+        totals = committed_totals
     attempt.become(AttemptState.COMMITTED)
     return totals
 

@@ -53,13 +53,13 @@ def decode(data: bytes) -> Report | None:
     """A stored report, which is untrusted; None if the bytes are not one, as those of a missing
     object."""
     try:
-        found = Report(**json.loads(data))
-        whole = (found.nbytes, found.total, found.processes, found.number)
-        if found.phase not in WORDS or not 0 <= found.seconds < 1e9:
+        report = Report(**json.loads(data))
+        whole = (report.nbytes, report.total, report.processes, report.number)
+        if report.phase not in WORDS or not 0 <= report.seconds < 1e9:
             return None
     except (ValueError, TypeError, RecursionError):
         return None
-    return found if all(type(n) is int and 0 <= n < 1 << 62 for n in whole) else None
+    return report if all(type(n) is int and 0 <= n < 1 << 62 for n in whole) else None
 
 
 def name_of(process: int) -> str:
@@ -74,8 +74,8 @@ def read(records: KvStore, processes: Sequence[int]) -> dict[int, Report]:
         Failed: the storage failed.
     """
     reads = [(p, reading(records, name_of(p), _BYTES)) for p in processes]
-    found = {process: decode(read()) for process, read in reads}
-    return {process: report for process, report in found.items() if report is not None}
+    reports = {process: decode(read()) for process, read in reads}
+    return {process: report for process, report in reports.items() if report is not None}
 
 
 def padded(data: bytes, size: int) -> bytes:
@@ -95,10 +95,10 @@ def reading(records: KvStore, name: str, size: int) -> Callable[[], bytes]:
 
     def result() -> bytes:
         try:
-            found: bytes = read.result().value
+            data: bytes = read.result().value
         except Damaged:
             return b""
-        return found
+        return data
 
     return result
 

@@ -72,10 +72,10 @@ class Replicas:
             alike.setdefault(key, []).append(process)
         self._reported: dict[str, dict[int, list[int]]] = {}
         for (_, data), processes in alike.items():
-            own, rows = names[processes[0]], np.frombuffer(data, REPLICA_DTYPE)
+            array_names, rows = names[processes[0]], np.frombuffer(data, REPLICA_DTYPE)
             for number, fingerprint in rows.tolist():
-                found = self._reported.setdefault(own[number], {})
-                found.setdefault(fingerprint, []).extend(processes)
+                by_fingerprint = self._reported.setdefault(array_names[number], {})
+                by_fingerprint.setdefault(fingerprint, []).extend(processes)
 
     @property
     def names(self) -> set[str]:
@@ -91,19 +91,19 @@ class Replicas:
         Raises:
             CoverageError: some differ, and `SaveOptions.check_replicas` refuses that.
         """
-        found = []
+        differences = []
         for name, reported in self._reported.items():
             if len(reported) > 1 or name in contested:
                 stored = min(process for processes in reported.values() for process in processes)
-                others = {p for ps in reported.values() if stored not in ps for p in ps}
-                others |= set(contested.get(name, ())) - {stored}
-                found.append(ReplicaDifference(name, stored, tuple(sorted(others))))
-        if found and self.checked:
+                other_processes = {p for ps in reported.values() if stored not in ps for p in ps}
+                other_processes |= set(contested.get(name, ())) - {stored}
+                differences.append(ReplicaDifference(name, stored, tuple(sorted(other_processes))))
+        if differences and self.checked:
             raise CoverageError(
-                f"arrays differ between processes (SaveOptions.check_replicas): {_list(found)}. "
-                f"{_ADVICE}. Nothing was saved."
+                "arrays differ between processes (SaveOptions.check_replicas): "
+                f"{_list(differences)}. {_ADVICE}. Nothing was saved."
             )
-        return found
+        return differences
 
 
 def warn(differences: Sequence[ReplicaDifference]) -> None:
@@ -123,12 +123,12 @@ def warn(differences: Sequence[ReplicaDifference]) -> None:
 
 def _list(differences: Sequence[ReplicaDifference]) -> str:
     groups: dict[tuple[int, tuple[int, ...]], dict[str, list[str]]] = {}
-    for found in differences:
-        alike = groups.setdefault((found.stored, found.others), {})
-        alike.setdefault(name_ranges.skeleton(found.name), []).append(found.name)
+    for difference in differences:
+        alike = groups.setdefault((difference.stored, difference.others), {})
+        alike.setdefault(name_ranges.skeleton(difference.name), []).append(difference.name)
     return "; ".join(
-        f"{_some(shown)} (different on {_processes(others)} than on process {stored})"
-        for (stored, others), alike in groups.items()
+        f"{_some(shown)} (different on {_processes(other_processes)} than on process {stored})"
+        for (stored, other_processes), alike in groups.items()
         for shown in [[repr(name) for names in alike.values() for name in name_ranges.fold(names)]]
     )
 

@@ -91,19 +91,22 @@ class Root:
         paths = [f"{beside}/{process:05d}/{path}" for process, path in chunks.files]
         paths += out.paths
         self._files = files = sorted(set(paths))
-        known = {path: number for number, path in enumerate(files)}
+        numbers_by_path = {path: number for number, path in enumerate(files)}
         # What is in no file of this checkpoint has a number below 0, which stays.
-        numbers = np.array([*(known[path] for path in paths), ELSEWHERE, builder.INLINE], np.int32)
-        extras = {key: (int(numbers[n]), at, size) for key, (n, at, size) in places.items()}
+        numbers = np.array(
+            [*(numbers_by_path[path] for path in paths), ELSEWHERE, builder.INLINE], np.int32
+        )
+        extras = {key: (int(numbers[n]), offset, size) for key, (n, offset, size) in places.items()}
         entries = runs(index, _numbered(chunks, numbers), extras)
-        manifest, found = builder.encode(entries, files, inline, out.place)
+        manifest, value_count = builder.encode(entries, files, inline, out.place)
         out.close()
         blobs = sum(len(entry.blobs) for entry in index.per_process.values())
         additions = sum(entry.additions for entry in index.arrays.values())
         count = index.chunks + additions - index.borrowed + blobs + len(extra)
-        if found != count:
+        if value_count != count:
             raise StorageError(
-                f"{self._location}: the processes reported {count} values, but {found} were found"
+                f"{self._location}: the processes reported {count} values, but {value_count} were "
+                "found"
             )
         return manifest
 
@@ -159,9 +162,9 @@ class Root:
         """
         # Without the lock, it could be another job's by the time it is removed.
         with locations.manifest_locked(self._location, timeout_s):
-            found = self._store.read(MANIFEST).result()
-            if found.value == manifest:
-                self._store.write(MANIFEST, None, if_equal=found.stamp.generation).result()
+            stored = self._store.read(MANIFEST).result()
+            if stored.value == manifest:
+                self._store.write(MANIFEST, None, if_equal=stored.stamp.generation).result()
 
 
 def refuse_other_files(location: Location) -> None:
@@ -208,7 +211,9 @@ def _numbered(chunks: Chunks, numbers: Column) -> Chunks:
     places, additions = chunks.places.copy(), chunks.additions.copy()
     for table in places, additions:
         table["file"] = numbers[table["file"]]
-    blobs = {key: (int(numbers[n]), at, size) for key, (n, at, size) in chunks.blobs.items()}
+    blobs = {
+        key: (int(numbers[n]), offset, size) for key, (n, offset, size) in chunks.blobs.items()
+    }
     return replace(chunks, places=places, additions=additions, blobs=blobs)
 
 
@@ -231,10 +236,10 @@ class _DataFiles:
         if self._nbytes >= _FILE_BYTES:
             self._write()
             self.paths.append(f"{self._folder}{len(self.paths)}")
-        at = DataReference(self.paths[-1], self._nbytes, len(data))
+        reference = DataReference(self.paths[-1], self._nbytes, len(data))
         self._ahead.append(data)
         self._nbytes += len(data)
-        return at
+        return reference
 
     def place_all(
         self, values: Mapping[str, bytes], chunks: Chunks
@@ -254,9 +259,9 @@ class _DataFiles:
                 inline.append(value)
                 nbytes += len(value)
             else:
-                at = self.place(value)
+                reference = self.place(value)
                 number = len(chunks.files) + len(self.paths) - 1
-                placed[value] = number, at.offset, at.length
+                placed[value] = number, reference.offset, reference.length
         return {key: placed[value] for key, value in values.items()}, b"".join(inline)
 
     def close(self) -> None:
@@ -281,8 +286,8 @@ def runs(index: Index, chunks: Chunks, extra: Mapping[str, ValuePlace]) -> Itera
         chunks: all of its chunks.
         extra: of the values that are neither chunks nor per-process values, by key.
     """
-    others = {**extra, **chunks.blobs}
-    keys, rows, grids = [key.encode() for key in others], list[int](), list[_ChunkEntries]()
+    other_places = {**extra, **chunks.blobs}
+    keys, rows, grids = [key.encode() for key in other_places], list[int](), list[_ChunkEntries]()
     first = 0
     for entry in index.arrays.values():
         is_whole = not entry.composed and not index.bases
@@ -292,14 +297,17 @@ def runs(index: Index, chunks: Chunks, extra: Mapping[str, ValuePlace]) -> Itera
                 keys.append(chunk_grid.chunk_key(part, 0).encode())
                 rows.append(first)
             else:
-                own = slice(first, first + count)
-                grids += _grids(part, entry, chunks, own)
+                part_rows = slice(first, first + count)
+                grids += _grids(part, entry, chunks, part_rows)
             first += count
     places = np.concatenate(
-        [np.array(list(others.values()), PLACE_DTYPE), chunks.places[np.array(rows, np.int64)]]
+        [
+            np.array(list(other_places.values()), PLACE_DTYPE),
+            chunks.places[np.array(rows, np.int64)],
+        ]
     )
     order = sorted(range(len(keys)), key=keys.__getitem__)
-    yield from _ordered([keys[at] for at in order], places[order], grids)
+    yield from _ordered([keys[position] for position in order], places[order], grids)
 
 
 def _grids(part: Part, entry: ArrayEntry, chunks: Chunks, rows: slice) -> Iterator[_ChunkEntries]:
@@ -313,13 +321,13 @@ def _grids(part: Part, entry: ArrayEntry, chunks: Chunks, rows: slice) -> Iterat
         low, high = np.searchsorted(chunks.additions["row"], (rows.start, rows.stop))
         additions = chunks.additions[low:high]
         for link in np.unique(additions["link"]).tolist():
-            some = additions[additions["link"] == link]
-            at = some["row"].astype(np.int64) - rows.start
-            there, has = np.zeros(len(kinds), PLACE_DTYPE), np.zeros(len(kinds), np.bool_)
+            link_additions = additions[additions["link"] == link]
+            numbers = link_additions["row"].astype(np.int64) - rows.start
+            link_places, has = np.zeros(len(kinds), PLACE_DTYPE), np.zeros(len(kinds), np.bool_)
             for name in PLACE_DTYPE.names or ():
-                there[name][at] = some[name]
-            has[at] = True
-            yield _ChunkEntries(part.linked(link), there, has)
+                link_places[name][numbers] = link_additions[name]
+            has[numbers] = True
+            yield _ChunkEntries(part.linked(link), link_places, has)
 
 
 @dataclass(frozen=True, eq=False)
@@ -374,12 +382,12 @@ def _ordered(
     keys: Sequence[bytes], places: Column, grids: Sequence[_ChunkEntries]
 ) -> Iterator[TreeEntries]:
     """Entries, and between them those of grids, all in order."""
-    at, orders = 0, _Orders()
+    start, orders = 0, _Orders()
     for grid in sorted(grids, key=attrgetter("prefix")):
-        end = bisect_left(keys, grid.prefix, at)
-        if end > at:
-            yield TreeEntries(keys[at:end], places[at:end])
-        at = end
+        end = bisect_left(keys, grid.prefix, start)
+        if end > start:
+            yield TreeEntries(keys[start:end], places[start:end])
+        start = end
         yield grid.run(orders)
-    if at < len(keys):
-        yield TreeEntries(keys[at:], places[at:])
+    if start < len(keys):
+        yield TreeEntries(keys[start:], places[start:])

@@ -75,5 +75,5 @@ def _made_by(manifest: bytes) -> tuple[str, str]:
         root_node = nodes.manifest(manifest).root
     except Failed:
         return "", ""
-    found = _ROOT.fullmatch(root_node.path) if root_node is not None else None
-    return (found[1], found[2] or "") if found else ("", "")
+    match = _ROOT.fullmatch(root_node.path) if root_node is not None else None
+    return (match[1], match[2] or "") if match else ("", "")

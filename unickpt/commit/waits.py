@@ -51,10 +51,10 @@ class Late:
         by_phase: dict[str, list[int]] = {}
         for process, phase in self.phases.items():
             by_phase.setdefault(phase, []).append(process)
-        shown = [f"{quoting.some(found)} ({phase})" for phase, found in by_phase.items()]
+        shown = [f"{quoting.some(processes)} ({phase})" for phase, processes in by_phase.items()]
         more = self.count - len(self.phases)
-        rest = f" and {more} more" if more > 0 else ""
-        return f"process{'es' * (self.count > 1)} {', '.join(shown)}{rest}"
+        suffix = f" and {more} more" if more > 0 else ""
+        return f"process{'es' * (self.count > 1)} {', '.join(shown)}{suffix}"
 
 
 class Waits:
@@ -134,11 +134,15 @@ class Waits:
     def _whom(self, late: Sequence[int], again_s: float) -> Late:
         if self._process > 0:
             return self.as_told()
-        found = self.of(late)
-        note = {"count": found.count, "phases": list(found.phases.items()), "again_s": again_s}
+        status = self.of(late)
+        note = {
+            "count": status.count,
+            "phases": list(status.phases.items()),
+            "again_s": again_s,
+        }
         data = json.dumps({**note, "at": time.monotonic()}).encode()
         self._records.write(_LATE, progress_reports.padded(data, _BYTES)).result()
-        return found
+        return status
 
     def timeout(self, late: Sequence[int], timeout_s: float) -> SaveTimeout:
         """The error of a wait that took too long.
@@ -164,15 +168,17 @@ class Waits:
             Failed: the storage failed.
         """
         named = list(late[:_NAMED])
-        found = progress_reports.read(self._records, named)
-        return Late(len(late), {p: found[p].words if p in found else self._seen(p) for p in named})
+        reports = progress_reports.read(self._records, named)
+        return Late(
+            len(late), {p: reports[p].words if p in reports else self._seen(p) for p in named}
+        )
 
     def _coordinator(self) -> Late:
         """What the coordinator does; if it waits, too, for whom."""
-        there = {key.decode(errors="replace") for key in self._records.list().result()}
-        if "00000.ok" not in there:
+        names = {key.decode(errors="replace") for key in self._records.list().result()}
+        if "00000.ok" not in names:
             return self.of([0])
-        late = [process for process in range(self._count) if f"{process:05d}.ok" not in there]
+        late = [process for process in range(self._count) if f"{process:05d}.ok" not in names]
         return self.of(late) if late else Late(1, {0: WORDS[COMMIT]})
 
     def _seen(self, process: int) -> str:
@@ -186,25 +192,25 @@ class Waits:
         Raises:
             Failed: the storage failed.
         """
-        told = progress_reports.reading(self._records, _LATE, _BYTES)()
+        note_data = progress_reports.reading(self._records, _LATE, _BYTES)()
         now = time.monotonic()
-        if told != self._told:
-            self._told, self._told_at = told, now
-        found = _late(told)
-        if found is None or now - self._told_at > found[1] + self._least_s:
+        if note_data != self._told:
+            self._told, self._told_at = note_data, now
+        late_note = _late(note_data)
+        if late_note is None or now - self._told_at > late_note[1] + self._least_s:
             return self._coordinator()
-        return found[0]
+        return late_note[0]
 
 
 def _late(data: bytes) -> tuple[Late, float] | None:
     """What the coordinator wrote, which is untrusted, and when it will write again; None if that
     cannot be read."""
-    known = {NOT_BEGUN, *WORDS.values()}
+    known_phases = {NOT_BEGUN, *WORDS.values()}
     try:
         note = json.loads(data)
         count, again_s = int(note["count"]), float(note["again_s"])
         phases = {int(process): str(phase) for process, phase in note["phases"]}
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
-    sound = phases and count >= len(phases) and known.issuperset(phases.values())
+    sound = phases and count >= len(phases) and known_phases.issuperset(phases.values())
     return (Late(count, phases), again_s) if sound else None

@@ -339,10 +339,10 @@ class SameTree:
     def keep(self, capture: SnapshotPolicy, now: Description) -> Mapping[str, ArraySource]:
         """Keeps the arrays as they are now, of which `now` says what is not saved."""
         capture.methods.update(self.plan.methods)
-        for cached_fragment, fresh_fragment in self._fill(
+        for target, fresh in self._fill(
             lambda name, s: capture.keep(s, partial(now.borrows, name))
         ):
-            capture.methods[cached_fragment] = capture.methods.pop(fresh_fragment)
+            capture.methods[target] = capture.methods.pop(fresh)
         capture.used.add(SnapshotMethod.REFERENCE)
         capture.copied_bytes += sum(group.keep(self._values, now) for group in self._together)
         self._values = ()
@@ -369,18 +369,13 @@ class SameTree:
         pairs = []
         for other, source in zip(self._others, self.others, strict=True):
             kept_source = keep(other.name, source)
-            for cached_fragment, fresh_fragment in zip(
+            for target, fresh in zip(
                 other.kept_source.fragments, kept_source.fragments, strict=True
             ):
-                assert cached_fragment.box == fresh_fragment.box, (
-                    f"{cached_fragment.box} is now {fresh_fragment.box}"
-                )
-                cached_fragment.read, cached_fragment.memory, cached_fragment.sample = (
-                    fresh_fragment.read,
-                    fresh_fragment.memory,
-                    fresh_fragment.sample,
-                )
-                pairs.append((cached_fragment, fresh_fragment))
+                assert target.box == fresh.box, f"{target.box} is now {fresh.box}"
+                target.read, target.memory = fresh.read, fresh.memory
+                target.sample = fresh.sample
+                pairs.append((target, fresh))
         return pairs
 
 

@@ -84,7 +84,7 @@ def _held_items(description: Description) -> Iterator[WriteItem]:
                         every = run == range(part.count)
                         boxes = [part.box] if every else map(part.chunk_box, run)
                         nbytes = sum(box.size for box in boxes) * itemsize
-                        fields = (
+                        args = (
                             array,
                             entry,
                             part,
@@ -93,7 +93,7 @@ def _held_items(description: Description) -> Iterator[WriteItem]:
                             fragment.box,
                             nbytes,
                         )
-                        yield WriteItem(*fields, fragment, assumed, None, True, len(run))
+                        yield WriteItem(*args, fragment, assumed, None, True, len(run))
                     continue
                 for number in part.chunks_in(fragment.box):
                     box = part.chunk_box(number)
@@ -105,8 +105,8 @@ def _held_items(description: Description) -> Iterator[WriteItem]:
                         unit, borrowed = selection.of(name, box)
                     if skipped is not None and skipped.skips_chunk(name, box):
                         borrowed = True
-                    fields = array, entry, part, number, position, box, nbytes
-                    yield WriteItem(*fields, fragment, assumed, unit, borrowed)
+                    args = array, entry, part, number, position, box, nbytes
+                    yield WriteItem(*args, fragment, assumed, unit, borrowed)
             first += part.count
 
 
