@@ -133,10 +133,7 @@ class Coordinator:
         if not attempt.is_alone and any(record.description not in indexes for _, record in records):
             from unickpt.commit.descriptions import read  # only if some processes have others
 
-            described = {
-                **indexes,
-                **read(records, indexes, attempt.folder_of, attempt.context),
-            }
+            described = {**indexes, **read(records, indexes, attempt.folder_of, attempt.context)}
         merged = merge_all(records, described, self._request, self._policies)
         timed: dict[str, Any] = {}
         if attempt.is_timed:

@@ -135,11 +135,7 @@ class Waits:
         if self._process > 0:
             return self.as_told()
         status = self.of(late)
-        note = {
-            "count": status.count,
-            "phases": list(status.phases.items()),
-            "again_s": again_s,
-        }
+        note = {"count": status.count, "phases": list(status.phases.items()), "again_s": again_s}
         data = json.dumps({**note, "at": time.monotonic()}).encode()
         self._records.write(_LATE, progress_reports.padded(data, _BYTES)).result()
         return status

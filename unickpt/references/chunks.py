@@ -70,7 +70,7 @@ class WriteItem:
         """Each of its chunks."""
         if self.count == 1:
             return (self,)
-        return [self.some(range(at, at + 1)) for at in range(self.count)]
+        return [self.some(range(index, index + 1)) for index in range(self.count)]
 
     def with_borrowed(self, borrowed: bool) -> WriteItem:
         """The same, borrowed or not."""
@@ -84,7 +84,7 @@ class WriteItem:
         if len(which) == self.count:
             return self
         number, box = self.number + which.start, self.box
-        boxes = [self.part.chunk_box(number + at) for at in range(len(which))]
+        boxes = [self.part.chunk_box(number + index) for index in range(len(which))]
         if len(boxes) == 1:
             (box,) = boxes
         return replace(
@@ -92,7 +92,7 @@ class WriteItem:
             number=number,
             position=self.position + which.start,
             box=box,
-            nbytes=sum(each.size for each in boxes) * self.entry.itemsize,
+            nbytes=sum(chunk_box.size for chunk_box in boxes) * self.entry.itemsize,
             count=len(which),
         )
 
@@ -124,8 +124,8 @@ class ValuePlaces:
     """
 
     def __init__(self, items: Sequence[WriteItem]) -> None:
-        found = [(item.array, item.position, item.count) for item in items]
-        array, position, counts = np.array(found, np.int64).reshape(-1, 3).T
+        keys = [(item.array, item.position, item.count) for item in items]
+        array, position, counts = np.array(keys, np.int64).reshape(-1, 3).T
         self.chunks, first = np.zeros(counts.sum(), CHUNK_DTYPE), np.cumsum(counts) - counts
         self.chunks["array"] = np.repeat(array, counts)
         self.chunks["chunk"] = np.repeat(position - first, counts) + np.arange(len(self.chunks))
@@ -136,31 +136,31 @@ class ValuePlaces:
         self._additions, self._bases = [np.zeros(0, ADDITION_DTYPE)], dict[BaseEntry, int]()
         self._lock = threading.Lock()
 
-    def place(self, taken: DataReference | BaseEntry) -> ValuePlace:
+    def place(self, reference: DataReference | BaseEntry) -> ValuePlace:
         """Where a value is that was taken, as the record says it."""
         with self._lock:
-            if isinstance(taken, BaseEntry):
-                return ELSEWHERE, self._bases.setdefault(taken, len(self._bases)), 0
-            number = self._files.setdefault(taken.path, len(self._files))
-            return number, taken.offset, taken.length
+            if isinstance(reference, BaseEntry):
+                return ELSEWHERE, self._bases.setdefault(reference, len(self._bases)), 0
+            number = self._files.setdefault(reference.path, len(self._files))
+            return number, reference.offset, reference.length
 
-    def note(self, taken: Mapping[int, Compared]) -> None:
+    def note(self, comparisons: Mapping[int, Compared]) -> None:
         """Notes where the values of chunks are that were not written, by their rows: that of a
         whole one, or its full chunk and what was added to that."""
         places, additions = list[ValuePlace](), list[tuple[int, ...]]()
-        for row, each in taken.items():
-            first = each.taken[0]
+        for row, comparison in comparisons.items():
+            first = comparison.taken[0]
             assert not isinstance(first, bytes), "only what is added is written again"
             places.append(self.place(first))
             additions += [
                 (row, link, *self.place(value))
-                for link, value in enumerate(each.taken[1:], FULL_LINK + 1)
+                for link, value in enumerate(comparison.taken[1:], FULL_LINK + 1)
                 if not isinstance(value, bytes)
             ]
-        if not taken:
+        if not comparisons:
             return
-        rows = np.fromiter(taken, np.int64, len(taken))
-        digests = [each.digest for each in taken.values()]
+        rows = np.fromiter(comparisons, np.int64, len(comparisons))
+        digests = [comparison.digest for comparison in comparisons.values()]
         self.chunks["digest"][rows] = np.array(digests, np.uint64)
         columns: Any = zip(*places, strict=True)
         for name, column in zip(PLACE_DTYPE.names or (), columns, strict=True):
@@ -173,22 +173,23 @@ class ValuePlaces:
             self._additions.append(additions)
 
     def add(
-        self, file: DataFile, rows: Sequence[int], others: int, links: Sequence[int] = ()
+        self, file: DataFile, rows: Sequence[int], value_count: int, links: Sequence[int] = ()
     ) -> None:
         """Notes where the values of a file are.
 
         Arguments:
             file: with these values.
             rows: of those that are chunks; -1 - row for what is added to chunks.
-            others: how many values follow.
+            value_count: how many values follow.
             links: which values of their chunks these are.
 
         Raises:
             StorageError: it has more or fewer.
         """
-        if len(file.lengths) != len(rows) + others:
+        if len(file.lengths) != len(rows) + value_count:
             raise StorageError(
-                f"{file.path}: {len(file.lengths)} values were written, not {len(rows) + others}"
+                f"{file.path}: {len(file.lengths)} values were written, not "
+                f"{len(rows) + value_count}"
             )
         if not file.lengths:
             return
@@ -206,18 +207,18 @@ class ValuePlaces:
             self._inline += file.inline
             self._nbytes += int(sizes.sum())
         places["offset"] = offsets
-        at = np.array(rows, np.int64)
-        own = places[: len(at)]
+        row_numbers = np.array(rows, np.int64)
+        chunk_places = places[: len(row_numbers)]
         for name in PLACE_DTYPE.names or ():
-            self.chunks[name][at[at >= 0]] = own[name][at >= 0]
-        if (at < 0).any():
-            additions = np.zeros(int((at < 0).sum()), ADDITION_DTYPE)
-            additions["row"], additions["link"] = -1 - at[at < 0], links
+            self.chunks[name][row_numbers[row_numbers >= 0]] = chunk_places[name][row_numbers >= 0]
+        if (row_numbers < 0).any():
+            additions = np.zeros(int((row_numbers < 0).sum()), ADDITION_DTYPE)
+            additions["row"], additions["link"] = -1 - row_numbers[row_numbers < 0], links
             for name in PLACE_DTYPE.names or ():
-                additions[name] = own[name][at < 0]
+                additions[name] = chunk_places[name][row_numbers < 0]
             self._add_additions(additions)
-        if others:
-            self.others = places[len(at) :].tolist()
+        if value_count:
+            self.others = places[len(row_numbers) :].tolist()
 
     def record(self, description: int, **more: Any) -> Record:
         """The record of all that was noted.

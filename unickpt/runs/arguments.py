@@ -54,10 +54,10 @@ def take_policies(arguments: dict[str, Any]) -> tuple[Retention, SaveEvery, Save
         ValueError: they are not valid, or are given twice.
         TypeError: there are other arguments.
     """
-    found = take_retention(arguments), _take_save_every(arguments), take_write_policy(arguments)
+    policies = take_retention(arguments), _take_save_every(arguments), take_write_policy(arguments)
     for name in arguments:
         raise TypeError(f"Checkpointer() got an unexpected keyword argument {name!r}")
-    return found
+    return policies
 
 
 def take_retention(arguments: dict[str, Any]) -> Retention:
@@ -69,39 +69,39 @@ def take_retention(arguments: dict[str, Any]) -> Retention:
     keep = arguments.pop("keep", None)
     names = [field.name for field in fields(Retention) if field.name != "keep"]
     values = {name: arguments.pop(name, None) for name in names}
-    given = {name: value for name, value in values.items() if value is not None}
-    return joined(keep if isinstance(keep, Retention) else Retention(keep=keep), given)
+    rules = {name: value for name, value in values.items() if value is not None}
+    return joined(keep if isinstance(keep, Retention) else Retention(keep=keep), rules)
 
 
 def _take_save_every(arguments: dict[str, Any]) -> SaveEvery:
     when = arguments.pop("save_every", None)
-    given = {_WHEN[name]: arguments.pop(name) for name in _WHEN if name in arguments}
-    return joined(when if isinstance(when, SaveEvery) else SaveEvery(when), given)
+    triggers = {_WHEN[name]: arguments.pop(name) for name in _WHEN if name in arguments}
+    return joined(when if isinstance(when, SaveEvery) else SaveEvery(when), triggers)
 
 
 def roles_of(
-    root: StepFolder, given: Sequence[paths.PathLike], refused: Mapping[str, object]
+    root: StepFolder, roles: Sequence[paths.PathLike], refused: Mapping[str, object]
 ) -> Roles | None:
     """The folders of the roles of a job; None if there are none.
 
     Arguments:
         root: the folder of this role.
-        given: the folders of all.
+        roles: the folders of all.
         refused: arguments that roles cannot have, by name.
 
     Raises:
         ValueError: one of these is given; or `root` is not among the folders.
         StorageError: a storage failed.
     """
-    if isinstance(given, str | os.PathLike):
-        raise ValueError(f"roles={str(given)!r} must be a list of the folders of all roles")
-    folders = [StepFolder(path) for path in given]
+    if isinstance(roles, str | os.PathLike):
+        raise ValueError(f"roles={str(roles)!r} must be a list of the folders of all roles")
+    folders = [StepFolder(path) for path in roles]
     if not folders:
         return None
-    others = {str(f.location): f for f in folders if f.location.spec != root.location.spec}
-    if len(others) == len(folders):
+    other_folders = {str(f.location): f for f in folders if f.location.spec != root.location.spec}
+    if len(other_folders) == len(folders):
         raise ValueError(
-            f"roles={list(map(str, given))} must have the folders of all roles, also this one's: "
+            f"roles={list(map(str, roles))} must have the folders of all roles, also this one's: "
             f"{root.location}"
         )
     for name, value in refused.items():
@@ -110,7 +110,7 @@ def roles_of(
                 f"{name}={value!r} cannot be combined with roles=, which would decide differently "
                 f"in each role; {_INSTEAD[name]}"
             )
-    return Roles(root, list(others.values()))
+    return Roles(root, list(other_folders.values()))
 
 
 _BY_HAND = "decide on all ranks of the job together, and then call save in each role"
@@ -129,8 +129,8 @@ def run_text(steps: Steps, closed: bool) -> str:
         parts.append(f"local={str(steps.local.location)!r}")
     if not any(folder.location.is_remote for folder in steps.all):  # nor waits for a network
         with suppress(Exception):
-            found = sorted({step for folder in steps.all for step in steps.seen(folder)})
-            shown = found if len(found) < 8 else [found[0], "...", *found[-4:]]
+            numbers = sorted({step for folder in steps.all for step in steps.seen(folder)})
+            shown = numbers if len(numbers) < 8 else [numbers[0], "...", *numbers[-4:]]
             parts.append(f"steps=[{', '.join(map(str, shown))}]")
     return f"Checkpointer({', '.join(parts)}{', closed' if closed else ''})"
 
@@ -145,7 +145,7 @@ def fences_of(optimizers: Sequence[Any], wait: Callable[[], None]) -> list[Fence
     Raises:
         ValueError: they are not a list of optimizers.
     """
-    among, found = adapters(), []
+    among, fences = adapters(), []
     if not isinstance(optimizers, Iterable):
         raise ValueError(
             f"optimizers is of type {type(optimizers).__name__}; pass a list, even for a single "
@@ -158,5 +158,5 @@ def fences_of(optimizers: Sequence[Any], wait: Callable[[], None]) -> list[Fence
                 f"optimizers: {type(optimizer).__name__} is not a torch.optim.Optimizer; omit it "
                 "in JAX, whose arrays never change"
             )
-        found.append(fence)
-    return found
+        fences.append(fence)
+    return fences

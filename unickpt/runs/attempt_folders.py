@@ -76,17 +76,17 @@ def attempts_in_use(location: Location, context: ts.Context) -> list[str]:
     Raises:
         Failed: the storage failed.
     """
-    found = attempts_of_checkpoint(location, context)
-    return [*found, *_retired_attempts(location, context)]
+    attempts = attempts_of_checkpoint(location, context)
+    return [*attempts, *_retired_attempts(location, context)]
 
 
 def _retired_attempts(location: Location, context: ts.Context) -> list[str]:
-    found = []
+    attempts = []
     for digest in location.child(RETIRED).folders(context):
         manifest = borrowed.retired_manifest(location, digest, context)
         if manifest is not None:
-            found.append(version.version_of(manifest).attempt)
-    return found
+            attempts.append(version.version_of(manifest).attempt)
+    return attempts
 
 
 def remove_retired(location: Location, digest: str, context: ts.Context) -> bool:
@@ -172,9 +172,9 @@ def remove_checkpoint(location: Location, context: ts.Context) -> None:
         if location.link is not None:
             local_folders.unlink(location.path)
             return
-        found = attempts_of_checkpoint(location, context)
+        attempt_names = attempts_of_checkpoint(location, context)
         # An index is untrusted.
-        attempts = [a for a in found if "/" not in a and a not in ("", ".", "..")]
+        attempts = [a for a in attempt_names if "/" not in a and a not in ("", ".", "..")]
         location.store(context).write(MANIFEST, None).result()
         location.sync(location)
         _remove_data(location.child(FOLDER), attempts, context)
@@ -189,8 +189,8 @@ def check_removed(location: Location, attempts: Iterable[str], context: ts.Conte
         Unremoved: something is.
     """
     if location.is_local:
-        there = location.child(FOLDER)
-        left = [each for each in attempts if there.child(each).exists()]
+        folder = location.child(FOLDER)
+        left = [attempt for attempt in attempts if folder.child(attempt).exists()]
         if left:
             raise Unremoved(location, left)
 

@@ -133,9 +133,9 @@ class Checkpointer:
         options: SaveOptions | None = None,
         **policies: Unpack[PolicyFields],
     ) -> None:
-        given: dict[str, Any] = {"keep_last": keep_last, "keep": keep, "experts": experts}
-        given |= {"save_every": save_every, **policies}
-        retention, when, chosen = take_policies(given)
+        arguments: dict[str, Any] = {"keep_last": keep_last, "keep": keep, "experts": experts}
+        arguments |= {"save_every": save_every, **policies}
+        retention, when, chosen = take_policies(arguments)
         self._triggers, self._saved_at = SaveTriggers(when), time.monotonic()
         self._options = SaveOptions.or_default(options)
         self._reuses = reuse is not False
@@ -148,9 +148,11 @@ class Checkpointer:
             self._options = self._options.with_feature(chosen)
         refused = {"after": after, "local": local, "save_every_s": when.seconds}
         folder, refused["preemption"] = StepFolder(root), when.preemption or None
-        others = roles_of(folder, roles, refused)
+        other_roles = roles_of(folder, roles, refused)
         after = after if after is None else step_number(after, "after=")
-        self._steps = Steps(folder, None if local is None else StepFolder(local), others, after)
+        self._steps = Steps(
+            folder, None if local is None else StepFolder(local), other_roles, after
+        )
         self._queue = SaveQueue()
         self._features = RunFeatures(self._options, self._steps.first, self._queue.wait_ended)
         self._fences = fences_of(optimizers, self._queue.fence)
@@ -379,9 +381,9 @@ class Checkpointer:
         self._check_open()
         if step is None and self.loaded_step is None:
             raise ValueError("no step was loaded; give the step: drop_later_steps(step)")
-        kept = step_number(self.loaded_step if step is None else step)
+        last_step = step_number(self.loaded_step if step is None else step)
         group = self._group()
-        return self._removal.drop_later(kept, group, self._drain)
+        return self._removal.drop_later(last_step, group, self._drain)
 
     def delete(self, step: int) -> None:
         """Removes a step, even if a rule such as `keep_last` keeps it.
@@ -481,15 +483,15 @@ class Checkpointer:
         group = job_group(options.group or self._options.group, self._options.timeout_s)
         arguments["options"] = replace(options, group=group)
         step = None if step is None else step_number(step)
-        given = {**arguments, "like": like, "return_report": return_report}
-        loader = StepLoader(self._steps, group, given)
-        loaded, found = loader.load(step, fallback)
+        load_arguments = {**arguments, "like": like, "return_report": return_report}
+        loader = StepLoader(self._steps, group, load_arguments)
+        loaded, result = loader.load(step, fallback)
         if loader.path is not None:
             self._features.loaded(loaded, loader.path)
         self.loaded_step = loaded
         self._queue.forget()
         self._steps.resume_from(loaded, is_coordinator=group.index == 0)
-        return found
+        return result
 
     # --- helpers -------------------------------------------------------------------------------
 

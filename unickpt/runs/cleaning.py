@@ -83,22 +83,24 @@ class Cleaning:
         if self._left:
             self._remove_left()
         root = self._steps.root
-        there = root.committed()
+        root_steps = root.committed()
         # Only by the steps in the root: a step that is not copied yet must not remove another
         # there.
-        expendable = set(self.expendable(there))
+        expendable = set(self.expendable(root_steps))
         if self._steps.local is not None:
-            self._clean_local(self._steps.local, there, expendable)
+            self._clean_local(self._steps.local, root_steps, expendable)
         self._remove_from(dict.fromkeys(expendable, (root,)))
 
     def remove(self, steps: Collection[int]) -> None:
         """Removes steps from both tiers, also those that rules keep; but no step that is in use or
         that others borrow from, unless it can be retired."""
-        there = {folder: set(folder.committed()) for folder in self._steps.all}
-        holders = {step: [f for f in self._steps.all if step in there[f]] for step in steps}
+        steps_by_folder = {folder: set(folder.committed()) for folder in self._steps.all}
+        holders = {
+            step: [f for f in self._steps.all if step in steps_by_folder[f]] for step in steps
+        }
         # Each version that does not count first; if one stays, so do the others.
         newest_last = self._steps.newest_last
-        self._remove_from({step: newest_last(step, found) for step, found in holders.items()})
+        self._remove_from({step: newest_last(step, folders) for step, folders in holders.items()})
 
     def _remove_from(self, folders: Mapping[int, Sequence[StepFolder]]) -> None:
         """Removes steps, each from some folders; and what is left of retired ones."""
@@ -168,20 +170,22 @@ class Cleaning:
                     attempt_folders.check_removed(folder.at(step), attempts, context)
                     del self._left[folder, step]
 
-    def _clean_local(self, local: StepFolder, there: Sequence[int], in_root: set[int]) -> None:
+    def _clean_local(self, local: StepFolder, root_steps: Sequence[int], in_root: set[int]) -> None:
         """Removes the steps that the local tier no longer needs.
 
         Arguments:
-            there: the steps in the root.
+            root_steps: the steps in the root.
             in_root: those of them that no rule keeps there; those that are removed, or have to
                 stay, are taken out.
         """
-        here = local.committed()
-        expendable = set(self.expendable([*there, *here])) - {*here[-1:]}
-        for step in reversed(here):
+        local_steps = local.committed()
+        expendable = set(self.expendable([*root_steps, *local_steps])) - {*local_steps[-1:]}
+        for step in reversed(local_steps):
             with self._steps.in_use.removing(step) as is_free:
                 if is_free:
-                    self._clean_step(local, step, step in expendable, step == here[-1], in_root)
+                    self._clean_step(
+                        local, step, step in expendable, step == local_steps[-1], in_root
+                    )
 
     def _clean_step(
         self, local: StepFolder, step: int, is_expendable: bool, is_newest: bool, in_root: set[int]
@@ -236,10 +240,10 @@ class Cleaning:
         """Those of some committed steps, all of the root or of both tiers, that no rule keeps."""
         metrics = self.metrics(steps)
         # The step just saved stays, even if a step of another run has a higher number.
-        kept = () if self._newest is None else (self._newest,)
+        protected = () if self._newest is None else (self._newest,)
         if self._steps.roles is not None:
-            return self._steps.roles.expendable(self._retention, metrics, kept)
-        return self._retention.expendable(metrics, kept)
+            return self._steps.roles.expendable(self._retention, metrics, protected)
+        return self._retention.expendable(metrics, protected)
 
     def metrics(self, steps: Collection[int]) -> dict[int, Mapping[str, float]]:
         """The metrics of committed steps, as far as rules need them."""

@@ -31,8 +31,12 @@ def bytes_on_disk(root: paths.PathLike) -> int:
         return _bytes_below(location.path)
     with errors.reading(location):
         files = files_by_folder(location, FOLDER, paths.context()).values()
-    names = (file.name.rpartition("/")[2] for each in files for file in each)
-    return sum(found[1] for name in names if (found := data_files.written_in(name)) is not None)
+    names = (file.name.rpartition("/")[2] for folder_files in files for file in folder_files)
+    return sum(
+        time_and_bytes[1]
+        for name in names
+        if (time_and_bytes := data_files.written_in(name)) is not None
+    )
 
 
 def _bytes_below(top: str) -> int:

@@ -70,8 +70,10 @@ def read(step: Location, version: Version) -> Lineage:
         if version.attempt:
             return _recorded(step, version.attempt)
         attempts = sorted(step.child("processes").folders(paths.context()))
-        found = [_recorded(step, attempt) for attempt in attempts]
-        return Lineage(tuple(dict.fromkeys(name for one in found for name in one.supersedes)))
+        lineages = [_recorded(step, attempt) for attempt in attempts]
+        return Lineage(
+            tuple(dict.fromkeys(name for lineage in lineages for name in lineage.supersedes))
+        )
 
 
 def _recorded(step: Location, attempt: str) -> Lineage:
@@ -79,8 +81,8 @@ def _recorded(step: Location, attempt: str) -> Lineage:
     copied = notes.read(_COPIED).result().state == "value"
     read = notes.read(_NOTE).result()
     try:
-        found = json.loads(read.value) if read.state == "value" else {}
-        return Lineage(tuple(map(str, found["supersedes"])), frozenset(found["follows"]), copied)
+        note = json.loads(read.value) if read.state == "value" else {}
+        return Lineage(tuple(map(str, note["supersedes"])), frozenset(note["follows"]), copied)
     except (ValueError, KeyError, TypeError, RecursionError):
         return Lineage(copied=copied)  # missing, or damaged and treated as missing
 

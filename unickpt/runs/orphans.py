@@ -95,21 +95,21 @@ def search(location: Location, context: ts.Context) -> Iterator[Orphan]:
 
 def _files_by_folder(location: Location, context: ts.Context) -> dict[str, list[StoredFile]]:
     """See `locations.files_by_folder`; those of a checkpoint's own folder are all that it has."""
-    found = locations.files_by_folder(location, FOLDER, context)
-    if not location.is_local and any(file.name.startswith(_BELOW) for file in found[""]):
-        others = [(name, file) for name in found if name for file in found[name]]
-        found[""] += [file._replace(name=f"{name}/{file.name}") for name, file in others]
-    return found
+    files = locations.files_by_folder(location, FOLDER, context)
+    if not location.is_local and any(file.name.startswith(_BELOW) for file in files[""]):
+        nested_files = [(name, file) for name in files if name for file in files[name]]
+        files[""] += [file._replace(name=f"{name}/{file.name}") for name, file in nested_files]
+    return files
 
 
 def _of_exports(folder: str) -> Iterator[Orphan]:
     """What killed exports left in a local folder."""
-    for name, of, is_missing in export_leftovers.left_in(folder):
+    for name, export_name, is_missing in export_leftovers.left_in(folder):
         files = list(local_folders.walk_all(os.path.join(folder, name)))
         age_s = min((f.age_s for f in files if f.age_s is not None), default=None)
         count = sum(not f.name.endswith("/") for f in files)
         nbytes = sum(f.nbytes or 0 for f in files)
-        yield Orphan(name, REPLACED if is_missing else EXPORT, count, nbytes, age_s, (of,))
+        yield Orphan(name, REPLACED if is_missing else EXPORT, count, nbytes, age_s, (export_name,))
 
 
 def _in_folder(
@@ -118,10 +118,10 @@ def _in_folder(
     """The orphans in the folder of one checkpoint, committed or not; none if it needs what this
     program does not know."""
     try:
-        found = list(_orphans_in(name, location, files, context))
-        if any(file.name == MANIFEST for file in files) and found:
+        orphans = list(_orphans_in(name, location, files, context))
+        if any(file.name == MANIFEST for file in files) and orphans:
             refuse_unknown(location, context)
-        yield from found
+        yield from orphans
     except UnsupportedFormat as error:
         _log.warning("nothing of it is cleaned: %s", error)
 
@@ -130,12 +130,12 @@ def _orphans_in(
     name: str, location: Location, files: Sequence[StoredFile], context: ts.Context
 ) -> Iterator[Orphan]:
     prefix = f"{name}/" if name else ""
-    own = [f for f in files if not f.name.startswith(".") and not _is_lock(f.name)]
-    below = [f for f in own if f.name.startswith(_BELOW)]
+    own_files = [f for f in files if not f.name.startswith(".") and not _is_lock(f.name)]
+    below = [f for f in own_files if f.name.startswith(_BELOW)]
     attempts = _attempts(below)
-    if any(f.name.startswith(RETIRED) for f in own):
+    if any(f.name.startswith(RETIRED) for f in own_files):
         yield from _unneeded_retired(prefix, location, attempts, context)
-    if any(f.name == MANIFEST for f in own):
+    if any(f.name == MANIFEST for f in own_files):
         for attempt in _unused_attempts(location, attempts, context):
             yield _orphan(prefix, UNUSED, location, {attempt: attempts[attempt]}, context)
         for file in files:
@@ -143,7 +143,7 @@ def _orphans_in(
                 yield _lock(prefix, file)
         for lock in locks_of_marks(location, attempts, context):
             yield replace(lock, name=prefix + lock.name)
-    elif attempts and len(below) == len(own) and all(map(_all_ours, attempts.values())):
+    elif attempts and len(below) == len(own_files) and all(map(_all_ours, attempts.values())):
         yield _orphan(prefix, UNFINISHED, location, attempts, context)
 
 
@@ -216,14 +216,14 @@ def _is_lock(name: str) -> bool:
 
 
 def _attempts(files: Iterable[StoredFile]) -> dict[str, list[StoredFile]]:
-    found: dict[str, list[StoredFile]] = {}
+    attempts: dict[str, list[StoredFile]] = {}
     for file in files:
-        attempt, _, rest = file.name.removeprefix(_BELOW).partition("/")
+        attempt, _, path = file.name.removeprefix(_BELOW).partition("/")
         if attempt:
             if attempt.endswith("?"):  # a link, for example, in the place of an attempt's folder
-                rest = attempt
-            found.setdefault(attempt, []).append(file._replace(name=rest))
-    return found
+                path = attempt
+            attempts.setdefault(attempt, []).append(file._replace(name=path))
+    return attempts
 
 
 def _all_ours(files: Iterable[StoredFile]) -> bool:
@@ -251,7 +251,9 @@ def _orphan(
     parts = [f for files in attempts.values() for f in files]
     files = [f for f in parts if f.name and f.name[-1] != "/"]
     if any(f.nbytes is None for f in files):
-        nbytes, age_s = _told_by_names(f for some in attempts.values() for f in some)
+        nbytes, age_s = _told_by_names(
+            f for attempt_files in attempts.values() for f in attempt_files
+        )
     else:
         nbytes = sum(f.nbytes or 0 for f in files)
         age_s = min((f.age_s for f in parts if f.age_s is not None), default=None)
@@ -261,16 +263,17 @@ def _orphan(
 def _told_by_names(files: Iterable[StoredFile]) -> tuple[int, float | None]:
     """The bytes of attempts and their age, where the storage does not say: by the names of their
     objects. The age is unknown if a process has none yet."""
-    times, nbytes, processes, known = [], 0, set[str](), set[str]()
+    times, nbytes, processes, dated_processes = [], 0, set[str](), set[str]()
     for file in files:
-        process, _, rest = file.name.partition("/")
+        process, _, path = file.name.partition("/")
         if process.isdigit():
             processes.add(process)
-            if (found := data_files.written_in(rest.rpartition("/")[2])) is not None:
-                known.add(process)
-                times.append(found[0])
-                nbytes += found[1]
-    return nbytes, max(0.0, time.time() - max(times)) if times and known == processes else None
+            if (time_and_bytes := data_files.written_in(path.rpartition("/")[2])) is not None:
+                dated_processes.add(process)
+                times.append(time_and_bytes[0])
+                nbytes += time_and_bytes[1]
+    is_dated = times and dated_processes == processes
+    return nbytes, max(0.0, time.time() - max(times)) if is_dated else None
 
 
 _LOCK_S = 60.0
@@ -312,12 +315,12 @@ def find(root: paths.PathLike) -> OrphanSearch:
     location = paths.resolve(root, whole=True)
     context = paths.context()
     with errors.reading(location):
-        found = sorted(search(location, context), key=lambda orphan: natural(orphan.name))
+        orphans = sorted(search(location, context), key=lambda orphan: natural(orphan.name))
         owner = holder(_lease_location(location))
-    still = [r for r in found if owner is None and not r.is_recent]
+    still = [r for r in orphans if owner is None and not r.is_recent]
     return OrphanSearch(
         orphans=tuple(r for r in still if r.age_s is not None),
-        under_way=tuple(r for r in found if owner is not None or r.is_recent),
+        under_way=tuple(r for r in orphans if owner is not None or r.is_recent),
         unknown=tuple(r for r in still if r.age_s is None),
         holder=owner,
     )
@@ -343,8 +346,8 @@ def clean(root: paths.PathLike, orphans: Sequence[Orphan]) -> list[Orphan]:
         with errors.writing(location):
             now = {orphan.name: orphan for orphan in search(location, context)}
             for orphan in orphans:
-                there = now.get(orphan.name)
-                if there is None or there.is_recent or not _is_same(there, orphan):
+                current = now.get(orphan.name)
+                if current is None or current.is_recent or not _is_same(current, orphan):
                     continue
                 if _remove(location, orphan, context):
                     removed.append(orphan)
@@ -366,12 +369,12 @@ def remove_crashed(step: Location, whole: Collection[str] | None, session: str =
     context = paths.context()
     if whole is None:
         files = _files_by_folder(step, context)[""]
-        found = list(_in_folder("", step, files, context))
-        if all(file.name.endswith("/") or _is_lock(file.name) for file in files) and not found:
+        orphans = list(_in_folder("", step, files, context))
+        if all(file.name.endswith("/") or _is_lock(file.name) for file in files) and not orphans:
             attempt_folders.remove_empty(step)
     else:
-        found = list(locks_of_marks(step, whole, context))
-    for orphan in found:
+        orphans = list(locks_of_marks(step, whole, context))
+    for orphan in orphans:
         attempts = [path.rpartition("/")[2] for path in orphan.attempts]
         is_ours = any(session and name.rpartition("-")[0] == session for name in attempts)
         if is_ours or orphan.kind == RETIRED_STEP or (orphan.kind == LOCK and orphan.is_recent):
@@ -404,26 +407,28 @@ def _remove(location: Location, orphan: Orphan, context: ts.Context) -> bool:
         return True
     folder = orphan.attempts[0].partition(f"{attempt_folders.FOLDER}/")[0]
     names = [path.rpartition("/")[2] for path in orphan.attempts]
-    at = location.child(folder) if folder else location
+    checkpoint_location = location.child(folder) if folder else location
     if orphan.kind == RETIRED_STEP:
-        return attempt_folders.remove_retired(at, orphan.name.rpartition("/")[2], context)
+        return attempt_folders.remove_retired(
+            checkpoint_location, orphan.name.rpartition("/")[2], context
+        )
     # Under which saves commit, after a look at their files.
-    with locations.manifest_locked(at, _LOCK_S):
-        if at.has_file(MANIFEST, context) and not set(names).isdisjoint(
-            attempt_folders.attempts_in_use(at, context)
+    with locations.manifest_locked(checkpoint_location, _LOCK_S):
+        if checkpoint_location.has_file(MANIFEST, context) and not set(names).isdisjoint(
+            attempt_folders.attempts_in_use(checkpoint_location, context)
         ):
             return False
         for name in names:
-            at.child(f"{attempt_folders.FOLDER}/{name}").remove(context)
-    attempt_folders.remove_empty(at)
+            checkpoint_location.child(f"{attempt_folders.FOLDER}/{name}").remove(context)
+    attempt_folders.remove_empty(checkpoint_location)
     return True
 
 
 def _remove_of_export(folder: str, orphan: Orphan) -> None:
     """Removes what a killed export wrote, or puts back what it was about to replace."""
-    (of,) = orphan.attempts
-    with local_folders.locked(folder, f".{of}", _LOCK_S):  # under which exports commit
+    (export_name,) = orphan.attempts
+    with local_folders.locked(folder, f".{export_name}", _LOCK_S):  # under which exports commit
         if orphan.kind == EXPORT:
             local_folders.remove(os.path.join(folder, orphan.name))
         else:
-            export_leftovers.restore(folder, of)
+            export_leftovers.restore(folder, export_name)

@@ -71,8 +71,8 @@ class PruneRun:
         if retention.keeps_all:
             raise ValueError("say which steps to keep, such as keep_last=3; all others are removed")
         folder = StepFolder(root)
-        others = roles_of(folder, roles, {"local": local})
-        self._steps = Steps(folder, None if local is None else StepFolder(local), others)
+        other_roles = roles_of(folder, roles, {"local": local})
+        self._steps = Steps(folder, None if local is None else StepFolder(local), other_roles)
         self._retention = retention
 
     @property
@@ -84,9 +84,9 @@ class PruneRun:
         """
         for folder in self._steps.all:
             with errors.reading(folder.location):
-                found = holder(folder.location)
-            if found is not None:
-                return found
+                owner = holder(folder.location)
+            if owner is not None:
+                return owner
         return None
 
     def plan(self) -> PrunePlan:
@@ -100,29 +100,29 @@ class PruneRun:
         """
         self._steps.root.check_no_checkpoint()
         cleaning = Cleaning(self._steps, self._retention)
-        steps, there = self._steps.committed(), self._steps.root.committed()
+        steps, root_steps = self._steps.committed(), self._steps.root.committed()
         if not steps:
             raise CheckpointNotFound(f"no step is committed in {self._steps.root.location}")
         metrics = cleaning.metrics(steps)
         self._check_metric(metrics)
         # A step that is not copied yet removes none from the root.
         expendable = set(cleaning.expendable(steps))
-        expendable -= {*there} - {*cleaning.expendable(there)}
+        expendable -= {*root_steps} - {*cleaning.expendable(root_steps)}
         unknown = self._unknown(expendable)
         expendable -= unknown.keys()
         removed, borrowed = self._unneeded(expendable, retires=self._leaves_out(steps[-1]))
         roles = self._steps.roles
         counting = steps if roles is None else roles.complete(steps)
         kept_by = self._retention.kept({step: metrics[step] for step in counting})
-        kept: dict[int, Sequence[str]] = {}
+        reasons: dict[int, Sequence[str]] = {}
         for step in steps:
             if step in removed:
                 continue
             rules = [rule for rule, among in kept_by.items() if step in among]
             needing = [f"{some(borrowed.pop(step))} borrow from it"] if step in borrowed else []
             needing += [unknown[step]] if step in unknown else []
-            kept[step] = [*rules, *needing] or [self._other_reason(step, there)]
-        return PrunePlan(sorted(removed), borrowed, kept)
+            reasons[step] = [*rules, *needing] or [self._other_reason(step, root_steps)]
+        return PrunePlan(sorted(removed), borrowed, reasons)
 
     def remove(self, plan: PrunePlan) -> list[int]:
         """Removes the steps of a plan that still may go.
@@ -152,7 +152,9 @@ class PruneRun:
         """Refuses to keep the best steps by a metric that none has: all would be removed."""
         retention = self._retention
         if not any(map(retention.rates, metrics.values())):
-            names = some(sorted({name for found in metrics.values() for name in found}))
+            names = some(
+                sorted({name for step_metrics in metrics.values() for name in step_metrics})
+            )
             raise ValueError(
                 f"no step in {self._steps.root.location} has metric={retention.metric!r}, by which "
                 f"keep_best={retention.keep_best} keeps steps; they have {names or 'no metrics'}"
@@ -169,14 +171,14 @@ class PruneRun:
 
     def _unknown(self, steps: Collection[int]) -> dict[int, str]:
         """Those of some steps that need what this program does not know, and what that is."""
-        found = dict[int, str]()
+        reasons = dict[int, str]()
         for folder in self._steps.all:
             for step in {*steps} & {*folder.committed()}:
                 try:
                     refuse_unknown(folder.at(step), paths.context())
                 except UnsupportedFormat as error:
-                    found[step] = str(error)
-        return found
+                    reasons[step] = str(error)
+        return reasons
 
     def _unneeded(
         self, steps: Collection[int], *, retires: bool
@@ -192,8 +194,8 @@ class PruneRun:
                 removed.add(step)
         return removed, borrowed
 
-    def _other_reason(self, step: int, there: Collection[int]) -> str:
+    def _other_reason(self, step: int, root_steps: Collection[int]) -> str:
         """Why a step stays that no rule keeps."""
         if self._steps.roles is not None:
             return "another role may be saving it"
-        return "the newest in the root" if step in there else "the newest in the local tier"
+        return "the newest in the root" if step in root_steps else "the newest in the local tier"

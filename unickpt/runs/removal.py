@@ -58,23 +58,23 @@ class Removal:
         self.is_due = True
         """Whether `before_save` must be called."""
 
-    def drop_later(self, kept: int, group: Group, drain: Callable[[], None]) -> list[int]:
+    def drop_later(self, last_step: int, group: Group, drain: Callable[[], None]) -> list[int]:
         """Removes all steps after one; see `Checkpointer.drop_later_steps`.
 
         Arguments:
-            kept: the last step that stays.
+            last_step: the last step that stays.
             group: the processes of the job.
             drain: waits for saves and copies in flight.
         """
-        check_same_step(group, self._where, "drop_later_steps", kept)
-        there = self._settled(kept, group, drain)
-        later = [step for step in there if step > kept]
-        self._remove(later, f"remove the steps after {kept}", group)
+        check_same_step(group, self._where, "drop_later_steps", last_step)
+        committed_steps = self._settled(last_step, group, drain)
+        later = [step for step in committed_steps if step > last_step]
+        self._remove(later, f"remove the steps after {last_step}", group)
         if self._steps.roles is not None:
             self._steps.roles.behind = []
-            self._steps.roles.set_apart(kept)
+            self._steps.roles.set_apart(last_step)
             self.is_due = True
-        self._removed(later, newest=kept)
+        self._removed(later, newest=last_step)
         return later
 
     def delete(self, step: int, group: Group, drain: Callable[[], None]) -> None:
@@ -99,10 +99,10 @@ class Removal:
         drain()
         self._remove_abandoned(group)
         barrier(group)
-        there = self._steps.committed()
-        if step not in there:
-            raise self._steps.not_found(step, there)
-        return there
+        committed_steps = self._steps.committed()
+        if step not in committed_steps:
+            raise self._steps.not_found(step, committed_steps)
+        return committed_steps
 
     def _removed(self, steps: Sequence[int], newest: int | None = None) -> None:
         """Records that no later save refers to steps that were removed, but to `newest`."""
@@ -186,9 +186,9 @@ class Removal:
         folders = self._steps.all
         for folder in folders:
             folder.lease.take()
-        there = {folder: folder.committed() for folder in folders}
+        steps_by_folder = {folder: folder.committed() for folder in folders}
         for step in sorted(steps, reverse=True):
-            holders = [folder for folder in folders if step in there[folder]]
+            holders = [folder for folder in folders if step in steps_by_folder[folder]]
             for folder in holders:  # from all of them, or from none
                 attempt_folders.check_unneeded(folder.at(step), paths.context())
             self._keep_later(step, steps)
@@ -199,13 +199,13 @@ class Removal:
             self._steps.removed(step)
         self._steps.newest.clear()
 
-    def _keep_later(self, removed: int, others: Collection[int]) -> None:
+    def _keep_later(self, removed: int, removed_steps: Collection[int]) -> None:
         """Records, before the newest step of the root is removed, that the steps that only the
         local tier has stay: they now follow the step before it.
 
         Arguments:
             removed: the step.
-            others: steps that are removed, too.
+            removed_steps: steps that are removed, too.
         """
         local, root = self._steps.local, self._steps.root
         if local is None:
@@ -216,14 +216,14 @@ class Removal:
         next_newest = root.version(before)
         for step in local.committed():
             versions = self._steps.versions(step)
-            if step in others or versions.local is None or versions.root is not None:
+            if step in removed_steps or versions.local is None or versions.root is not None:
                 continue
             lineage = lineage_notes.read(local.at(step), versions.local)
             if versions.is_abandoned or lineage.follows is None or next_newest is None:
                 continue
-            kept = replace(lineage, follows=lineage.follows | {next_newest.name})
+            new_lineage = replace(lineage, follows=lineage.follows | {next_newest.name})
             attempt = versions.local.attempt
-            lineage_notes.record(local.at(step), attempt, kept, fsync=self._fsync)
+            lineage_notes.record(local.at(step), attempt, new_lineage, fsync=self._fsync)
 
 
 def barrier(group: Group) -> None:

@@ -78,10 +78,10 @@ class Retention:
 
     def how_to_rate(self, metrics: Metrics) -> str:
         """What to do about a step that `rates` refuses."""
-        given = f"the metrics {sorted(metrics)}" if metrics else "no metrics"
+        metrics_text = f"the metrics {sorted(metrics)}" if metrics else "no metrics"
         return (
             f"keep_best={self.keep_best} keeps steps by metric={self.metric!r}, but the first save "
-            f"of the run has {given}: pass metrics={{{self.metric!r}: value}} to save, or "
+            f"of the run has {metrics_text}: pass metrics={{{self.metric!r}: value}} to save, or "
             f"{{{self.metric!r}: float('nan')}} if this step has none yet"
         )
 
@@ -96,8 +96,8 @@ class Retention:
         """
         if self.keeps_all:
             return []
-        kept = set(protected).union(*self.kept(steps).values())
-        return [step for step in sorted(steps) if step not in kept]
+        kept_steps = set(protected).union(*self.kept(steps).values())
+        return [step for step in sorted(steps) if step not in kept_steps]
 
     def kept(self, steps: Mapping[int, Metrics]) -> dict[str, set[int]]:
         """The steps that each rule keeps, by a text that names the rule.
@@ -106,19 +106,19 @@ class Retention:
             steps: all committed steps with their metrics.
         """
         ordered = sorted(steps)
-        kept = {"the newest": set(ordered[-1:])}
+        steps_by_rule = {"the newest": set(ordered[-1:])}
         if self.keep_last is not None:
-            kept[f"keep_last={self.keep_last}"] = set(ordered[-self.keep_last :])
+            steps_by_rule[f"keep_last={self.keep_last}"] = set(ordered[-self.keep_last :])
         if self.keep_every is not None:
             every = {step for step in ordered if step % self.keep_every == 0}
-            kept[f"keep_every={self.keep_every}"] = every
+            steps_by_rule[f"keep_every={self.keep_every}"] = every
         if self.keep_best is not None:
-            kept[f"keep_best={self.keep_best} by {self.metric}"] = set(self._best(steps))
+            steps_by_rule[f"keep_best={self.keep_best} by {self.metric}"] = set(self._best(steps))
         if self.keep is not None:
-            kept["keep"] = {step for step in ordered if self.keep(step)}
+            steps_by_rule["keep"] = {step for step in ordered if self.keep(step)}
         if self.keep_among is not None:
-            kept["keep_among"] = set(self.keep_among(ordered))
-        return kept
+            steps_by_rule["keep_among"] = set(self.keep_among(ordered))
+        return steps_by_rule
 
     def _best(self, steps: Mapping[int, Metrics]) -> list[int]:
         if self.keep_best is None or self.metric is None:

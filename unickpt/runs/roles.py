@@ -33,14 +33,14 @@ class Roles:
         StorageError: the storage failed.
     """
 
-    def __init__(self, own: StepFolder, others: Sequence[StepFolder]) -> None:
-        self._own, self._others = own, others
+    def __init__(self, folder: StepFolder, other_folders: Sequence[StepFolder]) -> None:
+        self._own, self._others = folder, other_folders
         self.apart: set[str] = set()
         """Names of versions with which no step of this role belongs together."""
         self.behind: list[int] = []
         """This role's steps that the next ones replace, because not all roles have them."""
-        newest = max(self.complete(own.steady()), default=-1)
-        self.behind = [step for step in own.steady() if step > newest]
+        newest = max(self.complete(folder.steady()), default=-1)
+        self.behind = [step for step in folder.steady() if step > newest]
         self.set_apart(newest)
 
     def set_apart(self, after: int) -> None:
@@ -59,10 +59,10 @@ class Roles:
         Raises:
             StorageError: the storage failed.
         """
-        known = _written(self._own)
-        if self.apart <= known:
+        recorded_names = _written(self._own)
+        if self.apart <= recorded_names:
             return
-        data = json.dumps(sorted(self.apart | known)).encode()
+        data = json.dumps(sorted(self.apart | recorded_names)).encode()
         with errors.writing(self._own.location):
             self._own.location.make(durable=fsync)
             self._own.location.store(paths.context(fsync=fsync)).write(NAME, data).result()
@@ -73,14 +73,16 @@ class Roles:
         Raises:
             StorageError: the storage failed.
         """
-        found = set(steps) - set(self.behind)
+        complete_steps = set(steps) - set(self.behind)
         for other in self._others:
-            found &= set(other.steady())
+            complete_steps &= set(other.steady())
         folders = (self._own, *self._others)
         apart = self.apart.union(*map(_written, folders))
         if apart:
-            found = {step for step in found if _belongs_together(step, folders, apart)}
-        return sorted(found)
+            complete_steps = {
+                step for step in complete_steps if _belongs_together(step, folders, apart)
+            }
+        return sorted(complete_steps)
 
     def expendable(
         self, retention: Retention, steps: Mapping[int, Metrics], protected: Collection[int]
@@ -99,7 +101,7 @@ class Roles:
         return sorted({*gone, *parts})
 
     def __str__(self) -> str:
-        return "all of " + ", ".join(str(each.location) for each in (self._own, *self._others))
+        return "all of " + ", ".join(str(folder.location) for folder in (self._own, *self._others))
 
 
 def _belongs_together(step: int, folders: Sequence[StepFolder], apart: set[str]) -> bool:

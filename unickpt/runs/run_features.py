@@ -27,12 +27,14 @@ class RunFeatures:
         self._options = options
         run = Run(folder.location.is_local, folder.path, wait_ended)
         every = {feature.name: feature.in_run(run) for feature in options.all_features}
-        self.of_run = {name: each for name, each in every.items() if each is not None}
+        self.of_run = {
+            name: run_feature for name, run_feature in every.items() if run_feature is not None
+        }
 
     @property
     def need_steps_before(self) -> bool:
         """Whether steps refer to steps before them."""
-        return any(each.needs_steps_before for each in self.of_run.values())
+        return any(run_feature.needs_steps_before for run_feature in self.of_run.values())
 
     def before_save(
         self, call: SaveCall
@@ -53,17 +55,17 @@ class RunFeatures:
 
     def failed(self, error: BaseException) -> None:
         """Records that a call to save raised."""
-        for each in self.of_run.values():
-            each.after_save(None, error)
+        for run_feature in self.of_run.values():
+            run_feature.after_save(None, error)
 
     def loaded(self, step: int, path: str) -> None:
         """Records that the run resumes from a step, which was loaded from a path."""
         if self.of_run:
             stored = ocdbt_reader.open(paths.resolve(path))
-            for each in self.of_run.values():
-                each.after_load(step, path, stored)
+            for run_feature in self.of_run.values():
+                run_feature.after_load(step, path, stored)
 
     def removed(self, steps: Collection[int]) -> None:
         """Records that steps were removed."""
-        for each in self.of_run.values():
-            each.after_removal(steps)
+        for run_feature in self.of_run.values():
+            run_feature.after_removal(steps)

@@ -82,9 +82,9 @@ class StepFolder:
                 already save a step that is not in flight here.
         """
         context, committed = paths.context(), set(self.committed())
-        found = folders_below(self.location, attempt_folders.FOLDER, context)
-        for step in sorted({*_numbers(found)}.difference(in_flight)):
-            attempts = found[f"step_{step}"]
+        folders = folders_below(self.location, attempt_folders.FOLDER, context)
+        for step in sorted({*_numbers(folders)}.difference(in_flight)):
+            attempts = folders[f"step_{step}"]
             is_whole = step in committed and len(attempts) == 1  # it must be the committed one
             orphans.remove_crashed(self.at(step), attempts if is_whole else None, session)
         for name in self.location.files(context):
@@ -135,9 +135,9 @@ class StepFolder:
             CheckpointNotFound, CheckpointCorrupt, UnsupportedFormat: it cannot be opened.
             StorageError: the storage failed.
         """
-        own = checkpoint.open(self.path(step)).metadata.get(RESERVED)
-        found = own.get("after") if isinstance(own, dict) else None
-        return found if type(found) is int else None
+        library_metadata = checkpoint.open(self.path(step)).metadata.get(RESERVED)
+        resumed_step = library_metadata.get("after") if isinstance(library_metadata, dict) else None
+        return resumed_step if type(resumed_step) is int else None
 
     def version(self, step: int) -> Version | None:
         """The committed version of a step, if any. Costs one small read.
@@ -170,7 +170,7 @@ class StepFolder:
         Raises:
             StorageError: the storage failed.
         """
-        return max((each for each in self.committed() if each < step), default=None)
+        return max((earlier for earlier in self.committed() if earlier < step), default=None)
 
     def newest(self) -> tuple[int, Version] | None:
         """The newest step and its version, if there is any step.
@@ -193,8 +193,8 @@ class StepFolder:
             StorageError: the storage failed; the step may be one of the best.
         """
         try:
-            found = checkpoint.open(self.path(step)).metadata[RESERVED]["metrics"]
-            return {str(name): float(value) for name, value in found.items()}
+            metrics = checkpoint.open(self.path(step)).metadata[RESERVED]["metrics"]
+            return {str(name): float(value) for name, value in metrics.items()}
         except StorageError:
             raise
         except (UnickptError, KeyError, TypeError, ValueError, AttributeError) as error:
@@ -242,10 +242,10 @@ class StepFolder:
         Raises:
             StorageError: the storage failed.
         """
-        found = folders_below(self.location, RETIRED, paths.context())
+        digests_by_folder = folders_below(self.location, RETIRED, paths.context())
         return {
             (step, digest)
-            for folder, digests in found.items()
+            for folder, digests in digests_by_folder.items()
             for step in _numbers([folder] if digests else [])
             for digest in digests
         }

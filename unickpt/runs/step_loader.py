@@ -52,20 +52,22 @@ class StepLoader:
         tries = 0
         while True:
             listed = step is None or step in damaged
-            wanted = self._newest(step, damaged) if listed or step is None else step
-            found, error = self._try(wanted)
+            target_step = self._newest(step, damaged) if listed or step is None else step
+            result, error = self._try(target_step)
             outcome = _outcome(error, listed)
             if together:
                 outcome = self._group.agree(outcome)
             if outcome == _FINE:
-                return wanted, found
+                return target_step, result
             tries += outcome == _GONE
             if outcome == _DAMAGED and fallback:
-                _log.warning("step %d is damaged, falling back to an older one: %s", wanted, error)
-                damaged.add(wanted)
+                _log.warning(
+                    "step %d is damaged, falling back to an older one: %s", target_step, error
+                )
+                damaged.add(target_step)
             elif outcome != _GONE or tries > _TRIES:
                 raise error or ProcessFailed(
-                    f"{self._steps.path(wanted)}: another process cannot load it"
+                    f"{self._steps.path(target_step)}: another process cannot load it"
                 )
 
     def _newest(self, below: int | None, damaged: Collection[int]) -> int:
@@ -78,21 +80,21 @@ class StepLoader:
         steps = [
             s for s in self._steps.counting() if s not in damaged and (below is None or s < below)
         ]
-        found = max(steps, default=-1)
+        newest = max(steps, default=-1)
         if self._group.count > 1:
-            found = self._group.agree(found + 1 if self._group.index == 0 else 0) - 1
-        if found < 0 and damaged:
+            newest = self._group.agree(newest + 1 if self._group.index == 0 else 0) - 1
+        if newest < 0 and damaged:
             raise CheckpointNotFound(
                 f"{self._steps.path(min(damaged))} is damaged, and there is no older step to fall "
                 "back to"
             )
-        if found < 0:
+        if newest < 0:
             try:
                 self._steps.root.check_no_checkpoint()
             except CheckpointExists as error:
                 raise CheckpointNotFound(str(error)) from None
             raise CheckpointNotFound(_no_step(self._steps.root.location))
-        return found
+        return newest
 
     def _try(self, step: int) -> tuple[Any, Exception | None]:
         """Loads a step from the fastest tier that has it undamaged, or returns the error."""
@@ -103,9 +105,9 @@ class StepLoader:
             while holders != before and not damage:  # it may have moved to the other tier
                 for tier in holders:
                     try:
-                        found = load(tier.path(step), **self._arguments)
+                        result = load(tier.path(step), **self._arguments)
                         self.path = tier.path(step)
-                        return found, None
+                        return result, None
                     except CheckpointNotFound as error:
                         gone = error
                     except CheckpointCorrupt as error:
@@ -140,12 +142,12 @@ def _outcome(error: Exception | None, listed: bool) -> int:
 
 def _no_step(location: Location) -> str:
     """That a run has no step, and which folders it has instead, perhaps another system's."""
-    others: list[str] = []
+    foreign_folders: list[str] = []
     with suppress(Failed):  # the folder does not exist
         folders = location.folders(paths.context())
-        others = [n for n in folders if not n.startswith((".", "step_"))]
+        foreign_folders = [n for n in folders if not n.startswith((".", "step_"))]
     more = (
-        f"; it has {shortened(some(others), 200)}, which are no steps of unickpt: if another "
-        "system saved them, load one by unickpt.load(path)"
+        f"; it has {shortened(some(foreign_folders), 200)}, which are no steps of unickpt: if "
+        "another system saved them, load one by unickpt.load(path)"
     )
-    return f"no step is committed in {location}{more if others else ''}"
+    return f"no step is committed in {location}{more if foreign_folders else ''}"

@@ -45,39 +45,39 @@ class StepSave:
         self._steps, self._cleaning, self._copying = steps, cleaning, copying
         self._call, self._step, self._is_coordinator = call, call.step, call.is_coordinator
         # Their names exactly str; none if they are no dict, which `metadata` refuses.
-        given = call.metrics.items() if isinstance(call.metrics, Mapping) else ()
-        self._metrics = {str(plain_key(name)): value for name, value in given}
+        metric_items = call.metrics.items() if isinstance(call.metrics, Mapping) else ()
+        self._metrics = {str(plain_key(name)): value for name, value in metric_items}
         self._overwrite, self._features = overwrite, features
         self._attempt = ""  # its name, once it is its turn
         self._lineage: Lineage | None = None  # if it is to be copied
 
     def callbacks(self) -> SaveCallbacks:
         """What the save calls before and after it."""
-        found = SaveCallbacks(
+        callbacks = SaveCallbacks(
             begin=self._begin,
             committed=self._committed,
             failed=self._failed,
             ended=partial(self._steps.in_use.end, self),
         )
         if not self._is_coordinator:
-            return found
-        return replace(found, prepare=self._prepare, check=self._check)
+            return callbacks
+        return replace(callbacks, prepare=self._prepare, check=self._check)
 
     def metadata(
-        self, given: Mapping[str, Any] | None, features: Mapping[str, Any]
+        self, user_metadata: Mapping[str, Any] | None, features: Mapping[str, Any]
     ) -> dict[str, Any]:
         """The metadata of the step.
 
         Arguments:
-            given: as for `Checkpointer.save`.
+            user_metadata: as for `Checkpointer.save`.
             features: what features say.
 
         Raises:
             UnsupportedLeaf: it cannot be stored.
         """
-        check_mapping("metadata", given)
+        check_mapping("metadata", user_metadata)
         check_mapping("metrics", self._call.metrics)
-        if RESERVED in (given or {}):
+        if RESERVED in (user_metadata or {}):
             raise UnsupportedLeaf(
                 f"metadata: the key {RESERVED!r} is reserved for the Checkpointer; rename yours"
             )
@@ -87,10 +87,10 @@ class StepSave:
             same = [repr(name) for text, name in names if [t for t, _ in names].count(text) > 1]
             raise UnsupportedLeaf(f"metrics: two names are stored as one: {some(same)}")
         shown = {n: v if math.isfinite(v) else str(v) for n, v in numbers.items()}  # JSON lacks nan
-        own: dict[str, Any] = {**features, "step": self._step, "metrics": shown}
+        library_metadata: dict[str, Any] = {**features, "step": self._step, "metrics": shown}
         if self._steps.recorded is not None:
-            own["after"] = self._steps.recorded
-        return {**(given or {}), RESERVED: own}
+            library_metadata["after"] = self._steps.recorded
+        return {**(user_metadata or {}), RESERVED: library_metadata}
 
     def _begin(self) -> None:
         """Runs within the call; makes no request over a network."""
@@ -202,8 +202,8 @@ def knowing(
     check_changed(changed, reuses)
     replace(options, changed=changed)  # checks it
     said, of_all = (
-        {"**": each} if isinstance(each, str) else dict(each or {})
-        for each in (changed, options.changed)
+        {"**": patterns} if isinstance(patterns, str) else dict(patterns or {})
+        for patterns in (changed, options.changed)
     )
     first = {} if isinstance(changed, str) else said  # it says nothing of single arrays
     return replace(options, changed={**first, **of_all, **said})

@@ -214,13 +214,13 @@ class Steps:
         Raises:
             StorageError: the storage failed.
         """
-        found = folder.steady() if steady else folder.committed()
-        return found if self.after is None else [s for s in found if self._sees(folder, s)]
+        steps = folder.steady() if steady else folder.committed()
+        return steps if self.after is None else [s for s in steps if self._sees(folder, s)]
 
     def abandoned(self) -> set[int]:
         """The committed steps that the job does not see. Raises as `seen`."""
-        there = ((folder, step) for folder in self.all for step in folder.committed())
-        return {step for folder, step in there if not self._sees(folder, step)}
+        folder_steps = ((folder, step) for folder in self.all for step in folder.committed())
+        return {step for folder, step in folder_steps if not self._sees(folder, step)}
 
     def _sees(self, folder: StepFolder, step: int) -> bool:
         """Whether this job sees a step, if it exists."""
@@ -244,12 +244,12 @@ class Steps:
         Raises:
             StorageError: the storage failed.
         """
-        found = {folder: set(self.seen(folder, steady=True)) for folder in self.all}
+        steps_by_folder = {folder: set(self.seen(folder, steady=True)) for folder in self.all}
         if self.local is not None:
-            for step in found[self.local] - found[self.root]:
+            for step in steps_by_folder[self.local] - steps_by_folder[self.root]:
                 if self.versions(step).is_abandoned:
-                    found[self.local].remove(step)
-        return self._complete(set().union(*found.values()))
+                    steps_by_folder[self.local].remove(step)
+        return self._complete(set().union(*steps_by_folder.values()))
 
     def _complete(self, steps: Iterable[int]) -> list[int]:
         """Which of these steps all roles have, ascending."""
@@ -278,17 +278,17 @@ class Steps:
         first."""
         if not self._complete([step]):
             return []
-        found = [self.root]
+        folders = [self.root]
         if self.local is not None:
             versions = self.versions(step)
             if versions.newer is Newer.SAME:
-                found = [self.local, self.root]
+                folders = [self.local, self.root]
             elif versions.newer is Newer.LOCAL:
-                found = [self.local]
+                folders = [self.local]
             elif versions.local is not None:
                 where, fault = self.local.path(step), versions.fault
                 _log.warning("%s is %s in %s", where, fault, self.root.location)
-        return [folder for folder in found if self._sees(folder, step)]
+        return [folder for folder in folders if self._sees(folder, step)]
 
     def versions(self, step: int) -> TierVersions:
         """The versions of a step in both tiers, and which of them is current: by what each
@@ -304,13 +304,13 @@ class Steps:
         """
         assert self.local is not None
         while True:
-            found = _compare(self.local, self.root, step)
+            versions = _compare(self.local, self.root, step)
             # A save may have replaced the local version while its note was read.
-            if found.newer is Newer.ROOT and self.local.version(step) != found.local:
+            if versions.newer is Newer.ROOT and self.local.version(step) != versions.local:
                 continue
             # And its copy may have been committed.
-            if not found.is_abandoned or self.root.version(step) is None:
-                return found
+            if not versions.is_abandoned or self.root.version(step) is None:
+                return versions
 
     def not_found(self, step: int, steps: Sequence[int]) -> CheckpointNotFound:
         """The error that a step is not among those that are committed."""
@@ -348,9 +348,9 @@ class Steps:
             LaterStepsExist: says how to continue.
         """
         if self.newest.get(folder, step + 1) > step:
-            found = self.seen(folder)
-            self.newest[folder] = found[-1] if found else -1
-            if later := [s for s in found if s > step]:
+            steps = self.seen(folder)
+            self.newest[folder] = steps[-1] if steps else -1
+            if later := [s for s in steps if s > step]:
                 raise self._later_exist(step, later)
 
     def _later_exist(self, step: int, later: Sequence[int]) -> LaterStepsExist:
@@ -394,7 +394,7 @@ class Steps:
     def removed(self, step: int) -> None:
         """Records that a step was removed from all folders."""
         self.failed.pop(step, None)
-        self._own = {(folder, own) for folder, own in self._own if own != step}
+        self._own = {(folder, own_step) for folder, own_step in self._own if own_step != step}
 
     def newest_last(self, step: int, holders: Sequence[StepFolder]) -> list[StepFolder]:
         """The folders that have a step, that with its current version last: a job that is killed
@@ -410,21 +410,21 @@ class Steps:
 
 
 def _compare(local: StepFolder, root: StepFolder, step: int) -> TierVersions:
-    here, there = local.version(step), root.version(step)
-    if here is None:
+    local_version, root_version = local.version(step), root.version(step)
+    if local_version is None:
         newer = Newer.ROOT
-    elif there is None:
-        newer = Newer.ROOT if _is_abandoned(local, root, step, here) else Newer.LOCAL
-    elif here.name == there.name:
+    elif root_version is None:
+        newer = Newer.ROOT if _is_abandoned(local, root, step, local_version) else Newer.LOCAL
+    elif local_version.name == root_version.name:
         newer = Newer.SAME
-    elif there.name in lineage_notes.read(local.at(step), here).supersedes:
+    elif root_version.name in lineage_notes.read(local.at(step), local_version).supersedes:
         newer = Newer.LOCAL
     elif damage := root.damage(step):
         _log.warning("%s; the version in %s replaces it", damage, local.path(step))
         newer = Newer.LOCAL
     else:
         newer = Newer.ROOT
-    return TierVersions(here, there, newer)
+    return TierVersions(local_version, root_version, newer)
 
 
 def _is_abandoned(local: StepFolder, root: StepFolder, step: int, version: Version) -> bool:
@@ -442,9 +442,9 @@ def _is_abandoned(local: StepFolder, root: StepFolder, step: int, version: Versi
     if lineage.follows is None or newest[1].name in lineage.follows:
         return False
     for later in set(root.committed()) & set(local.committed()):
-        own, copy = local.version(later), root.version(later)
-        if own is None or copy is None or own.name != copy.name:
+        local_version, copy = local.version(later), root.version(later)
+        if local_version is None or copy is None or local_version.name != copy.name:
             continue
-        if version.name in (lineage_notes.read(local.at(later), own).follows or ()):
+        if version.name in (lineage_notes.read(local.at(later), local_version).follows or ()):
             return False
     return True

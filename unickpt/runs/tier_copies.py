@@ -102,49 +102,54 @@ class Copying:
         that are to be copied after it. If the root cannot be read, the newest local version, and
         those that it follows."""
         # First the local ones: each may become the newest in the root at any time.
-        found = {step: self._local.version(step) for step in self._local.committed()}
-        there = {step: version for step, version in found.items() if version is not None}
+        versions_by_step = {step: self._local.version(step) for step in self._local.committed()}
+        local_versions = {
+            step: version for step, version in versions_by_step.items() if version is not None
+        }
         try:
             newest = self._root.newest()
         except StorageError:
-            if not there:
+            if not local_versions:
                 return set()
-            last = max(there)
-            lineage = lineage_notes.read(self._local.at(last), there[last])
-            return {there[last].name, *(lineage.follows or ())}
+            last = max(local_versions)
+            lineage = lineage_notes.read(self._local.at(last), local_versions[last])
+            return {local_versions[last].name, *(lineage.follows or ())}
         if newest is None:
-            return {version.name for version in there.values()}
-        later = {version.name for step, version in there.items() if step >= newest[0]}
+            return {version.name for version in local_versions.values()}
+        later = {version.name for step, version in local_versions.items() if step >= newest[0]}
         return {newest[1].name, *later}
 
     def _superseded(self, step: int, attempt: str, overwrite: bool) -> list[str]:
         """The versions of its step that a save in the local tier supersedes."""
-        here, names = self._local.version(step), list[str]()
-        if here is not None:
-            names = [*lineage_notes.read(self._local.at(step), here).supersedes, here.name]
+        local_version, names = self._local.version(step), list[str]()
+        if local_version is not None:
+            names = [
+                *lineage_notes.read(self._local.at(step), local_version).supersedes,
+                local_version.name,
+            ]
         try:
-            there = self._root.version(step)
+            root_version = self._root.version(step)
         except StorageError:  # it may be away; then copying finds out
             if overwrite:
                 self._unseen.add(attempt)
             return names
-        if there is None:
+        if root_version is None:
             return names
         if not overwrite:
             raise CheckpointExists(
                 f"{self._root.path(step)} already holds a checkpoint; pass overwrite=True"
             )
         # Versions before the root's no longer exist in either tier.
-        known = names.index(there.name) if there.name in names else 0
-        return list(dict.fromkeys([there.name, *names[known:]]))
+        start = names.index(root_version.name) if root_version.name in names else 0
+        return list(dict.fromkeys([root_version.name, *names[start:]]))
 
     def copy(self) -> None:
         """Copies the steps that the root lacks from the local tier, unless no rule keeps them."""
         steps, root, local = self._steps, self._root, self._local
         root.open(steps.in_use.saved, self._session)
-        there, here = root.committed(), local.committed()
-        expendable = self._cleaning.expendable([*there, *here])
-        due = [step for step in here if step not in expendable or step == here[-1]]
+        root_steps, local_steps = root.committed(), local.committed()
+        expendable = self._cleaning.expendable([*root_steps, *local_steps])
+        due = [step for step in local_steps if step not in expendable or step == local_steps[-1]]
         with steps.in_use.copying(due):
             remaining = set(local.committed())  # of those that were being removed
             for step in (step for step in due if step in remaining):
@@ -182,11 +187,11 @@ class Copying:
     def _is_copied(self, step: int, version: Version) -> None:
         """Records that a version is complete in the root."""
         self._cleaning.copied.add(version.name)
-        at = self._local.at(step)
+        location = self._local.at(step)
         try:
-            lineage_notes.record_copied(at, version, fsync=self.options.fsync)
+            lineage_notes.record_copied(location, version, fsync=self.options.fsync)
         except StorageError as error:  # the copy is there; a record is missing
-            _log.warning("cannot record that %s was copied: %s", at, error)
+            _log.warning("cannot record that %s was copied: %s", location, error)
 
     def _is_due(self, step: int, version: Version, versions: TierVersions) -> bool:
         """Whether a version in the local tier must be copied.
@@ -254,8 +259,8 @@ def copy_version(
         raise CheckpointCorrupt(f"{where}: its manifest is damaged; nothing was copied")
     with errors.writing(where):
         stored = Root(Database(destination, paths.context()))
-        found = stored.read()
-        if found.digest != (replaced.digest if replaced else ""):
+        current_root = stored.read()
+        if current_root.digest != (replaced.digest if replaced else ""):
             raise SaveConflict(f"{destination}: another job committed here during the copy")
     if replaced and replaced.name != version.name:
         refuse_unknown(destination, paths.context())
@@ -265,11 +270,11 @@ def copy_version(
                 "first. Nothing was copied"
             )
     try:
-        reader, held = _opened(origin, version), None
+        reader, base_files = _opened(origin, version), None
         if reader is not None and base is not None and not reader.index.bases:
-            held = _held(root, reader, base)
+            base_files = _held(root, reader, base)
         sent = VersionCopy(origin, version, reader, destination, options.working_bytes)
-        manifest, bases = sent.run(held, check_held=options.reuse == "compare")
+        manifest, bases = sent.run(base_files, check_held=options.reuse == "compare")
         borrowers.mark(destination, bases, paths.context())
         is_current = source.version(step) == version
         root.lease.check()
@@ -290,7 +295,7 @@ def copy_version(
         return False
     root.offered.add(version.name)
     with errors.writing(where):
-        if not stored.replace(found, manifest, options.timeout_s):
+        if not stored.replace(current_root, manifest, options.timeout_s):
             raise SaveConflict(f"{destination}: another job committed here during the copy")
     _log.info("copied %s to %s", origin, destination)
     with suppress(StorageError):  # remains do no harm
@@ -319,11 +324,11 @@ def _undo(root: StepFolder, step: int, version: Version, replaced: Version | Non
         return  # it rewrote a damaged version in place
     if version.name in root.offered:
         return  # an earlier try got no answer and may have been committed
-    at = root.at(step)
+    location = root.at(step)
     with suppress(Exception):
-        at.child(f"processes/{version.attempt}").remove(paths.context())
+        location.child(f"processes/{version.attempt}").remove(paths.context())
         if replaced is None:
-            attempt_folders.remove_empty(at)
+            attempt_folders.remove_empty(location)
 
 
 def _opened(origin: Location, version: Version) -> OcdbtReader | None:
