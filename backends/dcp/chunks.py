@@ -101,12 +101,12 @@ def decompressed(data: bytes, most: int, file: str) -> bytes:
     zstd = zstandard(file)
     try:
         with zstd.ZstdDecompressor().stream_reader(io.BytesIO(data)) as stream:
-            found: bytes = stream.read(most + 1)
+            content: bytes = stream.read(most + 1)
     except zstd.ZstdError as error:
         raise Damaged(f"{file} contains a damaged zstd stream: {error}") from error
-    if len(found) > most:
+    if len(content) > most:
         raise Damaged(f"{file} contains a zstd stream of more than {most} bytes")
-    return found
+    return content
 
 
 def zstandard(file: str) -> Any:
@@ -155,10 +155,10 @@ class ChunkFinder:
             head = files.read(blob.file, blob.offset, min(_EDGE, blob.length))
             if head[:4] == _ZIP:
                 end = blob.offset + blob.length
-                known = [(blob.offset, head)]
+                ranges = [(blob.offset, head)]
                 if blob.length > _EDGE:
-                    known.append((end - _EDGE, files.read(blob.file, end - _EDGE, _EDGE)))
-                return _in_zip(facts.dtype, chunk, Known(files, known))
+                    ranges.append((end - _EDGE, files.read(blob.file, end - _EDGE, _EDGE)))
+                return _in_zip(facts.dtype, chunk, Known(files, ranges))
             header = read_header(files, blob.file, blob.offset)
             self._headers[blob.file, blob.offset] = header
         return _in_safetensors(name, facts, chunk, header)
@@ -166,20 +166,20 @@ class ChunkFinder:
 
 def _in_zip(dtype: str, chunk: DcpChunk, files: Files) -> FileBox:
     blob = chunk.blob
-    found = TorchFile(files, blob.file, blob.offset, blob.length or None)
-    tensor = found.value
+    torch_file = TorchFile(files, blob.file, blob.offset, blob.length or None)
+    tensor = torch_file.value
     if not isinstance(tensor, Tensor):
         raise _contradicts(dtype, chunk, "no tensor")
     _check(dtype, chunk, tensor.dtype, tensor.shape)
-    return found.box(tensor)
+    return torch_file.box(tensor)
 
 
 def _in_safetensors(
     name: str, facts: TensorFacts, chunk: DcpChunk, header: SafetensorsHeader
 ) -> FileBox:
     tensor = header.tensors.get(name)
-    others = [other for other in facts.chunks if other.blob.file == chunk.blob.file]
-    if tensor is None or len(others) > 1:  # it can hold one tensor of a name
+    chunks_in_file = [other for other in facts.chunks if other.blob.file == chunk.blob.file]
+    if tensor is None or len(chunks_in_file) > 1:  # it can hold one tensor of a name
         raise _contradicts(facts.dtype, chunk, "no tensor of its own for this chunk")
     _check(facts.dtype, chunk, tensor.dtype, tensor.shape)
     start = _recorded_start(header, name)
@@ -193,10 +193,10 @@ def _check(expected: str, chunk: DcpChunk, dtype: str, shape: tuple[int, ...]) -
         raise _contradicts(expected, chunk, dtype_and_shape(dtype, shape))
 
 
-def _contradicts(dtype: str, chunk: DcpChunk, found: str) -> CheckpointCorrupt:
+def _contradicts(dtype: str, chunk: DcpChunk, content: str) -> CheckpointCorrupt:
     expected = dtype_and_shape(dtype, chunk.box.shape)
     return CheckpointCorrupt(
-        f"{chunk.blob.file} contains {found} at byte {chunk.blob.offset}, where the metadata "
+        f"{chunk.blob.file} contains {content} at byte {chunk.blob.offset}, where the metadata "
         f"expects {expected} for {chunk.box}; are the files of one save?"
     )
 
@@ -223,9 +223,9 @@ class Known(Files):
         known: offsets and bytes, all of the one file that is parsed.
     """
 
-    def __init__(self, files: Files, known: Iterable[tuple[int, bytes]]) -> None:
+    def __init__(self, files: Files, ranges: Iterable[tuple[int, bytes]]) -> None:
         super().__init__(files.location, files.single is not None)
-        self._files, self._all = files, list(known)
+        self._files, self._all = files, list(ranges)
         self.summed = files.summed
 
     def read(self, file: str, offset: int, length: int) -> bytes:
@@ -266,12 +266,12 @@ class MemoryFile(Files):
         out[:] = self.read(file, offset, len(out))
 
 
-def _read_flat(files: Files, found: FileBox, first: int, out: Array) -> None:
+def _read_flat(files: Files, file_box: FileBox, first: int, out: Array) -> None:
     """Reads consecutive elements of a box.
 
     Arguments:
         files: of the checkpoint.
-        found: the box.
+        file_box: the box.
         first: the number of the first element, in the box's row-major order.
         out: one-dimensional and contiguous; receives them.
 
@@ -279,6 +279,6 @@ def _read_flat(files: Files, found: FileBox, first: int, out: Array) -> None:
         Failed: the storage failed, or a file is too short.
     """
     done = 0
-    for box in flat_range_to_boxes(found.box.shape, first, first + out.size):
-        read_file_box(files, found, box, out[done : done + box.size].reshape(box.shape))
+    for box in flat_range_to_boxes(file_box.box.shape, first, first + out.size):
+        read_file_box(files, file_box, box, out[done : done + box.size].reshape(box.shape))
         done += box.size

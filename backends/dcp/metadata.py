@@ -173,18 +173,18 @@ class _Decoder:
         begin, length = extents(
             (facts.get("offset"), facts.get("length")), "the place of a storage"
         )
-        at = None if offset is None else extents(offset, "an offset")
+        start = None if offset is None else extents(offset, "an offset")
         # Replicas may be listed again; torch takes the last one, too.
-        self._stored[name, at] = Blob(
+        self._stored[name, start] = Blob(
             _file(facts.get("relative_path")), begin, length, bool(transforms)
         )
 
     def _blob(self, name: str, offset: tuple[int, ...] | None) -> Blob:
-        found = self._stored.get((name, offset))
-        if found is None:
+        blob = self._stored.get((name, offset))
+        if blob is None:
             what = quoted(name) if offset is None else f"{quoted(name)} at {list(offset)}"
             raise BadPickle(f"it does not say where {what} is stored")
-        return found
+        return blob
 
     def _tensor(self, name: str, facts: Mapping[str, Any]) -> TensorFacts:
         shape = extents(facts.get("size"), f"the shape of {quoted(name)}")
@@ -199,8 +199,10 @@ class _Decoder:
         boxes = dict.fromkeys(
             _box(what, shape, fields(chunk, "ChunkStorageMetadata")) for chunk in chunks
         )
-        found = tuple(DcpChunk(box, self._blob(name, box.start)) for box in boxes if not box.empty)
-        return TensorFacts(self._dtype(name, facts.get("properties")), shape, found)
+        dcp_chunks = tuple(
+            DcpChunk(box, self._blob(name, box.start)) for box in boxes if not box.empty
+        )
+        return TensorFacts(self._dtype(name, facts.get("properties")), shape, dcp_chunks)
 
     def _dtype(self, name: str, properties: Any) -> str:
         state = properties.state if isinstance(properties, PickledObject) else None
@@ -216,10 +218,10 @@ class _Decoder:
 
     def _paths(self) -> dict[str, KeyPath]:
         """The paths; other planners than torch's own may store anything in their place."""
-        found = self._root.get("planner_data")
+        planner_data = self._root.get("planner_data")
         return {
             name: path
-            for name, path in (found.items() if isinstance(found, dict) else ())
+            for name, path in (planner_data.items() if isinstance(planner_data, dict) else ())
             if isinstance(name, str)
             and isinstance(path, tuple)
             and len(path) <= MAX_DEPTH
@@ -239,44 +241,44 @@ def _box(what: str, shape: tuple[int, ...], facts: Mapping[str, Any]) -> Box:
     )
 
 
-def fields(found: Any, kind: str) -> Mapping[str, Any]:
+def fields(obj: Any, kind: str) -> Mapping[str, Any]:
     """The fields of an object of a class, whose name has no module.
 
     Raises:
         BadPickle: it is something else.
     """
-    if not isinstance(found, PickledObject) or not found.function.name.endswith(f".{kind}"):
-        what = found.name if isinstance(found, PickledObject) else type(found).__name__
+    if not isinstance(obj, PickledObject) or not obj.function.name.endswith(f".{kind}"):
+        what = obj.name if isinstance(obj, PickledObject) else type(obj).__name__
         raise BadPickle(f"a {kind} is expected, {quoted(what)} found")
-    if not isinstance(found.state, dict):
+    if not isinstance(obj.state, dict):
         raise BadPickle(f"a {kind} has no fields")
-    return found.state
+    return obj.state
 
 
-def _items(found: Any, what: str) -> list[tuple[Any, Any]]:
-    if not isinstance(found, dict):
+def _items(value: Any, what: str) -> list[tuple[Any, Any]]:
+    if not isinstance(value, dict):
         raise BadPickle(f"its {what} is no dict")
-    return list(found.items())
+    return list(value.items())
 
 
-def extents(found: Any, what: str) -> tuple[int, ...]:
+def extents(value: Any, what: str) -> tuple[int, ...]:
     """A shape, or a position.
 
     Raises:
         BadPickle: it is something else.
     """
-    if not isinstance(found, tuple) or len(found) > _MOST_DIMENSIONS:
+    if not isinstance(value, tuple) or len(value) > _MOST_DIMENSIONS:
         raise BadPickle(f"{what} is no tuple of sizes")
-    for n in found:
+    for n in value:
         if type(n) is not int or not 0 <= n < _MOST_EXTENT:
             raise BadPickle(f"{what} is no tuple of sizes")
-    return found
+    return value
 
 
-def _file(found: Any) -> str:
+def _file(path: Any) -> str:
     """A path below the checkpoint; nothing else on the machine is opened."""
-    if not isinstance(found, str) or not found or "\0" in found:
+    if not isinstance(path, str) or not path or "\0" in path:
         raise BadPickle("a storage has no file")
-    if any(part in ("", ".", "..") for part in found.split("/")):
-        raise BadPickle(f"it names the file {quoted(found)}")
-    return found
+    if any(part in ("", ".", "..") for part in path.split("/")):
+        raise BadPickle(f"it names the file {quoted(path)}")
+    return path

@@ -71,8 +71,8 @@ def read_objects(files: Files, objects: Mapping[str, Blob]) -> dict[str, Any]:
             sweeps.append([])
         sweeps[-1].append((name, blob))
     with Pool(max(1, min(_THREADS, len(sweeps)))) as threads:
-        found = threads.map(lambda sweep: _read_sweep(files, sweep), sweeps)
-        return {name: value for values in found for name, value in values.items()}
+        values_by_sweep = threads.map(lambda sweep: _read_sweep(files, sweep), sweeps)
+        return {name: value for values in values_by_sweep for name, value in values.items()}
 
 
 def read_file(files: Files, name: str) -> Any:
@@ -105,19 +105,19 @@ def _read_sweep(files: Files, sweep: Sequence[tuple[str, Blob]]) -> dict[str, An
     where = f"{files.location}: {quoted(sweep[0][0])}"
     with reading(where):
         data = files.read(first.file, first.offset, last.offset + last.length - first.offset)
-        known = Known(files, [(first.offset, data)])
-        return {name: _read_object(known, name, blob) for name, blob in sweep}
+        sweep_files = Known(files, [(first.offset, data)])
+        return {name: _read_object(sweep_files, name, blob) for name, blob in sweep}
 
 
 def _read_object(files: Files, name: str, blob: Blob) -> Any:
     try:
         if not blob.compressed:
-            found = TorchFile(files, blob.file, blob.offset, blob.length)
-            return _PickledValues(found, blob.file).tree(found.value, 0, 0)
+            torch_file = TorchFile(files, blob.file, blob.offset, blob.length)
+            return _PickledValues(torch_file, blob.file).tree(torch_file.value, 0, 0)
         data = files.read(blob.file, blob.offset, blob.length)
         plain = decompressed(data, _MOST_COMPRESSED, blob.file)
-        found = TorchFile(MemoryFile(files, plain), blob.file)
-        return _PickledValues(found, blob.file, blob).tree(found.value, 0, 0)
+        torch_file = TorchFile(MemoryFile(files, plain), blob.file)
+        return _PickledValues(torch_file, blob.file, blob).tree(torch_file.value, 0, 0)
     except (CheckpointCorrupt, UnsupportedFormat, BadPickle) as error:
         reason = str(error).removeprefix(f"{files.location}: ")
         kind = UnsupportedFormat if isinstance(error, UnsupportedFormat) else CheckpointCorrupt

@@ -68,10 +68,12 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
                     f"folder was not copied as a whole. Open an earlier one, or copy {METADATA}"
                 )
             return None
-        found = read_metadata(files)
-        if found is None:
+        metadata = read_metadata(files)
+        if metadata is None:
             return None
-        return DcpReader(files, nested(files, state_of(files, found), found.paths), found.version)
+        return DcpReader(
+            files, nested(files, state_of(files, metadata), metadata.paths), metadata.version
+        )
 
 
 def read_metadata(
@@ -148,9 +150,9 @@ def check_files(files: Files, metadata: Metadata) -> None:
     needed = {chunk.blob.file: name for name, t in metadata.tensors.items() for chunk in t.chunks}
     needed.update({blob.file: name for name, blob in metadata.objects.items()})
     # One listing is cheaper than a request for each file; a local folder may hold much else.
-    there = set[str]() if files.location.is_local else set(files.names)
+    listed_files = set[str]() if files.location.is_local else set(files.names)
     for file, name in sorted(needed.items()):
-        if file not in there and not files.exists(file):
+        if file not in listed_files and not files.exists(file):
             raise files.incomplete(f"there is no file {file}, which holds data of {quoted(name)}")
     for file, name in sorted(metadata.compressed.items()):
         zstandard(f"{files.location}: {quoted(name)} in {file}")
@@ -200,10 +202,16 @@ class _NestedLevel(dict[Any, Any]):
     """A container of a state; values can be dicts, too."""
 
     def containers(self) -> Any:
-        found = {k: v.containers() if isinstance(v, _NestedLevel) else v for k, v in self.items()}
-        if found and all(type(key) is int for key in found) and max(found) == len(found) - 1:
-            return [found[position] for position in range(len(found))]
-        return found
+        children = {
+            k: v.containers() if isinstance(v, _NestedLevel) else v for k, v in self.items()
+        }
+        if (
+            children
+            and all(type(key) is int for key in children)
+            and max(children) == len(children) - 1
+        ):
+            return [children[position] for position in range(len(children))]
+        return children
 
 
 # --- the reader ---------------------------------------------------------------------------------
@@ -266,7 +274,7 @@ def _entry(files: Files, name: str, array: ChunkedArray) -> ArrayEntry:
         raise files.damaged(
             f"{METADATA} lists no data of array {name!r}, whose shape is {list(array.shape)}"
         )
-    if [found.box for found in array.boxes] == [everything] and not array.compressed:
+    if [file_box.box for file_box in array.boxes] == [everything] and not array.compressed:
         return entry_of_box(name, array.shape, array.dtype, array.boxes[0])
     entry = entry_of_boxes(
         name, array.shape, array.dtype, array.boxes, WHOLE_BOXES if array.compressed else None

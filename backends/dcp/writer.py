@@ -232,12 +232,12 @@ def _name(number: int) -> str:
 
 def _ending(zips: Sequence[ZipLayout]) -> Ending:
     def ending(sums: Sequence[int]) -> dict[int, bytes]:
-        found: dict[int, bytes] = {}
-        at = 0
+        bytes_by_offset: dict[int, bytes] = {}
+        first = 0
         for zipped in zips:
-            found |= zipped.ending(sums[at : at + len(zipped.data)])
-            at += len(zipped.data)
-        return found
+            bytes_by_offset |= zipped.ending(sums[first : first + len(zipped.data)])
+            first += len(zipped.data)
+        return bytes_by_offset
 
     return ending
 

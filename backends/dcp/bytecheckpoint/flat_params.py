@@ -40,19 +40,21 @@ class FlatPart:
     first: int
 
 
-def parts_of(found: Any, known: Collection[str]) -> Mapping[str, Sequence[FlatPart]]:
+def parts_of(
+    user_defined: Any, parameter_names: Collection[str]
+) -> Mapping[str, Sequence[FlatPart]]:
     """The parameters in each flat one, by its name.
 
     Arguments:
-        found: the `user_defined_dict` of the model's metadata.
-        known: names of parameters that the optimizer has.
+        user_defined: the `user_defined_dict` of the model's metadata.
+        parameter_names: names of parameters that the optimizer has.
 
     Raises:
         BadPickle: it is malformed.
     """
-    if not isinstance(found, dict) or _NAMES not in found:
+    if not isinstance(user_defined, dict) or _NAMES not in user_defined:
         return {}
-    tables = [found.get(key) for key in (_NAMES, _SHAPES, _COUNTS, _PADDING)]
+    tables = [user_defined.get(key) for key in (_NAMES, _SHAPES, _COUNTS, _PADDING)]
     dicts = [table for table in tables if isinstance(table, dict)]
     if len(dicts) != len(tables):
         raise BadPickle("its facts of flat parameters are no dicts")
@@ -60,12 +62,19 @@ def parts_of(found: Any, known: Collection[str]) -> Mapping[str, Sequence[FlatPa
     if sum(len(x) for x in dicts[2].values() if isinstance(x, (list, tuple))) > _MOST_PARTS:
         raise BadPickle(f"it has more than {_MOST_PARTS} parts of flat parameters")
     return {
-        flat: _parts(flat, *(table.get(flat) for table in dicts), known=known) for flat in dicts[0]
+        flat: _parts(flat, *(table.get(flat) for table in dicts), parameter_names=parameter_names)
+        for flat in dicts[0]
     }
 
 
 def _parts(
-    flat: Any, names: Any, shapes: Any, counts: Any, padding: Any, *, known: Collection[str]
+    flat: Any,
+    names: Any,
+    shapes: Any,
+    counts: Any,
+    padding: Any,
+    *,
+    parameter_names: Collection[str],
 ) -> Sequence[FlatPart]:
     lists = (names, shapes, counts, padding)
     if not isinstance(flat, str) or not all(isinstance(x, (list, tuple)) for x in lists):
@@ -74,10 +83,10 @@ def _parts(
         raise BadPickle(f"the facts of the flat parameter {quoted(flat)} contradict each other")
     if not all(isinstance(name, str) for name in names):
         raise BadPickle(f"the names in the flat parameter {quoted(flat)} are no texts")
-    found, first = list[FlatPart](), 0
-    rest = zip(_whole_names(flat, names, known), shapes, strict=True)
+    parts, first = list[FlatPart](), 0
+    remaining = zip(_whole_names(flat, names, parameter_names), shapes, strict=True)
     for (count,), pads in zip(map(_one, counts), padding, strict=True):
-        name, shape = (None, ()) if pads else next(rest, (None, ()))
+        name, shape = (None, ()) if pads else next(remaining, (None, ()))
         if not pads:
             sizes = extents(shape, f"a shape in the flat parameter {quoted(flat)}")
             if name is None or math.prod(sizes) != count:
@@ -85,18 +94,18 @@ def _parts(
                     f"the flat parameter {quoted(flat)} has {count} elements of {quoted(name)}, "
                     f"whose shape is {list(sizes)}"
                 )
-            found.append(FlatPart(name, sizes, first))
+            parts.append(FlatPart(name, sizes, first))
         first += count
-    if next(rest, None) is not None:
+    if next(remaining, None) is not None:
         raise BadPickle(f"the flat parameter {quoted(flat)} lacks elements of its last parameters")
-    return found
+    return parts
 
 
 def _one(count: Any) -> tuple[int, ...]:
     return extents((count,), "the size of a part of a flat parameter")
 
 
-def _whole_names(flat: str, names: Sequence[str], known: Collection[str]) -> list[str]:
+def _whole_names(flat: str, names: Sequence[str], parameter_names: Collection[str]) -> list[str]:
     """The names of parameters in the whole model.
 
     They are stored relative to the module that is flattened, by old versions as a whole: if all
@@ -106,8 +115,8 @@ def _whole_names(flat: str, names: Sequence[str], known: Collection[str]) -> lis
     relative = [above + name.removeprefix(".") for name in names]
     old = (
         all(name.startswith(above) for name in names)
-        and any(name in known for name in names)
-        and not any(name in known for name in relative)
+        and any(name in parameter_names for name in names)
+        and not any(name in parameter_names for name in relative)
     )
     return list(names) if old else relative
 
@@ -125,32 +134,32 @@ def split(name: str, flat: ChunkedArray, parts: Sequence[FlatPart]) -> Mapping[s
     """
     if len(flat.shape) != 1:
         raise BadPickle(f"the flat parameter {quoted(name)} has the shape {list(flat.shape)}")
-    boxes = sorted(flat.boxes, key=lambda found: found.box.start)
-    ends = [found.box.stop[0] for found in boxes]
+    boxes = sorted(flat.boxes, key=lambda file_box: file_box.box.start)
+    ends = [file_box.box.stop[0] for file_box in boxes]
     if any(end > after.box.start[0] for end, after in zip(ends, boxes[1:], strict=False)):
         raise BadPickle(f"chunks of the flat parameter {quoted(name)} overlap")
-    found = {}
+    arrays = {}
     for part in parts:
         runs = _runs(boxes, ends, part.first, part.first + math.prod(part.shape))
-        held = sum(run.count for run in runs)
-        if held not in (0, math.prod(part.shape)):
+        count = sum(run.count for run in runs)
+        if count not in (0, math.prod(part.shape)):
             raise BadPickle(
-                f"the flat parameter {quoted(name)} holds {held} elements of {quoted(part.name)}, "
+                f"the flat parameter {quoted(name)} holds {count} elements of {quoted(part.name)}, "
                 f"whose shape is {list(part.shape)}"
             )
-        if held or 0 in part.shape:
+        if count or 0 in part.shape:
             box = FileBox(Box.whole(part.shape), JoinedElements(runs))
-            found[part.name] = replace(flat, shape=part.shape, boxes=[box])
-    return found
+            arrays[part.name] = replace(flat, shape=part.shape, boxes=[box])
+    return arrays
 
 
 def _runs(boxes: Sequence[FileBox], ends: Sequence[int], first: int, stop: int) -> list[ElementRun]:
     """What is stored of the elements from `first` to `stop`, in order."""
-    found = []
-    for at in range(bisect.bisect_right(ends, first), len(boxes)):
-        begin = boxes[at].box.start[0]
-        low, high = max(begin, first), min(ends[at], stop)
+    runs = []
+    for index in range(bisect.bisect_right(ends, first), len(boxes)):
+        begin = boxes[index].box.start[0]
+        low, high = max(begin, first), min(ends[index], stop)
         if low >= high:
             break
-        found.append(ElementRun(boxes[at].elements, low - begin, high - low))
-    return found
+        runs.append(ElementRun(boxes[index].elements, low - begin, high - low))
+    return runs

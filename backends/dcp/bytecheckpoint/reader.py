@@ -107,7 +107,9 @@ class _RankFolder:
 
     def reader(self) -> Reader:
         state = {part: self._state(part) for part in self._metadata}
-        versions = [found.added.get("bytecheckpoint_version") for found in self._metadata.values()]
+        versions = [
+            metadata.added.get("bytecheckpoint_version") for metadata in self._metadata.values()
+        ]
         version = versions[0] if isinstance(versions[0], str) and len(versions[0]) < 20 else ""
         extra = self._extra_files()
         if extra:
@@ -117,8 +119,8 @@ class _RankFolder:
 
     def _read(self, part: str) -> Metadata:
         """The metadata of a part; its files are those of the folder then."""
-        found = dcp.read_metadata(self._files, f"{part}/{dcp.METADATA}", (_ROOT,))
-        if found is None:
+        metadata = dcp.read_metadata(self._files, f"{part}/{dcp.METADATA}", (_ROOT,))
+        if metadata is None:
             raise self._files.damaged(f"{part}/{dcp.METADATA} was not written by ByteCheckpoint")
 
         def moved(blob: Blob) -> Blob:
@@ -126,10 +128,10 @@ class _RankFolder:
 
         tensors = {
             name: replace(facts, chunks=tuple(replace(c, blob=moved(c.blob)) for c in facts.chunks))
-            for name, facts in found.tensors.items()
+            for name, facts in metadata.tensors.items()
         }
-        objects = {name: moved(blob) for name, blob in found.objects.items()}
-        return replace(found, tensors=tensors, objects=objects)
+        objects = {name: moved(blob) for name, blob in metadata.objects.items()}
+        return replace(metadata, tensors=tensors, objects=objects)
 
     def _state(self, part: str) -> Any:
         metadata = self._metadata[part]
@@ -142,7 +144,7 @@ class _RankFolder:
         except BadPickle as error:
             raise CheckpointCorrupt(f"{where}: {error}") from error
         state.update(read_objects(self._files, metadata.objects))
-        order = {name: at for at, name in enumerate(metadata.names)}
+        order = {name: position for position, name in enumerate(metadata.names)}
         state = dict(sorted(state.items(), key=lambda item: order.get(item[0], len(order))))
         return dcp.nested(self._files, state, paths)
 
@@ -156,16 +158,17 @@ class _RankFolder:
             flat, slot = _flat_and_slot(name.removeprefix(prefix), flats, bool(prefix))
             if flat is not None and name.startswith(prefix):
                 for whole, array in split(name, state.pop(name), flats[flat]).items():
-                    found = prefix + whole + slot
-                    if found in state:
-                        raise BadPickle(f"{quoted(found)} is stored twice")
-                    state[found] = array
-                    paths[found] = (_STATE, whole, slot[1:]) if prefix else (whole,)
+                    full_name = prefix + whole + slot
+                    if full_name in state:
+                        raise BadPickle(f"{quoted(full_name)} is stored twice")
+                    state[full_name] = array
+                    paths[full_name] = (_STATE, whole, slot[1:]) if prefix else (whole,)
         if prefix and flats:  # here the paths have the slots' names in the parameters'
-            known = {whole.name for parts in flats.values() for whole in parts} | set(flats)
+            parameter_names = {whole.name for parts in flats.values() for whole in parts}
+            parameter_names |= set(flats)
             for name in state:
                 whole, _, slot = name.removeprefix(prefix).rpartition(".")
-                if name.startswith(prefix) and whole in known:
+                if name.startswith(prefix) and whole in parameter_names:
                     paths[name] = (_STATE, whole, slot)
 
     def _flat_params(self) -> Mapping[str, Sequence[FlatPart]]:
@@ -180,29 +183,32 @@ class _RankFolder:
                 f"which parameters are in {quoted(flat)}, says only {_MODEL}/{dcp.METADATA}, which "
                 f"is missing; put the folder {_MODEL} beside this one"
             )
-        known = {name.removeprefix(f"{_STATE}.").rpartition(".")[0] for name in names}
+        parameter_names = {name.removeprefix(f"{_STATE}.").rpartition(".")[0] for name in names}
         defined = self._metadata[_MODEL].added.get("user_defined_dict")
         if isinstance(defined, dict) and _SEVERAL in defined:
             raise self._files.unsupported(
                 f"{_MODEL}/{dcp.METADATA} describes several models with flat parameters; unickpt "
                 "reads one"
             )
-        return parts_of(defined, known)
+        return parts_of(defined, parameter_names)
 
     def _extra_files(self) -> list[str]:
         """The files of the processes, in their order."""
         below = Files(self._files.location.child(_EXTRA)).here
-        found = {
+        files_by_rank = {
             int(match[1]): match[0]
             for match in (_EXTRA_FILE.fullmatch(f"{_EXTRA}/{name}") for name in below)
             if match
         }
-        missing = next((rank for rank in range(len(found)) if rank not in found), None)
+        missing = next(
+            (rank for rank in range(len(files_by_rank)) if rank not in files_by_rank), None
+        )
         if missing is not None:
             raise self._files.incomplete(
-                f"there is no {_EXTRA}/{_EXTRA}_rank_{missing}.pt, but that of process {max(found)}"
+                f"there is no {_EXTRA}/{_EXTRA}_rank_{missing}.pt, but that of process "
+                f"{max(files_by_rank)}"
             )
-        return [found[rank] for rank in range(len(found))]
+        return [files_by_rank[rank] for rank in range(len(files_by_rank))]
 
 
 def _flat_and_slot(name: str, flats: Collection[str], has_slot: bool) -> tuple[str | None, str]:
@@ -227,7 +233,7 @@ def _arrays(metadata: Metadata) -> dict[str, Any]:
     for key, form in described.items():
         index = fields(key, "MetadataIndex")
         forms[index.get("fqn"), index.get("offset")] = form
-    found = {}
+    arrays = {}
     for name, facts in metadata.tensors.items():
         boxes = []
         for chunk in facts.chunks:
@@ -237,8 +243,8 @@ def _arrays(metadata: Metadata) -> dict[str, Any]:
             boxes.append(
                 FileBox(chunk.box, LocatedElements(chunk.blob, partial(_raw, form, facts, chunk)))
             )
-        found[name] = dcp.ChunkedArray(facts.dtype, facts.shape, boxes)
-    return found
+        arrays[name] = dcp.ChunkedArray(facts.dtype, facts.shape, boxes)
+    return arrays
 
 
 def _raw(form: bytes, facts: TensorFacts, chunk: DcpChunk, files: Files) -> FileBox:

@@ -21,22 +21,22 @@ from unickpt.extend import Box, FileBox, quoted
 _SHAPE = "nd_reformulated_orig_global_shape"
 
 
-def shapes_of(found: Any) -> Mapping[str, tuple[int, ...]]:
+def shapes_of(mcore_data: Any) -> Mapping[str, tuple[int, ...]]:
     """The shapes of the arrays that are stored flattened, by name.
 
     Arguments:
-        found: the field `mcore_data` of the metadata; None if it has none.
+        mcore_data: the field `mcore_data` of the metadata; None if it has none.
 
     Raises:
         BadPickle: it is malformed.
     """
-    if found is None:
+    if mcore_data is None:
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(mcore_data, dict):
         raise BadPickle("its mcore_data is no dict")
     return {
         name: extents(facts[_SHAPE], f"the shape of {quoted(name)} in mcore_data")
-        for name, facts in found.items()
+        for name, facts in mcore_data.items()
         if isinstance(facts, dict) and _SHAPE in facts
     }
 
@@ -61,12 +61,14 @@ def unflattened(name: str, stored: ChunkedArray, shape: tuple[int, ...]) -> Chun
     if math.prod(inner) != size:
         raise _contradicts(name, stored, shape)
     pieces = dict[tuple[int, ...], list[tuple[int, ElementRun]]]()
-    for found in stored.boxes:
-        *at, first = found.box.start
-        if any(n != 1 for n in found.box.shape[:-1]):
-            raise BadPickle(f"a piece of {quoted(name)} at {list(at)} belongs to several boxes")
-        run = ElementRun(found.elements, 0, found.box.size)
-        pieces.setdefault(tuple(at), []).append((first, run))
+    for file_box in stored.boxes:
+        *block_index, first = file_box.box.start
+        if any(n != 1 for n in file_box.box.shape[:-1]):
+            raise BadPickle(
+                f"a piece of {quoted(name)} at {list(block_index)} belongs to several boxes"
+            )
+        run = ElementRun(file_box.elements, 0, file_box.box.size)
+        pieces.setdefault(tuple(block_index), []).append((first, run))
     boxes = []
     for index, runs in pieces.items():
         start = tuple(i * n for i, n in zip(index, inner, strict=True))

@@ -54,8 +54,8 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         StorageError: the storage failed.
     """
     with reading(files.location):
-        found = files if _is_ours(files) else _latest(files)
-        return None if found is None else _open(found, bool(hints.get("extra_state", False)))
+        folder = files if _is_ours(files) else _latest(files)
+        return None if folder is None else _open(folder, bool(hints.get("extra_state", False)))
 
 
 def _open(files: Files, extra_state: bool) -> Reader:
@@ -101,11 +101,11 @@ def _is_ours(files: Files) -> bool:
         CheckpointCorrupt: one whose marker is damaged or missing.
         UnsupportedFormat: in a format that is not read.
     """
-    found = _marker(files)
-    backend = found.get("sharded_backend") if isinstance(found, dict) else None
+    marker = _marker(files)
+    backend = marker.get("sharded_backend") if isinstance(marker, dict) else None
     if backend is None:
         # Both would be read as less than they are: a state without what is in `common.pt`.
-        if dcp.METADATA in files.here and (found is _DAMAGED or _COMMON in files.here):
+        if dcp.METADATA in files.here and (marker is _DAMAGED or _COMMON in files.here):
             state = "is missing" if _MARKER not in files.here else "is damaged"
             raise files.damaged(
                 f"{_MARKER}, which says how Megatron saved this, {state}, and {dcp.METADATA} alone "
@@ -115,15 +115,15 @@ def _is_ours(files: Files) -> bool:
         return False
     kinds: list[tuple[Any, Any]] = [
         (backend, "torch_dist"),
-        (found.get("common_backend", "torch"), "torch"),
+        (marker.get("common_backend", "torch"), "torch"),
     ]
-    kinds += [(found.get(f"{kind}_backend_version", 1), 1) for kind in ("sharded", "common")]
-    for kind, known in kinds:
-        if kind != known:
+    kinds += [(marker.get(f"{kind}_backend_version", 1), 1) for kind in ("sharded", "common")]
+    for kind, supported in kinds:
+        if kind != supported:
             raise files.unsupported(
                 f"{_MARKER} says that this is a checkpoint of Megatron of the kind "
-                f"{quoted(backend)}: {quoted(kind)} is not read, only {quoted(known)} is; load it "
-                "with Megatron, and save it with --ckpt-format torch_dist"
+                f"{quoted(backend)}: {quoted(kind)} is not read, only {quoted(supported)} is; load "
+                "it with Megatron, and save it with --ckpt-format torch_dist"
             )
     return True
 
@@ -192,10 +192,10 @@ def _with_common(files: Files, state: Mapping[str, Any]) -> Any:
     common = values.pop(_COMMON_OBJECT) if place == _COMMON_OBJECT else read_file(files, _COMMON)
     if not isinstance(common, dict):
         raise files.damaged(f"{place} holds no dict")
-    found = dcp.nested(files, values, paths)
-    twice = [key for key in common if key in found]
+    tree = dcp.nested(files, values, paths)
+    twice = [key for key in common if key in tree]
     if twice:
         raise files.unsupported(
             f"{quoted(twice[0])} is both in {place} and among the sharded values"
         )
-    return {**found, **common}
+    return {**tree, **common}
