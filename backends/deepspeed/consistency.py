@@ -45,8 +45,8 @@ def check(folder: DeepSpeedFolder, models: Models, optimizers: Optimizers) -> No
 def _check_experts(folder: DeepSpeedFolder, models: Models) -> None:
     """Checks that the file of each expert is there, where the model file tells their number."""
     for rank, (model, *_) in enumerate(models):
-        told = model.file.state.get("num_experts")
-        counts = told if folder.experts and isinstance(told, list) else ()
+        num_experts = model.file.state.get("num_experts")
+        counts = num_experts if folder.experts and isinstance(num_experts, list) else ()
         for layer, count in enumerate(counts):
             for expert in range(count if type(count) is int else 0):
                 if (layer, expert, rank) not in folder.experts:
@@ -68,15 +68,15 @@ def _check_optimizers(folder: DeepSpeedFolder, models: Models, optimizers: Optim
             f"{len(optimizers)}"
         )
     count, model = len(optimizers[0]), models[0][0]
-    told = model.file.state.get("dp_world_size")
+    world_size = model.file.state.get("dp_world_size")
     if folder.stage3 and len(models[0]) != count:
         raise folder.files.incomplete(
             f"there are model files of {len(models[0])} data-parallel ranks, and optimizer files "
             f"of {count}"
         )
-    if type(told) is int and told != count:
+    if type(world_size) is int and world_size != count:
         raise folder.files.incomplete(
-            f"{model.file.name} is of a run with {told} data-parallel ranks, and there are "
+            f"{model.file.name} is of a run with {world_size} data-parallel ranks, and there are "
             f"optimizer files of {count}"
         )
     files = list(itertools.chain(*optimizers))
@@ -95,11 +95,11 @@ def _steps(
             yield optimizer.file, _number(folder, step)
 
 
-def _number(folder: DeepSpeedFolder, found: TensorSource | int | float) -> float:
-    if not isinstance(found, TensorSource):
-        return found
-    out = np.empty(1, dtype_from_name(found.dtype))
-    found.elements.read(folder.files, found.first, out)
+def _number(folder: DeepSpeedFolder, value: TensorSource | int | float) -> float:
+    if not isinstance(value, TensorSource):
+        return value
+    out = np.empty(1, dtype_from_name(value.dtype))
+    value.elements.read(folder.files, value.first, out)
     return float(out[0])
 
 
@@ -125,8 +125,8 @@ def tensor_parallelism(folder: DeepSpeedFolder, models: Models) -> int:
     """
     count = max(1, len(models))
     in_layers = max((len(names) for names in folder.layers.values()), default=0)
-    told = next((model.degrees for model in itertools.chain(*models) if model.degrees), None)
-    stages, degree = told or (max(1, count // (in_layers or count)), in_layers or count)
+    degrees = next((model.degrees for model in itertools.chain(*models) if model.degrees), None)
+    stages, degree = degrees or (max(1, count // (in_layers or count)), in_layers or count)
     if stages * degree != count or in_layers not in (0, degree):
         layers = f", {in_layers} for each layer" if in_layers else ""
         raise folder.files.incomplete(

@@ -62,36 +62,36 @@ class Contents:
         """The file of each tensor of plain states, by its identity as an object."""
         self.root: dict[str, Any] = {}
         """The tree; its leaves are `MergedArray`, tensors and plain values."""
-        held = weights.of_models(folder, self._models, degree)
-        self._torch = self._torch_states(held)
-        slots, of_weights = self._slots(held)
-        module = self._module(held, slots.get(FP32, {}), of_weights)
-        for kind, found in {MODULE: module, **slots}.items():
-            self._add(kind, found)
-        self._add_module_values(held)
+        module_weights = weights.of_models(folder, self._models, degree)
+        self._torch = self._torch_states(module_weights)
+        slots, of_weights = self._slots(module_weights)
+        module = self._module(module_weights, slots.get(FP32, {}), of_weights)
+        for kind, content in {MODULE: module, **slots}.items():
+            self._add(kind, content)
+        self._add_module_values(module_weights)
         self._ranks.check_hints_used()
         self._add_values()
         version = self.root.get("ds_version")
         self.version = version if isinstance(version, str) and len(version) < 40 else ""
         """Of DeepSpeed."""
 
-    def _add(self, key: str, found: Any) -> None:
+    def _add(self, key: str, content: Any) -> None:
         if key in self.root:
             raise self.folder.files.unsupported(
                 f"a slot of the optimizer is called {quoted(key)}, as something else is"
             )
-        if found != {}:
-            self.root[key] = found
+        if content != {}:
+            self.root[key] = content
 
     # --- arrays ---------------------------------------------------------------------------------
 
-    def _torch_states(self, held: ModuleWeights) -> list[TorchState]:
+    def _torch_states(self, module_weights: ModuleWeights) -> list[TorchState]:
         """The states of torch's optimizers, without ZeRO: by expert-parallel rank, by
         model-parallel rank."""
         of_models = [torch_state(of_rank[0].file) for of_rank in self._models]
-        own = [state for state in of_models if state is not None]
+        own_states = [state for state in of_models if state is not None]
         by_rank = _by_rank(self.folder, self.folder.expert_optimizers, torch_state)
-        every = [state for of in by_rank for state in of]
+        every = [state for group in by_rank for state in group]
         # With ZeRO, older versions write such files without a state.
         states = [] if not any(every) else list(zip(*by_rank, strict=True))
         if states and (None in every or self._optimizers):
@@ -99,41 +99,46 @@ class Contents:
                 "some optimizer files of experts (expp_rank_*_optim_states.pt) have no state, or "
                 "there are also those of ZeRO; are the files of one save?"
             )
-        if own and len(own) != len(of_models):
+        if own_states and len(own_states) != len(of_models):
             raise self.folder.files.damaged(
-                f"{own[0].file.name} has the state of an optimizer, and another model file has "
-                "none; are the files of one save?"
+                f"{own_states[0].file.name} has the state of an optimizer, and another model "
+                "file has none; are the files of one save?"
             )
-        if not states and own and self.folder.experts:
+        if not states and own_states and self.folder.experts:
             raise self.folder.files.incomplete(
                 "the optimizer files of the experts, expp_rank_*_mp_rank_*_optim_states.pt, are "
                 "missing"
             )
         if not states:
-            return own
-        unsharded.check([of[0] for of in self._models], states, [*map(list, held.held)])
+            return own_states
+        unsharded.check(
+            [group[0] for group in self._models], states, [*map(list, module_weights.held)]
+        )
         flat = [state for of_experts in states for state in of_experts]
-        consistency.check_steps(self.folder, [*own, *flat])
+        consistency.check_steps(self.folder, [*own_states, *flat])
         return flat
 
     def _slots(self, of_module: ModuleWeights) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
         """The weights in float32 and the optimizer's slots; and of the former, the names that
         ranks have for them."""
-        found: dict[str, dict[str, Any]] = {FP32: {}}
+        arrays: dict[str, dict[str, Any]] = {FP32: {}}
         of_weights = {}
         by_rank, combined = self._parameters(of_module)
-        slots = list(dict.fromkeys(s for held in by_rank for p in held.values() for s in p.slots))
+        slots = list(dict.fromkeys(s for parts in by_rank for p in parts.values() for s in p.slots))
         for slot in slots:
-            held = [{n: p.slots[slot] for n, p in of.items() if slot in p.slots} for of in by_rank]
-            for named in combined(slot, held):
-                found.setdefault(slot, {})[named.name] = named.array
+            parts = [
+                {n: p.slots[slot] for n, p in parameters.items() if slot in p.slots}
+                for parameters in by_rank
+            ]
+            for named in combined(slot, parts):
+                arrays.setdefault(slot, {})[named.name] = named.array
                 if slot == FP32:
                     of_weights[named.name] = named.of
                 if slot == slots[0]:
                     for scalar, value in by_rank[named.rank][named.of].scalars.items():
                         array = whole(value) if isinstance(value, TensorSource) else value
-                        found.setdefault(scalar, {})[named.name] = array
-        return found, of_weights
+                        arrays.setdefault(scalar, {})[named.name] = array
+        return arrays, of_weights
 
     def _parameters(
         self, of_module: ModuleWeights
@@ -147,8 +152,10 @@ class Contents:
             return [universal.parameters(self.folder, shapes, copied)], _of_one_rank
         if not self._optimizers:
             count = len(models)
-            states = [self._torch[at : at + count] for at in range(0, len(self._torch), count)]
-            named = unsharded.by_name(states, [known.keys() for known in of_module.held])
+            states = [
+                self._torch[start : start + count] for start in range(0, len(self._torch), count)
+            ]
+            named = unsharded.by_name(states, [parts.keys() for parts in of_module.held])
             if named is not None:
                 return named, self._ranks.combined
             return unsharded.by_number(self._torch), self._ranks.apart
@@ -160,21 +167,21 @@ class Contents:
         ], self._ranks.combined
 
     def _module(
-        self, held: ModuleWeights, fp32: dict[str, Any], of_weights: Mapping[str, str]
+        self, module_weights: ModuleWeights, fp32: dict[str, Any], of_weights: Mapping[str, str]
     ) -> dict[str, Any]:
         """The module's state; adds to that in float32 what the optimizer does not have."""
         module, of_module = dict[str, Any](), dict[str, str]()
-        for named in self._ranks.combined(MODULE, held.held):
+        for named in self._ranks.combined(MODULE, module_weights.held):
             module[named.name], of_module[named.name] = named.array, named.of
-        for name, of in of_weights.items():
-            if of in held.trained:
-                dtype = held.trained[of]
+        for name, rank_name in of_weights.items():
+            if rank_name in module_weights.trained:
+                dtype = module_weights.trained[rank_name]
                 array = fp32[name]
                 module[name] = array if array.dtype == dtype else array.converted(dtype)
-                of_module[name] = of
-        self._check_weights(held, module, of_weights)
-        _add_aliases(module, of_module, held.aliases)
-        _add_aliases(fp32, of_weights, held.aliases)
+                of_module[name] = rank_name
+        self._check_weights(module_weights, module, of_weights)
+        _add_aliases(module, of_module, module_weights.aliases)
+        _add_aliases(fp32, of_weights, module_weights.aliases)
         if self._has_unnamed_masters():
             return module
         made: dict[int, MergedArray] = {}
@@ -186,14 +193,19 @@ class Contents:
     def _has_unnamed_masters(self) -> bool:
         """Whether the weights in float32 are there, but nothing tells which are whose: DeepSpeed's
         optimizer of 16 bits without ZeRO flattens them."""
-        states = (model.file.state.get("optimizer") for of in self._models for model in of)
-        return any(isinstance(found, dict) and not _MASTERS.isdisjoint(found) for found in states)
+        states = (
+            model.file.state.get("optimizer") for of_rank in self._models for model in of_rank
+        )
+        return any(isinstance(state, dict) and not _MASTERS.isdisjoint(state) for state in states)
 
     def _check_weights(
-        self, held: ModuleWeights, module: Mapping[str, Any], of_weights: Mapping[str, str]
+        self,
+        module_weights: ModuleWeights,
+        module: Mapping[str, Any],
+        of_weights: Mapping[str, str],
     ) -> None:
         """Checks that what is trained has weights; experts have files of their own."""
-        missing = sorted(held.trained.keys() - set(of_weights.values()))
+        missing = sorted(module_weights.trained.keys() - set(of_weights.values()))
         if self.folder.experts:
             missing += [name for name in of_weights if _EXPERTS in name and name not in module]
         if missing:
@@ -203,10 +215,10 @@ class Contents:
 
     # --- plain values ---------------------------------------------------------------------------
 
-    def _add_module_values(self, held: ModuleWeights) -> None:
-        if held.values:
+    def _add_module_values(self, module_weights: ModuleWeights) -> None:
+        if module_weights.values:
             module = self.root.setdefault(MODULE, {})
-            for name, (value, file) in held.values.items():
+            for name, (value, file) in module_weights.values.items():
                 module.setdefault(name, self._plain(value, file))
 
     def _add_values(self) -> None:
@@ -218,10 +230,10 @@ class Contents:
         mine = {k: v for k, v in state.items() if k not in OF_ENGINE and k not in _STRUCTURE}
         if model and mine:
             self._add("client_state", self._plain(mine, model.file))
-        found = list(self._optimizer_values())
-        for number, (values, file) in enumerate(found):
-            own = "optimizer" if len(found) == 1 else f"optimizer@{number}"
-            self._add(own, self._plain(values, file))
+        optimizer_values = list(self._optimizer_values())
+        for number, (values, file) in enumerate(optimizer_values):
+            name = "optimizer" if len(optimizer_values) == 1 else f"optimizer@{number}"
+            self._add(name, self._plain(values, file))
 
     def _optimizer_values(self) -> Iterator[tuple[Any, StateFile]]:
         """What the optimizer has besides the slots of parameters; of experts, each rank's."""
@@ -233,9 +245,9 @@ class Contents:
             yield _without_padding(common_values(common.state)), common
         else:
             every = self._torch if self.folder.expert_optimizers else self._torch[:1]
-            for found in every:
-                optimizer = found.file.state["optimizer"]
-                yield {k: v for k, v in optimizer.items() if k != "state"}, found.file
+            for state in every:
+                optimizer = state.file.state["optimizer"]
+                yield {k: v for k, v in optimizer.items() if k != "state"}, state.file
 
     def _plain(self, value: Any, file: StateFile) -> Any:
         maker = PlainTree(file.torch, f"{self.folder.files.location}: {file.name}")
@@ -257,12 +269,12 @@ def _by_rank(
     folder: DeepSpeedFolder, names: Sequence[Sequence[str]], decode: Any
 ) -> list[list[Any]]:
     """What files hold, by model-parallel rank, by data-parallel rank."""
-    found = iter(read_all(folder.files, [name for of in names for name in of], decode))
-    return [[next(found) for _ in of_rank] for of_rank in names]
+    contents = iter(read_all(folder.files, [name for group in names for name in group], decode))
+    return [[next(contents) for _ in of_rank] for of_rank in names]
 
 
-def _of_one_rank(kind: str, held: Sequence[Mapping[str, TensorSource]]) -> Iterable[Named]:
-    return [Named(name, name, 0, whole(source)) for name, source in held[0].items()]
+def _of_one_rank(kind: str, parts_by_rank: Sequence[Mapping[str, TensorSource]]) -> Iterable[Named]:
+    return [Named(name, name, 0, whole(source)) for name, source in parts_by_rank[0].items()]
 
 
 def _add_aliases(
@@ -275,9 +287,9 @@ def _add_aliases(
         names: by these, those that ranks have for them.
         aliases: of the names that ranks have.
     """
-    own: dict[str, list[str]] = {}
-    for name, of in names.items():
-        own.setdefault(of, []).append(name)
-    for alias, of in aliases.items():
-        for name in own.get(of, ()):
-            arrays.setdefault(alias + name.removeprefix(of), arrays[name])
+    own_names: dict[str, list[str]] = {}
+    for name, rank_name in names.items():
+        own_names.setdefault(rank_name, []).append(name)
+    for alias, rank_name in aliases.items():
+        for name in own_names.get(rank_name, ()):
+            arrays.setdefault(alias + name.removeprefix(rank_name), arrays[name])

@@ -69,31 +69,31 @@ def find(files: Files) -> DeepSpeedFolder | None:
         UnsupportedFormat: it has files that are not read.
         Failed: the storage failed.
     """
-    here = files.here
-    found = _in_tag(files)
-    if found is not None:
-        return found
+    names = files.here
+    folder = _in_tag(files)
+    if folder is not None:
+        return folder
     for pointer in (LATEST, LATEST_UNIVERSAL):
-        if pointer not in here:
+        if pointer not in names:
             continue
         name = files.text(pointer)
         is_name = name and "/" not in name and name not in (".", "..") and "\0" not in name
-        found = _in_tag(Files(files.location.child(name))) if is_name else None
+        folder = _in_tag(Files(files.location.child(name))) if is_name else None
         # Another checkpoint than the one that is named would be a wrong one.
-        if found is None and not {_SCRIPT, LATEST_UNIVERSAL}.isdisjoint(here):
+        if folder is None and not {_SCRIPT, LATEST_UNIVERSAL}.isdisjoint(names):
             raise files.damaged(
                 f"{pointer} names the checkpoint {quoted(name)}, but that is no folder with files "
                 "of DeepSpeed; was it copied as a whole? Give the path of the one that you want"
             )
-        if found is not None:
-            return found
+        if folder is not None:
+            return folder
     return None
 
 
 def _in_tag(files: Files) -> DeepSpeedFolder | None:
-    here = files.here
+    names = files.here
     models, optimizers, of_experts, experts = (
-        {name: match for name in here if (match := pattern.fullmatch(name))}
+        {name: match for name in names if (match := pattern.fullmatch(name))}
         for pattern in (_MODEL, _OPTIMIZER, _EXPERT_OPTIMIZER, _EXPERT)
     )
     common = _UNIVERSAL_COMMON if not optimizers and files.exists(_UNIVERSAL_COMMON) else None
@@ -123,10 +123,13 @@ def _refuse_mixed(
     universal: bool,
 ) -> None:
     """Refuses files of several kinds, or of one that is not read."""
-    others = [name for name in files.here if name.startswith("expert_") and name.endswith(".pt")]
-    if others:
+    old_experts = [
+        name for name in files.here if name.startswith("expert_") and name.endswith(".pt")
+    ]
+    if old_experts:
         raise files.unsupported(
-            f"{others[0]} is of a kind that unickpt does not read: experts of DeepSpeed before 0.5"
+            f"{old_experts[0]} is of a kind that unickpt does not read: experts of "
+            "DeepSpeed before 0.5"
         )
     if not models and not universal:
         raise files.damaged(
@@ -171,26 +174,26 @@ def _grid(
 
 
 def _layers(files: Files) -> dict[int, list[str]]:
-    found: dict[int, dict[int, str]] = {}
+    layers: dict[int, dict[int, str]] = {}
     for name in files.here:
         match = _LAYER.fullmatch(name)
         if match:
-            found.setdefault(int(match[1]), {})[int(match[2] or 0)] = name
-    count = max((1 + max(by_rank) for by_rank in found.values()), default=0)
-    for layer, by_rank in found.items():
+            layers.setdefault(int(match[1]), {})[int(match[2] or 0)] = name
+    count = max((1 + max(by_rank) for by_rank in layers.values()), default=0)
+    for layer, by_rank in layers.items():
         for rank in range(count):
             if rank not in by_rank:
                 raise files.incomplete(
                     f"layer {layer} has {next(iter(by_rank.values()))}, but no file of "
                     f"tensor-parallel rank {rank}, of {count}"
                 )
-    return {layer: [found[layer][rank] for rank in range(count)] for layer in sorted(found)}
+    return {layer: [layers[layer][rank] for rank in range(count)] for layer in sorted(layers)}
 
 
 def _states(files: Files) -> dict[str, dict[str, str]]:
-    found: dict[str, dict[str, str]] = {}
+    states: dict[str, dict[str, str]] = {}
     for name in files.names:
         match = _STATE.fullmatch(name)
         if match:
-            found.setdefault(match[1], {})[match[2]] = name
-    return found
+            states.setdefault(match[1], {})[match[2]] = name
+    return states

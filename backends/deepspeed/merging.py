@@ -97,22 +97,24 @@ class TensorParallelRules:
     def __init__(self, info: Mapping[str, Any], hints: Mapping[str, Any], degree: int) -> None:
         check_hints(hints)
         self._degree = degree
-        told = {**info, **hints}
+        settings = {**info, **hints}
         self._hinted = {key for key in hints if key in _LISTS}
-        unsupported = told.get(_UNSUPPORTED) or {}
+        unsupported = settings.get(_UNSUPPORTED) or {}
         if unsupported:
             raise Unsupported(
                 f"DeepSpeed says that parameters cannot be merged: {quoted(unsupported)}"
             )
-        self._lists = {key: _list_of_patterns(told, key) for key in _LISTS}
-        self._sub_parameters = _sub_parameters(told.get(SUB_PARAMETERS) or ())
-        self._widths = _dict(told.get(WIDTHS) or {}, WIDTHS)
-        version = told.get(_VERSION, 0.0)
+        self._lists = {key: _list_of_patterns(settings, key) for key in _LISTS}
+        self._sub_parameters = _sub_parameters(settings.get(SUB_PARAMETERS) or ())
+        self._widths = _dict(settings.get(WIDTHS) or {}, WIDTHS)
+        version = settings.get(_VERSION, 0.0)
         has_widths = type(version) in (int, float) and version >= _WITH_WIDTHS
         self._needs_widths = has_widths and SUB_PARAMETERS not in hints
-        self._vocabulary = told.get(VOCABULARY_SIZE)
-        self._affine = _affine_maps(_dict(told.get(_AFFINE) or {}, _AFFINE))
-        self.known = bool(hints) or any(told.get(key) for key in (*_LISTS, SUB_PARAMETERS, _AFFINE))
+        self._vocabulary = settings.get(VOCABULARY_SIZE)
+        self._affine = _affine_maps(_dict(settings.get(_AFFINE) or {}, _AFFINE))
+        self.known = bool(hints) or any(
+            settings.get(key) for key in (*_LISTS, SUB_PARAMETERS, _AFFINE)
+        )
         """Whether it says anything; else nobody knows how to merge."""
 
     def plan(self, name: str, shapes: Sequence[Extents]) -> TensorParallelPlan:
@@ -255,26 +257,26 @@ def _sub_plan(
         dim: the dimension.
         widths: by sub-parameter, by rank.
     """
-    held = [_extent(shape, dim) for shape in shapes]
-    if [sum(each) for each in zip(*widths, strict=True)] != held:
+    extents = [_extent(shape, dim) for shape in shapes]
+    if [sum(rank_widths) for rank_widths in zip(*widths, strict=True)] != extents:
         raise BadInfo(
-            f"its ranks hold {held} along dimension {dim}, but the widths of its sub-parameters "
+            f"its ranks hold {extents} along dimension {dim}, but the widths of its sub-parameters "
             f"are {quoted(widths)}"
         )
-    rest = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
-    if len(rest) > 1:
+    other_extents = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
+    if len(other_extents) > 1:
         raise BadInfo(
             f"its ranks hold shapes that do not fit along dimension {dim}: {quoted(shapes)}"
         )
-    pieces, at, begins = [], 0, [0] * len(shapes)
+    pieces, position, begins = [], 0, [0] * len(shapes)
     for by_rank in widths:
         for rank, (shape, width) in enumerate(zip(shapes, by_rank, strict=True)):
             steps = row_major(shape)
-            start = tuple(at if d == dim else 0 for d in range(len(shape)))
-            stop = tuple(at + width if d == dim else n for d, n in enumerate(shape))
+            start = tuple(position if d == dim else 0 for d in range(len(shape)))
+            stop = tuple(position + width if d == dim else n for d, n in enumerate(shape))
             pieces.append(RankPiece(Box(start, stop), rank, begins[rank] * steps[dim], steps))
-            at, begins[rank] = at + width, begins[rank] + width
-    full = tuple(at if d == dim else n for d, n in enumerate(shapes[0]))
+            position, begins[rank] = position + width, begins[rank] + width
+    full = tuple(position if d == dim else n for d, n in enumerate(shapes[0]))
     return TensorParallelPlan(full, pieces)
 
 
@@ -300,7 +302,7 @@ def _affine_plan(said: Any, shapes: Sequence[Extents]) -> TensorParallelPlan:
     """What an affine map says: strided pieces of what each rank holds, and of the parameter."""
     said = _dict(said, "an affine map")
     logical = _shape(said.get("logical_shape"), "logical_shape")
-    by_rank = {int(rank): found for rank, found in _dict(said.get("ranks"), "ranks").items()}
+    by_rank = {int(rank): spec for rank, spec in _dict(said.get("ranks"), "ranks").items()}
     if sorted(by_rank) != list(range(len(shapes))):
         raise BadInfo(f"its affine map is of the ranks {quoted(sorted(by_rank))}, of {len(shapes)}")
     pieces: dict[tuple[int, ...], RankPiece] = {}
@@ -311,33 +313,35 @@ def _affine_plan(said: Any, shapes: Sequence[Extents]) -> TensorParallelPlan:
                 f"its affine map gives rank {rank} the shape {quoted(of_rank.get('shard_shape'))}, "
                 f"but that is {list(shapes[rank])}"
             )
-        for found in _sequence(of_rank.get("pieces"), "pieces"):
-            piece = _affine_piece(_dict(found, "a piece"), rank, logical, math.prod(shapes[rank]))
+        for spec in _sequence(of_rank.get("pieces"), "pieces"):
+            piece = _affine_piece(_dict(spec, "a piece"), rank, logical, math.prod(shapes[rank]))
             if piece is None:
                 continue
-            known = pieces.setdefault(piece.box.start, piece)  # replicated: of the first rank
-            if known is not piece and (known.box, known.scale) != (piece.box, piece.scale):
+            first = pieces.setdefault(piece.box.start, piece)  # replicated: of the first rank
+            if first is not piece and (first.box, first.scale) != (piece.box, piece.scale):
                 raise BadInfo(f"its affine map has two pieces at {list(piece.box.start)}")
     return TensorParallelPlan(logical, [*pieces.values()])
 
 
 def _affine_piece(
-    said: Mapping[str, Any], rank: int, logical: Extents, held: int
+    said: Mapping[str, Any], rank: int, logical: Extents, count: int
 ) -> RankPiece | None:
     """A piece of an affine map; None if it is empty."""
     shape = _shape(said.get("shape"), "a piece")
-    to, from_ = (_strided(said.get(side), len(shape), side) for side in ("source", "dest"))
+    parameter_place, from_ = (
+        _strided(said.get(side), len(shape), side) for side in ("source", "dest")
+    )
     scale = said.get("scale", 1.0)
     if type(scale) not in (int, float) or not math.isfinite(scale) or scale == 0:
         raise BadInfo(f"the scale of a piece is {quoted(scale)}")
     if 0 in shape:
         return None
     last = from_[0] + sum((n - 1) * s for n, s in zip(shape, from_[1], strict=True))
-    if last >= held or to[0] >= math.prod(logical):
+    if last >= count or parameter_place[0] >= math.prod(logical):
         raise BadInfo(f"a piece of its affine map lies outside of what rank {rank} holds")
     # The piece is a box of the parameter: each of its dimensions is one of the parameter's.
-    matched = _dimensions(shape, to[1], logical)
-    start = unraveled(to[0], logical)
+    matched = _dimensions(shape, parameter_place[1], logical)
+    start = unraveled(parameter_place[0], logical)
     extents = [1 if d is None else shape[d] for d in matched or ()]
     stop = tuple(a + n for a, n in zip(start, extents, strict=False))
     if matched is None or any(b > n for b, n in zip(stop, logical, strict=True)):
@@ -351,19 +355,19 @@ def _affine_piece(
 def _dimensions(shape: Extents, steps: Extents, logical: Extents) -> list[int | None] | None:
     """For each dimension of a parameter, which one of a piece it is, by their strides; None if the
     piece has others."""
-    left, found = [d for d, n in enumerate(shape) if n > 1], list[int | None]()
+    left, matches = [d for d, n in enumerate(shape) if n > 1], list[int | None]()
     for n, step in zip(logical, row_major(logical), strict=True):
         match = next((d for d in left if n > 1 and steps[d] == step), None)
         if match is not None:
             left.remove(match)
-        found.append(match)
-    return None if left else found
+        matches.append(match)
+    return None if left else matches
 
 
-def _strided(found: Any, dimensions: int, what: str) -> tuple[int, tuple[int, ...]]:
-    pair = _sequence(found, what)
+def _strided(value: Any, dimensions: int, what: str) -> tuple[int, tuple[int, ...]]:
+    pair = _sequence(value, what)
     if len(pair) != 2 or type(pair[0]) is not int or pair[0] < 0:
-        raise BadInfo(f"the {what} of a piece is {quoted(found)}")
+        raise BadInfo(f"the {what} of a piece is {quoted(value)}")
     strides = _shape(pair[1], what)
     if len(strides) != dimensions:
         raise BadInfo(f"the {what} of a piece has {len(strides)} dimensions, of {dimensions}")
@@ -402,29 +406,29 @@ def check_hints(hints: Mapping[str, Any]) -> None:
         raise HintError(f"the hint is wrong: {error}") from error
 
 
-def _dict(found: Any, what: str) -> Mapping[Any, Any]:
-    if not isinstance(found, dict):
-        raise BadInfo(f"{what} is no dict: {quoted(found)}")
-    return found
+def _dict(value: Any, what: str) -> Mapping[Any, Any]:
+    if not isinstance(value, dict):
+        raise BadInfo(f"{what} is no dict: {quoted(value)}")
+    return value
 
 
-def _sequence(found: Any, what: str) -> Sequence[Any]:
-    if not isinstance(found, list | tuple):
-        raise BadInfo(f"{what} is no list: {quoted(found)}")
-    return found
+def _sequence(value: Any, what: str) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        raise BadInfo(f"{what} is no list: {quoted(value)}")
+    return value
 
 
-def _shape(found: Any, what: str) -> Extents:
+def _shape(value: Any, what: str) -> Extents:
     try:
-        return sizes(found)
+        return sizes(value)
     except ValueError as error:
         raise BadInfo(f"{what}: {error}") from error
 
 
-def _numbers(found: Any, degree: int) -> list[Sequence[int]]:
-    rows = [_shape(row, WIDTHS) for row in _sequence(found, WIDTHS)]
+def _numbers(value: Any, degree: int) -> list[Sequence[int]]:
+    rows = [_shape(row, WIDTHS) for row in _sequence(value, WIDTHS)]
     if not rows or any(len(row) != degree for row in rows):
-        raise BadInfo(f"{WIDTHS} has not {degree} widths for each sub-parameter: {quoted(found)}")
+        raise BadInfo(f"{WIDTHS} has not {degree} widths for each sub-parameter: {quoted(value)}")
     return [*rows]
 
 
@@ -446,7 +450,7 @@ def _list_of_patterns(said: Mapping[str, Any], key: str) -> PatternTable:
 
 def _sub_parameters(said: Any) -> PatternTable:
     """What is said of parameters that consist of several, by pattern."""
-    found: dict[str, Mapping[str, Any]] = {}
+    fields_by_pattern: dict[str, Mapping[str, Any]] = {}
     for item in _sequence(said, SUB_PARAMETERS):
         fields = _dict(item.state if isinstance(item, PickledObject) else item, SUB_PARAMETERS)
         shape, dim = fields.get("shape"), fields.get("partition_dim")
@@ -455,5 +459,5 @@ def _sub_parameters(said: Any) -> PatternTable:
             raise BadInfo(f"{SUB_PARAMETERS} has no partition_dim: {quoted(item)}")
         for pattern in _sequence(fields.get("patterns"), "patterns"):
             if isinstance(pattern, str):
-                found.setdefault(pattern, fields)  # as DeepSpeed, which takes the first
-    return _patterns(found, SUB_PARAMETERS)
+                fields_by_pattern.setdefault(pattern, fields)  # as DeepSpeed, which takes the first
+    return _patterns(fields_by_pattern, SUB_PARAMETERS)

@@ -50,7 +50,7 @@ def parameters(
             f"it has {len(first.groups)} groups of parameters, and {model.file.name} has "
             f"{len(model.shapes)}; are all files of one save?"
         )
-    found: dict[str, Parameter] = {}
+    result: dict[str, Parameter] = {}
     for number, shapes in enumerate(model.shapes):
         groups = [o.groups[number] for o in optimizers]
         if first.stage == 3:
@@ -58,10 +58,10 @@ def parameters(
         else:
             made = _by_fragments(model, optimizers, groups, shapes, data_before_experts)
         for name, parameter in made.items():
-            if name in found:
+            if name in result:
                 raise model.file.damaged(f"{quoted(name)} is in two groups of param_shapes")
-            found[name] = parameter
-    return found
+            result[name] = parameter
+    return result
 
 
 # --- stage 3 ------------------------------------------------------------------------------------
@@ -92,15 +92,15 @@ def _evenly(
                 )
     slots = _common_slots(optimizers, groups, number)
     flats = {slot: [group.slots[slot] for group in groups] for slot in slots}
-    found, offset = {}, 0
+    result, offset = {}, 0
     for name, shape in shapes.items():
-        found[name] = Parameter(
+        result[name] = Parameter(
             shape,
             {slot: _even(flats[slot], shape, offset, parts[name]) for slot in slots},
             groups[0].scalars,
         )
         offset += parts[name]
-    return found
+    return result
 
 
 def _even(flats: Sequence[Flat], shape: Sequence[int], offset: int, part: int) -> TensorSource:
@@ -113,7 +113,7 @@ def frozen(models: Sequence[ModelFileState]) -> dict[str, TensorSource]:
     Arguments:
         models: the model files of one model-parallel rank, by data-parallel rank.
     """
-    found = {}
+    sources = {}
     for name, shape in models[0].frozen_shapes.items():
         count = math.prod(shape)
         part = -(-count // len(models))
@@ -125,8 +125,8 @@ def frozen(models: Sequence[ModelFileState]) -> dict[str, TensorSource]:
                     f"array 'module/{name}': it has {flat.count if flat else 'none'} of the "
                     f"{needed} elements that rank {rank} of {len(models)} holds"
                 )
-        found[name] = _even([model.frozen[name] for model in models], shape, 0, part)
-    return found
+        sources[name] = _even([model.frozen[name] for model in models], shape, 0, part)
+    return sources
 
 
 # --- stages 1 and 2 -----------------------------------------------------------------------------
@@ -160,45 +160,51 @@ def _by_fragments(
                 f"it has {quoted(strange[0])}, which is not in param_shapes of {model.file.name}; "
                 "are all files of one save?"
             )
-    found = {}
+    result = {}
     numbers = local_experts(shapes)
     for members in _members(model, len(groups), groups[0].partitions, data_before_experts):
-        of = [(optimizers[r], groups[r]) for r in members.ranks]
-        slots = _common_slots([o for o, _ in of], [g for _, g in of], 0)
-        by_name = _fragments_by_name(of)
+        rank_groups = [(optimizers[r], groups[r]) for r in members.ranks]
+        slots = _common_slots([o for o, _ in rank_groups], [g for _, g in rank_groups], 0)
+        by_name = _fragments_by_name(rank_groups)
         for name, shape in shapes.items():
             full = name if members.experts is None else _global(model, name, members, numbers)
-            held = by_name.get(name, [])
-            count = sum(n for *_, n in held)
+            fragments = by_name.get(name, [])
+            count = sum(n for *_, n in fragments)
             if count != math.prod(shape):
                 raise model.file.files.damaged(
-                    f"array 'fp32/{full}' of shape {list(shape)}: {_names(o for o, _ in of)} hold "
-                    f"{count} of its {math.prod(shape)} elements; are all files of one save, and "
-                    "is none missing?"
+                    f"array 'fp32/{full}' of shape {list(shape)}: "
+                    f"{_names(o for o, _ in rank_groups)} hold {count} of its {math.prod(shape)} "
+                    "elements; are all files of one save, and is none missing?"
                 )
-            found[full] = Parameter(
-                shape, {slot: _of_runs(of[0][1], slot, shape, held) for slot in slots},
-                of[0][1].scalars,
-            )  # fmt: skip
-    return found
+            result[full] = Parameter(
+                shape,
+                {slot: _of_runs(rank_groups[0][1], slot, shape, fragments) for slot in slots},
+                rank_groups[0][1].scalars,
+            )
+    return result
 
 
 _Held = list[tuple[ParameterGroup, int, int]]
 
 
-def _fragments_by_name(of: Iterable[tuple[OptimizerState, ParameterGroup]]) -> dict[str, _Held]:
+def _fragments_by_name(
+    rank_groups: Iterable[tuple[OptimizerState, ParameterGroup]],
+) -> dict[str, _Held]:
     """By parameter, the group of each rank that holds a fragment, where it begins, and its size."""
-    found: dict[str, _Held] = {}
-    for _, group in of:
+    fragments: dict[str, _Held] = {}
+    for _, group in rank_groups:
         for name, (start, count) in group.fragments.items():
             if count:
-                found.setdefault(name, []).append((group, start, count))
-    return found
+                fragments.setdefault(name, []).append((group, start, count))
+    return fragments
 
 
-def _of_runs(group: ParameterGroup, slot: str, shape: Sequence[int], held: _Held) -> TensorSource:
+def _of_runs(
+    group: ParameterGroup, slot: str, shape: Sequence[int], fragments: _Held
+) -> TensorSource:
     runs = [
-        ElementRun(g.slots[slot].elements, g.slots[slot].first + start, n) for g, start, n in held
+        ElementRun(g.slots[slot].elements, g.slots[slot].first + start, n)
+        for g, start, n in fragments
     ]
     return joined(group.slots[slot].dtype, shape, runs)
 
@@ -234,8 +240,8 @@ def _members(
             f"there are files of {ranks}"
         )
     degree = ranks // partitions
-    of = [r // partitions if data_before_experts else r % degree for r in range(ranks)]
-    return [_Members([r for r in range(ranks) if of[r] == e], e) for e in range(degree)]
+    expert_by_rank = [r // partitions if data_before_experts else r % degree for r in range(ranks)]
+    return [_Members([r for r in range(ranks) if expert_by_rank[r] == e], e) for e in range(degree)]
 
 
 def local_experts(names: Iterable[str]) -> dict[str, int]:
@@ -245,7 +251,7 @@ def local_experts(names: Iterable[str]) -> dict[str, int]:
         match = EXPERT.fullmatch(name)
         if match:
             numbers.setdefault(match[1], set()).add(int(match[2]))
-    return {layer: len(found) for layer, found in numbers.items()}
+    return {layer: len(experts) for layer, experts in numbers.items()}
 
 
 def _global(model: ModelFileState, name: str, members: _Members, numbers: Mapping[str, int]) -> str:

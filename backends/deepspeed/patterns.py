@@ -56,18 +56,18 @@ class PatternTable:
         Raises:
             BadPattern: several do, or it could take too long.
         """
-        found = [*self._literals.get(name, ())]
+        matches = [*self._literals.get(name, ())]
         for pattern, compiled in self._others:
             self._steps -= _steps(pattern, len(name))
             if self._steps < 0:
                 raise BadPattern(f"the pattern {quoted(pattern)} could take too long to match")
             if compiled.match(name):
-                found.append(pattern)
-        self.unused.difference_update(found)
-        if len(found) > 1:
-            both = f"{quoted(found[0])} and {quoted(found[1])}"
+                matches.append(pattern)
+        self.unused.difference_update(matches)
+        if len(matches) > 1:
+            both = f"{quoted(matches[0])} and {quoted(matches[1])}"
             raise BadPattern(f"{quoted(name)} is matched by {both}")
-        return (found[0], self._values[found[0]]) if found else None
+        return (matches[0], self._values[matches[0]]) if matches else None
 
 
 def of_list(patterns: Sequence[str]) -> PatternTable:
@@ -97,9 +97,9 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         raise BadPattern(f"the pattern {quoted(pattern)} is not valid: {error}") from error
 
 
-def items(found: Any) -> Sequence[Any]:
+def items(value: Any) -> Sequence[Any]:
     """The items of a list; none of anything else."""
-    return found if isinstance(found, list | tuple) else ()
+    return value if isinstance(value, list | tuple) else ()
 
 
 def steps_of(groups: Iterable[Mapping[Any, Any]]) -> Iterator[tuple[int, int | float]]:

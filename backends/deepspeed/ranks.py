@@ -59,46 +59,53 @@ class Ranks:
         except merging.Unsupported as error:
             raise UnsupportedFormat(f"{where}: {error}") from error
 
-    def combined(self, kind: str, held: Sequence[Mapping[str, TensorSource]]) -> Iterator[Named]:
+    def combined(
+        self, kind: str, parts_by_rank: Sequence[Mapping[str, TensorSource]]
+    ) -> Iterator[Named]:
         """The arrays of which ranks hold parts.
 
         Arguments:
             kind: the slot, for errors.
-            held: by rank, its parts by name. Several sets of ranks can follow each other, such as
-                those with other experts.
+            parts_by_rank: the parts of each rank by name. Several sets of ranks can follow each
+                other, such as those with other experts.
 
         Raises:
             CheckpointCorrupt: parts do not fit together.
             UnsupportedFormat: how they do is not supported.
             HintError: a hint does not fit.
         """
-        found: dict[str, MergedArray] = {}
-        for first in range(0, len(held), self.degree):
-            together = held[first : first + self.degree]
+        arrays: dict[str, MergedArray] = {}
+        for first in range(0, len(parts_by_rank), self.degree):
+            together = parts_by_rank[first : first + self.degree]
             for name in dict.fromkeys(name for parts in together for name in parts):
                 parts = [by_name.get(name) for by_name in together]
                 for named in self._merged(kind, name, first, parts):
-                    known = found.setdefault(named.name, named.array)
-                    if known is named.array:
+                    first_array = arrays.setdefault(named.name, named.array)
+                    if first_array is named.array:
                         yield named
                         continue
-                    if (known.shape, known.dtype) != (named.array.shape, named.array.dtype):
+                    if (first_array.shape, first_array.dtype) != (
+                        named.array.shape,
+                        named.array.dtype,
+                    ):
                         raise CheckpointCorrupt(
                             f"{self.where}: array '{kind}/{name}' has the shape "
-                            f"{list(known.shape)} on some ranks, and "
+                            f"{list(first_array.shape)} on some ranks, and "
                             f"{list(named.array.shape)} on others"
                         )
-                    known.copies.append(named.array)  # such as a tied one, in several stages
+                    first_array.copies.append(named.array)  # such as a tied one, in several stages
 
-    def apart(self, kind: str, held: Sequence[Mapping[str, TensorSource]]) -> Iterator[Named]:
+    def apart(
+        self, kind: str, parts_by_rank: Sequence[Mapping[str, TensorSource]]
+    ) -> Iterator[Named]:
         """The ranks' parts as arrays of their own, of what has no names.
 
         Arguments: as for `combined`.
         """
-        for rank, parts in enumerate(held):
+        for rank, parts in enumerate(parts_by_rank):
             for name, part in parts.items():
-                own = name if len(held) == 1 else f"{name}@{rank}"
-                yield Named(own, name, rank, whole(part))
+                unique_name = name if len(parts_by_rank) == 1 else f"{name}@{rank}"
+                yield Named(unique_name, name, rank, whole(part))
 
     def check_hints_used(self) -> None:
         """Checks that each pattern of a hint has matched a name.
@@ -189,8 +196,8 @@ def _placed(piece: merging.RankPiece, source: TensorSource) -> tuple[int, tuple[
     ):
         raise merging.Unsupported("a rank holds it in another order than row-major, and in pieces")
     start = unraveled(piece.first, source.shape) if source.count else (0,) * len(extents)
-    at = source.first + sum(a * s for a, s in zip(start, source.steps, strict=True))
-    return at, source.steps
+    first = source.first + sum(a * s for a, s in zip(start, source.steps, strict=True))
+    return first, source.steps
 
 
 def _mean(plan: merging.TensorParallelPlan, sources: Sequence[TensorSource]) -> MergedArray:

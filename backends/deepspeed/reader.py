@@ -62,11 +62,11 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         StorageError: the storage failed.
     """
     with reading(files.location):
-        found = folders.find(files)
-        if found is None:
+        folder = folders.find(files)
+        if folder is None:
             return None
         merging.check_hints(hints)
-        return DeepSpeedReader(Contents(found, hints))
+        return DeepSpeedReader(Contents(folder, hints))
 
 
 _Copy = tuple[str, Sequence[FileBox], Sequence[FileBox]]
@@ -112,16 +112,18 @@ class DeepSpeedReader(RangeReader):
         try:
             for mine, other in zip(ours, theirs, strict=True):
                 for box in cut_box(mine.box, most):
-                    both = [self._elements(found, box, dtype).tobytes() for found in (mine, other)]
+                    both = [
+                        self._elements(file_box, box, dtype).tobytes() for file_box in (mine, other)
+                    ]
                     if both[0] != both[1]:
                         return f"two ranks hold different elements in {box}"
         except Failed as error:
             return str(reading_failed(error, f"{self.location}: array {name!r}"))
         return ""
 
-    def _elements(self, found: FileBox, box: Box, dtype: Any) -> Array:
+    def _elements(self, file_box: FileBox, box: Box, dtype: Any) -> Array:
         out = np.empty(box.shape, dtype)
-        read_file_box(self._files, found, box.relative_to(found.box.start), out)
+        read_file_box(self._files, file_box, box.relative_to(file_box.box.start), out)
         return out
 
 

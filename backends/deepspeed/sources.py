@@ -110,7 +110,7 @@ class EvenParts(Sequence[ElementRun]):
     def __getitem__(self, number: slice) -> Sequence[ElementRun]: ...
     def __getitem__(self, number: int | slice) -> ElementRun | Sequence[ElementRun]:
         if isinstance(number, slice):
-            return [self[at] for at in range(*number.indices(len(self)))]
+            return [self[index] for index in range(*number.indices(len(self)))]
         if not 0 <= number < len(self):
             raise IndexError(number)
         flat = self._flats[number]
@@ -123,11 +123,11 @@ def joined(dtype: str, shape: Sequence[int], runs: Sequence[ElementRun]) -> Tens
     return TensorSource(dtype, tuple(shape), JoinedElements(runs))
 
 
-def is_number(found: Any) -> bool:
+def is_number(value: Any) -> bool:
     """Whether a value is a plain number."""
-    return type(found) in (int, float)
+    return type(value) in (int, float)
 
 
-def unraveled(at: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """The index of the element number `at` in row-major order."""
-    return tuple(int(i) for i in np.unravel_index(at, tuple(shape)))
+def unraveled(position: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The index of an element, by its position in row-major order."""
+    return tuple(int(i) for i in np.unravel_index(position, tuple(shape)))

@@ -71,66 +71,66 @@ class StateFile:
         """The error for what is not supported."""
         return self.files.unsupported(f"{self.name}: {reason}")
 
-    def a_dict(self, found: Any, what: str) -> dict[Any, Any]:
+    def a_dict(self, value: Any, what: str) -> dict[Any, Any]:
         """A value that must be a dict."""
-        if not isinstance(found, dict):
-            raise self.damaged(f"{what} holds no dict, but {_kind(found)}")
-        return found
+        if not isinstance(value, dict):
+            raise self.damaged(f"{what} holds no dict, but {_kind(value)}")
+        return value
 
-    def a_list(self, found: Any, what: str) -> Sequence[Any]:
+    def a_list(self, value: Any, what: str) -> Sequence[Any]:
         """A value that must be a list or a tuple."""
-        if not isinstance(found, list | tuple):
-            raise self.damaged(f"{what} is no list, but {_kind(found)}")
-        return found
+        if not isinstance(value, list | tuple):
+            raise self.damaged(f"{what} is no list, but {_kind(value)}")
+        return value
 
-    def source(self, found: Any, what: str) -> TensorSource:
+    def source(self, value: Any, what: str) -> TensorSource:
         """A value that must be a tensor."""
-        if not isinstance(found, Tensor):
-            raise self.damaged(f"{what} is no tensor, but {_kind(found)}")
+        if not isinstance(value, Tensor):
+            raise self.damaged(f"{what} is no tensor, but {_kind(value)}")
         try:
-            where = self.torch.box(found)
+            where = self.torch.box(value)
         except Failed as error:
             raise reading_failed(error, f"{self.files.location}: {what}") from error
         except UnickptError as error:
             reason = str(error).removeprefix(f"{self.files.location}: ")
             raise self.files.damaged(f"{what}: {reason}") from error
-        return TensorSource(found.dtype, found.shape, where.elements, where.first, where.strides)
+        return TensorSource(value.dtype, value.shape, where.elements, where.first, where.strides)
 
     def sources(
-        self, module: Mapping[str, Any], wanted: Callable[[Tensor], bool] = lambda tensor: True
+        self, module: Mapping[str, Any], predicate: Callable[[Tensor], bool] = lambda tensor: True
     ) -> dict[str, TensorSource]:
         """The tensors of a module's state, or some of them."""
         return {
-            name: self.source(found, f"array 'module/{name}'")
-            for name, found in module.items()
-            if isinstance(found, Tensor) and wanted(found)
+            name: self.source(value, f"array 'module/{name}'")
+            for name, value in module.items()
+            if isinstance(value, Tensor) and predicate(value)
         }
 
-    def flat(self, found: Any, what: str, rank: int | None = 1) -> Flat:
+    def flat(self, value: Any, what: str, rank: int | None = 1) -> Flat:
         """A value that must be a tensor without gaps, by default one-dimensional."""
-        source = self.source(found, what)
+        source = self.source(value, what)
         if rank not in (None, len(source.shape)) or not source.is_row_major:
             raise self.damaged(f"{what} is not flat, but of shape {list(source.shape)}")
         return Flat(self.name, source.dtype, source.elements, source.first, source.count)
 
-    def shapes(self, found: Any, what: str) -> dict[str, tuple[int, ...]]:
+    def shapes(self, value: Any, what: str) -> dict[str, tuple[int, ...]]:
         """A value that must be the shapes of parameters, by name."""
-        shapes = self.a_dict(found, what)
+        shapes = self.a_dict(value, what)
         for name, shape in shapes.items():
             self.a_name(name)
             if not isinstance(shape, tuple) or not all(map(is_size, shape)):
                 raise self.damaged(f"{what} has no shape for {quoted(name)}")
         return shapes
 
-    def a_name(self, found: Any) -> str:
+    def a_name(self, value: Any) -> str:
         """A value that must be the name of a parameter."""
         if (
-            not isinstance(found, str)
-            or not found
-            or found.encode(errors="replace") != (found.encode(errors="surrogatepass"))
+            not isinstance(value, str)
+            or not value
+            or value.encode(errors="replace") != (value.encode(errors="surrogatepass"))
         ):
-            raise self.damaged(f"{quoted(found)} is not the name of a parameter")
-        return found
+            raise self.damaged(f"{quoted(value)} is not the name of a parameter")
+        return value
 
 
 def read_all(files: Files, names: Sequence[str], decode: Callable[[StateFile], T]) -> list[T]:
@@ -146,9 +146,9 @@ def read_all(files: Files, names: Sequence[str], decode: Callable[[StateFile], T
         return list(threads.map(lambda name: decode(StateFile(files, name)), names))
 
 
-def _kind(found: Any) -> str:
+def _kind(value: Any) -> str:
     return (
-        repr(found) if isinstance(found, PickledObject) else f"an object of {type(found).__name__}"
+        repr(value) if isinstance(value, PickledObject) else f"an object of {type(value).__name__}"
     )
 
 
@@ -203,7 +203,7 @@ def model_state(file: StateFile) -> ModelFileState:
     _refuse_swapped(file, state.get("ds_config"))
     module = None if state["module"] is None else flattened(file, state["module"])
 
-    def told(key: str) -> dict[Any, Any]:
+    def read_dict(key: str) -> dict[Any, Any]:
         return file.a_dict(state.get(key) or {}, key)
 
     return ModelFileState(
@@ -214,21 +214,24 @@ def model_state(file: StateFile) -> ModelFileState:
             file.shapes(shapes, "param_shapes")
             for shapes in file.a_list(state.get("param_shapes") or (), "param_shapes")
         ],
-        file.shapes(told("frozen_param_shapes"), "frozen_param_shapes"),
+        file.shapes(read_dict("frozen_param_shapes"), "frozen_param_shapes"),
         {
-            file.a_name(name): file.flat(found, f"array 'module/{name}'", None)
-            for name, found in told("frozen_param_fragments").items()
+            file.a_name(name): file.flat(fragment, f"array 'module/{name}'", None)
+            for name, fragment in read_dict("frozen_param_fragments").items()
         },
-        {file.a_name(alias): file.a_name(of) for alias, of in told("shared_params").items()},
+        {
+            file.a_name(alias): file.a_name(target)
+            for alias, target in read_dict("shared_params").items()
+        },
         frozenset(n for n in state.get("buffer_names") or () if isinstance(n, str)),
-        told("universal_checkpoint_info"),
+        read_dict("universal_checkpoint_info"),
         _degrees(file, state.get("checkpoint_parallel_dimensions")),
     )
 
 
 def flattened(file: StateFile, module: Any) -> dict[str, Any]:
     """The state of a module by its names; those of nested dicts, as Megatron has, are joined."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     left: list[tuple[str, Any]] = [("", module)]
     for _ in range(_MOST_DEPTH):
         below = list[tuple[str, Any]]()
@@ -237,12 +240,12 @@ def flattened(file: StateFile, module: Any) -> dict[str, Any]:
                 name = prefix + file.a_name(key)
                 if isinstance(value, dict):
                     below.append((f"{name}.", value))
-                elif name in found:
+                elif name in entries:
                     raise file.damaged(f"'module' has two values called {quoted(name)}")
                 else:
-                    found[name] = value
+                    entries[name] = value
         if not below:
-            return found
+            return entries
         left = below
     raise file.unsupported(f"'module' is nested deeper than {_MOST_DEPTH} levels")
 
@@ -258,10 +261,10 @@ def _refuse_swapped(file: StateFile, config: Any) -> None:
             )
 
 
-def _degrees(file: StateFile, found: Any) -> tuple[int, int] | None:
-    if found is None:
+def _degrees(file: StateFile, degrees: Any) -> tuple[int, int] | None:
+    if degrees is None:
         return None
-    pp, tp = (file.a_dict(found, "degrees").get(f"{kind}_degree") for kind in ("pp", "tp"))
+    pp, tp = (file.a_dict(degrees, "degrees").get(f"{kind}_degree") for kind in ("pp", "tp"))
     if type(pp) is not int or type(tp) is not int or pp < 1 or tp < 1:
         raise file.damaged("its checkpoint_parallel_dimensions are no numbers")
     return pp, tp
@@ -344,10 +347,10 @@ def common_values(state: Mapping[Any, Any]) -> dict[Any, Any]:
     return plain
 
 
-def _loss_scaler(found: Any) -> Any:
+def _loss_scaler(scaler: Any) -> Any:
     """The fields of a loss scaler; anything else as it is."""
-    known = isinstance(found, PickledObject) and found.name.startswith(_SCALERS)
-    return found.state if known and isinstance(found.state, dict) else found
+    is_scaler = isinstance(scaler, PickledObject) and scaler.name.startswith(_SCALERS)
+    return scaler.state if is_scaler and isinstance(scaler.state, dict) else scaler
 
 
 def _slots(file: StateFile, inner: Any, count: int) -> tuple[list[dict[Any, Any]], Any]:
@@ -355,10 +358,10 @@ def _slots(file: StateFile, inner: Any, count: int) -> tuple[list[dict[Any, Any]
     if isinstance(inner, list | tuple):  # elastic_checkpoint
         if len(inner) != count:
             raise file.damaged(f"it has states of {len(inner)} groups, and weights of {count}")
-        return [file.a_dict(found, "base_optimizer_state") for found in inner], []
-    found = file.a_dict(inner, "the optimizer's state")
-    states = file.a_dict(found.get("state") or {}, "the optimizer's 'state'")
-    groups = file.a_list(found.get("param_groups") or (), "the optimizer's 'param_groups'")
+        return [file.a_dict(fields, "base_optimizer_state") for fields in inner], []
+    fields = file.a_dict(inner, "the optimizer's state")
+    states = file.a_dict(fields.get("state") or {}, "the optimizer's 'state'")
+    groups = file.a_list(fields.get("param_groups") or (), "the optimizer's 'param_groups'")
     strange = [key for key in states if key not in range(count)]
     if strange:
         raise file.damaged(f"it has the state {quoted(strange[0])}, and weights of {count} groups")
@@ -371,20 +374,20 @@ def _slots(file: StateFile, inner: Any, count: int) -> tuple[list[dict[Any, Any]
     return slots, groups
 
 
-def _partition_counts(file: StateFile, found: Any, count: int) -> Sequence[int]:
-    counts = [found] * count if type(found) is int else file.a_list(found, "partition_count")
+def _partition_counts(file: StateFile, value: Any, count: int) -> Sequence[int]:
+    counts = [value] * count if type(value) is int else file.a_list(value, "partition_count")
     if len(counts) != count or not all(type(n) is int and n > 0 for n in counts):
-        raise file.damaged(f"its partition_count, {quoted(found)}, is not that of {count} groups")
+        raise file.damaged(f"its partition_count, {quoted(value)}, is not that of {count} groups")
     return counts
 
 
-def _fragments(file: StateFile, found: Any, count: int) -> Sequence[FlatFragments]:
-    if found is None:
+def _fragments(file: StateFile, value: Any, count: int) -> Sequence[FlatFragments]:
+    if value is None:
         raise file.unsupported(
             "it does not tell where parameters are (param_slice_mappings); load and save it with "
             "DeepSpeed 0.8 or later"
         )
-    mappings = file.a_list(found, "param_slice_mappings")
+    mappings = file.a_list(value, "param_slice_mappings")
     if len(mappings) != count:
         raise file.damaged(f"it has param_slice_mappings of {len(mappings)} groups, of {count}")
     return [
@@ -396,8 +399,12 @@ def _fragments(file: StateFile, found: Any, count: int) -> Sequence[FlatFragment
     ]
 
 
-def _fragment(file: StateFile, name: str, found: Any) -> tuple[int, int]:
-    state = found.state if isinstance(found, PickledObject) and found.name == _FRAGMENT else None
+def _fragment(file: StateFile, name: str, fragment: Any) -> tuple[int, int]:
+    state = (
+        fragment.state
+        if isinstance(fragment, PickledObject) and fragment.name == _FRAGMENT
+        else None
+    )
     fields = state if isinstance(state, dict) else {}
     start, count = fields.get("start"), fields.get("numel")
     if not is_size(start) or not is_size(count):
@@ -417,10 +424,10 @@ def _group(
     tensors, scalars = slots_of(file, slots, of_group, ("fp32", "module"))
     flats = {"fp32": file.flat(weights, f"the weights of {of_group}")}
     for slot, value in tensors.items():
-        what, held = f"the slot {quoted(slot)} of {of_group}", math.prod(value.shape)
-        if held < flats["fp32"].count:
+        what, count = f"the slot {quoted(slot)} of {of_group}", math.prod(value.shape)
+        if count < flats["fp32"].count:
             raise file.unsupported(
-                f"{what} has {held} elements, and the weights {flats['fp32'].count}"
+                f"{what} has {count} elements, and the weights {flats['fp32'].count}"
             )
         flats[slot] = file.flat(value, what)
     _check_fragments(file, number, flats, fragments)
@@ -485,11 +492,11 @@ def same_everywhere(
         expected: what they must say; None for what the first one says.
     """
     first: StateFile | None = None
-    for file, found in files:
+    for file, value in files:
         if expected is None:
-            first, expected = file, found
-        elif found != expected:
+            first, expected = file, value
+        elif value != expected:
             other = f"{quoted(expected)} by {first.name}" if first else quoted(expected)
             raise file.damaged(
-                f"{what} is {quoted(found)}, but {other}; are all files of one save?"
+                f"{what} is {quoted(value)}, but {other}; are all files of one save?"
             )

@@ -68,8 +68,8 @@ def plan(index: Index, template: str | os.PathLike[str]) -> Plan:
             (values if is_number else arrays)[leaf] = leaf
             planned.append(_file(index, f"{tag}/{path}", leaf, slot))
     used = arrays.keys() | values.keys()
-    others = [name for name in index.names if name not in used]
-    problems += [f"  {name!r}, {_why_not(name, states)}" for name in others]
+    unused = [name for name in index.names if name not in used]
+    problems += [f"  {name!r}, {_why_not(name, states)}" for name in unused]
     if problems:
         raise cannot_hold("universal", problems, _HINT)
     planned += [_copy(files, path, tag) for path in files.names if _COPIED.fullmatch(path)]
@@ -96,12 +96,12 @@ def _opened(template: str | os.PathLike[str]) -> tuple[Files, str]:
 
 def _states(files: Files) -> dict[str, dict[str, str]]:
     """The file of each slot of each parameter."""
-    found: dict[str, dict[str, str]] = {}
+    states: dict[str, dict[str, str]] = {}
     for path in files.names:
         match = _STATE.fullmatch(path)
         if match is not None:
-            found.setdefault(match[1], {})[match[2]] = path
-    return found
+            states.setdefault(match[1], {})[match[2]] = path
+    return states
 
 
 def _copy(files: Files, path: str, tag: str) -> PlannedFile:
@@ -127,7 +127,7 @@ def _slot(files: Files, path: str) -> _TemplateSlot:
     value = TorchFile(files, path).value
     extras = None
     if isinstance(value, dict):
-        extras = {key: found for key, found in value.items() if key != _PARAM}
+        extras = {key: extra for key, extra in value.items() if key != _PARAM}
         value = value.get(_PARAM)
     if isinstance(value, int | float):
         return _TemplateSlot((), None, extras)
@@ -139,15 +139,15 @@ def _slot(files: Files, path: str) -> _TemplateSlot:
 def _problem(index: Index, leaf: str, slot: _TemplateSlot) -> str:
     """Why a leaf does not fit the template; empty if it does."""
     entry = index.entries.get(leaf)
-    wanted = f"{slot.dtype or 'a number'}{list(slot.shape)}"
+    expected = f"{slot.dtype or 'a number'}{list(slot.shape)}"
     if entry is None:
-        return f"{leaf!r} is missing; in the template it is {wanted}"
+        return f"{leaf!r} is missing; in the template it is {expected}"
     # DeepSpeed's plain ZeRO 3 stores parameters flat.
     flat = slot.shape == (math.prod(entry.shape),)
     same = entry.dtype == (slot.dtype or entry.dtype)
     if same and (entry.shape == slot.shape or flat):
         return ""
-    return f"{leaf!r} is {entry.dtype_and_shape}; in the template it is {wanted}"
+    return f"{leaf!r} is {entry.dtype_and_shape}; in the template it is {expected}"
 
 
 def _why_not(leaf: str, states: Mapping[str, Mapping[str, str]]) -> str:

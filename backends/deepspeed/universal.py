@@ -35,31 +35,35 @@ def parameters(
         CheckpointCorrupt: a file is missing, or contradicts others.
         UnsupportedFormat: nothing tells the shape of a parameter.
     """
-    known = {name: shape for group in shapes for name, shape in group.items()}
-    _check_complete(folder, known)
+    all_shapes = {name: shape for group in shapes for name, shape in group.items()}
+    _check_complete(folder, all_shapes)
     trained = {
         name: slots
         for name, slots in folder.states.items()
-        if name in known or name not in copied or len(slots) > 1
+        if name in all_shapes or name not in copied or len(slots) > 1
     }
-    order = [*(n for n in known if n in trained), *(n for n in trained if n not in known)]
+    order = [*(n for n in all_shapes if n in trained), *(n for n in trained if n not in all_shapes)]
     files = [(name, slot) for name in order for slot in trained[name]]
-    found = read_all(folder.files, [trained[name][slot] for name, slot in files], lambda file: file)
+    state_files = read_all(
+        folder.files, [trained[name][slot] for name, slot in files], lambda file: file
+    )
     made: dict[str, dict[str, TensorSource | int | float]] = {}
-    for (name, slot), file in zip(files, found, strict=True):
-        made.setdefault(name, {})[slot] = _value(file, name, slot, known.get(name))
+    for (name, slot), file in zip(files, state_files, strict=True):
+        made.setdefault(name, {})[slot] = _value(file, name, slot, all_shapes.get(name))
     steps = _steps_of_stage3(folder, shapes)
     return {name: _parameter(folder, name, slots, steps) for name, slots in made.items()}
 
 
-def _check_complete(folder: DeepSpeedFolder, known: Mapping[str, Any]) -> None:
+def _check_complete(folder: DeepSpeedFolder, all_shapes: Mapping[str, Any]) -> None:
     """Checks that no file is missing: all that are trained have the same slots."""
-    for name in known:
+    for name in all_shapes:
         if name not in folder.states and _EXPERTS not in name:
             raise folder.files.incomplete(f"array 'fp32/{name}': there is no folder zero/{name}")
     # Without model files, only those with several files can be told from what was copied.
     trained = {
-        n: set(s) for n, s in folder.states.items() if n in known or (not known and len(s) > 1)
+        n: set(s)
+        for n, s in folder.states.items()
+        if n in all_shapes or (not all_shapes and len(s) > 1)
     }
     all_slots = {slot for slots in trained.values() for slot in slots}
     for name, slots in folder.states.items():
@@ -131,12 +135,12 @@ def _steps_of_stage3(
     file = StateFile(folder.files, folder.common)
     inner = file.state.get("optimizer_state_dict")
     states = inner.get("state") if isinstance(inner, dict) else None
-    found: dict[str, TensorSource | int | float] = {}
+    steps: dict[str, TensorSource | int | float] = {}
     for number, group in enumerate(shapes):
         state = states.get(number) if isinstance(states, dict) else None
         step: Any = state.get("step") if isinstance(state, dict) else None
         if isinstance(step, Tensor) and step.shape == ():
-            found.update(dict.fromkeys(group, file.source(step, f"the step of group {number}")))
+            steps.update(dict.fromkeys(group, file.source(step, f"the step of group {number}")))
         elif is_number(step):
-            found.update(dict.fromkeys(group, step))
-    return found
+            steps.update(dict.fromkeys(group, step))
+    return steps

@@ -54,7 +54,7 @@ def torch_state(file: StateFile) -> TorchState | None:
     if not isinstance(optimizer, dict):
         return None
     states = optimizer.get("state")
-    found = {
+    parameters = {
         number: _parameter(file, number, state)
         for number, state in (states if isinstance(states, dict) else {}).items()
     }
@@ -62,26 +62,28 @@ def torch_state(file: StateFile) -> TorchState | None:
     groups = (wrapped if isinstance(wrapped, dict) else optimizer).get("param_groups")
     groups = [group for group in groups or () if isinstance(group, dict)]
     for number, step in steps_of(groups):
-        if number in found:
-            scalars = {"step": step, **found[number].scalars}
-            found[number] = replace(found[number], scalars=scalars)
+        if number in parameters:
+            scalars = {"step": step, **parameters[number].scalars}
+            parameters[number] = replace(parameters[number], scalars=scalars)
     numbers, names = _every(groups, "params", int), _every(groups, "param_names", str)
     named = (str(group.get("name")) for group in groups if group.get("moe") is True)
     degrees = [int(match[1]) for match in map(_EXPERT_GROUP.fullmatch, named) if match]
-    complete = len(names) == len(numbers) and found.keys() <= {*numbers}
-    return TorchState(file, found, numbers, names if complete else (), max(degrees, default=None))
+    complete = len(names) == len(numbers) and parameters.keys() <= {*numbers}
+    return TorchState(
+        file, parameters, numbers, names if complete else (), max(degrees, default=None)
+    )
 
 
 def _every(groups: Sequence[Mapping[Any, Any]], key: str, kind: type) -> list[Any]:
     """What the lists of all groups have of a class."""
-    return [found for group in groups for found in items(group.get(key)) if type(found) is kind]
+    return [item for group in groups for item in items(group.get(key)) if type(item) is kind]
 
 
 def _parameter(file: StateFile, number: Any, state: Any) -> Parameter:
     if type(number) is not int:
         raise file.damaged(f"the optimizer has the state {quoted(number)}, which is no number")
-    held = file.a_dict(state, "a state of the optimizer")
-    tensors, scalars = slots_of(file, held, f"the optimizer's parameter {number}")
+    fields = file.a_dict(state, "a state of the optimizer")
+    tensors, scalars = slots_of(file, fields, f"the optimizer's parameter {number}")
     arrays = {slot: file.source(t, f"array '{slot}/{number}'") for slot, t in tensors.items()}
     shape = next((source.shape for source in arrays.values()), ())
     return Parameter(shape, arrays, scalars)
@@ -109,29 +111,29 @@ def by_name(
         CheckpointCorrupt: files are missing, or one of them is damaged.
         UnsupportedFormat: a layer has a degree of expert parallelism of its own.
     """
-    found = []
+    result = []
     for number, of_rank in enumerate(states):
-        for state, known in zip(of_rank, weights, strict=True):
+        for state, weight_names in zip(of_rank, weights, strict=True):
             if not state.names:
                 return None
-            totals, own = local_experts(known), local_experts(state.names)
+            totals, local_counts = local_experts(weight_names), local_experts(state.names)
             named: dict[str, Parameter] = {}
             for n, local in zip(state.numbers, state.names, strict=True):
-                name = _global(state, local, own, totals, (number, len(states)))
-                if name not in known:
+                name = _global(state, local, local_counts, totals, (number, len(states)))
+                if name not in weight_names:
                     return None
                 if n in state.parameters:
                     if name in named:
                         raise state.file.damaged(f"{quoted(local)} is the name of two parameters")
                     named[name] = state.parameters[n]
-            found.append(named)
-    return found
+            result.append(named)
+    return result
 
 
 def _global(
     state: TorchState,
     name: str,
-    own: Mapping[str, int],
+    local_counts: Mapping[str, int],
     totals: Mapping[str, int],
     rank: tuple[int, int],
 ) -> str:
@@ -140,28 +142,28 @@ def _global(
     Arguments:
         state: that has it.
         name: as the rank has it.
-        own, totals: by layer, how many experts the rank has, and all ranks together.
+        local_counts, totals: by layer, how many experts the rank has, and all ranks together.
         rank: the expert-parallel rank, and of how many.
     """
     match = EXPERT.fullmatch(name)
     if match is None or match[1] not in totals:
         return name
     number, ranks = rank
-    held, total = own[match[1]], totals[match[1]]
-    if held == total:
+    count, total = local_counts[match[1]], totals[match[1]]
+    if count == total:
         return name  # all ranks have all of them
-    if held * ranks < total:
+    if count * ranks < total:
         raise state.file.damaged(
-            f"it has {held} of {total} experts of {quoted(match[1])}, and there are files of "
+            f"it has {count} of {total} experts of {quoted(match[1])}, and there are files of "
             f"{ranks} expert-parallel ranks; was the folder copied as a whole? (Or a part of them "
             "is not trained, which is not read.)"
         )
-    if held * ranks != total:
+    if count * ranks != total:
         raise state.file.unsupported(
-            f"it has {held} of {total} experts of {quoted(match[1])}, and there are {ranks} "
+            f"it has {count} of {total} experts of {quoted(match[1])}, and there are {ranks} "
             "expert-parallel ranks: layers with degrees of their own are not read"
         )
-    return f"{match[1]}{number * held + int(match[2])}{match[3]}"
+    return f"{match[1]}{number * count + int(match[2])}{match[3]}"
 
 
 # --- whether all files are there ------------------------------------------------------------------
@@ -191,13 +193,13 @@ def check(
             f"{len(models)}; was the folder copied as a whole?"
         )
     same_everywhere([(s.file, len(s.numbers)) for s in every], "the number of parameters")
-    told = {state.expert_ranks for state in every if state.expert_ranks is not None}
-    if told and told != {len(states)}:
+    rank_counts = {state.expert_ranks for state in every if state.expert_ranks is not None}
+    if rank_counts and rank_counts != {len(states)}:
         raise first.damaged(
-            f"it is of a run with {max(told)} expert-parallel ranks, and there are files of "
+            f"it is of a run with {max(rank_counts)} expert-parallel ranks, and there are files of "
             f"{len(states)}; was the folder copied as a whole?"
         )
-    if not told and not all(state.names for state in every):
+    if not rank_counts and not all(state.names for state in every):
         for model, state, names in zip(models, states[0], weights, strict=True):
             _check_count(model, state, names, len(states))
 

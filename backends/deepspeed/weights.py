@@ -53,7 +53,7 @@ def of_models(
     """
     if folder.stage3:
         return _of_stage3(models)
-    held: list[dict[str, TensorSource]] = []
+    parts_by_rank: list[dict[str, TensorSource]] = []
     values: dict[str, tuple[Any, StateFile]] = {}
     shapes = {n: s for (model,) in models for n, s in model.all_shapes.items()}
     aliases = _ties([model for (model,) in models], shapes)
@@ -64,21 +64,25 @@ def of_models(
                 values.setdefault(name, (value, model.file))
             elif 0 in value.shape:
                 sources[name] = TensorSource(value.dtype, value.shape, JoinedElements(()))
-        held.append({name: found for name, found in sources.items() if name not in aliases})
-    _add_experts(folder, held)
+        parts_by_rank.append(
+            {name: source for name, source in sources.items() if name not in aliases}
+        )
+    _add_experts(folder, parts_by_rank)
     if folder.layers:
-        _add_layers(folder, [model.all_shapes for (model,) in models], held, degree)
-    return ModuleWeights(held, {}, aliases, values)
+        _add_layers(folder, [model.all_shapes for (model,) in models], parts_by_rank, degree)
+    return ModuleWeights(parts_by_rank, {}, aliases, values)
 
 
 def _ties(models: Sequence[ModelFileState], shapes: Mapping[str, Any]) -> dict[str, str]:
     """Names of one tensor: the others of the one that is trained, or comes first."""
     by_model = [_tied(model, shapes) for model in models]
     first = by_model[0] if by_model else {}  # a universal one may have no model file
-    found = {k: v for k, v in first.items() if all(tied.get(k) == v for tied in by_model)}
+    aliases = {k: v for k, v in first.items() if all(tied.get(k) == v for tied in by_model)}
     present = {name for model in models for name in model.module or ()}
-    told = {alias: of for model in models for alias, of in model.shared.items()}
-    return found | {alias: of for alias, of in told.items() if alias in present and of in present}
+    shared = {alias: target for model in models for alias, target in model.shared.items()}
+    return aliases | {
+        alias: target for alias, target in shared.items() if alias in present and target in present
+    }
 
 
 def _tied(model: ModelFileState, shapes: Mapping[str, Any]) -> dict[str, str]:
@@ -95,32 +99,32 @@ def _tied(model: ModelFileState, shapes: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _of_stage3(models: Sequence[Sequence[ModelFileState]]) -> ModuleWeights:
-    held, trained = [], dict[str, str]()
+    parts_by_rank, trained = [], dict[str, str]()
     aliases, values = dict[str, str](), dict[str, tuple[Any, StateFile]]()
     for of_rank in models:
         model = of_rank[0]
         frozen, shapes = partitions.frozen(of_rank), model.all_shapes
-        found: dict[str, TensorSource] = {}
+        sources: dict[str, TensorSource] = {}
         for name, value in (model.module or {}).items():
             if name in shapes and isinstance(value, Tensor):
                 trained[name] = value.dtype
             elif name in frozen:
-                found[name] = frozen[name]
+                sources[name] = frozen[name]
             elif name in model.shared:
                 aliases[name] = model.shared[name]
             elif not isinstance(value, Tensor):
                 values.setdefault(name, (value, model.file))
             elif name in model.sources:
-                found[name] = model.sources[name]
+                sources[name] = model.sources[name]
             elif name in model.buffers:
-                found[name] = TensorSource(value.dtype, value.shape, JoinedElements(()))
+                sources[name] = TensorSource(value.dtype, value.shape, JoinedElements(()))
             else:
                 raise model.file.damaged(
                     f"array 'module/{name}' is empty there, and is in no param_shapes; are all "
                     "files of one save?"
                 )
-        held.append(found)
-    return ModuleWeights(held, trained, aliases, values)
+        parts_by_rank.append(sources)
+    return ModuleWeights(parts_by_rank, trained, aliases, values)
 
 
 # --- experts, layers of a pipeline --------------------------------------------------------------
@@ -130,20 +134,20 @@ def _module_of(file: StateFile) -> dict[str, TensorSource]:
     return file.sources(flattened(file, file.value))
 
 
-def _add_experts(folder: DeepSpeedFolder, held: Sequence[dict[str, TensorSource]]) -> None:
+def _add_experts(folder: DeepSpeedFolder, parts_by_rank: Sequence[dict[str, TensorSource]]) -> None:
     """Adds the experts, each of which has a file for each model-parallel rank."""
     names = list(folder.experts.values())
     read = read_all(folder.files, names, _module_of)
-    for (_, _, rank), name, found in zip(folder.experts, names, read, strict=True):
-        if rank >= len(held):
+    for (_, _, rank), name, sources in zip(folder.experts, names, read, strict=True):
+        if rank >= len(parts_by_rank):
             raise folder.files.damaged(f"{name} is of a rank that has no other file")
-        held[rank].update(found)
+        parts_by_rank[rank].update(sources)
 
 
 def _add_layers(
     folder: DeepSpeedFolder,
     shapes: Sequence[Mapping[str, tuple[int, ...]]],
-    held: Sequence[dict[str, TensorSource]],
+    parts_by_rank: Sequence[dict[str, TensorSource]],
     degree: int,
 ) -> None:
     """Adds the layers of a pipeline, whose files have names without the number of the layer.
@@ -151,16 +155,17 @@ def _add_layers(
     Arguments:
         folder: the checkpoint.
         shapes: by model-parallel rank, of the parameters.
-        held: by model-parallel rank, what to add to.
+        parts_by_rank: by model-parallel rank, what to add to.
         degree: of tensor parallelism.
 
     Raises:
         CheckpointCorrupt: a file is missing.
     """
     names = [name for by_rank in folder.layers.values() for name in by_rank]
-    found = read_all(folder.files, names, _module_of)
+    contents = read_all(folder.files, names, _module_of)
     by_layer = {
-        layer: found[at * degree : (at + 1) * degree] for at, layer in enumerate(folder.layers)
+        layer: contents[number * degree : (number + 1) * degree]
+        for number, layer in enumerate(folder.layers)
     }
     stage_of = {name: r // degree for r in reversed(range(len(shapes))) for name in shapes[r]}
     _check_layers(folder, stage_of, by_layer)
@@ -169,7 +174,7 @@ def _add_layers(
         for rank, sources in enumerate(by_rank):
             for key, source in sources.items():
                 name = tied.get(f"{layer}.{key}", f"{layer}.{key}")
-                held[stage_of.get(name, 0) * degree + rank][name] = source
+                parts_by_rank[stage_of.get(name, 0) * degree + rank][name] = source
 
 
 def _check_layers(
@@ -213,7 +218,7 @@ def _tied_names(
         if name.startswith(_TIED) and name.count(".") >= 2:
             shape = next(s[name] for s in shapes if name in s)
             tied.setdefault((name.split(".", 2)[2], shape), []).append(name)
-    found: dict[str, str] = {}
+    tied_names: dict[str, str] = {}
     for (key, shape), meant in tied.items():
         layers = [
             f"{layer}.{key}"
@@ -228,5 +233,5 @@ def _tied_names(
                 "missing"
             )
         if len(layers) == len(meant) == 1:
-            found[layers[0]] = meant[0]
-    return found
+            tied_names[layers[0]] = meant[0]
+    return tied_names

@@ -89,9 +89,11 @@ class UniversalWriter:
         if self.template is not None:
             return ()
         of_optimizer = {n for n in index.names if n.partition("/")[0] == OPTIMIZER}
-        kept = {leaf.name for node in _settings(index).values() for leaf in leaves_of_tree(node)}
+        settings = {
+            leaf.name for node in _settings(index).values() for leaf in leaves_of_tree(node)
+        }
         fixed = {n for n in ("mp_world_size",) if index.values.get(n, 1) != 1}
-        return (of_optimizer - kept) | fixed | UniversalArrays.of(index).implied
+        return (of_optimizer - settings) | fixed | UniversalArrays.of(index).implied
 
     def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
         if self.template is not None:
@@ -102,11 +104,11 @@ class UniversalWriter:
 def _settings(index: Index) -> dict[str, Tree]:
     """What of an optimizer's values an engine takes over: the scale of losses only if it changes,
     as that of another precision would be wrong."""
-    found = children_by_key(root_of(index).get(OPTIMIZER, Leaf("", None)))
-    kept: tuple[str, ...] = (_GROUPS, _CLIP)
+    values = children_by_key(root_of(index).get(OPTIMIZER, Leaf("", None)))
+    keys: tuple[str, ...] = (_GROUPS, _CLIP)
     if index.values.get(f"{OPTIMIZER}/{_DYNAMIC}") is True:
-        kept = (*kept, _SCALER, _DYNAMIC)
-    chosen = {key: found[key] for key in kept if key in found}
+        keys = (*keys, _SCALER, _DYNAMIC)
+    chosen = {key: values[key] for key in keys if key in values}
     if _GROUPS in chosen:
         chosen[_GROUPS] = _without_params(chosen[_GROUPS])
     if _SCALER in chosen:
@@ -143,7 +145,7 @@ class _File(KnownTorchFile):
             return self._index.values[name]
         return self.stored(self._index.entry(name))
 
-    def of(self, node: Tree) -> Any:
+    def object_of(self, node: Tree) -> Any:
         return torch_layout.object_of(node, self.leaf)
 
 
@@ -218,23 +220,23 @@ class _Folder:
     def _step(self) -> tuple[Any, bool] | None:
         """The step of all parameters, and whether it is a tensor; None if they differ."""
         values, aliases = self._index.values, self._index.aliases
-        found = {
+        steps = {
             (values[leaf], False)
             if leaf in values
             else (self._elements[aliases.get(leaf, leaf)].item(), True)
             for leaf in self._arrays.steps.values()
         }
-        return found.pop() if len(found) == 1 else None
+        return steps.pop() if len(steps) == 1 else None
 
     def _counters(self) -> dict[str, Any]:
         """The counters of the engine; without any, an engine that has skipped no step."""
-        found = {
+        counters = {
             name: self._index.values[name]
             for name in ("global_steps", "skipped_steps", "dp_world_size", "ds_version")
             if name in self._index.values
         }
         step = self._step()
-        if "global_steps" not in found and step is None:
+        if "global_steps" not in counters and step is None:
             self._refuse(
                 ["global_steps is missing, and parameters have different steps, or none, of which "
                  "it could follow"]
@@ -242,19 +244,19 @@ class _Folder:
         made = {"skipped_steps": 0, "dp_world_size": 1, "ds_version": _VERSION}
         if step is not None:
             made["global_steps"] = int(step[0])
-        made = {name: value for name, value in made.items() if name not in found}
+        made = {name: value for name, value in made.items() if name not in counters}
         made["mp_world_size"] = 1  # as many as there are model files
         self._made |= made
-        return {**found, **made}
+        return {**counters, **made}
 
     # --- the optimizer --------------------------------------------------------------------------
 
     def _optimizer_state(self) -> PlannedFile:
         """What ZeRO 1 and 2 read at the top, and ZeRO 3 below `optimizer_state_dict`."""
         file = _File(self._index, self._used)
-        settings = {key: file.of(node) for key, node in self._settings.items()}
+        settings = {key: file.object_of(node) for key, node in self._settings.items()}
         groups = settings.pop(_GROUPS, [])
-        if not isinstance(groups, list) or not all(isinstance(each, dict) for each in groups):
+        if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
             self._problems.append(f"{OPTIMIZER}/{_GROUPS}, which is no list of dicts")
             groups = []
         # ZeRO 1 and 2 load only as many groups as there are here, and say nothing.
@@ -273,15 +275,15 @@ class _Folder:
 
     def _scaler(self, fields: Any) -> Any:
         """The object that has the scale of losses, which an engine takes instead of its own."""
-        known = fields if isinstance(fields, dict) else {}
-        missing = [name for name in _SCALER_FIELDS if name not in known]
+        values = fields if isinstance(fields, dict) else {}
+        missing = [name for name in _SCALER_FIELDS if name not in values]
         if missing:
             self._problems.append(
                 f"{OPTIMIZER}/{_SCALER}, which lacks {', '.join(missing)}; drop {OPTIMIZER}/"
                 f"{_DYNAMIC}, and engines begin with the scale of their configuration"
             )
         made = PickledCall(Global(_SCALER_CLASS), is_new=True)
-        made.state = {name: known.get(name) for name in _SCALER_FIELDS}
+        made.state = {name: values.get(name) for name in _SCALER_FIELDS}
         made.state |= {"dynamic": True, "dtype": Global("torch.float16")}
         return made
 
@@ -294,7 +296,7 @@ class _Folder:
             name: PickledCall(Global("torch.Size"), (entries[slots[FP32]].shape,))
             for name, slots in self._arrays.trained.items()
         }
-        of_engine = {key: file.of(self._root[key]) for key in OF_ENGINE if key in self._root}
+        of_engine = {key: file.object_of(self._root[key]) for key in OF_ENGINE if key in self._root}
         state = {
             "module": {n: file.leaf(leaf) for n, leaf in self._arrays.untrained.items()},
             "param_shapes": [shapes],
@@ -312,11 +314,11 @@ class _Folder:
         stored = self._index.values.get(CLIENT)
         if isinstance(stored, OfEachProcess):
             self._used.add(CLIENT)
-            found = file.plain(without_marks(stored.values[0]))
+            state = file.plain(without_marks(stored.values[0]))
         else:
-            found = file.of(self._root[CLIENT]) if CLIENT in self._root else {}
-        if isinstance(found, dict):
-            return found
+            state = file.object_of(self._root[CLIENT]) if CLIENT in self._root else {}
+        if isinstance(state, dict):
+            return state
         self._problems.append(f"{CLIENT}, which is no dict")
         return {}
 

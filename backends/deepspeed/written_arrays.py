@@ -45,7 +45,7 @@ class UniversalArrays:
         Arguments:
             index: whose names are those by which unickpt reads DeepSpeed's checkpoints.
         """
-        return _Finding(index).found()
+        return _Finding(index).find_arrays()
 
 
 @dataclass
@@ -53,7 +53,7 @@ class _Finding:
     index: Index
     problems: list[str] = field(default_factory=list)
 
-    def found(self) -> UniversalArrays:
+    def find_arrays(self) -> UniversalArrays:
         named = self._named()
         weights, module, steps = (named.pop(top, {}) for top in (FP32, MODULE, STEP))
         slots = {slot: self._arrays_alone(slot, named[slot]) for slot in named}
@@ -61,25 +61,25 @@ class _Finding:
         self._check_known(weights, slots)
         self._check_known({n: n for n, owner in owners.items() if n == owner}, {STEP: steps})
         trained = {
-            name: {FP32: leaf, **{s: of[owners[name]] for s, of in slots.items()}}
+            name: {FP32: leaf, **{s: leaves[owners[name]] for s, leaves in slots.items()}}
             for name, leaf in weights.items()
-            if name in owners and all(owners[name] in of for of in slots.values())
+            if name in owners and all(owners[name] in leaves for leaves in slots.values())
         }
         self._check_complete(owners, slots)
         for name, of_slots in trained.items():
             self._check(name, of_slots)
-        own = {name: steps[owners[name]] for name in trained if owners[name] in steps}
-        self._check_steps(trained, own)
+        trained_steps = {name: steps[owners[name]] for name in trained if owners[name] in steps}
+        self._check_steps(trained, trained_steps)
         masters = {self._array(module[name]) for name in trained if name in module}
         rounded = {n for n, leaf in module.items() if n in owners or self._array(leaf) in masters}
         untrained = {n: leaf for n, leaf in {**weights, **module}.items() if n not in owners}
         untrained = {n: leaf for n, leaf in untrained.items() if n not in rounded}
         implied = {module[name] for name in rounded}
         implied |= {weights[n] for n, leaf in untrained.items() if n in weights and n in module}
-        written = {self._array(leaf) for of in trained.values() for leaf in of.values()}
+        written = {self._array(leaf) for leaves in trained.values() for leaf in leaves.values()}
         written |= {self._array(leaf) for leaf in untrained.values()}
         implied = {leaf for leaf in implied if self._array(leaf) not in written}
-        return UniversalArrays(trained, own, untrained, frozenset(implied), self.problems)
+        return UniversalArrays(trained, trained_steps, untrained, frozenset(implied), self.problems)
 
     def _array(self, leaf: str) -> str:
         """The same for all names of an array."""
@@ -87,7 +87,7 @@ class _Finding:
 
     def _named(self) -> dict[str, dict[str, str]]:
         """The names of all but the engine's own values: by the first component, by the second."""
-        found: dict[str, dict[str, str]] = {}
+        leaves_by_slot: dict[str, dict[str, str]] = {}
         for leaf, keys in keys_of_leaves(tree_from_json(self.index.tree)):
             if keys and keys[0] in (*OF_ENGINE, OPTIMIZER, CLIENT):
                 continue
@@ -105,8 +105,8 @@ class _Finding:
                     "the experts of a rank"
                 )
             else:
-                found.setdefault(str(keys[0]), {})[name] = leaf
-        return found
+                leaves_by_slot.setdefault(str(keys[0]), {})[name] = leaf
+        return leaves_by_slot
 
     def _arrays_alone(self, slot: str, leaves: Mapping[str, str]) -> Mapping[str, str]:
         entries = self.index.entries
@@ -118,16 +118,18 @@ class _Finding:
     def _check_known(
         self, weights: Mapping[str, str], slots: Mapping[str, Mapping[str, str]]
     ) -> None:
-        for of in slots.values():
-            others = [leaf for name, leaf in of.items() if name not in weights]
-            self.problems += [f"{quoted(leaf)}, of no parameter that is trained" for leaf in others]
+        for leaves in slots.values():
+            unknown = [leaf for name, leaf in leaves.items() if name not in weights]
+            self.problems += [
+                f"{quoted(leaf)}, of no parameter that is trained" for leaf in unknown
+            ]
 
     def _owners(
         self, weights: Mapping[str, str], slots: Mapping[str, Mapping[str, str]]
     ) -> dict[str, str]:
         """By each name of a parameter that is trained, the name that has its slots: of tied ones,
         optimizers know only one."""
-        with_slots = [name for name in weights if any(name in of for of in slots.values())]
+        with_slots = [name for name in weights if any(name in leaves for leaves in slots.values())]
         arrays: dict[str, str] = {}
         for name in with_slots:
             arrays.setdefault(self._array(weights[name]), name)
@@ -137,8 +139,8 @@ class _Finding:
     def _check_complete(
         self, owners: Mapping[str, str], slots: Mapping[str, Mapping[str, str]]
     ) -> None:
-        for slot, of in slots.items():
-            missing = [name for name, owner in owners.items() if owner not in of]
+        for slot, leaves in slots.items():
+            missing = [name for name, owner in owners.items() if owner not in leaves]
             self.problems += [
                 f"{slot}/{n} is missing, other slots of it are there" for n in missing
             ]
@@ -165,7 +167,7 @@ class _Finding:
                 )
 
     def _check_steps(self, trained: Mapping[str, Any], steps: Mapping[str, str]) -> None:
-        is_adam = any(_ADAM in of for of in trained.values())
+        is_adam = any(_ADAM in leaves for leaves in trained.values())
         for name in trained if steps or is_adam else ():
             if name not in steps:
                 self.problems.append(f"{STEP}/{name} is missing, and the optimizer needs it")
