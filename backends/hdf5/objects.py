@@ -304,9 +304,9 @@ def _datatype(pyfive: Any, data: bytes) -> Datatype:
     kind, size = data[0] & 15, int.from_bytes(data[4:8], "little")
     if kind == 5:
         return Datatype(f"the dtype V{size}", size, opaque=True)
-    others = {2: "time", 3: "text", 4: "bits", 6: "structures", 7: "references", 8: "enumerations",
-              9: "texts or lists"}  # fmt: skip
-    other = Datatype(f"the dtype {others.get(kind, kind)}", size)
+    other_kinds = {2: "time", 3: "text", 4: "bits", 6: "structures", 7: "references",
+                   8: "enumerations", 9: "texts or lists"}  # fmt: skip
+    other = Datatype(f"the dtype {other_kinds.get(kind, kind)}", size)
     if kind not in (0, 1, 6, 8):
         return other
     try:

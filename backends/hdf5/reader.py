@@ -100,44 +100,44 @@ def _stored(files: Files, name: str) -> _HDF5Place:
     """
     if files.head(name)[:4] != _ZIP:
         return _HDF5Place(0, _size(files, name))
-    found = ZipFile(files, name)
-    member = found.members.get(_IN_KERAS)
+    archive = ZipFile(files, name)
+    member = archive.members.get(_IN_KERAS)
     if member is None:
         raise files.unsupported(
-            f"{name} is a zip file without {_IN_KERAS}; it has {quoted(sorted(found.members))}"
+            f"{name} is a zip file without {_IN_KERAS}; it has {quoted(sorted(archive.members))}"
         )
-    version = _version(found)
+    version = _version(archive)
     if member.method == STORED:
-        begin = found.offset(member)
-        found.summed(member, begin)
+        begin = archive.offset(member)
+        archive.summed(member, begin)
         return _HDF5Place(begin, member.size, None, bool(member.crc), version)
-    data = _unpacked(found, member, _MOST_UNPACKED)
+    data = _unpacked(archive, member, _MOST_UNPACKED)
     return _HDF5Place(0, member.size, data, bool(member.crc), version)
 
 
-def _unpacked(found: ZipFile, member: Member, most: int) -> bytes:
+def _unpacked(archive: ZipFile, member: Member, most: int) -> bytes:
     """The bytes of a member, at most so many."""
-    told = f"{found.files.location}: {found.name}: {member.name}"
+    label = f"{archive.files.location}: {archive.name}: {member.name}"
     if member.method not in (STORED, DEFLATED) or max(member.size, member.compressed) > most:
         raise UnsupportedFormat(
-            f"{told} has {member.size} bytes, compressed to {member.compressed} by the method "
+            f"{label} has {member.size} bytes, compressed to {member.compressed} by the method "
             f"{member.method}: at most {most} are unpacked, by the methods {STORED} and "
             f"{DEFLATED}; unpack the zip file, and open the file in it"
         )
-    return found.first(member, member.size)
+    return archive.first(member, member.size)
 
 
-def _version(found: ZipFile) -> str:
+def _version(archive: ZipFile) -> str:
     """That of Keras; empty if the zip file does not tell it."""
-    member = found.members.get(_KERAS_METADATA)
+    member = archive.members.get(_KERAS_METADATA)
     if member is None:
         return ""
-    data = _unpacked(found, member, _MOST_JSON)
+    data = _unpacked(archive, member, _MOST_JSON)
     try:
-        told = json.loads(data).get("keras_version")
+        version = json.loads(data).get("keras_version")
     except (ValueError, AttributeError, RecursionError) as error:
-        raise found.damaged(f"{member.name} is not JSON of Keras: {error}") from error
-    return told if isinstance(told, str) and len(told) < 40 else ""
+        raise archive.damaged(f"{member.name} is not JSON of Keras: {error}") from error
+    return version if isinstance(version, str) and len(version) < 40 else ""
 
 
 def _size(files: Files, name: str) -> int:
@@ -146,10 +146,10 @@ def _size(files: Files, name: str) -> int:
     if size is not None:
         return size
     head = files.head(name)
-    at = {0: 40, 1: 44, 2: 28, 3: 28}.get(head[8] if len(head) > 8 else -1)
-    if at is None or len(head) < at + 8:
+    field_offset = {0: 40, 1: 44, 2: 28, 3: 28}.get(head[8] if len(head) > 8 else -1)
+    if field_offset is None or len(head) < field_offset + 8:
         raise files.damaged(f"{name} has no valid head")
-    return int(struct.unpack_from("<Q", head, at)[0])
+    return int(struct.unpack_from("<Q", head, field_offset)[0])
 
 
 LayerNames = Mapping[tuple[str, ...], Mapping[str, str]]
@@ -193,19 +193,19 @@ class Hdf5Reader(RangeReader):
         self._chunks: dict[str, Mapping[tuple[int, ...], HDF5Chunk]] = {}
         self._counted: dict[str, tuple[int, int]] = {}
         self._lock = threading.Lock()
-        found, table = _HDF5Walk(), ArrayTable()
+        walk, table = _HDF5Walk(), ArrayTable()
         with _damages(f"{self._where} is damaged"):
             root = _root(files, name, self._stored)
-            self._walk(root, (), (), found, _layer_names(root) if names is None else names)
-            for array, dataset in found.datasets.items():
+            self._walk(root, (), (), walk, _layer_names(root) if names is None else names)
+            for array, dataset in walk.datasets.items():
                 table.entries[array], where = self._entry(array, dataset)
                 if where is not None:
                     table.boxes[array] = (where,)
             self._check_total(table.entries)
-            table.aliases.update(found.aliases)
+            table.aliases.update(walk.aliases)
             texts = {key: root.text(key, _MOST_CONFIGURATION) for key in _CONFIGURATION}
             index = table.index({key: text for key, text in texts.items() if text is not None})
-        self.groups = {*found.groups.values()}
+        self.groups = {*walk.groups.values()}
         """The paths of the file's groups."""
         super().__init__(files, index, table.boxes)
 
@@ -227,7 +227,7 @@ class Hdf5Reader(RangeReader):
         group: HDF5Object,
         path: tuple[str, ...],
         stored: tuple[str, ...],
-        found: _HDF5Walk,
+        walk: _HDF5Walk,
         named: LayerNames,
     ) -> None:
         """Finds the datasets of a group.
@@ -236,7 +236,7 @@ class Hdf5Reader(RangeReader):
             group: of the file.
             path: the components of its name.
             stored: those in the file.
-            found: receives them.
+            walk: receives them.
             named: the names of layers.
         """
         if len(path) > MAX_DEPTH:
@@ -245,31 +245,32 @@ class Hdf5Reader(RangeReader):
         if len({*names.values()}) != len(names):
             names = {}
         for link in group.links:
-            told = f"{self._where}: {quoted('/'.join((*path, link.name)))}"
+            label = f"{self._where}: {quoted('/'.join((*path, link.name)))}"
             if link.address is None:
-                raise UnsupportedFormat(f"{told} is a link, which could lead to other files")
-            item, at = group.file.object(link.address), (*path, names.get(link.name, link.name))
+                raise UnsupportedFormat(f"{label} is a link, which could lead to other files")
+            item = group.file.object(link.address)
+            item_path = (*path, names.get(link.name, link.name))
             if item.is_dataset:
-                name = "/".join(map(name_component, at))
-                first = found.by_address.setdefault(item.address, name)
+                name = "/".join(map(name_component, item_path))
+                first = walk.by_address.setdefault(item.address, name)
                 if first == name:
-                    found.datasets[name] = item
+                    walk.datasets[name] = item
                 else:
-                    found.aliases[name] = first
+                    walk.aliases[name] = first
             elif item.is_group:
-                if item.address in found.groups:
-                    raise UnsupportedFormat(f"{told} is a group with several names")
-                found.groups[item.address] = "/".join((*stored, link.name))
-                self._walk(item, at, (*stored, link.name), found, named)
+                if item.address in walk.groups:
+                    raise UnsupportedFormat(f"{label} is a group with several names")
+                walk.groups[item.address] = "/".join((*stored, link.name))
+                self._walk(item, item_path, (*stored, link.name), walk, named)
             else:
-                raise UnsupportedFormat(f"{told} is neither a group nor a dataset")
+                raise UnsupportedFormat(f"{label} is neither a group nor a dataset")
 
     def _entry(self, name: str, dataset: HDF5Object) -> tuple[ArrayEntry, FileBox | None]:
-        told, shape = f"{self._where}: {quoted(name)}", dataset.shape
+        label, shape = f"{self._where}: {quoted(name)}", dataset.shape
         if shape is None or len(shape) > _MOST_RANK:
-            raise UnsupportedFormat(f"{told} has no shape, or too many dimensions")
+            raise UnsupportedFormat(f"{label} has no shape, or too many dimensions")
         how = self._storages[name] = storage(dataset, quoted(name))
-        dtype = _dtype(dataset, told)
+        dtype = _dtype(dataset, label)
         if how.begin is not None:
             size = math.prod(shape) * dataset.type.size
             if how.size < size:
@@ -285,11 +286,13 @@ class Hdf5Reader(RangeReader):
         entry = entry_of_box(name, shape, dtype, self._box(dataset, shape, 0))
         return ArrayEntry(name, entry.shape, dtype, chunk, entry.layout), None
 
-    def _box(self, dataset: HDF5Object, shape: tuple[int, ...], at: int) -> FileBox:
+    def _box(self, dataset: HDF5Object, shape: tuple[int, ...], offset: int) -> FileBox:
         """Elements that lie in one piece."""
-        found = dataset.type.dtype
-        swapped = found is not None and found.byteorder == ">"
-        return FileBox(Box.whole(shape), FileRange(self._name, self._stored.begin + at, swapped))
+        dtype = dataset.type.dtype
+        swapped = dtype is not None and dtype.byteorder == ">"
+        return FileBox(
+            Box.whole(shape), FileRange(self._name, self._stored.begin + offset, swapped)
+        )
 
     # --- what does not lie in one piece ---------------------------------------------------------
 
@@ -349,10 +352,10 @@ class Hdf5Reader(RangeReader):
             for place in itertools.product(*ranges) if near else chunks:
                 start = tuple(i * c for i, c in zip(place, extents, strict=True))
                 stop = tuple(a + c for a, c in zip(start, extents, strict=True))
-                here = box.intersect(Box(start, stop))
-                if place in chunks and here is not None and here.size:
-                    piece = out[here.relative_to(box.start).slices]
-                    self._read_chunk(how, chunks[place], here.relative_to(start), piece)
+                overlap = box.intersect(Box(start, stop))
+                if place in chunks and overlap is not None and overlap.size:
+                    piece = out[overlap.relative_to(box.start).slices]
+                    self._read_chunk(how, chunks[place], overlap.relative_to(start), piece)
         except Failed as error:
             raise reading_failed(error, f"{self.location}: array {entry.name!r} {box}") from error
         except CheckpointCorrupt as error:
@@ -373,8 +376,8 @@ class Hdf5Reader(RangeReader):
             data = unpacked[begin : begin + chunk.size]
         else:
             data = self._files.read(self._name, begin, chunk.size)
-        found = how.decode(chunk, data).view(how.dataset.type.dtype or out.dtype)
-        out[...] = found.reshape(shape)[local.slices]
+        elements = how.decode(chunk, data).view(how.dataset.type.dtype or out.dtype)
+        out[...] = elements.reshape(shape)[local.slices]
 
 
 def _fill(dataset: HDF5Object, dtype: Any) -> Any:
@@ -388,10 +391,10 @@ def _root(files: Files, name: str, stored: _HDF5Place) -> HDF5Object:
     """The group that contains all others of a file, or of what was unpacked."""
     begin, unpacked = stored.begin, stored.unpacked
 
-    def read(at: int, count: int) -> bytes:
+    def read(offset: int, count: int) -> bytes:
         if unpacked is not None:
-            return unpacked[at : at + count]
-        return files.read(name, begin + at, count)
+            return unpacked[offset : offset + count]
+        return files.read(name, begin + offset, count)
 
     return HDF5File(f"{files.location}: {name}", stored.size, read).root
 
@@ -436,33 +439,33 @@ def _layer_names(root: HDF5Object) -> LayerNames:
                 continue
             waiting.append(((*path, link.name), item))
             if path[-1:] == (_LAYERS,):
-                addresses = [each.address for each in item.links if each.name == _VARIABLES]
+                addresses = [child.address for child in item.links if child.name == _VARIABLES]
                 variables = root.file.object(addresses[0]) if addresses and addresses[0] else None
                 name = variables.text("name") if variables is not None else None
                 names.setdefault(path, {})[link.name] = name or link.name
     return names
 
 
-def _dtype(dataset: HDF5Object, told: str) -> str:
+def _dtype(dataset: HDF5Object, label: str) -> str:
     """The checkpoint's name of a dataset's dtype."""
-    found = dataset.type
-    if found.opaque and found.size == 2 and dataset.text("dtype") == "bfloat16":  # of Keras
+    datatype = dataset.type
+    if datatype.opaque and datatype.size == 2 and dataset.text("dtype") == "bfloat16":  # of Keras
         return "bfloat16"
     try:
-        if found.dtype is not None:
-            return dtype_name(found.dtype.newbyteorder("="))
+        if datatype.dtype is not None:
+            return dtype_name(datatype.dtype.newbyteorder("="))
     except TypeError:
         pass
-    raise UnsupportedFormat(f"{told} has {found.description}; only numbers are read")
+    raise UnsupportedFormat(f"{label} has {datatype.description}; only numbers are read")
 
 
 def _chunk(chunk: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     """What is read at once: several chunks of a dataset, the last dimensions first."""
-    found = [min(c, max(1, n)) for c, n in zip(chunk, shape, strict=True)]
-    for dim in reversed(range(len(found))):
-        room = CHUNK_BYTES // (math.prod(found) * itemsize)
-        found[dim] = min(found[dim] * max(1, room), max(1, shape[dim]))
-    return tuple(found)
+    extents = [min(c, max(1, n)) for c, n in zip(chunk, shape, strict=True)]
+    for dim in reversed(range(len(extents))):
+        room = CHUNK_BYTES // (math.prod(extents) * itemsize)
+        extents[dim] = min(extents[dim] * max(1, room), max(1, shape[dim]))
+    return tuple(extents)
 
 
 # --- which files ----------------------------------------------------------------------------------
@@ -484,11 +487,11 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         StorageError: the storage failed.
     """
 
-    def make(found: FoundFiles) -> Reader:
-        if found.index is not None:
-            return ShardsReader(files, found.index)
-        reader = Hdf5Reader(files, found.names[0])
-        index = index_of(found.names[0])
+    def make(selection: FoundFiles) -> Reader:
+        if selection.index is not None:
+            return ShardsReader(files, selection.index)
+        reader = Hdf5Reader(files, selection.names[0])
+        index = index_of(selection.names[0])
         if index is not None and _is_there(files, index):
             reader.lacks = f"this is one of several files of a model; open {index} for all of it"
             reader.beside = (index,)
@@ -527,9 +530,15 @@ class ShardsReader(Reader):
         self._shards = sorted({name for names in groups.values() for name in names})
         names: dict[tuple[str, ...], dict[str, str]] = {}
         for shard in self._shards:
-            for path, found in _present(files, shard, index).items():
-                known = names.setdefault(path, {})
-                known.update({k: name for k, name in found.items() if name != k or k not in known})
+            for path, present_names in _present(files, shard, index).items():
+                layer_names = names.setdefault(path, {})
+                layer_names.update(
+                    {
+                        k: name
+                        for k, name in present_names.items()
+                        if name != k or k not in layer_names
+                    }
+                )
         entries, self._reader_of = dict[str, ArrayEntry](), dict[str, Hdf5Reader]()
         raw = dict[str, set[str]]()
         for shard in self._shards:
@@ -572,9 +581,9 @@ class _Index(msgspec.Struct):
 
 def _groups(files: Files, index: str) -> Mapping[str, Sequence[str]]:
     """The files of each group, by its path."""
-    found = decoded(files, index, _Index, _MOST_INDEX).weight_map
-    groups = {name.strip("/"): of for name, of in found.items()}
-    for name in {name for of in groups.values() for name in of}:
+    weight_map = decoded(files, index, _Index, _MOST_INDEX).weight_map
+    groups = {name.strip("/"): shards for name, shards in weight_map.items()}
+    for name in {name for shards in groups.values() for name in shards}:
         if "/" in name or index_of(name) != index:
             raise files.damaged(f"{index} names the file {quoted(name)}")
     return groups
