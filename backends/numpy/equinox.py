@@ -32,8 +32,8 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         StorageError: the storage failed.
     """
 
-    def make(found: FoundFiles) -> Reader | None:
-        return _open(files, found.names[0])
+    def make(selection: FoundFiles) -> Reader | None:
+        return _open(files, selection.names[0])
 
     if files.single is not None:
         with reading(files.location):
@@ -65,8 +65,8 @@ def _open(files: Files, name: str) -> Reader | None:
         start = cursor.take(min(size - begin, MOST_HEADER + 12))
         if len(leaves) == 1 and not (is_named or has_line) and start[:6] != MAGIC:
             return None  # a single array, and whatever is behind it
-        told = f"{files.location}: {name}: leaf {len(leaves)} at byte {begin}"
-        header = parsed(start, told, void="bfloat16")
+        label = f"{files.location}: {name}: leaf {len(leaves)} at byte {begin}"
+        header = parsed(start, label, void="bfloat16")
         leaves.append(header.source(name, begin))
         cursor.at = begin + header.length + leaves[-1].nbytes
     if len(leaves) == 1 and not (is_named or has_line):

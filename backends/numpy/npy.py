@@ -24,8 +24,8 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         StorageError: the storage failed.
     """
 
-    def make(found: FoundFiles) -> NpyReader:
-        return NpyReader(files, found.names[0])
+    def make(selection: FoundFiles) -> NpyReader:
+        return NpyReader(files, selection.names[0])
 
     return open_kind(files, loose_files.NPY, make)
 
@@ -44,10 +44,11 @@ class NpyReader(RangeReader):
         size = files.size(file)
         data = files.whole(file) if size is None else files.read(file, 0, min(size, _MOST))
         header = parsed(data, f"{files.location}: {file}")
-        found = header.source(file)
-        told, there = header.length + found.nbytes, len(data) if size is None else size
-        if told != there:
-            raise files.damaged(f"{file} has {there} bytes, {told} expected")
+        source = header.source(file)
+        expected_size = header.length + source.nbytes
+        actual_size = len(data) if size is None else size
+        if expected_size != actual_size:
+            raise files.damaged(f"{file} has {actual_size} bytes, {expected_size} expected")
         table = ArrayTable()
-        table.add(name_component(file.removesuffix(".npy")), found)
+        table.add(name_component(file.removesuffix(".npy")), source)
         super().__init__(files, table.index(), table.boxes)

@@ -100,7 +100,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         UnsupportedFormat: there are several, or an array's dtype is one that unickpt lacks.
         StorageError: the storage failed.
     """
-    return open_kind(files, loose_files.NPZ, lambda found: NpzReader(files, found.names[0]))
+    return open_kind(files, loose_files.NPZ, lambda selection: NpzReader(files, selection.names[0]))
 
 
 class NpzReader(RangeReader):
@@ -136,24 +136,24 @@ class NpzReader(RangeReader):
 
     def _header(self, member: Member) -> tuple[NpyHeader, TensorSource]:
         where = f"{self._zip.files.location}: {self._zip.name}: {quoted(member.name)}"
-        at = 0
+        offset = 0
         most = min(member.size, MOST_HEADER + 12)
         if member.method == STORED:
-            at = self._zip.offset(member)
-            data = self._zip.files.read(self._zip.name, at, most)
+            offset = self._zip.offset(member)
+            data = self._zip.files.read(self._zip.name, offset, most)
         elif member.method == DEFLATED and member.size <= _MOST_DEFLATED * member.compressed:
             data = self._zip.first(member, most)
         else:
             raise UnsupportedFormat(f"{where} is compressed by the method {member.method}")
         header = parsed(data, where)
-        found = header.source(self._zip.name, at)
-        if header.length + found.nbytes != member.size:
+        source = header.source(self._zip.name, offset)
+        if header.length + source.nbytes != member.size:
             raise CheckpointCorrupt(
-                f"{where} has {member.size} bytes, {header.length + found.nbytes} expected"
+                f"{where} has {member.size} bytes, {header.length + source.nbytes} expected"
             )
         if member.method == STORED:
-            self._zip.summed(member, at, data[: header.length])
-        return header, found
+            self._zip.summed(member, offset, data[: header.length])
+        return header, source
 
     def check_backed(self, entry: ArrayEntry) -> None:
         if entry.name not in self._deflated:
@@ -206,14 +206,14 @@ def parsed(data: bytes, where: str, void: str | None = None) -> NpyHeader:
     stream = io.BytesIO(data)
     major, _ = np.lib.format.read_magic(stream)
     # Version 3 differs from 2 in the names of fields only.
-    known = np.lib.format
-    read = known.read_array_header_1_0 if major == 1 else known.read_array_header_2_0
+    npy_format = np.lib.format
+    read = npy_format.read_array_header_1_0 if major == 1 else npy_format.read_array_header_2_0
     try:
         stored, fortran, dtype = read(stream, max_header_size=MOST_HEADER)
         shape = sizes(stored)
     except _DAMAGES as error:
-        told = shortened(str(error), _MOST_TOLD)
-        raise CheckpointCorrupt(f"{where}: its header is damaged: {told}") from error
+        reason = shortened(str(error), _MOST_TOLD)
+        raise CheckpointCorrupt(f"{where}: its header is damaged: {reason}") from error
     try:
         is_void = void is not None and dtype == np.dtype("V2")
         name = void if void is not None and is_void else dtype_name(dtype.newbyteorder("="))
