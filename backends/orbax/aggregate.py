@@ -30,16 +30,16 @@ class Inline:
 
     Arguments:
         files: of the item.
-        found: where it is.
+        source: where it is.
     """
 
     files: Files
-    found: TensorSource
+    source: TensorSource
 
     def reader(self, name: str) -> RangeReader:
         """Reads it as an array of a name."""
         table = ArrayTable()
-        table.add(name, self.found)
+        table.add(name, self.source)
         return _AggregateReader(self.files, Index({}, table.entries), table.boxes)
 
 
@@ -81,24 +81,24 @@ def _shown(path: tuple[str, ...]) -> str:
     return quoted("/".join(path))
 
 
-def _tree(files: Files, found: Any, path: tuple[str, ...]) -> Any:
+def _tree(files: Files, node: Any, path: tuple[str, ...]) -> Any:
     """What the file holds, with `Stored` and `Inline` as leaves."""
-    if isinstance(found, dict):
-        return {key: _tree(files, child, (*path, str(key))) for key, child in found.items()}
-    if isinstance(found, (list, tuple)):
-        every = enumerate(found)
-        return type(found)(_tree(files, child, (*path, str(n))) for n, child in every)
-    if isinstance(found, TensorSource):
-        return Inline(files, found)
-    if not isinstance(found, Elsewhere):
-        return found
+    if isinstance(node, dict):
+        return {key: _tree(files, child, (*path, str(key))) for key, child in node.items()}
+    if isinstance(node, (list, tuple)):
+        every = enumerate(node)
+        return type(node)(_tree(files, child, (*path, str(n))) for n, child in every)
+    if isinstance(node, TensorSource):
+        return Inline(files, node)
+    if not isinstance(node, Elsewhere):
+        return node
     try:
-        leaf = _by_text(found.found) if isinstance(found.found, str) else _by_spec(found.found)
+        leaf = _by_text(node.found) if isinstance(node.found, str) else _by_spec(node.found)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise files.damaged(f"{FILE}: the spec of {_shown(path)} is damaged: {error!r}") from error
     if leaf is None:
         raise files.unsupported(
-            f"{FILE}: {_shown(path)} is elsewhere, in a way that is not read: {quoted(found.found)}"
+            f"{FILE}: {_shown(path)} is elsewhere, in a way that is not read: {quoted(node.found)}"
         )
     return leaf
 
@@ -147,8 +147,8 @@ def _merged(tree: Any, values: dict[tuple[str, ...], Any], path: tuple[str, ...]
     if isinstance(tree, (list, tuple)) and tree:
         every = enumerate(tree)
         return type(tree)(_merged(child, values, (*path, str(n))) for n, child in every)
-    found = values.pop(path, tree)
-    return tree if isinstance(found, Stored) else found
+    value = values.pop(path, tree)
+    return tree if isinstance(value, Stored) else value
 
 
 def _stored(files: Files, tree: Any) -> tuple[Stored, ...]:
@@ -158,7 +158,7 @@ def _stored(files: Files, tree: Any) -> tuple[Stored, ...]:
         CheckpointCorrupt: two of them are in the same place.
     """
     places = dict[tuple[str, bool], tuple[str, ...]]()
-    found = list[Stored]()
+    stored_leaves = list[Stored]()
     for path, leaf in _flat(tree, ()):
         if isinstance(leaf, Stored):
             other = places.setdefault((leaf.name, leaf.kind == "text"), path)
@@ -167,5 +167,5 @@ def _stored(files: Files, tree: Any) -> tuple[Stored, ...]:
                     f"{FILE}: {_shown(other)} and {_shown(path)} are both in {quoted(leaf.name)}, "
                     "so that the data of one of them is lost"
                 )
-            found.append(leaf)
-    return tuple(found)
+            stored_leaves.append(leaf)
+    return tuple(stored_leaves)

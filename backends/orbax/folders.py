@@ -56,23 +56,23 @@ class Found:
 def find(files: Files, context: ts.Context) -> Found | None:
     """What is in a folder."""
     _check_name(files)
-    here = set(files.here)
-    about = _about(files) if _CHECKPOINT in here else {}
+    file_names = set(files.here)
+    about = _about(files) if _CHECKPOINT in file_names else {}
     if items.is_item(files):
         item = items.read_item(files, context)
         return Found(item.tree, {**_custom(about), **item.custom}, _created(about))
     below = items.folders(files)
-    if any(_TEMPORARY in name for name in below) and here & set(_MARKS):
+    if any(_TEMPORARY in name for name in below) and file_names & set(_MARKS):
         raise _not_committed(files)
-    found = [name for name in below if _is_item(files, name)]
-    if here & set(_MARKS):
+    item_names = [name for name in below if _is_item(files, name)]
+    if file_names & set(_MARKS):
         return _composite(files, about, below, context)
-    if found and not any(_STEP.fullmatch(name) for name in found):
-        found = [name for name in below if name in found or items.is_json(files, name)]
-        return _composite(files, about, _unrecorded(files, found, below), context)
+    if item_names and not any(_STEP.fullmatch(name) for name in item_names):
+        item_names = [name for name in below if name in item_names or items.is_json(files, name)]
+        return _composite(files, about, _unrecorded(files, item_names, below), context)
     steps = [name for name in below if _STEP.fullmatch(name)]
     steps = sorted(filter(lambda name: _is_step(files, name), steps), key=_step_number)
-    if steps and not here:
+    if steps and not file_names:
         raise CheckpointNotFound(_several(files, steps))
     return None
 
@@ -86,29 +86,29 @@ def own_item(files: Files) -> str | None:
     if not set(files.here) & set(_MARKS) or items.has(files, _OWN):
         return None
     names = [name for name in items.folders(files) if name != items.METRICS]
-    own = [name for name in names if items.has(files, f"{name}/{_OWN}")]
-    if not own:
+    own_items = [name for name in names if items.has(files, f"{name}/{_OWN}")]
+    if not own_items:
         return None
-    if names == own and own[0] in (_UNNAMED, *_UNNAMED_V1):
-        return own[0]
-    paths = " or ".join(repr(files.location.name_for_users(name)) for name in own)
+    if names == own_items and own_items[0] in (_UNNAMED, *_UNNAMED_V1):
+        return own_items[0]
+    paths = " or ".join(repr(files.location.name_for_users(name)) for name in own_items)
     raise CheckpointNotFound(
         f"no checkpoint at {files.location}: it is a step of Orbax with several items; open those "
         f"that unickpt saved by their own paths: {paths}"
     )
 
 
-def _unrecorded(files: Files, found: list[str], below: list[str]) -> list[str]:
+def _unrecorded(files: Files, item_names: list[str], below: list[str]) -> list[str]:
     """The items of a checkpoint of an older Orbax, which recorded none: in a manager's step, all
     folders are some, also those of other kinds than arrays.
 
     Arguments:
         files: of the checkpoint.
-        found: the items of arrays.
+        item_names: the items of arrays.
         below: all folders.
     """
     if _STEP.fullmatch(files.location.url.rstrip("/").rsplit("/", 1)[-1]) is None:
-        return found
+        return item_names
     if any(_TEMPORARY in name for name in below):
         raise _not_committed(files)
     return below
@@ -160,20 +160,20 @@ def _about(files: Files) -> Mapping[str, Any]:
     Raises:
         CheckpointNotFound: the checkpoint is not committed.
     """
-    found = items.read_json(files, _CHECKPOINT)
-    if not isinstance(found, dict):
-        raise files.damaged(f"{_CHECKPOINT} is damaged: {quoted(found)}")
+    metadata = items.read_json(files, _CHECKPOINT)
+    if not isinstance(metadata, dict):
+        raise files.damaged(f"{_CHECKPOINT} is damaged: {quoted(metadata)}")
     # Without the key at all, as after an edit by hand, its name says that it was committed.
-    is_begun = found.get("init_timestamp_nsecs") and "commit_timestamp_nsecs" in found
-    if is_begun and not found["commit_timestamp_nsecs"]:
+    is_begun = metadata.get("init_timestamp_nsecs") and "commit_timestamp_nsecs" in metadata
+    if is_begun and not metadata["commit_timestamp_nsecs"]:
         raise _not_committed(files)
-    return found
+    return metadata
 
 
 def _custom(about: Mapping[str, Any]) -> dict[str, Any]:
     custom, metrics = about.get("custom_metadata"), about.get("metrics")
-    found = dict(custom) if isinstance(custom, dict) else {}
-    return {**found, items.METRICS: metrics} if metrics else found
+    result = dict(custom) if isinstance(custom, dict) else {}
+    return {**result, items.METRICS: metrics} if metrics else result
 
 
 def _created(about: Mapping[str, Any]) -> str:
@@ -205,7 +205,7 @@ def _composite(
         if not names or {_UNNAMED, *_UNNAMED_V1} & set(missing):  # what a step is saved for
             raise CheckpointCorrupt(f"{lacks} Each other item can be opened by its own path")
         _log.warning("%s", lacks)
-    found = {
+    items_by_name = {
         name: items.any_item(
             Files(files.location.child(name)),
             context,
@@ -214,12 +214,14 @@ def _composite(
         for name in names
     }
     metadata = _custom(about)
-    if items.METRICS in found and not isinstance(found[items.METRICS].tree, Located):
-        metadata[items.METRICS] = found.pop(items.METRICS).tree
-    for name, item in found.items():
+    if items.METRICS in items_by_name and not isinstance(
+        items_by_name[items.METRICS].tree, Located
+    ):
+        metadata[items.METRICS] = items_by_name.pop(items.METRICS).tree
+    for name, item in items_by_name.items():
         if item.custom:
             metadata[name] = dict(item.custom)
-    content: Any = {name: item.tree for name, item in found.items()}
+    content: Any = {name: item.tree for name, item in items_by_name.items()}
     if not lacks and (list(content) == [_UNNAMED] or _is_unnamed_v1(files, about, content)):
         (content,) = content.values()
     return Found(content, metadata, _created(about), lacks)

@@ -169,8 +169,8 @@ def is_json(files: Files, name: str) -> bool:
 
 def read_item(files: Files, context: ts.Context) -> Item:
     """An item of arrays."""
-    found = _described(files)
-    leaves = found.stored
+    description = _described(files)
+    leaves = description.stored
     texts = [leaf.name for leaf in leaves if leaf.kind == "text"]
     values: dict[Stored, Any] = {}
     if texts:
@@ -180,16 +180,20 @@ def read_item(files: Files, context: ts.Context) -> Item:
         values.update({leaf: of_name[leaf.name] for leaf in leaves if leaf.kind == "text"})
     arrays = [leaf for leaf in leaves if leaf.kind != "text"]
     if arrays:
-        values.update(zip(arrays, _locate(files, found, arrays, context), strict=True))
-    return Item(_replaced(found.tree, values), found.custom)
+        values.update(zip(arrays, _locate(files, description, arrays, context), strict=True))
+    return Item(_replaced(description.tree, values), description.custom)
 
 
 def _described(files: Files) -> metadata.ItemMetadata:
     """What an item consists of: `_METADATA`, with the values that old versions keep elsewhere."""
-    found = None
+    description = None
     if has(files, ITEM):
-        found = metadata.item(_whole(files, ITEM), f"{files.location}: {ITEM}")
-    return aggregate.added(files, found) if has(files, aggregate.FILE) or not found else found
+        description = metadata.item(_whole(files, ITEM), f"{files.location}: {ITEM}")
+    return (
+        aggregate.added(files, description)
+        if has(files, aggregate.FILE) or not description
+        else description
+    )
 
 
 def _replaced(content: Any, values: Mapping[Stored, Any]) -> Any:
@@ -244,8 +248,8 @@ def _locate(
 
     batches = list(in_batches(leaves, _AT_ONCE))
     with Pool(max(1, min(_THREADS, len(batches)))) as threads:
-        found = threads.map(lambda batch: [located(leaf) for leaf in batch], batches)
-        return [each for batch in found for each in batch]
+        arrays_by_batch = threads.map(lambda batch: [located(leaf) for leaf in batch], batches)
+        return [located_array for batch in arrays_by_batch for located_array in batch]
 
 
 def _store(files: Files, item: metadata.ItemMetadata, context: ts.Context) -> Store:
@@ -291,8 +295,8 @@ def has(files: Files, file: str) -> bool:
     """Whether there is a file; asks object storage nothing."""
     if files.location.is_local:
         return files.exists(file)
-    at = bisect_left(files.names, file)
-    return files.names[at : at + 1] == [file]
+    index = bisect_left(files.names, file)
+    return files.names[index : index + 1] == [file]
 
 
 def read_json(files: Files, file: str) -> Any:

@@ -60,12 +60,12 @@ class KerasWriter:
         config = index.metadata.get(CONFIG)
         if config is not None:
             items[_MODEL_CONFIG] = _config_files(config, chunk_bytes)
-        files = [file for name, of in items.items() for file in of.within(name, name).files]
+        files = [file for name, item in items.items() for file in item.within(name, name).files]
         files += step_writer.about(index, dict.fromkeys(items, _HANDLER))
         above = _STATE if len(items) > 1 else ""  # a single one is the checkpoint itself
         state = items[_STATE].within(_STATE, above)
-        others = state.others or _MODEL_CONFIG in items
-        return Plan(tuple(files), state.arrays, state.values, others=others)
+        has_others = state.others or _MODEL_CONFIG in items
+        return Plan(tuple(files), state.arrays, state.values, others=has_others)
 
 
 def _state(index: Index) -> Node:
@@ -75,18 +75,18 @@ def _state(index: Index) -> Node:
         UnsupportedLeaf: it is not a checkpoint of a Keras model, or rules renamed its variables.
     """
     root = tree_from_json(index.tree)
-    found = children_by_key(root)
-    model = found.get(MODEL)
-    unknown = [key for key in found if key not in (MODEL, POSITION, *FURTHER)]
+    children = children_by_key(root)
+    model = children.get(MODEL)
+    unknown = [key for key in children if key not in (MODEL, POSITION, *FURTHER)]
     if unknown or not isinstance(model, Node):
         what = f"it holds {quoted(unknown[0])}" if unknown else f"it holds no {MODEL!r}"
         raise UnsupportedLeaf(
             f"it is not a checkpoint of unickpt.integrations.keras: {what}; {_HELP}"
         )
-    others = _others(index, model)
-    trained = {name for name, _ in keys_of_leaves(model)} - others
-    state = {TRAINED: _part(model, others), OTHERS: _part(model, trained)}
-    state |= {FURTHER[key]: node for key, node in found.items() if key in FURTHER}
+    untrained = _others(index, model)
+    trained = {name for name, _ in keys_of_leaves(model)} - untrained
+    state = {TRAINED: _part(model, untrained), OTHERS: _part(model, trained)}
+    state |= {FURTHER[key]: node for key, node in children.items() if key in FURTHER}
     return dict_node(state)
 
 
@@ -103,14 +103,14 @@ def _others(index: Index, model: Node) -> set[str]:
             "must; unickpt.integrations.keras notes it when it saves: load the checkpoint with it, "
             f"and save it again; or {_HELP}"
         )
-    trained, others = set(groups[0]), set(groups[1])
-    unknown = sorted(names.keys() - trained - others)
+    trained, untrained = set(groups[0]), set(groups[1])
+    unknown = sorted(names.keys() - trained - untrained)
     if unknown:
         raise UnsupportedLeaf(
             f"{quoted(names[unknown[0]])}: the metadata do not say whether it is trained, because "
             "rules gave it another name; export the checkpoint with the names that it has"
         )
-    return {name for path, name in names.items() if path in others}
+    return {name for path, name in names.items() if path in untrained}
 
 
 def _part(model: Node, left_out: set[str]) -> Node | Leaf:

@@ -106,13 +106,13 @@ def item(data: bytes, where: str) -> ItemMetadata:
     Raises:
         CheckpointCorrupt: it is damaged, or two arrays have the same name.
     """
-    found = _loaded(data, where)
+    root = _loaded(data, where)
     try:
-        leaves = dict(map(_leaf, found["tree_metadata"].values()))
-        if len(leaves) != len(found["tree_metadata"]):
+        leaves = dict(map(_leaf, root["tree_metadata"].values()))
+        if len(leaves) != len(root["tree_metadata"]):
             raise ValueError("it lists a leaf twice")
         _check_names(leaves)
-        rich = found.get("value_metadata_tree")
+        rich = root.get("value_metadata_tree")
         by_path = {tuple(key for key, _ in path): leaf for path, leaf in leaves.items()}
         if rich is not None:
             content = _rich(json.loads(rich), (), by_path)
@@ -120,13 +120,13 @@ def item(data: bytes, where: str) -> ItemMetadata:
                 raise ValueError(f"its trees differ: only one has {quoted(next(iter(by_path)))}")
         else:
             content = _nested(list(leaves.items()), 0)
-        custom = found.get("custom_metadata")
+        custom = root.get("custom_metadata")
         return ItemMetadata(
             content,
             tuple(leaf for leaf in leaves.values() if isinstance(leaf, Stored)),
-            found.get("use_ocdbt"),
-            3 if found.get("use_zarr3", False) else 2,
-            not found.get("store_array_data_equal_to_fill_value", False),
+            root.get("use_ocdbt"),
+            3 if root.get("use_zarr3", False) else 2,
+            not root.get("store_array_data_equal_to_fill_value", False),
             custom if isinstance(custom, dict) else {},
         )
     except _BAD as error:
@@ -163,7 +163,7 @@ def _check_names(leaves: Mapping[_Path, Any]) -> None:
         if isinstance(leaf, Stored):
             other = seen.setdefault((leaf.name, leaf.kind == "text"), path)
             if other is not path:
-                keys = [[key for key, _ in of] for of in (other, path)]
+                keys = [[key for key, _ in leaf_path] for leaf_path in (other, path)]
                 raise ValueError(
                     f"{quoted(keys[0])} and {quoted(keys[1])} were both written as "
                     f"{quoted(leaf.name)}, so that the data of one of them is lost"
@@ -193,25 +193,25 @@ def _nested(leaves: Sequence[tuple[_Path, Any]], depth: int) -> Any:
     raise ValueError(f"a container has the keys {quoted(list(children))}, of types {sorted(kinds)}")
 
 
-def _rich(found: Any, path: tuple[str, ...], leaves: dict[tuple[str, ...], Any]) -> Any:
+def _rich(node: Any, path: tuple[str, ...], leaves: dict[tuple[str, ...], Any]) -> Any:
     """A tree whose containers have their types; takes its leaves out of `leaves`."""
     if len(path) >= MAX_DEPTH:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
-    if isinstance(found, list):
-        return [_rich(each, (*path, str(n)), leaves) for n, each in enumerate(found)]
-    category, kind = found.get("category"), found.get("clazz")
+    if isinstance(node, list):
+        return [_rich(child, (*path, str(n)), leaves) for n, child in enumerate(node)]
+    category, kind = node.get("category"), node.get("clazz")
     if category == "custom" and kind == "ValueMetadataEntry":
         leaf = leaves.pop(path)
-        is_empty = found["data"]["value_type"] == _EMPTY_NAMEDTUPLE
+        is_empty = node["data"]["value_type"] == _EMPTY_NAMEDTUPLE
         return NamedTuple("OrbaxEmptyNamedTuple", {}) if is_empty else leaf
     if category == "custom" and kind == "tuple":
-        entries = enumerate(found["entries"])
-        return tuple(_rich(each, (*path, str(n)), leaves) for n, each in entries)
+        entries = enumerate(node["entries"])
+        return tuple(_rich(child, (*path, str(n)), leaves) for n, child in entries)
     if category == "namedtuple":
-        pairs = [(each["key"], each["value"]) for each in found["entries"]]
-        fields = {key: _rich(each, (*path, key), leaves) for key, each in pairs}
+        pairs = [(child["key"], child["value"]) for child in node["entries"]]
+        fields = {key: _rich(child, (*path, key), leaves) for key, child in pairs}
         return NamedTuple(str(kind).rpartition(".")[2], fields)
-    return {key: _rich(each, (*path, key), leaves) for key, each in found.items()}
+    return {key: _rich(child, (*path, key), leaves) for key, child in node.items()}
 
 
 # --- texts --------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def texts(data: bytes, names: Sequence[str], where: str) -> dict[str, str]:
         CheckpointCorrupt: it is damaged, or has not all of them.
     """
     root = _loaded(data, where)
-    found = {}
+    texts_by_name = {}
     for name in names:
         value = root
         for token in name.split("/"):
@@ -233,8 +233,8 @@ def texts(data: bytes, names: Sequence[str], where: str) -> dict[str, str]:
             value = value.get(key) if isinstance(value, dict) else None
         if not isinstance(value, str):
             raise CheckpointCorrupt(f"{where} has no text {quoted(name)}")
-        found[name] = value
-    return found
+        texts_by_name[name] = value
+    return texts_by_name
 
 
 # --- PRNG keys and shardings --------------------------------------------------------------------
@@ -247,16 +247,16 @@ def key_implementations(data: bytes, where: str) -> dict[str, str]:
     Raises:
         CheckpointCorrupt: it is damaged.
     """
-    found = {}
+    implementations = {}
     try:
         for entry in _loaded(data, where)["array_metadatas"]:
             facts = entry["array_metadata"]
             kind = (facts.get("ext_metadata") or {}).get("random_key_impl")
             if kind is not None:
-                found[str(facts["param_name"])] = str(kind)
+                implementations[str(facts["param_name"])] = str(kind)
     except _BAD as error:
         raise CheckpointCorrupt(f"{where} is damaged: {error!r}") from error
-    return found
+    return implementations
 
 
 def shardings(data: bytes, where: str) -> dict[str, Any]:
@@ -271,11 +271,11 @@ def shardings(data: bytes, where: str) -> dict[str, Any]:
             for name, text in _loaded(data, where).items()
         }
         parsed = {text: json.loads(text) for text in set(texts.values())}
-        found = {name: parsed[text] for name, text in texts.items()}
+        shardings_by_name = {name: parsed[text] for name, text in texts.items()}
         sizes = {_devices(sharding) for sharding in parsed.values() if _is_named(sharding)}
         if sum(sizes) > _MOST_DEVICES:
             raise ValueError(f"meshes of {sum(sizes)} devices")
-        return found
+        return shardings_by_name
     except _BAD as error:
         raise CheckpointCorrupt(f"{where} is damaged: {error!r}") from error
 
@@ -316,19 +316,19 @@ def meshes(shardings: Iterable[Any]) -> dict[MeshKey, MeshFacts]:
     Arguments:
         shardings: from `shardings`, of which `layout` has made layouts.
     """
-    found: dict[MeshKey, MeshFacts] = {}
+    facts_by_mesh: dict[MeshKey, MeshFacts] = {}
     for sharding in {id(sharding): sharding for sharding in shardings}.values():
         if sharding is not None and _is_named(sharding):
-            at = tuple(map(str, sharding["axis_names"])), tuple(map(int, sharding["shape"]))
+            mesh_key = tuple(map(str, sharding["axis_names"])), tuple(map(int, sharding["shape"]))
             with suppress(*_BAD):  # of no consequence: JAX's own order of devices is as good
                 types = tuple(map(str, sharding.get("axis_types") or ()))
                 ids = [device["id"] for device in _flat(sharding["device_mesh"]["mesh"])]
-                found.setdefault(at, (types, tuple(map(int, ids))))
-    return found
+                facts_by_mesh.setdefault(mesh_key, (types, tuple(map(int, ids))))
+    return facts_by_mesh
 
 
 def _flat(nested: Any) -> list[Any]:
-    return [each for child in nested for each in _flat(child)] if type(nested) is list else [nested]
+    return [leaf for child in nested for leaf in _flat(child)] if type(nested) is list else [nested]
 
 
 def _is_named(sharding: Any) -> bool:

@@ -56,10 +56,10 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
     # Shared by all that is read: it keeps the manifests of databases as they are now.
     context = storage_context()
     with reading(files.location):
-        if (own := folders.own_item(files)) is not None:
-            return open_own(files.location.child(own))
-        found = folders.find(files, context)
-        return None if found is None else OrbaxReader(files, found, context)
+        if (own_item := folders.own_item(files)) is not None:
+            return open_own(files.location.child(own_item))
+        contents = folders.find(files, context)
+        return None if contents is None else OrbaxReader(files, contents, context)
 
 
 class OrbaxReader(Reader):
@@ -78,11 +78,11 @@ class OrbaxReader(Reader):
     format, version = "orbax", ""
     most_per_byte = 1 << 10  # chunks may be compressed, or left out
 
-    def __init__(self, files: Files, found: Found, context: ts.Context) -> None:
+    def __init__(self, files: Files, contents: Found, context: ts.Context) -> None:
         self.location, self._files, self._context = files.location, files, context
-        self.lacks = found.lacks
+        self.lacks = contents.lacks
         try:
-            node = flatten_tree(found.tree, _is_leaf, _expand)
+            node = flatten_tree(contents.tree, _is_leaf, _expand)
         except UnsupportedLeaf as error:
             raise files.damaged(f"{error}") from error
         leaves = {leaf.name: leaf.value for leaf in leaves_of_tree(node)}
@@ -114,9 +114,9 @@ class OrbaxReader(Reader):
             tree_to_json(node),
             entries,
             values=values,
-            metadata=found.metadata,
+            metadata=contents.metadata,
             library="orbax-checkpoint",
-            created=found.created,
+            created=contents.created,
         )
 
     def _numbers(self, scalars: Mapping[str, Located]) -> dict[str, Any]:
@@ -179,10 +179,10 @@ class OrbaxReader(Reader):
             leaf.read(self._opened(name, leaf), box, out, self._context)
 
     def _opened(self, name: str, leaf: Located) -> ts.TensorStore:
-        found = self._open.get(name)
-        if found is None:  # two threads may open it
-            found = self._open[name] = leaf.opened(self._context)
-        return found
+        store = self._open.get(name)
+        if store is None:  # two threads may open it
+            store = self._open[name] = leaf.opened(self._context)
+        return store
 
     def open_part(self, entry: ArrayEntry, part: Part) -> ts.TensorStore:
         if entry.name in self._inline:

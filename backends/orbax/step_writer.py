@@ -42,15 +42,15 @@ def about(index: Index, handlers: Any) -> Iterator[PlannedFile]:
     Arguments:
         handlers: of its items, or of itself.
     """
-    told: dict[str, Any] = {"item_handlers": handlers, "metrics": {}, "performance_metrics": {}}
+    metadata: dict[str, Any] = {"item_handlers": handlers, "metrics": {}, "performance_metrics": {}}
     try:
         created = int(datetime.fromisoformat(index.created).timestamp()) * 10**9
     except ValueError:  # it is not recorded
         created = 0
     if created > 0:
-        told |= {"init_timestamp_nsecs": created, "commit_timestamp_nsecs": created}
-    told["custom_metadata"] = {}
-    yield text_file("_CHECKPOINT_METADATA", json.dumps(told), last=True)
+        metadata |= {"init_timestamp_nsecs": created, "commit_timestamp_nsecs": created}
+    metadata["custom_metadata"] = {}
+    yield text_file("_CHECKPOINT_METADATA", json.dumps(metadata), last=True)
     yield text_file(_COMMITTED, "written by unickpt", last=True)
 
 
@@ -65,9 +65,11 @@ def plan(index: Index, node: Node, *, is_step: bool, chunk_bytes: int) -> Plan:
     Raises:
         UnsupportedLeaf: Orbax cannot hold something.
     """
-    found = index.metadata.get(ORBAX)
-    own: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
-    custom, arrays = own.get("custom_metadata"), SavedArrays.of_json(own)
+    stored_metadata = index.metadata.get(ORBAX)
+    orbax_metadata: Mapping[str, Any] = (
+        stored_metadata if isinstance(stored_metadata, Mapping) else {}
+    )
+    custom, arrays = orbax_metadata.get("custom_metadata"), SavedArrays.of_json(orbax_metadata)
     made = tree_files(index, node, chunk_bytes, custom, arrays)
     if not is_step:  # on object storage, what a reader looks for in a tree comes last
         files = [*about(index, _TREE), *made.files]

@@ -64,8 +64,8 @@ class TreeFiles:
         """The same in a folder, where the reader shows names below another."""
         return TreeFiles(
             tuple(replace(file, name=f"{folder}/{file.name}") for file in self.files),
-            {name: _join(shown, found) for name, found in self.arrays.items()},
-            {name: _join(shown, found) for name, found in self.values.items()},
+            {name: _join(shown, inner_name) for name, inner_name in self.arrays.items()},
+            {name: _join(shown, inner_name) for name, inner_name in self.values.items()},
             self.others,
         )
 
@@ -116,8 +116,8 @@ def tree_files(
     files.append(text_file("_sharding", json.dumps(shardings)))
     _check_files(files)
     # An empty namedtuple is read as None.
-    others = any(leaf.kind == _EMPTY["namedtuple"] for leaf in leaves)
-    return TreeFiles(tuple(files), arrays, values, others)
+    has_others = any(leaf.kind == _EMPTY["namedtuple"] for leaf in leaves)
+    return TreeFiles(tuple(files), arrays, values, has_others)
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def _check(index: Index, leaves: Sequence[_OrbaxLeaf]) -> None:
     for leaf in leaves:
         other = seen.setdefault(leaf.stored, leaf)
         if other is not leaf:
-            first, second = ([key for key, _ in found.keys] for found in (other, leaf))
+            first, second = ([key for key, _ in twin.keys] for twin in (other, leaf))
             raise UnsupportedLeaf(
                 f"Orbax would write {quoted(first)} and {quoted(second)} to one place, "
                 f"{quoted(leaf.stored)}; rename one of them by a rule"
@@ -194,7 +194,7 @@ def _check(index: Index, leaves: Sequence[_OrbaxLeaf]) -> None:
 def _check_files(files: Sequence[PlannedFile]) -> None:
     """Refuses names of which one is the folder of another's file."""
     seen = set[str]()
-    folders = {file.name[:at] for file in files for at, c in enumerate(file.name) if c == "/"}
+    folders = {file.name[:slash] for file in files for slash, c in enumerate(file.name) if c == "/"}
     for file in files:
         if file.name in seen or file.name in folders:
             raise UnsupportedLeaf(
@@ -218,7 +218,7 @@ def _kind(index: Index, name: str, saved: SavedArrays) -> str:
 def _described(keys: _Keys, kind: str) -> dict[str, Any]:
     empty = kind in ("None", "Dict", *_EMPTY.values())
     return {
-        "key_metadata": [{"key": key, "key_type": of} for key, of in keys],
+        "key_metadata": [{"key": key, "key_type": key_type} for key, key_type in keys],
         "value_metadata": {"value_type": kind, "skip_deserialize": empty},
     }
 
@@ -244,20 +244,22 @@ def _array_files(
     yield text_file(f"{stored}/.zarray", _zarray(entry.dtype, entry.shape, chunk))
     size = math.prod(chunk) * entry.itemsize
     counts = [range(-(-n // c)) for n, c in zip(entry.shape, chunk, strict=True)]
-    for at in product(*counts):
-        start = tuple(k * c for k, c in zip(at, chunk, strict=True))
+    for position in product(*counts):
+        start = tuple(k * c for k, c in zip(position, chunk, strict=True))
         stop = tuple(min(a + c, n) for a, c, n in zip(start, chunk, entry.shape, strict=True))
-        key = ".".join(map(str, at)) or "0"
+        key = ".".join(map(str, position)) or "0"
         yield PlannedFile(f"{stored}/{key}", size, data=(Data(0, name, Box(start, stop)),))
 
 
 def _zarray(dtype: str, shape: Sequence[int], chunk: Sequence[int]) -> str:
-    found = dtype_from_name(dtype)
+    numpy_dtype = dtype_from_name(dtype)
     facts = {
         "chunks": list(chunk),
         "compressor": None,
         "dimension_separator": ".",
-        "dtype": found.newbyteorder("<").str if found.type.__module__ == "numpy" else dtype,
+        "dtype": numpy_dtype.newbyteorder("<").str
+        if numpy_dtype.type.__module__ == "numpy"
+        else dtype,
         "fill_value": None,
         "filters": None,
         "order": "C",
@@ -293,8 +295,10 @@ def _named_sharding(
     ids: tuple[int, ...],
 ) -> str:
     size = math.prod(shape)
-    devices = np.array([{"id": of} for of in (ids if len(ids) == size else range(size))], object)
-    told: dict[str, Any] = {
+    devices = np.array(
+        [{"id": device_id} for device_id in (ids if len(ids) == size else range(size))], object
+    )
+    sharding: dict[str, Any] = {
         "sharding_type": "NamedSharding",
         "shape": shape,
         "axis_names": axes,
@@ -302,8 +306,8 @@ def _named_sharding(
         "device_mesh": {"mesh": devices.reshape(shape).tolist()},
     }
     if types:
-        told["axis_types"] = types
-    return json.dumps(told)
+        sharding["axis_types"] = types
+    return json.dumps(sharding)
 
 
 def _about(stored: str, entry: ArrayEntry, chunk: Sequence[int]) -> dict[str, Any]:
@@ -341,11 +345,11 @@ def _metadata_files(
     if texts:
         yield text_file("_strings.json", json.dumps(texts, ensure_ascii=False))
     yield text_file("array_metadatas/process_0", json.dumps({"array_metadatas": about}))
-    told = {
+    item_metadata = {
         "tree_metadata": metadata,
         "use_ocdbt": False,
         "use_zarr3": False,
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": custom,
     }
-    yield text_file("_METADATA", json.dumps(told), last=True)
+    yield text_file("_METADATA", json.dumps(item_metadata), last=True)

@@ -99,8 +99,8 @@ class ZarrArray:
             range(a // n, -(-b // n))
             for a, b, n in zip(box.start, box.stop, self.stored, strict=True)
         ]
-        for at in itertools.product(*ranges):
-            numbers = [*([self.key] if self.key else []), *map(str, at)]
+        for position in itertools.product(*ranges):
+            numbers = [*([self.key] if self.key else []), *map(str, position)]
             yield self.separator.join(numbers) or "0"  # which version 2 calls it without numbers
 
 
@@ -120,38 +120,38 @@ def parse(version: int, data: bytes, where: str) -> ZarrArray:
         UnsupportedFormat: it has a dtype or a codec that is not known.
     """
     try:
-        found = json.loads(data)
-        return (_parse_2 if version == 2 else _parse_3)(found, where)
+        metadata = json.loads(data)
+        return (_parse_2 if version == 2 else _parse_3)(metadata, where)
     except UnsupportedFormat:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointCorrupt(f"{where}: its Zarr metadata is damaged: {error!r}") from error
 
 
-def _parse_2(found: Mapping[str, Any], where: str) -> ZarrArray:
-    if found["zarr_format"] != 2:
-        raise ValueError(f"zarr_format is {quoted(found['zarr_format'])}")
-    if found["filters"]:
-        raise UnsupportedFormat(f"{where}: Zarr filters {quoted(found['filters'])} are not read")
-    compressor = found["compressor"]
+def _parse_2(metadata: Mapping[str, Any], where: str) -> ZarrArray:
+    if metadata["zarr_format"] != 2:
+        raise ValueError(f"zarr_format is {quoted(metadata['zarr_format'])}")
+    if metadata["filters"]:
+        raise UnsupportedFormat(f"{where}: Zarr filters {quoted(metadata['filters'])} are not read")
+    compressor = metadata["compressor"]
     if compressor is not None and compressor["id"] not in _COMPRESSORS:
         raise UnsupportedFormat(f"{where}: the compressor {quoted(compressor)} is not known")
-    shape = _extents(found["shape"], 0)
-    chunk = _extents(found["chunks"], 1, shape)
-    dtype = _dtype(found["dtype"], where)
-    separator = _separator(found.get("dimension_separator", "."))
-    return ZarrArray(2, shape, dtype, chunk, chunk, compressor is not None, "", separator, found)
+    shape = _extents(metadata["shape"], 0)
+    chunk = _extents(metadata["chunks"], 1, shape)
+    dtype = _dtype(metadata["dtype"], where)
+    separator = _separator(metadata.get("dimension_separator", "."))
+    return ZarrArray(2, shape, dtype, chunk, chunk, compressor is not None, "", separator, metadata)
 
 
-def _parse_3(found: Mapping[str, Any], where: str) -> ZarrArray:
-    if (found["zarr_format"], found["node_type"]) != (3, "array"):
+def _parse_3(metadata: Mapping[str, Any], where: str) -> ZarrArray:
+    if (metadata["zarr_format"], metadata["node_type"]) != (3, "array"):
         raise ValueError("it is not that of an array of version 3")
-    shape = _extents(found["shape"], 0)
-    grid = found["chunk_grid"]
+    shape = _extents(metadata["shape"], 0)
+    grid = metadata["chunk_grid"]
     if grid["name"] != "regular":
         raise UnsupportedFormat(f"{where}: the chunk grid {quoted(grid['name'])} is not known")
     stored = chunk = _extents(grid["configuration"]["chunk_shape"], 1, shape)
-    codecs = _codecs(found["codecs"])
+    codecs = _codecs(metadata["codecs"])
     if [name for name, _ in codecs] == ["sharding_indexed"]:
         inner = codecs[0][1]
         chunk = _extents(inner["chunk_shape"], 1, shape)
@@ -162,51 +162,51 @@ def _parse_3(found: Mapping[str, Any], where: str) -> ZarrArray:
     for name in names:
         if name not in (*_COMPRESSORS, *_PLAIN_CODECS):
             raise UnsupportedFormat(f"{where}: the codec {quoted(name)} is not known")
-    encoding = found["chunk_key_encoding"]
+    encoding = metadata["chunk_key_encoding"]
     is_default = {"default": True, "v2": False}[encoding["name"]]
-    given = encoding.get("configuration", {}).get("separator", "/" if is_default else ".")
+    separator = encoding.get("configuration", {}).get("separator", "/" if is_default else ".")
     return ZarrArray(
         3,
         shape,
-        _dtype(found["data_type"], where),
+        _dtype(metadata["data_type"], where),
         chunk,
         stored,
         any(name in _COMPRESSORS for name in names),
         "c" if is_default else "",
-        _separator(given),
-        found,
+        _separator(separator),
+        metadata,
     )
 
 
-def _codecs(found: Sequence[Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    return [(str(codec["name"]), codec.get("configuration", {})) for codec in found]
+def _codecs(codecs: Sequence[Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    return [(str(codec["name"]), codec.get("configuration", {})) for codec in codecs]
 
 
-def _separator(found: Any) -> str:
-    if found not in (".", "/"):
-        raise ValueError(f"the separator {quoted(found)}")
-    return str(found)
+def _separator(separator: Any) -> str:
+    if separator not in (".", "/"):
+        raise ValueError(f"the separator {quoted(separator)}")
+    return str(separator)
 
 
-def _extents(found: Any, least: int, shape: Sequence[int] | None = None) -> tuple[int, ...]:
-    if not isinstance(found, list) or len(found) > _MOST_RANK:
-        raise ValueError(f"extents {quoted(found)}")
-    if any(type(n) is not int or not least <= n < _MOST_EXTENT for n in found):
-        raise ValueError(f"extents {quoted(found)}")
-    if shape is not None and len(found) != len(shape):
-        raise ValueError(f"chunks {quoted(found)} for the shape {quoted(shape)}")
-    return tuple(found)
+def _extents(extents: Any, least: int, shape: Sequence[int] | None = None) -> tuple[int, ...]:
+    if not isinstance(extents, list) or len(extents) > _MOST_RANK:
+        raise ValueError(f"extents {quoted(extents)}")
+    if any(type(n) is not int or not least <= n < _MOST_EXTENT for n in extents):
+        raise ValueError(f"extents {quoted(extents)}")
+    if shape is not None and len(extents) != len(shape):
+        raise ValueError(f"chunks {quoted(extents)} for the shape {quoted(shape)}")
+    return tuple(extents)
 
 
-def _dtype(found: Any, where: str) -> str:
+def _dtype(dtype: Any, where: str) -> str:
     try:
-        if isinstance(found, str) and _NUMPY.fullmatch(found):
-            return dtype_name(np.dtype(found))
-        name = dtype_name(dtype_from_name(found))
+        if isinstance(dtype, str) and _NUMPY.fullmatch(dtype):
+            return dtype_name(np.dtype(dtype))
+        name = dtype_name(dtype_from_name(dtype))
         ts.dtype(zarr_dtype(name))
         return name
     except TypeError as error:
-        raise UnsupportedFormat(f"{where}: the dtype {quoted(found)} is not known") from error
+        raise UnsupportedFormat(f"{where}: the dtype {quoted(dtype)} is not known") from error
 
 
 # --- stores -------------------------------------------------------------------------------------
