@@ -61,8 +61,8 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         StorageError: the storage failed.
     """
 
-    def make(found: FoundFiles) -> Reader | None:
-        model = _Model(files, found.names[0])
+    def make(selection: FoundFiles) -> Reader | None:
+        model = _Model(files, selection.names[0])
         return OnnxReader(files, model.table) if model.has_graph else None
 
     return open_kind(files, loose_files.ONNX, make)
@@ -126,8 +126,8 @@ class _Model:
         for part in self._within(message):
             number = part.number
             if number == _DIMS:
-                found = self._numbers(part) if part.is_bytes else [part.value]
-                dims += islice(found, 2 * MOST_RANK - len(dims))
+                numbers = self._numbers(part) if part.is_bytes else [part.value]
+                dims += islice(numbers, 2 * MOST_RANK - len(dims))
             elif number == _TYPE:
                 kind = part.value
             elif number == _NAME:
@@ -157,8 +157,8 @@ class _Model:
             reason = f"{self._files.location}: {quoted(name)} is of the type {kind}, which is not"
             way_out = "read; read the others by their names (only=)"
             return TensorSource("uint8", shape, Unreadable(f"{reason} {way_out}"))
-        found = TensorSource(dtype, shape, InMemoryElements(b""))
-        expected = -(-found.count // 2) if is_packed else found.nbytes
+        source = TensorSource(dtype, shape, InMemoryElements(b""))
+        expected = -(-source.count // 2) if is_packed else source.nbytes
         typed = _TYPED.get(kind, _NUMBERS)
         place = data.get(_RAW) or data.get(typed)
         elements: Elements
@@ -168,23 +168,25 @@ class _Model:
         elif place is None:
             if expected:
                 raise ValueError("it has no data")
-            return found
+            return source
         elif place.number in (_RAW, _FLOATS, _DOUBLES):
             if place.size != expected:
                 raise ValueError(f"it has {place.size} bytes, {expected} expected")
-            of = Nibbles if is_packed else FileRange
-            elements = of(self._name, place.value)
+            elements_class = Nibbles if is_packed else FileRange
+            elements = elements_class(self._name, place.value)
         else:
-            elements = InMemoryElements(self._decoded(place, found, expected, is_packed))
+            elements = InMemoryElements(self._decoded(place, source, expected, is_packed))
         return TensorSource(dtype, shape, elements)
 
-    def _decoded(self, place: _Field, found: TensorSource, expected: int, is_packed: bool) -> bytes:
+    def _decoded(
+        self, place: _Field, source: TensorSource, expected: int, is_packed: bool
+    ) -> bytes:
         """The elements of a field of numbers, each of which has as many bits as the dtype."""
-        count = expected if is_packed else found.count
+        count = expected if is_packed else source.count
         width = 1 if is_packed else expected // max(1, count)
         data = _integers(self._bytes(place), count).astype(f"<u{width}")
         if is_packed:
-            data = np.stack((data & 15, data >> 4), axis=1).reshape(-1)[: found.count]
+            data = np.stack((data & 15, data >> 4), axis=1).reshape(-1)[: source.count]
         return data.tobytes()
 
     def _outside(self, external: Mapping[str, str], expected: int) -> tuple[str, int]:

@@ -28,8 +28,8 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         StorageError: the storage failed.
     """
 
-    def make(found: FoundFiles) -> Reader:
-        file = TorchFile(files, found.names[0])
+    def make(selection: FoundFiles) -> Reader:
+        file = TorchFile(files, selection.names[0])
         _check_no_object(files, file)
         return TorchFilesReader.of_files(files, {"": file}, "pickle")
 
@@ -38,14 +38,14 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
 
 def _check_no_object(files: Files, file: TorchFile) -> None:
     """Checks that a pickle is more than one object that only its class can read."""
-    found = file.value
-    if isinstance(found, PickledObject):
-        found = known_objects.decoded(found)
-    if isinstance(found, PickledObject) and holds_tensors(found, set(), lambda n: None):
+    root = file.value
+    if isinstance(root, PickledObject):
+        root = known_objects.decoded(root)
+    if isinstance(root, PickledObject) and holds_tensors(root, set(), lambda n: None):
         return
-    if isinstance(found, PickledObject | Global):
+    if isinstance(root, PickledObject | Global):
         raise files.unsupported(
-            f"{file.name} is a pickle of one object, {quoted(found.name)}, which only its class "
+            f"{file.name} is a pickle of one object, {quoted(root.name)}, which only its class "
             "can read; load it with pickle.load if you trust it, and save its arrays with "
             "unickpt.save or numpy.savez"
         )

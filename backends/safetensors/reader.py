@@ -51,9 +51,9 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         StorageError: the storage failed.
     """
 
-    def make(found: FoundFiles) -> SafetensorsReader:
-        where = None if found.index is None else weight_map(files, found.index, (_SUFFIX,))
-        names = found.names if where is None else sorted({*where.values()})
+    def make(selection: FoundFiles) -> SafetensorsReader:
+        where = None if selection.index is None else weight_map(files, selection.index, (_SUFFIX,))
+        names = selection.names if where is None else sorted({*where.values()})
         _check_complete(files, names)
         headers = {name: read_header(files, name) for name in names}
         return SafetensorsReader(files, headers, where)
@@ -64,10 +64,10 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
 def _check_complete(files: Files, names: Collection[str]) -> None:
     """Checks that no file is missing, where names tell how many there are."""
     for name in names:
-        told = re.fullmatch(_NUMBERED, name)
-        if told is None:
+        match = re.fullmatch(_NUMBERED, name)
+        if match is None:
             continue
-        begin, count = told[1], told[2]
+        begin, count = match[1], match[2]
         every = (f"{begin}-{n:05d}-of-{count}{_SUFFIX}" for n in range(1, int(count) + 1))
         missing = next((other for other in every if other not in names), None)
         if missing is not None:
@@ -112,12 +112,14 @@ class SafetensorsReader(RangeReader):
 def _entry(name: str, dtype: str, boxes: Sequence[FileBox]) -> ArrayEntry:
     if len(boxes) == 1 and not any(boxes[0].box.start):
         return entry_of_box(name, boxes[0].box.shape, dtype, boxes[0])
-    shape = [max(found.box.stop[d] for found in boxes) for d in range(len(boxes[0].box.start))]
-    filled = [found for found in boxes if found.box.size]
+    shape = [
+        max(file_box.box.stop[d] for file_box in boxes) for d in range(len(boxes[0].box.start))
+    ]
+    filled = [file_box for file_box in boxes if file_box.box.size]
     if not filled and math.prod(shape) == 0:
         return entry_of_box(name, shape, dtype, boxes[0])
     entry = entry_of_boxes(name, shape, dtype, filled or boxes)
-    check_boxes(entry, [(found.box, (0,)) for found in filled])
+    check_boxes(entry, [(file_box.box, (0,)) for file_box in filled])
     return entry
 
 
@@ -125,7 +127,7 @@ def _pieces(
     files: Files, headers: Mapping[str, SafetensorsHeader], where: Mapping[str, str] | None
 ) -> dict[str, tuple[str, list[FileBox]]]:
     """The dtype and the boxes of each tensor."""
-    found: dict[str, tuple[str, list[FileBox]]] = {}
+    pieces: dict[str, tuple[str, list[FileBox]]] = {}
     first_in: dict[str, str] = {}
     for file, header in headers.items():
         offsets = _offsets(header, f"{files.location}: {file}")
@@ -133,7 +135,7 @@ def _pieces(
             if where is not None and where.get(name, file) != file:
                 continue  # the index wins; what it lacks is not hidden
             start = offsets.get(name)
-            if name in found and start is None:
+            if name in pieces and start is None:
                 raise files.damaged(
                     f"{quoted(name)} is in {first_in[name]} and in {file}, and no index says which "
                     "one counts"
@@ -141,7 +143,7 @@ def _pieces(
             origin = start or (0,) * len(tensor.shape)
             if (
                 len(origin) != len(tensor.shape)
-                or found.get(name, (tensor.dtype,))[0] != tensor.dtype
+                or pieces.get(name, (tensor.dtype,))[0] != tensor.dtype
             ):
                 raise files.damaged(
                     f"the pieces of {quoted(name)} do not fit together; one is "
@@ -150,15 +152,15 @@ def _pieces(
             stop = tuple(a + n for a, n in zip(origin, tensor.shape, strict=True))
             box = FileBox(Box(origin, stop), tensor.elements)
             first_in.setdefault(name, file)
-            found.setdefault(name, (tensor.dtype, []))[1].append(box)
-    missing = sorted((where or {}).keys() - found.keys())
+            pieces.setdefault(name, (tensor.dtype, []))[1].append(box)
+    missing = sorted((where or {}).keys() - pieces.keys())
     if missing:
         name = missing[0]
         raise files.damaged(
             f"the index says that {quoted(name)} is in {(where or {})[name]}, which does not "
             f"contain it; {len(missing)} missing in all"
         )
-    return found
+    return pieces
 
 
 def _offsets(header: SafetensorsHeader, where: str) -> dict[str, tuple[int, ...]]:
@@ -167,7 +169,7 @@ def _offsets(header: SafetensorsHeader, where: str) -> dict[str, tuple[int, ...]
     if text is None:
         return {}
     try:
-        told = json.loads(text)
-        return {name: sizes(facts["saved_offsets"]) for name, facts in told.items()}
+        sharding = json.loads(text)
+        return {name: sizes(facts["saved_offsets"]) for name, facts in sharding.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointCorrupt(f"{where}: {_SHARDING} in its header is damaged") from error

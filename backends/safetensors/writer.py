@@ -102,8 +102,11 @@ class HuggingFaceWriter:
             files.append(_file(called, of_shard, names, metadata, last=count == 1))
         if count > 1:
             total = sum(entry.nbytes for entry in entries.values())
-            told = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-            told_as = json.dumps(told, indent=2, sort_keys=True) + "\n"
+            weight_index = {
+                "metadata": {"total_size": total},
+                "weight_map": dict(sorted(where.items())),
+            }
+            told_as = json.dumps(weight_index, indent=2, sort_keys=True) + "\n"
             files.append(text_file("model.safetensors.index.json", told_as, last=True))
         return Plan(tuple(files), _shown(names), casts=casts)
 
@@ -182,11 +185,11 @@ def _file(
     # size.
     ordered = sorted(entries.items(), key=lambda item: (-item[1].itemsize, names[item[0]]))
     header: dict[str, Any] = {"__metadata__": metadata}
-    at = 0
+    data_offset = 0
     for name, entry in ordered:
         facts = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape)}
-        header[names[name]] = {**facts, "data_offsets": [at, at + entry.nbytes]}
-        at += entry.nbytes
+        header[names[name]] = {**facts, "data_offsets": [data_offset, data_offset + entry.nbytes]}
+        data_offset += entry.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     begin = 8 + len(text)
@@ -202,26 +205,26 @@ def _file(
 def _shards(entries: Mapping[str, ArrayEntry], most: int) -> list[list[str]]:
     """The arrays of each file, in order; an array is never divided."""
     shards: list[list[str]] = []
-    held = math.inf
+    shard_bytes = math.inf
     for name, entry in entries.items():
-        if held + entry.nbytes > most and (not shards or shards[-1]):
+        if shard_bytes + entry.nbytes > most and (not shards or shards[-1]):
             shards.append([])
-            held = 0
+            shard_bytes = 0
         shards[-1].append(name)
-        held += entry.nbytes
+        shard_bytes += entry.nbytes
     return shards or [[]]
 
 
-def _size(given: int | str) -> int:
-    if isinstance(given, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", given)
-        if found and found[2].upper() in _UNITS:
-            given = int(float(found[1]) * _UNITS[found[2].upper()])
-    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+def _size(size: int | str) -> int:
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+        if match and match[2].upper() in _UNITS:
+            size = int(float(match[1]) * _UNITS[match[2].upper()])
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ValueError(
-            f"max_shard_size={given!r}: give bytes, or a text such as '5GB' or '500MiB'"
+            f"max_shard_size={size!r}: give bytes, or a text such as '5GB' or '500MiB'"
         )
-    return given
+    return size
 
 
 def _beside(folder: str | os.PathLike[str] | None, dtype: str | None) -> list[PlannedFile]:
@@ -230,23 +233,23 @@ def _beside(folder: str | os.PathLike[str] | None, dtype: str | None) -> list[Pl
         return []
     if not os.path.isdir(folder):
         raise ValueError(f"config={os.fspath(folder)!r} is not a folder")
-    found = []
+    copies = []
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if not entry.is_file() or entry.name[0] == "." or _WEIGHTS.fullmatch(entry.name):
             continue
         if entry.name == "config.json" and dtype is not None:
-            found.append(text_file(entry.name, _with_dtype(entry.path, dtype)))
+            copies.append(text_file(entry.name, _with_dtype(entry.path, dtype)))
         else:
-            found.append(PlannedFile(entry.name, entry.stat().st_size, copied=entry.path))
-    return found
+            copies.append(PlannedFile(entry.name, entry.stat().st_size, copied=entry.path))
+    return copies
 
 
 def _with_dtype(path: str, dtype: str) -> str:
     """A configuration with another dtype, which transformers else casts to."""
     try:
         with open(path, encoding="utf-8") as file:
-            told = json.load(file)
-        keys = [key for key in ("torch_dtype", "dtype") if key in told]
+            config = json.load(file)
+        keys = [key for key in ("torch_dtype", "dtype") if key in config]
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is not the configuration of a model: {error}") from error
-    return json.dumps({**told, **dict.fromkeys(keys, dtype)}, indent=2) + "\n"
+    return json.dumps({**config, **dict.fromkeys(keys, dtype)}, indent=2) + "\n"

@@ -67,10 +67,10 @@ def scripted(files: Files, file: TorchFile, archive: ZipFile, top: str) -> Reade
         UnsupportedFormat: a module has a state of its own, or the weights have no names.
     """
     declared, state = cache(partial(_declared, archive, top)), dict[str, Tensor]()
-    rest = [("", file.value)] if isinstance(file.value, PickledObject) else []
+    pending = [("", file.value)] if isinstance(file.value, PickledObject) else []
     left = _LEAST_LETTERS + _LETTERS * file.pickle_size
-    while rest:
-        prefix, module = rest.pop()
+    while pending:
+        prefix, module = pending.pop()
         lines = declared(module.name)
         if lines is None:
             continue
@@ -89,7 +89,7 @@ def scripted(files: Files, file: TorchFile, archive: ZipFile, top: str) -> Reade
             if isinstance(value, Tensor) and (key in names or "__buffers__" not in lines):
                 state[f"{prefix}{key}"] = value
             elif isinstance(value, PickledObject):
-                rest.append((f"{prefix}{key}.", value))
+                pending.append((f"{prefix}{key}.", value))
     if not state:
         raise files.unsupported(
             f"{file.name} is a program of torch.jit without parameters and buffers; if it was "
@@ -186,11 +186,11 @@ class ExportedReader(RangeReader):
                     source = self._source(f"{folder}{weight.path_name}", weight, array)
                 except CheckpointCorrupt as error:
                     raise archive.files.damaged(f"array {array!r}: {error}") from error
-                known = first.setdefault(source, array)
-                if known == array:
+                first_name = first.setdefault(source, array)
+                if first_name == array:
                     table.add(array, source)
                 else:
-                    table.aliases[array] = known
+                    table.aliases[array] = first_name
         super().__init__(archive.files, table.index(), table.boxes)
 
     def _config(self, path: str) -> Mapping[str, _Weight]:
@@ -216,9 +216,9 @@ class ExportedReader(RangeReader):
             raise archive.damaged(f"its table of weights is damaged: {error}") from error
         if weight.use_pickle or dtype is None:
             kind = "of a class of its own" if weight.use_pickle else f"of the type {meta.dtype}"
-            told = f"{archive.files.location}: array {array!r} is a tensor {kind}"
+            reason = f"{archive.files.location}: array {array!r} is a tensor {kind}"
             way_out = "load it with torch.export.load, and save its state_dict"
-            return TensorSource("uint8", shape, Unreadable(f"{told}; {way_out}"))
+            return TensorSource("uint8", shape, Unreadable(f"{reason}; {way_out}"))
         if member is None or member.method != STORED or len(shape) != len(strides):
             raise archive.damaged(f"{path} is missing, compressed or malformed")
         last = first + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))

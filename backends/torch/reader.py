@@ -31,11 +31,11 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         StorageError: the storage failed.
     """
 
-    def make(found: FoundFiles) -> Reader:
-        if found.index is None:
-            return _open_single(files, found.names[0])
-        where = weight_map(files, found.index, loose_files.TORCH.suffixes)
-        return _open_sharded(files, where, found.index)
+    def make(selection: FoundFiles) -> Reader:
+        if selection.index is None:
+            return _open_single(files, selection.names[0])
+        where = weight_map(files, selection.index, loose_files.TORCH.suffixes)
+        return _open_sharded(files, where, selection.index)
 
     return open_kind(files, loose_files.TORCH, make)
 
@@ -62,18 +62,18 @@ def _open_sharded(files: Files, where: Mapping[str, str], index: str) -> Reader:
     root: dict[str, Any] = {}
     by_file: dict[int, TorchFile] = {}
     missing = []
-    others = {
-        name: of
-        for of, file in opened.items()
+    unlisted = {
+        name: file_name
+        for file_name, file in opened.items()
         for name, value in (file.value.items() if isinstance(file.value, dict) else ())
         if isinstance(name, str) and name not in where and isinstance(value, Tensor)
     }
-    for name, of in {**where, **others}.items():  # what an index lacks is not hidden
-        state = opened[of].value
-        found = state.get(name) if isinstance(state, dict) else None
-        if isinstance(found, Tensor):
-            root[name] = found
-            by_file[id(found)] = opened[of]
+    for name, file_name in {**where, **unlisted}.items():  # what an index lacks is not hidden
+        state = opened[file_name].value
+        tensor = state.get(name) if isinstance(state, dict) else None
+        if isinstance(tensor, Tensor):
+            root[name] = tensor
+            by_file[id(tensor)] = opened[file_name]
         else:
             missing.append(name)
     if missing:

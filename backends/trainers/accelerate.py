@@ -93,8 +93,8 @@ def _torch_files(
             else node
         )
         yield _REGISTERED.format(number), ours
-    others = children_by_key(root["values"]).get("registered", none)
-    for number, node in children_by_key(others).items():
+    registered = children_by_key(root["values"]).get("registered", none)
+    for number, node in children_by_key(registered).items():
         yield _REGISTERED.format(number), _unpacked(node, f"registered/{number}")
 
 
@@ -107,9 +107,9 @@ def _unpacked(node: training_states.Tree, what: str) -> training_states.Tree:
             f"the state of {what} has a {node.type_name}, whose class unickpt does not know, and "
             f"files of torch.save name it: drop it by a rule, values/{what} <-> drop"
         )
-    of = children_by_key(node)
-    if of.keys() == {training_states.TENSOR, training_states.DTYPE}:
-        return of[training_states.TENSOR]
+    fields = children_by_key(node)
+    if fields.keys() == {training_states.TENSOR, training_states.DTYPE}:
+        return fields[training_states.TENSOR]
     return replace(node, children=tuple(_unpacked(child, what) for child in node.children))
 
 

@@ -131,23 +131,23 @@ class _Pickled:
         kinds = self._types.get(name, [])
         self._left.discard(name)
         if isinstance(node, Leaf):
-            found = self._leaves[node.name]
-            is_time = getattr(getattr(found, "dtype", None), "kind", "") in ("m", "M")
+            value = self._leaves[node.name]
+            is_time = getattr(getattr(value, "dtype", None), "kind", "") in ("m", "M")
             if shown is not None and _SAME.issuperset(kinds) and not is_time:
                 self.shown[node.name] = shown
         else:
             names = child_names(node.kind, node.keys, name)
             below = _shown_below(node, kinds, shown)
             every = zip(node.children, names, below, strict=True)
-            found = _container(node, [self.value(*each) for each in every])
+            value = _container(node, [self.value(*child) for child in every])
         for kind in reversed(kinds):
             try:
-                found = _TYPED[kind](found)
+                value = _TYPED[kind](value)
             except Exception as error:
                 raise CheckpointCorrupt(
                     f"{quoted(name)} is not a {kind}, which it is said to be: {error}"
                 ) from None
-        return found
+        return value
 
     def check_all_used(self) -> None:
         """Raises UnsupportedLeaf if the types name values that are not there: rules that rename
@@ -185,23 +185,23 @@ def _container(node: Node, children: Sequence[Any]) -> Any:
 
 
 def _of_python(kind: StoredType) -> Callable[[Any], Any]:
-    return lambda found: reduced(kind.restore(found))
+    return lambda value: reduced(kind.restore(value))
 
 
 def _call(name: str) -> Callable[[Any], Any]:
     """A class that is called with a list; of a set, in the same order in every process."""
-    return lambda found: PickledCall(Global(name), (list(found),))
+    return lambda value: PickledCall(Global(name), (list(value),))
 
 
 def _items(pairs: Any) -> Any:
     """A dict with keys of any type; made by its class if unickpt would refuse them in a pickle."""
-    found: dict[Any, Any] = dict(pairs)
+    entries: dict[Any, Any] = dict(pairs)
     try:
-        for key in found:
+        for key in entries:
             pickles.key(key)
     except BadPickle:
-        return PickledCall(Global("builtins.dict"), (list(found.items()),))
-    return found
+        return PickledCall(Global("builtins.dict"), (list(entries.items()),))
+    return entries
 
 
 def _device(text: str) -> Any:
@@ -234,8 +234,8 @@ def _config_class(name: str) -> Global:
 
 def _flagged(config: Any, flag: str) -> Any:
     """A configuration with one more flag, the last argument of its class."""
-    content, *rest = config.args
-    flags = {**(rest[-1] if rest else {}), flag: True}
+    content, *arguments = config.args
+    flags = {**(arguments[-1] if arguments else {}), flag: True}
     is_dict = config.name.endswith("DictConfig")
     between = (_ANY, _ANY, _ANY, True) if is_dict else (_ANY, True, _ANY)
     return PickledCall(config.function, (content, None, None, *between, flags))

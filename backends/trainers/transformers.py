@@ -54,7 +54,7 @@ class TrainerWriter:
             raise UnsupportedLeaf("'model' is missing: the Trainer cannot go on without weights")
         parts = {"": Part.of(index, root[_MODEL]).plan(self._weights(), most_bytes)}
         files: dict[str, training_states.Tree] = {
-            name: root[of] for of, name in _FILES.items() if of in root
+            name: root[key] for key, name in _FILES.items() if key in root
         }
         if _OPTIMIZER in root:
             files["optimizer.pt"] = training_states.numbered(index, root[_OPTIMIZER], _OPTIMIZER)
@@ -91,13 +91,13 @@ def _generators(index: Index) -> list[PlannedFile]:
     if not isinstance(stored, OfEachProcess):
         return []  # dropped; the Trainer then says that it begins with other numbers
     files, count = [], len(stored.values)
-    for process, found in enumerate(stored.values):
+    for process, process_states in enumerate(stored.values):
         file = training_states.KnownTorchFile()
-        made: Mapping[str, Any] = training_states.generators(file, found, _RNG)
+        made: Mapping[str, Any] = training_states.generators(file, process_states, _RNG)
         states = {
             # On one process, the Trainer has the state of one device, not a list.
-            kind: each[0] if isinstance(each, list) and count == 1 else each
-            for kind, each in made.items()
+            kind: state[0] if isinstance(state, list) and count == 1 else state
+            for kind, state in made.items()
         }
         states["cpu"] = states.pop("torch")
         name = "rng_state.pth" if count == 1 else f"rng_state_{process}.pth"
