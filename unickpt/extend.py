@@ -223,6 +223,8 @@ if _CHECKING:
     from unickpt.format.writers import OWN as OWN_FORMAT
     from unickpt.format.writers import chosen as chosen_format
     from unickpt.format.writers import make_writer, register_writer, unregister_writer
+    from unickpt.reading.shared_read import Exchange as SharedRound
+    from unickpt.reading.shared_read import SharedChunk, Transport
     from unickpt.rules.in_memory import apply as apply_rules
     from unickpt.rules.in_memory import elements as ruled_elements
     from unickpt.rules.in_memory import facts_of, stored_leaves
@@ -283,15 +285,15 @@ __all__ = [
     "RegularFiles", "Request", "Retention", "RuledView", "RulesCheck", "Run", "RunFeature",
     "SAVE_PHASES", "STORED_TYPES", "SaveCall", "SaveCallbacks", "SaveEncoder", "SaveFeature",
     "SaveQueue", "SaveRequest", "SaveTask", "SavedArrays", "SavedOnly", "Scheme", "ScratchMemory",
-    "Sections", "Selection", "SerialExecutor", "Settled", "SeveralCheckpoints", "Skipped",
-    "SlabReads", "Source", "StepFolder", "StorageFuture", "StoredChunk", "StoredType", "StoredView",
-    "Taken", "TensorSource", "Timing", "Unit", "UnitSteps", "Units", "ValuePlaces", "Version",
-    "View", "WHOLE_BOXES", "WriteFilter", "WriteItem", "Writer", "WritingSave", "absolute_path",
-    "adapter_of", "adapters", "all_gather_bytes", "apply_rules", "asking_storage", "barrier",
-    "base_name", "bytes_of_chunk", "bytes_on_disk", "check_boxes", "check_rest", "check_written",
-    "checkpoints_below", "child_names", "children_by_key", "chosen_format", "chunk_digest",
-    "chunk_keys", "closing_file", "combined_crc32", "common_codec", "compressed_chunk",
-    "conversion_budgets", "convertible", "counted", "current_group", "cut_box",
+    "Sections", "Selection", "SerialExecutor", "Settled", "SeveralCheckpoints", "SharedChunk",
+    "SharedRound", "Skipped", "SlabReads", "Source", "StepFolder", "StorageFuture", "StoredChunk",
+    "StoredType", "StoredView", "Taken", "TensorSource", "Timing", "Transport", "Unit", "UnitSteps",
+    "Units", "ValuePlaces", "Version", "View", "WHOLE_BOXES", "WriteFilter", "WriteItem", "Writer",
+    "WritingSave", "absolute_path", "adapter_of", "adapters", "all_gather_bytes", "apply_rules",
+    "asking_storage", "barrier", "base_name", "bytes_of_chunk", "bytes_on_disk", "check_boxes",
+    "check_rest", "check_written", "checkpoints_below", "child_names", "children_by_key",
+    "chosen_format", "chunk_digest", "chunk_keys", "closing_file", "combined_crc32", "common_codec",
+    "compressed_chunk", "conversion_budgets", "convertible", "counted", "current_group", "cut_box",
     "decode_per_process", "dict_node", "dtype_and_shape", "dtype_from_name", "dtype_kind",
     "dtype_name", "encode_per_process", "encoding_of", "entry_of_box", "entry_of_boxes",
     "every_door", "expand_leaf", "facts_of", "fences_of", "find_door", "find_orphans",
@@ -340,6 +342,7 @@ _LATER = {
         "OWN as OWN_FORMAT, chosen as chosen_format, make_writer, register_writer, "
         "unregister_writer"
     ),
+    "reading.shared_read": "Exchange as SharedRound, SharedChunk, Transport",
     "rules.in_memory": "apply as apply_rules, elements as ruled_elements, facts_of, stored_leaves",
     "rules.observed": "DraftReport, ObservedReport, RulesCheck",
     "rules.plan": "Fact as LeafFact, LeafKind, Made as MadeLeaf",
