@@ -222,10 +222,10 @@ def load(
         None if framework == "numpy" else adapter_named(framework),
     )
     # Fills everything again; processes that exchange all start again together.
-    found, report = checkpoint.again(lambda: loading.load(path, like))
+    loaded_tree, report = checkpoint.again(lambda: loading.load(path, like))
     if _log.isEnabledFor(logging.INFO):
         _log.info("%s", report)
-    return (found, report) if return_report else found
+    return (loaded_tree, report) if return_report else loaded_tree
 
 
 def _chosen(argument: str, value: str, other: str) -> bool:
@@ -251,14 +251,14 @@ class _Loading(NamedTuple):
         with collection_paused(), _reading(self.options, self.among) as read:
             stored = checkpoint.opened(path, self.under, once=True).reader
             older = self._older_experts(stored)
-            view, asked = self._view_of(stored, like)
-            if asked is None:
-                found, report = self._load_all(view, read)
+            view, request = self._view_of(stored, like)
+            if request is None:
+                loaded_tree, report = self._load_all(view, read)
             else:
-                report = compare(view, asked, self.policy)
+                report = compare(view, request, self.policy)
                 view.check(self.options)
-                found = self._read_like(view, asked, report, read)
-            return found, replace(report, older_experts=older) if older else report
+                loaded_tree = self._read_like(view, request, report, read)
+            return loaded_tree, replace(report, older_experts=older) if older else report
 
     def _view_of(self, stored: Reader, like: Any) -> tuple[View, LoadRequest | None]:
         """The checkpoint as the load sees it, and what `like` requests of it, if there is one."""
@@ -269,28 +269,28 @@ class _Loading(NamedTuple):
         if like is None:
             return view, None
         index = stored.index
-        asked = LoadRequest.of(
+        request = LoadRequest.of(
             like,
             self.among,
             lambda: StoredTree({**index.entries, **index.values}, view.node),
             self.policy.selection,
         )
-        view.serve(asked.leaves, asked.targets)
-        return view, asked
+        view.serve(request.leaves, request.targets)
+        return view, request
 
     def _older_experts(self, stored: Reader) -> tuple[tuple[str, int, int], ...]:
         if RESERVED not in stored.index.metadata:
             return ()
         from unickpt.format import unit_steps
 
-        found = unit_steps.older(stored.index.metadata, str(stored.location))
-        if found and self.strict_experts:
-            shown = some([f"{number} of {key!r} of step {step}" for key, number, step in found])
+        older = unit_steps.older(stored.index.metadata, str(stored.location))
+        if older and self.strict_experts:
+            shown = some([f"{number} of {key!r} of step {step}" for key, number, step in older])
             raise LoadMismatch(
                 f"{stored.location}: strict_experts=True, but these experts are as of an earlier "
                 f"step: {shown}. Load without it, or a step at which all experts were saved"
             )
-        return found
+        return older
 
     def _load_all(self, view: View, read: ReadArrays) -> tuple[Any, LoadReport]:
         index, selection, stored = view.index, self.policy.selection, view.checkpoint
@@ -301,12 +301,14 @@ class _Loading(NamedTuple):
         for name in (n for n in index.per_process if n not in left_out):
             values = (_decode(view, name, b, None, self.among) for b in view.per_process(name))
             done[name] = PerProcessValues(tuple(map(_read, values)))
-        aliases = {name: of for name, of in index.aliases.items() if name not in left_out}
+        aliases = {
+            name: original for name, original in index.aliases.items() if name not in left_out
+        }
         arrays = {n: e for n, e in index.arrays.items() if n not in left_out - {*aliases.values()}}
         stored.check_total(arrays.values())
         targets = {name: {name: self._new_target(entry)} for name, entry in arrays.items()}
-        found = read(view.checkpoint, jobs_of(view, targets))
-        done |= {**{name: found[name] for name in targets}, **index.values}
+        loaded_arrays = read(view.checkpoint, jobs_of(view, targets))
+        done |= {**{name: loaded_arrays[name] for name in targets}, **index.values}
         done |= {alias: done[name] for alias, name in aliases.items()}
         loaded = tuple(name for name in done if name not in left_out)
         skipped = (*view.unused, *sorted(left_out, key=natural))
@@ -327,17 +329,17 @@ class _Loading(NamedTuple):
         return self.framework.target(array)
 
     def _read_like(
-        self, view: View, asked: LoadRequest, report: LoadReport, read: ReadArrays
+        self, view: View, request: LoadRequest, report: LoadReport, read: ReadArrays
     ) -> Any:
-        kept = {*report.kept, *(name for name, _, _ in report.mismatched)}
-        leaves = {name: value for name, value in asked.leaves.items() if name not in kept}
-        done: dict[str, Any] = {name: asked.leaves[name] for name in kept}
-        done |= {**asked.left_out, **self._read_values(view, leaves)}
+        kept_names = {*report.kept, *(name for name, _, _ in report.mismatched)}
+        leaves = {name: value for name, value in request.leaves.items() if name not in kept_names}
+        done: dict[str, Any] = {name: request.leaves[name] for name in kept_names}
+        done |= {**request.left_out, **self._read_values(view, leaves)}
         stored: dict[str, Any] = {**view.index.entries, **view.index.values}
-        for node, check in tree.checks(asked.node):
-            if any(leaf.name not in asked.left_out for leaf in tree.leaves(node)):
+        for node, check in tree.checks(request.node):
+            if any(leaf.name not in request.left_out for leaf in tree.leaves(node)):
                 check(node, lambda name: done[name] if name in done else stored[name])
-        targets = {name: target for name, target in asked.targets.items() if name in leaves}
+        targets = {name: target for name, target in request.targets.items() if name in leaves}
         targets |= {
             name: NumberTarget(stored[name])
             for name, value in leaves.items()
@@ -347,44 +349,44 @@ class _Loading(NamedTuple):
         by_array, same = _by_array(targets, stored, leaves)
         overlaps = Overlaps(by_array) if len(targets) > 1 else None
         jobs = jobs_of(view, by_array if overlaps is None else overlaps.separate(by_array))
-        found = read(view.checkpoint, jobs)
+        loaded_arrays = read(view.checkpoint, jobs)
         if overlaps is not None:
-            found = _filled(view, overlaps, found)
-        done |= {name: found[maker] for name, maker in same.items()}
+            loaded_arrays = _filled(view, overlaps, loaded_arrays)
+        done |= {name: loaded_arrays[maker] for name, maker in same.items()}
         try:
-            return tree.rebuild(asked.node, done.__getitem__, asked.left_out.keys())
+            return tree.rebuild(request.node, done.__getitem__, request.left_out.keys())
         except Exception as error:
             error.add_note(_HALF)
             raise
 
     def _read_values(self, view: View, leaves: Mapping[str, Any]) -> dict[str, Any]:
         """The leaves that are stored as plain values, or by process."""
-        index, found = view.index, dict[str, Any]()
+        index, values = view.index, dict[str, Any]()
         group = self.options.group
         if group is None and index.per_process:
             group = current_group(self.among)
         for name, value in leaves.items():
             if isinstance(value, PerProcess) and name in index.per_process:
-                found[name] = _own_value(view, name, value, group, self.among)
+                values[name] = _own_value(view, name, value, group, self.among)
             elif name in index.values:
-                found[name] = tree_json.as_asked(index.values[name], value)
-        return found
+                values[name] = tree_json.as_asked(index.values[name], value)
+        return values
 
 
-def _filled(view: View, overlaps: Overlaps, found: Mapping[str, Any]) -> dict[str, Any]:
+def _filled(view: View, overlaps: Overlaps, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """What was read, of which leaves with shared memory are filled now.
 
     Raises:
         LoadMismatch: other values are stored for each of two leaves that share memory.
     """
-    rows = overlaps.differences(found)
+    rows = overlaps.differences(arrays)
     if rows:
         from unickpt.loading import mismatch
 
         error = LoadMismatch(mismatch.message(str(view.checkpoint.location), rows))
         error.add_note(_HALF)
         raise error
-    return {**found, **overlaps.finish(found)}
+    return {**arrays, **overlaps.finish(arrays)}
 
 
 def _by_array(
@@ -421,23 +423,23 @@ class _SavedValues(Sequence[Any]):
 
     def __init__(self, view: View, name: str, among: Sequence[Adapter]) -> None:
         self._stored = view.per_process(name)
-        self._decode = cache(lambda at: _decode(view, name, self._stored[at], None, among))
+        self._decode = cache(lambda index: _decode(view, name, self._stored[index], None, among))
 
-    def is_empty(self, at: int) -> bool:
+    def is_empty(self, index: int) -> bool:
         """Whether a process saved nothing of its own; reads nothing."""
-        return self._stored[at].is_empty
+        return self._stored[index].is_empty
 
     def __len__(self) -> int:
         return len(self._stored)
 
     @overload
-    def __getitem__(self, at: int) -> Any: ...
+    def __getitem__(self, index: int) -> Any: ...
 
     @overload
-    def __getitem__(self, at: slice) -> Sequence[Any]: ...
+    def __getitem__(self, index: slice) -> Sequence[Any]: ...
 
-    def __getitem__(self, at: int | slice) -> Any:
-        numbers = range(len(self))[at]
+    def __getitem__(self, index: int | slice) -> Any:
+        numbers = range(len(self))[index]
         return self._decode(numbers) if isinstance(numbers, int) else [*map(self._decode, numbers)]
 
 
@@ -452,13 +454,13 @@ def _own_value(
     ):
         saved = _SavedValues(view, name, among)
         try:
-            own = like.redistribute(saved, group.index, group.count)
+            value = like.redistribute(saved, group.index, group.count)
         except LoadMismatch as error:
             where = f"{view.checkpoint.location}: per-process leaf {name!r}"
             raise LoadMismatch(f"{where}: {error}") from error
     elif count == group.count:
         (stored,) = view.per_process(name, [group.index])
-        own = _decode(view, name, stored, like.value, among)
+        value = _decode(view, name, stored, like.value, among)
     else:
         raise LoadMismatch(
             f"{view.checkpoint.location}: per-process leaf {name!r} was saved by {count} "
@@ -467,7 +469,7 @@ def _own_value(
             "who gets which value, or a class of `unickpt.data`, which divides a data loader's "
             "state anew; or load it alone without `like` (a PerProcessValues of all values)."
         )
-    return PerProcess(own, like.redistribute)
+    return PerProcess(value, like.redistribute)
 
 
 @contextmanager
@@ -485,8 +487,8 @@ def _reading(options: LoadOptions, among: Sequence[Adapter]) -> Iterator[ReadArr
             with exchanging(group, options) as read:
                 yield read
             return
-    with _telling(options, among) as told:
-        yield lambda stored, jobs: _read_here(stored, jobs, options, Filled(jobs, told))
+    with _telling(options, among) as progress:
+        yield lambda stored, jobs: _read_here(stored, jobs, options, Filled(jobs, progress))
 
 
 def _read_here(

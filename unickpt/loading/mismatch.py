@@ -46,7 +46,7 @@ def message(
     where: str,
     rows: Sequence[Difference],
     lacks: str = "",
-    asked: Collection[str] = (),
+    requested: Collection[str] = (),
     skipped: Sequence[Difference] = (),
 ) -> str:
     """The message: likely causes, what to do, and a table of the differences that the causes do not
@@ -56,14 +56,14 @@ def message(
         where: the checkpoint.
         rows: the differences.
         lacks: what the checkpoint lacks by its format; see `Reader`.
-        asked: the names of all leaves of `like`.
+        requested: the names of all leaves of `like`.
         skipped: rows of stored leaves that are not requested, which is no problem.
     """
     count = f"{len(rows)} difference{'s' if len(rows) > 1 else ''}"
     head = f"{where} does not fit `like`: {count}"
     if lacks and any(row.problem == "missing" for row in rows):
         head += f"\nlikely cause: {lacks}"
-    return _text(head, rows, _ADVICE, asked, skipped)
+    return _text(head, rows, _ADVICE, requested, skipped)
 
 
 def nothing_fits(where: str, rows: Sequence[Difference]) -> str:
@@ -81,20 +81,22 @@ def _text(
     head: str,
     rows: Sequence[Difference],
     advice: Mapping[str, str],
-    asked: Collection[str] = (),
+    requested: Collection[str] = (),
     skipped: Sequence[Difference] = (),
 ) -> str:
     from unickpt.loading.suggestions import causes  # here, so that importing unickpt stays fast
 
     rows = sorted(rows, key=lambda row: (natural(row.name), row.problem))
-    others = optimizers.other_optimizers(rows)
-    comparable = [row for row in (*rows, *skipped) if not row.name.startswith(tuple(others))]
+    other_optimizers = optimizers.other_optimizers(rows)
+    comparable = [
+        row for row in (*rows, *skipped) if not row.name.startswith(tuple(other_optimizers))
+    ]
     likely = causes(
         {row.name: row.asked for row in comparable if row.problem == "missing"},
         {row.name: row.stored for row in comparable if row.problem == "unexpected"},
-        len(asked),
+        len(requested),
     )
-    lines = [head, *(f"likely cause: {text}" for text in others.values())]
+    lines = [head, *(f"likely cause: {text}" for text in other_optimizers.values())]
     lines += [f"likely cause: {cause.text}" for cause in likely]
     part = next((cause for cause in likely if cause.under), None)
     if part is not None:
@@ -102,10 +104,10 @@ def _text(
         lines += ["that part would still differ:"] * bool(rows)
     lines += [*_single_leaf(rows), *_transposed(rows)]
     if part is None:
-        rows, more = _beside(_unexplained(rows, skipped, likely), asked)
+        rows, more = _beside(_unexplained(rows, skipped, likely), requested)
         lines += more
-    same = [row for row in rows if not row.name.startswith(tuple(others))]
-    lines += [f"likely cause: {text}" for text in optimizers.likely_causes(same, asked)]
+    same = [row for row in rows if not row.name.startswith(tuple(other_optimizers))]
+    lines += [f"likely cause: {text}" for text in optimizers.likely_causes(same, requested)]
     problems = dict.fromkeys(row.problem for row in rows)
     lines += [f"{problem}: {advice[problem]}" for problem in problems if problem in advice]
     return "\n".join([*lines, *_table(rows, len(lines))])
@@ -116,27 +118,27 @@ def _within(part: Cause, rows: Sequence[Difference]) -> list[Difference]:
     in it."""
     stored = {row.name: row.stored for row in rows if row.problem == "unexpected"}
     pairs, served = dict(part.pairs), {stored for _, stored in part.pairs}
-    found = []
+    differences = []
     for row in rows:
         if row.name in pairs and row.problem == "missing":
             problem, have = "", stored[pairs[row.name]]
-            one, other = (_SHAPE_OF.split(text, 1) for text in (have, row.asked))
-            if one[:1] != other[:1]:
+            stored_parts, requested_parts = (_SHAPE_OF.split(text, 1) for text in (have, row.asked))
+            if stored_parts[:1] != requested_parts[:1]:
                 problem = "dtype" if "[" in have and "[" in row.asked else "kind"
-            elif one != other:
+            elif stored_parts != requested_parts:
                 problem = "shape"
             if problem:
-                found.append(Difference(row.name, problem, have, row.asked))
+                differences.append(Difference(row.name, problem, have, row.asked))
         elif row.problem == "missing":
-            found.append(row)
+            differences.append(row)
         elif row.name.startswith(part.under) and row.name not in served:
             name = row.name.removeprefix(part.under)
-            found.append(Difference(name, row.problem, row.stored, row.asked))
-    return found
+            differences.append(Difference(name, row.problem, row.stored, row.asked))
+    return differences
 
 
 def _beside(
-    rows: Sequence[Difference], asked: Collection[str]
+    rows: Sequence[Difference], requested: Collection[str]
 ) -> tuple[list[Difference], list[str]]:
     """Says first how to load a part, if the checkpoint has whole containers beside those of `like`;
     each of these is one row.
@@ -144,10 +146,10 @@ def _beside(
     Returns:
         The rows, and lines of text.
     """
-    own = {name.partition("/")[0] for name in asked if "/" in name}
+    containers = {name.partition("/")[0] for name in requested if "/" in name}
     top = [(row, row.name.partition("/")[0]) for row in rows]
-    beside = Counter(x for row, x in top if row.problem == "unexpected" and x not in own)
-    if not own or sum(beside.values()) < _FEWEST_BESIDE:
+    beside = Counter(x for row, x in top if row.problem == "unexpected" and x not in containers)
+    if not containers or sum(beside.values()) < _FEWEST_BESIDE:
         return list(rows), []
     folded = []
     for row, container in top:
@@ -157,7 +159,7 @@ def _beside(
             have = f"{beside[container]} leaves"
             folded.append(Difference(f"{container}/**", row.problem, have, "-"))
             beside[container] = 0
-    patterns = [f"{container}/**" for container in sorted(own)]
+    patterns = [f"{container}/**" for container in sorted(containers)]
     names = repr(patterns[0]) if len(patterns) == 1 else repr(patterns)
     text = (
         f"the checkpoint has more than `like` asks for: only={names} loads this part alone, and "
@@ -170,10 +172,10 @@ def _single_leaf(rows: Sequence[Difference]) -> list[str]:
     """The likely cause that something other than a tree was passed as `like`, if it applies."""
     if not any(row.name == "" and row.problem == "missing" for row in rows) or len(rows) == 1:
         return []
-    asked = next(row.asked for row in rows if row.name == "")
+    requested = next(row.asked for row in rows if row.name == "")
     return [
-        f"likely cause: `like` is a single leaf ({asked}), but the stored tree has named leaves: "
-        "pass a tree with these names. A step is given by its keyword: Checkpointer.load(step=2)"
+        f"likely cause: `like` is a single leaf ({requested}), but the stored tree has named "
+        "leaves: pass a tree with these names. A step is given by its keyword: Checkpointer.load(step=2)"
     ]
 
 
@@ -187,8 +189,8 @@ def _transposed(rows: Sequence[Difference]) -> list[str]:
     if not turned:
         return []
     count = "1 array is" if len(turned) == 1 else f"{len(turned)} arrays are"
-    one = turned[0]
-    cause = _TRANSPOSED.format(count=count, name=one.name, stored=one.stored, asked=one.asked)
+    first = turned[0]
+    cause = _TRANSPOSED.format(count=count, name=first.name, stored=first.stored, asked=first.asked)
     return [f"likely cause: {cause}"]
 
 
@@ -201,13 +203,13 @@ def _unexplained(
 ) -> list[Difference]:
     """The rows that no likely rename would fix."""
     of_missing = {row.name: row.asked for row in rows if row.problem == "missing"}
-    found = (*rows, *skipped)
-    of_unexpected = {row.name: row.stored for row in found if row.problem == "unexpected"}
+    all_rows = (*rows, *skipped)
+    of_unexpected = {row.name: row.stored for row in all_rows if row.problem == "unexpected"}
     mended: set[tuple[str, str]] = set()
     for cause in likely:
-        for asked, stored in cause.pairs if len(cause.pairs) > 1 else ():
-            if of_missing[asked].split()[:2] == of_unexpected[stored].split()[:2]:
-                mended |= {("missing", asked), ("unexpected", stored)}
+        for requested, stored in cause.pairs if len(cause.pairs) > 1 else ():
+            if of_missing[requested].split()[:2] == of_unexpected[stored].split()[:2]:
+                mended |= {("missing", requested), ("unexpected", stored)}
     return [row for row in rows if (row.problem, row.name) not in mended]
 
 
@@ -233,7 +235,7 @@ def _fold(rows: Sequence[Difference]) -> list[tuple[str, str, str, str]]:
         key = (skeleton(row.name), row.problem, row.stored, row.asked)
         groups.setdefault(key, []).append(row.name)
     return [
-        (name or "(root)", problem, stored, asked)
-        for (_, problem, stored, asked), names in groups.items()
+        (name or "(root)", problem, stored, requested)
+        for (_, problem, stored, requested), names in groups.items()
         for name in fold(names)
     ]

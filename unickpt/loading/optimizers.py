@@ -110,8 +110,8 @@ def _cause_of_slots(
     if problems == {"missing"} and requested_slots <= {row.name for row in rows}:
         return _NOTHING_STORED.format(name=state)
     misshapen = [row for row in slots if row.problem == "shape"]
-    others = (row for row in rows if row.problem == "shape" and not row.name.startswith(state))
-    if misshapen and not any(others):
+    other_rows = (row for row in rows if row.problem == "shape" and not row.name.startswith(state))
+    if misshapen and not any(other_rows):
         row = misshapen[0]
         return _OTHER_PARAMETERS.format(
             where=_where(prefix), name=row.name, stored=row.stored, requested=row.asked

@@ -96,28 +96,28 @@ def _pairs_among(
     ]
     regions.sort(key=itemgetter(0))
     before = list[tuple[int, str, str, Array]]()
-    found = dict[tuple[str, str], None]()
+    pairs = dict[tuple[str, str], None]()
     for begin, end, name, region in regions:
-        before = [each for each in before if each[0] > begin]
+        before = [earlier for earlier in before if earlier[0] > begin]
         memory, identity = region.as_bytes(), targets[name].identity
-        for _, other, device, others in before:
+        for _, other, device, other_memory in before:
             is_apart = device == region.device and targets[other].identity != identity
-            if is_apart and share(memory, others):
-                found[min(other, name), max(other, name)] = None
+            if is_apart and share(memory, other_memory):
+                pairs[min(other, name), max(other, name)] = None
         before.append((end, name, region.device, memory))
-    yield from found
+    yield from pairs
 
 
 def _agree(ours: Sequence[_Part], theirs: Sequence[_Part]) -> bool:
     """Whether two arrays have the same bytes in the memory that they share."""
-    for (region, buffer), (other, others) in (
+    for (region, buffer), (other, other_buffer) in (
         (mine, their) for mine in ours for their in theirs if mine[0].overlaps(their[0])
     ):
         start = min(region.span[0], other.span[0])
         memory = np.zeros(max(region.span[1], other.span[1]) - start, np.uint8)
         first = region.within(memory, start, buffer.dtype)
         first[...] = buffer
-        other.within(memory, start, others.dtype)[...] = others
+        other.within(memory, start, other_buffer.dtype)[...] = other_buffer
         if first.tobytes() != buffer.tobytes():
             return False
     return True

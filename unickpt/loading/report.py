@@ -104,14 +104,18 @@ class LoadReport:
             *_rows(
                 "mismatched",
                 (
-                    (name, f"stored {list(stored)}, asked {list(asked)}, kept what `like` held")
-                    for name, stored, asked in self.mismatched
+                    (name, f"stored {list(stored)}, asked {list(requested)}, kept what `like` held")
+                    for name, stored, requested in self.mismatched
                 ),
             ),
             *_rows("cast", ((name, f"from {old} to {new}") for name, old, new in self.cast)),
             *_rows("renamed", ((old, _rest(old, new)) for old, new in self.renamed)),
-            *_rows("older", ((_expert(k, n), f"of step {of}") for k, n, of in self.older_experts)),
-            *_rows("untyped", ((name, _class_text(of, now)) for name, of, now in self.untyped)),
+            *_rows(
+                "older", ((_expert(k, n), f"of step {step}") for k, n, step in self.older_experts)
+            ),
+            *_rows(
+                "untyped", ((name, _class_text(saved, now)) for name, saved, now in self.untyped)
+            ),
             *_rows("new", ((name or "/", _new_text(kind)) for name, kind in self.new_objects)),
         ]
 
@@ -127,7 +131,7 @@ class LoadReport:
 
     def __str__(self) -> str:
         rows = self.rows
-        widths = [max((len(row[at]) for row in rows), default=0) for at in range(2)]
+        widths = [max((len(row[column]) for row in rows), default=0) for column in range(2)]
         lines = [
             "  " + "  ".join([kind.ljust(widths[0]), name.ljust(widths[1]), text]).rstrip()
             for kind, name, text in rows
@@ -158,24 +162,24 @@ def _expert(key: str, number: int) -> str:
     return key.replace("{x}", str(number)) if "{x}" in key else f"{key}[{number}]"
 
 
-def _rest(stored: str, asked: str) -> str:
+def _rest(stored: str, requested: str) -> str:
     """Which wrapper components a name lost; the same text for all layers, so that they fold."""
-    parts = iter(asked.replace("/", ".").split("."))
-    here = next(parts, None)
+    parts = iter(requested.replace("/", ".").split("."))
+    next_part = next(parts, None)
     dropped = []
     for part in stored.replace("/", ".").split("."):
-        if part == here:
-            here = next(parts, None)
+        if part == next_part:
+            next_part = next(parts, None)
         else:
             dropped.append(part)
     return f"loaded without {'.'.join(dict.fromkeys(dropped))!r} in its name"
 
 
-def _rows(kind: str, of: Iterable[tuple[str, str]]) -> list[tuple[str, str, str]]:
+def _rows(kind: str, entries: Iterable[tuple[str, str]]) -> list[tuple[str, str, str]]:
     from unickpt.trees.name_ranges import fold_all
 
     by_text: dict[str, list[str]] = {}
-    for name, text in of:
+    for name, text in entries:
         by_text.setdefault(text, []).append(name)
     rows = [(kind, n or "(root)", text) for text, names in by_text.items() for n in fold_all(names)]
     if len(rows) > _MOST_ROWS:

@@ -66,16 +66,16 @@ class Selection:
             return frozenset()
         return frozenset(name for name in names if not self.has(name))
 
-    def among(self, known: StoredTree) -> StoredTree:
+    def among(self, stored: StoredTree) -> StoredTree:
         """Those of some leaves that are selected."""
         if self.selects_all:
-            return known
-        return known.among({name: value for name, value in known.items() if self.has(name)})
+            return stored
+        return stored.among({name: value for name, value in stored.items() if self.has(name)})
 
     def check(
         self,
         where: str,
-        asked: Collection[str],
+        requested: Collection[str],
         stored: Collection[str],
         before_rules: Iterable[str] = (),
     ) -> None:
@@ -83,7 +83,7 @@ class Selection:
 
         Arguments:
             where: the checkpoint, for messages.
-            asked: names of the leaves of `like`, or of all that is stored without it.
+            requested: names of the leaves of `like`, or of all that is stored without it.
             stored: names of what is stored, or of what rules make of it.
             before_rules: names of what is stored, of which rules make something.
 
@@ -92,43 +92,43 @@ class Selection:
         """
         if self.selects_all:
             return
-        known = list(dict.fromkeys([*asked, *stored]))
+        names = list(dict.fromkeys([*requested, *stored]))
         for argument, patterns in (("only", self.only or ()), ("skip", self.skip)):
-            idle = [p for p in patterns if not any(matches(p, name) for name in known)]
+            idle = [p for p in patterns if not any(matches(p, name) for name in names)]
             if idle:
                 made_of = [n for n in before_rules if any(matches(p, n) for p in idle)]
                 if made_of:
-                    raise LoadMismatch(_of_the_wrong_side(where, argument, idle, made_of, known))
-                inner = [p for p in idle if any(name.startswith(f"{p}/") for name in known)]
+                    raise LoadMismatch(_of_the_wrong_side(where, argument, idle, made_of, names))
+                inner = [p for p in idle if any(name.startswith(f"{p}/") for name in names)]
                 whole = f". All below {inner[0]!r} is {inner[0] + '/**'!r}" if inner else ""
                 raise LoadMismatch(
                     f"{where}: {argument}={quoted(idle)} matches no leaf; there are "
-                    f"{some([repr(name) for name in known]) or 'none'}{whole}. `*` is any text "
+                    f"{some([repr(name) for name in names]) or 'none'}{whole}. `*` is any text "
                     "within a component of a name, `**` any number of components"
                 )
-        if not any(map(self.has, asked)):
+        if not any(map(self.has, requested)):
             raise LoadMismatch(f"{where}: only= and skip= together select no leaf")
 
 
 def _of_the_wrong_side(
-    where: str, argument: str, idle: Sequence[str], made_of: Sequence[str], known: Sequence[str]
+    where: str, argument: str, idle: Sequence[str], made_of: Sequence[str], names: Sequence[str]
 ) -> str:
     return (
         f"{where}: {argument}={quoted(idle)} matches stored names, such as {made_of[0]!r}, which "
         "are of the other side of the rules. With rules, only= and skip= mean the names of what is "
-        f"loaded, which `like` has and the rules make: {some([repr(name) for name in known])}"
+        f"loaded, which `like` has and the rules make: {some([repr(name) for name in names])}"
     )
 
 
 ALL = Selection()
 
 
-def _patterns(argument: str, given: Patterns) -> tuple[str, ...]:
-    patterns = (given,) if isinstance(given, str) else given
+def _patterns(argument: str, option: Patterns) -> tuple[str, ...]:
+    patterns = (option,) if isinstance(option, str) else option
     if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
         raise TypeError(
             f'{argument} must be a pattern of names such as "params/**", or several in a list, not '
-            f"{quoted(given)}"
+            f"{quoted(option)}"
         )
     return tuple(patterns)
 
@@ -157,7 +157,7 @@ class LoadRequest(NamedTuple):
         cls,
         like: Any,
         among: Sequence[Adapter],
-        known: Callable[[], StoredTree],
+        stored_tree: Callable[[], StoredTree],
         selection: Selection = ALL,
     ) -> LoadRequest:
         """The leaves of a tree.
@@ -165,11 +165,11 @@ class LoadRequest(NamedTuple):
         Arguments:
             like: the tree.
             among: the frameworks' adapters.
-            known: returns what is stored, or what rules make of it; for objects that grow to it,
-                such as optimizers without state.
+            stored_tree: returns what is stored, or what rules make of it; for objects that grow
+                to it, such as optimizers without state.
             selection: which leaves are requested.
         """
-        stored = cache(lambda: selection.among(known()))  # of which most trees ask nothing
+        stored = cache(lambda: selection.among(stored_tree()))  # of which most trees ask nothing
         node = tree.flatten(
             like,
             leaf_test(among),
@@ -291,8 +291,8 @@ class _Comparison:
             self.loaded.append(name)
             problem = _problem(value, leaf, target, name in index.per_process)
             if problem is not None:
-                asked = _asked(value, target)
-                self.rows.append(Difference(name, problem, leaf_text(leaf), asked))
+                requested = _asked(value, target)
+                self.rows.append(Difference(name, problem, leaf_text(leaf), requested))
 
     def fits(self, name: str, entry: ArrayEntry, target: ArrayTarget) -> bool:
         """Whether a leaf of `like` is an array just as it is stored."""
@@ -302,8 +302,8 @@ class _Comparison:
 
     def missing(self, name: str) -> Difference:
         """The row of a leaf of `like` that is not stored."""
-        asked = _asked(self.asked.leaves[name], self.asked.targets.get(name))
-        return Difference(name, "missing", "-", asked)
+        requested = _asked(self.asked.leaves[name], self.asked.targets.get(name))
+        return Difference(name, "missing", "-", requested)
 
     def _add_array(self, name: str, entry: ArrayEntry, target: ArrayTarget, keep: bool) -> None:
         have, want = dtypes.from_name(entry.dtype), target.dtype
@@ -328,26 +328,26 @@ class _Comparison:
 
         A step counter has the same name everywhere, so finding one does not mean that `like` fits.
         """
-        there = {*self.loaded, *(name for name, _, _ in self.mismatched)}
+        names = {*self.loaded, *(name for name, _, _ in self.mismatched)}
         lost = [name for name in self.kept if name not in self.view.kept]
         if not lost:
             return False
-        if not there:
+        if not names:
             return True
         index, targets = self.view.checkpoint.index, self.asked.targets
         return (
             any(name in targets for name in lost)
             and any(isinstance(stored_leaf(index, name), ArrayEntry) for name in skipped)
-            and not any(name in targets for name in there)
+            and not any(name in targets for name in names)
         )
 
 
-def compare(view: View, asked: LoadRequest, policy: Policy) -> LoadReport:
+def compare(view: View, request: LoadRequest, policy: Policy) -> LoadReport:
     """Compares all leaves of `like` with the checkpoint, before anything is read.
 
     Arguments:
         view: the checkpoint.
-        asked: what `like` requests.
+        request: what `like` requests.
         policy: what may differ.
 
     Returns:
@@ -358,59 +358,61 @@ def compare(view: View, asked: LoadRequest, policy: Policy) -> LoadReport:
     """
     stored, selection = view.checkpoint, policy.selection
     where = stored.label if stored.under else str(stored.location)
-    names = [*asked.leaves, *asked.left_out]
+    names = [*request.leaves, *request.left_out]
     have, unused, entries, targets = (
         view.index.names,
         view.unused,
         view.index.entries,
-        asked.targets,
+        request.targets,
     )
     selection.check(where, names, have, view.sources)
-    found = _Comparison(view, asked, policy, have)
-    for name in asked.leaves:
+    comparison = _Comparison(view, request, policy, have)
+    for name in request.leaves:
         entry, target = entries.get(name), targets.get(name)
-        if entry is not None and target is not None and found.fits(name, entry, target):
-            found.loaded.append(name)  # as nearly all
+        if entry is not None and target is not None and comparison.fits(name, entry, target):
+            comparison.loaded.append(name)  # as nearly all
         else:
-            found.add(name)
-    found.rows.sort(key=lambda row: natural(row.name))
+            comparison.add(name)
+    comparison.rows.sort(key=lambda row: natural(row.name))
     # Orbax stores None for an empty namedtuple, such as a state of optax without arrays.
     nothing = {name for name in unused if view.index.values.get(name, 0) is None}
     if nothing:
-        nothing.intersection_update(tree.empty_containers(asked.node))
-    skipped = sorted(set(unused) - nothing - asked.left_out.keys(), key=natural)
+        nothing.intersection_update(tree.empty_containers(request.node))
+    skipped = sorted(set(unused) - nothing - request.left_out.keys(), key=natural)
     unexpected = [
         Difference(name, "unexpected", leaf_text(stored_leaf(stored.index, name)), "-")
         for name in skipped
         if selection.has(name) and not view.is_dispensable(name)
     ]
     refused = () if policy.skip_unexpected else unexpected
-    rows = [*found.rows, *refused, *_shared_memory(view, asked.targets)]
+    rows = [*comparison.rows, *refused, *_shared_memory(view, request.targets)]
     if rows:
         from unickpt.loading import mismatch
 
         skipped_rows = unexpected if policy.skip_unexpected else ()
         raise LoadMismatch(mismatch.message(where, rows, stored.lacks, names, skipped_rows))
-    if found.kept and found.nothing_fits(skipped):
+    if comparison.kept and comparison.nothing_fits(skipped):
         from unickpt.loading import mismatch
 
-        lost = [found.missing(name) for name in found.kept]
+        lost = [comparison.missing(name) for name in comparison.kept]
         raise LoadMismatch(mismatch.nothing_fits(where, [*lost, *unexpected]))
     untaken = [name for name in (*skipped, *view.dropped) if selection.has(name)]
     if untaken:
         from unickpt.loading import optimizers
 
-        optimizers.check_moments(where, asked.leaves, found.loaded, untaken, stored.index.entries)
+        optimizers.check_moments(
+            where, request.leaves, comparison.loaded, untaken, stored.index.entries
+        )
     return LoadReport(
         where,
-        tuple(found.loaded),
-        tuple(sorted(found.kept, key=natural)),
+        tuple(comparison.loaded),
+        tuple(sorted(comparison.kept, key=natural)),
         tuple(skipped),
-        tuple(sorted(found.mismatched, key=lambda row: natural(row[0]))),
-        tuple(sorted(found.cast, key=lambda row: natural(row[0]))),
+        tuple(sorted(comparison.mismatched, key=lambda row: natural(row[0]))),
+        tuple(sorted(comparison.cast, key=lambda row: natural(row[0]))),
         tuple((stored, name) for name, stored in sorted(view.renamed.items())),
-        left_out=tuple(sorted(asked.left_out, key=natural)),
-        new_objects=tuple(_new_objects(asked.node)),
+        left_out=tuple(sorted(request.left_out, key=natural)),
+        new_objects=tuple(_new_objects(request.node)),
     )
 
 
@@ -455,10 +457,10 @@ def _shared_memory(view: View, targets: Mapping[str, ArrayTarget]) -> list[Diffe
         other = first.setdefault(target.identity, name) if target.identity is not None else name
         if other == name:
             continue
-        entry, one = (stored_leaf(view.index, n) for n in (name, other))
-        if not (isinstance(entry, ArrayEntry) and isinstance(one, ArrayEntry)):
+        entry, other_entry = (stored_leaf(view.index, n) for n in (name, other))
+        if not (isinstance(entry, ArrayEntry) and isinstance(other_entry, ArrayEntry)):
             continue
-        if entry.name != one.name and not _is_same_data(view, entry, one):
+        if entry.name != other_entry.name and not _is_same_data(view, entry, other_entry):
             rows.append(
                 Difference(name, "tied", "an array of its own", f"the same memory as {other}")
             )

@@ -40,34 +40,35 @@ class Cause:
 
 
 def causes(
-    missing: Mapping[str, str], unexpected: Mapping[str, str], asked: int = 0
+    missing: Mapping[str, str], unexpected: Mapping[str, str], requested_count: int = 0
 ) -> list[Cause]:
     """The likeliest reasons why leaves are not found; the one with most leaves first.
 
     Arguments:
         missing: leaves that are requested but not stored: dtype and shape as text, by name.
         unexpected: leaves that are stored but not requested, likewise.
-        asked: number of all leaves that are requested.
+        requested_count: number of all leaves that are requested.
     """
-    left, rest = (
-        {n: x for n, x in of.items() if len(n) <= _MOST_NAME} for of in (missing, unexpected)
+    left, stored_leaves = (
+        {n: x for n, x in leaves.items() if len(n) <= _MOST_NAME}
+        for leaves in (missing, unexpected)
     )
-    part = _part(left, rest, max(asked, len(missing)))
+    part = _part(left, stored_leaves, max(requested_count, len(missing)))
     if part is not None:
         return [part]
-    found = list(_in_parts(left, rest))
+    likely_causes = list(_in_parts(left, stored_leaves))
     for reduced, text_of in ((_tokens, _separators_text), (bare, _wrappers_text)):
-        pairs = tuple(_same_when(reduced, left, rest))
+        pairs = tuple(_same_when(reduced, left, stored_leaves))
         if pairs:
-            found.append(Cause(text_of(pairs), pairs))
-            _without(left, rest, pairs)
-    while left and rest and len(found) < _MOST_CAUSES:
-        best = _best_change(left, rest)
+            likely_causes.append(Cause(text_of(pairs), pairs))
+            _without(left, stored_leaves, pairs)
+    while left and stored_leaves and len(likely_causes) < _MOST_CAUSES:
+        best = _best_change(left, stored_leaves)
         if best is None:
             break
-        found.append(best)
-        _without(left, rest, best.pairs)
-    return found
+        likely_causes.append(best)
+        _without(left, stored_leaves, best.pairs)
+    return likely_causes
 
 
 _STORED_IN_PARTS = (
@@ -80,10 +81,13 @@ _ASKED_IN_PARTS = (
 )
 
 
-def _in_parts(left: dict[str, str], rest: dict[str, str]) -> Iterator[Cause]:
+def _in_parts(left: dict[str, str], stored_leaves: dict[str, str]) -> Iterator[Cause]:
     """The causes that a tensor is stored as its parts and requested whole, or the reverse; removes
     these from what is left."""
-    for whole, parts, text in (left, rest, _STORED_IN_PARTS), (rest, left, _ASKED_IN_PARTS):
+    for whole, parts, text in (
+        (left, stored_leaves, _STORED_IN_PARTS),
+        (stored_leaves, left, _ASKED_IN_PARTS),
+    ):
         names = [
             name
             for name in whole
@@ -97,35 +101,47 @@ def _in_parts(left: dict[str, str], rest: dict[str, str]) -> Iterator[Cause]:
                 del parts[part]
 
 
-def _without(left: dict[str, str], rest: dict[str, str], pairs: Sequence[tuple[str, str]]) -> None:
-    for asked, stored in pairs:
-        left.pop(asked, None)
-        rest.pop(stored, None)
+def _without(
+    left: dict[str, str], stored_leaves: dict[str, str], pairs: Sequence[tuple[str, str]]
+) -> None:
+    for requested, stored in pairs:
+        left.pop(requested, None)
+        stored_leaves.pop(stored, None)
 
 
-def _part(left: Mapping[str, str], rest: Mapping[str, str], asked: int) -> Cause | None:
+def _part(
+    left: Mapping[str, str], stored_leaves: Mapping[str, str], requested_count: int
+) -> Cause | None:
     """The cause that `like` is a part of what is stored, if most of it lies under one name."""
     by_length: dict[int, list[str]] = {}
     for name in left:
         by_length.setdefault(len(name), []).append(name)
-    found: dict[str, list[tuple[str, str]]] = {}
-    wanted = {(length, name) for length, names in by_length.items() for name in names}
-    for stored in rest:
+    by_container: dict[str, list[tuple[str, str]]] = {}
+    requested_names = {(length, name) for length, names in by_length.items() for name in names}
+    for stored in stored_leaves:
         for length in by_length:
             under, name = stored[: len(stored) - length], stored[len(stored) - length :]
-            if under.endswith((".", "/")) and (length, name) in wanted:
-                found.setdefault(under, []).append((name, stored))
-    likely = [under for under, pairs in found.items() if 2 * len(pairs) >= max(asked, 1)]
+            if under.endswith((".", "/")) and (length, name) in requested_names:
+                by_container.setdefault(under, []).append((name, stored))
+    likely = [
+        under for under, pairs in by_container.items() if 2 * len(pairs) >= max(requested_count, 1)
+    ]
     if not likely:
         return None
-    likely.sort(key=lambda under: (-len(found[under]), len(_tokens(under)), natural(under)))
-    best, *others = [under for under in likely if len(found[under]) == len(found[likely[0]])]
-    also = f", and also under {', '.join(map(repr, others[:_MOST_CAUSES]))}" if others else ""
+    likely.sort(key=lambda under: (-len(by_container[under]), len(_tokens(under)), natural(under)))
+    best, *other_containers = [
+        under for under in likely if len(by_container[under]) == len(by_container[likely[0]])
+    ]
+    also = (
+        f", and also under {', '.join(map(repr, other_containers[:_MOST_CAUSES]))}"
+        if other_containers
+        else ""
+    )
     text = (
         f"`like` is stored under {best!r}{also}: pass under={best!r}"
-        f"{' if that is meant' if others else ''} to load this part alone"
+        f"{' if that is meant' if other_containers else ''} to load this part alone"
     )
-    return Cause(text, tuple(found[best]), best)
+    return Cause(text, tuple(by_container[best]), best)
 
 
 def _tokens(name: str) -> Tokens:
@@ -133,10 +149,10 @@ def _tokens(name: str) -> Tokens:
 
 
 def _same_when(
-    reduced: Callable[[str], object], left: Mapping[str, str], rest: Mapping[str, str]
+    reduced: Callable[[str], object], left: Mapping[str, str], stored_leaves: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
     """Pairs of a requested and a stored name that are the same once both are reduced."""
-    stored = {reduced(name): name for name in rest}
+    stored = {reduced(name): name for name in stored_leaves}
     for name in left:
         if reduced(name) in stored:
             yield name, stored[reduced(name)]
@@ -151,7 +167,7 @@ def _separators_text(pairs: Sequence[tuple[str, str]]) -> str:
 
 
 def _wrappers_text(pairs: Sequence[tuple[str, str]]) -> str:
-    if all(stored == f"{asked}/value" for asked, stored in pairs):
+    if all(stored == f"{requested}/value" for requested, stored in pairs):
         return (
             f"Orbax saved the variables of a Flax NNX module{_such_as(pairs)}. Loads without rules "
             "find them; with rules, add `default {m...}/value <-> {m...}`"
@@ -170,10 +186,10 @@ def _such_as(pairs: Sequence[tuple[str, str]]) -> str:
 # --- one component, or the beginning of the names, differs -------------------------------------
 
 
-def _best_change(left: Mapping[str, str], rest: Mapping[str, str]) -> Cause | None:
+def _best_change(left: Mapping[str, str], stored_leaves: Mapping[str, str]) -> Cause | None:
     votes: dict[Change, list[tuple[str, str]]] = {}
-    for asked, stored, change in _changes(left, rest):
-        votes.setdefault(change, []).append((asked, stored))
+    for requested, stored, change in _changes(left, stored_leaves):
+        votes.setdefault(change, []).append((requested, stored))
     ranked = sorted(votes.items(), key=lambda vote: (-len(vote[1]), natural(vote[1][0][0])))
     for change, pairs in ranked:
         if len(pairs) > 1:
@@ -182,50 +198,58 @@ def _best_change(left: Mapping[str, str], rest: Mapping[str, str]) -> Cause | No
     likeliest = max(near, key=lambda pair: pair[0], default=(0.0, ("", "")))
     if likeliest[0] < _SIMILAR:
         return None
-    asked, stored = likeliest[1]
-    return Cause(f"did you mean: asked {asked!r}, stored {stored!r}?", (likeliest[1],))
+    requested, stored = likeliest[1]
+    return Cause(f"did you mean: asked {requested!r}, stored {stored!r}?", (likeliest[1],))
 
 
 def _is_near(change: Change) -> bool:
-    asked, stored = ("/".join(part) for part in change)
-    return not asked or not stored or _ratio(asked, stored) >= _SIMILAR_PARTS
+    requested, stored = ("/".join(part) for part in change)
+    return not requested or not stored or _ratio(requested, stored) >= _SIMILAR_PARTS
 
 
 def _ratio(a: str, b: str) -> float:
     return difflib.SequenceMatcher(None, a, b).ratio()
 
 
-def _changes(left: Mapping[str, str], rest: Mapping[str, str]) -> Iterator[tuple[str, str, Change]]:
+def _changes(
+    left: Mapping[str, str], stored_leaves: Mapping[str, str]
+) -> Iterator[tuple[str, str, Change]]:
     """All pairs of names that differ in one component, or at the beginning."""
     by_ending: dict[Tokens, list[tuple[str, Tokens]]] = {}
     by_others: dict[tuple[Tokens, Tokens], list[tuple[str, Tokens]]] = {}
-    for name in rest:
+    for name in stored_leaves:
         tokens = _tokens(name)
-        for at in range(len(tokens)):
-            by_ending.setdefault(tokens[at:], []).append((name, tokens))
-            by_others.setdefault((tokens[:at], tokens[at + 1 :]), []).append((name, tokens))
+        for index in range(len(tokens)):
+            by_ending.setdefault(tokens[index:], []).append((name, tokens))
+            by_others.setdefault((tokens[:index], tokens[index + 1 :]), []).append((name, tokens))
     for name in left:
         tokens = _tokens(name)
         near: dict[str, Tokens] = {}
-        for at in range(len(tokens)):
-            near |= by_others.get((tokens[:at], tokens[at + 1 :]), [])[:_MOST_ALIKE]
-        ending = next((tokens[at:] for at in range(len(tokens)) if tokens[at:] in by_ending), None)
+        for index in range(len(tokens)):
+            near |= by_others.get((tokens[:index], tokens[index + 1 :]), [])[:_MOST_ALIKE]
+        ending = next(
+            (tokens[index:] for index in range(len(tokens)) if tokens[index:] in by_ending), None
+        )
         if ending is not None:
             near |= by_ending[ending][:_MOST_ALIKE]
-        found = set()
+        changes = set()
         for stored, other in near.items():
             change = _difference(tokens, other)
-            if change not in found and _may_be_one(left[name], rest[stored]) and _says(change):
-                found.add(change)
+            if (
+                change not in changes
+                and _may_be_one(left[name], stored_leaves[stored])
+                and _says(change)
+            ):
+                changes.add(change)
                 yield name, stored, change
 
 
-def _difference(asked: Tokens, stored: Tokens) -> Change:
+def _difference(requested: Tokens, stored: Tokens) -> Change:
     """What remains of two names without their common first and last components."""
     head = 0
-    while head < min(len(asked), len(stored)) and asked[head] == stored[head]:
+    while head < min(len(requested), len(stored)) and requested[head] == stored[head]:
         head += 1
-    a, b = asked[head:], stored[head:]
+    a, b = requested[head:], stored[head:]
     while a and b and a[-1] == b[-1]:
         a, b = a[:-1], b[:-1]
     return a, b
@@ -236,29 +260,31 @@ def _says(change: Change) -> bool:
     return not all(part.isdecimal() for part in (*change[0], *change[1]))
 
 
-def _may_be_one(asked: str, stored: str) -> bool:
+def _may_be_one(requested: str, stored: str) -> bool:
     """Whether a requested and a stored leaf could be the same: arrays with the same extents in any
     order."""
-    shapes = [re.search(_SHAPE, text) for text in (asked, stored)]
+    shapes = [re.search(_SHAPE, text) for text in (requested, stored)]
     if shapes[0] is None or shapes[1] is None:
         return shapes == [None, None]
-    one, other = (sorted(shape[1].split(", ")) for shape in shapes if shape is not None)
-    return one == other
+    requested_extents, stored_extents = (
+        sorted(shape[1].split(", ")) for shape in shapes if shape is not None
+    )
+    return requested_extents == stored_extents
 
 
 def _change_text(change: Change, pairs: Sequence[tuple[str, str]]) -> str:
-    asked, stored = (_shown(part, name) for part, name in zip(change, pairs[0], strict=True))
+    requested, stored = (_shown(part, name) for part, name in zip(change, pairs[0], strict=True))
     if not change[0]:
         what = f"stored under {stored!r}, but asked for without it"
     elif not change[1]:
-        what = f"asked for under {asked!r}, but stored without it"
+        what = f"asked for under {requested!r}, but stored without it"
     else:
-        what = f"asked {asked!r}, stored {stored!r}?"
+        what = f"asked {requested!r}, stored {stored!r}?"
     return f"{what}{_such_as(pairs)}. Rename it in `like`, or map the names with rules"
 
 
 def _shown(part: Tokens, name: str) -> str:
     """Components as written in a name, with its separators."""
     text = r"(?:%2F|[/.])".join(map(re.escape, part))
-    found = re.search(rf"(?:^|(?<=[/.])|(?<=%2F)){text}(?:$|%2F|[/.])", name)
-    return found[0] if found is not None else "/".join(part)
+    match = re.search(rf"(?:^|(?<=[/.])|(?<=%2F)){text}(?:$|%2F|[/.])", name)
+    return match[0] if match is not None else "/".join(part)

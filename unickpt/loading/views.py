@@ -159,8 +159,8 @@ class StoredView:
         jobs: list[Job] = []
         for name, targets in targets_by_array.items():
             if len(targets) == 1 and name not in numbers:
-                ((of, target),) = targets.items()
-                jobs.append(StoredJob(of, target, arrays[name]))
+                ((target_name, target),) = targets.items()
+                jobs.append(StoredJob(target_name, target, arrays[name]))
             else:
                 jobs.append(Job(targets, dict.fromkeys(targets, self.recipe(name))))
         return jobs
@@ -207,14 +207,14 @@ def stored_leaf(index: Index, name: str) -> Any:
     return PerProcess() if name in index.per_process else index.values.get(name)
 
 
-def leaf_text(found: Any) -> str:
+def leaf_text(leaf: Any) -> str:
     """A stored leaf as text."""
-    if isinstance(found, ArrayEntry):
-        return found.dtype_and_shape
-    if isinstance(found, PerProcess):
+    if isinstance(leaf, ArrayEntry):
+        return leaf.dtype_and_shape
+    if isinstance(leaf, PerProcess):
         return "a PerProcess"
-    number = f" {found}" if isinstance(found, bool | int | float) else ""
-    return f"plain {type(found).__name__}{number}"
+    number = f" {leaf}" if isinstance(leaf, bool | int | float) else ""
+    return f"plain {type(leaf).__name__}{number}"
 
 
 def _with_names(index: Index, renamed: Mapping[str, str]) -> Index:
@@ -273,21 +273,25 @@ def jobs_of(view: View, targets_by_array: TargetsByArray) -> list[Job]:
     if isinstance(view, StoredView):
         return view.jobs(targets_by_array)
     jobs: list[dict[str, Recipe]] = []
-    at: dict[str, int] = {}  # which job reads a stored array
+    job_by_array: dict[str, int] = {}  # which job reads a stored array
     for name, targets in targets_by_array.items():
         recipe = view.recipe(name)
         used = {source.entry.name for source in recipe.sources}
         job = len(jobs)
-        if at.keys().isdisjoint(used):
+        if job_by_array.keys().isdisjoint(used):
             jobs.append(dict.fromkeys(targets, recipe))
         else:
-            job, *others = sorted({at[entry] for entry in used if entry in at})
-            for other in others:
+            job, *other_jobs = sorted(
+                {job_by_array[entry] for entry in used if entry in job_by_array}
+            )
+            for other in other_jobs:
                 jobs[job] |= jobs[other]
                 jobs[other] = {}
-                at.update({entry: job for entry, of in at.items() if of == other})
+                job_by_array.update(
+                    {entry: job for entry, number in job_by_array.items() if number == other}
+                )
             jobs[job] |= dict.fromkeys(targets, recipe)
-        at.update(dict.fromkeys(used, job))
+        job_by_array.update(dict.fromkeys(used, job))
     all_targets = {
         name: target for targets in targets_by_array.values() for name, target in targets.items()
     }
