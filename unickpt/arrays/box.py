@@ -149,9 +149,9 @@ def cut(box: Box, most: int) -> Iterator[Box]:
         return
     dim = wide[0]
     rows = max(1, most // (box.size // box.shape[dim]))
-    for at in range(box.start[dim], box.stop[dim], rows):
-        stop = min(at + rows, box.stop[dim])
-        yield from cut(Box(_replaced(box.start, dim, at), _replaced(box.stop, dim, stop)), most)
+    for start in range(box.start[dim], box.stop[dim], rows):
+        stop = min(start + rows, box.stop[dim])
+        yield from cut(Box(_replaced(box.start, dim, start), _replaced(box.stop, dim, stop)), most)
 
 
 def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
@@ -234,15 +234,15 @@ def _sweep_plane(starts: list[list[int]], stops: list[list[int]]) -> tuple[int, 
     opened: list[tuple[int, int]] = []  # where each open box starts in the second dimension
     for _, begins, k in events:
         low, high = starts[k][1], stops[k][1]
-        at = bisect_left(opened, (low, k))
+        position = bisect_left(opened, (low, k))
         if not begins:
-            del opened[at]
+            del opened[position]
             continue
-        if at < len(opened) and opened[at][0] < high:
-            return opened[at][1], k
-        if at > 0 and stops[opened[at - 1][1]][1] > low:
-            return opened[at - 1][1], k
-        opened.insert(at, (low, k))
+        if position < len(opened) and opened[position][0] < high:
+            return opened[position][1], k
+        if position > 0 and stops[opened[position - 1][1]][1] > low:
+            return opened[position - 1][1], k
+        opened.insert(position, (low, k))
     return None
 
 
@@ -261,11 +261,11 @@ def fill_exactly(whole: Box, boxes: Sequence[Box]) -> bool:
 
     def weight(box: Box) -> int:
         out = 1
-        for known, start, stop in zip(sums, box.start, box.stop, strict=True):
-            for at in (start, stop):
-                if at not in known:
-                    known[at] = int.from_bytes(os.urandom(16)) % _PRIME
-            out = out * (known[stop] - known[start]) % _PRIME
+        for weights, start, stop in zip(sums, box.start, box.stop, strict=True):
+            for boundary in (start, stop):
+                if boundary not in weights:
+                    weights[boundary] = int.from_bytes(os.urandom(16)) % _PRIME
+            out = out * (weights[stop] - weights[start]) % _PRIME
         return out
 
     return sum(map(weight, boxes)) % _PRIME == weight(whole)
@@ -284,10 +284,10 @@ def uncovered(whole: Box, boxes: Iterable[Box]) -> Box | None:
     if sum(box.size for box in inside) == whole.size:
         return None
     while inside:
-        dim, at = _halfway(whole, inside)
+        dim, middle = _halfway(whole, inside)
         for half in (
-            Box(whole.start, _replaced(whole.stop, dim, at)),
-            Box(_replaced(whole.start, dim, at), whole.stop),
+            Box(whole.start, _replaced(whole.stop, dim, middle)),
+            Box(_replaced(whole.start, dim, middle), whole.stop),
         ):
             within = _within(half, inside)
             if sum(box.size for box in within) < half.size:
@@ -311,5 +311,5 @@ def _halfway(whole: Box, boxes: Sequence[Box]) -> tuple[int, int]:
     return dim, sides[dim][len(sides[dim]) // 2]
 
 
-def _replaced(position: Sequence[int], dim: int, at: int) -> tuple[int, ...]:
-    return (*position[:dim], at, *position[dim + 1 :])
+def _replaced(position: Sequence[int], dim: int, coordinate: int) -> tuple[int, ...]:
+    return (*position[:dim], coordinate, *position[dim + 1 :])

@@ -161,11 +161,11 @@ def constant(value: float, dtype: DType) -> Any:
         ValueError: the dtype cannot hold it.
     """
     with np.errstate(all="ignore"):
-        found = np.asarray(value).astype(dtype)
-    same = bool(found.astype(np.float64) == value)
-    if not same and (kind(dtype) not in ("float", "complex") or not np.isfinite(found)):
+        scalar = np.asarray(value).astype(dtype)
+    same = bool(scalar.astype(np.float64) == value)
+    if not same and (kind(dtype) not in ("float", "complex") or not np.isfinite(scalar)):
         raise ValueError(f"{name_of(dtype)} cannot hold {value:g}")
-    return found
+    return scalar
 
 
 def holds_all(target: DType, values: np.ndarray[Any, Any]) -> bool:

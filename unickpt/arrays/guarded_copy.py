@@ -50,7 +50,7 @@ def copy(source: Array, out: Array) -> None:
         OSError: the system forbids this; see `is_possible`.
     """
     starts, lengths = _runs(source)
-    at, process, read = out.ctypes.data, os.getpid(), _function()
+    address, process, read = out.ctypes.data, os.getpid(), _function()
     assert read is not None, "the caller checked `is_possible`"
     assert out.flags.c_contiguous, f"strides {out.strides}"
     together = max(1, min(_RUNS, _BYTES // max(1, int(lengths[0])))) if len(starts) else 1
@@ -59,13 +59,13 @@ def copy(source: Array, out: Array) -> None:
         remote["base"] = starts[first : first + together]
         remote["length"] = lengths[first : first + together]
         nbytes = int(remote["length"].sum())
-        local = np.array([(at, nbytes)], _IOVEC)
+        local = np.array([(address, nbytes)], _IOVEC)
         done = read(process, local.ctypes.data, 1, remote.ctypes.data, len(remote), 0)
         if done < 0 and ctypes.get_errno() != errno.EFAULT:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         if done != nbytes:
             raise Freed
-        at += nbytes
+        address += nbytes
 
 
 def _runs(array: Array) -> tuple[Array, Array]:
@@ -84,9 +84,9 @@ def _runs(array: Array) -> tuple[Array, Array]:
 
 @cache
 def _function() -> Any:
-    found = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
-    if found is not None:
-        found.restype = ctypes.c_ssize_t
+    function = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+    if function is not None:
+        function.restype = ctypes.c_ssize_t
         runs = [ctypes.c_void_p, ctypes.c_ulong]
-        found.argtypes = [ctypes.c_int, *runs, *runs, ctypes.c_ulong]
-    return found
+        function.argtypes = [ctypes.c_int, *runs, *runs, ctypes.c_ulong]
+    return function

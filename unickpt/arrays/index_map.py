@@ -47,10 +47,10 @@ def pull(
         start, stop: the box of the array.
         whole: the full range of each axis.
     """
-    found = [whole]
+    boxes = [whole]
     for dim, low, high in zip(dims, start, stop, strict=True):
-        found = [r for ranges in found for r in _pull_dim(dim, low, high, ranges)]
-    return found
+        boxes = [r for ranges in boxes for r in _pull_dim(dim, low, high, ranges)]
+    return boxes
 
 
 def _pull_dim(dim: Dim, low: int, high: int, ranges: AxisRanges) -> Iterator[AxisRanges]:
@@ -60,8 +60,8 @@ def _pull_dim(dim: Dim, low: int, high: int, ranges: AxisRanges) -> Iterator[Axi
     if len(dim) == 1:
         yield from _pull_digit(dim[0], low, high, ranges)
         return
-    first, rest = dim[0], dim[1:]
-    row = math.prod(d.radix for d in rest)
+    first, lower_digits = dim[0], dim[1:]
+    row = math.prod(d.radix for d in lower_digits)
     if row == 0:
         return
     begin, end = low // row, -(-high // row)
@@ -82,7 +82,7 @@ def _pull_dim(dim: Dim, low: int, high: int, ranges: AxisRanges) -> Iterator[Axi
             pieces.append((begin, end, 0, row))
     for a, b, inner_low, inner_high in pieces:
         for narrowed in _pull_digit(first, a, b, ranges):
-            yield from _pull_dim(rest, inner_low, inner_high, narrowed)
+            yield from _pull_dim(lower_digits, inner_low, inner_high, narrowed)
 
 
 def _pull_digit(digit: Digit, low: int, high: int, ranges: AxisRanges) -> Iterator[AxisRanges]:

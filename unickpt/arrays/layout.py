@@ -126,12 +126,12 @@ class Layout:
         """The box of an array of `shape` that the device at `coordinate` holds."""
         if len(shape) != len(self.dims):
             raise ValueError(f"layout of rank {len(self.dims)} does not fit shape {tuple(shape)}")
-        at = dict(zip(self.mesh.axes, coordinate, strict=True))
+        positions = dict(zip(self.mesh.axes, coordinate, strict=True))
         starts, stops = [], []
         for dim, axes in enumerate(self.dims):
             piece = 0
             for axis in axes:
-                piece = piece * self.mesh.size(axis) + at[axis]
+                piece = piece * self.mesh.size(axis) + positions[axis]
             start, stop = self.intervals(shape, dim)[piece]
             starts.append(start)
             stops.append(stop)
@@ -165,20 +165,22 @@ class Layout:
         the same processes hold is one box.
         """
         intervals = _process_intervals(self, tuple(shape))
-        starts = [np.array([a for a, _ in of], dtype=np.int64) for of in intervals]
-        found: dict[Box, tuple[int, ...]] = {}
+        starts = [
+            np.array([a for a, _ in dim_intervals], dtype=np.int64) for dim_intervals in intervals
+        ]
+        boxes: dict[Box, tuple[int, ...]] = {}
         for coordinate in self.mesh.coordinates(process):
             box = self.box(shape, coordinate)
             if box.empty:
                 continue
             within = [
-                of[int(np.searchsorted(at, n, "right")) - 1]
-                for of, at, n in zip(intervals, starts, box.start, strict=True)
+                dim_intervals[int(np.searchsorted(dim_starts, n, "right")) - 1]
+                for dim_intervals, dim_starts, n in zip(intervals, starts, box.start, strict=True)
             ]
             joined = Box(tuple(a for a, _ in within), tuple(b for _, b in within))
-            if joined not in found:
-                found[joined] = self.replicas(coordinate)
-        return found
+            if joined not in boxes:
+                boxes[joined] = self.replicas(coordinate)
+        return boxes
 
     def __str__(self) -> str:
         return "(" + ", ".join(repr(s) for s in self.spec) + ") on " + str(self.mesh)
@@ -203,26 +205,29 @@ def _process_intervals(
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
     """For each dimension the intervals of `Layout.process_intervals`."""
     pieces = [layout.intervals(shape, dim) for dim in range(len(shape))]
-    filled = [[n for n, (a, b) in enumerate(of) if a < b] for of in pieces]
-    found = [[of[n] for n in which] for of, which in zip(pieces, filled, strict=True)]
+    filled = [[n for n, (a, b) in enumerate(dim_intervals) if a < b] for dim_intervals in pieces]
+    intervals = [
+        [dim_intervals[n] for n in which]
+        for dim_intervals, which in zip(pieces, filled, strict=True)
+    ]
     if all(filled) and not layout.mesh.has_one_device_each:
-        owners = _owners(layout, [len(of) for of in pieces])[np.ix_(*filled)]
-        for dim, of in enumerate(found):
+        owners = _owners(layout, [len(dim_intervals) for dim_intervals in pieces])[np.ix_(*filled)]
+        for dim, dim_intervals in enumerate(intervals):
             low, high = np.delete(owners, -1, dim), np.delete(owners, 0, dim)
-            others = tuple(d for d in range(owners.ndim) if d != dim)
-            of[:] = _joined(of, (low == high).all(axis=others))
-    return tuple(map(tuple, found))
+            other_dims = tuple(d for d in range(owners.ndim) if d != dim)
+            dim_intervals[:] = _joined(dim_intervals, (low == high).all(axis=other_dims))
+    return tuple(map(tuple, intervals))
 
 
 def _joined(intervals: Sequence[tuple[int, int]], same: Iterable[bool]) -> list[tuple[int, int]]:
     """Joins intervals with their predecessors; `same` says for all but the first whether to."""
-    found = list(intervals[:1])
+    joined_intervals = list(intervals[:1])
     for (start, stop), joins in zip(intervals[1:], same, strict=True):
         if joins:
-            found[-1] = found[-1][0], stop
+            joined_intervals[-1] = joined_intervals[-1][0], stop
         else:
-            found.append((start, stop))
-    return found
+            joined_intervals.append((start, stop))
+    return joined_intervals
 
 
 def _owners(layout: Layout, counts: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -23,8 +23,8 @@ def _matches(pattern: Sequence[str], components: Sequence[str]) -> bool:
         if part == "**":
             ends = set(range(min(ends, default=len(components) + 1), len(components) + 1))
         else:
-            there = (at for at in ends if at < len(components))
-            ends = {at + 1 for at in there if _component(part).fullmatch(components[at])}
+            open_ends = (end for end in ends if end < len(components))
+            ends = {end + 1 for end in open_ends if _component(part).fullmatch(components[end])}
     return len(components) in ends
 
 
@@ -34,8 +34,9 @@ def _component(pattern: str) -> re.Pattern[str]:
     if not middle:
         return re.compile(first)
     *middle, last = middle
-    found = "".join(f"(?>.*?{text})" for text in middle)  # the first place is as good as a later
-    return re.compile(f"{first}{found}.*{last}", re.DOTALL)
+    # The first place is as good as a later one.
+    inner = "".join(f"(?>.*?{text})" for text in middle)
+    return re.compile(f"{first}{inner}.*{last}", re.DOTALL)
 
 
 def natural(name: str) -> tuple[tuple[int, int, str], ...]:

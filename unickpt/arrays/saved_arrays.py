@@ -27,10 +27,10 @@ class SavedArrays:
     meshes: Mapping[MeshKey, MeshFacts] = field(default_factory=dict)
 
     @classmethod
-    def of_json(cls, found: Mapping[str, Any]) -> SavedArrays:
+    def of_json(cls, encoded_arrays: Mapping[str, Any]) -> SavedArrays:
         """From `to_json`, as it is stored in the metadata of a checkpoint; of what has another form
         nothing is known."""
-        numpy, meshes = found.get("numpy"), found.get("meshes", ())
+        numpy, meshes = encoded_arrays.get("numpy"), encoded_arrays.get("meshes", ())
         try:
             return cls(
                 frozenset(numpy) if isinstance(numpy, list) else numpy,

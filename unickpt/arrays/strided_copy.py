@@ -89,10 +89,10 @@ def copy(out: Array, source: Array) -> None:
     cache = _scratch(block, inner, row, source.dtype)
     for start in itertools.product(*map(range, itertools.repeat(0), source.shape, block)):
         where = tuple(slice(i, i + n) for i, n in zip(start, block, strict=True))
-        wanted = source[where]
-        there = cache[tuple(slice(n) for n in wanted.shape)]
-        np.copyto(there, wanted)
-        np.copyto(out[where], there)
+        source_block = source[where]
+        cache_block = cache[tuple(slice(n) for n in source_block.shape)]
+        np.copyto(cache_block, source_block)
+        np.copyto(out[where], cache_block)
 
 
 def _by_stride(array: Array) -> list[int]:
@@ -111,13 +111,13 @@ def _common_run(out: Array, source: Array) -> int:
     return max(run, _LONG_RUN)
 
 
-def _extend(block: list[int], shape: Sequence[int], axes: Sequence[int], wanted: int) -> int:
-    """Extends a block along `axes`, in their order, to about `wanted` elements."""
+def _extend(block: list[int], shape: Sequence[int], axes: Sequence[int], target_size: int) -> int:
+    """Extends a block along `axes`, in their order, to about `target_size` elements."""
     run = 1
     for axis in axes:
-        block[axis] = max(block[axis], min(shape[axis], -(-wanted // run)))
+        block[axis] = max(block[axis], min(shape[axis], -(-target_size // run)))
         run *= block[axis]
-        if run >= wanted:
+        if run >= target_size:
             break
     return run
 

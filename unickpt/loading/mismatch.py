@@ -175,7 +175,8 @@ def _single_leaf(rows: Sequence[Difference]) -> list[str]:
     requested = next(row.asked for row in rows if row.name == "")
     return [
         f"likely cause: `like` is a single leaf ({requested}), but the stored tree has named "
-        "leaves: pass a tree with these names. A step is given by its keyword: Checkpointer.load(step=2)"
+        "leaves: pass a tree with these names. A step is given by its keyword: "
+        "Checkpointer.load(step=2)"
     ]
 
 

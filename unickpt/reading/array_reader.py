@@ -124,27 +124,27 @@ def read_arrays(
     filled = filled or Filled(jobs)
     stored = _checking(stored, jobs) if options.verify and reader is None else stored
     done: dict[str, Any] = {}
-    whole, others = _whole_jobs(jobs)
+    whole, other_jobs = _whole_jobs(jobs)
     sizes = [nbytes_of(job.entry.shape, job.entry.dtype) for job in whole]
     is_small = len(whole) <= TASK_CHUNKS and sum(sizes) <= TASK_BYTES
     try:
         # To start a thread for one piece of work takes as long as to read a megabyte.
-        if whole and not others and reader is None and (is_small or len(whole) == 1):
+        if whole and not other_jobs and reader is None and (is_small or len(whole) == 1):
             batch = _Batch(stored, whole, sum(sizes), options.verify)
             with files_kept_open():
-                for at in stored.read(batch.requests) if batch.requests else ():
-                    raise mismatch(stored, batch.requests[at])
+                for index in stored.read(batch.requests) if batch.requests else ():
+                    raise mismatch(stored, batch.requests[index])
             batch.finish(filled, done)
-            whole, sizes, others = [], [], batch.others
-        if whole or others:
-            own = reader or ChunkReader(stored)
+            whole, sizes, other_jobs = [], [], batch.others
+        if whole or other_jobs:
+            chunk_reader = reader or ChunkReader(stored)
             try:
                 if reader is None:
-                    own.expect(sum(sizes) + sum(map(attrgetter("nbytes"), others)))
-                _Reads(stored, options, own, filled, done).run(whole, sizes, others)
+                    chunk_reader.expect(sum(sizes) + sum(map(attrgetter("nbytes"), other_jobs)))
+                _Reads(stored, options, chunk_reader, filled, done).run(whole, sizes, other_jobs)
             finally:
                 if reader is None:
-                    own.close()
+                    chunk_reader.close()
     except MemoryError as error:
         raise out_of_memory(f"reading {stored.location}", error) from error
     return done
@@ -168,26 +168,26 @@ class Filled:
         told: called with the bytes that are filled, and those of all; None for nobody.
     """
 
-    def __init__(self, jobs: Sequence[Job], told: ProgressFunction | None = None) -> None:
-        self._total = 0 if told is None else sum(job.nbytes for job in jobs)
-        self._done, self._told = 0, told
+    def __init__(self, jobs: Sequence[Job], progress: ProgressFunction | None = None) -> None:
+        self._total = 0 if progress is None else sum(job.nbytes for job in jobs)
+        self._done, self._progress = 0, progress
         self._parts = dict[str, int]()  # of jobs that are not whole yet, by their first target
-        if told is not None:
-            told(0, self._total)
+        if progress is not None:
+            progress(0, self._total)
 
-    def part(self, job: Job, ended: int, of: int) -> None:
+    def part(self, job: Job, ended: int, total: int) -> None:
         """Counts the part of a job that is filled: so many of its chunks, or of its tasks."""
-        if self._told is not None:
-            self._parts[next(iter(job.targets))] = job.nbytes * ended // of
-            self._told(self._done + sum(self._parts.values()), self._total)
+        if self._progress is not None:
+            self._parts[next(iter(job.targets))] = job.nbytes * ended // total
+            self._progress(self._done + sum(self._parts.values()), self._total)
 
     def whole(self, jobs: Sequence[Job], nbytes: int) -> None:
         """Counts jobs that are filled."""
         self._done += nbytes
         for job in jobs if self._parts else ():
             self._parts.pop(next(iter(job.targets)), None)
-        if self._told is not None:
-            self._told(self._done + sum(self._parts.values()), self._total)
+        if self._progress is not None:
+            self._progress(self._done + sum(self._parts.values()), self._total)
 
 
 class _Batch:
@@ -215,22 +215,22 @@ class _Batch:
         if rows is not None and verify:
             digests = rows["digest"].tolist()
         memory = [buffer_of(stored, job.name, job.target, 0) for job in jobs]
-        for to in memory if is_large else ():
-            prefer_huge_pages(to)
-        plain = [to.flags.c_contiguous for to in memory]
+        for buffer in memory if is_large else ():
+            prefer_huge_pages(buffer)
+        plain = [buffer.flags.c_contiguous for buffer in memory]
         self._jobs = list(compress(jobs, plain))
         self.others = [job for job, is_plain in zip(jobs, plain, strict=True) if not is_plain]
         self.requests = [
-            Request(job.entry, _only_part(job.entry), 0, to, digest)
-            for job, to, digest in compress(zip(jobs, memory, digests, strict=True), plain)
+            Request(job.entry, _only_part(job.entry), 0, buffer, digest)
+            for job, buffer, digest in compress(zip(jobs, memory, digests, strict=True), plain)
         ]
 
     def finish(self, filled: Filled, done: dict[str, Any]) -> None:
         """Adds the arrays to `done`, once they are read."""
         memory = [request.out for request in self.requests]
         filled.whole(self._jobs, sum(map(attrgetter("nbytes"), memory)))
-        for job, to in zip(self._jobs, memory, strict=True):
-            done[job.name] = job.target.finish([to])
+        for job, buffer in zip(self._jobs, memory, strict=True):
+            done[job.name] = job.target.finish([buffer])
 
 
 class _Reads:
@@ -248,15 +248,17 @@ class _Reads:
         self._planner = Planner(stored, options.verify)
         self._window = Window(options.working_bytes)
 
-    def run(self, whole: Iterable[StoredJob], sizes: Iterable[int], others: Sequence[Job]) -> None:
+    def run(
+        self, whole: Iterable[StoredJob], sizes: Iterable[int], other_jobs: Sequence[Job]
+    ) -> None:
         """Reads all.
 
         Arguments:
             whole: the arrays that are read whole, and are one chunk.
             sizes: their bytes.
-            others: all others.
+            other_jobs: all others.
         """
-        left = [*others]
+        left = [*other_jobs]
         sized = zip(whole, sizes, strict=True)
         for batch in in_batches(sized, TASK_CHUNKS, self._reader.task_bytes, itemgetter(1)):
             together, nbytes = zip(*batch, strict=True)
@@ -348,15 +350,15 @@ def fill(slots: Sequence[TargetBox], buffers: Mapping[str, Sequence[Array]], ver
                 view = strided_copy.view(buffer, copy.out, copy.out_steps, copy.shape)
                 view[...] = constant.value
         if recipe.function is not None:
-            found = recipe.function(box, verify)
-            put(found, buffer, f"{recipe.function.name!r}: made as {found.dtype}")
+            values = recipe.function(box, verify)
+            put(values, buffer, f"{recipe.function.name!r}: made as {values.dtype}")
 
 
 def read_box(stored: Reader, entry: ArrayEntry, box: Box, *, verify: bool) -> Array:
     """A box of a stored array as a new NumPy array."""
     job = StoredJob(entry.name, NewTarget(entry, box), entry)
-    found: Array = read_arrays(stored, [job], LoadOptions(verify=verify))[entry.name]
-    return found
+    array: Array = read_arrays(stored, [job], LoadOptions(verify=verify))[entry.name]
+    return array
 
 
 def read_made(
@@ -369,8 +371,8 @@ def read_made(
 ) -> Array:
     """A box of an array made by a recipe, as a new NumPy array with an entry's dtype."""
     job = Job({entry.name: NewTarget(entry, box)}, {entry.name: recipe})
-    found: Array = read_arrays(stored, [job], options, reader)[entry.name]
-    return found
+    array: Array = read_arrays(stored, [job], options, reader)[entry.name]
+    return array
 
 
 class _Kind(NamedTuple):
@@ -383,16 +385,16 @@ class _Kind(NamedTuple):
 def _whole_jobs(jobs: Sequence[Job]) -> tuple[list[StoredJob], list[Job]]:
     """The jobs that read an array whole that is one chunk; and the others."""
     whole: list[StoredJob] = []
-    others: list[Job] = []
+    other_jobs: list[Job] = []
     for job in jobs:
         if isinstance(job, StoredJob) and _is_one_chunk(job.entry):
             target, kind = job.target, _kind(job.entry.shape, job.entry.dtype)
             if target.dtype == kind.dtype and tuple(target.boxes) == kind.boxes:
                 whole.append(job)
                 continue
-        others.append(job)
+        other_jobs.append(job)
     whole.sort(key=attrgetter("entry.name"))  # as in the database: neighbours are in one file
-    return whole, others
+    return whole, other_jobs
 
 
 @lru_cache(maxsize=4096)

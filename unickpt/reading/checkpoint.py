@@ -135,15 +135,15 @@ def open_reader(location: Location, hints: Hints | None = None) -> Reader | None
         CheckpointNotFound: a database is there that is no checkpoint of a known format.
         UnickptError: all that `formats.open_foreign` raises.
     """
-    others = dict(hints or {})
-    format = others.pop(_FORMAT_HINT, None)
+    other_hints = dict(hints or {})
+    format = other_hints.pop(_FORMAT_HINT, None)
     context = paths.context()
     if location.is_local and os.path.isfile(str(location)):
         from unickpt.format import formats
 
-        reader: Reader | None = formats.open_file(location, others)
+        reader: Reader | None = formats.open_file(location, other_hints)
     else:
-        reader = _open_folder(location, context, others, format)
+        reader = _open_folder(location, context, other_hints, format)
     if reader is not None and format not in (None, reader.format):
         raise HintError(
             f"{location} is of the format {reader.format!r}, and the hint says {quoted(format)}; "
@@ -155,28 +155,28 @@ def open_reader(location: Location, hints: Hints | None = None) -> Reader | None
 def _open_folder(
     location: Location, context: ts.Context, hints: Hints, format: str | None
 ) -> Reader | None:
-    own = no_checkpoint = None
+    own_reader = no_checkpoint = None
     try:
-        own = ocdbt_reader.open(location, context)
+        own_reader = ocdbt_reader.open(location, context)
     except CheckpointNotFound as error:  # a database, which other systems use too
         no_checkpoint = error
-    if own is not None and format is None and location.is_local:
+    if own_reader is not None and format is None and location.is_local:
         for marker in filter(os.path.isfile, (f"{location.path}{m}" for m in _MARKERS)):
             from unickpt.format import formats
 
-            formats.check_alone(own, os.path.basename(marker))
-    if own is not None and format in (None, own.format):
+            formats.check_alone(own_reader, os.path.basename(marker))
+    if own_reader is not None and format in (None, own_reader.format):
         if hints:
             from unickpt.format import formats
 
-            formats.check_hints(own, hints)
-        return own
+            formats.check_hints(own_reader, hints)
+        return own_reader
     from unickpt.format import formats
 
     reader = formats.open_foreign(location, hints)
     if reader is None and no_checkpoint is not None:
         raise no_checkpoint
-    return own if reader is None else reader
+    return own_reader if reader is None else reader
 
 
 class Checkpoint(Mapping[str, "StoredArray"]):
@@ -302,13 +302,13 @@ def _reopen(url: str, hints: Hints, attempt: str, created: str, under: str) -> C
     Raises:
         CheckpointReplaced: a save has replaced it.
     """
-    found = open(url, hints=hints)
-    if (found.index.attempt, found.index.created) != (attempt, created):
+    checkpoint = open(url, hints=hints)
+    if (checkpoint.index.attempt, checkpoint.index.created) != (attempt, created):
         raise CheckpointReplaced(
-            f"{found.location}: the pickled checkpoint, created {created}, was replaced by one "
-            f"created {found.index.created}; open it again and pickle the new one"
+            f"{checkpoint.location}: the pickled checkpoint, created {created}, was replaced by "
+            f"one created {checkpoint.index.created}; open it again and pickle the new one"
         )
-    return found.under(under) if under else found
+    return checkpoint.under(under) if under else checkpoint
 
 
 Source = paths.PathLike | Checkpoint
@@ -323,13 +323,13 @@ class PlainValues(Mapping[str, tree_json.Plain]):
         self._checkpoint = checkpoint
 
     def __getitem__(self, name: str) -> tree_json.Plain:
-        found = self._checkpoint.index.values
-        if name in found:
-            return found[name]
+        values = self._checkpoint.index.values
+        if name in values:
+            return values[name]
         if name in self._checkpoint:
             raise KeyError(f"{name!r} is an array; read it with checkpoint[{name!r}]")
         raise KeyError(
-            f"{name!r} is not a plain value of this checkpoint; these are {_first_names(found)}"
+            f"{name!r} is not a plain value of this checkpoint; these are {_first_names(values)}"
         )
 
     def __iter__(self) -> Iterator[str]:
@@ -345,8 +345,8 @@ class PlainValues(Mapping[str, tree_json.Plain]):
         return repr(dict(self))
 
 
-def _first_names(found: Iterable[str]) -> str:
-    names = list(found)
+def _first_names(keys: Iterable[str]) -> str:
+    names = list(keys)
     return (
         ", ".join(printable(name, 120) for name in names[:5]) + (", ..." if len(names) > 5 else "")
         or "none"

@@ -68,8 +68,8 @@ class ChunkReader:
     def expect(self, nbytes: int) -> None:
         """Makes tasks as large as is good for so many bytes in all."""
         if not self._stored.location.is_remote:
-            each = nbytes // (_TASKS_PER_THREAD * _local_threads())
-            self.task_bytes = min(max(each, TASK_BYTES), _MOST_TASK_BYTES)
+            task_bytes = nbytes // (_TASKS_PER_THREAD * _local_threads())
+            self.task_bytes = min(max(task_bytes, TASK_BYTES), _MOST_TASK_BYTES)
 
     def submit(self, read: ChunkRead) -> Task:
         """Adds a chunk to a task, which starts once it is large enough for a thread."""
@@ -111,15 +111,15 @@ class ChunkReader:
         for read in reads:
             if self._stored.reads_boxes(read.entry):
                 read = narrowed(read)
-            there = _direct(read)
-            if there is None:
+            destination = _direct(read)
+            if destination is None:
                 indirect.append(read)
             else:
-                requests.append(read.request(there))
+                requests.append(read.request(destination))
         self._read(requests)
         for batch in in_batches(indirect, TASK_CHUNKS, TASK_BYTES, attrgetter("nbytes")):
             memory = self._memory(batch)
-            self._read([read.request(to) for read, to in zip(batch, memory, strict=True)])
+            self._read([read.request(buffer) for read, buffer in zip(batch, memory, strict=True)])
             for read, chunk in zip(batch, memory, strict=True):
                 for piece in read.pieces:
                     piece.place(chunk)
@@ -134,8 +134,8 @@ class ChunkReader:
             raise out_of_memory(where, error) from None
 
     def _read(self, requests: Sequence[Request]) -> None:
-        for at in self._stored.read(requests) if requests else ():
-            raise mismatch(self._stored, requests[at])
+        for index in self._stored.read(requests) if requests else ():
+            raise mismatch(self._stored, requests[index])
 
 
 def mismatch(stored: Reader, request: Request) -> Exception:

@@ -63,8 +63,8 @@ def exchanging(group: Group, options: LoadOptions) -> Iterator[ReadArrays]:
     """
     job = _JobRead(group, options)
     try:
-        with reporting(options.progress, _LOADING, group.index) as told:
-            job.told = told
+        with reporting(options.progress, _LOADING, group.index) as progress:
+            job.progress = progress
             yield job.read
     except Exception as error:
         with suppress(_Unreachable):  # then this error says more
@@ -96,12 +96,12 @@ class _Messages:
 
     def views(self, data: Array, chunk: SharedChunk) -> list[tuple[Box, Array]]:
         """The boxes of a chunk in the bytes of all messages."""
-        dtype, found = dtypes.from_name(chunk.entry.dtype), []
+        dtype, boxes = dtypes.from_name(chunk.entry.dtype), []
         for box, process, offset in self._boxes.get(chunk.key, ()):
             begin = self.starts[process] + offset
             bits = data[begin : begin + box.size * dtype.itemsize]
-            found.append((box, bits.view(dtype).reshape(box.shape)))
-        return found
+            boxes.append((box, bits.view(dtype).reshape(box.shape)))
+        return boxes
 
 
 class _RoundOfMessages:
@@ -140,7 +140,7 @@ class _RoundOfMessages:
 def _moved_bytes(chunk: SharedChunk) -> Mapping[int, int]:
     """What processes send and receive of a chunk."""
     itemsize = chunk.entry.itemsize
-    moved = {p: itemsize * sum(box.size for box in of) for p, of in chunk.wanted.items()}
+    moved = {p: itemsize * sum(box.size for box in boxes) for p, boxes in chunk.wanted.items()}
     moved[chunk.owner] = sum(moved.values())
     return moved
 
@@ -154,7 +154,7 @@ class _JobRead:
     def __init__(self, group: Group, options: LoadOptions) -> None:
         self.group, self.index, self._options = group, group.index, options
         self._has_reported = False
-        self.told: ProgressFunction = nothing
+        self.progress: ProgressFunction = nothing
 
     def fail(self, error: Exception) -> None:
         """Tells the others, if they still wait for what this process needs."""
@@ -169,13 +169,13 @@ class _JobRead:
             CheckpointReplaced: in all processes, if they opened different checkpoints.
         """
         done: dict[str, Any] = {}
-        work = SharedRead(stored, jobs, self._options, Filled(jobs, self.told))
+        work = SharedRead(stored, jobs, self._options, Filled(jobs, self.progress))
         opened = f"{stored.index.attempt} {stored.index.created} {stored.under}"
         self._has_reported = True
         reports = self.gather_reports(
             None, [as_json(wants_of(jobs)), opened, self._options.working_bytes]
         )
-        if len({of for _, of, _ in reports}) > 1:
+        if len({identity for _, identity, _ in reports}) > 1:
             raise CheckpointReplaced(
                 "the processes opened different checkpoints, because a save replaced the one at "
                 "this path, or different parts (`under`) of one; load again"
@@ -198,9 +198,9 @@ class _JobRead:
         Called by all processes at the same point.
         """
         failed = None if error is None else [type(error).__name__, str(error)]
-        told = json.dumps([failed, report]).encode()
+        own_report = json.dumps([failed, report]).encode()
         with _reaching():
-            every = [json.loads(one) for one in all_gather_bytes(self.group, told)]
+            every = [json.loads(message) for message in all_gather_bytes(self.group, own_report)]
         for process, (failure, _) in enumerate(every):
             if failure is None:
                 continue

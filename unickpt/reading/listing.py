@@ -68,8 +68,8 @@ def other_folders(root: paths.PathLike) -> list[Listed]:
     location = paths.resolve(root, whole=True)
     context = paths.context()
     try:
-        known = set(folders_with(location, MANIFEST, context))
-        names = {".", *location.folders(context)} - known
+        checkpoints = set(folders_with(location, MANIFEST, context))
+        names = {".", *location.folders(context)} - checkpoints
     except Failed as error:
         raise errors.reading_failed(error, str(location)) from error
     return [Listed(name, _path(location, name)) for name in sorted(names, key=natural)]

@@ -112,11 +112,11 @@ def _read_large(
     patience_s = _PATIENCE_S if _is_slow(stored) else min(_PATIENCE_S, mine / _PATIENCE_BYTES)
     most, timeout_s = _ALONE_BYTES, min(options.timeout_s, _TIMEOUT_S)
     with (
-        rendezvous(purpose, launched_together(options.group), timeout_s) as others,
+        rendezvous(purpose, launched_together(options.group), timeout_s) as arrival,
         closing(ChunkReader(stored)) as alone,
     ):
         while left := _left(jobs, done):
-            met = others.wait(patience_s)
+            met = arrival.wait(patience_s)
             if met is not None:
                 _read_with(stored, left, options, filled, met, done)
                 return
@@ -190,10 +190,10 @@ def _read_with(
     """
     most = _ROUND_BYTES if _is_slow(stored) else _ROUND_BYTES_LOCAL
     most = max(_ALIGN, min(most, options.working_bytes // _ROUNDS_HELD))
-    told = [
-        json.loads(one) for one in met.gather(json.dumps([as_json(wants_of(jobs)), most]).encode())
-    ]
-    wants, most = [wants_from(of) for of, _ in told], min(nbytes for _, nbytes in told)
+    own_report = json.dumps([as_json(wants_of(jobs)), most]).encode()
+    reports = [json.loads(message) for message in met.gather(own_report)]
+    wants = [wants_from(encoded) for encoded, _ in reports]
+    most = min(nbytes for _, nbytes in reports)
     entries = [e for e in stored.index.arrays.values() if any(e.name in w for w in wants)]
     rounds = schedule(entries, wants, _shared_bytes, most)
     if sum((len(c.wanted) - 1) * c.nbytes for chunks in rounds for c in chunks) < _LEAST_BYTES:

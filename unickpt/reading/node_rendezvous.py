@@ -48,7 +48,7 @@ class Rendezvous:
         self.index, self.count = index, len(memory)
         self._links, self._memory = links, memory
 
-    def gather(self, told: bytes) -> list[bytes]:
+    def gather(self, own_message: bytes) -> list[bytes]:
         """What each process tells; returns once all have called it.
 
         Raises:
@@ -57,10 +57,10 @@ class Rendezvous:
         try:
             if self.index > 0:
                 (first,) = self._links
-                _send(first, told)
+                _send(first, own_message)
                 return [_receive(first) for _ in range(self.count)]
-            every = [told, *(_receive(link) for link in self._links)]
-            joined = b"".join(_LENGTH.pack(len(one)) + one for one in every)
+            every = [own_message, *(_receive(link) for link in self._links)]
+            joined = b"".join(_LENGTH.pack(len(message)) + message for message in every)
             for link in self._links:
                 link.sendall(joined)
         except OSError as error:
@@ -87,7 +87,7 @@ class Rendezvous:
             raise RendezvousEnded(
                 f"the processes of this node cannot share memory: {error}"
             ) from error
-        return [np.frombuffer(one, np.uint8) for one in maps]
+        return [np.frombuffer(memory_map, np.uint8) for memory_map in maps]
 
 
 def can_meet(count: int) -> bool:
@@ -119,8 +119,8 @@ class Arrival:
     """
 
     def __init__(self, purpose: str, count: int, timeout_s: float, stack: ExitStack) -> None:
-        told = f"{os.getuid()} {count} {purpose}".encode()
-        self._name = b"\0unickpt-" + hashlib.blake2b(told, digest_size=16).hexdigest().encode()
+        identity = f"{os.getuid()} {count} {purpose}".encode()
+        self._name = b"\0unickpt-" + hashlib.blake2b(identity, digest_size=16).hexdigest().encode()
         self._count, self._timeout_s, self._stack = count, timeout_s, stack
         self._memory: int | None = None
         self._place: socket.socket | None = None  # of the first
@@ -202,7 +202,7 @@ class Arrival:
                 self._come.append((link, received[0]))
             else:
                 link.close()
-            self._come = [one for one in self._come if not _has_left(one[0])]
+            self._come = [peer for peer in self._come if not _has_left(peer[0])]
         place.close()  # whoever comes now is one of the next
         links, files = [link for link, _ in self._come], [memory, *(file for _, file in self._come)]
         for index, link in enumerate(links, 1):
@@ -267,8 +267,8 @@ def _left(deadline: float) -> float:
     return max(_LEAST_WAIT_S, deadline - time.monotonic())
 
 
-def _send(link: socket.socket, told: bytes) -> None:
-    link.sendall(_LENGTH.pack(len(told)) + told)
+def _send(link: socket.socket, message: bytes) -> None:
+    link.sendall(_LENGTH.pack(len(message)) + message)
 
 
 def _receive(link: socket.socket) -> bytes:
@@ -279,10 +279,10 @@ def _receive(link: socket.socket) -> bytes:
 
 
 def _exactly(link: socket.socket, nbytes: int) -> bytes:
-    found = bytearray()
-    while len(found) < nbytes:
-        part = link.recv(min(nbytes - len(found), 1 << 20))
+    buffer = bytearray()
+    while len(buffer) < nbytes:
+        part = link.recv(min(nbytes - len(buffer), 1 << 20))
         if not part:
             raise ConnectionError("a connection has ended")
-        found += part
-    return bytes(found)
+        buffer += part
+    return bytes(buffer)

@@ -38,10 +38,10 @@ def nothing_at(location: Location, open_reader: Callable[[Location], object]) ->
         if below:
             return f"{said}: it contains checkpoints but is not one itself {_of(location, below)}"
         names = sorted(location.names(paths.context()), key=natural)
-        others = other_folders(location.url)[-_SHOWN:]
-        others = [listed for listed in others if _opens(listed, open_reader)]
-        if others:
-            return f"{said}: it contains checkpoints but is not one itself {_of(location, others)}"
+        folders = other_folders(location.url)[-_SHOWN:]
+        folders = [listed for listed in folders if _opens(listed, open_reader)]
+        if folders:
+            return f"{said}: it contains checkpoints but is not one itself {_of(location, folders)}"
         return f"{said}: {_above(location) if not names else _held(names)}"
     except CheckpointNotFound:  # there is no such folder
         return f"{said}: {_above(location)}"
@@ -104,5 +104,5 @@ def _above(location: Location) -> str:
 
 
 def _shown(names: Sequence[str]) -> str:
-    some = names if len(names) <= _SHOWN else [names[0], "...", *names[1 - _SHOWN :]]
-    return shortened(", ".join(some), _MOST_TEXT)
+    shown_names = names if len(names) <= _SHOWN else [names[0], "...", *names[1 - _SHOWN :]]
+    return shortened(", ".join(shown_names), _MOST_TEXT)

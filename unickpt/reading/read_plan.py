@@ -132,26 +132,28 @@ class Planner:
         self, consumers: Mapping[str, tuple[ArrayEntry, list[Consumer]]]
     ) -> Iterator[ChunkRead]:
         """The chunks that consumers need."""
-        for name, (entry, by) in consumers.items():
+        for name, (entry, array_consumers) in consumers.items():
             table = self._stored.digests_of(name) if self.verify else None
             parts = chunk_grid.parts(entry)
-            for at, number, row, box, copies in self._planned(entry, parts, by):
-                pieces = [by[which].piece(copy) for which, copy in copies]
-                found = None if table is None else table[row]
-                yield ChunkRead(entry, parts[at], number, box, found, pieces)
+            for part_number, number, row, box, copies in self._planned(
+                entry, parts, array_consumers
+            ):
+                pieces = [array_consumers[which].piece(copy) for which, copy in copies]
+                digest = None if table is None else table[row]
+                yield ChunkRead(entry, parts[part_number], number, box, digest, pieces)
 
     def _planned(
-        self, entry: ArrayEntry, parts: Sequence[Part], by: Sequence[Consumer]
+        self, entry: ArrayEntry, parts: Sequence[Part], consumers: Sequence[Consumer]
     ) -> Iterable[_Planned]:
         if len(parts) != 1 or parts[0].count > _KEPT_CHUNKS:
-            return _plan(parts, by)
-        key = entry.shape, entry.chunk, *(consumer.needed for consumer in by)
-        found = self._known.get(key)
-        if found is None:
+            return _plan(parts, consumers)
+        key = entry.shape, entry.chunk, *(consumer.needed for consumer in consumers)
+        plan = self._known.get(key)
+        if plan is None:
             if len(self._known) == _KEPT_PLANS:
                 self._known.clear()
-            found = self._known[key] = list(_plan(parts, by))
-        return found
+            plan = self._known[key] = list(_plan(parts, consumers))
+        return plan
 
 
 class _Planned(NamedTuple):
@@ -172,14 +174,14 @@ class _Planned(NamedTuple):
     copies: Sequence[tuple[int, Copy]]
 
 
-def _plan(parts: Sequence[Part], by: Sequence[Consumer]) -> Iterator[_Planned]:
+def _plan(parts: Sequence[Part], consumers: Sequence[Consumer]) -> Iterator[_Planned]:
     first = 0
-    for at, part in enumerate(parts):
-        for number, which in sorted(by_chunk(part, by).items()):
+    for part_number, part in enumerate(parts):
+        for number, which in sorted(by_chunk(part, consumers).items()):
             box = part.chunk_box(number)
-            copies = [(w, copy) for w in which for copy in by[w].needed.copies(box)]
+            copies = [(w, copy) for w in which for copy in consumers[w].needed.copies(box)]
             if copies:
-                yield _Planned(at, number, first + number, box, copies)
+                yield _Planned(part_number, number, first + number, box, copies)
         first += part.count
 
 
@@ -200,11 +202,11 @@ def narrowed(read: ChunkRead) -> ChunkRead:
 
 def by_chunk(part: Part, consumers: Iterable[Consumer]) -> dict[int, list[int]]:
     """The positions of the consumers of each chunk of a part."""
-    found: dict[int, list[int]] = {}
+    positions: dict[int, list[int]] = {}
     for which, consumer in enumerate(consumers):
         for number in _chunks_of(part, consumer.needed.boxes):
-            found.setdefault(number, []).append(which)
-    return found
+            positions.setdefault(number, []).append(which)
+    return positions
 
 
 def _chunks_of(part: Part, boxes: Sequence[Box]) -> Iterable[int]:

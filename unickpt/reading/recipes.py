@@ -98,8 +98,8 @@ class MappedSource:
 
     def bounds(self, ranges: AxisRanges) -> Box:
         """A box of the stored array that contains everything that the ranges of the axes need."""
-        found = [line.bounds(ranges) for line in self._source_indices]
-        return Box(tuple(a for a, _ in found), tuple(b for _, b in found))
+        intervals = [line.bounds(ranges) for line in self._source_indices]
+        return Box(tuple(a for a, _ in intervals), tuple(b for _, b in intervals))
 
     def held(self, chunk: Box) -> list[AxisRanges]:
         """The axes' ranges that lie within a box of the stored array."""
@@ -164,9 +164,11 @@ class _StoredBox:
         box = self.box
         common = chunk.intersect(box)
         if common is not None:
-            there = tuple(map(sub, common.start, chunk.start))
-            steps = unit_steps(len(there))
-            yield Copy(common.shape, there, steps, tuple(map(sub, common.start, box.start)), steps)
+            chunk_start = tuple(map(sub, common.start, chunk.start))
+            steps = unit_steps(len(chunk_start))
+            yield Copy(
+                common.shape, chunk_start, steps, tuple(map(sub, common.start, box.start)), steps
+            )
 
 
 ElementSource = MappedSource | Unchanged

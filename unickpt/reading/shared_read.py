@@ -45,9 +45,11 @@ def as_json(wants: Wants) -> dict[str, Any]:
     return {name: [[b.start, b.stop] for b in of_name] for name, of_name in wants.items()}
 
 
-def wants_from(found: Mapping[str, Any]) -> Wants:
+def wants_from(encoded_wants: Mapping[str, Any]) -> Wants:
     """From lists of numbers."""
-    return {name: [Box(tuple(a), tuple(b)) for a, b in of] for name, of in found.items()}
+    return {
+        name: [Box(tuple(a), tuple(b)) for a, b in boxes] for name, boxes in encoded_wants.items()
+    }
 
 
 class SharedChunk(NamedTuple):
@@ -80,15 +82,15 @@ def wanted_chunks(
 ) -> Iterator[tuple[Part, int, int, dict[int, list[Box]]]]:
     """The needed chunks of an array: part, number, row, and the boxes that each process needs."""
     for first, part in chunk_grid.numbered_parts(entry):
-        found: dict[int, dict[int, list[Box]]] = {}
+        boxes_by_chunk: dict[int, dict[int, list[Box]]] = {}
         for process, of_process in enumerate(wants):
             for box in of_process.get(entry.name, ()):
                 for number in part.chunks_in(box):
                     common = part.chunk_box(number).intersect(box)
                     assert common is not None, "the chunk meets the box"
-                    found.setdefault(number, {}).setdefault(process, []).append(common)
-        for number in sorted(found):
-            yield part, number, first + number, found[number]
+                    boxes_by_chunk.setdefault(number, {}).setdefault(process, []).append(common)
+        for number in sorted(boxes_by_chunk):
+            yield part, number, first + number, boxes_by_chunk[number]
 
 
 def schedule(
@@ -107,21 +109,25 @@ def schedule(
         held_for: the bytes of memory that processes need for a chunk until the end of its round.
         most_bytes: that a process has for a round, unless a single chunk needs more.
     """
-    read, held = [0] * len(wants), [0] * len(wants)
+    read, round_bytes = [0] * len(wants), [0] * len(wants)
     rounds: list[list[SharedChunk]] = [[]]
     for entry in entries:
-        for part, number, row, wanted in wanted_chunks(entry, wants):
-            owner = min(wanted, key=lambda process: (read[process], process))
-            chunk = SharedChunk(entry, part, number, row, part.chunk_box(number), owner, wanted)
+        for part, number, row, boxes_by_process in wanted_chunks(entry, wants):
+            owner = min(boxes_by_process, key=lambda process: (read[process], process))
+            chunk = SharedChunk(
+                entry, part, number, row, part.chunk_box(number), owner, boxes_by_process
+            )
             read[owner] += chunk.nbytes
             more = held_for(chunk)
-            full = max(held) > most_bytes  # by a chunk that is larger than that
-            if rounds[-1] and (full or any(held[p] + n > most_bytes for p, n in more.items())):
+            full = max(round_bytes) > most_bytes  # by a chunk that is larger than that
+            if rounds[-1] and (
+                full or any(round_bytes[p] + n > most_bytes for p, n in more.items())
+            ):
                 rounds.append([])
-                held = [0] * len(wants)
+                round_bytes = [0] * len(wants)
             rounds[-1].append(chunk)
             for process, nbytes in more.items():
-                held[process] += nbytes
+                round_bytes[process] += nbytes
     return rounds if rounds[0] else []
 
 
@@ -240,23 +246,23 @@ class SharedRead:
     def _place(self, begun: _Round, done: dict[str, Any]) -> None:
         """Takes what this process needs of the chunks of a round."""
 
-        def place(taken: tuple[Box, Array, Sequence[Consumer]]) -> None:
-            box, data, consumers = taken
+        def place(part: tuple[Box, Array, Sequence[Consumer]]) -> None:
+            box, data, consumers = part
             for consumer in consumers:
                 for piece in consumer.pieces(box):
                     piece.place(data)
 
-        own = [chunk for chunk in begun.chunks if self._me in chunk.wanted]
+        own_chunks = [chunk for chunk in begun.chunks if self._me in chunk.wanted]
         self._reader.work(
             place,
             [
                 (box, data, self._fillings.consumers(*chunk.key))
-                for chunk in own
+                for chunk in own_chunks
                 if begun.exchange.is_taken(chunk)
                 for box, data in begun.exchange.taken(chunk)
             ],
         )
-        for chunk in own:
+        for chunk in own_chunks:
             self._fillings.placed(chunk.entry.name, done)
 
     def _try(self, work: Callable[..., object], *arguments: Any) -> None:

@@ -98,9 +98,9 @@ class StoredArray:
         return operator.getitem, (self._checkpoint, self.name)
 
     def __getitem__(self, key: Any) -> Array:
-        box, rest = _parse(key, self.shape, self.name)
-        found: Array = self.read(box)[rest]
-        return found
+        box, inner_index = _parse(key, self.shape, self.name)
+        array: Array = self.read(box)[inner_index]
+        return array
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if copy is False:
@@ -151,8 +151,8 @@ class StoredArray:
             "" if self.layout is None else str(self.layout),
         ]
         count = tree_table.fragment_count(entry)
-        of = self.fragments if count <= html.MOST_FRAGMENTS else ()
-        drawn = html.fragments(self.shape, count, of, self.layout)
+        fragments = self.fragments if count <= html.MOST_FRAGMENTS else ()
+        drawn = html.fragments(self.shape, count, fragments, self.layout)
         return html.page("StoredArray", self.name, filter(None, facts), drawn)
 
 
@@ -160,25 +160,25 @@ def _parse(key: Any, shape: tuple[int, ...], name: str) -> tuple[Box, tuple[Any,
     """NumPy basic indexing as the box to read and the remaining index within it."""
     items = list(key) if isinstance(key, tuple) else [key]
     if any(item is Ellipsis for item in items):
-        at = next(i for i, item in enumerate(items) if item is Ellipsis)
-        items[at : at + 1] = [slice(None)] * (len(shape) - len(items) + 1)
+        position = next(i for i, item in enumerate(items) if item is Ellipsis)
+        items[position : position + 1] = [slice(None)] * (len(shape) - len(items) + 1)
     items += [slice(None)] * (len(shape) - len(items))
     if len(items) > len(shape):
         raise IndexError(f"too many indices for {name!r} of shape {shape}")
     start, stop = [], []
-    rest: list[int | slice] = []
+    inner_index: list[int | slice] = []
     for item, n in zip(items, shape, strict=True):
         if isinstance(item, slice):
             picked = range(n)[item]
             low = min(picked[0], picked[-1]) if picked else 0
             high = max(picked[0], picked[-1]) + 1 if picked else 0
-            rest.append(slice(None, None, picked.step))
+            inner_index.append(slice(None, None, picked.step))
         elif hasattr(item, "__index__") and not np.ndim(item):
             i = item.__index__()
             if not -n <= i < n:
                 raise IndexError(f"index {i} is out of bounds for {name!r} of shape {shape}")
             low, high = i % n, i % n + 1
-            rest.append(0)
+            inner_index.append(0)
         else:
             raise IndexError(
                 f"{name!r} takes integers and slices, not {quoted(item)}; for other indices read "
@@ -186,4 +186,4 @@ def _parse(key: Any, shape: tuple[int, ...], name: str) -> tuple[Box, tuple[Any,
             )
         start.append(low)
         stop.append(high)
-    return Box(tuple(start), tuple(stop)), tuple(rest)
+    return Box(tuple(start), tuple(stop)), tuple(inner_index)

@@ -118,9 +118,9 @@ def _is_in(name: str, under: str) -> bool:
     return name.startswith(under) or f"{name}/" == under
 
 
-def _inner(of: Mapping[str, T], under: str) -> dict[str, T]:
+def _inner(values_by_name: Mapping[str, T], under: str) -> dict[str, T]:
     """What is known by name of the leaves in a part, by their new names."""
-    return {name[len(under) :]: x for name, x in of.items() if _is_in(name, under)}
+    return {name[len(under) :]: x for name, x in values_by_name.items() if _is_in(name, under)}
 
 
 def _part_of(index: Index, under: str) -> tuple[Index, dict[str, ArrayEntry]]:
@@ -153,22 +153,25 @@ def _part_of(index: Index, under: str) -> tuple[Index, dict[str, ArrayEntry]]:
 
 
 def _structure(whole: Any, under: str, names: Iterable[str]) -> Any:
-    found = None if whole is None else _below(tree_json.from_json(whole), under)
-    return tree_json.to_json(tree_json.from_names(names) if found is None else found)
+    node = None if whole is None else _below(tree_json.from_json(whole), under)
+    return tree_json.to_json(tree_json.from_names(names) if node is None else node)
 
 
 def _metadata(metadata: Mapping[str, Any], under: str) -> Mapping[str, Any]:
     """With the names of a part in the record of a conversion, without what is only said of
     the tree as a whole."""
-    metadata = {key: of for key, of in metadata.items() if key not in OF_THE_WHOLE}
-    own = metadata.get(RESERVED)
-    if not isinstance(own, dict) or not isinstance(own.get(CONVERSION), dict):
+    metadata = {key: content for key, content in metadata.items() if key not in OF_THE_WHOLE}
+    library_metadata = metadata.get(RESERVED)
+    if not isinstance(library_metadata, dict):
+        return metadata
+    conversion = library_metadata.get(CONVERSION)
+    if not isinstance(conversion, dict):
         return metadata
     part = {
-        key: _inner(of, under) if key != "conventions" and isinstance(of, dict) else of
-        for key, of in own[CONVERSION].items()
+        key: _inner(x, under) if key != "conventions" and isinstance(x, dict) else x
+        for key, x in conversion.items()
     }
-    return {**metadata, RESERVED: {**own, CONVERSION: part}}
+    return {**metadata, RESERVED: {**library_metadata, CONVERSION: part}}
 
 
 def _below(node: tree.Node | tree.Leaf, under: str, name: str = "") -> tree.Node | tree.Leaf | None:
@@ -187,13 +190,13 @@ def _below(node: tree.Node | tree.Leaf, under: str, name: str = "") -> tree.Node
 def _nothing(whole: Reader, under: str) -> str:
     import difflib  # here, so that importing unickpt stays fast
 
-    found = Counter(re.sub("/.*", "/", name, flags=re.DOTALL) for name in whole.index.names)
-    shown = some([f"{quoted(name)} ({counted(n, 'leaf', 'leaves')})" for name, n in found.items()])
-    short = [name for name in found if len(name) < _MOST_COMPARED]
+    counts = Counter(re.sub("/.*", "/", name, flags=re.DOTALL) for name in whole.index.names)
+    shown = some([f"{quoted(name)} ({counted(n, 'leaf', 'leaves')})" for name, n in counts.items()])
+    short = [name for name in counts if len(name) < _MOST_COMPARED]
     bare = re.sub(r"^[./]+|[./]+$", "", under[:_MOST_COMPARED])
     if any(name.startswith(f"{under}.") for name in whole.index.names):
         near = [f"{under}."]
-    elif f"{bare}/" in found:
+    elif f"{bare}/" in counts:
         near = [bare]
     else:
         near = difflib.get_close_matches(bare, short, 1)

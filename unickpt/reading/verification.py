@@ -114,16 +114,16 @@ def verify(path: checkpoint.Source, *, progress: Progress = None) -> VerifyRepor
         if isinstance(path, checkpoint.Checkpoint)
         else paths.resolve(path, or_file=True).url
     )
-    with naming_memory(f"verifying {url}"), reporting(progress, "verifying") as told:
+    with naming_memory(f"verifying {url}"), reporting(progress, "verifying") as report_progress:
         return checkpoint.again(
-            lambda: verify_opened(url, lambda: checkpoint.opened(path).reader, told)
+            lambda: verify_opened(url, lambda: checkpoint.opened(path).reader, report_progress)
         )
 
 
 def verify_opened(
     url: str,
     opened: Callable[[], Reader],
-    told: ProgressFunction = nothing,
+    report_progress: ProgressFunction = nothing,
     *,
     background: bool = False,
     skips: Callable[[ChunkId], bool] = lambda chunk: False,
@@ -133,7 +133,7 @@ def verify_opened(
     Arguments:
         url: its name in the report.
         opened: opens it.
-        told: called with the bytes checked so far and in total.
+        report_progress: called with the bytes checked so far and in total.
         background: whether it runs in the background of a training loop; see `threads.step_back`.
         skips: whether a chunk is not read.
     """
@@ -150,11 +150,11 @@ def verify_opened(
         try:
             for name, reason in stored.check_structure(checker.map):
                 damage.append(Damage(name, "", None, reason))
-            for nbytes, found in _chunks(_reads(stored, skips), checker):
+            for nbytes, chunk_damage in _chunks(_reads(stored, skips), checker):
                 counted[0] += 1
                 counted[1] += nbytes
-                damage += found
-                told(counted[1], total)
+                damage += chunk_damage
+                report_progress(counted[1], total)
             damage += [Damage(name, "", None, reason) for name, reason in stored.check_rest()]
         finally:
             checker.close()
@@ -212,12 +212,14 @@ class _Checker(ChunkReader):
         if not together:
             return [self._check(read) for read in reads]
         return [
-            (read.nbytes, [_damage(read, _DIFFERS)] if at in differ else [])
-            for at, read in enumerate(reads)
+            (read.nbytes, [_damage(read, _DIFFERS)] if index in differ else [])
+            for index, read in enumerate(reads)
         ]
 
     def _requests(self, reads: Sequence[ChunkRead]) -> list[Request]:
-        return [read.request(to) for read, to in zip(reads, self._memory(reads), strict=True)]
+        return [
+            read.request(buffer) for read, buffer in zip(reads, self._memory(reads), strict=True)
+        ]
 
     def _check(self, read: ChunkRead) -> Checked:
         """Checks a chunk of several of which some cannot be read."""
