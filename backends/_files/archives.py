@@ -72,7 +72,7 @@ class Inflated:
         self._lock, self._spacing = Lock(), _SPACING
         # Decompressors, with how many bytes each has made of how many.
         self._states: list[_State] = [(0, 0, zlib.decompressobj(format))]
-        self._last = self._states[0]  # where the last reader has stopped: others go on from there
+        self._last = self._states[0]  # where the last reader stopped: others resume from there
 
     def all(self) -> Part:
         """All bytes, which are counted."""
@@ -207,7 +207,7 @@ def zipped(archive: ZipFile) -> dict[str, Part]:
 
 @dataclass(frozen=True)
 class _Member:
-    """A member of a zip file, whose header is looked at when it is read."""
+    """A member of a zip file, whose header is checked when it is read."""
 
     archive: ZipFile
     member: Member

@@ -37,7 +37,7 @@ class BarePickle:
     Arguments:
         files: of the checkpoint.
         name: of the file.
-        known: constructors; see `pickles.read`.
+        constructors: see `pickles.read`.
 
     Raises:
         CheckpointCorrupt: it is damaged.

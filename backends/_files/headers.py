@@ -125,7 +125,7 @@ class Cursor:
 
 
 def size_of(files: Files, name: str) -> int:
-    """The size of a file, also where the storage does not tell it: bytes are asked for one by one.
+    """The size of a file, also where the storage does not tell it: then single bytes are probed.
 
     Raises:
         Failed: the storage failed.

@@ -175,7 +175,7 @@ class _Machine:
         self.at = end
         return data
 
-    # Where the bytes end too early, `at` is beyond them, which `_run` looks at.
+    # Where the bytes end too early, `at` is beyond them, which `_run` checks.
 
     def _byte(self) -> int:
         self.at += 1

@@ -141,7 +141,7 @@ class _Zip:
 
     Arguments:
         archive: the zip file.
-        known: constructors; see `pickles.read`.
+        constructors: see `pickles.read`.
     """
 
     def __init__(self, archive: ZipFile, constructors: Constructors) -> None:
@@ -210,7 +210,7 @@ class LegacyFile:
     Arguments:
         files: of the checkpoint.
         name: of the file.
-        known: constructors; see `pickles.read`.
+        constructors: see `pickles.read`.
 
     Raises:
         CheckpointCorrupt: it is damaged.
@@ -244,7 +244,7 @@ class LegacyFile:
         return data, self._begin
 
     def _read(self, offset: int, constructors: Constructors) -> tuple[Any, int]:
-        """A pickle, whose length no one tells: more is read until it ends."""
+        """Reads a pickle of unknown length: reads more until it ends."""
         while True:
             try:
                 if offset < len(self._data):

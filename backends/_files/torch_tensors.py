@@ -33,7 +33,7 @@ STORAGES = {
     "Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8",
     "Bool": "bool", "ComplexFloat": "complex64", "ComplexDouble": "complex128",
 }  # fmt: skip
-# What quantized tensors are made of; none of torch's other files has them.
+# The parts of quantized tensors; none of torch's other files has them.
 _QUANTIZED = {"QInt8": "int8", "QUInt8": "uint8", "QInt32": "int32"}
 _PACKED = ("QUInt4x2", "QUInt2x4")  # several elements in a byte
 # The bytes of an element of dtypes that unickpt lacks; their elements are read as unsigned
@@ -357,7 +357,7 @@ def holds_tensors(obj: PickledObject, without: set[int], spend: Callable[[int], 
     Arguments:
         obj: the object.
         without: identities of what is known to hold none; those that are found are added.
-        spend: called with the number of values that are looked at; raises if they are too many.
+        spend: called with the number of values that are visited; raises if they are too many.
     """
     seen, pending = set[int](), [obj]
     while pending:
@@ -374,7 +374,7 @@ def holds_tensors(obj: PickledObject, without: set[int], spend: Callable[[int], 
 
 
 def _inside(container: Any) -> list[Any]:
-    """What a container or an object consists of."""
+    """The parts of a container or an object."""
     if isinstance(container, PickledObject):
         return [
             container.args,

@@ -220,7 +220,7 @@ class Known(Files):
 
     Arguments:
         files: the others.
-        known: offsets and bytes, all of the one file that is parsed.
+        ranges: offsets and bytes, all of the one file that is parsed.
     """
 
     def __init__(self, files: Files, ranges: Iterable[tuple[int, bytes]]) -> None:

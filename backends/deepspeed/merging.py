@@ -39,11 +39,11 @@ _MOST_PARTS = 10_000
 
 
 class BadInfo(ValueError):
-    """What is said about tensor parallelism is wrong, or does not fit a parameter."""
+    """The facts about tensor parallelism are wrong, or do not fit a parameter."""
 
 
 class Unsupported(ValueError):
-    """What is said about tensor parallelism is not supported."""
+    """The facts about tensor parallelism are not supported."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class TensorParallelRules:
         self.known = bool(hints) or any(
             settings.get(key) for key in (*_LISTS, SUB_PARAMETERS, _AFFINE)
         )
-        """Whether it says anything; else nobody knows how to merge."""
+        """Whether it says anything; otherwise ranks cannot be merged."""
 
     def plan(self, name: str, shapes: Sequence[Extents]) -> TensorParallelPlan:
         """How a parameter follows from what the ranks hold.
@@ -449,7 +449,7 @@ def _list_of_patterns(said: Mapping[str, Any], key: str) -> PatternTable:
 
 
 def _sub_parameters(said: Any) -> PatternTable:
-    """What is said of parameters that consist of several, by pattern."""
+    """The facts of parameters that consist of several, by pattern."""
     fields_by_pattern: dict[str, Mapping[str, Any]] = {}
     for item in _sequence(said, SUB_PARAMETERS):
         fields = _dict(item.state if isinstance(item, PickledObject) else item, SUB_PARAMETERS)

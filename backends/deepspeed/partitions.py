@@ -70,7 +70,7 @@ def parameters(
 def _evenly(
     model: ModelFileState, optimizers: Sequence[OptimizerState], number: int, shapes: Shapes
 ) -> dict[str, Parameter]:
-    """The parameters of a sub-group, of which each rank holds as many elements."""
+    """The parameters of a sub-group; each rank holds the same number of elements."""
     ranks = len(optimizers)
     groups = [o.groups[number] for o in optimizers]
     if groups[0].partitions != ranks:
@@ -108,7 +108,7 @@ def _even(flats: Sequence[Flat], shape: Sequence[int], offset: int, part: int) -
 
 
 def frozen(models: Sequence[ModelFileState]) -> dict[str, TensorSource]:
-    """Parameters that are not trained, of which each rank holds as many elements; at stage 3.
+    """Untrained parameters at stage 3; each rank holds the same number of elements.
 
     Arguments:
         models: the model files of one model-parallel rank, by data-parallel rank.

@@ -99,7 +99,7 @@ class DeepSpeedReader(RangeReader):
         self.version = contents.version
 
     def check_structure(self, run: ParallelMap) -> Iterator[tuple[str, str]]:
-        """Compares what several ranks hold of the same parameters, of which one is read."""
+        """Compares the copies of parameters that several ranks hold; loads read one of them."""
         for (name, *_), differs in zip(self._copies, run(self._differs, self._copies), strict=True):
             if differs:
                 yield name, differs

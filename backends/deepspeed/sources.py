@@ -22,7 +22,7 @@ class MergedArray:
         dtype: the checkpoint's name of its dtype.
         shape: its extents.
         boxes: of the array; they cover it exactly once.
-        layout: how the ranks split it, if that is told and a layout can say it.
+        layout: how the ranks split it, if that is stored and a layout can express it.
         copies: what others have of it; must be equal, and is compared by `verify`.
     """
 

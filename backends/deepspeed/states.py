@@ -167,8 +167,8 @@ class ModelFileState:
         frozen_shapes, frozen: of frozen parameters, at stage 3, and this rank's parts of them.
         shared: names that are another parameter's.
         buffers: the names of buffers.
-        info: how tensor-parallel ranks share parameters, if that is told.
-        degrees: of pipeline and of tensor parallelism, if that is told.
+        info: how tensor-parallel ranks share parameters, if stored.
+        degrees: of pipeline and of tensor parallelism, if stored.
     """
 
     file: StateFile
@@ -299,7 +299,7 @@ class OptimizerState:
         stage: of ZeRO.
         groups: in order.
         plain: everything else, for people.
-        version: of DeepSpeed; None if it is not told.
+        version: of DeepSpeed; None if it is not stored.
     """
 
     file: StateFile

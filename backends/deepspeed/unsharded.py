@@ -75,7 +75,7 @@ def torch_state(file: StateFile) -> TorchState | None:
 
 
 def _every(groups: Sequence[Mapping[Any, Any]], key: str, kind: type) -> list[Any]:
-    """What the lists of all groups have of a class."""
+    """The items of one class in the lists of all groups."""
     return [item for group in groups for item in items(group.get(key)) if type(item) is kind]
 
 

@@ -75,7 +75,7 @@ class UniversalWriter:
     _elements: Mapping[str, Any] = field(default_factory=dict)
 
     def needed(self, index: Index) -> Collection[str]:
-        """The steps, of which the counters of the engine follow."""
+        """The steps, from which the counters of the engine follow."""
         if self.template is not None:
             return ()
         steps = set(UniversalArrays.of(index).steps.values())
@@ -85,7 +85,7 @@ class UniversalWriter:
         return replace(self, _elements=elements)
 
     def left_out(self, index: Index) -> Collection[str]:
-        """What follows from the rest, and what of the optimizer is an engine's own."""
+        """Leaves that follow from others, and the engine's own values of the optimizer."""
         if self.template is not None:
             return ()
         of_optimizer = {n for n in index.names if n.partition("/")[0] == OPTIMIZER}

@@ -211,7 +211,7 @@ class GgufReader(RangeReader):
 
 
 def _headers(files: Files, name: str) -> Sequence[_GGUFHeader]:
-    """The headers of all files of a model, of which one is known."""
+    """The headers of all files of a model, from the name of one."""
     first = _GGUFHeader(Cursor(files, name))
     count = first.metadata.get(_COUNT, 1)
     if count in (0, 1):
@@ -301,7 +301,7 @@ def _stored(tensor: _GGUFTensor, header: _GGUFHeader, quants: Any) -> tuple[Tens
 
 
 class _GGUFHeader:
-    """What stands before the data.
+    """The header of a file.
 
     Arguments:
         cursor: at the beginning of the file.

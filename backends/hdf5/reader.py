@@ -67,7 +67,7 @@ _LAYERS, _VARIABLES = "layers", "vars"
 _CONFIGURATION = ("model_config", "training_config", "keras_version", "backend")
 _MOST_CONFIGURATION = 64 << 20
 _IN_KERAS, _KERAS_METADATA = "model.weights.h5", "metadata.json"
-# What is compressed is unpacked into memory.
+# Compressed files are unpacked into memory.
 _MOST_UNPACKED, _MOST_JSON = 256 << 20, 1 << 20
 _ZIP = b"PK\x03\x04"
 
@@ -158,7 +158,7 @@ LayerNames = Mapping[tuple[str, ...], Mapping[str, str]]
 
 @dataclass(frozen=True)
 class _HDF5Walk:
-    """What the walk through a file found.
+    """The result of the walk through a file.
 
     Arguments:
         datasets: by their names.
@@ -308,7 +308,7 @@ class Hdf5Reader(RangeReader):
         else:
             stored = sum(chunk.size for chunk in self._chunks_of(entry).values())
         missing = max(0, entry.nbytes - _MOST_REPEATED * stored)
-        with self._lock:  # what all the arrays take that were asked for
+        with self._lock:  # the total of all requested arrays
             self._counted[entry.name] = stored, missing
             every, all_missing = map(sum, zip(*self._counted.values(), strict=True))
         if (missing and all_missing > _SMALL) or every > self._stored.size:

@@ -185,7 +185,7 @@ def read_item(files: Files, context: ts.Context) -> Item:
 
 
 def _described(files: Files) -> metadata.ItemMetadata:
-    """What an item consists of: `_METADATA`, with the values that old versions keep elsewhere."""
+    """The content of an item: `_METADATA`, with the values that old versions keep elsewhere."""
     description = None
     if has(files, ITEM):
         description = metadata.item(_whole(files, ITEM), f"{files.location}: {ITEM}")

@@ -42,7 +42,7 @@ class Stored:
     Arguments:
         name: of its array or text, as Orbax names them: its keys, joined by dots.
         kind: "array", "numpy" (an array that was one of NumPy), "scalar" or "text".
-        facts: the dtype and the shape of an array, if they are told; its own metadata must agree.
+        facts: the dtype and the shape of an array, if they are stored; its own metadata must agree.
     """
 
     name: str
@@ -153,7 +153,7 @@ def _value(name: str, kind: Any) -> Any:
         return _EMPTY[kind]()
     if kind == _EMPTY_NAMEDTUPLE:
         return None  # which Orbax makes of it, unless it has the types of containers
-    return f"<{quoted(kind)[1:-1]}>"  # of somebody's own type handler
+    return f"<{quoted(kind)[1:-1]}>"  # of a custom type handler
 
 
 def _check_names(leaves: Mapping[_Path, Any]) -> None:
@@ -311,10 +311,10 @@ def layout(sharding: Any, rank: int, where: str) -> Layout | None:
 
 
 def meshes(shardings: Iterable[Any]) -> dict[MeshKey, MeshFacts]:
-    """What is told of meshes.
+    """The facts of meshes in shardings.
 
     Arguments:
-        shardings: from `shardings`, of which `layout` has made layouts.
+        shardings: from `shardings`; `layout` has accepted them.
     """
     facts_by_mesh: dict[MeshKey, MeshFacts] = {}
     for sharding in {id(sharding): sharding for sharding in shardings}.values():

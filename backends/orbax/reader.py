@@ -67,7 +67,7 @@ class OrbaxReader(Reader):
 
     Arguments:
         files: its folder.
-        found: what is in it.
+        contents: what is in it.
         context: with which its arrays were located.
 
     Raises:

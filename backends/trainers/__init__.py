@@ -1,1 +1,1 @@
-"""What trainers of others go on from: only written, other formats read it."""
+"""Files that trainers resume from: only written here; other formats read them."""

@@ -1,4 +1,4 @@
-"""Writes folders from which `Accelerator.load_state` of Hugging Face accelerate goes on.
+"""Writes folders that `Accelerator.load_state` of Hugging Face accelerate resumes from.
 
 Source: accelerate 1.15, checkpointing.py. The checkpoint is one that
 `unickpt.integrations.accelerate` has saved.
@@ -57,7 +57,7 @@ class AccelerateWriter:
 
 
 def _processes(index: Index) -> Sequence[Mapping[str, Any]]:
-    """What each process has saved."""
+    """The state that each process has saved."""
     stored = index.values.get(_PROCESS)
     if not isinstance(index.metadata.get(_COUNTS), dict) or not isinstance(stored, OfEachProcess):
         raise UnsupportedLeaf(
@@ -76,7 +76,7 @@ def _numbered_name(name: str, number: int) -> str:
 def _torch_files(
     index: Index, root: Mapping[Any, training_states.Tree]
 ) -> Iterator[tuple[str, training_states.Tree]]:
-    """What is a file of torch.save each."""
+    """The parts that become a file of torch.save each."""
     none = Leaf("", None)
     for number, node in children_by_key(root.get("optimizers", none)).items():
         name = _numbered_name("optimizer.bin", number)

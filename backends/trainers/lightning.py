@@ -44,7 +44,7 @@ _SAME = frozenset(("path", "set", "frozenset", "counter", "namespace", "torch.Si
 
 @dataclass(frozen=True)
 class LightningWriter:
-    """One file that `Trainer.fit(ckpt_path=)` goes on from without unickpt, and that
+    """One file that `Trainer.fit(ckpt_path=)` resumes from without unickpt, and that
     `LightningModule.load_from_checkpoint` reads."""
 
     suffixes: ClassVar[Sequence[str]] = (".ckpt", ".pt", ".pth")

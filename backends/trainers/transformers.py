@@ -1,4 +1,4 @@
-"""Writes folders from which the Trainer of Hugging Face transformers goes on.
+"""Writes folders that the Trainer of Hugging Face transformers resumes from.
 
 Source: transformers 4.57, trainer.py (`_save_checkpoint`, `_load_from_checkpoint` and what they
 call). The checkpoint is one that `unickpt.integrations.transformers` has saved.

@@ -51,7 +51,7 @@ class CompiledRules:
 
     @property
     def nameless(self) -> dict[str, str]:
-        """Constants that only what is asked for would tell the names of; with their rules."""
+        """Constants whose names only a request would tell; with their rules."""
         return {
             str(expr.pattern.name): str(rule)
             for rule in self.rules
@@ -158,7 +158,7 @@ def _paired_choices(left: Side, right: Side, exprs: Sequence[ArrayExpr]) -> dict
 
 
 def _options_of(exprs: Iterable[ArrayExpr]) -> dict[str, Options]:
-    """What texts are restricted to, wherever in the rule that is said."""
+    """The options of each text capture, wherever in the rule they are written."""
     options_by_key: dict[str, Options] = {}
     for expr in exprs:
         restricted = (i for i in expr.name.items if isinstance(i, Text) and i.options)

@@ -19,7 +19,7 @@ _NAMES_TELL = "or give the names of the other side by `like` (--like)"
 
 
 class Conflicts:
-    """Which rule uses each stored array, and which makes each array that is asked for."""
+    """Which rule uses each stored array, and which makes each requested array."""
 
     def __init__(self) -> None:
         self._clashes: dict[tuple[str, ...], list[tuple[str, str]]] = {}

@@ -61,7 +61,7 @@ def warn_of_assumed(candidates: Sequence[Family]) -> None:
 
 
 def message(where: str, problems: Sequence[Problem]) -> str:
-    """All problems as one text, of which the first ones are shown."""
+    """All problems as one text, which shows the first ones."""
     count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
     lines = [f"{where}: the rules do not fit: {count}"]
     for shown, problem in enumerate(problems):
@@ -84,9 +84,9 @@ def left_over(
 
     Arguments:
         unused: of what is stored.
-        unmade: of what is asked for.
+        unmade: of what is requested.
         made: what the rules make.
-        requested: all that is asked for.
+        requested: all that is requested.
         candidates: all families that a rule matches.
         shared: what all parameters share.
     """
@@ -102,7 +102,7 @@ def left_over(
 
 
 def _without_use(unused: LeafFacts, unmade: LeafFacts, explained: Set[str]) -> Iterator[str]:
-    """What is stored and not used; the first one without a counterpart says how to leave it out."""
+    """Unused stored leaves; the first without a counterpart says how to leave it out."""
     said = False
     for name, text, near in _unexplained(unused, unmade, explained):
         hint = "" if near is None else _missing_rule(name, near)
@@ -112,7 +112,7 @@ def _without_use(unused: LeafFacts, unmade: LeafFacts, explained: Set[str]) -> I
 
 
 def _without_maker(unmade: LeafFacts, unused: LeafFacts, explained: Set[str]) -> Iterator[str]:
-    """What is asked for and not made."""
+    """Requested leaves that no rule makes."""
     for name, text, near in _unexplained(unmade, unused, explained):
         hint = "" if near is None else _missing_rule(near, name)
         yield f"{text} is asked for, and no rule makes it{hint}"
@@ -121,7 +121,7 @@ def _without_maker(unmade: LeafFacts, unused: LeafFacts, explained: Set[str]) ->
 def _unexplained(
     facts: LeafFacts, counterparts: LeafFacts, explained: Set[str]
 ) -> Iterator[tuple[str, str, str | None]]:
-    """What only one side has: a name, it and those like it as text, and its likely counterpart."""
+    """Leaves of one side only: the name, a text for it and its like, its likely counterpart."""
     for number, (name, like, fact) in enumerate(_alike(facts, explained)):
         near = _nearest(name, fact, counterparts) if number < _MOST_LINES else None
         yield name, f"{name!r} ({fact}){like}", near
@@ -148,7 +148,7 @@ def _missing_rule(stored: str, requested: str) -> str:
 def _ties(
     unmade: LeafFacts, made: Mapping[str, Made], requested: LeafFacts
 ) -> Iterator[tuple[str, str]]:
-    """What is asked for and probably tied to what is made: no other array has this shape."""
+    """Requested arrays that are probably tied to one that is made: no other has the shape."""
     like: dict[Fact, list[str]] = {}
     for name, fact in requested.items():
         like.setdefault(fact, []).append(name)
@@ -187,7 +187,7 @@ def misfits(
 
 
 def misshapen(candidates: Sequence[Family], unused: LeafFacts, unmade: LeafFacts) -> list[Family]:
-    """The families that are asked for in another shape than what is stored gives."""
+    """The families that are requested in another shape than the stored arrays give."""
     return [
         i
         for i in candidates

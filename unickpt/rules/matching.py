@@ -124,7 +124,7 @@ class Family:
         return (name for matches in self.have.values() for name, _ in matches)
 
     def names_asked(self) -> Iterator[str]:
-        """The names that are asked for and match."""
+        """The names of requested arrays that match."""
         return (name for matches in self.want.values() for name, _ in matches)
 
     def matched_names(self) -> Iterator[str]:
@@ -220,8 +220,8 @@ def resolve(family: Family, have: LeafNames, want: LeafNames | None, *, partly: 
     Arguments:
         family: `sizes` (which may hold some already), `rank` and `reason` are set.
         have: what is stored.
-        want: what is asked for, where that is known.
-        partly: whether some of the arrays that the rule makes need not be asked for.
+        want: what is requested, where that is known.
+        partly: whether some of the arrays that the rule makes need not be requested.
     """
     try:
         _resolve(family, have, want, partly)

@@ -224,7 +224,7 @@ def shared_names(
         lift: what is shared.
         candidates: the families of arrays that rules apply to.
         have: what is stored.
-        want: what is asked for, where that is known.
+        want: what is requested, where that is known.
     """
     left = _names(lift.left, candidates, True, lift.right)
     right = _names(lift.right, candidates, False, lift.left)

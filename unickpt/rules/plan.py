@@ -47,7 +47,7 @@ class Fact:
 
 
 LeafFacts = Mapping[str, Fact]
-"""What is known of leaves, by name."""
+"""Facts of leaves, by name."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class RulePlan:
     Arguments:
         made: by name.
         aliases: further names of arrays that are made.
-        kept: names that are asked for and that the rules leave as they are (`drop` on the left).
+        kept: requested names that the rules leave as they are (`drop` on the left).
         dropped: what is stored and not carried over, with the rule that says so.
         checks: what must hold so that no stored data is lost.
         nameless: constants that are not made, because only what is asked for would tell their

@@ -53,7 +53,7 @@ def make_plan(
     Arguments:
         rules: turned so that their left side is what is stored.
         stored: what is stored.
-        want: what is asked for; None where rules alone decide.
+        want: what is requested; None where rules alone decide.
         strict: whether all that is stored must be used, all that rules make must be asked for,
             and every rule must match both sides; if not, only what is stored.
         keep_misfits: whether what is asked for in another shape than its rule finds is left alone,
@@ -71,7 +71,7 @@ def offers(rules: CompiledRules, stored: StoredLeaves, want: Mapping[str, Fact])
     """All that rules could make of what is stored, whether or not several rules could make it.
 
     Arguments:
-        want: what else is asked for; gives sizes.
+        want: what else is requested; gives sizes.
     """
     sized = _RulePlanner(rules, stored, want, False)
     sized.resolved([rule for rule in rules.rules if not rule.lifted])
@@ -146,7 +146,7 @@ class _RulePlanner:
         return [family for family in valid if family.reason is None]
 
     def _left_over(self, plan: RulePlan, valid: Sequence[Family]) -> tuple[LeafFacts, LeafFacts]:
-        """What is stored and not used, and what is asked for and not made."""
+        """The stored leaves that are not used, and the requested ones that are not made."""
         used, made = _used(plan, valid), {*plan.made, *plan.aliases, *plan.kept}
         requested = {} if self._want is None else self._want.facts
         unused = {name: fact for name, fact in self._stored.facts.items() if name not in used}
@@ -233,7 +233,7 @@ class _ArrayMaker:
         rules: turned so that their left side is what is stored.
         stored: what is stored.
         have: its names.
-        want: what is asked for, if not rules alone decide.
+        want: what is requested; None where rules alone decide.
         conflicts: the names that several rules claim.
     """
 
@@ -304,7 +304,7 @@ class _ArrayMaker:
                 requested_dtype = None if self._want is None else self._want.facts[name].dtype
                 fact = Fact(shape, expr.dtype or requested_dtype or "float32")
                 fill = Fill(shape, whole_dims(shape), nothing.value)
-                # What a second rule makes is a conflict, which is known.
+                # A second rule that makes it is a conflict, which is reported.
                 self.plan.made.setdefault(name, Made(name, fact, str(family.rule), fills=(fill,)))
                 _check_constant(nothing.value, name, fact)
 

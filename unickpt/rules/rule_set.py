@@ -121,11 +121,11 @@ class Rules(CompiledRules):
         framework: str | None = None,
         name: str | None = None,
     ) -> Rules:
-        """Rules that do what somebody's converter does, found by running it.
+        """Derives the rules of an existing converter by running it.
 
         The converter is called several times with arrays whose elements are all different numbers,
         which tell where each element went; then with fresh random numbers, on which the rules must
-        do the same, in both directions. Its code is not looked at.
+        do the same, in both directions. Its code is not read.
 
         Arguments:
             function: takes a tree of arrays, such as a state dict, and returns another; or fills
@@ -186,7 +186,7 @@ class Rules(CompiledRules):
     def check(self, left: Any, right: Any, *, probes: int = 64, rtol: float = 1e-5) -> RulesCheck:
         """Whether the rules make of the left side what the right side holds.
 
-        Both must hold the same weights, such as a model before and after somebody's converter. A
+        Both must hold the same weights, such as a model before and after a conversion. A
         few elements of each array are compared: names and shapes do not show a wrong transpose of
         a square kernel, or in which order heads are; values do.
 
@@ -290,7 +290,7 @@ class Rules(CompiledRules):
 
 @dataclass
 class _Compiler:
-    """What a file and all that it includes say; lifts wait for the rules of all of them."""
+    """The content of a file and its includes; lifts wait for the rules of all of them."""
 
     sizes: Mapping[str, int]
     functions: Mapping[str, Function]

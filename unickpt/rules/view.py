@@ -46,7 +46,7 @@ class RuledView:
         checkpoint: what is stored.
         rules: the rules.
         plan: what they make of it.
-        asked: what is asked for, where that is known.
+        requested: what is requested, where that is known.
     """
 
     renamed: Mapping[str, str] = {}
@@ -273,7 +273,7 @@ class Offered(Mapping[str, Any]):
     Arguments:
         checkpoint: what is stored.
         rules: the rules.
-        asked: returns what else is requested.
+        requested: returns what else is requested.
     """
 
     def __init__(
