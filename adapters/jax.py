@@ -76,9 +76,11 @@ def source(leaf: Any, group: Group) -> ArraySource:
         holders: Mapping[Box, tuple[int, ...]] = {box: known_of[box] for box in pieces}
     else:
         holders = _local(layout, shape, group.index)  # boxes may span devices; `_gather` joins them
-    fragments = tuple(Fragment(box, of, read, memory, sample) for box, of in holders.items())
-    known = None if layout is not None else boxes
-    return ArraySource(shape, dtype, fragments, layout, known, identity, prng)
+    fragments = tuple(
+        Fragment(box, processes, read, memory, sample) for box, processes in holders.items()
+    )
+    explicit_boxes = None if layout is not None else boxes
+    return ArraySource(shape, dtype, fragments, layout, explicit_boxes, identity, prng)
 
 
 def facts(leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Hashable]]:
@@ -121,12 +123,12 @@ def _views(leaf: Any) -> dict[Box, Array]:
     if len(boxes_at) == 1:
         (box,) = boxes_at.values()
         return {} if box.empty else {box: np.asarray(leaf.addressable_data(0))}
-    found: dict[Box, Array] = {}
+    views: dict[Box, Array] = {}
     for shard in leaf.addressable_shards:
         box = boxes_at[shard.device]
-        if not box.empty and box not in found:
-            found[box] = np.asarray(shard.data)
-    return found
+        if not box.empty and box not in views:
+            views[box] = np.asarray(shard.data)
+    return views
 
 
 def _memory(pieces: Mapping[Box, Any], sharding: Sharding) -> Memory:
@@ -153,22 +155,22 @@ def _memory(pieces: Mapping[Box, Any], sharding: Sharding) -> Memory:
 def _spans(pieces: Mapping[Box, Any]) -> list[tuple[int, int]]:
     """The host address ranges of arrays; `device_put` and dlpack may share memory of NumPy or torch
     that begins at a multiple of 64 bytes, and JAX does not record that they did."""
-    found = [(data.unsafe_buffer_pointer(), data.nbytes) for data in pieces.values()]
-    return [(begin, begin + nbytes) for begin, nbytes in found]
+    buffers = [(data.unsafe_buffer_pointer(), data.nbytes) for data in pieces.values()]
+    return [(begin, begin + nbytes) for begin, nbytes in buffers]
 
 
 def _sampler(pieces: Mapping[Box, Any]) -> Sample:
     """Gathers elements on the devices of the pieces, and copies them to the host later."""
 
-    def sample(at: tuple[Array, ...]) -> Callable[[], Array]:
+    def sample(indices: tuple[Array, ...]) -> Callable[[], Array]:
         with unchecked():
-            return gather(at)
+            return gather(indices)
 
-    def gather(at: tuple[Array, ...]) -> Callable[[], Array]:
+    def gather(indices: tuple[Array, ...]) -> Callable[[], Array]:
         parts = []
         for box, data in pieces.items():
             start, stop = box.start or (0,), box.stop or (1,)
-            bounds = list(zip(at, start, stop, strict=True))
+            bounds = list(zip(indices, start, stop, strict=True))
             inside = np.all([(a <= i) & (i < b) for i, a, b in bounds], axis=0)
             if not inside.any():
                 continue
@@ -179,10 +181,10 @@ def _sampler(pieces: Mapping[Box, Any]) -> Sample:
                 parts.append((inside, jax.numpy.atleast_1d(data)[where]))
 
         def bring() -> Array:
-            out = np.empty(len(at[0]), np.dtype(parts[0][1].dtype))
+            out = np.empty(len(indices[0]), np.dtype(parts[0][1].dtype))
             with unchecked():
-                for inside, found in parts:
-                    out[inside] = np.asarray(found)
+                for inside, values in parts:
+                    out[inside] = np.asarray(values)
             return out
 
         return bring
@@ -220,8 +222,8 @@ def _check_source(leaf: Any, group: Group) -> None:
     _check_reduced(leaf.sharding)
     if leaf.is_fully_addressable:
         return
-    own = jax.process_index(), jax.process_count()
-    if not isinstance(group, JaxGroup) and (group.index, group.count) != own:
+    position = jax.process_index(), jax.process_count()
+    if not isinstance(group, JaxGroup) and (group.index, group.count) != position:
         raise TypeError(
             f"the array spans the {jax.process_count()} processes of jax.distributed, so all of "
             f"them must save it together, but the group has {group.count}; to save with some of "
@@ -268,10 +270,12 @@ def expand(obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion |
     shown = [i for i, key in enumerate(keys) if not _is_internal(key, children[i])]
 
     def rebuild(values: list[Any]) -> Any:
-        given = dict(zip(shown, values, strict=True))
+        values_by_index = dict(zip(shown, values, strict=True))
         # Children that are not shown have no leaves; they are copied, so that they are not shared.
         fresh = [
-            given[i] if i in given else jax.tree_util.tree_map(lambda x: x, child)
+            values_by_index[i]
+            if i in values_by_index
+            else jax.tree_util.tree_map(lambda x: x, child)
             for i, child in enumerate(children)
         ]
         return jax.tree_util.tree_unflatten(treedef, fresh)
@@ -348,10 +352,10 @@ class JaxTarget:
         if len(buffers) == 1 and self._index:
             (filled,) = buffers  # all devices of this process have the same box
             return jax.make_array_from_callback(self.shape, self.sharding, lambda _: filled)
-        at = dict(zip(self.boxes, buffers, strict=True))
+        buffers_by_box = dict(zip(self.boxes, buffers, strict=True))
         kind = self.sharding.memory_kind
         pieces = jax.device_put(
-            [at[box] for box in self._index.values()],
+            [buffers_by_box[box] for box in self._index.values()],
             [SingleDeviceSharding(device, memory_kind=kind) for device in self._index],
         )
         return jax.make_array_from_single_device_arrays(
@@ -433,15 +437,15 @@ def _weakener(sharding: Sharding | None) -> Callable[[Any], Any]:
 @cache
 def _implementation(dtype: Any) -> tuple[Any, tuple[int, ...], dtypes.DType]:
     """A key dtype's implementation, and the shape and dtype of one key's data."""
-    found = []
+    implementations = []
 
     def data(key: Any) -> Any:
-        found.append(jax.random.key_impl(key))
+        implementations.append(jax.random.key_impl(key))
         return jax.random.key_data(key)
 
     make: Any = jax.ShapeDtypeStruct
     words = jax.eval_shape(data, make((), dtype))
-    return found[0], tuple(words.shape), np.dtype(words.dtype)
+    return implementations[0], tuple(words.shape), np.dtype(words.dtype)
 
 
 def _is_key(dtype: Any) -> bool:
@@ -466,19 +470,19 @@ def _box(index: Any, shape: tuple[int, ...]) -> Box:
     return Box(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
 
 
-def _gather(pieces: Mapping[Box, Any], wanted: Box, make_buffer: Callable[[], Array]) -> Array:
+def _gather(pieces: Mapping[Box, Any], requested: Box, make_buffer: Callable[[], Array]) -> Array:
     """Host memory of a box that pieces of an array cover; a view where one covers it."""
-    holder = next((box for box in pieces if box.contains(wanted)), None)
+    holder = next((box for box in pieces if box.contains(requested)), None)
     if holder is not None:
-        return _host(pieces[holder], wanted.relative_to(holder.start), make_buffer)
+        return _host(pieces[holder], requested.relative_to(holder.start), make_buffer)
     out = make_buffer()
     for box, data in pieces.items():
-        common = box.intersect(wanted)
+        common = box.intersect(requested)
         if common is not None:
-            into = out[common.relative_to(wanted.start).slices]
-            here = _host(data, common.relative_to(box.start), partial(_same, into))
-            if here is not into:
-                into[...] = here
+            into = out[common.relative_to(requested.start).slices]
+            host_part = _host(data, common.relative_to(box.start), partial(_same, into))
+            if host_part is not into:
+                into[...] = host_part
     return out
 
 
@@ -511,8 +515,10 @@ def _layout(
     members.check("an array", map(_process, sharding.device_set))
     if layout is not None:
         layout = replace(layout, mesh=members.mesh(layout.mesh))
-    at = members.positions
-    return layout, tuple((box, tuple(sorted(at[p] for p in of))) for box, of in boxes)
+    positions = members.positions
+    return layout, tuple(
+        (box, tuple(sorted(positions[p] for p in processes))) for box, processes in boxes
+    )
 
 
 def _layout_in_job(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Layout | None, Holders]:
@@ -522,7 +528,11 @@ def _layout_in_job(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Layout |
         coordinates = np.ndindex(sharding.mesh.devices.shape)
         device_at = zip(sharding.mesh.devices.flat, coordinates, strict=True)
         local = sharding.addressable_devices_indices_map(shape)
-        if all(layout.box(shape, at) == _box(local[d], shape) for d, at in device_at if d in local):
+        if all(
+            layout.box(shape, position) == _box(local[d], shape)
+            for d, position in device_at
+            if d in local
+        ):
             return layout, ()
     elif sharding.num_devices == 1:
         (device,) = sharding.device_set
@@ -530,11 +540,11 @@ def _layout_in_job(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Layout |
     holders: dict[Box, set[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         holders.setdefault(_box(index, shape), set()).add(_process(device))
-    known = tuple((b, tuple(sorted(p))) for b, p in holders.items() if not b.empty)
-    boxes = [box for box, _ in known]
+    box_holders = tuple((b, tuple(sorted(p))) for b, p in holders.items() if not b.empty)
+    boxes = [box for box, _ in box_holders]
     if overlap(boxes) or sum(box.size for box in boxes) != Box.whole(shape).size:
         raise TypeError(f"the boxes of {sharding} overlap, or do not cover shape {shape}")
-    return None, known
+    return None, box_holders
 
 
 @lru_cache(maxsize=64)

@@ -26,9 +26,9 @@ def tokens(arrays: Sequence[Any]) -> list[Hashable]:
     digests: dict[int, list[Any]] = {}
     for number, array in enumerate(arrays):
         if array is not None:
-            found = _digests(array)
-            if found is not None:
-                digests[number] = found
+            shard_digests = _digests(array)
+            if shard_digests is not None:
+                digests[number] = shard_digests
     results: list[Hashable] = [None] * len(arrays)
     for number, values in jax.device_get(digests).items():  # all transfers at once
         array = arrays[number]

@@ -152,8 +152,8 @@ class JaxGroup(BoundedGroup):
 
     @property
     def _conversation(self) -> _Conversation:
-        known = _conversations(_client())
-        return known.setdefault(self._place, _Conversation())
+        conversations = _conversations(_client())
+        return conversations.setdefault(self._place, _Conversation())
 
     def agree(self, value: int) -> int:
         return self._agree(value, DECIDE)
@@ -165,14 +165,14 @@ class JaxGroup(BoundedGroup):
         number = next(self._conversation.agreements)
         place = f"{self._place}/agree/{number}"
         client.key_value_set(f"{place}/{self.index}", str(value))
-        some = () if self.members is None else (list(self.members.numbers),)
+        participants = () if self.members is None else (list(self.members.numbers),)
         with self._waiting("for the others, but not all of them took part", call):
-            client.wait_at_barrier(place, self._timeout_ms, *some)
+            client.wait_at_barrier(place, self._timeout_ms, *participants)
         if self.index > 0:
             first = f"for {named(self.members, [0])}, which did not send what was agreed"
             with self._waiting(first, call):
                 return int(client.blocking_key_value_get(f"{place}/largest", self._timeout_ms))
-        largest = max(int(found) for _, found in client.key_value_dir_get(f"{place}/"))
+        largest = max(int(vote) for _, vote in client.key_value_dir_get(f"{place}/"))
         client.key_value_set(f"{place}/largest", str(largest))
         if number:
             before = f"{self._place}/agree/{number - 1}"
@@ -204,7 +204,7 @@ class JaxGroup(BoundedGroup):
         extent = max(_LEAST_SLICE, _SLICES // self.count)
         times = self._agree(-(-max(*sent, *received) // extent), LOAD)
         starts, ends = ([0, *itertools.accumulate(sizes)] for sizes in (sent, received))
-        found = np.empty(sum(received), np.uint8)
+        output = np.empty(sum(received), np.uint8)
         devices = (self._part or _Part(jax.devices())).devices
         for begin in range(0, times * extent, extent):
             slices = np.zeros((1, self.count, extent), np.uint8)
@@ -213,9 +213,9 @@ class JaxGroup(BoundedGroup):
                 slices[0, process, : len(part)] = part
             swapped = _swap(slices, devices, self.index)
             for process, n in enumerate(received):
-                part = found[ends[process] : ends[process] + n][begin : begin + extent]
+                part = output[ends[process] : ends[process] + n][begin : begin + extent]
                 part[:] = swapped[process, : len(part)]
-        return found
+        return output
 
 
 def _swap(slices: Array, devices: Sequence[Any], index: int) -> Array:

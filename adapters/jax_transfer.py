@@ -45,7 +45,7 @@ class _Arriving:
         self._lock = threading.Lock()
 
     @classmethod
-    def of(
+    def start(
         cls, parts: Mapping[Box, Any], shardings: Sequence[Sharding], *, passing: bool = False
     ) -> _Arriving | None:
         """Starts the transfers; None if there is no room."""
@@ -98,17 +98,19 @@ def _transfer(gather: Gather, pieces: Mapping[Box, Any], boxes: Sequence[Box]) -
     parts: dict[Box, Any] = {}
     lost = sum(box.size for box in boxes)
     for box, data in pieces.items():
-        wanted = [common for each in boxes if (common := box.intersect(each)) is not None]
-        size = sum(common.size for common in wanted)
+        overlaps = [
+            overlap for requested in boxes if (overlap := box.intersect(requested)) is not None
+        ]
+        size = sum(overlap.size for overlap in overlaps)
         lost -= size
         if size == box.size:
             parts[box] = data
         else:  # the rest is for other processes to write
-            parts |= {each: _cut(data, each.relative_to(box.start)) for each in wanted}
+            parts |= {overlap: _cut(data, overlap.relative_to(box.start)) for overlap in overlaps}
     assert lost == 0, f"the pieces {list(pieces)} lack {lost} elements of {list(boxes)}"
     shardings = [_on_host(data.sharding) for data in parts.values()]
-    known = [each for each in shardings if each is not None]
-    arriving = _Arriving.of(parts, known) if len(known) == len(parts) else None
+    host_shardings = [sharding for sharding in shardings if sharding is not None]
+    arriving = _Arriving.start(parts, host_shardings) if len(host_shardings) == len(parts) else None
     if arriving is None:
         return None
     return Transfer(lambda box, make_buffer: gather(arriving.views(), box, make_buffer))
@@ -123,7 +125,7 @@ def copied(data: Any, box: Box, make_buffer: Callable[[], Array]) -> Array:
 def _copied(data: Any, box: Box, make_buffer: Callable[[], Array]) -> Array:
     part = data if box.shape == data.shape else _cut(data, box)
     sharding = _on_host(part.sharding)
-    arriving = None if sharding is None else _Arriving.of({box: part}, [sharding], passing=True)
+    arriving = None if sharding is None else _Arriving.start({box: part}, [sharding], passing=True)
     if arriving is None:
         return np.asarray(part)
     out = make_buffer()
@@ -134,7 +136,7 @@ def _copied(data: Any, box: Box, make_buffer: Callable[[], Array]) -> Array:
 def _cut(data: Any, box: Box) -> Any:
     """A box of an array, cut out on the device."""
     # Not `data[box.slices]`: JAX would compile that anew for each position.
-    return jax.lax.dynamic_slice(data, [np.int32(at) for at in box.start], box.shape)
+    return jax.lax.dynamic_slice(data, [np.int32(start) for start in box.start], box.shape)
 
 
 @lru_cache(maxsize=4096)

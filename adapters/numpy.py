@@ -56,10 +56,10 @@ def tokens(leaves: Sequence[Any]) -> Sequence[None]:
 
 
 def copier(out: Sequence[Array]) -> Callable[[Sequence[Any], Sequence[int] | None], None]:
-    def copy(leaves: Sequence[Any], at: Sequence[int] | None) -> None:
-        to = out if at is None else [out[number] for number in at]
-        assert len(leaves) == len(to)
-        deque(map(np.copyto, to, leaves), maxlen=0)
+    def copy(leaves: Sequence[Any], numbers: Sequence[int] | None) -> None:
+        destinations = out if numbers is None else [out[number] for number in numbers]
+        assert len(leaves) == len(destinations)
+        deque(map(np.copyto, destinations, leaves), maxlen=0)
 
     return copy
 

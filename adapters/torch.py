@@ -87,40 +87,40 @@ def source(leaf: Any, group: Group) -> ArraySource:
         raise TypeError("a tensor on the meta device has no data; it can only be loaded into")
     shard = None if type(leaf) in _PLAIN else shard_saving(leaf, group)
     if shard is None:
-        held = _TensorMemory(_memory(leaf))
-        tensor, shape = held.tensor, held.shape
+        tensor_memory = _TensorMemory(_memory(leaf))
+        tensor, shape = tensor_memory.tensor, tensor_memory.shape
         changed = None if type(leaf) is Part else _changed(tensor)
-        memory = _facts(held, (0,) * len(shape), changed)
-        sample = None if held.on_host else sampler(tensor, (0,) * len(shape))
-        dtype, read = TO_NUMPY[tensor.dtype], _reader(held, (0,) * len(shape))
-        return whole_source(shape, dtype, group, read, _tie(held), memory, sample)
-    held = _TensorMemory(_local(leaf, shard))
+        memory = _facts(tensor_memory, (0,) * len(shape), changed)
+        sample = None if tensor_memory.on_host else sampler(tensor, (0,) * len(shape))
+        dtype, read = TO_NUMPY[tensor.dtype], _reader(tensor_memory, (0,) * len(shape))
+        return whole_source(shape, dtype, group, read, _tie(tensor_memory), memory, sample)
+    tensor_memory = _TensorMemory(_local(leaf, shard))
     fragments: tuple[Fragment, ...] = ()
     if shard.box is not None and not shard.box.empty:
         # Optimizers change local tensors without incrementing any version counter.
-        memory = _facts(held, shard.box.start, None)
-        read = _reader(held, shard.box.start)
-        sample = None if held.on_host else sampler(held.tensor, shard.box.start)
+        memory = _facts(tensor_memory, shard.box.start, None)
+        read = _reader(tensor_memory, shard.box.start)
+        sample = None if tensor_memory.on_host else sampler(tensor_memory.tensor, shard.box.start)
         fragments = (Fragment(shard.box, shard.replicas, read, memory, sample),)
     shape = _shape(leaf)
-    identity = (_tie(held), shape, shard.layout)
+    identity = (_tie(tensor_memory), shape, shard.layout)
     return ArraySource(shape, TO_NUMPY[leaf.dtype], fragments, shard.layout, identity=identity)
 
 
 def facts(leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Hashable]]:
-    own, specs = leaves, ()
+    local_tensors, specs = leaves, ()
     if not _PLAIN_TYPES.issuperset(map(type, leaves)):
         both = [(x, None) if type(x) in _PLAIN_TYPES else _plain_local(x) for x in leaves]
-        own, specs = zip(*both, strict=True)
-    storages = list(map(torch.Tensor.untyped_storage, own))
+        local_tensors, specs = zip(*both, strict=True)
+    storages = list(map(torch.Tensor.untyped_storage, local_tensors))
     said = (
         specs,
-        list(map(attrgetter("shape", "dtype", "device"), own)),
-        list(map(torch.Tensor.stride, own)),
-        list(map(torch.Tensor.storage_offset, own)),
+        list(map(attrgetter("shape", "dtype", "device"), local_tensors)),
+        list(map(torch.Tensor.stride, local_tensors)),
+        list(map(torch.Tensor.storage_offset, local_tensors)),
         list(map(torch.UntypedStorage.nbytes, storages)),
-        list(map(torch.Tensor.is_conj, own)),
-        list(map(torch.Tensor.is_neg, own)),
+        list(map(torch.Tensor.is_conj, local_tensors)),
+        list(map(torch.Tensor.is_neg, local_tensors)),
     )
     return said, list(map(attrgetter("_cdata"), storages))
 
@@ -167,14 +167,18 @@ def copier(out: Sequence[Array]) -> Callable[[Sequence[Any], Sequence[int] | Non
     nbytes = sum(array.nbytes for array in out)
     count = max(1, min(_COPYING_THREADS, nbytes // _EACH_COPIES))
 
-    def copy(leaves: Sequence[Any], at: Sequence[int] | None) -> None:
-        to = all_of_them if at is None else [all_of_them[number] for number in at]
-        own, each = list(map(_own, leaves)), max(1, -(-len(to) // count))
-        parts = [slice(first, first + each) for first in range(0, len(to), each)]
+    def copy(leaves: Sequence[Any], numbers: Sequence[int] | None) -> None:
+        destinations = (
+            all_of_them if numbers is None else [all_of_them[number] for number in numbers]
+        )
+        tensors, part_size = list(map(_local_part, leaves)), max(1, -(-len(destinations) // count))
+        parts = [
+            slice(first, first + part_size) for first in range(0, len(destinations), part_size)
+        ]
         with Pool(len(parts) - 1) as pool:
-            waits = [pool.submit(_copy, to[part], own[part]) for part in parts[1:]]
+            waits = [pool.submit(_copy, destinations[part], tensors[part]) for part in parts[1:]]
             for part in parts[:1]:  # none, if nothing is due
-                _copy(to[part], own[part])
+                _copy(destinations[part], tensors[part])
             for wait in waits:
                 wait.result()
 
@@ -186,21 +190,21 @@ _COPYING_THREADS = max(1, min(4, os.cpu_count() or 1))
 _EACH_COPIES = 4 << 20
 
 
-def _copy(to: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+def _copy(destinations: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
     with torch.no_grad():
-        torch._foreach_copy_(to, tensors)
+        torch._foreach_copy_(destinations, tensors)
 
 
 def kept(leaves: Sequence[Any]) -> list[Read]:
-    return [_reader(_TensorMemory(_own(leaf).detach()), (0,) * leaf.ndim) for leaf in leaves]
+    return [_reader(_TensorMemory(_local_part(leaf).detach()), (0,) * leaf.ndim) for leaf in leaves]
 
 
-def _own(leaf: Any) -> torch.Tensor:
+def _local_part(leaf: Any) -> torch.Tensor:
     """This rank's part of a tensor for which there are `facts`."""
     if type(leaf) is Part:
         return _memory(leaf)
-    own: torch.Tensor = leaf if type(leaf) in _PLAIN else leaf._local_tensor
-    return own
+    local: torch.Tensor = leaf if type(leaf) in _PLAIN else leaf._local_tensor
+    return local
 
 
 class _TensorMemory:
@@ -233,21 +237,21 @@ class _TensorMemory:
             raise StateChanged("its memory was freed, resized or replaced")
 
 
-def _reader(held: _TensorMemory, start: tuple[int, ...]) -> Read:
+def _reader(tensor_memory: _TensorMemory, start: tuple[int, ...]) -> Read:
     """A function that reads a tensor whose first element is at `start` of the global array."""
-    tensor, shape, on_host = held.tensor, held.shape, held.on_host
-    as_is, then = held.as_is, held.then
+    tensor, shape, on_host = tensor_memory.tensor, tensor_memory.shape, tensor_memory.on_host
+    as_is, then = tensor_memory.as_is, tensor_memory.then
 
-    def read(wanted: Box, make_buffer: Callable[[], Array]) -> Array:
-        held.check()
-        whole = wanted.shape == shape  # the fast path, used while a caller waits
-        part = tensor if whole else tensor[wanted.relative_to(start).slices]
+    def read(box: Box, make_buffer: Callable[[], Array]) -> Array:
+        tensor_memory.check()
+        whole = box.shape == shape  # the fast path, used while a caller waits
+        part = tensor if whole else tensor[box.relative_to(start).slices]
         if as_is:
             return _as_numpy(part)
-        found = _copied(part, make_buffer, then)
+        host_copy = _copied(part, make_buffer, then)
         if not on_host:
-            held.check()
-        return found
+            tensor_memory.check()
+        return host_copy
 
     return read
 
@@ -259,10 +263,10 @@ def _where(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _facts(
-    held: _TensorMemory, start: tuple[int, ...], changed: Callable[[], bool] | None
+    tensor_memory: _TensorMemory, start: tuple[int, ...], changed: Callable[[], bool] | None
 ) -> Memory:
-    tensor, owner = held.tensor, held.owner
-    if held.on_host:
+    tensor, owner = tensor_memory.tensor, tensor_memory.owner
+    if tensor_memory.on_host:
         return Memory(changed=changed, owner=owner, spans=lambda: [_span(tensor)])
 
     def clone() -> Read:
@@ -275,8 +279,10 @@ def _facts(
         return Memory(True, True, clone, changed, owner)
 
     def bring(boxes: Sequence[Box]) -> Transfer:
-        held.check()
-        return transfer(boxes, lambda box: tensor[box.relative_to(start).slices], held.then)
+        tensor_memory.check()
+        return transfer(
+            boxes, lambda box: tensor[box.relative_to(start).slices], tensor_memory.then
+        )
 
     return Memory(True, True, clone, changed, owner, pinned, transfer=bring)
 
@@ -366,11 +372,11 @@ class TorchTarget:
                 "cannot be filled; make it contiguous first"
             )
         self.boxes: Sequence[Box] = () if box is None else (box,)
-        held = _TensorMemory(local)
-        self.identity: Hashable = None if self.abstract else _tie(held)
-        self.span = None if self.abstract or not local.numel() else _ends(held.where)
+        tensor_memory = _TensorMemory(local)
+        self.identity: Hashable = None if self.abstract else _tie(tensor_memory)
+        self.span = None if self.abstract or not local.numel() else _ends(tensor_memory.where)
         self._filled: Any = None if self.abstract else leaf
-        self._inspect(held)
+        self._inspect(tensor_memory)
 
     def regions(self) -> Sequence[MemoryRegion]:
         if self.span is None:
@@ -392,11 +398,11 @@ class TorchTarget:
             self._filled = make(self._local, self.leaf._spec, requires_grad=False)
         self._inspect(_TensorMemory(self._local))
 
-    def _inspect(self, held: _TensorMemory) -> None:
+    def _inspect(self, tensor_memory: _TensorMemory) -> None:
         """Asks torch about the memory; before threads read, because each such question releases the
         GIL, for which they compete."""
-        self._local = local = held.tensor
-        self._in_place = held.as_is and local.is_contiguous()
+        self._local = local = tensor_memory.tensor
+        self._in_place = tensor_memory.as_is and local.is_contiguous()
         self._is_inference = local.is_inference()
         self._has_version = self._filled is not None and not self._filled.is_inference()
 
@@ -546,17 +552,17 @@ def _reach(tensor: torch.Tensor) -> int:
     return (int(tensor.storage_offset()) + count) * tensor.dtype.itemsize if count else 0
 
 
-def _tie(held: _TensorMemory) -> Hashable:
+def _tie(tensor_memory: _TensorMemory) -> Hashable:
     # By its storage, not its address: empty tensors have none, and must agree across ranks too.
-    tensor = held.tensor
+    tensor = tensor_memory.tensor
     return (
         "torch",
-        held.owner,
+        tensor_memory.owner,
         tensor.storage_offset(),
-        held.shape,
+        tensor_memory.shape,
         tensor.stride(),
         tensor.dtype,
-        held.lazily,
+        tensor_memory.lazily,
     )
 
 

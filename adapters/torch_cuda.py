@@ -131,8 +131,8 @@ def sampler(tensor: torch.Tensor, start: tuple[int, ...]) -> Sample:
         start: the indices of its first element in the global array.
     """
 
-    def sample(at: tuple[Array, ...]) -> Callable[[], Array]:
-        local = (i - a for i, a in zip(at, start or (0,), strict=True))
+    def sample(indices: tuple[Array, ...]) -> Callable[[], Array]:
+        local = (i - a for i, a in zip(indices, start or (0,), strict=True))
         where = tuple(torch.from_numpy(index).to(tensor.device) for index in local)
         bits = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
         gathered = (bits if bits.ndim else bits.reshape(1))[where]

@@ -25,15 +25,15 @@ def tokens(tensors: Sequence[torch.Tensor | None]) -> list[Hashable]:
     for number, tensor in enumerate(tensors):
         if tensor is not None and _is_hashed(tensor):
             rows.setdefault(tensor.device, []).append((number, digest(tensor)))
-    found: list[Hashable] = [None] * len(tensors)
+    results: list[Hashable] = [None] * len(tensors)
     for pairs in rows.values():
         numbers, digests = zip(*pairs, strict=True)
         values = torch.stack(digests).cpu().tolist()  # waits for the device once
         for number, (first, second) in zip(numbers, values, strict=True):
             tensor = tensors[number]
             assert tensor is not None
-            found[number] = first, second, tensor.dtype, tuple(tensor.shape), tensor.stride()
-    return found
+            results[number] = first, second, tensor.dtype, tuple(tensor.shape), tensor.stride()
+    return results
 
 
 def _is_hashed(tensor: torch.Tensor) -> bool:
@@ -87,8 +87,8 @@ def _signed(word: int) -> int:
 
 # Two sums of different mixes; the multipliers are those of MurmurHash3 and of SplitMix64, all odd.
 _MIXES = [
-    tuple(map(_signed, each))
-    for each in (
+    tuple(map(_signed, multipliers))
+    for multipliers in (
         (0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53),
         (0xD6E8FEB86659FD93, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB),
     )

@@ -64,51 +64,53 @@ class TorchGroup(BoundedGroup):
     """Ranks of torch.distributed: all, or those of a process group.
 
     Arguments:
-        of: the process group.
+        process_group: the process group.
         timeout_s: how long to wait for other ranks; None waits as long as torch does.
     """
 
-    def __init__(self, of: Any, timeout_s: float | None = None) -> None:
-        self.index, self.count = dist.get_rank(of), dist.get_world_size(of)
-        self.members = None if of is dist.group.WORLD else _members(of)
-        self._of, self._timeout_s = of, timeout_s
+    def __init__(self, process_group: Any, timeout_s: float | None = None) -> None:
+        self.index, self.count = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self.members = None if process_group is dist.group.WORLD else _members(process_group)
+        self._process_group, self._timeout_s = process_group, timeout_s
 
     def __repr__(self) -> str:
         return f"TorchGroup({self.members or 'all ranks'})"
 
     def within(self, timeout_s: float) -> TorchGroup:
-        return TorchGroup(self._of, timeout_s)
+        return TorchGroup(self._process_group, timeout_s)
 
     def next_attempt(self) -> str:
-        if self._of not in _sessions:
-            _sessions[self._of] = self._new_session()
-        return _sessions[self._of].next_attempt()
+        if self._process_group not in _sessions:
+            _sessions[self._process_group] = self._new_session()
+        return _sessions[self._process_group].next_attempt()
 
     @property
     def session(self) -> JobSession | None:
-        return _sessions.get(self._of)
+        return _sessions.get(self._process_group)
 
     def agree(self, value: int) -> int:
         largest = torch.tensor(value, dtype=torch.int64, device=self._device())
-        work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._of, async_op=True)
+        work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._process_group, async_op=True)
         self._finish(work, DECIDE)
         return int(largest.item())
 
     def exchange(self, data: Array, sent: Sequence[int], received: Sequence[int]) -> Array:
         device = self._device()
-        found = torch.empty(sum(received), dtype=torch.uint8, device=device)
-        given = torch.from_numpy(data).to(device)
+        incoming = torch.empty(sum(received), dtype=torch.uint8, device=device)
+        outgoing = torch.from_numpy(data).to(device)
         parts = list(received), list(sent)
-        work = dist.all_to_all_single(found, given, *parts, group=self._of, async_op=True)
+        work = dist.all_to_all_single(
+            incoming, outgoing, *parts, group=self._process_group, async_op=True
+        )
         self._finish(work, LOAD)
-        exchanged: Array = found.cpu().numpy()
+        exchanged: Array = incoming.cpu().numpy()
         return exchanged
 
     def _new_session(self) -> JobSession:
         """The first process creates the session's name and writes it to the group's store."""
         # Not by a collective: if a rank does not take part, the process group of the others becomes
         # unusable, and nothing reports which rank that was.
-        store, name = _store(self._of), new_session()
+        store, name = _store(self._process_group), new_session()
         if self.count == 1:  # needs no store, which may have ended with the rank that had it
             return JobSession(name)
         if store is None:  # MPI has none
@@ -143,7 +145,9 @@ class TorchGroup(BoundedGroup):
     def _broadcast(self, name: str) -> str:
         shared = torch.tensor(list(bytes.fromhex(name)), dtype=torch.uint8, device=self._device())
         first = 0 if self.members is None else self.members.numbers[0]
-        self._finish(dist.broadcast(shared, src=first, group=self._of, async_op=True), SAVE)
+        self._finish(
+            dist.broadcast(shared, src=first, group=self._process_group, async_op=True), SAVE
+        )
         return bytes(shared.tolist()).hex()
 
     def _finish(self, work: Any, call: JointCall) -> None:
@@ -174,9 +178,9 @@ class TorchGroup(BoundedGroup):
         work.wait()
 
     def _late(self, call: JointCall) -> SaveTimeout:
-        others = [index for index in range(self.count) if index != self.index]
+        peers = [index for index in range(self.count) if index != self.index]
         return SaveTimeout(
-            f"{self._me()} waited for {named(self.members, others)}, but not all of them took part "
+            f"{self._me()} waited for {named(self.members, peers)}, but not all of them took part "
             f"within {self._limit(call)}; all ranks{self._part} must {call.duty}"
         )
 
@@ -196,7 +200,9 @@ class TorchGroup(BoundedGroup):
         return f"{self._timeout_s:g} s ({call.option})"
 
     def _device(self) -> str:
-        backends = str(dist.get_backend_config(self._of)).split(",")  # e.g. cpu:gloo,cuda:nccl
+        backends = str(dist.get_backend_config(self._process_group)).split(
+            ","
+        )  # e.g. cpu:gloo,cuda:nccl
         devices = [backend.partition(":")[0] for backend in backends]
         return "cpu" if "cpu" in devices else devices[0]
 
@@ -221,10 +227,10 @@ class _StoreCounters:
 _SESSION_KEY = "unickpt/session/{}"
 
 
-def _store(of: Any) -> Any:
+def _store(process_group: Any) -> Any:
     """The key-value store of a process group, in which all keys begin with the group's name, so
     that groups do not meet; torch has no public name for it."""
-    return dist.distributed_c10d._get_process_group_store(of)
+    return dist.distributed_c10d._get_process_group_store(process_group)
 
 
 # A session lasts as long as its process group; weak keys, so that a new group gets a new one.
@@ -232,14 +238,14 @@ _sessions: WeakKeyDictionary[Any, JobSession] = WeakKeyDictionary()
 _known_members: WeakKeyDictionary[Any, Members] = WeakKeyDictionary()
 
 
-def _members(of: Any) -> Members | None:
+def _members(process_group: Any) -> Members | None:
     """The ranks of a process group, always the same object; None if it has all, in their order."""
-    if of not in _known_members:
-        ranks = tuple(dist.get_process_group_ranks(of))
+    if process_group not in _known_members:
+        ranks = tuple(dist.get_process_group_ranks(process_group))
         world = dist.get_world_size()
-        _known_members[of] = Members(ranks, world, "rank", "torch.distributed")
-    found = _known_members[of]
-    return None if found.numbers == tuple(range(found.job_count)) else found
+        _known_members[process_group] = Members(ranks, world, "rank", "torch.distributed")
+    members = _known_members[process_group]
+    return None if members.numbers == tuple(range(members.job_count)) else members
 
 
 TO_NUMPY: dict[torch.dtype, dtypes.DType] = {
@@ -303,11 +309,11 @@ def members_saving(group: Group) -> Members | None:
 
 def with_parts(leaf: Any) -> bool:
     """Whether a tensor, or this rank's part of a DTensor, consists of tensors that it names."""
-    own = leaf._local_tensor if is_dtensor(leaf) else leaf
-    if not hasattr(type(own), "__tensor_flatten__"):
+    local = leaf._local_tensor if is_dtensor(leaf) else leaf
+    if not hasattr(type(local), "__tensor_flatten__"):
         return False
     # Jagged tensors have sizes that are no numbers, and results of collectives only wait for one.
-    return not (own.is_nested or hasattr(own, "trigger_wait"))
+    return not (local.is_nested or hasattr(local, "trigger_wait"))
 
 
 class Part(torch.Tensor):
@@ -417,15 +423,15 @@ def _local_shard(
     kinds: tuple[type, ...],  # because placements of different types can compare equal
     shard_order: tuple[Any, ...],
 ) -> LocalShard:
-    grid, at = _grid(mesh, rank)
+    grid, coordinates = _grid(mesh, rank)
     if members is not None:
         members.check("a DTensor", grid.processes)
         grid = members.mesh(grid)
     order = _shard_order(placements, len(shape), shard_order, grid.shape)
     layout = Layout(grid, tuple(tuple(grid.axes[m] for m in dims) for dims in order))
-    if at is None:
+    if coordinates is None:
         return LocalShard(layout, None, ())
-    return LocalShard(layout, layout.box(shape, at), layout.replicas(at))
+    return LocalShard(layout, layout.box(shape, coordinates), layout.replicas(coordinates))
 
 
 @lru_cache(maxsize=64)
@@ -445,8 +451,9 @@ def _grid(mesh: Any, rank: int) -> tuple[Mesh, tuple[int, ...] | None]:
             f"the process groups of the mesh {listed.tolist()} order its ranks in contradictory "
             "ways; list the ranks of a mesh in ascending order along each dimension"
         )
-    at = places[listed == rank].tolist()
-    return Mesh(names, grid.shape, tuple(grid.flatten().tolist())), tuple(at[0]) if at else None
+    coordinates = places[listed == rank].tolist()
+    grid_mesh = Mesh(names, grid.shape, tuple(grid.flatten().tolist()))
+    return grid_mesh, tuple(coordinates[0]) if coordinates else None
 
 
 def _shard_order(

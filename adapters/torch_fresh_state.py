@@ -81,7 +81,7 @@ def fresh_state(
             "and create the optimizer afterwards"
         )
     slots_of = slots_by_key(stored, name)
-    places = {component(key): at for at, key in enumerate(keys)}
+    places = {component(key): index for index, key in enumerate(keys)}
     old = without_wrappers(
         [key for key in places if key not in slots_of], [k for k in slots_of if k not in places]
     )
@@ -122,7 +122,7 @@ def fresh_slots(
     if not any(leaf.name in stored for slot in slots.values() for leaf in leaves(slot)):
         return {}
     both = ((slot, _fresh(make, slot, child, name, stored)) for slot, child in slots.items())
-    return {slot: found for slot, found in both if found is not _NONE}
+    return {slot: content for slot, content in both if content is not _NONE}
 
 
 def with_counters(
@@ -136,16 +136,16 @@ def with_counters(
         name: of the list of groups in the tree.
         stored: the checkpoint.
     """
-    found = []
-    for at, group in enumerate(groups):
-        prefix = join(join(name, str(at)), "")
+    new_groups = []
+    for index, group in enumerate(groups):
+        prefix = join(join(name, str(index)), "")
         counters = {
             key.removeprefix(prefix): value
             for key, value in stored.items()
             if type(value) is int and key.startswith(prefix) and "/" not in key[len(prefix) :]
         }
-        found.append({**counters, **group})
-    return found
+        new_groups.append({**counters, **group})
+    return new_groups
 
 
 Slots = dict[Any, Node | Leaf]
@@ -156,19 +156,19 @@ _NESTED = ("dict", "ordereddict", "list", "tuple")
 
 def slots_by_key(stored: StoredTree, name: str) -> dict[str, Slots]:
     """The slots of each parameter, by the parameter's key as part of a name."""
-    found: dict[str, Slots] = {}
+    slots_of: dict[str, Slots] = {}
     node = stored.at(name)
     if isinstance(node, Node):
         parts = child_names(node.kind, node.keys, "")
         for part, child in zip(parts, map(unwrapped, node.children), strict=True):
             if isinstance(child, Node) and child.children:
-                found[part] = dict(zip(child.keys, map(unwrapped, child.children), strict=True))
-        return found
+                slots_of[part] = dict(zip(child.keys, map(unwrapped, child.children), strict=True))
+        return slots_of
     for leaf in stored if node is None else ():
         key, _, slot = leaf.removeprefix(f"{name}/").partition("/")
         if leaf.startswith(f"{name}/") and slot:
-            found.setdefault(key, {})[unquote(slot)] = Leaf(leaf, None)
-    return found
+            slots_of.setdefault(key, {})[unquote(slot)] = Leaf(leaf, None)
+    return slots_of
 
 
 def _shapes(slots: Slots, stored: StoredTree) -> dict[str, Shape]:
@@ -308,11 +308,11 @@ def undo_casts(optimizer: torch.optim.Optimizer, loaded: Mapping[Any, Any]) -> N
     """Restores what `Optimizer.load_state_dict` cast to the dtype of the parameter, and texts,
     which it takes apart."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    for at, slots in loaded.items():
-        held = optimizer.state.get(params[at], {}) if at in range(len(params)) else {}
-        for slot, value in slots.items() if held else ():
-            if slot in held:
-                held[slot] = _uncast(held[slot], value)
+    for number, slots in loaded.items():
+        state = optimizer.state.get(params[number], {}) if number in range(len(params)) else {}
+        for slot, value in slots.items() if state else ():
+            if slot in state:
+                state[slot] = _uncast(state[slot], value)
 
 
 def _uncast(now: Any, loaded: Any) -> Any:

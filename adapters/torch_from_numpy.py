@@ -10,7 +10,7 @@ import torch
 from unickpt.adapters.torch_distributed import TO_NUMPY
 from unickpt.arrays.dtypes import Array
 
-FROM_NUMPY = {dtype: own for own, dtype in TO_NUMPY.items()}
+FROM_NUMPY = {dtype: torch_dtype for torch_dtype, dtype in TO_NUMPY.items()}
 
 
 def as_torch(array: Array, dtype: torch.dtype) -> torch.Tensor:

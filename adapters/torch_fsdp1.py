@@ -44,19 +44,19 @@ def sharded_source(
         describe: describes a plain tensor, as one of this process alone.
     """
     check_ranks(group, "a ShardedTensor")
-    shape, (layout, held) = tuple(leaf.size()), _places(leaf)
+    shape, (layout, ranks_by_box) = tuple(leaf.size()), _places(leaf)
     fragments: list[Fragment] = []
     for shard in leaf.local_shards():
         source = describe(shard.tensor.detach())
         box = _box(shard.metadata)
-        replicas = held.get(box, ())
+        replicas = ranks_by_box.get(box, ())
         if source.shape != box.shape or not (replicas or box.empty):
             raise TypeError(
                 f"this rank has a shard of shape {list(source.shape)} for {box}, which the "
                 "ShardedTensor's metadata does not list"
             )
         fragments += [placed(fragment, box, replicas) for fragment in source.fragments]
-    boxes = None if layout is not None else tuple(held.items())
+    boxes = None if layout is not None else tuple(ranks_by_box.items())
     # Not by its memory: some ranks have none, and must agree with the others.
     identity = ("torch", id(leaf))
     return ArraySource(shape, _dtype(leaf), tuple(fragments), layout, boxes, identity)
@@ -85,11 +85,11 @@ class ShardedTarget:
 
     @property
     def span(self) -> tuple[int, int] | None:
-        spans = [each.span for each in self._inner if each.span is not None]
+        spans = [inner.span for inner in self._inner if inner.span is not None]
         return (min(spans)[0], max(end for _, end in spans)) if spans else None
 
     def regions(self) -> Sequence[MemoryRegion]:
-        return [region for each in self._inner for region in each.regions()]
+        return [region for inner in self._inner for region in inner.regions()]
 
     def buffer(self, position: int) -> Array:
         return self._inner[position].buffer(0)
@@ -136,7 +136,7 @@ def _places(leaf: Any) -> tuple[Layout | None, dict[Box, tuple[int, ...]]]:
 def _places_of(
     shape: tuple[int, ...], ranks: tuple[int, ...], said: tuple[Any, ...]
 ) -> tuple[Layout | None, dict[Box, tuple[int, ...]]]:
-    held: dict[Box, tuple[int, ...]] = {
+    ranks_by_box: dict[Box, tuple[int, ...]] = {
         Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True))): (rank,)
         for rank, start, sizes in said
         if 0 not in sizes
@@ -144,9 +144,9 @@ def _places_of(
     mesh = Mesh(("shard",), (len(ranks),), ranks)
     for dim in range(len(shape)):
         layout = Layout(mesh, tuple(("shard",) if d == dim else () for d in range(len(shape))))
-        if held == dict(layout.fragments(shape)):
-            return layout, held
-    return None, held
+        if ranks_by_box == dict(layout.fragments(shape)):
+            return layout, ranks_by_box
+    return None, ranks_by_box
 
 
 # --- optimizers -----------------------------------------------------------------------------------
@@ -178,26 +178,26 @@ def expand_flattened(
         state = dict(fsdp.optim_state_dict(module, optimizer))
         if stored is not None:
             if not any(state["state"].values()):
-                at = join(name, "param_groups")
-                state["param_groups"] = with_counters(state["param_groups"], at, stored)
+                groups_name = join(name, "param_groups")
+                state["param_groups"] = with_counters(state["param_groups"], groups_name, stored)
             fresh = _fresh_state(module, state, join(name, "state"), stored)
             state["state"] = {**state["state"], **fresh}
     groups = state["param_groups"]
 
     def check(node: Node, value: Callable[[str], Any]) -> None:
-        of = by_key(node)
-        found = rebuild_tree(of["param_groups"], value)
-        for at, (own, loaded) in enumerate(zip(groups, found, strict=True)):
-            if {*own["params"]} != {*loaded["params"]}:
+        children = by_key(node)
+        loaded_groups = rebuild_tree(children["param_groups"], value)
+        for number, (group, loaded) in enumerate(zip(groups, loaded_groups, strict=True)):
+            if {*group["params"]} != {*loaded["params"]}:
                 raise LoadMismatch(
-                    f"{name or 'the optimizer'}: group {at} had other parameters when it was "
+                    f"{name or 'the optimizer'}: group {number} had other parameters when it was "
                     "saved; make the groups equal, or drop param_groups by a rule"
                 )
 
     def rebuild(children: list[Any]) -> Any:
         (loaded,) = children
         both = zip(groups, loaded["param_groups"], strict=True)
-        ordered = [{**found, "params": own["params"]} for own, found in both]
+        ordered = [{**loaded_group, "params": group["params"]} for group, loaded_group in both]
         with _sharded(fsdp, module):
             flat = fsdp.optim_state_dict_to_load(
                 module, optimizer, {**loaded, "param_groups": ordered}
@@ -221,8 +221,8 @@ def _sharded(fsdp: Any, module: torch.nn.Module) -> Iterator[None]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # that FSDP1 is deprecated
-        kept = fsdp.state_dict_type(module, StateDictType.SHARDED_STATE_DICT)
-        with kept:
+        context = fsdp.state_dict_type(module, StateDictType.SHARDED_STATE_DICT)
+        with context:
             yield
 
 
@@ -231,16 +231,16 @@ def _fresh_state(
 ) -> dict[str, Any]:
     """The stored slots of parameters without any, sharded like the parameters."""
     slots_of = slots_by_key(stored, name)
-    known = [param for group in state["param_groups"] for param in group["params"]]
-    lacking = {component(p): p for p in known if not state["state"].get(p)}
-    wanted = {lacking[key]: slots for key, slots in slots_of.items() if key in lacking}
-    params = module.state_dict() if wanted else {}
-    found = {}
-    for param, slots in wanted.items():
+    param_names = [param for group in state["param_groups"] for param in group["params"]]
+    lacking = {component(p): p for p in param_names if not state["state"].get(p)}
+    slots_to_make = {lacking[key]: slots for key, slots in slots_of.items() if key in lacking}
+    params = module.state_dict() if slots_to_make else {}
+    fresh = {}
+    for param, slots in slots_to_make.items():
         if param in params:
             make = partial(_room, params[param])
-            found[param] = fresh_slots(make, slots, join(name, component(param)), stored)
-    return {param: slots for param, slots in found.items() if slots}
+            fresh[param] = fresh_slots(make, slots, join(name, component(param)), stored)
+    return {param: slots for param, slots in fresh.items() if slots}
 
 
 def _room(param: Any, slot: str, entry: Any) -> Any:

@@ -40,24 +40,24 @@ _WRAPPERS = (
 def _wrappers_in(module: torch.nn.Module) -> dict[type, str]:
     """The types of wrappers among the modules within a module, and the attribute of each that holds
     the wrapped module."""
-    there = _kinds_in(module)
-    found: dict[type, str] = {}
-    for where, name, held in _WRAPPERS:
+    kinds = _kinds_in(module)
+    attributes: dict[type, str] = {}
+    for where, name, attribute in _WRAPPERS:
         wrapper = getattr(sys.modules.get(where), name, None)
         if isinstance(wrapper, type):
-            found |= {kind: held for kind in there if issubclass(kind, wrapper)}
-    return found
+            attributes |= {kind: attribute for kind in kinds if issubclass(kind, wrapper)}
+    return attributes
 
 
 def _kinds_in(module: torch.nn.Module) -> set[type]:
     """The types of a module and of all within it; `modules` takes five times as long."""
-    kinds, seen, rest = set[type](), set[int](), [module]
-    while rest:
-        part = rest.pop()
+    kinds, seen, stack = set[type](), set[int](), [module]
+    while stack:
+        part = stack.pop()
         if id(part) not in seen:
             seen.add(id(part))
             kinds.add(type(part))
-            rest += [each for each in part._modules.values() if each is not None]
+            stack += [child for child in part._modules.values() if child is not None]
     return kinds
 
 
@@ -90,11 +90,11 @@ def canonical_names(module: torch.nn.Module, names: Iterable[str]) -> dict[str, 
         >>> canonical_names(model, ["0.module.weight"])
         {'0.module.weight': '0.weight'}
     """
-    given = list(names)
+    originals = list(names)
     kinds = _wrappers_in(module)
     if not kinds:
-        return dict(zip(given, given, strict=True))
-    new = {name: _canonical(module, name, kinds) for name in given}
+        return dict(zip(originals, originals, strict=True))
+    new = {name: _canonical(module, name, kinds) for name in originals}
     count: dict[str, int] = {}
     for name in new.values():
         count[name] = count.get(name, 0) + 1
@@ -103,15 +103,15 @@ def canonical_names(module: torch.nn.Module, names: Iterable[str]) -> dict[str, 
 
 def _canonical(module: torch.nn.Module, name: str, kinds: dict[type, str]) -> str:
     parts: list[str] = []
-    here: Any = module
+    current: Any = module
     for part in name.split("."):
-        held = kinds.get(type(here))
-        while held is not None and part != held:  # some wrappers remove their own part
-            here = here._modules.get(held)
-            held = kinds.get(type(here))
-        if held is None:
+        attribute = kinds.get(type(current))
+        while attribute is not None and part != attribute:  # some wrappers remove their own part
+            current = current._modules.get(attribute)
+            attribute = kinds.get(type(current))
+        if attribute is None:
             parts.append(part)
-        here = None if here is None else here._modules.get(part)
+        current = None if current is None else current._modules.get(part)
     return ".".join(parts)
 
 
@@ -137,7 +137,7 @@ def expand_module(obj: torch.nn.Module, name: str, stored: StoredTree | None) ->
     if not isinstance(state, dict):
         return None  # not torch's own format; stored as it is
     names = canonical_names(obj, state)
-    given = {new: old for old, new in names.items()}
+    old_names = {new: old for old, new in names.items()}
     if resizes:
         state = _resized(
             obj, state, {old: join(name, component(n)) for old, n in names.items()}, stored or {}
@@ -146,14 +146,16 @@ def expand_module(obj: torch.nn.Module, name: str, stored: StoredTree | None) ->
         state = with_extra_states(state, names, name, stored)
 
     def rebuild(children: list[Any]) -> Any:
-        obj.load_state_dict(_renamed(children[0], given), **({"assign": True} if meta else {}))
+        obj.load_state_dict(_renamed(children[0], old_names), **({"assign": True} if meta else {}))
         return obj
 
     def check(node: Node, value: Callable[[str], Any]) -> None:
         (shown,) = node.children
         assert isinstance(shown, Node), "a state_dict"
         leaves = zip(shown.keys, shown.children, strict=True)
-        loaded = {given[str(k)]: value(leaf.name) for k, leaf in leaves if isinstance(leaf, Leaf)}
+        loaded = {
+            old_names[str(k)]: value(leaf.name) for k, leaf in leaves if isinstance(leaf, Leaf)
+        }
         first: dict[int, str] = {}
         for key, old in state.items():
             other = first.setdefault(id(old), key) if isinstance(old, torch.Tensor) else key
@@ -215,11 +217,11 @@ def _resized(
     if not shapes:
         return state
     # Tried with a copy that has no memory, so that nothing is changed if the module refuses them.
-    held: dict[int, Any] = {id(x): x.to("meta") for x in module.buffers()}
+    memo: dict[int, Any] = {id(x): x.to("meta") for x in module.buffers()}
     for x in module.parameters():
-        held[id(x)] = torch.nn.Parameter(x.data.to("meta"), x.requires_grad)
+        memo[id(x)] = torch.nn.Parameter(x.data.to("meta"), x.requires_grad)
     try:
-        trial = copy.deepcopy(module, held)
+        trial = copy.deepcopy(module, memo)
         offered = {
             key: torch.empty(shapes.get(key, value.shape), dtype=value.dtype, device="meta")
             if isinstance(value, torch.Tensor)
@@ -227,17 +229,17 @@ def _resized(
             for key, value in state.items()
         }
         trial.load_state_dict(offered)
-        taken = trial.state_dict()
+        trial_state = trial.state_dict()
     except Exception:  # whatever a user's code raises: it does not take these shapes
         return state
     fresh = {
         key: torch.empty(shape, dtype=state[key].dtype, device=state[key].device)
         for key, shape in shapes.items()
-        if tuple(taken[key].shape) == tuple(shape)
+        if tuple(trial_state[key].shape) == tuple(shape)
     }
-    found = copy.copy(state)  # with the versions of modules
-    found.update(fresh)
-    return found
+    resized_state = copy.copy(state)  # with the versions of modules
+    resized_state.update(fresh)
+    return resized_state
 
 
 def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
@@ -248,5 +250,5 @@ def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str,
     renamed: Any = OrderedDict(items)
     if hasattr(state, "_metadata"):  # versions of modules, which load_state_dict reads
         renamed._metadata = state._metadata
-    found: Mapping[str, Any] = renamed
-    return found
+    result: Mapping[str, Any] = renamed
+    return result

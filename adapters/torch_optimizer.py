@@ -31,12 +31,12 @@ def optimizers_of(obj: Any) -> list[Any]:
     anything else. Schedulers hold an optimizer as well, but have no `param_groups`."""
     if isinstance(obj, torch.nn.Module) or not hasattr(type(obj), "step"):
         return []
-    found: list[Any] = []
-    while hasattr(obj, "param_groups") and not any(obj is outer for outer in found):
-        found.append(obj)
-        held = (getattr(obj, "__dict__", {}).get(name) for name in _HELD)
-        obj = next((h for h in held if isinstance(h, torch.optim.Optimizer)), None)
-    return found if found and isinstance(found[-1], torch.optim.Optimizer) else []
+    optimizers: list[Any] = []
+    while hasattr(obj, "param_groups") and not any(obj is outer for outer in optimizers):
+        optimizers.append(obj)
+        candidates = (getattr(obj, "__dict__", {}).get(name) for name in _HELD)
+        obj = next((h for h in candidates if isinstance(h, torch.optim.Optimizer)), None)
+    return optimizers if optimizers and isinstance(optimizers[-1], torch.optim.Optimizer) else []
 
 
 def is_optimizer(obj: Any) -> bool:
@@ -72,15 +72,15 @@ class NamedOptimizer:
             )
         parameters_of = dict(module.named_parameters())
         canonical = canonical_names(module, parameters_of)
-        known = {id(parameter): canonical[name] for name, parameter in parameters_of.items()}
+        name_by_id = {id(parameter): canonical[name] for name, parameter in parameters_of.items()}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        strange = [tuple(p.shape) for p in parameters if id(p) not in known]
+        strange = [tuple(p.shape) for p in parameters if id(p) not in name_by_id]
         if strange:
             raise ValueError(
                 f"the optimizer has {len(strange)} parameters that are not the module's, the first "
                 f"of shape {strange[0]}; pass the module that holds them all"
             )
-        self.optimizer, self.names = optimizer, [known[id(p)] for p in parameters]
+        self.optimizer, self.names = optimizer, [name_by_id[id(p)] for p in parameters]
         self.module = module
 
 
@@ -105,8 +105,8 @@ def expand_optimizer(obj: Any, name: str, stored: StoredTree | None) -> Expansio
     if stored is not None:
         fresh, misfits = fresh_state(inner, keys, state["state"], join(name, "state"), stored)
         if not any(state["state"].values()):
-            at = join(name, "param_groups")
-            state["param_groups"] = with_counters(state["param_groups"], at, stored)
+            groups_name = join(name, "param_groups")
+            state["param_groups"] = with_counters(state["param_groups"], groups_name, stored)
         state["state"] |= fresh
     numbered = state
     if names is not None:
@@ -124,10 +124,11 @@ def expand_optimizer(obj: Any, name: str, stored: StoredTree | None) -> Expansio
         return _regrouped(name, numbered["param_groups"], loaded)
 
     def check(node: Node, value: Callable[[str], Any]) -> None:
-        of = by_key(node)
-        _check_slots(name, inner, of["state"], {keys[at] for at in fresh if at not in misfits})
+        children = by_key(node)
+        fresh_keys = {keys[number] for number in fresh if number not in misfits}
+        _check_slots(name, inner, children["state"], fresh_keys)
         # Hyper-parameters that are arrays are not read yet, and taken as equal.
-        groups = rebuild_tree(of["param_groups"], lambda n: _plain(value(n)))
+        groups = rebuild_tree(children["param_groups"], lambda n: _plain(value(n)))
         if names is None:
             _check_names(name, inner.param_groups, groups)
         in_our_order({"state": {}, "param_groups": groups})
@@ -193,8 +194,9 @@ def _check_names(name: str, ours: Sequence[Any], stored: Sequence[Any]) -> None:
     Raises:
         LoadMismatch: another parameter would get the state.
     """
-    for group, (own, found) in enumerate(zip(ours, stored, strict=True)):
-        both = zip(own.get("param_names") or (), found.get("param_names") or (), strict=False)
+    for group, (our_group, stored_group) in enumerate(zip(ours, stored, strict=True)):
+        our_names, stored_names = (g.get("param_names") or () for g in (our_group, stored_group))
+        both = zip(our_names, stored_names, strict=False)
         for number, (requested, before) in enumerate(both):
             if bare(str(requested)) == bare(str(before)):
                 continue
@@ -209,9 +211,11 @@ def _check_names(name: str, ours: Sequence[Any], stored: Sequence[Any]) -> None:
 
 def _numbers(names: Sequence[str], state: Mapping[str, Any]) -> dict[Any, int]:
     """The number of each parameter by the name that a loaded `state_dict` has for it."""
-    numbers = {name: at for at, name in enumerate(names)}
-    given = {p for group in state["param_groups"] for p in group["params"] if isinstance(p, str)}
-    old = without_wrappers([n for n in names if n not in given], given - {*names})
+    numbers = {name: number for number, name in enumerate(names)}
+    loaded_names = {
+        p for group in state["param_groups"] for p in group["params"] if isinstance(p, str)
+    }
+    old = without_wrappers([n for n in names if n not in loaded_names], loaded_names - {*names})
     return {**numbers, **{stored: numbers[name] for name, stored in old.items()}}
 
 
@@ -229,14 +233,16 @@ def _regrouped(name: str, ours: Sequence[Any], loaded: Mapping[str, Any]) -> dic
         LoadMismatch: hyper-parameters would apply to other parameters than when saved.
     """
     groups = []
-    for at, (own, found) in enumerate(zip(ours, loaded["param_groups"], strict=True)):
-        if set(own["params"]) != set(found["params"]):
+    for number, (our_group, loaded_group) in enumerate(
+        zip(ours, loaded["param_groups"], strict=True)
+    ):
+        if set(our_group["params"]) != set(loaded_group["params"]):
             raise LoadMismatch(
-                f"{name or 'the optimizer'}: group {at} had other parameters when it was saved; "
-                "make the groups equal, or drop param_groups by a rule"
+                f"{name or 'the optimizer'}: group {number} had other parameters when it was "
+                "saved; make the groups equal, or drop param_groups by a rule"
             )
-        names = {key: own[key] for key in ("params", "param_names") if key in own}
-        settings = {key: value for key, value in found.items() if key != "param_names"}
+        names = {key: our_group[key] for key in ("params", "param_names") if key in our_group}
+        settings = {key: value for key, value in loaded_group.items() if key != "param_names"}
         groups.append({**settings, **names})
     return {**loaded, "param_groups": groups}
 
@@ -265,17 +271,17 @@ def _grouped(name: str, ours: Sequence[Any], loaded: Mapping[str, Any]) -> dict[
         LoadMismatch: the parameters of a group had different ones.
     """
     groups = []
-    for at, group in enumerate(ours):
-        found = [(param, loaded["param_groups"][param]) for param in group["params"]]
-        settings = found[0][1] if found else {k: v for k, v in group.items() if k != "params"}
-        for param, others in found:
-            wrong = next((key for key in settings if others[key] != settings[key]), None)
+    for number, group in enumerate(ours):
+        pairs = [(param, loaded["param_groups"][param]) for param in group["params"]]
+        settings = pairs[0][1] if pairs else {k: v for k, v in group.items() if k != "params"}
+        for param, loaded_settings in pairs:
+            wrong = next((key for key in settings if loaded_settings[key] != settings[key]), None)
             if wrong is not None:
                 raise LoadMismatch(
-                    f"{name or 'the optimizer'}: in group {at}, {wrong!r} was "
-                    f"{settings[wrong]!r} for {found[0][0]!r} and {others[wrong]!r} for {param!r} "
-                    "when it was saved; put them into groups of their own, or drop param_groups "
-                    "by a rule"
+                    f"{name or 'the optimizer'}: in group {number}, {wrong!r} was "
+                    f"{settings[wrong]!r} for {pairs[0][0]!r} and {loaded_settings[wrong]!r} "
+                    f"for {param!r} when it was saved; put them into groups of their own, or drop "
+                    "param_groups by a rule"
                 )
         groups.append({**settings, "params": group["params"]})
     return {**loaded, "param_groups": groups}
@@ -293,15 +299,15 @@ class OptimizerFence:
     def owners(self) -> set[Hashable]:
         params = [p for group in self._optimizer.param_groups for p in group["params"]]
         slots = [v for state in self._optimizer.state.values() for v in state.values()]
-        found: set[Hashable] = set()
+        owners: set[Hashable] = set()
         for tensor in [*params, *slots]:
             if not isinstance(tensor, torch.Tensor):
                 continue
             local: Any = tensor
             with torch.no_grad(), suppress(RuntimeError):  # no memory, nothing to guard
                 local = local.to_local() if is_dtensor(tensor) else local
-                found.add(local.untyped_storage()._cdata)
-        return found
+                owners.add(local.untyped_storage()._cdata)
+        return owners
 
     def remove(self) -> None:
         self._hook.remove()

@@ -38,8 +38,8 @@ def expand_sparse(obj: torch.Tensor, name: str, stored: Mapping[str, Any] | None
         names = {key: join(name, component(key)) for key in parts}
         parts = {key: _room(part, stored.get(names[key])) for key, part in parts.items()}
 
-    def rebuild(found: list[Any]) -> Any:
-        *filled, said = found
+    def rebuild(loaded_parts: list[Any]) -> Any:
+        *filled, said = loaded_parts
         new = _made(obj, [part.as_subclass(torch.Tensor) for part in filled], said, name)
         if obj.is_meta:
             if isinstance(obj, torch.nn.Parameter):
@@ -52,8 +52,12 @@ def expand_sparse(obj: torch.Tensor, name: str, stored: Mapping[str, Any] | None
         return obj
 
     def check(node: Node, value: Callable[[str], Any]) -> None:
-        asked = {join(name, f"context/{key}"): context[key] for key in _OF_DATA & context.keys()}
-        check_context(node, lambda at: asked.get(at, value(at)), name, f"the {layout} tensor")
+        requested = {
+            join(name, f"context/{key}"): context[key] for key in _OF_DATA & context.keys()
+        }
+        check_context(
+            node, lambda key: requested.get(key, value(key)), name, f"the {layout} tensor"
+        )
 
     children = (*map(Part.of, parts.values()), context)
     return Expansion("object", (*parts, "context"), children, rebuild, layout, check)
@@ -65,11 +69,11 @@ _OF_DATA = {"coalesced"}
 def _parts(obj: torch.Tensor) -> dict[str, torch.Tensor]:
     if obj.layout is torch.sparse_coo:
         with torch.no_grad():
-            own = obj.detach()
-            return {"indices": own._indices(), "values": own._values()}
+            plain = obj.detach()
+            return {"indices": plain._indices(), "values": plain._values()}
     names = (*_COMPRESSED[obj.layout], "values")
-    own = obj.detach()
-    return {name: getattr(own, name)() for name in names}
+    plain = obj.detach()
+    return {name: getattr(plain, name)() for name in names}
 
 
 def _room(part: torch.Tensor, entry: Any) -> torch.Tensor:

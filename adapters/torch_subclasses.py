@@ -48,13 +48,13 @@ def expand_subclass(obj: Any, name: str) -> Expansion:
             be cut as it is.
     """
     whole = _placed_tensor(obj)
-    own = whole.local
-    kind = type(own).__name__
-    flatten: Any = own
-    held, context = flatten.__tensor_flatten__()
-    parts = {attribute: getattr(own, attribute) for attribute in held}
+    local = whole.local
+    kind = type(local).__name__
+    flatten: Any = local
+    attributes, context = flatten.__tensor_flatten__()
+    parts = {attribute: getattr(local, attribute) for attribute in attributes}
     for attribute, part in parts.items():
-        _check_part(own, attribute, part, name)
+        _check_part(local, attribute, part, name)
     keys = _keys(list(parts), name, kind)
     said = _said(whole, context, name)
     children = _alone(parts) if whole.shard is None else _spread(whole, parts, said, name)
@@ -65,13 +65,15 @@ def expand_subclass(obj: Any, name: str) -> Expansion:
             "from it; pass one with memory"
         )
 
-    def rebuild(found: list[Any]) -> Any:
+    def rebuild(filled_parts: list[Any]) -> Any:
         if not abstract:
-            if not own.is_inference():
-                torch.autograd.graph.increment_version(own)
-            return own if type(obj) is PlacedTensor else obj
-        inner = dict(zip(held, (_own(part) for part in found[:-1]), strict=True))
-        return _made(obj, own, inner, context)
+            if not local.is_inference():
+                torch.autograd.graph.increment_version(local)
+            return local if type(obj) is PlacedTensor else obj
+        inner = dict(
+            zip(attributes, (_plain_part(part) for part in filled_parts[:-1]), strict=True)
+        )
+        return _made(obj, local, inner, context)
 
     def check(node: Node, value: Callable[[str], Any]) -> None:
         check_context(node, value, name, f"a {kind}")
@@ -100,9 +102,9 @@ def check_context(node: Node, value: Callable[[str], Any], name: str, kind: str)
     """
     said = [(leaf.name, value(leaf.name), leaf.value) for leaf in leaves(node.children[-1])]
     wrong = [
-        f"{at.removeprefix(join(name, ''))} is {quoted(stored)}, asked for is {quoted(asked)}"
-        for at, stored, asked in said
-        if type(stored) is not type(asked) or stored != asked
+        f"{path.removeprefix(join(name, ''))} is {quoted(stored)}, asked for is {quoted(requested)}"
+        for path, stored, requested in said
+        if type(stored) is not type(requested) or stored != requested
     ]
     if wrong:
         raise LoadMismatch(
@@ -112,14 +114,14 @@ def check_context(node: Node, value: Callable[[str], Any], name: str, kind: str)
         )
 
 
-def _check_part(own: torch.Tensor, attribute: str, part: Any, name: str) -> None:
-    kind = type(own).__name__
+def _check_part(tensor: torch.Tensor, attribute: str, part: Any, name: str) -> None:
+    kind = type(tensor).__name__
     if not isinstance(part, torch.Tensor):
         raise UnsupportedLeaf(
             f"{name!r}: a {kind} names {attribute!r} as one of its tensors, but it is "
             f"{quoted(part)}"
         )
-    again = getattr(own, attribute)
+    again = getattr(tensor, attribute)
     if part is not again and _memories(part) != _memories(again):
         raise UnsupportedLeaf(
             f"{name!r}: a {kind} computes {attribute!r} whenever it is asked, so that a load would "
@@ -130,10 +132,10 @@ def _check_part(own: torch.Tensor, attribute: str, part: Any, name: str) -> None
 def _memories(tensor: Any) -> list[int]:
     """What identifies the memory of a tensor, and of those that it consists of."""
     if not with_parts(tensor):
-        own = tensor._local_tensor if is_dtensor(tensor) else tensor
-        return [own.untyped_storage()._cdata]
+        local = tensor._local_tensor if is_dtensor(tensor) else tensor
+        return [local.untyped_storage()._cdata]
     names = tensor.__tensor_flatten__()[0]
-    return [at for name in names for at in _memories(getattr(tensor, name))]
+    return [identity for name in names for identity in _memories(getattr(tensor, name))]
 
 
 def _keys(attributes: list[str], name: str, kind: str) -> tuple[str, ...]:
@@ -154,16 +156,16 @@ def _alone(parts: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     }
 
 
-def _own(part: Any) -> torch.Tensor:
+def _plain_part(part: Any) -> torch.Tensor:
     """A part as it is filled."""
-    own: torch.Tensor = part.as_subclass(torch.Tensor) if type(part) is Part else part
-    return own
+    plain: torch.Tensor = part.as_subclass(torch.Tensor) if type(part) is Part else part
+    return plain
 
 
-def _made(obj: Any, own: torch.Tensor, inner: dict[str, torch.Tensor], context: Any) -> Any:
+def _made(obj: Any, local: torch.Tensor, inner: dict[str, torch.Tensor], context: Any) -> Any:
     """A tensor, like one on the meta device, of parts that are filled."""
-    make: Any = type(own)
-    made = make.__tensor_unflatten__(inner, context, own.shape, own.stride())
+    make: Any = type(local)
+    made = make.__tensor_unflatten__(inner, context, local.shape, local.stride())
     if type(obj) is PlacedTensor:
         return made
     if is_dtensor(obj):
@@ -188,12 +190,12 @@ def _said(tensor: PlacedTensor, context: Any, name: str) -> dict[str, Any]:
     local, whole = tuple(tensor.local.shape), tensor.shape
     kind = type(tensor.local).__name__
 
-    def mapping(value: dict[Any, Any], at: str) -> dict[Any, Any]:
+    def mapping(value: dict[Any, Any], path: str) -> dict[Any, Any]:
         # Without devices: where a tensor lies is no matter.
-        rest = {k: x for k, x in value.items() if not isinstance(x, torch.device)}
-        return {key: plain(x, join(at, str(key))) for key, x in rest.items()}
+        entries = {k: x for k, x in value.items() if not isinstance(x, torch.device)}
+        return {key: plain(x, join(path, str(key))) for key, x in entries.items()}
 
-    def plain(value: Any, at: str) -> Any:
+    def plain(value: Any, path: str) -> Any:
         if type(value) in _PLAIN:
             return value
         if isinstance(value, enum.Enum):
@@ -206,15 +208,15 @@ def _said(tensor: PlacedTensor, context: Any, name: str) -> dict[str, Any]:
             return int(value)
         fields = _fields_of(value)
         if fields is not None:
-            given = {"class": type(value).__name__, **fields}
-            return mapping(given, at)
+            entries = {"class": type(value).__name__, **fields}
+            return mapping(entries, path)
         if isinstance(value, list | tuple):
             # A shape of this rank's part is that of the whole tensor.
-            found = whole if tuple(value) == local else value
-            return [plain(x, join(at, str(n))) for n, x in enumerate(found)]
+            elements = whole if tuple(value) == local else value
+            return [plain(x, join(path, str(n))) for n, x in enumerate(elements)]
         if isinstance(value, dict) and all(type(key) in (str, int) for key in value):
-            return mapping(value, at)
-        raise _Unstorable(f"{at} is of type {type(value).__name__}: {quoted(value)}")
+            return mapping(value, path)
+        raise _Unstorable(f"{path} is of type {type(value).__name__}: {quoted(value)}")
 
     head = {"class": kind, "outer_shape": whole, "outer_dtype": tensor.local.dtype}
     values = context if isinstance(context, dict) else _fields_of(context)
@@ -259,19 +261,22 @@ def _spread(
     Raises:
         UnsupportedLeaf: some cannot be cut as the tensor is.
     """
-    own, shard = tensor.local, tensor.shard
+    local, shard = tensor.local, tensor.shard
     assert shard is not None, "it is distributed"
-    if shard.box is None or shard.box.shape != tuple(own.shape):
+    if shard.box is None or shard.box.shape != tuple(local.shape):
         raise UnsupportedLeaf(
             f"{name!r}: this rank should hold {shard.box} of shape {list(tensor.shape)}, but its "
-            f"local tensor has shape {list(own.shape)}"
+            f"local tensor has shape {list(local.shape)}"
         )
     sizes = dict(zip(shard.layout.mesh.axes, shard.layout.mesh.shape, strict=True))
     cut = [d for d, axes in enumerate(shard.layout.dims) if any(sizes[a] > 1 for a in axes)]
-    follows = {d: _follows(own, parts, d, repr(said), name) for d in cut}
+    follows = {d: _follows(local, parts, d, repr(said), name) for d in cut}
     return {
         attribute: _placed(
-            part, tensor, {d: of[attribute] for d, of in follows.items()}, join(name, attribute)
+            part,
+            tensor,
+            {d: by_attribute[attribute] for d, by_attribute in follows.items()},
+            join(name, attribute),
         )
         for attribute, part in parts.items()
     }
@@ -293,35 +298,37 @@ def _placed(
     assert shard.box is not None, "this rank has a part"
     whole, start, stop = list(part.shape), [0] * part.ndim, list(part.shape)
     dims: list[tuple[str, ...]] = [()] * part.ndim
-    for d, found in follows.items():
-        if found is None:
+    for d, continuation in follows.items():
+        if continuation is None:
             continue
-        e, each = found
-        ends = outer[d] * each, shard.box.start[d] * each, shard.box.stop[d] * each
+        e, ratio = continuation
+        ends = outer[d] * ratio, shard.box.start[d] * ratio, shard.box.stop[d] * ratio
         if dims[e] or any(end.denominator > 1 for end in ends):
             raise UnsupportedLeaf(
                 f"{name!r}: this rank has {shard.box} of shape {list(outer)}, of which dimension "
-                f"{d} is {_spoken(each)} of dimension {e} of the part of shape {list(part.shape)}: "
-                "the shards do not begin and end with blocks. Shard in multiples of the blocks, or "
-                "along another dimension"
+                f"{d} is {_spoken(ratio)} of dimension {e} of the part of shape {list(part.shape)}"
+                ": the shards do not begin and end with blocks. Shard in multiples of the blocks, "
+                "or along another dimension"
             )
         whole[e], start[e], stop[e] = map(int, ends)
         dims[e] = shard.layout.dims[d]
-    layout, at = _layout(shard.layout, dims, [d for d, of in follows.items() if of is None])
+    layout, coordinates = _layout(
+        shard.layout, dims, [d for d, continuation in follows.items() if continuation is None]
+    )
     box = Box(tuple(start), tuple(stop))
-    if layout.box(whole, at) != box:
+    if layout.box(whole, coordinates) != box:
         raise UnsupportedLeaf(
             f"{name!r}: {box} of shape {whole} on this rank is not what {layout} gives it, because "
             f"dimensions of {list(outer)} are cut unevenly. Shard into equal parts"
         )
-    place = LocalShard(layout, box, layout.replicas(at))
+    place = LocalShard(layout, box, layout.replicas(coordinates))
     if with_parts(part):
         return PlacedTensor(part, tuple(whole), place, tensor.kind)
     return Part.of(part, tuple(whole), place, tensor.kind)
 
 
-def _spoken(each: Fraction) -> str:
-    return f"{each.numerator} elements for {each.denominator}"
+def _spoken(ratio: Fraction) -> str:
+    return f"{ratio.numerator} elements for {ratio.denominator}"
 
 
 def _layout(
@@ -335,21 +342,25 @@ def _layout(
         same: dimensions of the DTensor along which all ranks should have the same of the part. Each
             describes its own, so that the commit compares them.
     """
-    mesh, (at,) = outer.mesh, outer.mesh.coordinates(dist.get_rank())
+    mesh, (coordinates,) = outer.mesh, outer.mesh.coordinates(dist.get_rank())
     left = {axis for d in same for axis in outer.dims[d]}
-    here = tuple(n if a in left else slice(None) for a, n in zip(mesh.axes, at, strict=True))
-    kept = [m for m, axis in enumerate(mesh.axes) if axis not in left]
-    processes = tuple(map(int, mesh.grid[here].ravel()))
-    inner = Mesh(tuple(mesh.axes[m] for m in kept), tuple(mesh.shape[m] for m in kept), processes)
-    return Layout(inner, tuple(dims)), tuple(at[m] for m in kept)
+    selection = tuple(
+        n if a in left else slice(None) for a, n in zip(mesh.axes, coordinates, strict=True)
+    )
+    mesh_dims = [m for m, axis in enumerate(mesh.axes) if axis not in left]
+    processes = tuple(map(int, mesh.grid[selection].ravel()))
+    inner = Mesh(
+        tuple(mesh.axes[m] for m in mesh_dims), tuple(mesh.shape[m] for m in mesh_dims), processes
+    )
+    return Layout(inner, tuple(dims)), tuple(coordinates[m] for m in mesh_dims)
 
 
-_known: dict[Any, dict[str, _Follows | None]] = {}
-_MOST_KNOWN = 4096
+_follows_cache: dict[Any, dict[str, _Follows | None]] = {}
+_MOST_CACHED = 4096
 
 
 def _follows(
-    own: torch.Tensor, parts: Mapping[str, torch.Tensor], dim: int, said: str, name: str
+    local: torch.Tensor, parts: Mapping[str, torch.Tensor], dim: int, said: str, name: str
 ) -> dict[str, _Follows | None]:
     """How a dimension of a tensor continues in its parts: found by slicing it, because only its
     class knows (some parts are transposed, flat, or the same for all slices).
@@ -358,58 +369,58 @@ def _follows(
         UnsupportedLeaf: that cannot be found.
     """
     shapes = tuple((attribute, part.shape) for attribute, part in parts.items())
-    key = type(own), own.shape, shapes, dim, said
-    if key not in _known:
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        _known[key] = _found_by_slicing(own, parts, dim, name)
-    return _known[key]
+    key = type(local), local.shape, shapes, dim, said
+    if key not in _follows_cache:
+        if len(_follows_cache) >= _MOST_CACHED:
+            _follows_cache.clear()
+        _follows_cache[key] = _follows_by_slicing(local, parts, dim, name)
+    return _follows_cache[key]
 
 
-def _found_by_slicing(
-    own: torch.Tensor, parts: Mapping[str, torch.Tensor], dim: int, name: str
+def _follows_by_slicing(
+    local: torch.Tensor, parts: Mapping[str, torch.Tensor], dim: int, name: str
 ) -> dict[str, _Follows | None]:
-    kind, size = type(own).__name__, own.shape[dim]
+    kind, size = type(local).__name__, local.shape[dim]
     if size == 0:
         raise UnsupportedLeaf(
             f"{name!r}: this rank has nothing of the {kind}, so it does not know the shapes of its "
             "parts; shard it over fewer ranks"
         )
-    for count, sliced in _slices(own, dim):
+    for count, sliced in _slices(local, dim):
         try:
-            found = {
+            follows = {
                 attribute: _followed(part, getattr(sliced, attribute), count, size)
                 for attribute, part in parts.items()
             }
         except (AttributeError, ValueError):
             continue
-        return found
+        return follows
     raise UnsupportedLeaf(
-        f"{name!r}: a {kind} of shape {list(own.shape)} cannot be sliced along dimension {dim}, so "
-        "how its parts are cut is not known; save full_tensor(), or shard another dimension"
+        f"{name!r}: a {kind} of shape {list(local.shape)} cannot be sliced along dimension {dim}, "
+        "so how its parts are cut is not known; save full_tensor(), or shard another dimension"
     )
 
 
-def _slices(own: torch.Tensor, dim: int) -> Any:
+def _slices(tensor: torch.Tensor, dim: int) -> Any:
     """Slices of a tensor that its class can make, with their sizes; the largest first."""
-    size = own.shape[dim]
+    size = tensor.shape[dim]
     for count in (*(size // n for n in range(2, size + 1) if size % n == 0), 0):
         for cut in (_narrowed, _split):
             try:
                 with torch.no_grad():
-                    sliced = cut(own, dim, count)
+                    sliced = cut(tensor, dim, count)
             except Exception:  # whatever a class raises for what it does not do
                 continue
-            if type(sliced) is type(own) and sliced.shape[dim] == count:
+            if type(sliced) is type(tensor) and sliced.shape[dim] == count:
                 yield count, sliced
 
 
-def _narrowed(own: torch.Tensor, dim: int, count: int) -> torch.Tensor:
-    return own.narrow(dim, 0, count)
+def _narrowed(tensor: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+    return tensor.narrow(dim, 0, count)
 
 
-def _split(own: Any, dim: int, count: int) -> torch.Tensor:
-    first: torch.Tensor = own.split(count, dim)[0]
+def _split(tensor: Any, dim: int, count: int) -> torch.Tensor:
+    first: torch.Tensor = tensor.split(count, dim)[0]
     return first
 
 
