@@ -64,7 +64,7 @@ class Destination:
         cls,
         path: PathLike,
         theirs_of: Callable[[Sequence[str]], Sequence[str]],
-        kept: Sequence[str] = (),
+        keep_names: Sequence[str] = (),
     ) -> Destination:
         """The destination at a path.
 
@@ -72,19 +72,21 @@ class Destination:
             path: a local path or a URL.
             theirs_of: says which names of those in a folder are a checkpoint of the trainer's; none
                 if there is no such checkpoint. They are removed in this order.
-            kept: names of what the trainer writes into the folder itself; it stays.
+            keep_names: names of what the trainer writes into the folder itself; it stays.
 
         Raises:
             InvalidPath, StorageError: as `unickpt.save`.
         """
-        found = resolve_path(path)
-        if not isinstance(found, LocalLocation):
-            return cls(found)
+        location = resolve_path(path)
+        if not isinstance(location, LocalLocation):
+            return cls(location)
         context = storage_context()
-        theirs = tuple(theirs_of([*found.files(context), *found.folders(context)]))
-        if not theirs and not kept:
-            return cls(found)
-        return cls(_ReplacedFolder(found.url, found.spec, frozenset((*theirs, *kept))), theirs)
+        theirs = tuple(theirs_of([*location.files(context), *location.folders(context)]))
+        if not theirs and not keep_names:
+            return cls(location)
+        return cls(
+            _ReplacedFolder(location.url, location.spec, frozenset((*theirs, *keep_names))), theirs
+        )
 
     def save(
         self,

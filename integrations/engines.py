@@ -27,18 +27,18 @@ class EngineTree(SavedOnly):
     def __init__(
         self,
         engine: Any,
-        rest: Callable[[], Mapping[str, Any]],
+        extra_state: Callable[[], Mapping[str, Any]],
         *,
         exclude_frozen_parameters: bool = False,
     ) -> None:
-        self._engine, self._rest = engine, rest
+        self._engine, self._extra_state = engine, extra_state
         self._excludes = exclude_frozen_parameters
 
     def state_dict(self) -> dict[str, Any]:
         from unickpt.integrations.deepspeed import checkpoints_of
 
-        found = checkpoints_of(self._engine).tree(exclude_frozen_parameters=self._excludes)
-        return {**found, **self._rest()}
+        state = checkpoints_of(self._engine).tree(exclude_frozen_parameters=self._excludes)
+        return {**state, **self._extra_state()}
 
 
 def metadata_of(engine: Any, excludes_frozen: bool) -> dict[str, Any]:
@@ -68,8 +68,8 @@ def load_into(
     from unickpt.integrations.deepspeed import checkpoints_of
     from unickpt.integrations.deepspeed.loading import Wanted
 
-    wanted = Wanted(strict, optimizer, scheduler, values)
-    return checkpoints_of(engine).load(stored.url, wanted, stored)
+    request = Wanted(strict, optimizer, scheduler, values)
+    return checkpoints_of(engine).load(stored.url, request, stored)
 
 
 def check_same_kind(path: object, metadata: Mapping[str, Any], has_engine: bool) -> None:

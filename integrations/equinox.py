@@ -106,16 +106,16 @@ def load(
     """
     if static not in ("error", "keep", "stored"):
         raise ValueError(f"static={static!r} must be 'error', 'keep' or 'stored'")
-    wanted, others = eqx.partition(model, _is_saved)
-    wanted = jax.tree.map(_new, wanted)
+    targets, other_leaves = eqx.partition(model, _is_saved)
+    targets = jax.tree.map(_new, targets)
     if shardings is not None:
-        wanted = _sharded(wanted, shardings)
+        targets = _sharded(targets, shardings)
 
     def read(stored: Checkpoint) -> Any:
-        rest = _with_noted(stored, others) if static == "stored" else others
+        leaves = _with_noted(stored, other_leaves) if static == "stored" else other_leaves
         if static != "keep":
-            _compare(stored, eqx.combine(wanted, rest))
-        return eqx.combine(unickpt.load(stored, wanted, cast=cast, options=options), rest)
+            _compare(stored, eqx.combine(targets, leaves))
+        return eqx.combine(unickpt.load(stored, targets, cast=cast, options=options), leaves)
 
     return read(path) if isinstance(path, Checkpoint) else reading_checkpoint(path, read)
 
@@ -146,10 +146,10 @@ def _new(leaf: Any) -> Any:
     return np.empty_like(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
-def _sharded(wanted: Any, shardings: Any) -> Any:
+def _sharded(targets: Any, shardings: Any) -> Any:
     if isinstance(shardings, jax.sharding.Sharding):
-        one = shardings
-        shardings = jax.tree.map(lambda _: one, wanted)
+        common_sharding = shardings
+        shardings = jax.tree.map(lambda _: common_sharding, targets)
 
     def abstract(sharding: Any, leaf: Any) -> Any:
         if sharding is None or leaf is None:
@@ -161,7 +161,7 @@ def _sharded(wanted: Any, shardings: Any) -> Any:
     def is_end(leaf: Any) -> bool:
         return leaf is None or isinstance(leaf, jax.sharding.Sharding)
 
-    return jax.tree.map(abstract, shardings, wanted, is_leaf=is_end)
+    return jax.tree.map(abstract, shardings, targets, is_leaf=is_end)
 
 
 def _settings(part: Any, path: tuple[Key, ...]) -> Iterator[tuple[str, str]]:
@@ -210,7 +210,7 @@ def _text_of_parts(value: Any) -> str | None:
     if isinstance(value, dict):
         return f"{{{', '.join(sorted(f'{_Shown(k)!r}: {_Shown(v)!r}' for k, v in value.items()))}}}"
     if isinstance(value, set | frozenset):
-        return f"{{{', '.join(sorted(repr(_Shown(each)) for each in value))}}}"
+        return f"{{{', '.join(sorted(repr(_Shown(member)) for member in value))}}}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
         texts = [f"{name}={_Shown(getattr(value, name, None))!r}" for name in names]
@@ -229,13 +229,13 @@ class _Shown:
 
 
 def _compare(stored: Checkpoint, model: Any) -> None:
-    noted, wanted = stored.metadata.get(_KEY), metadata(model)[_KEY]
+    noted, requested = stored.metadata.get(_KEY), metadata(model)[_KEY]
     if not isinstance(noted, dict):
         return  # was not saved by this module
     differences = [
-        f"{name}: stored {noted.get(name, 'nothing')}, asked {wanted.get(name, 'nothing')}"
-        for name in sorted(noted.keys() | wanted.keys())
-        if noted.get(name) != wanted.get(name)
+        f"{name}: stored {noted.get(name, 'nothing')}, asked {requested.get(name, 'nothing')}"
+        for name in sorted(noted.keys() | requested.keys())
+        if noted.get(name) != requested.get(name)
     ]
     if differences:
         raise LoadMismatch(
@@ -245,21 +245,21 @@ def _compare(stored: Checkpoint, model: Any) -> None:
         )
 
 
-def _with_noted(stored: Checkpoint, others: Any) -> Any:
+def _with_noted(stored: Checkpoint, other_leaves: Any) -> Any:
     """What is no array, with the noted values of numbers, texts and flags in the tree, if they are
     of the same type."""
     noted = stored.metadata.get(_KEY)
     if not isinstance(noted, dict):
-        return others  # was not saved by this module
+        return other_leaves  # was not saved by this module
 
     def value(path: tuple[Any, ...], leaf: Any) -> Any:
-        text = noted.get("/".join(name_component(_key(each)) for each in path))
+        text = noted.get("/".join(name_component(_key(entry)) for entry in path))
         if type(leaf) not in _PLAIN or not isinstance(text, str):
             return leaf
-        found = _value(text)
-        return found if type(found) is type(leaf) else leaf
+        noted_value = _value(text)
+        return noted_value if type(noted_value) is type(leaf) else leaf
 
-    return jax.tree_util.tree_map_with_path(value, others)
+    return jax.tree_util.tree_map_with_path(value, other_leaves)
 
 
 def _key(entry: Any) -> Key:

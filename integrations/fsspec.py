@@ -113,17 +113,17 @@ class MirroredCheckpointer(Checkpointer):
                 raise ValueError(f"{name}= is not supported with a mirror")
         if not resolve_path(root).is_local:
             raise ValueError(f"root={str(root)!r} must be a local path; its steps are copied")
-        self._there = StepsFolder(mirror, storage_options or {})
-        if self._there.is_at(Path(resolve_path(root).path)):
+        self._mirror = StepsFolder(mirror, storage_options or {})
+        if self._mirror.is_at(Path(resolve_path(root).path)):
             raise ValueError(f"mirror={mirror!r} is the folder of root=; give another one")
-        self._there_keeps = Retention(mirror_keep_last, mirror_keep_every)
+        self._mirror_retention = Retention(mirror_keep_last, mirror_keep_every)
         self._settled: dict[int, Version] = {}
         """The versions of steps that are copied, or that the mirror need not have."""
-        here = take_retention(arguments)
-        if not here.keeps_all:
-            here = replace(here, keep=self._keep(here.keep))
-        super().__init__(root, keep=here, **arguments)
-        failed = partial(self._queue.errors.add, f"copying steps to {self._there}")
+        retention = take_retention(arguments)
+        if not retention.keeps_all:
+            retention = replace(retention, keep=self._keep(retention.keep))
+        super().__init__(root, keep=retention, **arguments)
+        failed = partial(self._queue.errors.add, f"copying steps to {self._mirror}")
         self._copies = SerialExecutor("unickpt-mirror", failed)
 
     def save(self, step: int, tree: Any, **arguments: Any) -> PendingSave:
@@ -156,28 +156,28 @@ class MirroredCheckpointer(Checkpointer):
             StorageError: a storage failed.
         """
         group = job_group(self._options.group, self._options.timeout_s)
-        found: list[int] = []
+        downloaded_steps: list[int] = []
         root = self._steps.root
 
         def download() -> None:
-            there = self._there.steps()
-            wanted = max(there, default=-1) if step is None else step
-            if step is not None and step not in there:
-                have = ", ".join(map(str, there[-10:])) or "none"
+            mirror_steps = self._mirror.steps()
+            target = max(mirror_steps, default=-1) if step is None else step
+            if step is not None and step not in mirror_steps:
+                have = ", ".join(map(str, mirror_steps[-10:])) or "none"
                 raise errors.CheckpointNotFound(
-                    f"step {step} is not in {self._there}; it has: {have}"
+                    f"step {step} is not in {self._mirror}; it has: {have}"
                 )
-            here = root.committed()
+            local_steps = root.committed()
             if (
-                wanted >= 0
-                and wanted not in here
-                and (step is not None or wanted > max(here, default=-1))
+                target >= 0
+                and target not in local_steps
+                and (step is not None or target > max(local_steps, default=-1))
             ):
-                self._there.get(wanted, Path(root.path(wanted)))
-                found.append(wanted)
+                self._mirror.get(target, Path(root.path(target)))
+                downloaded_steps.append(target)
 
-        on_process_0(group, root.location, f"download a step from {self._there}", download)
-        got = found[0] if found else -1
+        on_process_0(group, root.location, f"download a step from {self._mirror}", download)
+        got = downloaded_steps[0] if downloaded_steps else -1
         if group.count > 1:
             got = group.agree(got + 1) - 1
         return got if got >= 0 else None
@@ -185,15 +185,15 @@ class MirroredCheckpointer(Checkpointer):
     def drop_later_steps(self, step: int | None = None) -> list[int]:
         """As `Checkpointer.drop_later_steps`; in the mirror, too."""
         removed = super().drop_later_steps(step)
-        kept = self.loaded_step if step is None else step
-        assert kept is not None
-        self._remove_there(lambda there: there > kept)
+        last_step = self.loaded_step if step is None else step
+        assert last_step is not None
+        self._remove_mirrored(lambda mirror_step: mirror_step > last_step)
         return removed
 
     def delete(self, step: int) -> None:
         """As `Checkpointer.delete`; in the mirror, too."""
         super().delete(step)
-        self._remove_there(lambda there: there == step)
+        self._remove_mirrored(lambda mirror_step: mirror_step == step)
 
     def wait(self) -> None:
         """As `Checkpointer.wait`, and until all steps are copied."""
@@ -212,48 +212,51 @@ class MirroredCheckpointer(Checkpointer):
 
     def _copy(self) -> None:
         """Copies what the mirror lacks, then removes there what no rule keeps."""
-        root, there = self._steps.root, self._there.steps()
-        here = root.committed()
-        if not here:
+        root, mirror_steps = self._steps.root, self._mirror.steps()
+        local_steps = root.committed()
+        if not local_steps:
             return
-        if later := [step for step in there if step > here[-1]]:
+        newest = local_steps[-1]
+        if later := [step for step in mirror_steps if step > newest]:
             raise errors.LaterStepsExist(
-                f"{self._there} has later steps than {here[-1]}: {', '.join(map(str, later))}; "
-                f"call drop_later_steps({here[-1]}) to remove them, or restore() before saving"
+                f"{self._mirror} has later steps than {newest}: {', '.join(map(str, later))}; "
+                f"call drop_later_steps({newest}) to remove them, or restore() before saving"
             )
-        spare = self._there_keeps.expendable({step: {} for step in {*here, *there}})
+        spare = self._mirror_retention.expendable(
+            {step: {} for step in {*local_steps, *mirror_steps}}
+        )
         failures: list[Exception] = []
-        for step in here:
-            found = root.version(step)  # it may be replaced while it is copied
-            if found is None or self._settled.get(step) == found:
+        for step in local_steps:
+            version = root.version(step)  # it may be replaced while it is copied
+            if version is None or self._settled.get(step) == version:
                 continue
             try:
-                if step in spare or self._there.put(step, root):
-                    self._settled[step] = found
+                if step in spare or self._mirror.put(step, root):
+                    self._settled[step] = version
             except errors.UnickptError as error:  # others may succeed
                 failures.append(error)
         if failures:
             raise failures[0]
-        for step in set(spare) & set(there):
+        for step in set(spare) & set(mirror_steps):
             try:
-                self._there.remove(step)
+                self._mirror.remove(step)
             except errors.UnsupportedFormat as error:
                 _log.warning("cleaning up: %s", error)
 
     def _keep(self, keep: Callable[[int], bool] | None) -> Callable[[int], bool]:
         def stays(step: int) -> bool:
-            found = self._steps.root.version(step)
-            return found != self._settled.get(step) or (keep is not None and keep(step))
+            version = self._steps.root.version(step)
+            return version != self._settled.get(step) or (keep is not None and keep(step))
 
         return stays
 
-    def _remove_there(self, which: Callable[[int], bool]) -> None:
+    def _remove_mirrored(self, which: Callable[[int], bool]) -> None:
         def remove() -> None:
-            for step in sorted(filter(which, self._there.steps()), reverse=True):
-                self._there.remove(step)
+            for step in sorted(filter(which, self._mirror.steps()), reverse=True):
+                self._mirror.remove(step)
 
         group = job_group(self._options.group, self._options.timeout_s)
-        on_process_0(group, self._steps.root.location, f"remove steps in {self._there}", remove)
+        on_process_0(group, self._steps.root.location, f"remove steps in {self._mirror}", remove)
         barrier(group)
 
 
@@ -301,8 +304,10 @@ class StepsFolder:
             except FileNotFoundError:
                 return []
             names = [entry.rstrip("/").rpartition("/")[2] for entry in listed]
-            found = [int(m[1]) for m in map(_STEP.fullmatch, names) if m]
-            return sorted(step for step in found if self._fs.isfile(f"{self._at(step)}/{MANIFEST}"))
+            numbers = [int(m[1]) for m in map(_STEP.fullmatch, names) if m]
+            return sorted(
+                step for step in numbers if self._fs.isfile(f"{self._at(step)}/{MANIFEST}")
+            )
 
     def put(self, step: int, source: StepFolder) -> bool:
         """Copies a step of local files, unless it is there.
@@ -318,39 +323,39 @@ class StepsFolder:
             CheckpointCorrupt: it is damaged, here or after it was copied; it is not there.
             StorageError: a storage failed; it is not there.
         """
-        found = source.version(step)
-        if found is None:
+        version = source.version(step)
+        if version is None:
             return False
-        if not found.attempt:
+        if not version.attempt:
             raise errors.CheckpointCorrupt(
                 f"{source.path(step)}: its manifest is damaged; not copied"
             )
         with self._doing(f"copy step {step}"):
-            if self._manifest(step) == found.manifest:
+            if self._manifest(step) == version.manifest:
                 return True
             self.remove(step)  # another version, or what a job left that was killed
             try:
-                files = self._send(step, Path(source.path(step)), found.attempt)
-                if source.version(step) != found:
+                files = self._send(step, Path(source.path(step)), version.attempt)
+                if source.version(step) != version:
                     raise FileNotFoundError("the step was replaced")
-                self._publish(step, found.manifest, files)
+                self._publish(step, version.manifest, files)
             except BaseException as error:
                 with suppress(Exception):
                     self.remove(step)
-                if isinstance(error, Exception) and source.version(step) != found:
+                if isinstance(error, Exception) and source.version(step) != version:
                     return False
                 raise
         _log.info("copied %s to %s", source.path(step), self.url)
         return True
 
-    def get(self, step: int, to: Path) -> None:
+    def get(self, step: int, destination: Path) -> None:
         """Copies a step into a local folder, which holds no checkpoint before.
 
         Raises:
             CheckpointCorrupt: it is damaged; nothing remains.
             StorageError: a storage failed; nothing remains.
         """
-        part = to.with_name(f".{to.name}.unickpt-download")
+        part = destination.with_name(f".{destination.name}.unickpt-download")
         if part.is_symlink():
             part.unlink()
         shutil.rmtree(part, ignore_errors=True)
@@ -367,10 +372,10 @@ class StepsFolder:
                         f"{self.url}: step {step} is damaged: {report.damage[0]}; restore an "
                         "earlier one: restore(step=...)"
                     )
-                for at, _, names in os.walk(part):
+                for folder, _, names in os.walk(part):
                     for name in (*names, "."):
-                        sync_folder(os.path.join(at, name))  # and so are files
-                _appear(part, to)
+                        sync_folder(os.path.join(folder, name))  # and so are files
+                _appear(part, destination)
         finally:
             shutil.rmtree(part, ignore_errors=True)
 
@@ -381,16 +386,16 @@ class StepsFolder:
             UnsupportedFormat: it needs what this unickpt does not know; nothing was removed.
             StorageError: the storage failed.
         """
-        at = self._at(step)
+        folder = self._at(step)
         with self._doing(f"remove step {step}"):
             self._fs.invalidate_cache()
             self._refuse_unknown(step)
             with suppress(FileNotFoundError):
-                self._fs.rm_file(f"{at}/{MANIFEST}")
+                self._fs.rm_file(f"{folder}/{MANIFEST}")
             self._fs.invalidate_cache()
-            if self._fs.exists(at):
+            if self._fs.exists(folder):
                 with suppress(FileNotFoundError):
-                    self._fs.rm(at, recursive=True)
+                    self._fs.rm(folder, recursive=True)
 
     # --- helpers -------------------------------------------------------------------------------
 
@@ -418,39 +423,41 @@ class StepsFolder:
             self._fs.makedirs(f"{self._at(step)}/{folder}", exist_ok=True)
 
         def send(name: str) -> None:
-            there = f"{self._at(step)}/{name}"
-            self._fs.put_file(str(names[name]), there)
-            self._compare(names[name], there)
+            remote_path = f"{self._at(step)}/{name}"
+            self._fs.put_file(str(names[name]), remote_path)
+            self._compare(names[name], remote_path)
 
         with Pool(_AT_ONCE, "unickpt-mirror") as pool:
             list(pool.map(send, names))
         return {name: path.stat().st_size for name, path in names.items()}
 
-    def _compare(self, local: Path, there: str) -> None:
-        with open(local, "rb") as ours, self._fs.open(there, "rb") as theirs:
+    def _compare(self, local: Path, remote_path: str) -> None:
+        with open(local, "rb") as ours, self._fs.open(remote_path, "rb") as theirs:
             while True:
                 block = ours.read(_BLOCK)
                 if theirs.read(_BLOCK) != block:
-                    raise errors.StorageError(f"{there} differs from {local} when it is read back")
+                    raise errors.StorageError(
+                        f"{remote_path} differs from {local} when it is read back"
+                    )
                 if not block:
                     return
 
     def _publish(self, step: int, manifest: bytes, files: Mapping[str, int]) -> None:
         """Makes the step appear, then looks whether it is still all there."""
-        at = self._at(step)
-        self._fs.pipe_file(f"{at}/{MANIFEST}.partial", manifest)
-        if bytes(self._fs.cat_file(f"{at}/{MANIFEST}.partial")) != manifest:
-            raise errors.StorageError(f"{at}/{MANIFEST} differs when it is read back")
-        self._fs.mv(f"{at}/{MANIFEST}.partial", f"{at}/{MANIFEST}")
+        folder = self._at(step)
+        self._fs.pipe_file(f"{folder}/{MANIFEST}.partial", manifest)
+        if bytes(self._fs.cat_file(f"{folder}/{MANIFEST}.partial")) != manifest:
+            raise errors.StorageError(f"{folder}/{MANIFEST} differs when it is read back")
+        self._fs.mv(f"{folder}/{MANIFEST}.partial", f"{folder}/{MANIFEST}")
         self._fs.invalidate_cache()
         if self._manifest(step) != manifest or self._sizes(step) != files:
-            raise errors.StorageError(f"{at}: another job changed it during the copy")
+            raise errors.StorageError(f"{folder}: another job changed it during the copy")
 
     def _sizes(self, step: int) -> dict[str, int]:
         """The sizes of a step's files but the manifest, by name."""
-        found = self._fs.find(f"{self._at(step)}/processes", detail=True)
+        files = self._fs.find(f"{self._at(step)}/processes", detail=True)
         start = len(self._at(step)) + 1
-        return {name[start:]: int(facts["size"]) for name, facts in found.items()}
+        return {name[start:]: int(facts["size"]) for name, facts in files.items()}
 
     def _refuse_unknown(self, step: int) -> None:
         manifest = self._manifest(step)
@@ -464,15 +471,17 @@ class StepsFolder:
             except errors.UnsupportedFormat as error:
                 raise errors.UnsupportedFormat(str(error).replace(folder, self._at(step))) from None
 
-    def _fetch(self, step: int, to: Path, which: Callable[[str], bool] = lambda name: True) -> None:
+    def _fetch(
+        self, step: int, destination: Path, which: Callable[[str], bool] = lambda name: True
+    ) -> None:
         names = sorted(filter(which, self._sizes(step)))
         for name in names:
             if not all(_NAME.fullmatch(n) and n.strip(".") for n in name.split("/")):
                 raise errors.CheckpointCorrupt(f"{self.url}: step {step} has a file {quoted(name)}")
-            to.joinpath(name).parent.mkdir(parents=True, exist_ok=True)
+            destination.joinpath(name).parent.mkdir(parents=True, exist_ok=True)
 
         def fetch(name: str) -> None:
-            self._fs.get_file(f"{self._at(step)}/{name}", str(to / name))
+            self._fs.get_file(f"{self._at(step)}/{name}", str(destination / name))
 
         with Pool(_AT_ONCE, "unickpt-mirror") as pool:
             list(pool.map(fetch, names))
@@ -488,17 +497,17 @@ class StepsFolder:
             raise errors.StorageError(f"{self.url}: cannot {what}: {reason}") from error
 
 
-def _appear(part: Path, to: Path) -> None:
+def _appear(part: Path, destination: Path) -> None:
     """Puts a step into its place, in which a killed save or removal may have left attempts."""
-    if to.is_symlink() or not to.is_dir():
-        os.rename(part, to)
+    if destination.is_symlink() or not destination.is_dir():
+        os.rename(part, destination)
         return
-    folder = to / "processes"
+    folder = destination / "processes"
     folder.mkdir(exist_ok=True)
     for attempt in (part / "processes").iterdir():
         shutil.rmtree(folder / attempt.name, ignore_errors=True)
         os.rename(attempt, folder / attempt.name)
     sync_folder(str(folder))
-    sync_folder(str(to))
-    os.rename(part / MANIFEST, to / MANIFEST)
-    sync_folder(str(to))
+    sync_folder(str(destination))
+    os.rename(part / MANIFEST, destination / MANIFEST)
+    sync_folder(str(destination))

@@ -81,8 +81,8 @@ def install(*, options: SaveOptions | None = None, cast: bool = False) -> None:
     def serialize(*args: Any, **kwargs: Any) -> None:
         tree_serialize_leaves_tensorstore(*args, **{"options": options, **kwargs})
 
-    for each in (deserialize, serialize):
-        each.__dict__["of_levanter"] = original
+    for function in (deserialize, serialize):
+        function.__dict__["of_levanter"] = original
     for module in (checkpoint, series):
         vars(module).update(
             tree_deserialize_leaves_tensorstore=deserialize,
@@ -214,11 +214,11 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
         >>> nested({"model.w": 1, "model.layers.0": 2, "step": 3})
         {'model': {'w': 1, 'layers': {'0': 2}}, 'step': 3}
     """
-    found: dict[str, Any] = {}
+    root: dict[str, Any] = {}
     for name, value in flat.items():
-        if not put_nested(found, name.split("."), value):
+        if not put_nested(root, name.split("."), value):
             raise errors.UnsupportedLeaf(f"two leaves of the tree have the name {quoted(name)}")
-    return found
+    return root
 
 
 def _named_leaves(pytree: Any) -> dict[str, Any]:
@@ -271,28 +271,30 @@ def tree_deserialize_leaves_tensorstore(
         return _originals(series)[0](
             checkpoint_dir, pytree, axis_mapping, mesh, allow_missing=allow_missing
         )
-    found, prefix = opened
+    stored, prefix = opened
     haliax = importlib.import_module("haliax.util")
     is_none_or_named = series._is_named_or_none
     leaves, structure = jax.tree.flatten(pytree, is_leaf=is_none_or_named)
     names = _names(pytree, is_none_or_named)
-    wanted = dict[str, Any]()
+    targets = dict[str, Any]()
     for name, leaf in zip(names, leaves, strict=True):
         sharding = None if leaf is None else series._sharding_from_leaf(leaf, axis_mapping, mesh)
         if sharding is not None:
             array = _as_array(leaf.array if haliax.is_named_array(leaf) else leaf)
-            wanted[name] = _ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-    missing = _missing(found, prefix, wanted)
+            targets[name] = _ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+    missing = _missing(stored, prefix, targets)
     if missing and allow_missing:
-        _log.warning("%s lacks %s; these stay as they are", found.location, first_few(missing))
-        wanted = {name: each for name, each in wanted.items() if name not in missing}
+        _log.warning("%s lacks %s; these stay as they are", stored.location, first_few(missing))
+        targets = {name: target for name, target in targets.items() if name not in missing}
     under = f"{prefix}/" if prefix else ""
-    like: Any = nested(wanted)
-    loaded = unickpt.load(found, like, cast=cast, unexpected="skip", under=under) if wanted else {}
+    like: Any = nested(targets)
+    loaded: Any = {}
+    if targets:
+        loaded = unickpt.load(stored, like, cast=cast, unexpected="skip", under=under)
     return jax.tree.unflatten(
         structure,
         [
-            _filled(leaf, _at(loaded, name), haliax) if name in wanted else leaf
+            _filled(leaf, _at(loaded, name), haliax) if name in targets else leaf
             for name, leaf in zip(names, leaves, strict=True)
         ],
     )
@@ -304,10 +306,10 @@ def _names(pytree: Any, is_leaf: Callable[[Any], bool]) -> list[str]:
     return [str(name) for name in jax.tree.leaves(names, is_leaf=lambda x: x is None)]
 
 
-def _missing(found: Checkpoint, prefix: str, wanted: Mapping[str, Any]) -> list[str]:
+def _missing(stored: Checkpoint, prefix: str, targets: Mapping[str, Any]) -> list[str]:
     """The names that a checkpoint lacks."""
-    parts = {name: "/".join(map(name_component, name.split("."))) for name in wanted}
-    return [name for name, part in parts.items() if join_names(prefix, part) not in found]
+    parts = {name: "/".join(map(name_component, name.split("."))) for name in targets}
+    return [name for name, part in parts.items() if join_names(prefix, part) not in stored]
 
 
 def _at(loaded: Any, name: str) -> Any:
@@ -325,9 +327,9 @@ def _opened(path: str) -> tuple[Checkpoint, str] | None:
     if levanter saved it."""
     above, parts = path.rstrip("/"), list[str]()
     while above and not above.endswith((":", "/")):
-        found = _at_path(above)
-        if found is not None:
-            return found, "/".join(name_component(part) for part in parts)
+        checkpoint = _at_path(above)
+        if checkpoint is not None:
+            return checkpoint, "/".join(name_component(part) for part in parts)
         if _is_step(above):
             return None
         above, _, last = above.rpartition("/")
@@ -366,13 +368,13 @@ def export(path: PathLike, destination: PathLike) -> None:
     """
     if jax.process_count() > 1:
         raise ValueError("levanter.export runs in one process, which holds all arrays")
-    found = _at_path(str(path))
-    if found is None:
+    stored = _at_path(str(path))
+    if stored is None:
         raise errors.CheckpointNotFound(f"there is no checkpoint of unickpt at {path}")
     if _is_step(str(destination)) or _at_path(str(destination)) is not None:
         raise errors.CheckpointExists(f"there is a checkpoint at {destination}")
     series = _levanter("tensorstore_serialization")
-    arrays = jax.tree.map(_same, unickpt.load(found))
+    arrays = jax.tree.map(_same, unickpt.load(stored))
     _originals(series)[1](str(destination), arrays)
     checkpoint = _levanter("checkpoint")
     about = checkpoint._load_metadata(str(path))
@@ -391,10 +393,10 @@ def _same(value: Any) -> Any:
 def _originals(series: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """levanter's own functions that load and save."""
     now = series.tree_deserialize_leaves_tensorstore
-    found: tuple[Callable[..., Any], Callable[..., Any]] = getattr(
+    functions: tuple[Callable[..., Any], Callable[..., Any]] = getattr(
         now, "of_levanter", (now, series.tree_serialize_leaves_tensorstore)
     )
-    return found
+    return functions
 
 
 def _levanter(name: str) -> Any:

@@ -35,8 +35,8 @@ def step_of(report: SaveReport) -> int | None:
         >>> step_of(SaveReport("memory://run/step_100", 1, 8, 8, 1, 1, 0.5))
         100
     """
-    found = _STEP.fullmatch(report.url.rstrip("/").rpartition("/")[2])
-    return None if found is None else int(found[1])
+    match = _STEP.fullmatch(report.url.rstrip("/").rpartition("/")[2])
+    return None if match is None else int(match[1])
 
 
 def figures(report: SaveReport) -> dict[str, float]:
@@ -47,7 +47,11 @@ def figures(report: SaveReport) -> dict[str, float]:
         >>> figures(report)["phase/write"]
         0.25
     """
-    values = {of.name: getattr(report, of.name) for of in fields(report) if of.name != "process"}
+    values = {
+        field.name: getattr(report, field.name)
+        for field in fields(report)
+        if field.name != "process"
+    }
     numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
     phases = {f"phase/{name}": seconds for name, seconds in report.phases.items()}
     return {**numbers, "gb_per_s": report.gb_per_s, **phases}
@@ -137,12 +141,12 @@ class JsonLines:
             self._append(about, "load")
         else:
             about |= {"step": self._step(report), "process": report.process}
-            given = {name: finite_or_text(value) for name, value in report.metrics.items()}
-            own = {"metrics": given} if given else {}
-            self._append({**about, **figures(report), **own}, str(report.process))
+            metrics = {name: finite_or_text(value) for name, value in report.metrics.items()}
+            extra = {"metrics": metrics} if metrics else {}
+            self._append({**about, **figures(report), **extra}, str(report.process))
 
-    def _append(self, of: Mapping[str, Any], process: str) -> None:
-        line = json.dumps(of).encode() + b"\n"
+    def _append(self, record: Mapping[str, Any], process: str) -> None:
+        line = json.dumps(record).encode() + b"\n"
         path = self._path.replace("{process}", process)
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:

@@ -58,8 +58,8 @@ def _tensor(stored: Any, name: Any, what: str) -> torch.Tensor:
     """The tensor of an array, which must be of the dtype that was stored with it."""
     array = np.asarray(stored)
     # torch and the format have the same names.
-    known = array.dtype.kind != "O" and name == dtype_name(array.dtype)
-    dtype = getattr(torch, name, None) if known else None
+    is_known = array.dtype.kind != "O" and name == dtype_name(array.dtype)
+    dtype = getattr(torch, name, None) if is_known else None
     if not isinstance(dtype, torch.dtype):
         raise CheckpointCorrupt(
             f"{what}: an array of dtype {array.dtype} is said to be a tensor of dtype "

@@ -16,10 +16,10 @@ def dtype_named(name: Any) -> torch.dtype:
     Raises:
         CheckpointCorrupt: torch has none of this name.
     """
-    found = getattr(torch, name, None) if isinstance(name, str) else None
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
         raise CheckpointCorrupt(f"torch has no dtype {quoted(name)}")
-    return found
+    return dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -32,7 +32,7 @@ from unickpt.integrations import rng
 from unickpt.integrations.accelerate.naming import (
     Excess,
     broadcast,
-    found,
+    find_checkpoint,
     is_theirs,
     next_path,
     theirs_of,
@@ -89,9 +89,9 @@ def save_state(
     """
     _check_save(accelerator, safe_serialization, save_model_func_kwargs)
     path = next_path(accelerator, output_dir)
-    to, overwrite = Destination.of(path, theirs_of), output_dir is not None
+    destination, overwrite = Destination.of(path, theirs_of), output_dir is not None
     tree, metadata = _saved(accelerator, save_model_func_kwargs)
-    report = to.save(tree, overwrite=overwrite, metadata=metadata, options=options)
+    report = destination.save(tree, overwrite=overwrite, metadata=metadata, options=options)
     accelerator.project_configuration.iteration += 1
     Excess(accelerator, path)()
     return report
@@ -120,10 +120,10 @@ def save_state_async(
     """
     _check_save(accelerator, safe_serialization, save_model_func_kwargs)
     path = next_path(accelerator, output_dir)
-    to = Destination.of(path, theirs_of)
+    destination = Destination.of(path, theirs_of)
     tree, metadata = _saved(accelerator, save_model_func_kwargs)
     overwrite = output_dir is not None
-    pending = to.save_async(tree, overwrite=overwrite, metadata=metadata, options=options)
+    pending = destination.save_async(tree, overwrite=overwrite, metadata=metadata, options=options)
     accelerator.project_configuration.iteration += 1
     pending.add_done_callback(Excess(accelerator, path))
     return pending
@@ -155,14 +155,14 @@ def load_state(
         UnickptError: as `unickpt.load`.
     """
     _check_kind(accelerator)
-    path, iteration = found(accelerator, input_dir)
+    path, iteration = find_checkpoint(accelerator, input_dir)
     theirs = broadcast(is_theirs(path) if accelerator.is_main_process else None)
     if theirs is None:
-        given = {**(load_kwargs or {}), **load_model_func_kwargs}
-        _check_given(accelerator, given, _STRICT)
+        arguments = {**(load_kwargs or {}), **load_model_func_kwargs}
+        _check_arguments(accelerator, arguments, _STRICT)
         if accelerator._load_model_state_pre_hook:
             raise ValueError(_HOOKS.format("register_load_state_pre_hook"))
-        _load(accelerator, path, given.get(_STRICT, True))
+        _load(accelerator, path, arguments.get(_STRICT, True))
     else:
         accelerator.load_state(theirs, load_kwargs, **load_model_func_kwargs)
     if iteration is not None:
@@ -176,25 +176,25 @@ def _load(accelerator: Accelerator, path: PathLike, strict: bool) -> None:
     def read(stored: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
         check_same_kind(path, stored.metadata, engine is not None)
         _check_counts(path, stored.metadata.get(_COUNTS), _metadata(accelerator)[_COUNTS])
-        rest = unickpt.load(stored, only="values/**")["values"]
-        mine = _of_this(accelerator, path, rest["process"])
+        values = unickpt.load(stored, only="values/**")["values"]
+        mine = _of_this(accelerator, path, values["process"])
         if engine is None:
             with _without_later_states(accelerator, stored):
                 unickpt.load(stored, _state(accelerator), unexpected="skip")
-        return rest, mine
+        return values, mine
 
     # Opened once: what is there may be replaced meanwhile.
     if engine is None:
-        rest, mine = reading_checkpoint(path, read)
+        values, mine = reading_checkpoint(path, read)
     else:  # whose ranks load together, so none of them may start again by itself
         stored = unickpt.open(path)
-        rest, mine = read(stored)
+        values, mine = read(stored)
         load_into(engine, stored, strict=strict)
         unickpt.load(stored, _state(accelerator), unexpected="skip")
     for number, registered in enumerate(accelerator._custom_objects):
         if not _is_own_kind(registered):
             what = f"{path}: registered object {number}"
-            registered.load_state_dict(unpacked(rest["registered"][str(number)], what))
+            registered.load_state_dict(unpacked(values["registered"][str(number)], what))
     positions = zip(accelerator._dataloaders, mine["dataloaders"], strict=True)
     for number, (dataloader, state) in enumerate(positions):
         _set_position(dataloader, unpacked(state, f"{path}: data loader {number}"), number)
@@ -207,23 +207,25 @@ def _load(accelerator: Accelerator, path: PathLike, strict: bool) -> None:
 
 def _state(accelerator: Accelerator) -> dict[str, Any]:
     """What is loaded in place."""
-    own = {str(n): each for n, each in enumerate(accelerator._custom_objects) if _is_own_kind(each)}
+    registered = {
+        str(n): obj for n, obj in enumerate(accelerator._custom_objects) if _is_own_kind(obj)
+    }
     scaler = accelerator.scaler
-    found: dict[str, Any] = {"registered": own} if own else {}
+    state: dict[str, Any] = {"registered": registered} if registered else {}
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
-        return found | {"schedulers": _own_schedulers(accelerator)}
+        return state | {"schedulers": _own_schedulers(accelerator)}
     return {
         "models": list(accelerator._models),
-        "optimizers": [_named(accelerator, each) for each in accelerator._optimizers],
+        "optimizers": [_named(accelerator, optimizer) for optimizer in accelerator._optimizers],
         "schedulers": list(accelerator._schedulers),
         **({} if scaler is None else {"scaler": scaler}),
-        **found,
+        **state,
     }
 
 
-def _saved(accelerator: Accelerator, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _saved(accelerator: Accelerator, arguments: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """What is saved, and its metadata."""
-    excludes = bool(given.get(_EXCLUDES))
+    excludes = bool(arguments.get(_EXCLUDES))
     tree, metadata = _tree(accelerator), _metadata(accelerator)
     engine = _engine_of(accelerator)
     if engine is None:
@@ -235,13 +237,13 @@ def _saved(accelerator: Accelerator, given: Mapping[str, Any]) -> tuple[Any, dic
 def _tree(accelerator: Accelerator) -> dict[str, Any]:
     """What is saved, but for what an engine has."""
     registered = {
-        str(number): packed(each.state_dict(), f"registered object {number}")
-        for number, each in enumerate(accelerator._custom_objects)
-        if not _is_own_kind(each)
+        str(number): packed(obj.state_dict(), f"registered object {number}")
+        for number, obj in enumerate(accelerator._custom_objects)
+        if not _is_own_kind(obj)
     }
     loaders = [
-        packed(_position(each), f"data loader {number}")
-        for number, each in enumerate(accelerator._dataloaders)
+        packed(_position(loader), f"data loader {number}")
+        for number, loader in enumerate(accelerator._dataloaders)
     ]
     process = {"step": accelerator.step, "dataloaders": loaders, "rng": rng.states().value}
     # Loaded as they were saved, whatever the objects have now.
@@ -271,16 +273,16 @@ def _without_later_states(accelerator: Accelerator, stored: Checkpoint) -> Itera
 
     So does accelerate: a load of such a checkpoint starts them anew.
     """
-    taken: list[tuple[Any, dict[Any, Any]]] = []
+    removed_states: list[tuple[Any, dict[Any, Any]]] = []
     for number, wrapped in enumerate(accelerator._optimizers):
         state, prefix = wrapped.optimizer.state, f"optimizers/{number}/state/"
         if state and not any(name.startswith(prefix) for name in stored):
-            taken.append((state, dict(state)))
+            removed_states.append((state, dict(state)))
             state.clear()
     try:
         yield
     except BaseException:
-        for state, before in taken:
+        for state, before in removed_states:
             state.update(before)
         raise
 
@@ -306,21 +308,21 @@ def _position(dataloader: Any) -> dict[str, Any]:
     }
 
 
-def _set_position(dataloader: Any, found: Mapping[str, Any], number: int) -> None:
-    if found["iteration"] is not None:
-        dataloader.iteration = found["iteration"]
+def _set_position(dataloader: Any, position: Mapping[str, Any], number: int) -> None:
+    if position["iteration"] is not None:
+        dataloader.iteration = position["iteration"]
     sampler = dataloader.get_sampler() if hasattr(dataloader, "get_sampler") else None
-    if found["sampler"] is not None and isinstance(sampler, SeedableRandomSampler):
-        sampler.epoch = found["sampler"]["epoch"]
-        sampler.initial_seed = found["sampler"]["initial_seed"]
-    elif found["state"] is None and isinstance(sampler, RandomSampler):
+    if position["sampler"] is not None and isinstance(sampler, SeedableRandomSampler):
+        sampler.epoch = position["sampler"]["epoch"]
+        sampler.initial_seed = position["sampler"]["initial_seed"]
+    elif position["state"] is None and isinstance(sampler, RandomSampler):
         _log.warning(
             "data loader %d shuffles with torch's generator: in the middle of an epoch it goes on "
             "in another order; use DataLoaderConfiguration(use_seedable_sampler=True)",
             number,
         )
-    if found["state"] is not None:
-        dataloader.load_state_dict(found["state"])
+    if position["state"] is not None:
+        dataloader.load_state_dict(position["state"])
 
 
 def _of_this(accelerator: Accelerator, path: PathLike, stored: PerProcessValues) -> dict[str, Any]:
@@ -346,9 +348,9 @@ _HOOKS = (
 )
 
 
-def _check_save(accelerator: Accelerator, safe: bool, given: Mapping[str, Any]) -> None:
+def _check_save(accelerator: Accelerator, safe: bool, arguments: Mapping[str, Any]) -> None:
     _check_kind(accelerator)
-    _check_given(accelerator, given, _EXCLUDES)
+    _check_arguments(accelerator, arguments, _EXCLUDES)
     if not safe:
         raise ValueError("safe_serialization=False is not supported: nothing is pickled")
     if accelerator.project_configuration.save_on_each_node:
@@ -357,9 +359,11 @@ def _check_save(accelerator: Accelerator, safe: bool, given: Mapping[str, Any]) 
         raise ValueError(_HOOKS.format("register_save_state_pre_hook"))
 
 
-def _check_given(accelerator: Accelerator, given: Mapping[str, Any], of_engine: str) -> None:
+def _check_arguments(
+    accelerator: Accelerator, arguments: Mapping[str, Any], of_engine: str
+) -> None:
     has_engine = accelerator.distributed_type is DistributedType.DEEPSPEED
-    wrong = [name for name in given if not (has_engine and name == of_engine)]
+    wrong = [name for name in arguments if not (has_engine and name == of_engine)]
     if wrong:
         raise TypeError(
             f"{', '.join(wrong)}: not supported; no function of a model or of torch is called. "
@@ -383,10 +387,10 @@ def _check_kind(accelerator: Accelerator) -> None:
         )
 
 
-def _check_counts(path: PathLike, stored: Any, here: dict[str, int]) -> None:
+def _check_counts(path: PathLike, stored: Any, counts: dict[str, int]) -> None:
     if not isinstance(stored, dict):
         raise LoadMismatch(f"{path} was not saved by unickpt.integrations.accelerate")
-    wrong = [f"{stored.get(k)} {k}, not {n}" for k, n in here.items() if stored.get(k) != n]
+    wrong = [f"{stored.get(k)} {k}, not {n}" for k, n in counts.items() if stored.get(k) != n]
     if wrong:
         raise LoadMismatch(f"{path} has {'; '.join(wrong)}: prepare the same objects first")
 
@@ -411,4 +415,6 @@ def _own_schedulers(accelerator: Accelerator) -> list[Any]:
     from accelerate.utils import DeepSpeedSchedulerWrapper
 
     every = accelerator._schedulers
-    return [each for each in every if not isinstance(each, DeepSpeedSchedulerWrapper)]
+    return [
+        scheduler for scheduler in every if not isinstance(scheduler, DeepSpeedSchedulerWrapper)
+    ]

@@ -50,8 +50,8 @@ def next_path(accelerator: Accelerator, output_dir: PathLike | None) -> PathLike
     folder, iteration = _folder(accelerator), accelerator.save_iteration
     path = os.path.join(folder, f"{_PREFIX}{iteration}")
     names = _names(accelerator, folder) if accelerator.is_main_process else ()
-    there = broadcast(iteration in names)
-    if there:
+    exists = broadcast(iteration in names)
+    if exists:
         raise CheckpointExists(
             f"{path} exists: go on from it with load_state(accelerator), or set "
             "accelerator.project_configuration.iteration"
@@ -59,7 +59,9 @@ def next_path(accelerator: Accelerator, output_dir: PathLike | None) -> PathLike
     return path
 
 
-def found(accelerator: Accelerator, input_dir: PathLike | None) -> tuple[PathLike, int | None]:
+def find_checkpoint(
+    accelerator: Accelerator, input_dir: PathLike | None
+) -> tuple[PathLike, int | None]:
     """What to load, and its number if it was named automatically."""
     if input_dir is not None:
         return input_dir, None
@@ -79,12 +81,12 @@ def _names(accelerator: Accelerator, folder: str) -> list[int]:
     if not Path(folder).is_dir():
         return []
     registered = len(accelerator._custom_objects)
-    own = {listed.name for listed in checkpoints_below(folder)}
+    our_names = {listed.name for listed in checkpoints_below(folder)}
     matches = (match for name in os.listdir(folder) if (match := _NAME.fullmatch(name)))
     return sorted(
         int(match[1])
         for match in matches
-        if match[0] in own or is_complete(os.path.join(folder, match[0]), registered)
+        if match[0] in our_names or is_complete(os.path.join(folder, match[0]), registered)
     )
 
 
@@ -106,10 +108,10 @@ class Excess:
         if not self._works:
             return
         folder, name = os.path.split(self._path)
-        there = _names(self._accelerator, folder)
-        if int(name.removeprefix(_PREFIX)) not in there:
+        numbers = _names(self._accelerator, folder)
+        if int(name.removeprefix(_PREFIX)) not in numbers:
             return  # the save failed; the others are all there is
-        for number in there[: -max(1, self._limit)]:
+        for number in numbers[: -max(1, self._limit)]:
             path = os.path.join(folder, f"{_PREFIX}{number}")
             if is_theirs(path) is not None:
                 shutil.rmtree(path, ignore_errors=True)
@@ -148,13 +150,13 @@ def theirs_of(names: Sequence[str]) -> Sequence[str]:
 def is_theirs(path: PathLike) -> str | None:
     """The path of a local folder that `Accelerator.save_state` has written; None for any other."""
     try:
-        found = resolve_path(path)
+        location = resolve_path(path)
     except InvalidPath:
         return None
-    if not isinstance(found, LocalLocation):
+    if not isinstance(location, LocalLocation):
         return None
-    names = found.files(storage_context())
-    return str(found) if _RANDOM.format(0) in names and MANIFEST not in names else None
+    names = location.files(storage_context())
+    return str(location) if _RANDOM.format(0) in names and MANIFEST not in names else None
 
 
 def is_complete(folder: str, registered: int) -> bool:

@@ -140,8 +140,10 @@ def save(
     _check_save(planner)
     options = _together(writer.options, process_group, no_dist)
     state, overwrite = to_save(state_dict), writer.overwrite
-    to = destination(writer.checkpoint_id, overwrite=overwrite)
-    return to.save(state, overwrite=overwrite, metadata=replaced_metadata(to), options=options)
+    target = destination(writer.checkpoint_id, overwrite=overwrite)
+    return target.save(
+        state, overwrite=overwrite, metadata=replaced_metadata(target), options=options
+    )
 
 
 def async_save(
@@ -189,9 +191,9 @@ def async_save(
     if later:
         options = replace(options, staging="lazy")
     state, overwrite = to_save(state_dict), writer.overwrite
-    to = destination(writer.checkpoint_id, overwrite=overwrite)
-    metadata = replaced_metadata(to)
-    pending = to.save_async(state, overwrite=overwrite, metadata=metadata, options=options)
+    target = destination(writer.checkpoint_id, overwrite=overwrite)
+    metadata = replaced_metadata(target)
+    pending = target.save_async(state, overwrite=overwrite, metadata=metadata, options=options)
     upload = SaveFuture(pending)
     if not later:
         return upload
@@ -264,27 +266,27 @@ class RequestedState:
     stored: Checkpoint
     """What is stored; set before the load."""
 
-    def __init__(self, given: dict[str, Any]) -> None:
-        self._given = given
+    def __init__(self, state_dict: dict[str, Any]) -> None:
+        self._state_dict = state_dict
         self.resolved: dict[str, Any] = {}
         """The state dict, with the states of its objects; changed in place by the load."""
 
     def state_dict(self) -> Any:
         if not self.resolved:
-            items = sorted(self._given.items(), key=lambda item: str(item[0]))
+            items = sorted(self._state_dict.items(), key=lambda item: str(item[0]))
             self.resolved = {k: v.state_dict() if _is_stateful(v) else v for k, v in items}
         return with_stored_lists(self.resolved, structure_of(self.stored), self.stored.index.values)
 
-    def load_state_dict(self, found: dict[str, Any]) -> None:
-        filled(self.resolved, found)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        filled(self.resolved, state)
 
     def give_back(self) -> None:
         """Gives what was loaded to the objects; called after the load."""
-        for key, found in self.resolved.items():
-            if _is_stateful(self._given[key]):
-                self._given[key].load_state_dict(found)
+        for key, state in self.resolved.items():
+            if _is_stateful(self._state_dict[key]):
+                self._state_dict[key].load_state_dict(state)
             else:
-                self._given[key] = found
+                self._state_dict[key] = state
 
 
 class ObjectState(SavedOnly):
@@ -336,21 +338,21 @@ def _wait_staged(pending: PendingSave, staged: Future[None]) -> None:
 # --- arguments: what cannot be honoured is refused by its name ------------------------------------
 
 
-def _storage(kind: type[T], path: PathLike | None, given: Any, argument: str, do: str) -> T:
+def _storage(kind: type[T], path: PathLike | None, storage: Any, argument: str, do: str) -> T:
     """A storage class with the path that is given, and the options of one that is given.
 
     Arguments:
         kind: `StorageWriter` or `StorageReader`.
         path: None for that of the given one.
-        given: the argument, if any.
+        storage: the argument, if any.
         argument, do: for messages: its name, and what is done at the path.
     """
-    if given is not None and not isinstance(given, kind):
+    if storage is not None and not isinstance(storage, kind):
         raise TypeError(
-            f"{argument}= is a {type(given).__name__}, which has files of its own; pass "
+            f"{argument}= is a {type(storage).__name__}, which has files of its own; pass "
             f"checkpoint_id=, or unickpt.integrations.dcp.{kind.__name__}(path)"
         )
-    made = kind() if given is None else copy.copy(given)
+    made = kind() if storage is None else copy.copy(storage)
     made.reset(path)
     if made.path is None:
         raise ValueError(f"checkpoint_id= is missing: say {do}")

@@ -135,9 +135,11 @@ class StorageWriter(_AtPath, storage.StorageWriter):
             raise ValueError("the plan is not the one that prepare_global_plan made")
         group = ProcessGroup(rank.index, rank.count, rank.session)
         state = PlannedState(plan, planner)
-        to = destination(self.checkpoint_id, overwrite=self.overwrite)
+        target = destination(self.checkpoint_id, overwrite=self.overwrite)
         options = replace(self.options, group=group)
-        to.save(state, overwrite=self.overwrite, metadata=replaced_metadata(to), options=options)
+        target.save(
+            state, overwrite=self.overwrite, metadata=replaced_metadata(target), options=options
+        )
         return _done(state.results())
 
     def finish(self, metadata: torch_metadata.Metadata, results: list[list[WriteResult]]) -> None:
@@ -194,10 +196,12 @@ class PlannedState(SavedOnly):
             data = self._planner.resolve_data(item)
             boxes.setdefault(item.index.fqn, []).append((item, data))
             self._sizes.append(_nbytes(data))
-        known = self._plan.planner_data if isinstance(self._plan.planner_data, Mapping) else {}
+        keys_by_name = (
+            self._plan.planner_data if isinstance(self._plan.planner_data, Mapping) else {}
+        )
         root: dict[Any, Any] = {}
         for name, parts in boxes.items():
-            if not put_nested(root, known.get(name, (name,)), _leaf(name, parts)):
+            if not put_nested(root, keys_by_name.get(name, (name,)), _leaf(name, parts)):
                 raise UnsupportedLeaf(f"{name!r} has the same place in the state as another value")
         return root
 
@@ -210,13 +214,13 @@ def _leaf(name: str, parts: list[tuple[planning.WriteItem, Any]]) -> Any:
     (first, data), *_ = parts
     if first.tensor_data is None:
         return TorchSaved(data.getvalue() if isinstance(data, io.BytesIO) else bytes(data))
-    held = []
+    fragments = []
     for item, tensor in parts:
         if item.tensor_data is None:
             raise UnsupportedLeaf(f"{name!r} is a tensor and bytes in one plan")
         chunk = item.tensor_data.chunk
-        held.append((_box(chunk.offsets, chunk.sizes), tensor.detach()))
-    return LocalFragments(tuple(first.tensor_data.size), held)
+        fragments.append((_box(chunk.offsets, chunk.sizes), tensor.detach()))
+    return LocalFragments(tuple(first.tensor_data.size), fragments)
 
 
 def _nbytes(data: torch.Tensor | io.BytesIO) -> int:
@@ -302,7 +306,7 @@ class StorageReader(_AtPath, storage.StorageReader):
     def _open(self) -> _Opened:
         """The checkpoint, as it was when it was first asked for."""
         if self._opened is None:
-            self._opened = _Opened.at(self.checkpoint_id)
+            self._opened = _Opened.open(self.checkpoint_id)
         return self._opened
 
 
@@ -321,7 +325,7 @@ class _Opened:
     keys: Mapping[str, Keys]
 
     @classmethod
-    def at(cls, path: PathLike) -> _Opened:
+    def open(cls, path: PathLike) -> _Opened:
         """Opens a checkpoint.
 
         Raises:
@@ -401,23 +405,23 @@ def value_of(node: Node | Leaf, values: ValuesByName) -> Any:
     return rebuild_tree(node, values.__getitem__)
 
 
-def portable(given: Any) -> Any:
+def portable(state: Any) -> Any:
     """A state dict to save, in which what is in an `io.BytesIO` is bytes."""
-    if type(given) in (dict, OrderedDict):
-        return type(given)((key, portable(value)) for key, value in given.items())
-    if type(given) is list:
-        return [portable(value) for value in given]
-    return given.getvalue() if isinstance(given, io.BytesIO) else given
+    if type(state) in (dict, OrderedDict):
+        return type(state)((key, portable(value)) for key, value in state.items())
+    if type(state) is list:
+        return [portable(value) for value in state]
+    return state.getvalue() if isinstance(state, io.BytesIO) else state
 
 
-def with_stored_lists(given: Any, node: Node | Leaf | None, values: ValuesByName) -> Any:
+def with_stored_lists(state: Any, node: Node | Leaf | None, values: ValuesByName) -> Any:
     """A state dict to load into, in which lists of values have the length that is stored, and an
     `io.BytesIO` is bytes.
 
     To DCP such a list is one item, which a load replaces as a whole.
 
     Arguments:
-        given: a state dict, or a part of it.
+        state: a state dict, or a part of it.
         node: the same part of what is stored, if it is there.
         values: the stored plain values, by name.
 
@@ -433,45 +437,48 @@ def with_stored_lists(given: Any, node: Node | Leaf | None, values: ValuesByName
                 "unickpt.integrations.dcp.StorageReader(path)"
             )
         node = child
-    if isinstance(given, io.BytesIO):
+    if isinstance(state, io.BytesIO):
         return b""
-    if node is not None and _is_sequence(node) and is_value(node, values) and _is_whole(given):
+    if node is not None and _is_sequence(node) and is_value(node, values) and _is_whole(state):
         return value_of(node, values)
     below = zip(node.keys, node.children, strict=True) if isinstance(node, Node) else ()
     children = {str(key): child for key, child in below}
-    if type(given) in (dict, OrderedDict):
-        adopted = (with_stored_lists(v, children.get(str(k)), values) for k, v in given.items())
-        return type(given)(zip(given, adopted, strict=True))
-    if type(given) is list:
-        numbered = enumerate(given)
+    if type(state) in (dict, OrderedDict):
+        adopted = (with_stored_lists(v, children.get(str(k)), values) for k, v in state.items())
+        return type(state)(zip(state, adopted, strict=True))
+    if type(state) is list:
+        numbered = enumerate(state)
         return [with_stored_lists(v, children.get(str(n)), values) for n, v in numbered]
-    return given
+    return state
 
 
-def filled(given: Any, found: Any) -> Any:
+def filled(state: Any, new_state: Any) -> Any:
     """What was loaded, in the dicts and lists that were given: DCP changes these in place."""
-    if given is found:
-        return given
-    if isinstance(given, dict) and isinstance(found, dict):
-        for key in filter(given.__contains__, found):  # others are stored, and were not asked for
-            given[key] = filled(given[key], found[key])
-        return given
-    if isinstance(given, list) and isinstance(found, list):
-        same = len(given) == len(found)
-        given[:] = [filled(*pair) for pair in zip(given, found, strict=True)] if same else found
-        return given
-    return io.BytesIO(found) if isinstance(given, io.BytesIO) else found
+    if state is new_state:
+        return state
+    if isinstance(state, dict) and isinstance(new_state, dict):
+        # Other keys are stored, but were not requested.
+        for key in filter(state.__contains__, new_state):
+            state[key] = filled(state[key], new_state[key])
+        return state
+    if isinstance(state, list) and isinstance(new_state, list):
+        same = len(state) == len(new_state)
+        state[:] = (
+            [filled(*pair) for pair in zip(state, new_state, strict=True)] if same else new_state
+        )
+        return state
+    return io.BytesIO(new_state) if isinstance(state, io.BytesIO) else new_state
 
 
 def _is_sequence(node: Node | Leaf) -> bool:
     return isinstance(node, Node) and node.kind in ("list", "tuple", "namedtuple")
 
 
-def _is_whole(given: Any) -> bool:
+def _is_whole(value: Any) -> bool:
     """Whether DCP would replace this as a whole."""
-    if isinstance(given, list | tuple):
-        return all(map(_is_whole, given))
-    return not isinstance(given, Mapping | torch.Tensor)
+    if isinstance(value, list | tuple):
+        return all(map(_is_whole, value))
+    return not isinstance(value, Mapping | torch.Tensor)
 
 
 # --- where a save goes: it may replace a checkpoint of torch's in a local folder ------------------
@@ -482,10 +489,10 @@ def destination(path: PathLike, *, overwrite: bool) -> Destination:
     return Destination.of(path, torch_files if overwrite else lambda names: ())
 
 
-def replaced_metadata(to: Destination) -> dict[str, Any]:
+def replaced_metadata(target: Destination) -> dict[str, Any]:
     """What a checkpoint says of torch's checkpoint that it replaces, whose files are removed after
     the commit: a job that is killed in between leaves both, and readers know which one counts."""
-    if TORCH_METADATA not in to.theirs:
+    if TORCH_METADATA not in target.theirs:
         return {}
-    content = Path(os.path.join(str(to.location), TORCH_METADATA)).read_bytes()
+    content = Path(os.path.join(str(target.location), TORCH_METADATA)).read_bytes()
     return {REPLACED_METADATA: {TORCH_METADATA: xxhash.xxh3_64_hexdigest(content)}}

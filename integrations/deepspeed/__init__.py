@@ -102,10 +102,10 @@ def use_unickpt(
 def checkpoints_of(engine: Any) -> EngineCheckpoints:
     """What `use_unickpt` returned for an engine; without such a call the same as it would return,
     and the engine's own functions stay as they are. For trainers, which make their engine."""
-    found: EngineCheckpoints | None = vars(engine).get(_OURS)
-    if found is None:
-        found = vars(engine)[_OURS] = EngineCheckpoints(engine)
-    return found
+    checkpoints: EngineCheckpoints | None = vars(engine).get(_OURS)
+    if checkpoints is None:
+        checkpoints = vars(engine)[_OURS] = EngineCheckpoints(engine)
+    return checkpoints
 
 
 class EngineCheckpoints:
@@ -127,9 +127,9 @@ class EngineCheckpoints:
         self._background = background
         self._queue = SaveQueue()
         self._placing: Placing | None = None
-        for each in EngineParts.of(engine).optimizers():
+        for optimizer in EngineParts.of(engine).optimizers():
             # Before anything changes: the optimizer changes the masters, then come the weights.
-            each.register_step_pre_hook(lambda *_: self._queue.fence())
+            optimizer.register_step_pre_hook(lambda *_: self._queue.fence())
 
     # --- saving ----------------------------------------------------------------------------------
 
@@ -178,17 +178,17 @@ class EngineCheckpoints:
             raise ValueError(f"save_dir must be a path or a URL, not {save_dir!r}")
         tag = f"global_step{self.engine.global_steps}" if tag is None else str(tag)
         self._check_tag(tag)
-        to = Destination.of(_joined(save_dir, tag), _theirs)
+        destination = Destination.of(_joined(save_dir, tag), _theirs)
         tree, owners = dict[str, Any](), set[Hashable]()
         file = LatestFile(save_dir, tag)
 
         def describe() -> None:  # an error in here reaches the other ranks
-            found = self.tree(client_state, exclude_frozen_parameters=exclude_frozen_parameters)
-            tree.update(found)
+            state = self.tree(client_state, exclude_frozen_parameters=exclude_frozen_parameters)
+            tree.update(state)
             owners.update(EngineParts.of(self.engine).owners())
 
         def committed() -> None:
-            to.committed()
+            destination.committed()
             if save_latest and dist.get_rank() == 0:
                 file.write()
 
@@ -197,7 +197,7 @@ class EngineCheckpoints:
             callbacks = replace(callbacks, prepare=file.prepare, check=file.announce)
 
         request = SaveRequest(
-            *(to.location, tree, self._options),
+            *(destination.location, tree, self._options),
             overwrite=True,
             metadata=lambda: self.metadata(exclude_frozen_parameters),
             owners=owners,
@@ -224,11 +224,11 @@ class EngineCheckpoints:
         """
         info = (client_state or {}).get(_INFO)
         arrays = self._arrays(info if isinstance(info, Mapping) else {})
-        found: dict[str, Any] = {**arrays.saved(with_frozen=not exclude_frozen_parameters)}
+        leaves: dict[str, Any] = {**arrays.saved(with_frozen=not exclude_frozen_parameters)}
         if dist.get_rank() == 0:
-            found |= values.saved(self.engine)
+            leaves |= values.saved(self.engine)
         state = packed(dict(client_state or {}), "client_state")
-        return {**found, values.CLIENT: PerProcess(state)}
+        return {**leaves, values.CLIENT: PerProcess(state)}
 
     def wait(self) -> None:
         """Waits until all saves are committed, or have failed.
@@ -250,8 +250,8 @@ class EngineCheckpoints:
     def _check_tag(self, tag: str) -> None:
         """Checks that all ranks save under the same name."""
         group = job_group(timeout_s=self._options.timeout_s)
-        found = zlib.crc32(tag.encode())
-        most, least = group.agree(found), _CRC - group.agree(_CRC - found)
+        checksum = zlib.crc32(tag.encode())
+        most, least = group.agree(checksum), _CRC - group.agree(_CRC - checksum)
         if most != least:
             raise ValueError(
                 f"rank {dist.get_rank()} saves with the tag {tag!r}, and another rank with another "
@@ -261,8 +261,8 @@ class EngineCheckpoints:
     def _arrays(self, info: Mapping[str, Any]) -> EngineArrays:
         parts = EngineParts.of(self.engine)
         if self._placing is None or (info and info != self._placing.info):
-            told = getattr(self.engine.module, _INFO, None) or info
-            self._placing = Placing(Grid.of(self.engine), told, self._hints)
+            placing_info = getattr(self.engine.module, _INFO, None) or info
+            self._placing = Placing(Grid.of(self.engine), placing_info, self._hints)
         return EngineArrays(parts, self._placing)
 
     # --- loading ---------------------------------------------------------------------------------
@@ -314,13 +314,13 @@ class EngineCheckpoints:
                 )
                 return None, None
         path = _joined(load_dir, str(tag))
-        wanted = Wanted(
+        request = Wanted(
             load_module_strict,
             load_optimizer_states and not load_module_only,
             load_lr_scheduler_states and not load_module_only,
             not load_module_only,
         )
-        return path, self.load(path, wanted)
+        return path, self.load(path, request)
 
     def load(self, path: str, wanted: Wanted, opened: Checkpoint | None = None) -> dict[str, Any]:
         """Loads the checkpoint at a path, and returns the caller's state; see `load_checkpoint`.
@@ -344,8 +344,8 @@ class EngineCheckpoints:
                 )
             info = stored.metadata.get(_INFO)
             arrays = self._arrays(info if isinstance(info, Mapping) else {})
-            one = EngineLoad(arrays, stored, wanted, rules, self._load_options)
-            return one, one.run()
+            engine_load = EngineLoad(arrays, stored, wanted, rules, self._load_options)
+            return engine_load, engine_load.run()
 
         with loaded_together(job_group(), path):
             if opened is None and self._hints:
@@ -368,18 +368,19 @@ def _is_of_others(stored: Checkpoint) -> bool:
 
 def _client_state(plain: Mapping[str, Any], path: str) -> dict[str, Any]:
     """The caller's own state of this rank, with what DeepSpeed returns beside it."""
-    found = plain.get(values.CLIENT)
-    if isinstance(found, PerProcessValues):
-        every, rank = found.values, dist.get_rank()
-        if len(every) != dist.get_world_size() and any(one != every[0] for one in every):
+    state = plain.get(values.CLIENT)
+    if isinstance(state, PerProcessValues):
+        every, rank = state.values, dist.get_rank()
+        same_ranks = len(every) == dist.get_world_size()
+        if not same_ranks and any(other != every[0] for other in every):
             _log.warning(
                 "%s: the client_state of %d ranks differs, and there are %d now: all get that of "
                 "rank 0", *(path, len(every), dist.get_world_size()),
             )  # fmt: skip
             rank = 0
-        found = unpacked(every[rank % len(every)], f"{path}: client_state")
-    kept = {name: plain[name] for name in ("ds_config", "ds_version") if name in plain}
-    return {**(found if isinstance(found, dict) else {}), **kept}
+        state = unpacked(every[rank % len(every)], f"{path}: client_state")
+    versions = {name: plain[name] for name in ("ds_config", "ds_version") if name in plain}
+    return {**(state if isinstance(state, dict) else {}), **versions}
 
 
 def _joined(folder: str, name: str) -> str:

@@ -63,7 +63,7 @@ class Updated:
         Raises:
             UnsupportedLeaf: a slot has another size, so that nobody knows what belongs to whom.
         """
-        found = {}
+        slots = {}
         for slot, value in self.state.items():
             if slot == _STEP or not isinstance(value, torch.Tensor) or not value.ndim:
                 continue
@@ -73,8 +73,8 @@ class Updated:
                     f"{self.masters.numel()} of parameters: DeepSpeed shares out only slots with "
                     "an element for each"
                 )
-            found[slot] = value
-        return found
+            slots[slot] = value
+        return slots
 
     def counts(self) -> dict[str, Any]:
         """The optimizer's slots that are one number for all of them, such as `step`."""
@@ -125,27 +125,28 @@ class EngineParts:
             return cls(engine, 0, base, list(_flat(base, flats, groups)), True)
         if hasattr(optimizer, "fp32_groups"):
             pairs = zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)
-            return cls(engine, 0, base, list(_each(base, pairs)), True)
+            return cls(engine, 0, base, list(_per_parameter(base, pairs)), True)
         if base is not optimizer or not isinstance(base, torch.optim.Optimizer):
             raise UnsupportedLeaf(
                 f"DeepSpeed's {type(optimizer).__name__} is not known: nothing tells where it "
                 "keeps the state of parameters"
             )
-        own = [group["params"] for group in base.param_groups]
-        return cls(engine, 0, base, list(_each(base, zip(own, own, strict=True))), True)
+        params = [group["params"] for group in base.param_groups]
+        pairs = zip(params, params, strict=True)
+        return cls(engine, 0, base, list(_per_parameter(base, pairs)), True)
 
     def owners(self) -> set[Hashable]:
         """What only a step of the optimizer changes: see `unickpt.extend.Fence`."""
-        tensors = [each.masters for each in self.updated]
-        for each in self.updated:
-            tensors += [v for v in each.state.values() if isinstance(v, torch.Tensor)]
-            tensors += [weights_of(p) for p in each.ranges]
+        tensors = [updated.masters for updated in self.updated]
+        for updated in self.updated:
+            tensors += [v for v in updated.state.values() if isinstance(v, torch.Tensor)]
+            tensors += [weights_of(p) for p in updated.ranges]
         return {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Those whose steps change the engine's state."""
         every = (self.base, getattr(self.engine.optimizer, "backup_optimizer", None))
-        return [each for each in every if isinstance(each, torch.optim.Optimizer)]
+        return [optimizer for optimizer in every if isinstance(optimizer, torch.optim.Optimizer)]
 
     @torch.no_grad()
     def round(self) -> None:
@@ -153,18 +154,20 @@ class EngineParts:
         if hasattr(self.engine.optimizer, "update_lp_params"):
             self.engine.optimizer.update_lp_params()
             return
-        for each in self.updated:
-            for param, part in each.ranges.items():
-                masters = each.masters.detach().reshape(-1)[part.at : part.at + part.count]
+        for updated in self.updated:
+            for param, part in updated.ranges.items():
+                masters = updated.masters.detach().reshape(-1)[part.at : part.at + part.count]
                 if hasattr(param, "ds_tensor"):
                     param.ds_tensor[: part.count].copy_(masters)
-                elif each.masters is not param:
+                elif updated.masters is not param:
                     param.copy_(masters.view(param.shape))
 
-    def new_slots(self, names: Mapping[str, torch.dtype], of: Updated) -> dict[str, torch.Tensor]:
+    def new_slots(
+        self, names: Mapping[str, torch.dtype], updated: Updated
+    ) -> dict[str, torch.Tensor]:
         """Slots for an optimizer that has not made a step yet, filled with zeros; they are not the
         optimizer's before `add_slots`."""
-        masters = of.masters
+        masters = updated.masters
         return {
             slot: torch.zeros_like(masters, dtype=dtype, requires_grad=False)
             for slot, dtype in names.items()
@@ -172,8 +175,8 @@ class EngineParts:
 
     def add_slots(self, new: Mapping[Updated, Mapping[str, torch.Tensor]]) -> None:
         """Gives them to the optimizer."""
-        for each, slots in new.items():
-            self.base.state[each.masters].update(slots)
+        for updated, slots in new.items():
+            self.base.state[updated.masters].update(slots)
         if hasattr(self.engine.optimizer, "_hp_optimizer_states_linked"):
             # It links what it knows of parameters to their slots after the next step.
             self.engine.optimizer._hp_optimizer_states_linked = False
@@ -181,8 +184,8 @@ class EngineParts:
 
 def weights_of(param: Parameter) -> torch.Tensor:
     """The memory with the weights of a parameter that this process has: with ZeRO 3, its part."""
-    held: torch.Tensor = param.ds_tensor if hasattr(param, "ds_tensor") else param
-    return held
+    weights: torch.Tensor = param.ds_tensor if hasattr(param, "ds_tensor") else param
+    return weights
 
 
 def part_of(param: Parameter) -> Range:
@@ -204,11 +207,11 @@ def _stage3(optimizer: Any) -> Iterator[Updated]:
     """ZeRO 3: of each sub-group a rank has a part of every parameter, one after the other."""
     base = optimizer.optimizer
     for number, params in enumerate(optimizer.fp16_groups):
-        masters, ranges, at = optimizer.fp32_partitioned_groups_flat[number], {}, 0
+        masters, ranges, offset = optimizer.fp32_partitioned_groups_flat[number], {}, 0
         for param in params:
             part = part_of(param)
-            ranges[param] = Range(part.start, at, part.count)
-            at += int(param.partition_numel())
+            ranges[param] = Range(part.start, offset, part.count)
+            offset += int(param.partition_numel())
         group = optimizer.sub_group_to_group_id[number]
         yield Updated(masters, _state(base, masters), group, ranges)
 
@@ -222,22 +225,22 @@ def _linked(base: Any, flats: Sequence[Any], groups: Sequence[Any]) -> Iterator[
             if link is None:
                 ranges[param] = Range(0, 0, 0)
                 continue
-            of, at = link.lp_fragment_address, link.hp_fragment_address
-            ranges[param] = Range(int(of.start), int(at.start), int(of.numel))
+            low, high = link.lp_fragment_address, link.hp_fragment_address
+            ranges[param] = Range(int(low.start), int(high.start), int(low.numel))
         yield Updated(masters, _state(base, masters), number, ranges)
 
 
 def _flat(base: Any, flats: Sequence[Any], groups: Sequence[Any]) -> Iterator[Updated]:
     """FP16_Optimizer: all parameters of a group, one after the other."""
     for number, (masters, params) in enumerate(zip(flats, groups, strict=True)):
-        ranges, at = {}, 0
+        ranges, offset = {}, 0
         for param in params:
-            ranges[param] = Range(0, at, param.numel())
-            at += param.numel()
+            ranges[param] = Range(0, offset, param.numel())
+            offset += param.numel()
         yield Updated(masters, _state(base, masters), number, ranges)
 
 
-def _each(base: Any, groups: Any) -> Iterator[Updated]:
+def _per_parameter(base: Any, groups: Any) -> Iterator[Updated]:
     """Optimizers that keep a tensor for each parameter."""
     for number, (masters, params) in enumerate(groups):
         for master, param in zip(masters, params, strict=True):
@@ -247,8 +250,8 @@ def _each(base: Any, groups: Any) -> Iterator[Updated]:
 
 
 def _state(base: Any, masters: torch.Tensor) -> dict[str, Any]:
-    found: dict[str, Any] = base.state.get(masters, {})  # reading `state` may create an entry
-    return found
+    state: dict[str, Any] = base.state.get(masters, {})  # reading `state` may create an entry
+    return state
 
 
 def _check(engine: Any) -> None:

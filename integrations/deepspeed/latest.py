@@ -38,8 +38,12 @@ class LatestFile:
         Raises:
             StorageError: the folder cannot be written.
         """
-        told = {"tag": self._tag, "attempt": self._attempt, "instead_of": _named(self._folder)}
-        self._write(_NEXT, json.dumps(told))
+        announcement = {
+            "tag": self._tag,
+            "attempt": self._attempt,
+            "instead_of": _named(self._folder),
+        }
+        self._write(_NEXT, json.dumps(announcement))
 
     def write(self) -> None:
         """After the commit, on the coordinator."""
@@ -73,10 +77,10 @@ def latest(folder: str, universal: bool = False) -> str | None:
     named, announced = _named(folder), _named(folder, _NEXT)
     if announced is not None:
         with suppress(ValueError):  # not ours
-            told = json.loads(announced)
-            path = f"{folder.rstrip('/')}/{told['tag']}"
-            if told["instead_of"] == named and _is_of(path, told["attempt"]):
-                return str(told["tag"])
+            announcement = json.loads(announced)
+            path = f"{folder.rstrip('/')}/{announcement['tag']}"
+            if announcement["instead_of"] == named and _is_of(path, announcement["attempt"]):
+                return str(announcement["tag"])
     return named
 
 

@@ -90,10 +90,10 @@ class EngineLoad:
         unickpt.load(
             self.stored, self.tree, rules=self.rules, unexpected="skip", options=self.options
         )
-        counts = {each: self._same(of) for each, of in self._counts.items()}
+        counts = {updated: self._same(by_slot) for updated, by_slot in self._counts.items()}
         self.arrays.parts.add_slots(self._new)
-        for each, found in counts.items():
-            _set_counts(self.arrays.parts.base, each, found)
+        for updated, numbers in counts.items():
+            _set_counts(self.arrays.parts.base, updated, numbers)
         return plain
 
     @property
@@ -116,10 +116,10 @@ class EngineLoad:
         for alias, name in module.ties.items():
             for slot in (MODULE, FP32):
                 if self.rules is None and self._dtype(slot, alias) is not None:
-                    own = arrays.places[name].name
-                    leaf = self.tree.get(slot, {}).get(own)
+                    array_name = arrays.places[name].name
+                    leaf = self.tree.get(slot, {}).get(array_name)
                     if leaf is not None:
-                        self._put(slot, alias + own.removeprefix(name), leaf)
+                        self._put(slot, alias + array_name.removeprefix(name), leaf)
         if missing and self.wanted.strict:
             raise LoadMismatch(
                 f"{self.stored.url}: the module of rank {dist.get_rank()} has weights that are not "
@@ -134,19 +134,20 @@ class EngineLoad:
 
     def _request(self, name: str, stored: str, dtype: torch.dtype, leaf: Any) -> bool:
         """Requests the weights of a parameter, or a buffer; False if they are not stored."""
-        arrays, own = self.arrays, dtype_name(dtype)
+        arrays, module_dtype = self.arrays, dtype_name(dtype)
         has_masters = name in arrays.masters
         if self.rules is not None:  # presets have the masters only
             masters = arrays.slot(name, self._masters(name)) if has_masters else leaf
             self._put(FP32, stored, masters)
             self._derived |= has_masters
             return True
-        kept, masters = self._dtype(MODULE, stored), self._dtype(FP32, stored)
-        if kept is None and masters is None:
+        weights_dtype, masters = self._dtype(MODULE, stored), self._dtype(FP32, stored)
+        if weights_dtype is None and masters is None:
             return False
         if has_masters and masters is not None:
             self._put(FP32, stored, arrays.slot(name, self._masters(name)))
-            if kept != own:  # trained in another precision: as DeepSpeed, round the masters
+            # Trained in another precision: round the masters, as DeepSpeed does.
+            if weights_dtype != module_dtype:
                 self._derived = True
                 return True
         elif has_masters:  # of a checkpoint of weights alone; the masters follow from them
@@ -154,7 +155,7 @@ class EngineLoad:
                 f"{self.stored.url}: {FP32}/{stored} is not stored, which the optimizer's masters "
                 "are loaded from; load weights into the module before deepspeed.initialize"
             )
-        elif kept != own and masters == own:
+        elif weights_dtype != module_dtype and masters == module_dtype:
             self._put(FP32, stored, leaf)
             return True
         self._put(MODULE, stored, leaf)
@@ -177,7 +178,7 @@ class EngineLoad:
         """Whether slots are stored, or the engine has some that would have to be."""
         parts, places = self.arrays.parts, self.arrays.places
         stored = {name.partition("/")[2] for name in self._entries if not name.startswith(_WEIGHTS)}
-        return any(each.state for each in parts.updated) or any(
+        return any(updated.state for updated in parts.updated) or any(
             places[name].name in stored for name in self.arrays.module.params
         )
 
@@ -187,42 +188,42 @@ class EngineLoad:
         parts = self.arrays.parts
         names = {self.arrays.module.params[name]: name for name in self.arrays.module.params}
         fresh: dict[torch.dtype, dict[str, Any]] = {}
-        for each in parts.updated:
-            state: Mapping[str, Any] = each.state
+        for updated in parts.updated:
+            state: Mapping[str, Any] = updated.state
             if not state:
-                dtype = each.masters.dtype
+                dtype = updated.masters.dtype
                 state = fresh.setdefault(dtype, _after_a_step(parts.base, dtype))
                 sliced = {s: v.dtype for s, v in state.items() if _is_slot(s, v)}
-                self._new |= {each: parts.new_slots(sliced, each)}
-            slots = each.slots() if each.state else self._new[each]
-            for param in each.ranges:
+                self._new |= {updated: parts.new_slots(sliced, updated)}
+            slots = updated.slots() if updated.state else self._new[updated]
+            for param in updated.ranges:
                 stored = self.arrays.places[names[param]].name
                 for slot, tensor in slots.items():
                     self._put(slot, stored, self.arrays.slot(names[param], tensor))
             for slot, value in state.items():
                 if slot not in slots and value is not None:
-                    self._request_count(each, slot, value, names)
+                    self._request_count(updated, slot, value, names)
 
     def _request_count(
-        self, each: Updated, slot: str, value: Any, names: Mapping[Any, str]
+        self, updated: Updated, slot: str, value: Any, names: Mapping[Any, str]
     ) -> None:
         """Requests a slot that is one number, under the names of all parameters that it is of."""
-        own = as_count(slot, value).dtype
-        for param in each.ranges:
+        dtype = as_count(slot, value).dtype
+        for param in updated.ranges:
             stored = self.arrays.places[names[param]].name
-            leaf = torch.empty((), dtype=self._count_dtype(slot, stored, own))
+            leaf = torch.empty((), dtype=self._count_dtype(slot, stored, dtype))
             self._put(slot, stored, leaf)
-            self._counts.setdefault(each, {}).setdefault(slot, {})[stored] = leaf
+            self._counts.setdefault(updated, {}).setdefault(slot, {})[stored] = leaf
 
-    def _count_dtype(self, slot: str, name: str, own: torch.dtype) -> torch.dtype:
+    def _count_dtype(self, slot: str, name: str, default: torch.dtype) -> torch.dtype:
         if self.rules is not None:
-            return own
+            return default
         index = self.stored.index
         if f"{slot}/{name}" in index.values:
             is_float = isinstance(index.values[f"{slot}/{name}"], float)
             return torch.float64 if is_float else torch.int64
         stored = self._dtype(slot, name)
-        return getattr(torch, stored or "", own)
+        return getattr(torch, stored or "", default)
 
     def _same(self, counts: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, float]:
         """The numbers that several parameters have, which DeepSpeed keeps once for all of them.
@@ -230,11 +231,11 @@ class EngineLoad:
         Raises:
             LoadMismatch: the parameters have different ones.
         """
-        found = {}
+        numbers_by_slot = {}
         for slot, by_name in counts.items():
             numbers = {name: leaf.item() for name, leaf in by_name.items()}
-            (first, number), *rest = numbers.items()
-            other = next((name for name, n in rest if n != number), None)
+            (first, number), *tail = numbers.items()
+            other = next((name for name, n in tail if n != number), None)
             if other is not None:
                 raise LoadMismatch(
                     f"{self.stored.url}: {slot}/{first} is {number}, and {slot}/{other} is "
@@ -242,8 +243,8 @@ class EngineLoad:
                     "them into groups of their own, or load without the optimizer's state "
                     "(load_optimizer_states=False)"
                 )
-            found[slot] = number
-        return found
+            numbers_by_slot[slot] = number
+        return numbers_by_slot
 
 
 def _plain_values(stored: Checkpoint) -> dict[str, Any]:
@@ -251,8 +252,8 @@ def _plain_values(stored: Checkpoint) -> dict[str, Any]:
     leaves = {*stored.index.values, *stored.index.per_process, *stored.index.entries}
     chosen = {name if name in leaves else f"{name}/**" for name in values.NAMES}
     chosen &= {f"{name.partition('/')[0]}/**" if "/" in name else name for name in leaves}
-    found: dict[str, Any] = unickpt.load(stored, only=sorted(chosen)) if chosen else {}
-    return found
+    tree: dict[str, Any] = unickpt.load(stored, only=sorted(chosen)) if chosen else {}
+    return tree
 
 
 def _is_of_no_step(plain: Mapping[str, Any]) -> bool:
@@ -265,8 +266,8 @@ def _is_of_no_step(plain: Mapping[str, Any]) -> bool:
 def _after_a_step(base: Any, dtype: torch.dtype) -> dict[str, Any]:
     """The state that an optimizer has of a parameter after its first step; found by making one with
     a parameter of its own."""
-    known = inspect.signature(type(base).__init__).parameters
-    settings = {key: value for key, value in base.defaults.items() if key in known}
+    parameters = inspect.signature(type(base).__init__).parameters
+    settings = {key: value for key, value in base.defaults.items() if key in parameters}
     param = torch.nn.Parameter(torch.zeros(2, dtype=dtype))
     param.grad = torch.zeros_like(param)
     with suppress(TypeError, ValueError, RuntimeError):
@@ -283,13 +284,13 @@ def _is_slot(slot: str, value: Any) -> bool:
     return slot != _STEP and isinstance(value, torch.Tensor) and value.ndim > 0
 
 
-def _set_counts(base: Any, each: Updated, counts: Mapping[str, float]) -> None:
+def _set_counts(base: Any, updated: Updated, counts: Mapping[str, float]) -> None:
     """Sets the slots that are one number, as the optimizer keeps them: in tensors, or not."""
-    state = base.state[each.masters]
+    state = base.state[updated.masters]
     like = state
     for slot, number in counts.items():
         if slot not in state:
-            like = _after_a_step(base, each.masters.dtype)
+            like = _after_a_step(base, updated.masters.dtype)
         kind: Any = like[slot]
         if isinstance(kind, torch.Tensor):
             state[slot] = kind.detach().clone().fill_(number)

@@ -114,31 +114,31 @@ class Place:
     own: Sequence[RankPiece]
 
     def fragments(
-        self, held: Iterable[tuple[Box, torch.Tensor]], pieces: Sequence[RankPiece]
+        self, local_parts: Iterable[tuple[Box, torch.Tensor]], pieces: Sequence[RankPiece]
     ) -> list[tuple[Box, torch.Tensor]]:
         """Boxes of the array with their data.
 
         Arguments:
-            held: boxes of what this rank has, with their data.
+            local_parts: boxes of what this rank has, with their data.
             pieces: which pieces of the array to make of them.
         """
-        found = []
-        for box, data in held:
+        fragments = []
+        for box, data in local_parts:
             for piece in pieces:
-                here = self._here(piece)
-                part = box.intersect(here)
+                local_box = self._local_box(piece)
+                part = box.intersect(local_box)
                 if part is None or part.empty:
                     continue
                 inside = part.relative_to(box.start).slices
                 start = [
                     a + b - c
-                    for a, b, c in zip(part.start, piece.box.start, here.start, strict=True)
+                    for a, b, c in zip(part.start, piece.box.start, local_box.start, strict=True)
                 ]
                 stop = [a + n for a, n in zip(start, part.shape, strict=True)]
-                found.append((Box(tuple(start), tuple(stop)), data[inside] if inside else data))
-        return found
+                fragments.append((Box(tuple(start), tuple(stop)), data[inside] if inside else data))
+        return fragments
 
-    def _here(self, piece: RankPiece) -> Box:
+    def _local_box(self, piece: RankPiece) -> Box:
         """The box of what this rank has that a piece of the array is."""
         start, left = [], piece.first
         for step in row_major(self.local):
@@ -202,13 +202,13 @@ class Placing:
             UnsupportedLeaf: what is said of it does not fit, or is not supported.
         """
         local = shape_of(param)
-        own = not getattr(param, PIPE_REPLICATED, False)
+        is_owner = not getattr(param, PIPE_REPLICATED, False)
         if self._rules is None:
             piece = [RankPiece(Box.whole(local), self.grid.tp, 0, row_major(local))]
-            return Place(name, local, local, piece, piece if own else ())
+            return Place(name, local, local, piece, piece if is_owner else ())
         if not self._rules.known:  # nobody knows how to put the parts together
             piece = [RankPiece(Box.whole(local), self.grid.tp, 0, row_major(local))]
-            return Place(f"{name}@{self.grid.tp}", local, local, piece, piece if own else ())
+            return Place(f"{name}@{self.grid.tp}", local, local, piece, piece if is_owner else ())
         try:
             plan = self._rules.plan(name, self._shapes[name])
             pieces = self._rules.held(name, self._shapes[name], self.grid.tp)
@@ -216,12 +216,12 @@ class Placing:
         except ValueError as error:
             raise UnsupportedLeaf(f"{name!r}: universal_checkpoint_info: {error}") from error
         mine = [piece for piece in plan.pieces if piece.rank == self.grid.tp]
-        return Place(name, plan.shape, local, pieces, mine if own else ())
+        return Place(name, plan.shape, local, pieces, mine if is_owner else ())
 
     def shared(self, params: Mapping[str, Parameter]) -> dict[str, list[Box]]:
         """Which part of each parameter's weights this data-parallel rank saves, of those that all
         of them have: the same number of bytes each. The answer is the same everywhere."""
-        found, size = {}, self.grid.dp_size
+        shares, size = {}, self.grid.dp_size
         small = {n: p for n, p in params.items() if p.nbytes < _WHOLE_ROWS_FROM or not p.ndim}
         total, before = sum(p.nbytes for p in small.values()), 0
         for name, param in params.items():
@@ -229,12 +229,12 @@ class Placing:
             if name in small:
                 owner = min(size - 1, before * size // max(1, total))
                 before += param.nbytes
-                found[name] = [whole] if owner == self.grid.dp else []
+                shares[name] = [whole] if owner == self.grid.dp else []
                 continue
             rows = whole.stop[0]
-            first, last = (rows * at // size for at in (self.grid.dp, self.grid.dp + 1))
-            found[name] = [Box((first, *whole.start[1:]), (last, *whole.stop[1:]))]
-        return found
+            first, last = (rows * rank // size for rank in (self.grid.dp, self.grid.dp + 1))
+            shares[name] = [Box((first, *whole.start[1:]), (last, *whole.stop[1:]))]
+        return shares
 
 
 def of_range(shape: tuple[int, ...], part: Range, data: torch.Tensor) -> list[tuple[Box, Any]]:
@@ -245,11 +245,11 @@ def of_range(shape: tuple[int, ...], part: Range, data: torch.Tensor) -> list[tu
         part: the range.
         data: one-dimensional, has it.
     """
-    found, at = [], part.at
+    boxes, offset = [], part.at
     for box in flat_range_to_boxes(shape, part.start, part.start + part.count):
-        found.append((box, data[at : at + box.size].reshape(box.shape)))
-        at += box.size
-    return found
+        boxes.append((box, data[offset : offset + box.size].reshape(box.shape)))
+        offset += box.size
+    return boxes
 
 
 def _check(plan: Any, pieces: Sequence[RankPiece], local: tuple[int, ...]) -> None:

@@ -82,10 +82,10 @@ class EngineArrays:
         self._names = {param: name for name, param in self.module.params.items()}
         self.plain = parts.whole and not placing.grid.is_model_parallel
         """Whether all ranks have the masters whole, as torch's own optimizers have."""
-        self.updated = {param: each for each in parts.updated for param in each.ranges}
+        self.updated = {param: updated for updated in parts.updated for param in updated.ranges}
         """By parameter, the tensor that has its masters."""
-        known = getattr(parts.engine, "param_names", {})
-        gone = [known.get(param, "?") for param in self.updated if param not in self._names]
+        param_names = getattr(parts.engine, "param_names", {})
+        gone = [param_names.get(param, "?") for param in self.updated if param not in self._names]
         if gone:
             raise UnsupportedLeaf(
                 f"rank {dist.get_rank()}: the optimizer updates parameters that engine.module does "
@@ -93,13 +93,15 @@ class EngineArrays:
                 "deepspeed.initialize; change the module before, and the same on all ranks"
             )
         self.masters = {
-            self._names[param] for param, each in self.updated.items() if each.masters is not param
+            self._names[param]
+            for param, updated in self.updated.items()
+            if updated.masters is not param
         }
         """Names of parameters whose masters are not the weights themselves."""
         self.copied = {
             self._names[param]
-            for param, each in self.updated.items()
-            if each.masters is not param and weights_of(param).dtype == each.masters.dtype
+            for param, updated in self.updated.items()
+            if updated.masters is not param and weights_of(param).dtype == updated.masters.dtype
         }
         """Of these, those whose weights are copies of the masters, not rounded: each step, and
         DeepSpeed's own load, copies the masters over them."""
@@ -114,78 +116,82 @@ class EngineArrays:
         """
         chosen = {n: p for n, p in self.module.params.items() if with_frozen or p.requires_grad}
         weights = self._weights({n: p for n, p in chosen.items() if n not in self.copied})
-        found: Leaves = {MODULE: {}, FP32: {}}
-        for each in self.parts.updated:
-            if each.masters not in each.ranges:
-                self._add(found, FP32, each, each.masters)
-            for slot, tensor in each.slots().items():
-                self._add(found, slot, each, tensor)
-            for slot, value in each.counts().items():
-                self._add_count(found, slot, each, value)
-        for own in (self.places[name].name for name in chosen):  # in the module's order
-            found[MODULE][own] = weights[own] if own in weights else found[FP32][own]
-        found[MODULE].update(self.module.buffers)
-        for name, leaf in found[MODULE].items():
-            found[FP32].setdefault(name, leaf)
+        tree: Leaves = {MODULE: {}, FP32: {}}
+        for updated in self.parts.updated:
+            if updated.masters not in updated.ranges:
+                self._add(tree, FP32, updated, updated.masters)
+            for slot, tensor in updated.slots().items():
+                self._add(tree, slot, updated, tensor)
+            for slot, value in updated.counts().items():
+                self._add_count(tree, slot, updated, value)
+        for array_name in (self.places[name].name for name in chosen):  # in the module's order
+            tree[MODULE][array_name] = (
+                weights[array_name] if array_name in weights else tree[FP32][array_name]
+            )
+        tree[MODULE].update(self.module.buffers)
+        for name, leaf in tree[MODULE].items():
+            tree[FP32].setdefault(name, leaf)
         for alias, name in self.module.ties.items():
-            own = self.places[name].name
-            for leaves in (found[MODULE], found[FP32]) if own in found[MODULE] else ():
-                leaves[alias + own.removeprefix(name)] = leaves[own]
-        return found
+            array_name = self.places[name].name
+            for leaves in (tree[MODULE], tree[FP32]) if array_name in tree[MODULE] else ():
+                leaves[alias + array_name.removeprefix(name)] = leaves[array_name]
+        return tree
 
     def _weights(self, params: Mapping[str, Parameter]) -> dict[str, Any]:
         """The weights by the names of arrays."""
         if not self.placing.grid.is_model_parallel:
             return {n: p if not _is_partitioned(p) else self._part(n, p) for n, p in params.items()}
-        kept = {name: p for name, p in params.items() if not _is_partitioned(p)}
-        shared, found = self.placing.shared(kept), dict[str, Any]()
+        whole_params = {name: p for name, p in params.items() if not _is_partitioned(p)}
+        shared, leaves = self.placing.shared(whole_params), dict[str, Any]()
         for name, param in params.items():
             place = self.places[name]
             if _is_partitioned(param):
-                found[place.name] = self._part(name, param)
+                leaves[place.name] = self._part(name, param)
                 continue
             data = param.detach()
-            held = [(box, data[box.slices] if box.slices else data) for box in shared[name]]
-            found[place.name] = _leaf(place, held, place.own, data.dtype)
-        return found
+            boxes = [(box, data[box.slices] if box.slices else data) for box in shared[name]]
+            leaves[place.name] = _leaf(place, boxes, place.own, data.dtype)
+        return leaves
 
     def _part(self, name: str, param: Parameter) -> LocalFragments:
         """The part of a parameter that ZeRO 3 gives this process."""
         place, data = self.places[name], param.ds_tensor.detach()
-        held = of_range(place.local, part_of(param), data)
-        return _leaf(place, held, place.own, data.dtype)
+        boxes = of_range(place.local, part_of(param), data)
+        return _leaf(place, boxes, place.own, data.dtype)
 
-    def _add(self, found: Leaves, slot: str, each: Updated, tensor: torch.Tensor) -> None:
+    def _add(self, tree: Leaves, slot: str, updated: Updated, tensor: torch.Tensor) -> None:
         """The elements of a slot, or the masters, by parameter."""
-        leaves = found.setdefault(slot, {})
-        for param, part in each.ranges.items():
+        leaves = tree.setdefault(slot, {})
+        for param, part in updated.ranges.items():
             place = self.places[self._names[param]]
             if self.plain:
                 leaves[place.name] = _whole(tensor, part, place.local)
                 continue
-            held = self._held(tensor, part, place)
+            boxes = self._local_boxes(tensor, part, place)
             if self.parts.whole:  # all data-parallel ranks have it; one of them saves it
                 shared = self.placing.shared(self.module.params)[self._names[param]]
-                held = [
+                boxes = [
                     (both, data[both.relative_to(box.start).slices])
-                    for box, data in held
+                    for box, data in boxes
                     for mine in shared
                     if (both := box.intersect(mine)) is not None and not both.empty
                 ]
-            leaves[place.name] = _leaf(place, held, place.own, tensor.dtype)
+            leaves[place.name] = _leaf(place, boxes, place.own, tensor.dtype)
 
-    def _held(self, tensor: torch.Tensor, part: Range, place: Place) -> list[tuple[Box, Any]]:
+    def _local_boxes(
+        self, tensor: torch.Tensor, part: Range, place: Place
+    ) -> list[tuple[Box, Any]]:
         if tensor.shape == place.local:
             return [(Box.whole(place.local), tensor.detach())] if tensor.numel() else []
         return of_range(place.local, part, tensor.detach())
 
-    def _add_count(self, found: Leaves, slot: str, each: Updated, value: Any) -> None:
+    def _add_count(self, tree: Leaves, slot: str, updated: Updated, value: Any) -> None:
         """A slot that is one number, for each of the parameters that it counts for."""
         if value is None:
             return
         count, grid = as_count(slot, value), self.placing.grid
-        leaves = found.setdefault(slot, {})
-        for param in each.ranges:
+        leaves = tree.setdefault(slot, {})
+        for param in updated.ranges:
             leaf: Any = count
             if grid.is_model_parallel:  # one rank says it; ties would have to agree in all stages
                 mine = grid.tp == grid.dp == 0 and not getattr(param, PIPE_REPLICATED, False)
@@ -202,10 +208,10 @@ class EngineArrays:
         if not self.placing.grid.is_model_parallel and not _is_partitioned(param):
             return param
         if _is_partitioned(param):
-            held = of_range(place.local, part_of(param), data)
+            boxes = of_range(place.local, part_of(param), data)
         else:
-            held = [(Box.whole(place.local), data)] if data.numel() else []
-        return _leaf(place, held, place.pieces, data.dtype)
+            boxes = [(Box.whole(place.local), data)] if data.numel() else []
+        return _leaf(place, boxes, place.pieces, data.dtype)
 
     def slot(self, name: str, tensor: torch.Tensor) -> Any:
         """Where a slot of a parameter, or its masters, are loaded.
@@ -218,7 +224,7 @@ class EngineArrays:
         part = self.updated[param].ranges[param]
         if self.plain:
             return _whole(tensor, part, place.local)
-        return _leaf(place, self._held(tensor, part, place), place.pieces, tensor.dtype)
+        return _leaf(place, self._local_boxes(tensor, part, place), place.pieces, tensor.dtype)
 
 
 def as_count(slot: str, value: Any) -> torch.Tensor:
@@ -251,9 +257,9 @@ def _whole(tensor: torch.Tensor, part: Range, shape: tuple[int, ...]) -> torch.T
 
 def _leaf(
     place: Place,
-    held: Iterable[tuple[Box, torch.Tensor]],
+    boxes: Iterable[tuple[Box, torch.Tensor]],
     pieces: Sequence[Any],
     dtype: torch.dtype,
 ) -> LocalFragments:
     name = str(dtype).removeprefix("torch.")
-    return LocalFragments(place.shape, place.fragments(held, pieces), name)
+    return LocalFragments(place.shape, place.fragments(boxes, pieces), name)

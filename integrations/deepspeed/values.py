@@ -26,8 +26,8 @@ def saved(engine: Any) -> dict[str, Any]:
     """What one process saves of an engine's plain values, under the names of DeepSpeed."""
     import deepspeed
 
-    found: dict[str, Any] = {name: getattr(engine, name) for name in _COUNTERS}
-    found |= {
+    values: dict[str, Any] = {name: getattr(engine, name) for name in _COUNTERS}
+    values |= {
         "dp_world_size": engine.seq_dp_world_size,
         "mp_world_size": engine.mp_world_size,
         "ds_version": deepspeed.__version__,
@@ -35,26 +35,26 @@ def saved(engine: Any) -> dict[str, Any]:
         OPTIMIZER: _optimizer(engine.optimizer),
     }
     if engine.lr_scheduler is not None:
-        found["lr_scheduler"] = engine.lr_scheduler.state_dict()
-    for name, of in _further(engine).items():
-        found[name] = of.state_dict()
-    return found
+        values["lr_scheduler"] = engine.lr_scheduler.state_dict()
+    for name, obj in _further(engine).items():
+        values[name] = obj.state_dict()
+    return values
 
 
 def _further(engine: Any) -> dict[str, Any]:
     """Further objects with a state, by the names that DeepSpeed gives them."""
-    found = {}
+    objects = {}
     if engine.random_ltd_enabled():
-        found["random_ltd"] = engine.random_ltd_scheduler
+        objects["random_ltd"] = engine.random_ltd_scheduler
     if engine.training_dataloader is not None and engine.curriculum_learning_enabled():
-        found["data_sampler"] = engine.training_dataloader.data_sampler
-    return found
+        objects["data_sampler"] = engine.training_dataloader.data_sampler
+    return objects
 
 
 def _optimizer(optimizer: Any) -> dict[str, Any]:
     if optimizer is None or not hasattr(optimizer, "param_groups"):
         return {}
-    found: dict[str, Any] = {
+    state: dict[str, Any] = {
         "param_groups": [
             {key: value for key, value in group.items() if key not in ("params", "param_names")}
             for group in getattr(optimizer, "optimizer", optimizer).param_groups
@@ -63,12 +63,12 @@ def _optimizer(optimizer: Any) -> dict[str, Any]:
     scaler = _scaler(optimizer)
     if scaler is not None:
         fields = vars(scaler).items()
-        found[_SCALER] = {name: value for name, value in fields if type(value) in _PLAIN}
+        state[_SCALER] = {name: value for name, value in fields if type(value) in _PLAIN}
     for name in ("dynamic_loss_scale", "overflow", "clip_grad"):
         value = getattr(optimizer, name, None)
         if type(value) in _PLAIN:
-            found[name] = value
-    return found
+            state[name] = value
+    return state
 
 
 def _scaler(optimizer: Any) -> Any:
@@ -111,9 +111,9 @@ def restore(engine: Any, stored: Mapping[str, Any], *, optimizer: bool, schedule
         _restore_scale(engine.optimizer, stored.get(OPTIMIZER) or {})
     if scheduler and engine.lr_scheduler is not None and "lr_scheduler" in stored:
         engine.lr_scheduler.load_state_dict(stored["lr_scheduler"])
-    for name, of in _further(engine).items():
+    for name, obj in _further(engine).items():
         if name in stored:
-            of.load_state_dict(stored[name])
+            obj.load_state_dict(stored[name])
 
 
 def _restore_scale(optimizer: Any, stored: Mapping[str, Any]) -> None:
@@ -132,7 +132,7 @@ def _base(engine: Any) -> Any:
 
 
 def _groups(stored: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    found = (stored.get(OPTIMIZER) or {}).get("param_groups") or ()
-    if not isinstance(found, list | tuple) or not all(isinstance(g, dict) for g in found):
-        raise LoadMismatch(f"optimizer/param_groups is no list of dicts: {quoted(found)}")
-    return found
+    groups = (stored.get(OPTIMIZER) or {}).get("param_groups") or ()
+    if not isinstance(groups, list | tuple) or not all(isinstance(g, dict) for g in groups):
+        raise LoadMismatch(f"optimizer/param_groups is no list of dicts: {quoted(groups)}")
+    return groups

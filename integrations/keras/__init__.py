@@ -135,14 +135,19 @@ def load(
     state = KerasState(model, weights_only)
 
     def read(stored: Checkpoint) -> LoadReport:
-        wanted = ["model/**"]
+        patterns = ["model/**"]
         if not weights_only:
-            wanted += ["optimizer/**", *sorted(state.names("metrics") & set(stored))]
+            patterns += ["optimizer/**", *sorted(state.names("metrics") & set(stored))]
         with _explained():
-            found, report = unickpt.load(
-                stored, state.like(), rules=rules, only=wanted, return_report=True, options=options
+            tree, report = unickpt.load(
+                stored,
+                state.like(),
+                rules=rules,
+                only=patterns,
+                return_report=True,
+                options=options,
             )
-        state.assign(found)
+        state.assign(tree)
         return report
 
     return read(path) if isinstance(path, Checkpoint) else reading_checkpoint(path, read)
@@ -355,19 +360,19 @@ class UnickptCheckpoint(MonitorCallback):
         fit = {**asdict(FitPosition(0, 0, 0, math.nan)), "random": PerProcess(redistribute=shared)}
         try:
             with _explained():
-                found = checkpointer.load({**state.like(), "fit": fit})
+                tree = checkpointer.load({**state.like(), "fit": fit})
         except CheckpointNotFound:
             if checkpointer.latest() is not None:
                 raise
             self._load_from_orbax(state)
             return
-        stored = dict(found["fit"])
+        stored = dict(tree["fit"])
         randoms = stored.pop("random").value
         position = FitPosition(**stored)
         if min(position.epoch, position.batch) < 0:
             raise LoadMismatch(f"{self.directory}: a position that cannot be: {position}")
-        metrics = found.pop("metrics")
-        state.assign(found)
+        metrics = tree.pop("metrics")
+        state.assign(tree)
         if not math.isnan(position.best):
             self.best = position.best
         self._resumed = ResumedFit(position, randoms, state, metrics)

@@ -42,7 +42,9 @@ def config(model: Any) -> dict[str, Any]:
 def variables(model: Any) -> dict[str, Any]:
     """The paths of the variables of a model, as they are stored in the metadata."""
     groups = {TRAINED: model.trainable_variables, OTHERS: model.non_trainable_variables}
-    return {VARIABLES: {key: [one.path for one in group] for key, group in groups.items()}}
+    return {
+        VARIABLES: {key: [variable.path for variable in group] for key, group in groups.items()}
+    }
 
 
 def _numbered(config: Any, numbers: dict[int, int]) -> Any:
@@ -52,11 +54,11 @@ def _numbered(config: Any, numbers: dict[int, int]) -> Any:
         return [_numbered(part, numbers) for part in config]
     if not isinstance(config, dict):
         return config
-    found = {key: _numbered(part, numbers) for key, part in config.items()}
-    shared = found.get(_SHARED)
+    result = {key: _numbered(part, numbers) for key, part in config.items()}
+    shared = result.get(_SHARED)
     if type(shared) is int:
-        found[_SHARED] = numbers.setdefault(shared, len(numbers) + 1)
-    return found
+        result[_SHARED] = numbers.setdefault(shared, len(numbers) + 1)
+    return result
 
 
 def newest(source: Source) -> Checkpoint:
@@ -96,19 +98,19 @@ def made(stored: Checkpoint, custom_objects: Mapping[str, Any] | None, safe_mode
         raise CheckpointCorrupt(f"{stored.location}: the configuration of its model is no object")
     compiled = config.get("compile_config")
     with ObjectSharingScope():
-        found = keras.saving.deserialize_keras_object(
+        model = keras.saving.deserialize_keras_object(
             {**config, "compile_config": None},
             custom_objects=dict(custom_objects or {}),
             safe_mode=safe_mode,
         )
-        if not isinstance(found, keras.Model):
+        if not isinstance(model, keras.Model):
             raise CheckpointCorrupt(f"{stored.location}: its configuration is that of no model")
-        _give_paths(found, stored.metadata.get(VARIABLES))
+        _give_paths(model, stored.metadata.get(VARIABLES))
         if compiled:  # after that: the optimizer names its variables by these paths
             scope = keras.saving.custom_object_scope(dict(custom_objects or {}))
             with scope, SafeModeScope(safe_mode):
-                found.compile_from_config(compiled)
-    return found
+                model.compile_from_config(compiled)
+    return model
 
 
 def _give_paths(model: Any, noted: Any) -> None:
@@ -139,5 +141,5 @@ def _give_paths(model: Any, noted: Any) -> None:
 
 def _ends_with(path: Any, end: str) -> bool:
     """Whether a path ends with another one, whatever was counted in it."""
-    path, end = (_COUNTED.sub("", f"/{found}") for found in (path, end))
+    path, end = (_COUNTED.sub("", f"/{text}") for text in (path, end))
     return bool(path.endswith(end))

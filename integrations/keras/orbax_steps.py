@@ -68,10 +68,10 @@ def newest(directory: PathLike) -> OrbaxStep | None:
     """
     if not resolve_path(directory).exists():
         return None
-    numbered = [found for found in other_folders(directory) if found.name.isdecimal()]
-    for found in sorted(numbered, key=lambda one: int(one.name), reverse=True):
-        for path, kind in ((found.path, "orbax"), (f"{found.path}/{_ITEM}", "unickpt")):
+    numbered = [folder for folder in other_folders(directory) if folder.name.isdecimal()]
+    for folder in sorted(numbered, key=lambda folder: int(folder.name), reverse=True):
+        for path, kind in ((folder.path, "orbax"), (f"{folder.path}/{_ITEM}", "unickpt")):
             with suppress(CheckpointNotFound):  # it was not committed, or has the other kind
                 if unickpt.open(path).reader.format == kind:
-                    return OrbaxStep(int(found.name), path, kind == "unickpt")
+                    return OrbaxStep(int(folder.name), path, kind == "unickpt")
     return None

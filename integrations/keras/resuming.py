@@ -112,16 +112,16 @@ def _skip(model: Any, batches: int, randoms: dict[str, Any] | None) -> Callable[
             if randoms:
                 set_random_state(randoms)
 
-    def skip(*given: Any) -> Any:
+    def skip(*arguments: Any) -> Any:
         nonlocal done
         if getattr(model, "history", None) is not fit:  # the one that resumed has failed
             model.train_function = train
-            return train(*given)
-        with_state = len(given) == 2
-        done += _draw(given[1], model.steps_per_execution) if with_state else len(given[0])
+            return train(*arguments)
+        with_state = len(arguments) == 2
+        done += _draw(arguments[1], model.steps_per_execution) if with_state else len(arguments[0])
         if done >= batches:
             end()
-        return (logs, given[0]) if with_state else logs
+        return (logs, arguments[0]) if with_state else logs
 
     model.train_function = skip
     return end
@@ -136,7 +136,7 @@ def _draw(iterator: Any, most: int) -> int:
 
 def shared(saved: Sequence[Any], index: int, count: int) -> Any:
     """The random states of another number of processes: theirs if all had the same."""
-    if all(_equal(one, saved[0]) for one in saved):
+    if all(_equal(state, saved[0]) for state in saved):
         return saved[0]
     warnings.warn(
         f"the random generators of the {len(saved)} processes that saved differ, so they are not "

@@ -67,11 +67,11 @@ class KerasState:
             for group, variables in self._groups().items()
         }
 
-    def assign(self, found: Mapping[str, Any]) -> None:
+    def assign(self, tree: Mapping[str, Any]) -> None:
         """Gives the variables what was loaded; of groups that are missing, they keep theirs."""
         for group, variables in self._groups().items():
-            for path, variable in variables.items() if group in found else ():
-                value = found[group]
+            for path, variable in variables.items() if group in tree else ():
+                value = tree[group]
                 for part in path.split("/"):
                     value = value[part]
                 _assign(variable, value)
@@ -95,14 +95,14 @@ class KerasState:
 
 
 def _by_path(variables: Iterable[Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    variables_by_path: dict[str, Any] = {}
     for variable in variables:
-        if found.setdefault(variable.path, variable) is not variable:
+        if variables_by_path.setdefault(variable.path, variable) is not variable:
             raise UnsupportedLeaf(
                 f"two variables of the model have the path {variable.path!r}; give their layers "
                 "different names"
             )
-    return found
+    return variables_by_path
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,10 +189,12 @@ def random_state() -> dict[str, Any]:
 
         state["torch"] = [torch.get_rng_state().numpy()]
         if torch.cuda.is_available():
-            state["torch"] += [one.cpu().numpy() for one in torch.cuda.get_rng_state_all()]
-    own = _global_seeds()
-    if own is not None:
-        state["keras"] = np.array(_stored(own.state))
+            state["torch"] += [
+                cuda_state.cpu().numpy() for cuda_state in torch.cuda.get_rng_state_all()
+            ]
+    seeds = _global_seeds()
+    if seeds is not None:
+        state["keras"] = np.array(_stored(seeds.state))
     return state
 
 
@@ -205,11 +207,13 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     if state["torch"] is not None and "torch" in sys.modules:
         import torch
 
-        first, *devices = [torch.from_numpy(np.array(one)) for one in state["torch"]]
+        first, *devices = [
+            torch.from_numpy(np.array(generator_state)) for generator_state in state["torch"]
+        ]
         torch.set_rng_state(first)
         if len(devices) == torch.cuda.device_count():
-            for number, one in enumerate(devices):
-                torch.cuda.set_rng_state(one, number)
+            for number, generator_state in enumerate(devices):
+                torch.cuda.set_rng_state(generator_state, number)
     if state["keras"] is not None:
         _assign(seed_generator.global_seed_generator().state, np.array(state["keras"]))
 

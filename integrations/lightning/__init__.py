@@ -43,7 +43,9 @@ def _fabric() -> list[str]:
 
 def _of_fabric(name: str) -> list[Any]:
     """A class of Lightning's plugins, as each of these packages has it."""
-    return [getattr(importlib.import_module(f"{at}.plugins.io"), name) for at in _fabric()]
+    return [
+        getattr(importlib.import_module(f"{package}.plugins.io"), name) for package in _fabric()
+    ]
 
 
 if TYPE_CHECKING:
@@ -251,8 +253,8 @@ class ShardedCheckpoints:
         return self._optimizer_state(getattr(optimizer, "optimizer", optimizer))
 
     def _optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        found: dict[str, Any] = torch_state.get_optimizer_state_dict(self.model, optimizer)
-        return found
+        state: dict[str, Any] = torch_state.get_optimizer_state_dict(self.model, optimizer)
+        return state
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None
@@ -270,8 +272,8 @@ class ShardedCheckpoints:
                 "save to a local folder that all ranks see, or to s3:// or gs://"
             )
         io = self.checkpoint_io
-        found = io._saves.destination(filepath) if self.is_global_zero else None
-        destination: saves.SaveDestination = self.broadcast(found)  # type: ignore[attr-defined]
+        local_destination = io._saves.destination(filepath) if self.is_global_zero else None
+        destination: saves.SaveDestination = self.broadcast(local_destination)  # type: ignore[attr-defined]
         if not self.is_global_zero:
             checkpoint = {key: checkpoint[key] for key in _SHARDED if key in checkpoint}
         tree: Any = ToSave(checkpoint)
@@ -296,8 +298,8 @@ class ShardedCheckpoints:
         engine = engines.engine_of(self)
         theirs = "meta.pt" if engine is None else engines.LATEST
         if _is_file(path) or _is_file(os.path.join(path, theirs)):
-            found: dict[str, Any] = super().load_checkpoint(path, weights_only)  # type: ignore[misc]
-            return found
+            checkpoint: dict[str, Any] = super().load_checkpoint(path, weights_only)  # type: ignore[misc]
+            return checkpoint
         fits = self.lightning_module.trainer.state.fn == "fit"
         if engine is not None:
             return engines.load(self, os.fspath(path), fits, self.checkpoint_io.load_options)
@@ -305,29 +307,31 @@ class ShardedCheckpoints:
         states = [self._optimizer_state(x) for x in self.optimizers] if fits else []
         model = self.lightning_module_state_dict()
         state: dict[str, Any] = {"state_dict": model, "optimizer_states": states}
-        rest = reading_checkpoint(path, lambda stored: self._load(stored, state))
+        other_values = reading_checkpoint(path, lambda stored: self._load(stored, state))
         strict = torch_state.StateDictOptions(strict=self.lightning_module.strict_loading)
         torch_state.set_model_state_dict(self.model, state["state_dict"], options=strict)
-        for optimizer, given in zip(self.optimizers, state["optimizer_states"], strict=False):
-            torch_state.set_optimizer_state_dict(self.model, optimizer, given)
-        return rest
+        for optimizer, optimizer_state in zip(
+            self.optimizers, state["optimizer_states"], strict=False
+        ):
+            torch_state.set_optimizer_state_dict(self.model, optimizer, optimizer_state)
+        return other_values
 
     def _load(self, stored: Checkpoint, state: dict[str, Any]) -> dict[str, Any]:
         """Loads into the tensors of a state dict, and returns what is not in it."""
         io = self.checkpoint_io
         check_same_kind(stored.location, stored.metadata, has_engine=False)
-        rest: dict[str, Any] = read(stored, skip={*_SHARDED}, options=io.load_options)
-        wanted = [key for key in _SHARDED if state[key]]
-        found = unickpt.load(
+        other_values: dict[str, Any] = read(stored, skip={*_SHARDED}, options=io.load_options)
+        keys = [key for key in _SHARDED if state[key]]
+        tree = unickpt.load(
             stored,
-            {key: state[key] for key in wanted},
-            only=[f"{key}/**" for key in wanted],
+            {key: state[key] for key in keys},
+            only=[f"{key}/**" for key in keys],
             strict=self.lightning_module.strict_loading,
             options=io.load_options,
         )
-        for key in wanted:
-            state[key] = _with_values(state[key], found[key])
-        return rest
+        for key in keys:
+            state[key] = _with_values(state[key], tree[key])
+        return other_values
 
     def teardown(self) -> None:
         """Waits until all is saved."""
@@ -356,10 +360,10 @@ def last_checkpoint(folder: PathLike) -> str | None:
         >>> last_checkpoint("memory://runs/none")
     """
     try:
-        listed = [found for found in checkpoints_below(folder) if found.name[0] != "."]
+        listed = [entry for entry in checkpoints_below(folder) if entry.name[0] != "."]
     except CheckpointNotFound:
         return None
-    newest = [(*_time_of(unickpt.open(found.path)), found.path) for found in listed]
+    newest = [(*_time_of(unickpt.open(entry.path)), entry.path) for entry in listed]
     return max(newest)[-1] if newest else None
 
 
@@ -395,10 +399,10 @@ def _is_file(path: PathLike) -> bool:
     return "://" not in os.fspath(path) and os.path.isfile(path)
 
 
-def _with_values(given: Any, found: Any) -> Any:
+def _with_values(state: Any, new_state: Any) -> Any:
     """A state dict with what was loaded: its tensors, which are filled, and new values."""
-    if isinstance(given, dict):
-        return type(given)((key, _with_values(x, found[key])) for key, x in given.items())
-    if type(given) is list:
-        return [_with_values(*pair) for pair in zip(given, found, strict=True)]
-    return given if isinstance(given, torch.Tensor) else found
+    if isinstance(state, dict):
+        return type(state)((key, _with_values(x, new_state[key])) for key, x in state.items())
+    if type(state) is list:
+        return [_with_values(*pair) for pair in zip(state, new_state, strict=True)]
+    return state if isinstance(state, torch.Tensor) else new_state

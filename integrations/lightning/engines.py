@@ -30,10 +30,10 @@ def with_engine(strategy: Any, checkpoint: Mapping[str, Any]) -> tuple[EngineTre
         checkpoint: as Lightning's trainer makes it; of ranks other than 0 nothing is saved of it.
     """
     excludes = bool(strategy.exclude_frozen_parameters)
-    rest = {key: x for key, x in checkpoint.items() if key not in _OF_ENGINE}
+    other_values = {key: x for key, x in checkpoint.items() if key not in _OF_ENGINE}
 
     def form() -> dict[str, Any]:
-        return stored_form({_REST: rest}) if strategy.is_global_zero else {}
+        return stored_form({_REST: other_values}) if strategy.is_global_zero else {}
 
     engine = engine_of(strategy)
     tree = EngineTree(engine, form, exclude_frozen_parameters=excludes)
@@ -52,9 +52,9 @@ def load(strategy: Any, path: str, fits: bool, options: LoadOptions | None) -> d
 
     stored = unickpt.open(path)  # once: what is there may be replaced meanwhile
     check_same_kind(path, stored.metadata, has_engine=True)
-    rest: dict[str, Any] = read(stored, only={_REST}, options=options)
+    other_values: dict[str, Any] = read(stored, only={_REST}, options=options)
     strict = strategy.lightning_module.strict_loading
     engine = engine_of(strategy)
     # Lightning has the schedule itself.
     load_into(engine, stored, strict=strict, optimizer=fits, scheduler=False, values=fits)
-    return dict(rest.get(_REST, {}))
+    return dict(other_values.get(_REST, {}))

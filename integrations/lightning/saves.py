@@ -193,10 +193,10 @@ class Saves:
         )
         with self._lock:
             self._saves = [*self._unfinished(), save]
-        at = destination.hidden or destination.path
+        location = destination.hidden or destination.path
         named = _with_path(options, destination.path)
         request = SaveRequest(
-            at, tree, named, overwrite=True, metadata=lambda: metadata, callbacks=callbacks
+            location, tree, named, overwrite=True, metadata=lambda: metadata, callbacks=callbacks
         )
         self._queue.save(request)
 
@@ -246,8 +246,8 @@ class Saves:
 
     def _close(self, save: _Save) -> list[str]:
         with self._lock:
-            save.over, found, save.to_remove = True, save.to_remove, []
-        return found
+            save.over, paths, save.to_remove = True, save.to_remove, []
+        return paths
 
 
 def must_wait(path: str) -> bool:
@@ -308,9 +308,9 @@ _LAST = frozenset(("last_model_path", "dirpath"))
 def _calling_trainer() -> Any:
     frame: Any = sys._getframe(1)
     for _ in range(_CALLERS):
-        found = frame.f_locals.get("self")
-        if hasattr(found, "checkpoint_callbacks") and hasattr(found, "state"):
-            return found
+        caller = frame.f_locals.get("self")
+        if hasattr(caller, "checkpoint_callbacks") and hasattr(caller, "state"):
+            return caller
         frame = frame.f_back
         if frame is None:
             break

@@ -116,18 +116,18 @@ def stored_form(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         >>> stored_form({"dirpath": Path("/runs"), "step": 3})
         {'dirpath': '/runs', 'step': 3, 'unickpt_types': '{"dirpath": ["path"]}'}
     """
-    taken = _TakenApart()
-    found = {key: taken.form(x, name_component(key)) for key, x in checkpoint.items()}
-    if taken.refused:
+    converter = _TakenApart()
+    form = {key: converter.form(x, name_component(key)) for key, x in checkpoint.items()}
+    if converter.refused:
         raise UnsupportedLeaf(
             "these values of the Lightning checkpoint cannot be stored without pickle:\n"
-            + "\n".join(f"  {line}" for line in taken.refused)
+            + "\n".join(f"  {line}" for line in converter.refused)
         )
     if STORED_TYPES in checkpoint:
         raise UnsupportedLeaf(
             f"the checkpoint has a key {STORED_TYPES!r} already; give it another name"
         )
-    return found | ({STORED_TYPES: json.dumps(taken.types)} if taken.types else {})
+    return form | ({STORED_TYPES: json.dumps(converter.types)} if converter.types else {})
 
 
 class _TakenApart:
@@ -223,16 +223,16 @@ def read(
     index, made = stored.index, dict[str, Any]()
     top = children_by_key(node)
     chosen = (top.keys() if only is None else only) - skip - {STORED_TYPES}
-    wanted = {key: x for key, x in top.items() if key in chosen}
-    for leaf in (leaf for below in wanted.values() for leaf in leaves_of_tree(below)):
+    nodes_by_key = {key: x for key, x in top.items() if key in chosen}
+    for leaf in (leaf for below in nodes_by_key.values() for leaf in leaves_of_tree(below)):
         if leaf.name in index.values:
             made[leaf.name] = index.values[leaf.name]
         else:
             made[leaf.name] = _empty(stored, leaf.name, types.get(leaf.name, []), device)
-    like = {key: rebuild_tree(below, made.__getitem__) for key, below in wanted.items()}
+    like = {key: rebuild_tree(below, made.__getitem__) for key, below in nodes_by_key.items()}
     unickpt.load(stored, like, unexpected="skip", options=options)
     restored = _Restored(made, types, str(stored.location))
-    return {key: restored.value(below, name_component(key)) for key, below in wanted.items()}
+    return {key: restored.value(below, name_component(key)) for key, below in nodes_by_key.items()}
 
 
 def _empty(stored: Checkpoint, name: str, types: list[str], device: Any) -> Any:
@@ -258,21 +258,21 @@ class _Restored:
     def value(self, node: Node | Leaf, name: str) -> Any:
         """A value as it was before it was taken apart."""
         if isinstance(node, Leaf):
-            found = self._made[node.name]
+            result = self._made[node.name]
         else:
             names = child_names(node.kind, node.keys, name)
             pairs = zip(node.children, names, strict=True)
-            found = node.rebuild([self.value(child, below) for child, below in pairs])
+            result = node.rebuild([self.value(child, below) for child, below in pairs])
         for kind in reversed(self._types.get(name, [])):
             try:
-                found = _BY_NAME[kind].restore(found)
+                result = _BY_NAME[kind].restore(result)
             except MissingPackage:
                 raise
             except Exception as error:
                 raise CheckpointCorrupt(
                     f"{self._where}: {name!r} is not a {kind}, which it is said to be: {error}"
                 ) from None
-        return found
+        return result
 
 
 def _is_namedtuple(value: Any) -> bool:
@@ -281,9 +281,9 @@ def _is_namedtuple(value: Any) -> bool:
 
 def _hint(value: Any, name: str) -> str:
     """What to do about a value that cannot be stored."""
-    top, _, rest = name.partition("/")
+    top, _, below = name.partition("/")
     if top in ("hyper_parameters", "datamodule_hyper_parameters"):
-        argument = rest.partition("/")[0]
+        argument = below.partition("/")[0]
         return f"leave it out: self.save_hyperparameters(ignore=[{argument!r}])"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return "store dataclasses.asdict(x)"

@@ -156,7 +156,7 @@ def without_absent(directory: Any, like: Any) -> Any:
 
 def _may_lack(name: str) -> bool:
     parts = name.split("/")
-    return not _MAY_LACK.isdisjoint(parts) or any(each in name for each in _LORA)
+    return not _MAY_LACK.isdisjoint(parts) or any(marker in name for marker in _LORA)
 
 
 def completed(loaded: Any, like: Any) -> Any:

@@ -42,8 +42,8 @@ def tree(folder: str) -> dict[str, Any]:
     if not os.path.exists(_path(folder)):
         return {}
     # This process has written it a moment ago, so that it may unpickle it.
-    found = torch.load(_path(folder), map_location="cpu", weights_only=False)
-    made = {key: stored_form(value, key) for key, value in found.items()}
+    state = torch.load(_path(folder), map_location="cpu", weights_only=False)
+    made = {key: stored_form(value, key) for key, value in state.items()}
     return {**made, _DIGEST: _digest(folder)}
 
 
@@ -118,8 +118,12 @@ def latest(run: str | os.PathLike[str]) -> str | None:
         inside = list(Path(run).iterdir())
     except FileNotFoundError:
         return None
-    steps = [(int(match[0]), each) for each in inside if (match := _LAST_NUMBER.search(each.name))]
-    return next((str(each) for _, each in sorted(steps, reverse=True) if _is_complete(each)), None)
+    steps = [
+        (int(match[0]), folder) for folder in inside if (match := _LAST_NUMBER.search(folder.name))
+    ]
+    return next(
+        (str(folder) for _, folder in sorted(steps, reverse=True) if _is_complete(folder)), None
+    )
 
 
 _LAST_NUMBER = re.compile(r"\d+(?=\D*$)")

@@ -111,16 +111,16 @@ class LoadStrategy(megatron_torch.TorchDistLoadShardedStrategy):
         """The stored tensors, without data, by key."""
         folder = os.fspath(checkpoint_dir)
         if not is_ours(folder):
-            found: dict[str, Any] = super().load_tensors_metadata(checkpoint_dir, *megatrons)
-            return found
+            metadata: dict[str, Any] = super().load_tensors_metadata(checkpoint_dir, *megatrons)
+            return metadata
         return StoredItems(unickpt.open(folder, hints=_OWN), folder).tensors()
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> dict[str, Any]:
         """The stored tensors and objects, without data, by key."""
         folder = os.fspath(checkpoint_dir)
         if not is_ours(folder):
-            found: dict[str, Any] = super().load_sharded_metadata(checkpoint_dir)
-            return found
+            metadata: dict[str, Any] = super().load_sharded_metadata(checkpoint_dir)
+            return metadata
         stored = StoredItems(unickpt.open(folder, hints=_OWN), folder)
         # What Megatron's optimizer asks for by the keys of its buckets, is stored by other ones.
         return {**stored.objects(), **stored.tensors(), **self._buckets.metadata()}
@@ -151,10 +151,10 @@ def is_ours(folder: str) -> bool:
 
 def _check_version(folder: str) -> None:
     config = maybe_load_config(folder)
-    found = VERSION if config is None else config.sharded_backend_version
-    if found != VERSION:
+    version = VERSION if config is None else config.sharded_backend_version
+    if version != VERSION:
         raise UnsupportedFormat(
-            f"{folder}: metadata.json says version {found} of the sharded_backend, and this "
+            f"{folder}: metadata.json says version {version} of the sharded_backend, and this "
             f"unickpt knows version {VERSION}; load it with that which saved it, or a later one"
         )
 
@@ -163,13 +163,15 @@ class _Request:
     """What a sharded state dict asks for.
 
     Arguments:
-        given: the sharded state dict.
+        sharded_state_dict: of this rank.
         items: what there is.
         buckets: of the optimizer.
     """
 
-    def __init__(self, given: dict[str, Any], items: StoredItems, buckets: Buckets) -> None:
-        self._given, self._items, self._buckets = given, items, buckets
+    def __init__(
+        self, sharded_state_dict: dict[str, Any], items: StoredItems, buckets: Buckets
+    ) -> None:
+        self._sharded_state_dict, self._items, self._buckets = sharded_state_dict, items, buckets
         self._index = items.stored.index
         self._objects: dict[str, Node | Leaf] = {}
         self._memory: dict[str, Any] = {}
@@ -183,8 +185,8 @@ class _Request:
             first = {piece.box: piece for piece in reversed(pieces)}
             copies += [(p, first[p.box]) for p in pieces if p is not first[p.box]]
             place(like, key, fragments(key, list(first.values())))
-        wanted = [x for x in self._values(ShardedObject) if not is_geometry(x.key)]
-        lacking = [text for value in wanted if (text := self._add_object(like, value))]
+        sharded_objects = [x for x in self._values(ShardedObject) if not is_geometry(x.key)]
+        lacking = [text for value in sharded_objects if (text := self._add_object(like, value))]
         if lacking:
             raise LoadMismatch("\n".join([_LACKING.format(self._items.stored.url), *lacking]))
         unickpt.load(self._items.stored, like, unexpected="skip", cast=cast, options=options)
@@ -202,14 +204,16 @@ class _Request:
             node = self._objects[value.unique_key]
             return objects.restored(node, self._index.values, self._memory, unpickle)
 
-        return dict_list_map_outplace(result, self._given)
+        return dict_list_map_outplace(result, self._sharded_state_dict)
 
     def _values(self, kind: type) -> Iterator[Any]:
-        return (value for value in nested_values(self._given) if isinstance(value, kind))
+        return (
+            value for value in nested_values(self._sharded_state_dict) if isinstance(value, kind)
+        )
 
     def _pieces(self) -> dict[str, list[Piece]]:
         """The boxes of this rank, by key."""
-        found: dict[str, list[Piece]] = {}
+        pieces_by_key: dict[str, list[Piece]] = {}
         for value in self._values(ShardedTensor):
             if value.data is None:
                 value.init_data("cpu")
@@ -220,8 +224,8 @@ class _Request:
             if value.allow_shape_mismatch:
                 pieces = [part for piece in pieces for part in self._within_stored(piece)]
             for piece in pieces:
-                found.setdefault(piece.key, []).append(piece)
-        return found
+                pieces_by_key.setdefault(piece.key, []).append(piece)
+        return pieces_by_key
 
     def _within_stored(self, piece: Piece) -> list[Piece]:
         """What of a piece of an array of another size is stored; its other elements become 0."""
@@ -231,23 +235,23 @@ class _Request:
             return [piece]  # that is told with all other differences
         start, shape = piece.box.start, tuple(entry.shape)
         sizes = tuple(
-            max(0, min(stop, extent) - at)
-            for at, stop, extent in zip(start, piece.box.stop, shape, strict=True)
+            max(0, min(stop, extent) - begin)
+            for begin, stop, extent in zip(start, piece.box.stop, shape, strict=True)
         )
         self._beyond.append((piece.data, sizes))
         if 0 in sizes:
             return []
-        box = Box(start, tuple(at + n for at, n in zip(start, sizes, strict=True)))
+        box = Box(start, tuple(begin + n for begin, n in zip(start, sizes, strict=True)))
         part = piece.data[tuple(slice(0, n) for n in sizes)]
         return [replace(piece, shape=shape, box=box, data=part)]
 
     def _add_object(self, like: dict[str, Any], value: ShardedObject) -> str:
         """Asks for an object; returns why that is impossible."""
-        found = self._items.object(value)
-        if found is None:
-            there = self._items.shards(value.key)
-            return f"  {value.unique_key}: " + (f"stored as {there}" if there else "not stored")
-        key, node = found
+        match = self._items.object(value)
+        if match is None:
+            shards = self._items.shards(value.key)
+            return f"  {value.unique_key}: " + (f"stored as {shards}" if shards else "not stored")
+        key, node = match
         self._objects[value.unique_key] = node
         stored, values = self._items.stored, self._index.values
         memory = objects.empty(node, stored.get)

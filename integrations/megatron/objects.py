@@ -73,9 +73,9 @@ def stored_form(value: Any, where: str) -> Any:
         UnsupportedLeaf: part of it can neither be stored nor pickled.
     """
     if isinstance(value, torch.Tensor):
-        kept = value.detach()
-        kind = _TENSOR if kept.device.type == "cpu" else _ON_DEVICE
-        return _wrapper(kind)(LocalFragments.whole(kept))
+        tensor = value.detach()
+        kind = _TENSOR if tensor.device.type == "cpu" else _ON_DEVICE
+        return _wrapper(kind)(LocalFragments.whole(tensor))
     if isinstance(value, np.ndarray) and value.dtype.kind in _KINDS:
         return _wrapper(_NUMPY)(LocalFragments.whole(value))
     if isinstance(value, np.generic) and value.dtype.kind in _KINDS.replace("c", ""):
@@ -88,9 +88,9 @@ def stored_form(value: Any, where: str) -> Any:
         return type(value)(stored_form(x, f"{where}/{n}") for n, x in enumerate(value))
     if type(value) in (dict, OrderedDict):
         return _typed("items", value, where)
-    known = _BY_CLASS.get(type(value))
-    if known is not None and has_known_factory(value):
-        return _typed(known.name, value, where)
+    stored_type = _BY_CLASS.get(type(value))
+    if stored_type is not None and has_known_factory(value):
+        return _typed(stored_type.name, value, where)
     return _opaque(value, where)
 
 
@@ -118,13 +118,13 @@ def empty(node: Node | Leaf, entry: Callable[[str], Any], kind: str = "") -> dic
         kind: of the wrapper around it.
     """
     if isinstance(node, Leaf):
-        found = entry(node.name)
-        if found is None:
+        array = entry(node.name)
+        if array is None:
             return {}
         if kind in (_TENSOR, _ON_DEVICE):
-            dtype = getattr(torch, str(found.dtype))
-            return {node.name: torch.empty(tuple(found.shape), dtype=dtype)}
-        return {node.name: np.empty(found.shape, found.dtype)}
+            dtype = getattr(torch, str(array.dtype))
+            return {node.name: torch.empty(tuple(array.shape), dtype=dtype)}
+        return {node.name: np.empty(array.shape, array.dtype)}
     below = _kind(node)
     return {
         name: memory
@@ -149,16 +149,16 @@ def restored(
         UnsupportedFormat: a type is not known, or does not fit what is stored.
     """
     if isinstance(node, Leaf):
-        found = arrays[node.name] if node.name in arrays else values[node.name]
-        if not isinstance(found, Opaque):
-            return found
+        value = arrays[node.name] if node.name in arrays else values[node.name]
+        if not isinstance(value, Opaque):
+            return value
         if not unpickle:
             raise LoadMismatch(
-                f"{node.name!r} is stored as a pickle of {found.class_name}; "
+                f"{node.name!r} is stored as a pickle of {value.class_name}; "
                 "LoadStrategy(unpickle=True) unpickles it, which runs code that the checkpoint "
                 "names: do so only with checkpoints that you trust"
             )
-        return pickle.loads(found.pickle)
+        return pickle.loads(value.pickle)
     children = [restored(child, values, arrays, unpickle) for child in node.children]
     made, name = node.rebuild(children), _kind(node)
     if not name:

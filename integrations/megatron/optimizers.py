@@ -62,8 +62,8 @@ def is_of_group(key: str) -> bool:
 
 def is_geometry(key: str) -> bool:
     """Whether a key is that of the sizes of buckets, which say nothing of the state."""
-    found = _OF_GROUP.fullmatch(key)
-    return found is not None and found[1].startswith("per_bucket_numel")
+    match = _OF_GROUP.fullmatch(key)
+    return match is not None and match[1].startswith("per_bucket_numel")
 
 
 def same_object(key: str, other: str) -> bool:
@@ -84,8 +84,8 @@ def parts_of(optimizer: Any) -> list[Any]:
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
     """The optimizers of torch that make the steps."""
-    found = [getattr(part, "optimizer", part) for part in parts_of(optimizer)]
-    return [inner for inner in found if inner is not None]
+    optimizers = [getattr(part, "optimizer", part) for part in parts_of(optimizer)]
+    return [inner for inner in optimizers if inner is not None]
 
 
 def model_parameters(optimizer: Any) -> Iterator[torch.Tensor]:
@@ -136,27 +136,27 @@ class Buckets:
         Raises:
             UnsupportedLeaf: they cannot be told.
         """
-        found = _BUCKET.fullmatch(sharded.key)
-        assert found is not None, "it is a bucket"
+        match = _BUCKET.fullmatch(sharded.key)
+        assert match is not None, "it is a bucket"
         if self._optimizer is None:
             needed = _NEEDED.format(strategy=self._strategy)
             raise UnsupportedLeaf(f"{sharded.key!r}: {needed}")
-        number, buffer, bucket, slot = found.groups()
-        at = int(number or 0), int(buffer), int(bucket)
+        number, buffer, bucket, slot = match.groups()
+        bucket_key = int(number or 0), int(buffer), int(bucket)
         data, flat = plain_tensor(sharded.data, sharded.key), sharded.flattened_range
         start = int(sharded.global_offset[0]) + (0 if flat is None else flat.start)
-        held = self._held().get(at, {}).get(start)
-        if held is None:
+        elements = self._elements_in_buckets().get(bucket_key, {}).get(start)
+        if elements is None:
             return []
-        if held.after - held.first != data.numel():
+        if elements.after - elements.first != data.numel():
             raise UnsupportedLeaf(
-                f"{sharded.key!r}: the optimizer holds {held.after - held.first} elements of a "
-                f"parameter there, but {data.numel()} are given; is optimizer= the one that made "
-                "this state?"
+                f"{sharded.key!r}: the optimizer holds {elements.after - elements.first} elements "
+                f"of a parameter there, but {data.numel()} are given; is optimizer= the one that "
+                "made this state?"
             )
-        part = held.first, held.after
+        part = elements.first, elements.after
         pieces = []
-        for inner, where in self._whole(held.parameter):
+        for inner, where in self._whole(elements.parameter):
             named = replace(inner, key=f"optimizer.state.{slot}.{inner.key}")
             saved = is_main(sharded.replica_id) and is_main(_without_data(inner.replica_id))
             pieces += [(piece, saved) for piece in flat_pieces(named, data, part, where)]
@@ -167,23 +167,24 @@ class Buckets:
         if not any(hasattr(part, "gbuf_ranges") for part in parts_of(self._optimizer)):
             return {}
         kind = {"distrib_optim_sharding_type": "dp_reshardable"}
-        found, _ = extract_sharded_base(
+        sharded_state, _ = extract_sharded_base(
             self._optimizer.sharded_state_dict({}, is_loading=True, metadata=kind)
         )
-        return {x.key: x.without_data() for x in nested_values(found)}
+        return {x.key: x.without_data() for x in nested_values(sharded_state)}
 
-    def _held(self) -> dict[tuple[int, int, int], dict[int, _Held]]:
+    def _elements_in_buckets(self) -> dict[tuple[int, int, int], dict[int, _Held]]:
         """What is where: by optimizer, buffer and bucket, then by the position in the bucket."""
         if self._slots is None:
             self._slots = {}
             for number, part in enumerate(parts_of(self._optimizer)):
                 for buffer, ranges in enumerate(getattr(part, "gbuf_ranges", ())):
-                    for bucket, one in enumerate(b for of in ranges.values() for b in of):
-                        self._slots[number, buffer, bucket] = {
-                            of["gbuf_world_in_bucket"].start: _Held(
-                                parameter, of["param"].start, of["param"].end
+                    buckets = (bucket for of_dtype in ranges.values() for bucket in of_dtype)
+                    for index, bucket in enumerate(buckets):
+                        self._slots[number, buffer, index] = {
+                            where["gbuf_world_in_bucket"].start: _Held(
+                                parameter, where["param"].start, where["param"].end
                             )
-                            for parameter, of in one["param_map"].items()
+                            for parameter, where in bucket["param_map"].items()
                         }
         return self._slots
 
@@ -192,21 +193,21 @@ class Buckets:
         it."""
         if self._in_model is None:
             self._in_model = {id(x.data): x for x in self._of_model()}
-        found = self._in_model.get(id(parameter))
-        if found is None:
+        sharded = self._in_model.get(id(parameter))
+        if sharded is None:
             raise UnsupportedLeaf(
                 f"a parameter of shape {list(parameter.shape)} of the optimizer is not in the "
                 "sharded_state_dict of its model; pass metadata= if the job passes one to "
                 "model.sharded_state_dict"
             )
-        if isinstance(found, ShardedTensor):
-            return [(found, Strided(row_major(found.local_shape)))]
+        if isinstance(sharded, ShardedTensor):
+            return [(sharded, Strided(row_major(sharded.local_shape)))]
         # A tensor without memory shows which elements the factory takes, and in which order.
         like = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device="meta")
-        parts = list(nested_values({"": replace(found, data=like).build()}))
+        parts = list(nested_values({"": replace(sharded, data=like).build()}))
         if not all(_is_view(part.data, like) for part in parts):
             raise UnsupportedLeaf(
-                f"{found.key!r}: its ShardedTensorFactory copies elements, so it is not known "
+                f"{sharded.key!r}: its ShardedTensorFactory copies elements, so it is not known "
                 "which of the optimizer's belong where; save with "
                 "--dist-ckpt-optim-fully-reshardable"
             )
@@ -220,11 +221,11 @@ class Buckets:
         for chunk in chunks.values():
             while hasattr(chunk, "module"):
                 chunk = chunk.module
-            given = None if self._metadata is None else dict(self._metadata)
-            found, _ = extract_sharded_tensors_and_factories(
-                chunk.sharded_state_dict(metadata=given)
+            metadata = None if self._metadata is None else dict(self._metadata)
+            tensors, _ = extract_sharded_tensors_and_factories(
+                chunk.sharded_state_dict(metadata=metadata)
             )
-            for value in nested_values(found):
+            for value in nested_values(tensors):
                 if isinstance(value, ShardedTensor | ShardedTensorFactory):
                     yield value
 
@@ -236,5 +237,5 @@ def _without_data(replica_id: Any) -> Any:
     return tuple(replica_id[:-1])
 
 
-def _is_view(tensor: torch.Tensor, of: torch.Tensor) -> bool:
-    return bool(tensor.untyped_storage()._cdata == of.untyped_storage()._cdata)
+def _is_view(tensor: torch.Tensor, base: torch.Tensor) -> bool:
+    return bool(tensor.untyped_storage()._cdata == base.untyped_storage()._cdata)

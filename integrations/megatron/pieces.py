@@ -92,13 +92,15 @@ def flat_pieces(
             "elements, so flat ranges of the optimizer's state are no boxes of it; save with "
             "--dist-ckpt-optim-fully-reshardable (distrib_optim_sharding_type='fully_reshardable')"
         )
-    found = []
+    pieces = []
     for start, stop in boxes_between(shape, where.strides, where.offset, first, after):
-        at = where.offset + sum(i * s for i, s in zip(start, where.strides, strict=True)) - first
+        offset = (
+            where.offset + sum(i * s for i, s in zip(start, where.strides, strict=True)) - first
+        )
         size = tuple(b - a for a, b in zip(start, stop, strict=True))
-        view = data.as_strided(size, where.strides, data.storage_offset() + at)
-        found.append(_piece(sharded, view, start, stop))
-    return found
+        view = data.as_strided(size, where.strides, data.storage_offset() + offset)
+        pieces.append(_piece(sharded, view, start, stop))
+    return pieces
 
 
 def boxes_between(
@@ -171,10 +173,10 @@ def _piece(sharded: Any, data: torch.Tensor, start: Sequence[int], stop: Sequenc
         data: of the shape of the box.
         start, stop: of the box, in the local tensor.
     """
-    extra, at = sharded.prepend_axis_num, sharded.global_offset
-    low = tuple(o + a for o, a in zip(at[extra:], start, strict=True))
-    high = tuple(o + b for o, b in zip(at[extra:], stop, strict=True))
-    stacked = tuple(at[:extra])
+    extra, offset = sharded.prepend_axis_num, sharded.global_offset
+    low = tuple(o + a for o, a in zip(offset[extra:], start, strict=True))
+    high = tuple(o + b for o, b in zip(offset[extra:], stop, strict=True))
+    stacked = tuple(offset[:extra])
     box = Box((*stacked, *low), (*(i + 1 for i in stacked), *high))
     shape = tuple(int(n) for n in sharded.global_shape)
     return Piece(sharded.key, shape, box, data[(None,) * extra] if extra else data)
@@ -192,5 +194,5 @@ def plain_tensor(data: Any, key: str) -> torch.Tensor:
             f"{key!r}: its ShardedTensor holds {kind}, not a torch.Tensor; quantised parameters "
             "(fp8_param_gather, fp4) are not stored: keep parameters in bf16"
         )
-    found: torch.Tensor = data.detach()
-    return found
+    plain: torch.Tensor = data.detach()
+    return plain

@@ -76,8 +76,8 @@ class SaveStrategy(megatron_torch.TorchDistSaveShardedStrategy):  # as Megatron 
         Raises:
             UnickptError: as `unickpt.save`.
         """
-        to, state = self._prepared(sharded_state_dict, checkpoint_dir)
-        self.report = to.save(state, options=self.options)
+        destination, state = self._prepared(sharded_state_dict, checkpoint_dir)
+        self.report = destination.save(state, options=self.options)
 
     def async_save(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: str, async_strategy: str = "mcore"
@@ -88,14 +88,14 @@ class SaveStrategy(megatron_torch.TorchDistSaveShardedStrategy):  # as Megatron 
         Raises:
             UnickptError: as `unickpt.save_async`.
         """
-        to, state = self._prepared(sharded_state_dict, checkpoint_dir)
+        destination, state = self._prepared(sharded_state_dict, checkpoint_dir)
         request = SaveRequest(
-            to.location,
+            destination.location,
             state,
             self.options,
             overwrite=True,
             owners=self._owners(sharded_state_dict),
-            callbacks=SaveCallbacks(committed=to.committed),
+            callbacks=SaveCallbacks(committed=destination.committed),
         )
         pending = self._queue.save(request)
         pending.add_done_callback(partial(_keep, self))
@@ -107,8 +107,8 @@ class SaveStrategy(megatron_torch.TorchDistSaveShardedStrategy):  # as Megatron 
 
     def _prepared(self, state: dict[str, Any], folder: str) -> tuple[Destination, _State]:
         """Where to save, and what."""
-        found = (x for x in nested_values(state) if isinstance(x, ShardedObject))
-        handed = [x for x in found if x.key == common.COMMON_KEY]
+        sharded_objects = (x for x in nested_values(state) if isinstance(x, ShardedObject))
+        handed = [x for x in sharded_objects if x.key == common.COMMON_KEY]
         first = dist.get_rank() == 0
         if first and handed:
             common.write(folder, handed[0].data)
@@ -130,16 +130,20 @@ class _State(SavedOnly):
     one.
 
     Arguments:
-        given: the sharded state dict.
+        sharded_state_dict: of this rank.
         folder: where Megatron has put `common.pt`.
         buckets: of the optimizer.
         with_common: whether this rank saves what is in it.
     """
 
     def __init__(
-        self, given: dict[str, Any], folder: str, buckets: optimizers.Buckets, with_common: bool
+        self,
+        sharded_state_dict: dict[str, Any],
+        folder: str,
+        buckets: optimizers.Buckets,
+        with_common: bool,
     ) -> None:
-        self._given, self._folder = given, folder
+        self._sharded_state_dict, self._folder = sharded_state_dict, folder
         self._buckets, self._with_common = buckets, with_common
 
     def state_dict(self) -> dict[str, Any]:
@@ -150,16 +154,16 @@ class _State(SavedOnly):
 
     def _tree(self) -> dict[str, Any]:
         made: dict[str, Any] = {}
-        held: dict[str, list[Piece]] = {}
-        for value in nested_values(self._given):
+        pieces_by_key: dict[str, list[Piece]] = {}
+        for value in nested_values(self._sharded_state_dict):
             if isinstance(value, ShardedObject):
                 if _is_saved(value):
                     name = value.unique_key
                     place(made, name, stored_form(value.data, name))
                 continue
             for piece in self._pieces(value):
-                held.setdefault(piece.key, []).append(piece)
-        for key, pieces in held.items():
+                pieces_by_key.setdefault(piece.key, []).append(piece)
+        for key, pieces in pieces_by_key.items():
             place(made, key, fragments(key, pieces))
         shared = common.tree(self._folder) if self._with_common else {}
         for key, value in shared.items():
@@ -178,8 +182,8 @@ class _State(SavedOnly):
 
 
 def _is_saved(value: ShardedObject) -> bool:
-    own = value.key == common.COMMON_KEY or optimizers.is_geometry(value.key)
-    return is_main(value.replica_id) and not own
+    is_excluded = value.key == common.COMMON_KEY or optimizers.is_geometry(value.key)
+    return is_main(value.replica_id) and not is_excluded
 
 
 def place(root: dict[str, Any], key: str, value: Any) -> None:

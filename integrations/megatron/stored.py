@@ -50,27 +50,27 @@ class StoredItems:
             node = _children(node).get(part)
         return node
 
-    def object(self, wanted: ShardedObject) -> tuple[str, Node | Leaf] | None:
+    def object(self, requested: ShardedObject) -> tuple[str, Node | Leaf] | None:
         """The key and the value of an object. That of an optimizer of one data-parallel group is,
         with other parallel sizes, that of any group, if they are all equal.
 
         Raises:
             LoadMismatch: they are not.
         """
-        found = self.find(wanted.unique_key)
-        if found is not None:
-            return wanted.unique_key, found
-        if not is_of_group(wanted.key):
+        exact = self.find(requested.unique_key)
+        if exact is not None:
+            return requested.unique_key, exact
+        if not is_of_group(requested.key):
             return None
         same = {
-            name: node for name, node in self._objects() if same_object(name, wanted.unique_key)
+            name: node for name, node in self._objects() if same_object(name, requested.unique_key)
         }
         texts = {name: self._text(node) for name, node in same.items()}
         if len(set(texts.values())) > 1:
             raise LoadMismatch(
-                f"{self._folder}: {wanted.key!r} is not stored, and {', '.join(map(repr, same))} "
-                "differ, so none of them stands for it: load with the parallel sizes that were "
-                "saved"
+                f"{self._folder}: {requested.key!r} is not stored, and "
+                f"{', '.join(map(repr, same))} differ, so none of them stands for it: load with "
+                "the parallel sizes that were saved"
             )
         return next(iter(same.items()), None)
 
@@ -94,14 +94,14 @@ class StoredItems:
     def tensors(self) -> dict[str, ShardedTensor]:
         """The tensors by key, each as one whole shard without data; none of those in values, which
         are within wrappers."""
-        found = {}
+        tensors = {}
         for key, node in _items(self._root, ()):
             entry = self.stored.index.arrays.get(node.name) if isinstance(node, Leaf) else None
             dtype = None if entry is None else getattr(torch, entry.dtype, None)
             if entry is not None and dtype is not None:
                 like = torch.empty(entry.shape, dtype=dtype, device="meta")
-                found[key] = ShardedTensor.from_rank_offsets(key, like).without_data()
-        return found
+                tensors[key] = ShardedTensor.from_rank_offsets(key, like).without_data()
+        return tensors
 
     def objects(self) -> dict[str, ShardedObject]:
         """The objects by their unique keys, without data."""

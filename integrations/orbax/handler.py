@@ -141,16 +141,16 @@ def begin_save(
         custom_metadata: for Orbax's metadata of the tree.
     """
     jax.tree.structure(tree)  # refuses what a restore could not flatten, as keys of mixed types
-    own: dict[str, Any] = described_placement(tree)
+    metadata: dict[str, Any] = described_placement(tree)
     if custom_metadata is not None:
-        own["custom_metadata"] = custom_metadata
+        metadata["custom_metadata"] = custom_metadata
     return save_in_background(
         SaveRequest(
             Destination.of(path, lambda _: (), _NOT_REPLACED).location,
             tree,
             options,
             overwrite=True,  # Orbax has decided that; the directory may be there from a killed job
-            metadata=lambda: {METADATA: own},
+            metadata=lambda: {METADATA: metadata},
             callbacks=SaveCallbacks(prepare=lambda _: wait_created()),
             is_delayed=True,
         )

@@ -50,7 +50,7 @@ def described_placement(saved: Any) -> dict[str, Any]:
         meshes = {sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)}
         facts = {
             (tuple(map(str, mesh.axis_names)), mesh.devices.shape): (
-                [str(each) for each in mesh.axis_types],
+                [str(axis_type) for axis_type in mesh.axis_types],
                 [device.id for device in mesh.devices.flat],
             )
             for mesh in meshes
@@ -99,26 +99,30 @@ def _sharding(entry: ArrayEntry, saved: SavedArrays, rank: int, where: str) -> N
     Arguments:
         rank: of the array; that of the data of a random key is larger.
     """
-    found = entry.layout
-    if found is not None and found == Layout.replicated(len(found.dims), len(found.mesh.processes)):
+    layout = entry.layout
+    if layout is not None and _is_replicated(layout):
         return None  # it was on one device, of each process
     mesh = None
-    if found is not None:
-        types, ids = saved.of_mesh(found.mesh.axes, found.mesh.shape)
-        mesh = _mesh(found.mesh, tuple(types), tuple(ids))
-    if found is not None and mesh is not None:
-        spec = list(found.spec[:rank])
+    if layout is not None:
+        types, ids = saved.of_mesh(layout.mesh.axes, layout.mesh.shape)
+        mesh = _mesh(layout.mesh, tuple(types), tuple(ids))
+    if layout is not None and mesh is not None:
+        spec = list(layout.spec[:rank])
         while spec and spec[-1] is None:  # as JAX writes it
             spec.pop()
         return NamedSharding(mesh, _PartitionSpec(*spec))
-    if found is None and jax.process_count() == 1:
+    if layout is None and jax.process_count() == 1:
         return None
-    size = "" if found is None else f" {len(found.mesh.processes)}"
+    size = "" if layout is None else f" {len(layout.mesh.processes)}"
     raise LoadMismatch(
         f"{where}: array {quoted(entry.name)} was on{size} devices of another job, and this one "
         f"has {jax.device_count()} in {jax.process_count()} processes; pass an abstract tree with "
         "shardings"
     )
+
+
+def _is_replicated(layout: Layout) -> bool:
+    return layout == Layout.replicated(len(layout.dims), len(layout.mesh.processes))
 
 
 @lru_cache(maxsize=64)
@@ -133,16 +137,17 @@ def _mesh(saved: StoredMesh, types: tuple[str, ...], ids: tuple[int, ...]) -> Me
         ids: of its devices; empty if they are not known.
     """
     by_id = {device.id: device for device in jax.devices()}
-    chosen = [by_id.get(of) for of in ids]
+    chosen = [by_id.get(device_id) for device_id in ids]
     if len(chosen) != len(saved.processes) or None in chosen:
         chosen = _of_processes(saved.processes)
     if None in chosen and len(chosen) == jax.device_count():
         chosen = list(jax.devices())
     if None in chosen:
         return None
-    known = {str(each): each for each in jax.sharding.AxisType}
-    of_axes = tuple(known[each] for each in types) if {*types} <= known.keys() and types else None
-    return Mesh(np.array(chosen, object).reshape(saved.shape), saved.axes, axis_types=of_axes)
+    types_by_name = {str(axis_type): axis_type for axis_type in jax.sharding.AxisType}
+    are_known = bool(types) and {*types} <= types_by_name.keys()
+    axis_types = tuple(types_by_name[name] for name in types) if are_known else None
+    return Mesh(np.array(chosen, object).reshape(saved.shape), saved.axes, axis_types=axis_types)
 
 
 def _of_processes(processes: Sequence[int]) -> list[Any]:

@@ -66,10 +66,10 @@ class StoredTree:
     ) -> None:
         self._checkpoint, self._rules, self._options = checkpoint, rules, options
         self._metadata_options = metadata_options or PYTREE_METADATA_OPTIONS
-        own = checkpoint.metadata.get(METADATA)
-        self._own: Mapping[str, Any] = own if isinstance(own, Mapping) else {}
+        metadata = checkpoint.metadata.get(METADATA)
+        self._orbax_metadata: Mapping[str, Any] = metadata if isinstance(metadata, Mapping) else {}
         read = getattr(checkpoint.reader, "saved", None)
-        self._saved = SavedArrays.of_json(self._own) if read is None else read
+        self._saved = SavedArrays.of_json(self._orbax_metadata) if read is None else read
 
     # --- what is stored ----------------------------------------------------------------------
 
@@ -94,7 +94,9 @@ class StoredTree:
     def metadata(self, directory: Any) -> Any:
         """Orbax's `TreeMetadata` of the stored tree."""
         leaves = self.described(lambda name: self._leaf_metadata(name, directory))
-        return build_default_tree_metadata(leaves, custom_metadata=self._own.get("custom_metadata"))
+        return build_default_tree_metadata(
+            leaves, custom_metadata=self._orbax_metadata.get("custom_metadata")
+        )
 
     def described(self, describe_leaf: Callable[[str], Any]) -> Any:
         """The stored tree in Orbax's containers.
@@ -130,22 +132,22 @@ class StoredTree:
         return serialize_tree(restored, self._metadata_options)
 
     def _leaf_metadata(self, name: str, directory: Any) -> Any:
-        checkpoint, own = self._checkpoint, name.replace("/", ".")
+        checkpoint, orbax_name = self._checkpoint, name.replace("/", ".")
         if name in checkpoint.values:
             value = checkpoint.values[name]
             if isinstance(value, str):
-                return ocp.metadata.StringMetadata(name=own, directory=directory)
+                return ocp.metadata.StringMetadata(name=orbax_name, directory=directory)
             if isinstance(value, int | float):
                 dtype = np.asarray(value).dtype
                 return ocp.metadata.ScalarMetadata(
-                    name=own, directory=directory, shape=(), sharding=None, dtype=dtype
+                    name=orbax_name, directory=directory, shape=(), sharding=None, dtype=dtype
                 )
             return value
         if name not in checkpoint:
             return None
         array, (sharding, storage) = checkpoint[name], self.array_metadata(name)
         return ocp.metadata.ArrayMetadata(
-            name=own,
+            name=orbax_name,
             directory=directory,
             shape=tuple(array.shape),
             sharding=sharding,

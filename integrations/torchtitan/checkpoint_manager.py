@@ -70,15 +70,15 @@ class TorchtitanCheckpointManager(base.BaseCheckpointManager):
         def __post_init__(self) -> None:
             # What torchtitan itself checks; except that HF files must be local, which ours need
             # not be.
-            given = {
+            settings = {
                 f.name: getattr(self, f.name) for f in fields(base.BaseCheckpointManager.Config)
             }
-            path = given["initial_load_path"]
+            path = settings["initial_load_path"]
             if path is not None:
                 object.__setattr__(self, "initial_load_path", path.strip())
-            given["folder"] = _as_if_local(self.folder, "remote")
-            given["initial_load_path"] = _as_if_local(path, "/remote")
-            base.BaseCheckpointManager.Config(**given)
+            settings["folder"] = _as_if_local(self.folder, "remote")
+            settings["initial_load_path"] = _as_if_local(path, "/remote")
+            base.BaseCheckpointManager.Config(**settings)
             if self.initial_load_in_hf_quantized:
                 raise ValueError(
                     "initial_load_in_hf_quantized=True is not supported: convert the checkpoint "
@@ -317,8 +317,8 @@ class TorchtitanCheckpointManager(base.BaseCheckpointManager):
         """The steps that torchtitan's own manager saved into the folder; they count until this one
         has saved a step there."""
         folder = resolve_path(self.folder)
-        found = folders_with(folder, _THEIR_METADATA, storage_context()) if folder.exists() else []
-        return [int(m[1]) for m in map(_THEIR_STEP.fullmatch, found) if m]
+        names = folders_with(folder, _THEIR_METADATA, storage_context()) if folder.exists() else []
+        return [int(m[1]) for m in map(_THEIR_STEP.fullmatch, names) if m]
 
     def _agreed_latest(self) -> int:
         return self._agreed(self._checkpointer.steps())

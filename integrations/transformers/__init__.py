@@ -84,7 +84,7 @@ class UnickptMixin:
     control: Any
     is_deepspeed_enabled: bool
     _checkpointer: Checkpointer | None = None
-    _given: Checkpointer | None = None
+    _user_checkpointer: Checkpointer | None = None
     _hf_files = False
     _resumed: _ResumedTraining | None = None
     _engine: Any = None
@@ -97,7 +97,7 @@ class UnickptMixin:
         hf_files: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._given, self._hf_files = checkpointer, hf_files
+        self._user_checkpointer, self._hf_files = checkpointer, hf_files
         super().__init__(*args, **kwargs)
         _check(self, None)
 
@@ -140,7 +140,7 @@ class UnickptMixin:
         """
         _check(self, trial)
         self._saved = set()  # by this call
-        with self._run() as run, self._found(run, resume_from_checkpoint) as folder:
+        with self._run() as run, self._resume_source(run, resume_from_checkpoint) as folder:
             result = super().train(folder, trial, *args, **kwargs)  # type: ignore[misc]
         remove_exports(self, run)
         return result
@@ -148,10 +148,10 @@ class UnickptMixin:
     @contextmanager
     def _run(self) -> Iterator[Checkpointer]:
         """The Checkpointer of a call of `train`."""
-        if self._given is not None:
-            self._checkpointer = self._given
-            yield self._given
-            self._given.wait()
+        if self._user_checkpointer is not None:
+            self._checkpointer = self._user_checkpointer
+            yield self._user_checkpointer
+            self._user_checkpointer.wait()
             return
         limit = self.args.save_total_limit
         keep = _Limit(self) if limit is not None and limit > 0 else None
@@ -162,10 +162,12 @@ class UnickptMixin:
             yield run
 
     @contextmanager
-    def _found(self, run: Checkpointer, asked: str | bool | None) -> Iterator[str | bool | None]:
+    def _resume_source(
+        self, run: Checkpointer, requested: str | bool | None
+    ) -> Iterator[str | bool | None]:
         """What the Trainer resumes from: a folder that has its state, if the rest is ours."""
         step = agreed(run.latest())
-        if not asked:
+        if not requested:
             if step is not None:
                 raise CheckpointExists(
                     f"{run.path(step)} exists, and this training would begin at step 0: pass "
@@ -173,18 +175,18 @@ class UnickptMixin:
                 )
             yield None
             return
-        if asked is True and step is None:
+        if requested is True and step is None:
             yield foreign(self.args.output_dir)  # of the Trainer itself, which says if none is
             return
-        path = run.path(step) if asked is True and step is not None else step_of(run, str(asked))
+        is_newest = requested is True and step is not None
+        path = run.path(step) if is_newest else step_of(run, str(requested))
         try:
             opened = unickpt.open(path)
         except (CheckpointNotFound, ValueError) as error:
             if not os.path.isfile(os.path.join(path, TRAINER_STATE_NAME)):
-                told = (
-                    f"Can't find a valid checkpoint at {path}: {error}"  # begins as the Trainer's
-                )
-                raise CheckpointNotFound(told) from error
+                # Begins as the Trainer's own message.
+                message = f"Can't find a valid checkpoint at {path}: {error}"
+                raise CheckpointNotFound(message) from error
             yield path  # the Trainer saved it
             return
         if _BATCH not in opened.metadata:
@@ -195,14 +197,14 @@ class UnickptMixin:
         check_same_kind(path, opened.metadata, self.is_deepspeed_enabled)
         _check_order(run, step, state["global_step"])
         _check_batches(self, path, opened.metadata.get(_BATCH))
-        found = _load(path, {"rng": rng.like()})["rng"].value
+        rng_state = _load(path, {"rng": rng.like()})["rng"].value
         with tempfile.TemporaryDirectory(prefix="unickpt-") as folder:
             # Else the Trainer goes on with the batches of a process then; see _check_batches.
             state["train_batch_size"] = self.args.train_batch_size
             Path(folder, TRAINER_STATE_NAME).write_text(json.dumps(state))
             if self.is_deepspeed_enabled:
                 engines.imitate(folder, state["global_step"])
-            self._resumed = _ResumedTraining(path, folder, found)
+            self._resumed = _ResumedTraining(path, folder, rng_state)
             try:
                 yield folder
             finally:
@@ -220,7 +222,7 @@ class UnickptMixin:
         if best and self.args.save_strategy in by_metric and self._has(run, best, step):
             state.best_model_checkpoint = run.path(best)
         callbacks = [*self.callback_handler.callbacks, self.control]
-        exported = [each for each in callbacks if isinstance(each, ExportableState)]
+        exported = [callback for callback in callbacks if isinstance(callback, ExportableState)]
         state.stateful_callbacks = TrainerState(stateful_callbacks=exported).stateful_callbacks
         # Those of the other processes differ from it, in what process they are and in times.
         text = json.dumps(dataclasses.asdict(state)) if state.is_world_process_zero else None
@@ -335,7 +337,7 @@ class UnickptCallback(TrainerCallback):
             # What the Trainer saves and loads are methods of it, and it is already made.
             kind = type(trainer)
             trainer.__class__ = type(f"Unickpt{kind.__name__}", (UnickptMixin, kind), {})
-        trainer._given, self._trainer = self.checkpointer, trainer
+        trainer._user_checkpointer, self._trainer = self.checkpointer, trainer
         kwargs.setdefault("resume_from_checkpoint", agreed(self.checkpointer.latest()) is not None)
         return trainer.train(**kwargs)
 
@@ -405,17 +407,17 @@ class _Limit:
         # The best one as the newest step knows it: a run that goes on from there looks for it.
         state = json.loads(_state_text(self.run.path(steps[-1])))
         best = state["best_global_step"]
-        others = [each for each in steps if each != best]
+        other_steps = [candidate for candidate in steps if candidate != best]
         least = 0 if best == steps[-1] else 1
         count = max(least, limit - (best in steps))
-        return step not in others[: max(0, len(others) - count)]
+        return step not in other_steps[: max(0, len(other_steps) - count)]
 
 
 # --- arguments: what cannot be honoured is refused by its name ------------------------------------
 
 
 def _check(trainer: Any, trial: Any) -> None:
-    args, given = trainer.args, trainer._given is not None
+    args, has_checkpointer = trainer.args, trainer._user_checkpointer is not None
     accelerator = trainer.accelerator
     refused = {
         "trial: hyperparameter search saves into folders of its own": trial is not None,
@@ -429,10 +431,10 @@ def _check(trainer: Any, trial: Any) -> None:
             args.push_to_hub and args.hub_strategy != "end"
         ),
         "save_total_limit: the given Checkpointer says what is kept": (
-            given and args.save_total_limit is not None
+            has_checkpointer and args.save_total_limit is not None
         ),
         "load_best_model_at_end=True with a Checkpointer of your own, which may remove it": (
-            given and args.load_best_model_at_end
+            has_checkpointer and args.load_best_model_at_end
         ),
         "hf_files=True with ZeRO 3: set stage3_gather_16bit_weights_on_model_save": (
             trainer._hf_files and trainer.is_deepspeed_enabled and engines.keeps_weights(trainer)

@@ -22,13 +22,13 @@ def without_engine(trainer: Any) -> dict[str, Any]:
 
 
 def with_engine(
-    trainer: Any, rest: Mapping[str, Any], metadata: Mapping[str, Any]
+    trainer: Any, other_state: Mapping[str, Any], metadata: Mapping[str, Any]
 ) -> tuple[EngineTree, dict[str, Any]]:
     """What is saved, with the engine's state, and its metadata."""
     engine = trainer.deepspeed
     # As the Trainer itself: the parameters that adapters leave alone are those of the base model.
     excludes = bool(_is_peft_model(trainer.model))
-    tree = EngineTree(engine, lambda: rest, exclude_frozen_parameters=excludes)
+    tree = EngineTree(engine, lambda: other_state, exclude_frozen_parameters=excludes)
     return tree, {**metadata, **metadata_of(engine, excludes)}
 
 

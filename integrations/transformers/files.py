@@ -22,11 +22,11 @@ EXPORT = ".unickpt-step"
 def export(trainer: Any, run: Checkpointer, step: int) -> None:
     """Writes the model as HF files, all or none."""
     folder = Path(trainer.args.output_dir)
-    there, new = folder / f"checkpoint-{step}", folder / f".checkpoint-{step}"
+    target, new = folder / f"checkpoint-{step}", folder / f".checkpoint-{step}"
     if trainer.args.should_save:
-        if there.exists() and not (there / EXPORT).exists():
+        if target.exists() and not (target / EXPORT).exists():
             raise CheckpointExists(
-                f"{there} was not saved by this integration; remove it, or use another output_dir"
+                f"{target} was not saved by this integration; remove it, or use another output_dir"
             )
         shutil.rmtree(new, ignore_errors=True)
     agreed(0)  # nobody writes before it is removed
@@ -34,8 +34,8 @@ def export(trainer: Any, run: Checkpointer, step: int) -> None:
     agreed(0)
     if trainer.args.should_save:
         (new / EXPORT).write_text(f"{step}\n")
-        shutil.rmtree(there, ignore_errors=True)
-        new.rename(there)
+        shutil.rmtree(target, ignore_errors=True)
+        new.rename(target)
     remove_exports(trainer, run)
 
 
@@ -76,13 +76,13 @@ def foreign(output_dir: str) -> str:
     Raises:
         ValueError: there is none.
     """
-    found = [each for each in folders(output_dir) if (each[1] / TRAINER_STATE_NAME).is_file()]
-    if not found:
+    entries = [entry for entry in folders(output_dir) if (entry[1] / TRAINER_STATE_NAME).is_file()]
+    if not entries:
         raise ValueError(
             f"No valid checkpoint found in output directory ({output_dir}), and "
             "resume_from_checkpoint=True asks for one"
         )
-    return str(max(found)[1])
+    return str(max(entries)[1])
 
 
 def agreed(value: Any) -> Any:
