@@ -332,7 +332,7 @@ class Part(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def of(
+    def wrap(
         cls,
         tensor: torch.Tensor,
         whole: tuple[int, ...] | None = None,

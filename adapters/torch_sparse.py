@@ -59,7 +59,7 @@ def expand_sparse(obj: torch.Tensor, name: str, stored: Mapping[str, Any] | None
             node, lambda key: requested.get(key, value(key)), name, f"the {layout} tensor"
         )
 
-    children = (*map(Part.of, parts.values()), context)
+    children = (*map(Part.wrap, parts.values()), context)
     return Expansion("object", (*parts, "context"), children, rebuild, layout, check)
 
 

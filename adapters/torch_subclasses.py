@@ -151,7 +151,7 @@ def _keys(attributes: list[str], name: str, kind: str) -> tuple[str, ...]:
 def _alone(parts: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Parts of a tensor that is not distributed."""
     return {
-        attribute: part if with_parts(part) or is_dtensor(part) else Part.of(part)
+        attribute: part if with_parts(part) or is_dtensor(part) else Part.wrap(part)
         for attribute, part in parts.items()
     }
 
@@ -324,7 +324,7 @@ def _placed(
     place = LocalShard(layout, box, layout.replicas(coordinates))
     if with_parts(part):
         return PlacedTensor(part, tuple(whole), place, tensor.kind)
-    return Part.of(part, tuple(whole), place, tensor.kind)
+    return Part.wrap(part, tuple(whole), place, tensor.kind)
 
 
 def _spoken(ratio: Fraction) -> str:

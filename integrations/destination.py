@@ -60,7 +60,7 @@ class Destination:
     theirs: tuple[str, ...] = ()
 
     @classmethod
-    def of(
+    def at_path(
         cls,
         path: PathLike,
         theirs_of: Callable[[Sequence[str]], Sequence[str]],

@@ -89,7 +89,7 @@ def save_state(
     """
     _check_save(accelerator, safe_serialization, save_model_func_kwargs)
     path = next_path(accelerator, output_dir)
-    destination, overwrite = Destination.of(path, theirs_of), output_dir is not None
+    destination, overwrite = Destination.at_path(path, theirs_of), output_dir is not None
     tree, metadata = _saved(accelerator, save_model_func_kwargs)
     report = destination.save(tree, overwrite=overwrite, metadata=metadata, options=options)
     accelerator.project_configuration.iteration += 1
@@ -120,7 +120,7 @@ def save_state_async(
     """
     _check_save(accelerator, safe_serialization, save_model_func_kwargs)
     path = next_path(accelerator, output_dir)
-    destination = Destination.of(path, theirs_of)
+    destination = Destination.at_path(path, theirs_of)
     tree, metadata = _saved(accelerator, save_model_func_kwargs)
     overwrite = output_dir is not None
     pending = destination.save_async(tree, overwrite=overwrite, metadata=metadata, options=options)

@@ -486,7 +486,7 @@ def _is_whole(value: Any) -> bool:
 
 def destination(path: PathLike, *, overwrite: bool) -> Destination:
     """The destination at a path. Raises InvalidPath, StorageError."""
-    return Destination.of(path, torch_files if overwrite else lambda names: ())
+    return Destination.at_path(path, torch_files if overwrite else lambda names: ())
 
 
 def replaced_metadata(target: Destination) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class EngineCheckpoints:
         self._background = background
         self._queue = SaveQueue()
         self._placing: Placing | None = None
-        for optimizer in EngineParts.of(engine).optimizers():
+        for optimizer in EngineParts.from_engine(engine).optimizers():
             # Before anything changes: the optimizer changes the masters, then come the weights.
             optimizer.register_step_pre_hook(lambda *_: self._queue.fence())
 
@@ -178,14 +178,14 @@ class EngineCheckpoints:
             raise ValueError(f"save_dir must be a path or a URL, not {save_dir!r}")
         tag = f"global_step{self.engine.global_steps}" if tag is None else str(tag)
         self._check_tag(tag)
-        destination = Destination.of(_joined(save_dir, tag), _theirs)
+        destination = Destination.at_path(_joined(save_dir, tag), _theirs)
         tree, owners = dict[str, Any](), set[Hashable]()
         file = LatestFile(save_dir, tag)
 
         def describe() -> None:  # an error in here reaches the other ranks
             state = self.tree(client_state, exclude_frozen_parameters=exclude_frozen_parameters)
             tree.update(state)
-            owners.update(EngineParts.of(self.engine).owners())
+            owners.update(EngineParts.from_engine(self.engine).owners())
 
         def committed() -> None:
             destination.committed()
@@ -243,7 +243,7 @@ class EngineCheckpoints:
         """What is said of a checkpoint with `tree`, in its metadata."""
         import deepspeed
 
-        stage = EngineParts.of(self.engine).stage
+        stage = EngineParts.from_engine(self.engine).stage
         about = {"version": deepspeed.__version__, "stage": stage}
         return {"deepspeed": {**about, _EXCLUDED: exclude_frozen_parameters}}
 
@@ -259,10 +259,10 @@ class EngineCheckpoints:
             )
 
     def _arrays(self, info: Mapping[str, Any]) -> EngineArrays:
-        parts = EngineParts.of(self.engine)
+        parts = EngineParts.from_engine(self.engine)
         if self._placing is None or (info and info != self._placing.info):
             placing_info = getattr(self.engine.module, _INFO, None) or info
-            self._placing = Placing(Grid.of(self.engine), placing_info, self._hints)
+            self._placing = Placing(Grid.from_engine(self.engine), placing_info, self._hints)
         return EngineArrays(parts, self._placing)
 
     # --- loading ---------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ class EngineParts:
     whole: bool
 
     @classmethod
-    def of(cls, engine: Any) -> EngineParts:
+    def from_engine(cls, engine: Any) -> EngineParts:
         """Finds them.
 
         Raises:

@@ -41,7 +41,7 @@ class Grid:
     tp_group: Any
 
     @classmethod
-    def of(cls, engine: Any) -> Grid:
+    def from_engine(cls, engine: Any) -> Grid:
         """Finds them.
 
         Raises:

@@ -48,7 +48,7 @@ class ModuleState:
     buffers: Mapping[str, torch.Tensor]
 
     @classmethod
-    def of(cls, module: torch.nn.Module) -> ModuleState:
+    def from_module(cls, module: torch.nn.Module) -> ModuleState:
         """Finds them, as `state_dict` names them."""
         params = dict(module.named_parameters())
         names = {id(param): name for name, param in params.items()}
@@ -76,7 +76,7 @@ class EngineArrays:
 
     def __init__(self, parts: EngineParts, placing: Placing) -> None:
         self.parts, self.placing = parts, placing
-        self.module = ModuleState.of(parts.engine.module)
+        self.module = ModuleState.from_module(parts.engine.module)
         placing.learn(self.module.params)
         self.places = {name: placing.place(name, p) for name, p in self.module.params.items()}
         self._names = {param: name for name, param in self.module.params.items()}

@@ -54,7 +54,7 @@ class SaveDestination:
     hidden: str | None
 
     @classmethod
-    def of(cls, path: PathLike) -> SaveDestination:
+    def at_path(cls, path: PathLike) -> SaveDestination:
         """Looks what is at a path."""
         text = _whole(path)
         if "://" in text or (os.path.lexists(text) and not os.path.islink(text)):
@@ -155,7 +155,7 @@ class Saves:
         for saves in tuple(self._every):
             if _whole(path) in saves.in_flight():
                 saves.wait()
-        return SaveDestination.of(path)
+        return SaveDestination.at_path(path)
 
     def in_flight(self) -> set[str]:
         """The paths that are being saved or going to be removed."""

@@ -113,7 +113,7 @@ class SaveStrategy(megatron_torch.TorchDistSaveShardedStrategy):  # as Megatron 
         if first and handed:
             common.write(folder, handed[0].data)
         made = _State(state, folder, self._buckets, first)
-        return Destination.of(folder, torch_files, _KEPT), made
+        return Destination.at_path(folder, torch_files, _KEPT), made
 
     def _owners(self, state: dict[str, Any]) -> set[Hashable] | None:
         """The memory that only steps of the optimizer change."""

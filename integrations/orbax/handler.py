@@ -146,7 +146,7 @@ def begin_save(
         metadata["custom_metadata"] = custom_metadata
     return save_in_background(
         SaveRequest(
-            Destination.of(path, lambda _: (), _NOT_REPLACED).location,
+            Destination.at_path(path, lambda _: (), _NOT_REPLACED).location,
             tree,
             options,
             overwrite=True,  # Orbax has decided that; the directory may be there from a killed job
