@@ -90,17 +90,17 @@ def pinned(location: Location, base: BaseEntry, context: ts.Context) -> Database
         Damaged: it is missing, or another checkpoint is there; says what to do.
         Failed: the storage failed.
     """
-    at = sibling(location, base.name)
-    found = Database(at, context).pinned()
-    if found is not None and found.manifest_digest() == base.manifest:
-        return found
-    manifest = retired_manifest(at, base.manifest, context)
+    base_location = sibling(location, base.name)
+    database = Database(base_location, context).pinned()
+    if database is not None and database.manifest_digest() == base.manifest:
+        return database
+    manifest = retired_manifest(base_location, base.manifest, context)
     if manifest is not None and digest_of(manifest) == base.manifest:
-        return Database(at, context, manifest)
-    what = "is missing" if found is None else "was replaced by another checkpoint"
+        return Database(base_location, context, manifest)
+    what = "is missing" if database is None else "was replaced by another checkpoint"
     raise Damaged(
-        f"chunks that did not change are in {at}, which {what}; put it back, or open a checkpoint "
-        "that has all of its chunks (`unickpt copy` makes one)"
+        f"chunks that did not change are in {base_location}, which {what}; put it back, or open a "
+        "checkpoint that has all of its chunks (`unickpt copy` makes one)"
     )
 
 

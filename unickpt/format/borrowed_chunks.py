@@ -21,12 +21,12 @@ class BorrowedChunks:
 
     Arguments:
         index: of the checkpoint.
-        own: its database.
+        store: its database.
         digests: of its chunks.
     """
 
-    def __init__(self, index: Index, own: ChunkStore, digests: ChunkDigests) -> None:
-        self._index, self._own, self._digests = index, own, digests
+    def __init__(self, index: Index, store: ChunkStore, digests: ChunkDigests) -> None:
+        self._index, self._own, self._digests = index, store, digests
         self._first_rows: dict[str, dict[str, int]] = {}
         self.bases: list[ChunkStore] = []
 
@@ -70,8 +70,8 @@ class BorrowedChunks:
         """The values of a chunk that bases have: by their links, the bases' positions."""
         if not self._index.bases:
             return {}
-        some = self.rows(entry, part, range(number, number + 1))
-        return dict(zip(some["link"].tolist(), some["base"].tolist(), strict=True))
+        rows = self.rows(entry, part, range(number, number + 1))
+        return dict(zip(rows["link"].tolist(), rows["base"].tolist(), strict=True))
 
     def rows(self, entry: ArrayEntry, part: Part, numbers: range) -> borrowed.BorrowedTable:
         """The same of chunks that follow each other, as rows of the table."""
@@ -94,5 +94,5 @@ def _lost(location: object, names: Sequence[str], error: Exception) -> Checkpoin
     """
     listed = ", ".join(repr(name) for name in names[:3])
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    of = f"array {listed}{more}: " if names else ""
-    return CheckpointCorrupt(f"{location}: {of}{error}")
+    prefix = f"array {listed}{more}: " if names else ""
+    return CheckpointCorrupt(f"{location}: {prefix}{error}")

@@ -21,9 +21,9 @@ def borrowed_values(reader: OcdbtReader) -> Iterator[tuple[str, bytes]]:
         for part in chunk_grid.parts(entry):
             for number in range(part.count):
                 for link, base in lent.links(entry, part, number).items():
-                    there, at = Value(lent.bases[base], part), part
+                    value, key_part = Value(lent.bases[base], part), part
                     if link != chunk_grid.WHOLE_LINK:
-                        there = values.chain(entry, part, number)[link - chunk_grid.FULL_LINK]
-                        at = part.linked(link)
-                    data = values.read_value(entry, there, number)
-                    yield chunk_grid.chunk_key(at, number), data
+                        value = values.chain(entry, part, number)[link - chunk_grid.FULL_LINK]
+                        key_part = part.linked(link)
+                    data = values.read_value(entry, value, number)
+                    yield chunk_grid.chunk_key(key_part, number), data

@@ -98,20 +98,20 @@ class Part:
         for n, c, a, b in reversed(
             list(zip(self.grid, self.chunk, self.box.start, self.box.stop, strict=True))
         ):
-            number, at = divmod(number, n)
-            start.append(a + at * c)
-            stop.append(min(a + at * c + c, b))
+            number, index = divmod(number, n)
+            start.append(a + index * c)
+            stop.append(min(a + index * c + c, b))
         return Box(tuple(start[::-1]), tuple(stop[::-1]))
 
     def chunk_key(self, number: int) -> str:
         """The key of a chunk below the part's own: zarr v3's default encoding."""
         if self.count == 1:
             return only_key(len(self.chunk))
-        at = []
+        indices = []
         for n in reversed(self.grid):
             number, index = divmod(number, n)
-            at.append(str(index))
-        return "/".join(["c", *at[::-1]])
+            indices.append(str(index))
+        return "/".join(["c", *indices[::-1]])
 
     def chunks_in(self, box: Box) -> Iterator[int]:
         """Row-major numbers of the chunks that intersect a box in global coordinates."""
@@ -127,8 +127,8 @@ class Part:
             for a, b, c in zip(local.start, local.stop, self.chunk, strict=True)
         ]
         strides = [math.prod(self.grid[d + 1 :]) for d in range(len(self.grid))]
-        for at in itertools.product(*ranges):
-            yield sum(i * s for i, s in zip(at, strides, strict=True))
+        for indices in itertools.product(*ranges):
+            yield sum(i * s for i, s in zip(indices, strides, strict=True))
 
     def runs_in(self, box: Box) -> Iterator[range]:
         """As `chunks_in`; of numbers that follow each other, all at once."""
@@ -151,12 +151,12 @@ class Part:
 
 @lru_cache(maxsize=64)
 def _sizes(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Numbers:
-    found = np.ones(1, np.int64)
+    sizes = np.ones(1, np.int64)
     for n, c in zip(shape, chunk, strict=True):
         along = np.minimum(c, n - np.arange(0, n, c))
-        found = np.multiply.outer(found, along).reshape(-1)
-    found.flags.writeable = False
-    return found
+        sizes = np.multiply.outer(sizes, along).reshape(-1)
+    sizes.flags.writeable = False
+    return sizes
 
 
 @lru_cache(maxsize=64)
@@ -189,11 +189,11 @@ def free_chunk(
     chunk = [max(1, n) for n in shape]
     least_bytes = max(_LEAST_FOR_SHARDS, chunk_bytes // 2)
     for dim in range(len(chunk)):
-        rest = itemsize * math.prod(chunk[dim + 1 :])
-        if chunk[dim] * rest <= chunk_bytes:
+        row_bytes = itemsize * math.prod(chunk[dim + 1 :])
+        if chunk[dim] * row_bytes <= chunk_bytes:
             break
-        extent, limit = chunk[dim], max(1, chunk_bytes // rest)
-        chunk[dim] = _for_shards(extent, limit, max(1, -(-least_bytes // rest)), shards)
+        extent, limit = chunk[dim], max(1, chunk_bytes // row_bytes)
+        chunk[dim] = _for_shards(extent, limit, max(1, -(-least_bytes // row_bytes)), shards)
         shards //= -(-extent // chunk[dim])
     return tuple(chunk)
 
@@ -216,8 +216,8 @@ def _balanced(extent: int, limit: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """What is wanted of a grid; see `chunk_grid` for the arguments."""
+class _Target:
+    """The size and shape that chunks should have; see `chunk_grid` for the arguments."""
 
     itemsize: int
     chunk_bytes: int
@@ -226,27 +226,30 @@ class _Wanted:
 
     def grid(self, pieces: Sequence[Intervals]) -> _Grid:
         """The grid that has a line on every boundary of the intervals, if there is one."""
-        extents = [max((b - a for a, b in of), default=1) for of in pieces]
-        units = [math.gcd(*(a for a, _ in of[1:])) if len(of) > 1 else 0 for of in pieces]
+        extents = [max((b - a for a, b in intervals), default=1) for intervals in pieces]
+        units = [
+            math.gcd(*(a for a, _ in intervals[1:])) if len(intervals) > 1 else 0
+            for intervals in pieces
+        ]
         if self.single is not None:
             extents[self.single] = 1
-        shards = _SHARDS // math.prod(max(1, len(of)) for of in pieces)
-        wanted = (
+        shards = _SHARDS // math.prod(max(1, len(intervals)) for intervals in pieces)
+        targets = (
             [max(1, min(c, n)) for c, n in zip(self.chunk_shape, extents, strict=True)]
             if self.chunk_shape is not None
             else list(free_chunk(extents, self.itemsize, self.chunk_bytes, shards))
         )
-        chunk, cut = list(wanted), []
-        for dim, (unit, want) in enumerate(zip(units, wanted, strict=True)):
+        chunk, cut = list(targets), []
+        for dim, (unit, target) in enumerate(zip(units, targets, strict=True)):
             if unit:
-                divisor = _near_divisor(unit, want)
-                if divisor * _TOLERANCE < want:
+                divisor = _near_divisor(unit, target)
+                if divisor * _TOLERANCE < target:
                     cut.append(dim)
                 else:
                     chunk[dim] = divisor
         return _Grid(tuple(chunk), tuple(cut), self.itemsize * math.prod(chunk))
 
-    def near(self, nbytes: float) -> _Wanted:
+    def near(self, nbytes: float) -> _Target:
         """The same with chunks of about so many bytes, if that is less."""
         return replace(self, chunk_bytes=max(1, min(self.chunk_bytes, int(nbytes))))
 
@@ -285,47 +288,47 @@ def chunk_grid(
     dims = range(len(shape))
     devices = [[p for p in layout.intervals(shape, d) if p[0] < p[1]] for d in dims]
     processes = [[*layout.process_intervals(shape, d)] for d in dims]
-    wanted = _Wanted(itemsize, chunk_bytes, chunk_shape, single)
+    target = _Target(itemsize, chunk_bytes, chunk_shape, single)
     replicas = len(layout.replicas((0,) * len(layout.mesh.shape)))
-    grid = _for_replicas(wanted, devices, processes, replicas)
+    grid = _for_replicas(target, devices, processes, replicas)
     if 2 * grid.nbytes < _JOINED_BYTES and processes != devices:
-        joined = _for_replicas(wanted.near(_JOINED_BYTES), processes, processes, replicas)
+        joined = _for_replicas(target.near(_JOINED_BYTES), processes, processes, replicas)
         if joined.nbytes > grid.nbytes and not joined.cut:
             grid = joined
     return grid.chunk, grid.cut
 
 
 def _for_replicas(
-    wanted: _Wanted, pieces: Sequence[Intervals], held: Sequence[Intervals], replicas: int
+    target: _Target, pieces: Sequence[Intervals], process_pieces: Sequence[Intervals], replicas: int
 ) -> _Grid:
     """A grid whose chunks can be shared out evenly to the processes that hold the same box.
 
     Arguments:
-        wanted: of the grid.
+        target: of the grid.
         pieces: the intervals between which it has lines.
-        held: the intervals of what a process holds.
+        process_pieces: the intervals of what a process holds.
         replicas: how many processes hold the same.
     """
-    extents = [max((b - a for a, b in of), default=0) for of in held]
-    size = wanted.itemsize * math.prod(extents)
-    if replicas == 1 or wanted.chunk_shape is not None or not size:
-        return wanted.grid(pieces)
+    extents = [max((b - a for a, b in intervals), default=0) for intervals in process_pieces]
+    size = target.itemsize * math.prod(extents)
+    if replicas == 1 or target.chunk_shape is not None or not size:
+        return target.grid(pieces)
 
     def busiest(grid: _Grid) -> float:
         count = math.prod(-(-n // c) for n, c in zip(extents, grid.chunk, strict=True))
         return -(-count // replicas) * grid.nbytes * replicas / size
 
-    least = max(1, wanted.chunk_bytes // _FINEST)
-    is_large = size * _LARGE >= replicas * wanted.chunk_bytes
-    wanted = wanted.near(max(least, _SHARES * size / replicas))
-    best = wanted.grid(pieces)
+    least = max(1, target.chunk_bytes // _FINEST)
+    is_large = size * _LARGE >= replicas * target.chunk_bytes
+    target = target.near(max(least, _SHARES * size / replicas))
+    best = target.grid(pieces)
     if not is_large:
         return best
-    first = -(-size // (replicas * wanted.chunk_bytes))
-    for each in range(first, min(first + _TRIES, size // (replicas * least) + 1)):
+    first = -(-size // (replicas * target.chunk_bytes))
+    for per_replica in range(first, min(first + _TRIES, size // (replicas * least) + 1)):
         if busiest(best) <= _EVEN:
             break
-        finer = wanted.near(_LEEWAY * size / (replicas * each)).grid(pieces)
+        finer = target.near(_LEEWAY * size / (replicas * per_replica)).grid(pieces)
         if busiest(finer) < busiest(best):
             best = finer
     return best
@@ -362,8 +365,8 @@ def parts(entry: ArrayEntry) -> list[Part]:
         for d, n in enumerate(entry.shape)
     ]
     return [
-        box_part(entry, Box(tuple(a for a, _ in at), tuple(b for _, b in at)))
-        for at in itertools.product(*ranges)
+        box_part(entry, Box(tuple(a for a, _ in intervals), tuple(b for _, b in intervals)))
+        for intervals in itertools.product(*ranges)
     ]
 
 
@@ -468,4 +471,4 @@ def chunk_keys(part: Part, numbers: range) -> list[str]:
 @lru_cache(maxsize=64)
 def _ends(grid: tuple[int, ...]) -> list[str]:
     """How the keys of the chunks of a grid end, by the chunks' numbers."""
-    return ["/".join(["c", *map(str, at)]) for at in itertools.product(*map(range, grid))]
+    return ["/".join(["c", *map(str, indices)]) for indices in itertools.product(*map(range, grid))]

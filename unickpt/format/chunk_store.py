@@ -68,8 +68,8 @@ class ChunkStore:
                 f"{self.location}: TensorStore cannot decode array {entry.name!r}, which is stored "
                 f"by the codec {entry.codec!r} ({entry.stored_dtype}); read it by slicing"
             )
-        found = self._open.get(part.key)
-        if found is None:
+        array = self._open.get(part.key)
+        if array is None:
             spec = {
                 "driver": "zarr3",
                 "kvstore": self.database.array_spec(part.key),
@@ -81,22 +81,22 @@ class ChunkStore:
             with asking():
                 context = self.database.context
                 opened = ts.open(spec, context=context, open=True, assume_metadata=True)
-                found = opened.result()
-            self._open[part.key] = found
-        return found
+                array = opened.result()
+            self._open[part.key] = array
+        return array
 
     def read(self, requests: Sequence[Request]) -> Sequence[int]:
         """As `Reader.read`."""
         digests = self._read_as_stored(requests)
         if len(digests) < len(requests):
-            rest = [at for at in range(len(requests)) if at not in digests]
-            values = self._request([requests[at] for at in rest])
-            for at in rest:
-                digests[at] = self._read_one(requests[at], values)
+            unread = [position for position in range(len(requests)) if position not in digests]
+            values = self._request([requests[position] for position in unread])
+            for position in unread:
+                digests[position] = self._read_one(requests[position], values)
         return [
-            at
-            for at, request in enumerate(requests)
-            if request.digest is not None and request.digest != digests[at]
+            position
+            for position, request in enumerate(requests)
+            if request.digest is not None and request.digest != digests[position]
         ]
 
     def _read_as_stored(self, requests: Sequence[Request]) -> dict[int, int | None]:
@@ -108,7 +108,7 @@ class ChunkStore:
         # Of 100,000 small arrays, what is done here for each takes as long as reading them.
         positions, keys, lengths = list[int](), list[str](), list[int]()
         hashers: dict[int, xxhash.xxh3_64] = {}
-        for at, (entry, part, number, out, expected, _) in enumerate(requests):
+        for position, (entry, part, number, out, expected, _) in enumerate(requests):
             nbytes = out.nbytes
             if part.chunk != out.shape:
                 nbytes = math.prod(part.chunk) * out.itemsize
@@ -116,25 +116,27 @@ class ChunkStore:
                     continue
             if entry.encoding:
                 continue
-            positions.append(at)
+            positions.append(position)
             keys.append(chunk_key(part, number))
             lengths.append(nbytes)
             # While the cache has it; what is small stays there until all are read.
             if expected is not None and nbytes > SMALL:
-                hashers[at] = xxhash.xxh3_64()
+                hashers[position] = xxhash.xxh3_64()
         if not positions:
             return {}
-        memory: list[Any] = [requests[at].out for at in positions]
-        looks = [hashers[at].update if at in hashers else None for at in positions]
-        found: dict[int, int | None] = {}
+        memory: list[Any] = [requests[position].out for position in positions]
+        looks = [
+            hashers[position].update if position in hashers else None for position in positions
+        ]
+        digests: dict[int, int | None] = {}
         done = self.values.read_into(keys, memory, lengths, looks)
-        for at, is_done, out in zip(positions, done, memory, strict=True):
-            if is_done and at in hashers:
-                found[at] = hashers[at].intdigest()
+        for position, is_done, out in zip(positions, done, memory, strict=True):
+            if is_done and position in hashers:
+                digests[position] = hashers[position].intdigest()
             elif is_done:
-                hashed = requests[at].digest is not None  # as `digest`, of what is contiguous
-                found[at] = xxhash.xxh3_64_intdigest(out) if hashed else None
-        return found
+                hashed = requests[position].digest is not None  # as `digest`, of what is contiguous
+                digests[position] = xxhash.xxh3_64_intdigest(out) if hashed else None
+        return digests
 
     def _request(self, requests: Sequence[Request]) -> Mapping[str, Any]:
         """Starts to read small values that have to be decoded, by their keys."""
@@ -237,8 +239,8 @@ class ChunkStore:
         if requested is None:
             data = self.values.read(chunk_key(part, number), length)
         else:
-            found = requested.result()
-            data = found.value if found.state == "value" else None
+            read_result = requested.result()
+            data = read_result.value if read_result.state == "value" else None
         if data is None or length not in (None, len(data)):
             stored = "no" if data is None else len(data)
             raise Damaged(f"{stored} bytes stored, {length or 'some'} expected")
@@ -403,7 +405,7 @@ class ChunkDigests:
         return nbytes
 
 
-def unless_replaced(found: Exception, database: Database) -> Exception:
+def unless_replaced(failure: Exception, database: Database) -> Exception:
     """The error of a reader, or CheckpointReplaced if the checkpoint was replaced or removed.
 
     Called after the error, because only then does an unchanged manifest prove that the data read
@@ -411,15 +413,15 @@ def unless_replaced(found: Exception, database: Database) -> Exception:
     """
     # If the network failed, another request would fail too, after all its retries.
     asks = CheckpointCorrupt if database.location.is_remote else CheckpointCorrupt | StorageError
-    if not isinstance(found, asks):
-        return found
+    if not isinstance(failure, asks):
+        return failure
     try:
         change = database.change()
     except Failed as error:
         return reading_failed(error, str(database))
     if not change:
-        return found
-    by = "another save" if change == "replaced" else "somebody"
+        return failure
+    actor = "another save" if change == "replaced" else "somebody"
     return CheckpointReplaced(
-        f"{database}: {by} {change} this checkpoint while it was being read; open it again"
+        f"{database}: {actor} {change} this checkpoint while it was being read; open it again"
     )

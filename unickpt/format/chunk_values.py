@@ -72,13 +72,13 @@ class ChunkValues:
     """The stored values of a checkpoint's chunks; each is in this checkpoint, or in a base.
 
     Arguments:
-        own: the checkpoint's database.
+        store: the checkpoint's database.
         borrowed: what its bases have.
     """
 
-    def __init__(self, own: ChunkStore, borrowed: BorrowedChunks) -> None:
-        self._own, self._borrowed = own, borrowed
-        self._is_slow = not own.location.is_local  # so that several reads at once pay
+    def __init__(self, store: ChunkStore, borrowed: BorrowedChunks) -> None:
+        self._own, self._borrowed = store, borrowed
+        self._is_slow = not store.location.is_local  # so that several reads at once pay
 
     def of(self, entry: ArrayEntry, part: Part, number: int) -> Sequence[Value]:
         """Where all values of a chunk are: that of a whole one, or its full chunk and patches.
@@ -100,26 +100,26 @@ class ChunkValues:
         if not entry.composed:
             return ()
         lent = self._borrowed.links(entry, part, number)
-        found: list[Value] = []
+        values: list[Value] = []
         with self._naming(entry):
-            while len(found) <= _MOST:
-                link = len(found) + FULL_LINK
+            while len(values) <= _MOST:
+                link = len(values) + FULL_LINK
                 value = self._value(part, number, link, lent.get(link))
                 if value is None:
                     break
-                found.append(value)
-        return found
+                values.append(value)
+        return values
 
     def _value(self, part: Part, number: int, link: int, base: int | None) -> Value | None:
         """A value, if it is there; the first of a chain may be a base's whole chunk."""
-        there = part.linked(link)
+        linked_part = part.linked(link)
         if base is None:
-            is_own = self._own.values.length(chunk_key(there, number)) is not None
-            return Value(self._own, there) if is_own else None
+            is_own = self._own.values.length(chunk_key(linked_part, number)) is not None
+            return Value(self._own, linked_part) if is_own else None
         store = self._borrowed.bases[base]
-        if link == FULL_LINK and store.values.length(chunk_key(there, number)) is None:
-            there = part
-        return Value(store, there, base)
+        if link == FULL_LINK and store.values.length(chunk_key(linked_part, number)) is None:
+            linked_part = part
+        return Value(store, linked_part, base)
 
     @contextmanager
     def _naming(self, entry: ArrayEntry) -> Iterator[None]:
@@ -138,8 +138,8 @@ class ChunkValues:
             CheckpointCorrupt: the database is damaged.
         """
         value = self.of(entry, part, number)[0]
-        found = None if value.base is not None else self.place(entry, value, number)
-        return found if isinstance(found, DataReference) else None
+        place = None if value.base is not None else self.place(entry, value, number)
+        return place if isinstance(place, DataReference) else None
 
     def place(self, entry: ArrayEntry, value: Value, number: int) -> bytes | DataReference | None:
         """The file and the bytes of a value of a chunk; of one in the B-tree, its bytes. Raises as
@@ -155,13 +155,13 @@ class ChunkValues:
         """As `place`, for many chunks that are whole and in this checkpoint."""
         if not chunks:
             return []
-        found: list[bytes | DataReference | None] = [None] * len(chunks)
+        places: list[bytes | DataReference | None] = [None] * len(chunks)
         keys = [chunk_key(part, number) for _, part, number in chunks]
         with self._naming(chunks[0][0]):
             for leaf, which, positions in self._own.values.tree.find_all(keys):
-                for at, position in zip(which, positions, strict=True):
-                    found[at] = leaf.find(position)
-        return found
+                for index, position in zip(which, positions, strict=True):
+                    places[index] = leaf.find(position)
+        return places
 
     def check_end(self, entry: ArrayEntry, value: Value, number: int) -> None:
         """Checks that the last byte of a value of a chunk is there. Raises as `read_value`."""
@@ -178,24 +178,24 @@ class ChunkValues:
         """
         key = chunk_key(value.part, number)
         with self._naming(entry):
-            found = value.store.values.read(key)
-        if found is None:
+            stored = value.store.values.read(key)
+        if stored is None:
             raise self._own.damaged(f"key {key!r} is missing in {value.store.location}")
-        return bytes(found)
+        return bytes(stored)
 
     def read(self, requests: Sequence[Request]) -> Sequence[int]:
         """As `Reader.read`."""
         of_store: dict[ChunkStore, list[int]] = {}
         wrong = list[int]()
-        for at, request in enumerate(requests):
+        for index, request in enumerate(requests):
             chunk = request.entry, request.part, request.number
             if chain := self.chain(*chunk):
-                wrong += [at] * (self._read_composed(request, chain) != request.digest)
+                wrong += [index] * (self._read_composed(request, chain) != request.digest)
                 continue
-            of_store.setdefault(self.of(*chunk)[0].store, []).append(at)
+            of_store.setdefault(self.of(*chunk)[0].store, []).append(index)
         for store, positions in of_store.items():
-            found = store.read([requests[position] for position in positions])
-            wrong += [positions[at] for at in found]
+            mismatches = store.read([requests[position] for position in positions])
+            wrong += [positions[index] for index in mismatches]
         return sorted(wrong)
 
     def _read_composed(self, request: Request, chain: Sequence[Value]) -> int | None:
@@ -269,16 +269,16 @@ class ChunkValues:
             if length > most:
                 raise Damaged(f"a patch of {length} bytes for a chunk of {most}")
             values = value.store.values
-            asked: Any = values.request(key) if self._is_slow else values.read(key, length)
-            requested.append((value, length, asked))
-        found = []
-        for value, length, asked in requested:
-            data = asked.result().value if self._is_slow else asked
+            response: Any = values.request(key) if self._is_slow else values.read(key, length)
+            requested.append((value, length, response))
+        additions = []
+        for value, length, response in requested:
+            data = response.result().value if self._is_slow else response
             if data is None or len(data) != length:
                 stored = "no" if data is None else len(data)
                 raise Damaged(f"{stored} bytes stored of a patch, {length} expected{_of(value)}")
-            found.append(bytes(data))
-        return found
+            additions.append(bytes(data))
+        return additions
 
 
 def read_full(entry: ArrayEntry, number: int, chain: Sequence[Value], out: Array) -> Array:

@@ -96,13 +96,13 @@ def zarr_keys(index: Index) -> dict[str, bytes]:
         is_patched = entry.composed > 0
         for part in chunk_grid.parts(entry) or [Part.whole(name, entry.shape, entry.chunk)]:
             kind = part.box, part.chunk, entry.dtype, entry.encoding, is_patched
-            found = of_kind.get(kind)
-            if found is None:
+            document = of_kind.get(kind)
+            if document is None:
                 metadata = zarr_metadata(entry, part)
                 if is_patched:  # a name that TensorStore does not know, and so refuses
                     metadata["codecs"].append({"name": PATCHED})
-                found = of_kind[kind] = zarr_json(metadata)
-            out[join_key(part.key, "zarr.json")] = found
+                document = of_kind[kind] = zarr_json(metadata)
+            out[join_key(part.key, "zarr.json")] = document
             parent = part.key.rpartition("/")[0]
             while parent not in groups:
                 groups.add(parent)
@@ -179,12 +179,12 @@ def is_of_fixed_size(entry: ArrayEntry) -> bool:
 def raw(part: Part, chunk: Array) -> tuple[memoryview, ...]:
     """A chunk as Zarr stores it without compression: its elements, and what fills it up, because
     one at the end of a part is stored as long as the others."""
-    own = bytes_of(chunk).data
+    elements = bytes_of(chunk).data
     if chunk.shape == part.chunk:
-        return (own,)
+        return (elements,)
     if chunk.shape[1:] == part.chunk[1:]:
-        rest = math.prod(part.chunk) * chunk.itemsize - chunk.nbytes
-        return own, memoryview(bytes(rest))
+        padding = math.prod(part.chunk) * chunk.itemsize - chunk.nbytes
+        return elements, memoryview(bytes(padding))
     return bytes_of(filled_up(part, chunk)).data, memoryview(b"")
 
 

@@ -270,12 +270,12 @@ def from_json(item: Any) -> Encoding:
     name, settings = map(item.get, _FIELDS) if isinstance(item, dict) else (None, None)
     if not isinstance(name, str) or not isinstance(settings, dict) or item.keys() - {*_FIELDS}:
         raise BadJSON(f"its codecs hold {quoted(item)}")
-    known = ZARR_CODECS.get(name)
+    types = ZARR_CODECS.get(name)
     for key, value in settings.items():
-        allowed = (known.get(key),) if known is not None else _PLAIN
+        allowed = (types.get(key),) if types is not None else _PLAIN
         if type(value) not in allowed:
             raise BadJSON(f"its codecs hold {quoted(item)}")
-    if known is None and not name.startswith(CODEC_PREFIX):
+    if types is None and not name.startswith(CODEC_PREFIX):
         raise BadJSON(f"its codecs hold {quoted(item)}")
     return encoding_of(item)
 

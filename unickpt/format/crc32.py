@@ -39,34 +39,36 @@ class ChecksummedRanges:
     def __init__(self) -> None:
         self._lock, self._by_file = Lock(), dict[str, list[Range]]()
 
-    def add(self, found: Range) -> None:
+    def add(self, range_: Range) -> None:
         """Adds a range, once; ranges of a file must not overlap."""
         with self._lock:
-            there = self._by_file.setdefault(found.file, [])
-            at = bisect.bisect_left(there, found)
-            if there[at : at + 1] != [found]:
-                there.insert(at, found)
+            ranges = self._by_file.setdefault(range_.file, [])
+            position = bisect.bisect_left(ranges, range_)
+            if ranges[position : position + 1] != [range_]:
+                ranges.insert(position, range_)
 
     def within(self, file: str, begin: int, end: int) -> list[Range]:
         """Those that have some of these bytes, in order."""
         if file not in self._by_file:
             return []
         with self._lock:
-            there = self._by_file[file]
-            at = bisect.bisect_right(there, begin, key=_end_of)
-            return there[at : bisect.bisect_left(there, end, at, key=_begin_of)]
+            ranges = self._by_file[file]
+            first = bisect.bisect_right(ranges, begin, key=_end_of)
+            return ranges[first : bisect.bisect_left(ranges, end, first, key=_begin_of)]
 
     def __iter__(self) -> Iterator[Range]:
         with self._lock:
-            return iter([found for _, there in sorted(self._by_file.items()) for found in there])
+            return iter(
+                [range_ for _, ranges in sorted(self._by_file.items()) for range_ in ranges]
+            )
 
 
-def _begin_of(found: Range) -> int:
-    return found.begin
+def _begin_of(range_: Range) -> int:
+    return range_.begin
 
 
-def _end_of(found: Range) -> int:
-    return found.end
+def _end_of(range_: Range) -> int:
+    return range_.end
 
 
 def _is_within(low: int, high: int, gap: tuple[int, int] = (0, 0)) -> bool:
@@ -77,12 +79,12 @@ class Parts:
     """The CRC-32 of a range that several threads read in parts, in any order, some of them twice.
 
     Arguments:
-        of: the range.
+        whole: the range.
     """
 
-    def __init__(self, of: Range) -> None:
-        self._of, self._lock = of, Lock()
-        self.gaps = [(of.begin, of.end)]
+    def __init__(self, whole: Range) -> None:
+        self._whole, self._lock = whole, Lock()
+        self.gaps = [(whole.begin, whole.end)]
         """What has not been read, in order."""
         self._starts: dict[int, tuple[int, int]] = {}  # of what has been: its end, its CRC-32
         self._ends: dict[int, int] = {}
@@ -100,21 +102,21 @@ class Parts:
     def _claim(self, low: int, high: int) -> list[tuple[int, int, int, int]]:
         """The gaps within some bytes, which are none from now on; with each the beginning and the
         CRC-32 of what was read before it."""
-        at = bisect.bisect_right(self.gaps, low, key=lambda gap: gap[1])
-        if len(self.gaps) >= _MOST_GAPS and _is_within(low, high, *self.gaps[at : at + 1]):
+        first = bisect.bisect_right(self.gaps, low, key=lambda gap: gap[1])
+        if len(self.gaps) >= _MOST_GAPS and _is_within(low, high, *self.gaps[first : first + 1]):
             return []  # read in too many parts: memory is worth more
-        claimed, left, stop = [], list[tuple[int, int]](), at
+        claimed, left, stop = [], list[tuple[int, int]](), first
         while stop < len(self.gaps) and self.gaps[stop][0] < high:
             begin, end = self.gaps[stop]
             inner, outer = max(begin, low), min(end, high)
             left += [gap for gap in ((begin, inner), (outer, end)) if gap[0] < gap[1]]
             start = self._ends.pop(inner, None)
-            crc = self._of.before if inner == self._of.begin else 0
+            crc = self._whole.before if inner == self._whole.begin else 0
             if start is not None:
                 _, crc = self._starts.pop(start)
             claimed.append((inner, outer, inner if start is None else start, crc))
             stop += 1
-        self.gaps[at:stop] = left
+        self.gaps[first:stop] = left
         return claimed
 
     def _put(self, start: int, crc: int, begin: int, data: memoryview) -> bool:
@@ -126,7 +128,7 @@ class Parts:
             if (after := self._starts.pop(end, None)) is not None:
                 crc, end = combined(crc, after[1], after[0] - end), after[0]
             self._starts[start], self._ends[end] = (end, crc), start
-            return (start, end) == (self._of.begin, self._of.end) and crc != self._of.crc
+            return (start, end) == (self._whole.begin, self._whole.end) and crc != self._whole.crc
 
 
 def combined(first: int, second: int, second_length: int) -> int:
@@ -161,10 +163,10 @@ def _zeros(power: int) -> tuple[int, ...]:
 
 
 def _times(matrix: tuple[int, ...], vector: int) -> int:
-    found, at = 0, 0
+    product, row = 0, 0
     while vector:
         if vector & 1:
-            found ^= matrix[at]
+            product ^= matrix[row]
         vector >>= 1
-        at += 1
-    return found
+        row += 1
+    return product

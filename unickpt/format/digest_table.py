@@ -32,11 +32,11 @@ def blocks(table: Table, rows: int = 0) -> DigestBlocks | None:
     size = rows or BLOCK_ROWS
     if not rows and len(table) <= size:
         return None
-    found = (
-        xxhash.xxh3_64_intdigest(table[at : at + size].tobytes())
-        for at in range(0, len(table), size)
+    digests = (
+        xxhash.xxh3_64_intdigest(table[first : first + size].tobytes())
+        for first in range(0, len(table), size)
     )
-    return DigestBlocks(size, tuple(found))
+    return DigestBlocks(size, tuple(digests))
 
 
 class TableBlocks:
@@ -64,20 +64,20 @@ class TableBlocks:
         if isinstance(which, slice):
             if which.start >= which.stop:
                 return np.zeros(0, DTYPE)
-            wanted = range(which.start // size, -(-which.stop // size))
-            found = self._blocks(wanted)
-            table = found[0] if len(found) == 1 else np.concatenate(found)
-            first = wanted.start * size
+            block_numbers = range(which.start // size, -(-which.stop // size))
+            pieces = self._blocks(block_numbers)
+            table = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+            first = block_numbers.start * size
             return table[which.start - first : which.stop - first]
         table = np.empty(len(which), DTYPE)
-        blocks, of = np.unique(which // size, return_inverse=True)
-        for at, rows in enumerate(self._blocks(blocks.tolist())):
-            table[of == at] = rows[which[of == at] % size]
+        blocks, inverse = np.unique(which // size, return_inverse=True)
+        for block_index, rows in enumerate(self._blocks(blocks.tolist())):
+            table[inverse == block_index] = rows[which[inverse == block_index] % size]
         return table
 
-    def _blocks(self, wanted: Sequence[int]) -> list[Table]:
+    def _blocks(self, numbers: Sequence[int]) -> list[Table]:
         """Some blocks, ascending."""
-        missing = [block for block in wanted if block not in self._known]
+        missing = [block for block in numbers if block not in self._known]
         if missing:
             size = self._digests.rows
             first, stop = missing[0] * size, min((missing[-1] + 1) * size, self._total)
@@ -85,7 +85,7 @@ class TableBlocks:
             table = np.frombuffer(data, DTYPE)
             for block in range(missing[0], missing[-1] + 1):
                 self._known[block] = self._checked(block, table[block * size - first :][:size])
-        return [self._known[block] for block in wanted]
+        return [self._known[block] for block in numbers]
 
     def _checked(self, block: int, rows: Table) -> Table:
         if xxhash.xxh3_64_intdigest(rows.tobytes()) != self._digests.digests[block]:

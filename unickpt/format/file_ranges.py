@@ -109,10 +109,10 @@ def of_boxes(
     Its chunks have at most `most` bytes, by default `CHUNK_BYTES`; with `WHOLE`, each box is one.
     """
     extents = tuple(shape)
-    largest = tuple(max(found.box.shape[d] for found in boxes) for d in range(len(extents)))
+    largest = tuple(max(file_box.box.shape[d] for file_box in boxes) for d in range(len(extents)))
     chunk = _chunk(largest, dtype, boxes[0].steps, most)
     return ArrayEntry(
-        name, extents, dtype, chunk, boxes=tuple((found.box, (0,)) for found in boxes)
+        name, extents, dtype, chunk, boxes=tuple((file_box.box, (0,)) for file_box in boxes)
     )
 
 
@@ -142,50 +142,51 @@ class RangeReader(Reader):
         self._files = files
         self._sizes: dict[str, int | None] = {}
         self._boxes = {
-            name: {found.box.start: found for found in of_array} for name, of_array in boxes.items()
+            name: {file_box.box.start: file_box for file_box in of_array}
+            for name, of_array in boxes.items()
         }
 
     def check_backed(self, entry: ArrayEntry) -> None:
         itemsize = dtypes.from_name(entry.dtype).itemsize
-        for found in self._boxes.get(entry.name, {}).values():
-            if not found.box.size:
+        for file_box in self._boxes.get(entry.name, {}).values():
+            if not file_box.box.size:
                 continue
             stored = 0
-            if found.first + _span(found.box.shape, found.steps)[0] < 0:
+            if file_box.first + _span(file_box.box.shape, file_box.steps)[0] < 0:
                 raise CheckpointCorrupt(
-                    f"{self.location}: array {entry.name!r} {found.box} begins before what is "
+                    f"{self.location}: array {entry.name!r} {file_box.box} begins before what is "
                     "stored of it"
                 )
-            for file, begin, end in found.ranges(itemsize):
+            for file, begin, end in file_box.ranges(itemsize):
                 stored += end - begin
                 if begin < 0 or not self._reaches(entry, file, end):
                     raise CheckpointCorrupt(
-                        f"{self.location}: array {entry.name!r} {found.box} needs bytes {begin} to "
-                        f"{end} of {file}, which has fewer"
+                        f"{self.location}: array {entry.name!r} {file_box.box} needs bytes {begin} "
+                        f"to {end} of {file}, which has fewer"
                     )
-            if found.box.size * itemsize > max(_SMALL, _MOST_REPEATED * stored):
+            if file_box.box.size * itemsize > max(_SMALL, _MOST_REPEATED * stored):
                 raise CheckpointCorrupt(
-                    f"{self.location}: array {entry.name!r} {found.box} repeats the {stored} "
+                    f"{self.location}: array {entry.name!r} {file_box.box} repeats the {stored} "
                     f"bytes that are stored for it too often"
                 )
 
     def checking(self) -> Self:
         if isinstance(self._files, CheckedFiles):
             return self
-        found = copy.copy(self)
-        found._files = CheckedFiles(self._files)
-        return found
+        reader = copy.copy(self)
+        reader._files = CheckedFiles(self._files)
+        return reader
 
     def check_rest(self, index: int = 0, count: int = 1) -> Iterator[tuple[str, str]]:
         files = self._files
         if not isinstance(files, CheckedFiles):
             return
-        for found in files.begun(index, count):
+        for range_ in files.begun(index, count):
             try:
-                files.complete(found)
+                files.complete(range_)
             except Failed as error:
-                name = next((n for n in self._boxes if self._has(n, found)), "")
-                what = f"array {name!r}" if name else found.file
+                name = next((n for n in self._boxes if self._has(n, range_)), "")
+                what = f"array {name!r}" if name else range_.file
                 yield name, str(reading_failed(error, f"{self.location}: {what}"))
 
     def _has(self, name: str, bytes_of: Range) -> bool:
@@ -194,9 +195,9 @@ class RangeReader(Reader):
 
     def _ranges(self, name: str) -> Iterator[ByteRange]:
         itemsize = dtypes.from_name(self.index.arrays[name].dtype).itemsize
-        for found in self._boxes[name].values():
-            if found.box.size:
-                yield from found.ranges(itemsize)
+        for file_box in self._boxes[name].values():
+            if file_box.box.size:
+                yield from file_box.ranges(itemsize)
 
     def unchecked(self) -> Sequence[str]:
         files = self._files
@@ -211,16 +212,16 @@ class RangeReader(Reader):
         """The bytes in which the boxes are, each once; with arrays that are stored otherwise, all
         files that could hold them."""
         with reading(self.location):
-            others = self._files.total({*self._files.here, *self._files.heads})
-        if others is None and self.index.arrays.keys() - self._boxes.keys():
+            other_bytes = self._files.total({*self._files.here, *self._files.heads})
+        if other_bytes is None and self.index.arrays.keys() - self._boxes.keys():
             return None
         ranges = [
             (file, begin, end)
             for entry in self.index.arrays.values()
-            for found in self._boxes.get(entry.name, {}).values()
-            for file, begin, end in found.ranges(dtypes.from_name(entry.dtype).itemsize)
+            for file_box in self._boxes.get(entry.name, {}).values()
+            for file, begin, end in file_box.ranges(dtypes.from_name(entry.dtype).itemsize)
         ]
-        return (others or 0) + _joint_length(ranges)
+        return (other_bytes or 0) + _joint_length(ranges)
 
     def _reaches(self, entry: ArrayEntry, file: str, end: int) -> bool:
         """Whether a file has so many bytes."""
@@ -242,9 +243,9 @@ class RangeReader(Reader):
 
     def read_box(self, entry: ArrayEntry, part: Part, box: Box, out: Array) -> None:
         """Reads a box of a part."""
-        found = self._boxes[entry.name][part.box.start]
+        file_box = self._boxes[entry.name][part.box.start]
         with reading(f"{self.location}: array {entry.name!r} {box}"):
-            read_box(self._files, found, box.relative_to(part.box.start), out)
+            read_box(self._files, file_box, box.relative_to(part.box.start), out)
 
 
 def _joint_length(ranges: Iterable[tuple[str, int, int]]) -> int:
@@ -273,22 +274,22 @@ def read_box(files: Files, found: FileBox, local: Box, out: Array) -> None:
     _read(files, found, sum(a * s for a, s in zip(local.start, found.steps, strict=True)), out)
 
 
-def _read(files: Files, found: FileBox, start: int, out: Array) -> None:
+def _read(files: Files, file_box: FileBox, start: int, out: Array) -> None:
     """Fills an array, whose first element is `start` after the first of the box."""
     if not out.size:
         return
-    steps = found.steps
+    steps = file_box.steps
     needed = [s for n, s in zip(out.shape, steps, strict=True) if n > 1]
     expected = [s for n, s in zip(out.shape, row_major(out.shape), strict=True) if n > 1]
     if needed == expected and out.flags.c_contiguous:
-        found.elements.read(files, found.first + start, out.reshape(-1))
+        file_box.elements.read(files, file_box.first + start, out.reshape(-1))
         return
     low, high = _span(out.shape, steps)
     longer = [d for d in range(out.ndim) if out.shape[d] > 1]
     far = max((abs(steps[d]) * out.itemsize for d in longer), default=0)
     dense = high - low < _WASTE * out.size or far < _NEAR
     if dense and (high - low) * out.itemsize <= _SPAN_BYTES:
-        _read_span(files, found, start, out)
+        _read_span(files, file_box, start, out)
         return
     if dense:
         outer = max(longer, key=lambda d: (out.shape[d] - 1) * abs(steps[d]))
@@ -298,15 +299,15 @@ def _read(files: Files, found: FileBox, start: int, out: Array) -> None:
         outer, count = max(longer, key=lambda d: abs(steps[d])), 1
     for index in range(0, out.shape[outer], count):
         piece = out[(slice(None),) * outer + (slice(index, index + count),)]
-        _read(files, found, start + index * steps[outer], piece)
+        _read(files, file_box, start + index * steps[outer], piece)
 
 
-def _read_span(files: Files, found: FileBox, start: int, out: Array) -> None:
+def _read_span(files: Files, file_box: FileBox, start: int, out: Array) -> None:
     """Fills an array from the elements between its lowest and its highest; as `_read`."""
-    low, high = _span(out.shape, found.steps)
+    low, high = _span(out.shape, file_box.steps)
     span = np.empty(high - low + 1, out.dtype)
-    found.elements.read(files, found.first + start + low, span)
-    strides = tuple(s * out.itemsize for s in found.steps)
+    file_box.elements.read(files, file_box.first + start + low, span)
+    strides = tuple(s * out.itemsize for s in file_box.steps)
     out[...] = as_strided(span[-low:], out.shape, strides, writeable=False)
 
 

@@ -76,8 +76,8 @@ class Files:
             return [name for name in self.names if "/" not in name]
         with local_files.system_calls():
             try:
-                with os.scandir(self._folder) as found:
-                    return sorted(entry.name for entry in found if not _is_folder(entry))
+                with os.scandir(self._folder) as entries:
+                    return sorted(entry.name for entry in entries if not _is_folder(entry))
             except (FileNotFoundError, NotADirectoryError):
                 return []
 
@@ -92,12 +92,12 @@ class Files:
             return [self.single]
         if self._folder is None:
             return sorted(key.decode(errors="replace") for key in self._store.list().result())
-        found = []
+        names = []
         with local_files.system_calls():
             for folder, _, files in os.walk(self._folder, followlinks=False):
                 below = os.path.relpath(folder, self._folder)
-                found += [name if below == "." else f"{below}/{name}" for name in files]
-        return sorted(found)
+                names += [name if below == "." else f"{below}/{name}" for name in files]
+        return sorted(names)
 
     def exists(self, file: str) -> bool:
         """Whether there is a file; cheaper than `names`.
@@ -124,8 +124,8 @@ class Files:
         if self._folder is None:
             split = (name.split("/") for name in self.names)
             return [parts[0] for parts in split if parts[1:] == [MANIFEST]]
-        found = folders_with(self.location, MANIFEST, paths.context())
-        return sorted(name for name in found if name != ".")
+        folders = folders_with(self.location, MANIFEST, paths.context())
+        return sorted(name for name in folders if name != ".")
 
     def head(self, file: str) -> bytes:
         """The first bytes of a file, enough to tell its format; all if it is short. Raises as
@@ -160,11 +160,11 @@ class Files:
         """
         if self._folder is None:
             return None
-        found = 0
+        total = 0
         for name in names:
             with suppress(Damaged):
-                found += self.size(name) or 0
-        return found
+                total += self.size(name) or 0
+        return total
 
     def read(self, file: str, offset: int, length: int) -> bytes:
         """Bytes of a file.
@@ -242,15 +242,15 @@ class Files:
     @contextmanager
     def _opened(self, file: str) -> Iterator[int]:
         assert self._folder is not None, "only local files are opened"
-        at = self._folder + file
+        path = self._folder + file
         if file not in self._inside:
             local_files.FolderBoundary(self._folder).check_inside(file)
             self._inside.add(file)
-        handle = local_files.open_to_read(at)
+        handle = local_files.open_to_read(path)
         try:
-            with local_files.system_calls("read", at):
+            with local_files.system_calls("read", path):
                 facts = os.fstat(handle)
-            local_files.check_regular(facts, at)
+            local_files.check_regular(facts, path)
             yield handle
         finally:
             local_files.close_quietly(handle)
@@ -285,10 +285,10 @@ class CheckedFiles(Files):
         self._compare(file, offset, out)
 
     def _compare(self, file: str, offset: int, data: memoryview) -> None:
-        for found in self.summed.within(file, offset, offset + len(data)):
-            parts = self._parts.setdefault(found, Parts(found))
+        for range_ in self.summed.within(file, offset, offset + len(data)):
+            parts = self._parts.setdefault(range_, Parts(range_))
             if parts.differs(offset, data):
-                raise Damaged(f"{file}: {found.name} does not match its checksum")
+                raise Damaged(f"{file}: {range_.name} does not match its checksum")
 
     def begun(self, index: int = 0, count: int = 1) -> Iterator[Range]:
         """The ranges of which only some has been read.
@@ -297,17 +297,17 @@ class CheckedFiles(Files):
             index, count: which process this is of how many that share the work: of what several
                 read, one is to complete it.
         """
-        for number, found in enumerate(self.summed):
-            parts = self._parts.get(found)
+        for number, range_ in enumerate(self.summed):
+            parts = self._parts.get(range_)
             if parts is not None and not parts.gaps:
                 continue
             if count == 1:
                 is_own = parts is not None
             else:  # of some nobody reads the beginning; others are only known to who read them
-                has_begin = parts is not None and parts.gaps[0][0] > found.begin
+                has_begin = parts is not None and parts.gaps[0][0] > range_.begin
                 is_own = has_begin or number % count == index
             if is_own:
-                yield found
+                yield range_
 
     def complete(self, found: Range) -> None:
         """Reads what has not been read of a range.
@@ -318,8 +318,8 @@ class CheckedFiles(Files):
         """
         parts = self._parts.setdefault(found, Parts(found))
         for begin, end in list(parts.gaps):
-            for at in range(begin, end, _AT_ONCE):
-                self.read(found.file, at, min(_AT_ONCE, end - at))
+            for offset in range(begin, end, _AT_ONCE):
+                self.read(found.file, offset, min(_AT_ONCE, end - offset))
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

@@ -107,38 +107,38 @@ def open_foreign(location: Location, hints: Mapping[str, Any]) -> Reader | None:
     return reader
 
 
-def check_alone(own: Reader, marker: str) -> None:
+def check_alone(reader: Reader, marker: str) -> None:
     """Checks that no other system has saved into the folder of a checkpoint of ours.
 
     Arguments:
-        own: our checkpoint.
+        reader: our checkpoint.
         marker: a file in its folder that may be of another one.
 
     Raises:
         HintError: one has, so that nothing says which checkpoint is meant.
     """
-    if _has_replaced(own, marker):
+    if _has_replaced(reader, marker):
         return
     try:
-        other = _first(Files(own.location), {})
+        other = _first(Files(reader.location), {})
     except (errors.UnickptError, Failed):
         return  # not a checkpoint, or not a complete one
     if other is not None:
         raise errors.HintError(
-            f"{own.location} holds two checkpoints: one of the format {own.format!r} "
+            f"{reader.location} holds two checkpoints: one of the format {reader.format!r} "
             f"({MANIFEST}), and one of the format {other.format!r} ({marker}). Say which one "
             f'you mean: unickpt.open(path, hints={{"format": {other.format!r}}}), or '
             f"--hint format={other.format} on the command line; or remove the files of the other"
         )
 
 
-def _has_replaced(own: Reader, marker: str) -> bool:
+def _has_replaced(reader: Reader, marker: str) -> bool:
     """Whether our checkpoint replaced the one of a marker, and only did not live to remove it."""
-    replaced = own.index.metadata.get(REPLACED)
+    replaced = reader.index.metadata.get(REPLACED)
     if not isinstance(replaced, Mapping) or marker not in replaced:
         return False
     try:
-        with open(os.path.join(str(own.location), marker), "rb") as file:
+        with open(os.path.join(str(reader.location), marker), "rb") as file:
             return bool(replaced[marker] == xxhash.xxh3_64_hexdigest(file.read()))
     except OSError:
         return False
@@ -198,11 +198,11 @@ def _refusal(
     Raises:
         Failed: the storage failed.
     """
-    others = doors.others("refusals") if error is None and files.here else {}
-    for door in (*doors.ours("refusals").values(), *others.values()):
-        found = cast("errors.UnsupportedFormat | None", door.open().refusal(files, error))
-        if found is not None:
-            return found
+    package_doors = doors.others("refusals") if error is None and files.here else {}
+    for door in (*doors.ours("refusals").values(), *package_doors.values()):
+        refusal = cast("errors.UnsupportedFormat | None", door.open().refusal(files, error))
+        if refusal is not None:
+            return refusal
     return None
 
 

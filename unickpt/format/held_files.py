@@ -69,8 +69,8 @@ class HeldFiles:
         """Logical bytes of the chunks."""
         return sum(
             chunk.part.chunk_box(chunk.number).size * chunk.entry.itemsize
-            for some in self.chunks.values()
-            for chunk in some
+            for chunks in self.chunks.values()
+            for chunk in chunks
         )
 
     @property
@@ -87,7 +87,7 @@ class HeldFiles:
     @property
     def table(self) -> borrowed.BorrowedTable:
         """The chunks, as borrowed from the base, the only one."""
-        rows = sorted(chunk.row for some in self.chunks.values() for chunk in some)
+        rows = sorted(chunk.row for chunks in self.chunks.values() for chunk in chunks)
         table = np.zeros(len(rows), borrowed.DTYPE)  # whole chunks
         table["row"] = rows
         return table
@@ -100,23 +100,23 @@ def linked_chunks(reader: OcdbtReader) -> Linked:
     Raises:
         CheckpointCorrupt, StorageError: it cannot be read.
     """
-    found: dict[str, list[LinkedChunk]] = {}
+    chunks_by_path: dict[str, list[LinkedChunk]] = {}
     composed = set[str]()
     before = 0
     for name, entry in reader.index.arrays.items():
         rows = reader.digests_of(name)
         for first, part in chunk_grid.numbered_parts(entry):
             for number in range(part.count):
-                at = reader.chunk_values.where(entry, part, number)
-                if at is not None and f"/{data_files.LINKED_FOLDER}/" in at.path:
+                reference = reader.chunk_values.where(entry, part, number)
+                if reference is not None and f"/{data_files.LINKED_FOLDER}/" in reference.path:
                     if reader.chunk_values.chain(entry, part, number):
-                        composed.add(at.path)
+                        composed.add(reference.path)
                     row = first + number
                     digest = int(rows["digest"][row])
-                    chunk = LinkedChunk(entry, part, number, at, before + row, digest)
-                    found.setdefault(at.path, []).append(chunk)
+                    chunk = LinkedChunk(entry, part, number, reference, before + row, digest)
+                    chunks_by_path.setdefault(reference.path, []).append(chunk)
         before += len(rows)
-    return {path: chunks for path, chunks in found.items() if path not in composed}
+    return {path: chunks for path, chunks in chunks_by_path.items() if path not in composed}
 
 
 def held_by(
@@ -132,13 +132,13 @@ def held_by(
     """
     try:
         parts = _Parts(base)
-        found = {path: _path_in(parts, base, chunks) for path, chunks in linked.items()}
-        paths = {path: there for path, there in found.items() if there is not None}
+        base_paths = {path: _path_in(parts, base, chunks) for path, chunks in linked.items()}
+        paths = {path: base_path for path, base_path in base_paths.items() if base_path is not None}
         lost = _incomplete(base, {p: linked[p] for p in paths}, paths, context)
     except UnickptError as error:  # then all is sent
         _log.warning("%s: nothing is shared with it: %s", base.location, error)
         return HeldFiles(base, {}, {})
-    paths = {path: there for path, there in paths.items() if path not in lost}
+    paths = {path: base_path for path, base_path in paths.items() if path not in lost}
     return HeldFiles(base, {path: linked[path] for path in paths}, paths)
 
 
@@ -175,15 +175,15 @@ def _path_in(parts: _Parts, base: OcdbtReader, chunks: Sequence[LinkedChunk]) ->
             return None
         if base.chunk_values.chain(chunk.entry, chunk.part, chunk.number):
             return None
-        there = base.chunk_values.where(chunk.entry, chunk.part, chunk.number)
-        if there is None or _identity(there) != _identity(chunk.at):
+        reference = base.chunk_values.where(chunk.entry, chunk.part, chunk.number)
+        if reference is None or _identity(reference) != _identity(chunk.at):
             return None
-        paths.add(there.path)
+        paths.add(reference.path)
     return paths.pop() if len(paths) == 1 else None
 
 
-def _identity(at: DataReference) -> tuple[str, int, int]:
-    return at.path.rpartition("/")[2], at.offset, at.length
+def _identity(reference: DataReference) -> tuple[str, int, int]:
+    return reference.path.rpartition("/")[2], reference.offset, reference.length
 
 
 def _incomplete(
@@ -191,7 +191,10 @@ def _incomplete(
 ) -> set[str]:
     """The files that are missing or too short in the base's folder, whatever its B-tree says."""
     store = base.location.store(context)
-    ends = {path: max(c.at.offset + c.at.length for c in some) for path, some in chunks.items()}
+    ends = {
+        path: max(c.at.offset + c.at.length for c in file_chunks)
+        for path, file_chunks in chunks.items()
+    }
     reads = {
         path: store.read(paths[path], byte_range=slice(end - 1, end)) for path, end in ends.items()
     }

@@ -244,7 +244,10 @@ class Index:
     @cached_property
     def entries(self) -> Mapping[str, ArrayEntry]:
         """The arrays under each of their names."""
-        return {**self.arrays, **{name: self.arrays[of] for name, of in self.aliases.items()}}
+        return {
+            **self.arrays,
+            **{name: self.arrays[target] for name, target in self.aliases.items()},
+        }
 
     def entry(self, name: str) -> ArrayEntry:
         """An array under any of its names."""

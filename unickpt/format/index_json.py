@@ -225,11 +225,11 @@ def _extra_to_json(index: Index) -> dict[str, Any]:
     incremental = dict(index.extra.get(_INCREMENTAL, {}))
     if index.reused:
         incremental["reused"] = index.reused
-    known = {
+    bodies = {
         _INCREMENTAL: incremental,
         _COMPRESS: {} if index.compression is None else {"option": index.compression},
     }
-    return {**index.extra, **{feature: body for feature, body in known.items() if body}}
+    return {**index.extra, **{feature: body for feature, body in bodies.items() if body}}
 
 
 def with_references(data: bytes, index: Index) -> bytes:
@@ -241,7 +241,7 @@ def with_references(data: bytes, index: Index) -> bytes:
         index: has `bases`, `borrowed`, `borrowed_xxh3` and `reused`.
     """
     stored = dict(tree_json.members(data, "index"))
-    others = {"bases", "borrowed", "extra", "features", "xxh3"}
+    replaced_keys = {"bases", "borrowed", "extra", "features", "xxh3"}
     features = set(tree_json.parsed(stored["features"])) - {REFERENCES}
     extra = tree_json.parsed(stored["extra"]) if "extra" in stored else {}
     incremental = {**extra.pop(_INCREMENTAL, {}), "reused": index.reused}
@@ -254,7 +254,7 @@ def with_references(data: bytes, index: Index) -> bytes:
         **_references_to_json(index),
         **({"extra": extra} if extra else {}),
     }
-    members = {key: bytes(raw) for key, raw in stored.items() if key not in others}
+    members = {key: bytes(raw) for key, raw in stored.items() if key not in replaced_keys}
     head = {"format": members.pop("format"), "features": _text(changed.pop("features")).encode()}
     last = {key: _text(value).encode() for key, value in changed.items()}
     parts = [b"%b:%b" % (_text(k).encode(), v) for k, v in {**head, **members, **last}.items()]
@@ -272,18 +272,20 @@ def _arrays_to_json(
     encodings: dict[Encoding, int],
 ) -> bytes:
     """The JSON of all arrays. Numbers the meshes, layouts and encodings."""
-    known: dict[int, int] = {}  # by identity: comparing layouts takes longer
+    layout_numbers: dict[int, int] = {}  # by identity: comparing layouts takes longer
     bodies = {}
     for entry in entries:
-        layout, at = entry.layout, None
+        layout, layout_number = entry.layout, None
         if layout is not None:
-            at = known.get(id(layout))
-            if at is None:
+            layout_number = layout_numbers.get(id(layout))
+            if layout_number is None:
                 meshes.setdefault(layout.mesh, len(meshes))
-                at = known[id(layout)] = layouts.setdefault(layout, len(layouts))
+                layout_number = layout_numbers[id(layout)] = layouts.setdefault(
+                    layout, len(layouts)
+                )
         encoding = entry.encoding
         number = encodings.setdefault(encoding, len(encodings)) if encoding else None
-        bodies[entry.name] = _array_body(entry, at, number)
+        bodies[entry.name] = _array_body(entry, layout_number, number)
     return tree_json.ENCODER.encode(bodies)
 
 
@@ -365,8 +367,8 @@ def _known_members(data: bytes, where: str) -> dict[str, msgspec.Raw]:
     if type(format) not in (int, str):
         raise BadJSON(f"its format is {quoted(format)}, which is no number")
     if format != FORMAT:
-        known = f"this unickpt ({LIBRARY}) knows format {FORMAT} only"
-        raise _unknown(stored, where, f"its format is {quoted(format)}, and {known}")
+        limitation = f"this unickpt ({LIBRARY}) knows format {FORMAT} only"
+        raise _unknown(stored, where, f"its format is {quoted(format)}, and {limitation}")
     seal = _SEAL.search(data)
     if seal is None or int(seal[1], 16) != xxhash.xxh3_64_intdigest(data[: seal.start()]):
         raise BadJSON("its seal does not match its bytes")
@@ -384,10 +386,11 @@ def _known_members(data: bytes, where: str) -> dict[str, msgspec.Raw]:
 
 def _unknown(stored: Mapping[str, msgspec.Raw], where: str, what: str) -> UnsupportedFormat:
     library = tree_json.parsed(stored.get("library", b"null"))
-    by = f" {quoted(library)} wrote it;" if isinstance(library, str) else ""
+    author = f" {quoted(library)} wrote it;" if isinstance(library, str) else ""
     return UnsupportedFormat(
-        f"{where}: {what}, so it is neither read nor replaced nor removed.{by} use that version, "
-        "or a newer one (pip install --upgrade unickpt), or install the plug-in that it used"
+        f"{where}: {what}, so it is neither read nor replaced nor removed.{author} use that "
+        "version, or a newer one (pip install --upgrade unickpt), or install the plug-in that it "
+        "used"
     )
 
 
@@ -415,9 +418,9 @@ class IndexParts(NamedTuple):
         tree = bytes(stored.pop("tree"))
         processes = b"%b\0%b" % (bytes(stored["processes"]), bytes(stored["features"]))
         arrays = [bytes(stored.pop(key, b"")) for key in _OF_ARRAYS]
-        others = tree_json.parsed(tree_json.ENCODER.encode(stored))
-        names = _text([list(others["values"]), list(others["per_process"])]).encode()
-        return cls(b"%b\0%b" % (tree, names), b"\0".join([processes, *arrays]), others)
+        other_members = tree_json.parsed(tree_json.ENCODER.encode(stored))
+        names = _text([list(other_members["values"]), list(other_members["per_process"])]).encode()
+        return cls(b"%b\0%b" % (tree, names), b"\0".join([processes, *arrays]), other_members)
 
     def check_others(self) -> None:
         """Checks the other members as `decode` does.
@@ -484,18 +487,18 @@ def _decode(body: dict[str, Any], stored: msgspec.Raw, partial: bool) -> Index:
 
 def _extra(stored: Mapping[str, Any]) -> dict[str, Any]:
     """What is ignored by programs that do not know it."""
-    others = dict(stored)
-    found: dict[str, Any] = {"extra": others}
-    if _INCREMENTAL in others:
-        stored = others.pop(_INCREMENTAL)
-        found["reused"] = tree_json.typed(stored, _ReusedBody, _INCREMENTAL).reused
+    extra = dict(stored)
+    arguments: dict[str, Any] = {"extra": extra}
+    if _INCREMENTAL in extra:
+        stored = extra.pop(_INCREMENTAL)
+        arguments["reused"] = tree_json.typed(stored, _ReusedBody, _INCREMENTAL).reused
         if more := {name: value for name, value in stored.items() if name != "reused"}:
-            others[_INCREMENTAL] = more
-    if _COMPRESS in others:
-        found["compression"] = tree_json.typed(
-            others.pop(_COMPRESS), _CompressBody, _COMPRESS
+            extra[_INCREMENTAL] = more
+    if _COMPRESS in extra:
+        arguments["compression"] = tree_json.typed(
+            extra.pop(_COMPRESS), _CompressBody, _COMPRESS
         ).option
-    return found
+    return arguments
 
 
 def _value(name: str, stored: Any) -> tree_json.Plain:
@@ -560,10 +563,10 @@ def _check_processes(
                 raise BadJSON(
                     f"array {quoted(name)}: process {max(holders)} of {processes} holds {box}"
                 )
-    for name, own in per_process.items():
-        if not partial and len(own.blobs) != processes:
+    for name, leaf in per_process.items():
+        if not partial and len(leaf.blobs) != processes:
             raise BadJSON(
-                f"per-process leaf {quoted(name)} has {len(own.blobs)} values of {processes}"
+                f"per-process leaf {quoted(name)} has {len(leaf.blobs)} values of {processes}"
             )
 
 
@@ -590,14 +593,14 @@ def _arrays(
 ) -> dict[str, ArrayEntry]:
     """The entries of all arrays; what is stored alike for many, as for layers of a model, is
     checked once."""
-    known: dict[bytes, ArrayEntry] = {}
+    entries: dict[bytes, ArrayEntry] = {}
     arrays = {}
     for name, raw in stored.items():
         data = bytes(raw)
-        same = known.get(data)
+        same = entries.get(data)
         if same is None:
             body = tree_json.decoded(_ARRAY, data, "array", name)
-            known[data] = arrays[name] = _array(name, body, shared, partial)
+            entries[data] = arrays[name] = _array(name, body, shared, partial)
             continue
         arrays[name] = ArrayEntry(
             name, same.shape, same.dtype, same.chunk, same.layout, same.cut, same.boxes,
@@ -621,10 +624,12 @@ def _array(name: str, body: _ArrayBody, shared: _Shared, partial: bool) -> Array
     layouts, layout, boxes = shared.layouts, None, None
     cut: tuple[int, ...] = ()
     if body.layout is not UNSET:
-        at = body.layout
-        if not 0 <= at < len(layouts) or len(layouts[at].dims) != len(shape):
-            raise BadJSON(f"array {quoted(name)}: layout {at} does not fit shape {quoted(shape)}")
-        layout = layouts[at]
+        number = body.layout
+        if not 0 <= number < len(layouts) or len(layouts[number].dims) != len(shape):
+            raise BadJSON(
+                f"array {quoted(name)}: layout {number} does not fit shape {quoted(shape)}"
+            )
+        layout = layouts[number]
     if body.cut is not UNSET:
         cut = body.cut
         if layout is None or list(cut) != sorted(set(cut)) or cut[-1:] >= (len(shape),):
@@ -653,22 +658,22 @@ def _encoding(name: str, body: _ArrayBody, encodings: Sequence[Encoding]) -> Enc
 
 def _add_extra(entry: ArrayEntry, extra: Mapping[str, Any]) -> None:
     """Adds what features say about an array that is being read; what is not known is ignored."""
-    at = f"array {quoted(entry.name)}"
+    where = f"array {quoted(entry.name)}"
     if (codec := codecs.codec_of(entry)) is not None:
         note = extra.get(codec.name)
         try:
             codec.validate(entry, note)
         except ValueError as error:
-            raise BadJSON(f"{at}: {error}") from None
+            raise BadJSON(f"{where}: {error}") from None
         entry.extra = {codec.name: note}
-    known: _ArrayExtra = tree_json.typed(extra, _ArrayExtra, at)
-    if known.patches is not UNSET:
-        entry.composed, entry.additions = known.patches.chunks, known.patches.patches
+    features: _ArrayExtra = tree_json.typed(extra, _ArrayExtra, where)
+    if features.patches is not UNSET:
+        entry.composed, entry.additions = features.patches.chunks, features.patches.patches
         if entry.additions < entry.composed:
             raise BadJSON(
-                f"{at}: has {entry.composed} patched chunks, and {entry.additions} patches"
+                f"{where}: has {entry.composed} patched chunks, and {entry.additions} patches"
             )
-    if known.compress is not UNSET and not known.compress.pays and entry.encoding is None:
+    if features.compress is not UNSET and not features.compress.pays and entry.encoding is None:
         entry.encoding = ()
 
 
@@ -679,22 +684,22 @@ def _boxes(
     partial: bool,
 ) -> tuple[tuple[Box, tuple[int, ...]], ...]:
     boxes = []
-    at = f"array {quoted(name)}: boxes"
+    where = f"array {quoted(name)}: boxes"
     for item in items:
         start, stop, holders = item
         if len(start) != len(shape) or not holders:
-            raise BadJSON(f"{at}: {quoted(item)} does not fit shape {quoted(shape)}")
+            raise BadJSON(f"{where}: {quoted(item)} does not fit shape {quoted(shape)}")
         boxes.append((_made(Box, start, stop), holders))
     plain = [box for box, _ in boxes]
     whole = Box.whole(shape)
     size = sum(b.size for b in plain)
     if any(b.empty or not whole.contains(b) for b in plain):
-        raise BadJSON(f"{at} are empty or lie outside shape {shape}")
+        raise BadJSON(f"{where} are empty or lie outside shape {shape}")
     if not partial and size < whole.size:
-        raise BadJSON(f"{at} do not cover shape {shape}")
+        raise BadJSON(f"{where} do not cover shape {shape}")
     # Boxes that cover a shape and have its total size do not overlap.
     if overlap(plain) is not None if partial else not fill_exactly(whole, plain):
-        raise BadJSON(f"{at} overlap")
+        raise BadJSON(f"{where} overlap")
     return tuple(boxes)
 
 
@@ -702,14 +707,14 @@ def _blob_to_json(size: int, digest: int, head: int) -> list[Any]:
     return [size, f"{digest:016x}", *([head] if head else [])]
 
 
-def _per_process(blobs: Any, at: str) -> PerProcessEntry:
-    found: list[tuple[int, str, int | None]] = [
-        tree_json.typed([*blob, *[None] * (len(blob) == 2)], _Blob, at)
-        for blob in tree_json.typed(blobs, _Blobs, at)
+def _per_process(blobs: Any, where: str) -> PerProcessEntry:
+    rows: list[tuple[int, str, int | None]] = [
+        tree_json.typed([*blob, *[None] * (len(blob) == 2)], _Blob, where)
+        for blob in tree_json.typed(blobs, _Blobs, where)
     ]
-    heads = tuple(head or 0 for _, _, head in found)
-    for (size, *_), head in zip(found, heads, strict=True):
+    heads = tuple(head or 0 for _, _, head in rows)
+    for (size, *_), head in zip(rows, heads, strict=True):
         if head > size:
-            raise BadJSON(f"{at}: its head has {head} bytes, all of it {size}")
-    table = tuple((size, int(digest, 16)) for size, digest, _ in found)
+            raise BadJSON(f"{where}: its head has {head} bytes, all of it {size}")
+    table = tuple((size, int(digest, 16)) for size, digest, _ in rows)
     return PerProcessEntry(table, heads if any(heads) else ())

@@ -79,22 +79,22 @@ def open_pinned(database: Database) -> OcdbtReader:
             reader.borrowed.open()
         return reader
     except UnickptError as error:
-        found = chunk_store.unless_replaced(error, database)
-        if found is error:
+        failure = chunk_store.unless_replaced(error, database)
+        if failure is error:
             raise
-        raise found from error
+        raise failure from error
 
 
 def _read_index(location: Location, contents: ocdbt.DatabaseReader) -> Index:
     try:
-        found = contents.read(INDEX_KEY)
+        index_bytes = contents.read(INDEX_KEY)
     except Failed as error:
         raise errors.reading_failed(error, str(location)) from error
-    if found is None:
+    if index_bytes is None:
         raise CheckpointNotFound(
             f"no checkpoint at {location}: the database there has no unickpt index"
         )
-    return index_json.decode(found, str(location))
+    return index_json.decode(index_bytes, str(location))
 
 
 class OcdbtReader(Reader):
@@ -216,15 +216,15 @@ class OcdbtReader(Reader):
 
         every = range(len(self.index.per_process[name].blobs))
         processes = every if of is None else of
-        return tuple(stored_value(self.index, self.chunks, name, each) for each in processes)
+        return tuple(stored_value(self.index, self.chunks, name, process) for process in processes)
 
     def damaged(self, reason: str) -> Exception:
         return self.chunks.damaged(reason)
 
     def check_unchanged(self) -> None:
-        found = self.damaged("")
-        if not isinstance(found, CheckpointCorrupt):
-            raise found
+        error = self.damaged("")
+        if not isinstance(error, CheckpointCorrupt):
+            raise error
 
     def check_structure(self, run: ParallelMap) -> Iterator[tuple[str, str]]:
         from unickpt.format.structure import KeyChecks  # only for `verify`

@@ -184,11 +184,11 @@ class Reader(Protocol):
         Raises:
             CheckpointCorrupt: names the largest.
         """
-        asked = sum(entry.nbytes for entry in entries)
-        if asked <= _ALWAYS:
+        nbytes = sum(entry.nbytes for entry in entries)
+        if nbytes <= _ALWAYS:
             return
         stored = self.stored_bytes()
-        if stored is None or asked <= self.most_per_byte * stored:
+        if stored is None or nbytes <= self.most_per_byte * stored:
             return
         largest = heapq.nlargest(_SHOWN, entries, key=attrgetter("nbytes"))
         for entry in largest:
@@ -196,7 +196,7 @@ class Reader(Protocol):
                 self.check_backed(self.index.arrays[entry.name])  # says more, if it alone is wrong
         shown = ", ".join(f"{shortened(e.name, 100)!r} ({e.dtype_and_shape})" for e in largest)
         raise CheckpointCorrupt(
-            f"{self.location}: its {len(entries)} arrays would take {asked} bytes, but only "
+            f"{self.location}: its {len(entries)} arrays would take {nbytes} bytes, but only "
             f"{stored} bytes are stored of them all; the largest are {shown}. If that is as it "
             "should be, load less at once with `only`, or into memory of your own with `like`"
         )

@@ -29,8 +29,8 @@ def refuse_unknown(location: Location, context: ts.Context, manifest: bytes | No
     """
     try:
         pinned = Database(location, context, manifest)
-        found = pinned if manifest is not None else pinned.pinned()
-        data = None if found is None else found.reader().read(INDEX_KEY)
+        database = pinned if manifest is not None else pinned.pinned()
+        data = None if database is None else database.reader().read(INDEX_KEY)
     except Failed as error:
         raised = errors.reading_failed(error, str(location))
         if isinstance(raised, CheckpointCorrupt):

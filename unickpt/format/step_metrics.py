@@ -20,11 +20,12 @@ def step_metrics(metadata: Mapping[str, Any]) -> dict[str, float]:
         >>> step_metrics({"unickpt": {"step": 1, "metrics": {"loss": 0.5, "lr": "nan", "x": []}}})
         {'loss': 0.5, 'lr': nan}
     """
-    own = metadata.get(RESERVED)
-    found = (own.get("metrics") if isinstance(own, dict) else None) or metadata.get("metrics")
+    reserved = metadata.get(RESERVED)
+    stored = reserved.get("metrics") if isinstance(reserved, dict) else None
+    metrics = stored or metadata.get("metrics")
     return {
         str(name): float(value)
-        for name, value in (found.items() if isinstance(found, dict) else ())
+        for name, value in (metrics.items() if isinstance(metrics, dict) else ())
         if (isinstance(value, str) and value in _NOT_FINITE)
         or (type(value) in (int, float) and abs(value) < _MOST)
     }

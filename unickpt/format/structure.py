@@ -63,14 +63,14 @@ class KeyChecks:
             self._reader.timing()
         except CheckpointCorrupt as error:
             yield "", str(error)
-        own = index.chunks - borrowed
-        own += sum(entry.additions for entry in index.arrays.values())
-        implied = len(expected) + own + blobs + len(keys)
-        found = self._count_keys()
-        if found != implied:
+        own_values = index.chunks - borrowed
+        own_values += sum(entry.additions for entry in index.arrays.values())
+        implied = len(expected) + own_values + blobs + len(keys)
+        key_count = self._count_keys()
+        if key_count != implied:
             # Counted, not listed: a few hostile nodes that share children can make any number of
             # keys.
-            yield "", f"the database has {found} keys, but the index implies {implied}"
+            yield "", f"the database has {key_count} keys, but the index implies {implied}"
 
     def _count_keys(self) -> int:
         """The number of keys in the database according to its manifest; lists none."""
@@ -82,8 +82,8 @@ class KeyChecks:
     def _different(self, expected: Sequence[tuple[str, bytes]]) -> list[str]:
         """The keys whose stored value differs from the expected one."""
         small = [key for key, _ in expected if self._is_small(key)]
-        found = dict(zip(small, self._values(small), strict=True))
-        return [key for key, value in expected if not _is_json(found.get(key), value)]
+        stored = dict(zip(small, self._values(small), strict=True))
+        return [key for key, value in expected if not _is_json(stored.get(key), value)]
 
     def _is_small(self, key: str) -> bool:
         """Whether a key's value is no larger than Zarr metadata is."""
@@ -110,11 +110,11 @@ class KeyChecks:
                 yield None
 
 
-def _is_json(found: bytes | None, expected: bytes) -> bool:
+def _is_json(stored: bytes | None, expected: bytes) -> bool:
     """Whether bytes are these, or JSON of the same."""
-    if found is None or found == expected:
-        return found is not None
+    if stored is None or stored == expected:
+        return stored is not None
     try:
-        return bool(json.loads(found) == json.loads(expected))
+        return bool(json.loads(stored) == json.loads(expected))
     except (ValueError, RecursionError):  # not valid JSON
         return False

@@ -114,15 +114,15 @@ def from_columns(
 ) -> Timing:
     """A timing of columns by their names; those that are missing are 0."""
     none = np.zeros(processes)
-    found = {name: np.asarray(columns.get(name, none), kind) for name, kind in _IN_MEMORY.items()}
+    arrays = {name: np.asarray(columns.get(name, none), kind) for name, kind in _IN_MEMORY.items()}
     return Timing(
         collected,
         merged,
-        found["began"],
-        {phase: found[f"{phase}_at"] for phase in PHASES},
-        {phase: found[f"{phase}_s"] for phase in PHASES},
-        found["blocked"],
-        *[found[name] for name in _SIZES],
+        arrays["began"],
+        {phase: arrays[f"{phase}_at"] for phase in PHASES},
+        {phase: arrays[f"{phase}_s"] for phase in PHASES},
+        arrays["blocked"],
+        *[arrays[name] for name in _SIZES],
     )
 
 
@@ -132,7 +132,7 @@ def encode(timing: Timing) -> bytes:
     for times in timing.at, timing.seconds:
         every += [times[phase] for phase in PHASES]
     every += [timing.written, timing.stored, timing.reused, timing.staged, timing.chunks]
-    kept = [
+    columns = [
         (name, kind, column)
         for (name, kind), column in zip(_COLUMNS.items(), every, strict=True)
         if name == _KEPT or column.any()
@@ -141,10 +141,10 @@ def encode(timing: Timing) -> bytes:
         "processes": timing.processes,
         "collected": round(timing.collected, 3),
         "merged": round(timing.merged, 3),
-        "columns": [[name, kind.str] for name, kind, _ in kept],
+        "columns": [[name, kind.str] for name, kind, _ in columns],
     }
     line = json.dumps(head, separators=(",", ":")).encode() + b"\n"
-    body = b"".join([line, *[column.astype(kind).tobytes() for _, kind, column in kept]])
+    body = b"".join([line, *[column.astype(kind).tobytes() for _, kind, column in columns]])
     return body + xxhash.xxh3_64_intdigest(body).to_bytes(_SEAL_BYTES, "little")
 
 
@@ -166,21 +166,21 @@ def decode(data: bytes, processes: int) -> Timing:
     body, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
     if xxhash.xxh3_64_intdigest(body).to_bytes(_SEAL_BYTES, "little") != seal:
         raise ValueError("it does not match its checksum")
-    line, _, rest = body.partition(b"\n")
+    line, _, column_bytes = body.partition(b"\n")
     if len(line) > _MOST_HEAD:
         raise ValueError(f"its head has {len(line)} bytes")
     try:
         head = json.loads(line)
         named = [(str(name), _KINDS[kind]) for name, kind in head["columns"]]
         collected, merged = float(head["collected"]), float(head["merged"])
-        found = head["processes"]
+        process_count = head["processes"]
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(f"its head is malformed: {error!r}") from None
-    if type(found) is not int or found != processes:
-        raise ValueError(f"it is of {found!r} processes, but the index names {processes}")
+    if type(process_count) is not int or process_count != processes:
+        raise ValueError(f"it is of {process_count!r} processes, but the index names {processes}")
     if not (_is_moment(collected) and _is_moment(merged)):
         raise ValueError("its times are not finite")
-    return from_columns(collected, merged, _columns(named, rest, processes), processes)
+    return from_columns(collected, merged, _columns(named, column_bytes, processes), processes)
 
 
 def _columns(
@@ -193,18 +193,18 @@ def _columns(
         raise ValueError("its columns are malformed")
     if len(data) != processes * sum(kind.itemsize for _, kind in named):
         raise ValueError(f"its columns have {len(data)} bytes, which is not what its head says")
-    found, at = dict[str, NDArray[Any]](), 0
+    columns, offset = dict[str, NDArray[Any]](), 0
     for name, kind in named:
-        column = np.frombuffer(data, kind, processes, at)
-        at += column.nbytes
+        column = np.frombuffer(data, kind, processes, offset)
+        offset += column.nbytes
         if name not in _COLUMNS:
             continue
         if kind != _COLUMNS[name]:
             raise ValueError(f"its column {name!r} is of another type")
         if kind == _F4 and not _are_moments(column, signed=name == "began" or name.endswith("_at")):
             raise ValueError(f"its column {name!r} has times that cannot be")
-        found[name] = column
-    return found
+        columns[name] = column
+    return columns
 
 
 _LONGEST_S = 1e9
@@ -296,8 +296,8 @@ class Arrivals:
 def _values(statistics: Sequence[Mapping[str, float]]) -> NDArray[np.float64]:
     """The statistics of all processes, a row for each of `_STATISTICS`; one that cannot be must
     not make the save fail."""
-    rows = [[each.get(name, 0) for name in _STATISTICS] for each in statistics]
+    rows = [[record.get(name, 0) for name in _STATISTICS] for record in statistics]
     # Of NaN and a number these two are the number.
-    found: NDArray[np.float64] = np.fmax(np.array(rows, float).T, 0.0)
-    clipped: NDArray[np.float64] = np.fmin(found, _MOST[:, None])
+    nonnegative: NDArray[np.float64] = np.fmax(np.array(rows, float).T, 0.0)
+    clipped: NDArray[np.float64] = np.fmin(nonnegative, _MOST[:, None])
     return clipped

@@ -20,12 +20,15 @@ def stored(metadata: Mapping[str, Any], where: str) -> dict[str, dict[int, int]]
     Raises:
         CheckpointCorrupt: it is malformed.
     """
-    own = metadata.get(RESERVED)
-    if not isinstance(own, dict) or _MEMBER not in own:
+    reserved = metadata.get(RESERVED)
+    if not isinstance(reserved, dict) or _MEMBER not in reserved:
         return None
     try:
-        steps = own[_MEMBER]["steps"]
-        return {key: {_number(n): _step(s) for n, s in of.items()} for key, of in steps.items()}
+        steps = reserved[_MEMBER]["steps"]
+        return {
+            key: {_number(n): _step(s) for n, s in unit_steps.items()}
+            for key, unit_steps in steps.items()
+        }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointCorrupt(
             f"{where}: what its metadata records of its experts is malformed: {error!r}"
@@ -54,23 +57,23 @@ def older(metadata: Mapping[str, Any], where: str) -> tuple[tuple[str, int, int]
     Raises:
         CheckpointCorrupt: what they say is malformed.
     """
-    found = stored(metadata, where)
-    if found is None:
+    steps_by_key = stored(metadata, where)
+    if steps_by_key is None:
         return ()
     step = metadata[RESERVED].get("step")
     return tuple(
-        (key, number, of)
-        for key, steps in found.items()
-        for number, of in sorted(steps.items())
-        if of != step
+        (key, number, unit_step)
+        for key, steps in steps_by_key.items()
+        for number, unit_step in sorted(steps.items())
+        if unit_step != step
     )
 
 
 def lost(metadata: Mapping[str, Any]) -> float | None:
     """What proportion of the training of units a restart from this checkpoint loses, if that is
     known; `stored` was called before."""
-    found = metadata[RESERVED][_MEMBER].get("plt")
-    return found if type(found) is float else None
+    plt = metadata[RESERVED][_MEMBER].get("plt")
+    return plt if type(plt) is float else None
 
 
 def merged(
@@ -85,12 +88,12 @@ def merged(
     Raises:
         CoverageError: what two processes wrote of a unit is of different steps.
     """
-    found: dict[str, dict[int, int]] = {}
+    steps_by_key: dict[str, dict[int, int]] = {}
     first: dict[tuple[str, int], int] = {}
     for process, steps in written:
-        for key, of in steps.items():
-            into = found.setdefault(key, {})
-            for number, step in of.items():
+        for key, unit_steps in steps.items():
+            into = steps_by_key.setdefault(key, {})
+            for number, step in unit_steps.items():
                 if into.setdefault(number, step) != step:
                     raise CoverageError(
                         f"expert {number} of {key!r} would be of two steps: process "
@@ -99,8 +102,14 @@ def merged(
                         "`experts`. Nothing was saved; the next save writes all"
                     )
                 first.setdefault((key, number), process)
-    if not found:
+    if not steps_by_key:
         return metadata
-    own = metadata[RESERVED]
-    stored_as = {key: {str(n): of[n] for n in sorted(of)} for key, of in found.items()}
-    return {**metadata, RESERVED: {**own, _MEMBER: {**own.get(_MEMBER, {}), "steps": stored_as}}}
+    reserved = metadata[RESERVED]
+    stored_as = {
+        key: {str(n): unit_steps[n] for n in sorted(unit_steps)}
+        for key, unit_steps in steps_by_key.items()
+    }
+    return {
+        **metadata,
+        RESERVED: {**reserved, _MEMBER: {**reserved.get(_MEMBER, {}), "steps": stored_as}},
+    }

@@ -135,10 +135,10 @@ def make_writer(format: str, options: Mapping[str, Any]) -> Writer:
     if make is None:
         every = ", ".join([*names(), *doors.others("writers")])
         raise ValueError(f"no format is called {quoted(format)}; there are {every}")
-    known = list(inspect.signature(make).parameters)
-    unknown = [option for option in options if option not in known]
+    option_names = list(inspect.signature(make).parameters)
+    unknown = [option for option in options if option not in option_names]
     if unknown:
-        takes = f"takes {', '.join(known)}" if known else "takes none"
+        takes = f"takes {', '.join(option_names)}" if option_names else "takes none"
         raise TypeError(f"the format {format!r} has no option {quoted(unknown[0])}; it {takes}")
     parameters = inspect.signature(make).parameters.values()
     missing = [p.name for p in parameters if p.default is p.empty and p.name not in options]
