@@ -136,7 +136,7 @@ class _LocalFile(DataFile):
     def _append(self, part: memoryview, look: Callable[[memoryview], object] | None) -> None:
         if len(part) > _TOGETHER_BYTES:
             self._flush()
-            pieces = [part[at : at + self._most] for at in range(0, len(part), self._most)]
+            pieces = [part[start : start + self._most] for start in range(0, len(part), self._most)]
             # Here, so that next to no Python runs between the pieces.
             with system_calls("write", self._at):
                 self._open()
@@ -204,11 +204,11 @@ def written_in(name: str) -> tuple[float, int] | None:
     Arguments:
         name: of the object, without its folder.
     """
-    number, *rest = name.split("-")
-    if len(number) != 32 or len(rest) != 2:
+    number, *fields = name.split("-")
+    if len(number) != 32 or len(fields) != 2:
         return None
     try:
-        milliseconds, nbytes = (int(text, 16) for text in rest)
+        milliseconds, nbytes = (int(text, 16) for text in fields)
     except ValueError:
         return None
     return milliseconds / 1000, nbytes

@@ -55,23 +55,25 @@ class LocalDatabaseReader(ocdbt.DatabaseReader):
 
     def request_all(self, keys: Sequence[str]) -> dict[str, Future[Any] | ReadyResult]:
         """Reads values that lie beside each other in a file together."""
-        found: dict[str, Future[Any] | ReadyResult] = {}
+        results: dict[str, Future[Any] | ReadyResult] = {}
         with suppress(Failed):
-            there: dict[str, list[_Stored]] = {}
-            for leaf, numbers, at in self.tree.find_all(keys):
+            values_by_path: dict[str, list[_Stored]] = {}
+            for leaf, numbers, positions in self.tree.find_all(keys):
                 names = [keys[number] for number in numbers]
-                which, offsets = leaf.which[at].tolist(), leaf.offsets[at].tolist()
-                lengths = leaf.lengths[at].tolist()
+                which, offsets = leaf.which[positions].tolist(), leaf.offsets[positions].tolist()
+                lengths = leaf.lengths[positions].tolist()
                 for key, file, offset, length in zip(names, which, offsets, lengths, strict=True):
                     if file < 0:
-                        found[key] = ReadyResult(leaf.inline[offset : offset + length])
+                        results[key] = ReadyResult(leaf.inline[offset : offset + length])
                     elif length <= _MOST_BYTES:
-                        there.setdefault(leaf.files[file][0], []).append((offset, length, key))
-            for path, values in there.items():
+                        values_by_path.setdefault(leaf.files[file][0], []).append(
+                            (offset, length, key)
+                        )
+            for path, values in values_by_path.items():
                 values.sort()
                 for run in _runs(values):
-                    found |= self._read_run(path, run)
-        return found
+                    results |= self._read_run(path, run)
+        return results
 
     def _read_run(self, path: str, run: Sequence[_Stored]) -> dict[str, ReadyResult]:
         first = run[0][0]
@@ -96,27 +98,30 @@ class LocalDatabaseReader(ocdbt.DatabaseReader):
         takes many times as long, and other threads wait for the GIL meanwhile.
         """
         done, expected = np.zeros(len(keys), bool), np.array(lengths, np.int64)
-        nbytes = np.array([to.nbytes for to in out], np.int64)
+        nbytes = np.array([buffer.nbytes for buffer in out], np.int64)
         with suppress(Failed):
-            for leaf, numbers, at in self.tree.find_all(keys):
-                there = np.array(numbers)
-                fits = leaf.lengths[at] == expected[there]
-                files, offsets = leaf.which[at], leaf.offsets[at].astype(np.int64)
+            for leaf, numbers, leaf_positions in self.tree.find_all(keys):
+                indices = np.array(numbers)
+                fits = leaf.lengths[leaf_positions] == expected[indices]
+                files, offsets = (
+                    leaf.which[leaf_positions],
+                    leaf.offsets[leaf_positions].astype(np.int64),
+                )
                 for position in np.flatnonzero(fits & (files < 0)).tolist():
                     number, offset = numbers[position], int(offsets[position])
                     memory = _bytes_of(out[number])
                     memory[:] = leaf.inline[offset : offset + len(memory)]
                     done[number] = True
                     _show(looks[number], memory)
-                is_small = nbytes[there] <= _MOST_BYTES
+                is_small = nbytes[indices] <= _MOST_BYTES
                 for file in sorted(set(files[fits & (files >= 0)].tolist())):
-                    here = fits & (files == file)
-                    rows = np.stack([there, offsets, nbytes[there]])
+                    in_file = fits & (files == file)
+                    rows = np.stack([indices, offsets, nbytes[indices]])
                     path = leaf.files[file][0]
                     with self._files.opened(path) as handle:
-                        if (small := here & is_small).any():
+                        if (small := in_file & is_small).any():
                             _read_beside(handle, rows[:, small], out, done, looks)
-                        if (large := here & ~is_small).any():
+                        if (large := in_file & ~is_small).any():
                             _read_large(handle, rows[:, large], out, done, looks)
         return done.tolist()
 
@@ -140,16 +145,16 @@ def _read_beside(
     cuts = np.flatnonzero((gaps < 0) | (gaps > _GAP_BYTES)).tolist()  # shared bytes, or far
     gap = np.empty(_GAP_BYTES, np.uint8)
     for first, stop in zip([0, *cuts], [*cuts, len(numbers)], strict=True):
-        for at in range(first, stop, _MOST_TOGETHER):
-            run = slice(at, min(at + _MOST_TOGETHER, stop))
+        for start in range(first, stop, _MOST_TOGETHER):
+            run = slice(start, min(start + _MOST_TOGETHER, stop))
             buffers: list[Any] = []
             for number, skipped in zip(numbers[run].tolist(), gaps[run].tolist(), strict=True):
                 if skipped and buffers:
                     buffers.append(gap[:skipped])
                 buffers.append(out[number])
             with system_calls():
-                count = os.preadv(handle, buffers, int(begins[at]))
-            done[numbers[run]] = begins[run] + lengths[run] <= begins[at] + count
+                count = os.preadv(handle, buffers, int(begins[start]))
+            done[numbers[run]] = begins[run] + lengths[run] <= begins[start] + count
     for number in numbers.tolist():
         if done[number] and looks[number] is not None:
             _show(looks[number], _bytes_of(out[number]))
@@ -193,17 +198,17 @@ def _show(look: ocdbt.OnRead | None, memory: memoryview) -> None:
         look(memory)
 
 
-def _runs(there: Sequence[_Stored]) -> Iterator[Sequence[_Stored]]:
+def _runs(values: Sequence[_Stored]) -> Iterator[Sequence[_Stored]]:
     """Splits values of a file, in the order of their offsets, where a gap ends a run."""
     first = end = 0
-    for at, (offset, length, _) in enumerate(there):
-        far = offset - end > _GAP_BYTES or offset + length > there[first][0] + _RUN_BYTES
-        if at > first and far:
-            yield there[first:at]
-            first, end = at, 0
+    for index, (offset, length, _) in enumerate(values):
+        far = offset - end > _GAP_BYTES or offset + length > values[first][0] + _RUN_BYTES
+        if index > first and far:
+            yield values[first:index]
+            first, end = index, 0
         end = max(end, offset + length)
-    if there:
-        yield there[first:]
+    if values:
+        yield values[first:]
 
 
 @dataclass(frozen=True)
@@ -281,9 +286,9 @@ class Database:
         context keeps."""
         if self.manifest is None:
             return None
-        held = ocdbt.manifest_in_memory(f"{digest_of(self.manifest)}/{self.location.url}")
-        KvStore.open(held, self.context).write(ocdbt.MANIFEST, self.manifest).result()
-        return held
+        manifest_spec = ocdbt.manifest_in_memory(f"{digest_of(self.manifest)}/{self.location.url}")
+        KvStore.open(manifest_spec, self.context).write(ocdbt.MANIFEST, self.manifest).result()
+        return manifest_spec
 
     def manifest_digest(self) -> str:
         """The digest of the pinned manifest, or else of the one in the folder; see `digest_of`."""
@@ -315,9 +320,9 @@ class Database:
         Returns:
             The database, and the key-value store that holds its manifest.
         """
-        held = ocdbt.manifest_in_memory(data)
-        database = ocdbt.spec(self.location.spec, manifest=held, data=data)
-        return KvStore.open(database, self.context), KvStore.open(held, self.context)
+        manifest_spec = ocdbt.manifest_in_memory(data)
+        database = ocdbt.spec(self.location.spec, manifest=manifest_spec, data=data)
+        return KvStore.open(database, self.context), KvStore.open(manifest_spec, self.context)
 
     def _manifest(self) -> bytes | None:
         """The pinned manifest, or else the one in the folder."""

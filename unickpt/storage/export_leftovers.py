@@ -23,11 +23,11 @@ def left_in(folder: str) -> Iterator[tuple[str, str, bool]]:
     Arguments:
         folder: its path.
     """
-    there = set(local_folders.names(folder))
-    for name in sorted(there):
+    names = set(local_folders.names(folder))
+    for name in sorted(names):
         match = _LEFT.fullmatch(name)
         if match is not None and not os.path.islink(os.path.join(folder, name)):
-            yield name, match["of"], match["kind"] == _OLD and match["of"] not in there
+            yield name, match["of"], match["kind"] == _OLD and match["of"] not in names
 
 
 def restore(folder: str, of: str) -> None:
@@ -39,12 +39,12 @@ def restore(folder: str, of: str) -> None:
         of: the name of the checkpoint.
     """
     for name, destination_of, is_missing in left_in(folder):
-        at = os.path.join(folder, name)
+        path = os.path.join(folder, name)
         if destination_of != of or not name.endswith(f".{_OLD}"):
             continue
         if not is_missing or os.path.lexists(os.path.join(folder, of)):
-            local_folders.remove(at)
+            local_folders.remove(path)
             continue
         with system_calls():
-            os.rename(at, os.path.join(folder, of))
+            os.rename(path, os.path.join(folder, of))
         local_folders.sync_folder(folder)

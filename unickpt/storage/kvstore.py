@@ -114,10 +114,10 @@ class Future(Generic[T]):
             Failed: the storage failed.
         """
         try:
-            found: T = self._future.result()
+            result: T = self._future.result()
         except _RAISED as error:
             raise _failure(error) from error
-        return found
+        return result
 
 
 class KvStore:

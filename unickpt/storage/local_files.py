@@ -61,36 +61,36 @@ class FolderBoundary:
             is_possible = False
         if not is_possible:
             raise Damaged(f"no file can be called {quoted(path)}", errno.ENOENT)
-        at = self.folder + path
+        full_path = self.folder + path
         try:
             # Without a link on the way, the path cannot lead out of the folder.
             if not self._has_link(path):
                 return
-            real = os.path.realpath(at)
+            real = os.path.realpath(full_path)
         except OSError as error:
             raise failure(error) from error
         if not real.startswith(self._tops):
             raise Damaged(
-                f"{at} is {real}, outside of the checkpoint's folder: a link may not lead out of "
-                "it. If you trust it, replace the link by the file (cp -L), or give the path of "
-                "the file itself"
+                f"{full_path} is {real}, outside of the checkpoint's folder: a link may not lead "
+                "out of it. If you trust it, replace the link by the file (cp -L), or give the "
+                "path of the file itself"
             )
 
     def _has_link(self, path: str) -> bool:
         """Whether a file below the folder, or a folder on the way to it, is a symbolic link."""
         folder, _, name = path.rpartition("/")
         try:
-            found = _identity(os.stat(self.folder + folder))
+            identity = _identity(os.stat(self.folder + folder))
         except OSError:
-            found = None
-        if found is None or self._no_links.get(folder) != found:
-            at = self.folder.rstrip("/")
-            for each in folder.split("/"):
-                at = f"{at}/{each}"
-                if os.path.islink(at) or each == "..":
+            identity = None
+        if identity is None or self._no_links.get(folder) != identity:
+            ancestor = self.folder.rstrip("/")
+            for component in folder.split("/"):
+                ancestor = f"{ancestor}/{component}"
+                if os.path.islink(ancestor) or component == "..":
                     return True
-            if found is not None:
-                self._no_links[folder] = found
+            if identity is not None:
+                self._no_links[folder] = identity
         return name == ".." or os.path.islink(self.folder + path)
 
 
@@ -122,9 +122,9 @@ class RegularFiles(FolderBoundary):
 
     def size(self, path: str) -> int:
         """The size of a file in bytes. Raises as `check`."""
-        found = self._look(path)
-        self._known[path] = _identity(found)
-        return found.st_size
+        facts = self._look(path)
+        self._known[path] = _identity(facts)
+        return facts.st_size
 
     def link(self, path: str, destination: str, *, fsync: bool) -> bool:
         """Gives a file of the folder a second name, as a hard link.
@@ -140,8 +140,8 @@ class RegularFiles(FolderBoundary):
         try:
             if path not in self._known:
                 self.check(path)
-            expected, at = self._known[path], self.folder + path
-            os.link(os.path.realpath(at) if os.path.islink(at) else at, destination)
+            expected, source = self._known[path], self.folder + path
+            os.link(os.path.realpath(source) if os.path.islink(source) else source, destination)
         except (OSError, Failed):
             return False
         with suppress(OSError, Failed):
@@ -154,16 +154,16 @@ class RegularFiles(FolderBoundary):
         return False
 
     def _look(self, path: str) -> os.stat_result:
-        at = self.folder + path
+        full_path = self.folder + path
         self.check_inside(path)
         try:
-            found = os.stat(at)
+            facts = os.stat(full_path)
         except (FileNotFoundError, NotADirectoryError):
-            raise Damaged(f"no file {at}") from None
+            raise Damaged(f"no file {full_path}") from None
         except OSError as error:
             raise failure(error) from error
-        check_regular(found, at)
-        return found
+        check_regular(facts, full_path)
+        return facts
 
     @contextmanager
     def opened(self, path: str) -> Iterator[int]:
@@ -179,17 +179,17 @@ class RegularFiles(FolderBoundary):
         yield opened.handle
 
     def _open(self, path: str) -> _OpenFile:
-        at = self.folder + path
-        opened = _OpenFile(open_to_read(at))
+        full_path = self.folder + path
+        opened = _OpenFile(open_to_read(full_path))
         try:
-            found = os.fstat(opened.handle)
+            facts = os.fstat(opened.handle)
         except OSError as error:
             raise failure(error) from error
-        check_regular(found, at)
-        if _identity(found) != self._known[path]:
+        check_regular(facts, full_path)
+        if _identity(facts) != self._known[path]:
             self.check(path)
-            if _identity(found) != self._known[path]:
-                raise Damaged(f"{at} changed while it was being opened")
+            if _identity(facts) != self._known[path]:
+                raise Damaged(f"{full_path} changed while it was being opened")
         return opened
 
     def read(self, reference: DataReference, may_be_sparse: bool = False) -> bytes:
@@ -203,21 +203,22 @@ class RegularFiles(FolderBoundary):
             Damaged: some are missing.
             Failed: the storage failed.
         """
-        at, offset = self.folder + reference.path, reference.offset
+        full_path, offset = self.folder + reference.path, reference.offset
         end, parts = offset + reference.length, list[bytes]()
-        with self.opened(reference.path) as handle, system_calls("read", at):
+        with self.opened(reference.path) as handle, system_calls("read", full_path):
             size = os.fstat(handle).st_size
             # A hole takes no space and reads as zeros, and valid nodes never have thousands of
             # zeros in a row. So gigabytes of zeros are refused before they take memory.
             is_short = reference.length < _HOLE_BYTES
             if size < end or not (is_short or may_be_sparse or _has_no_hole(handle, offset, end)):
                 raise Damaged(
-                    f"{at} has no bytes {offset} to {end}: its size is {size}, or it has a hole"
+                    f"{full_path} has no bytes {offset} to {end}: its size is {size}, or it has "
+                    "a hole"
                 )
             while offset < end:
                 parts.append(os.pread(handle, end - offset, offset))
                 if not parts[-1]:
-                    raise Damaged(f"{at} ends at byte {offset}")
+                    raise Damaged(f"{full_path} ends at byte {offset}")
                 offset += len(parts[-1])
         return b"".join(parts)
 
@@ -231,8 +232,8 @@ class RegularFiles(FolderBoundary):
         except Damaged:
             return None
         with open(handle, "rb") as file, system_calls("read", self.folder + MANIFEST):
-            found = os.fstat(handle)
-            version = f"{found.st_dev} {found.st_ino} {found.st_mtime_ns}"
+            facts = os.fstat(handle)
+            version = f"{facts.st_dev} {facts.st_ino} {facts.st_mtime_ns}"
             return file.read(MOST_MANIFEST_BYTES + 1), version.encode()
 
     def check_if_present(self, path: str) -> None:
@@ -243,17 +244,17 @@ class RegularFiles(FolderBoundary):
                 valid one.
             Failed: the storage failed.
         """
-        at = self.folder + path
-        if not os.path.lexists(at):
+        full_path = self.folder + path
+        if not os.path.lexists(full_path):
             return
         try:
             size = self._look(path).st_size
         except Damaged:
-            if os.path.lexists(at):
+            if os.path.lexists(full_path):
                 raise
             return  # removed meanwhile
         if path == MANIFEST and size > MOST_MANIFEST_BYTES:
-            raise Damaged(f"{at} has {size} bytes, too many for a manifest")
+            raise Damaged(f"{full_path} has {size} bytes, too many for a manifest")
 
 
 class _OpenFile:
@@ -294,23 +295,23 @@ class _KeptFiles:
     def get(self, identity: tuple[int, int], open: Callable[[], _OpenFile]) -> _OpenFile:
         """The file that is open, or is opened now; by one of the threads that want it."""
         with self._lock:
-            found = self._files.get(identity)
-            if found is not None:
+            file = self._files.get(identity)
+            if file is not None:
                 self._files.move_to_end(identity)
-                return found
+                return file
             opening = self._opening.setdefault(identity, threading.Lock())
         with opening:
             with self._lock:
-                found = self._files.get(identity)
-            if found is not None:
-                return found
+                file = self._files.get(identity)
+            if file is not None:
+                return file
             try:
-                found = open()
-                self._keep(identity, found)
+                file = open()
+                self._keep(identity, file)
             finally:
                 with self._lock:
                     self._opening.pop(identity, None)
-        return found
+        return file
 
     def _keep(self, identity: tuple[int, int], opened: _OpenFile) -> None:
         with self._lock:
@@ -384,13 +385,13 @@ def open_to_read(path: str) -> int:
         raise failure(error) from error
 
 
-def check_regular(found: os.stat_result, at: str) -> None:
+def check_regular(facts: os.stat_result, path: str) -> None:
     """Checks that a path leads to a regular file.
 
     Raises:
         Damaged: says what it is instead.
     """
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(facts.st_mode):
         kinds = {
             stat.S_IFIFO: "a FIFO",
             stat.S_IFSOCK: "a socket",
@@ -398,8 +399,8 @@ def check_regular(found: os.stat_result, at: str) -> None:
             stat.S_IFCHR: "a device",
             stat.S_IFBLK: "a device",
         }
-        kind = kinds.get(stat.S_IFMT(found.st_mode), "something else")
-        raise Damaged(f"{at} is {kind}, not a file")
+        kind = kinds.get(stat.S_IFMT(facts.st_mode), "something else")
+        raise Damaged(f"{path} is {kind}, not a file")
 
 
 def _has_no_hole(handle: int, start: int, end: int) -> bool:

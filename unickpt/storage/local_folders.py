@@ -89,10 +89,10 @@ def walk_all(top: str) -> Iterator[StoredFile]:
     now = time.time()
     for folder, _, names in os.walk(top):
         for name in ["", *names]:
-            at = os.path.join(folder, name)
+            path = os.path.join(folder, name)
             with suppress(OSError):
-                facts = os.lstat(at)
-                yield StoredFile(at, facts.st_size if name else 0, max(0.0, now - facts.st_mtime))
+                facts = os.lstat(path)
+                yield StoredFile(path, facts.st_size if name else 0, max(0.0, now - facts.st_mtime))
 
 
 def entries(path: str) -> list[os.DirEntry[str]]:
@@ -100,8 +100,8 @@ def entries(path: str) -> list[os.DirEntry[str]]:
     Failed."""
     if os.path.isdir(path):
         gone = suppress(FileNotFoundError, NotADirectoryError)
-        with system_calls(), gone, os.scandir(path) as found:
-            return list(found)
+        with system_calls(), gone, os.scandir(path) as listing:
+            return list(listing)
     return []
 
 
@@ -122,9 +122,9 @@ def remove(path: str) -> None:
 
 def count_missing(path: str) -> int:
     """The number of folders to create for this one to exist, including itself."""
-    at, count = path.rstrip("/"), 0
-    while at and not os.path.lexists(at):
-        at, count = os.path.dirname(at), count + 1
+    folder, count = path.rstrip("/"), 0
+    while folder and not os.path.lexists(folder):
+        folder, count = os.path.dirname(folder), count + 1
     return count
 
 
@@ -135,13 +135,13 @@ def remove_made(path: str, count: int) -> None:
         path: of the checkpoint.
         count: the number of folders created for it, from `count_missing`.
     """
-    at = path.rstrip("/")
+    folder = path.rstrip("/")
     with suppress(OSError):
-        os.rmdir(os.path.join(at, "processes"))
+        os.rmdir(os.path.join(folder, "processes"))
     with suppress(OSError):
         for _ in range(count):
-            os.rmdir(at)
-            at = os.path.dirname(at)
+            os.rmdir(folder)
+            folder = os.path.dirname(folder)
 
 
 def free_bytes(path: str, partial: str) -> int:
@@ -208,13 +208,13 @@ def sync(path: str, top: str, made: int = 1) -> None:
     end = os.path.dirname(top.rstrip("/"))
     for _ in range(made - 1):
         end = os.path.dirname(end)
-    at = path.rstrip("/")
-    while len(at) >= len(end):
-        if os.path.isdir(at):
-            sync_folder(at)
-        if at == end:
+    folder = path.rstrip("/")
+    while len(folder) >= len(end):
+        if os.path.isdir(folder):
+            sync_folder(folder)
+        if folder == end:
             break
-        at = os.path.dirname(at)
+        folder = os.path.dirname(folder)
 
 
 _log = logging.getLogger("unickpt")
@@ -319,10 +319,10 @@ class FileLock:
         try:
             facts, text = _text_of(self._name)
             with open("/proc/locks", encoding="ascii") as locks:
-                held = any(_is_lock_of(line, facts) for line in locks)
+                is_held = any(_is_lock_of(line, facts) for line in locks)
         except OSError:
             return None
-        return text if held else None
+        return text if is_held else None
 
     def is_valid(self) -> bool:
         """Whether the locked file is still the one in the folder."""

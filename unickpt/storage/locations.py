@@ -150,11 +150,11 @@ def folders_with(location: Location, file: str, context: ts.Context) -> list[str
     if not location.is_local:
         keys = (key.rpartition("/") for key in keys_below(location, context))
         return [folder or "." for folder, _, name in keys if name == file and "/" not in folder]
-    found = ["."] if os.path.lexists(location.path + file) else []
+    names = ["."] if os.path.lexists(location.path + file) else []
     try:
         with system_calls(), os.scandir(location.path) as entries:
-            there = [entry for entry in entries if entry.is_dir()]
-            return found + [e.name for e in there if os.path.lexists(f"{e.path}/{file}")]
+            folders = [entry for entry in entries if entry.is_dir()]
+            return names + [e.name for e in folders if os.path.lexists(f"{e.path}/{file}")]
     except Failed as error:
         if error.errno == errno.ENOENT:
             raise MissingFolder(error.reason, error.errno) from error
@@ -166,14 +166,14 @@ def folders_below(location: Location, inside: str, context: ts.Context) -> dict[
     if location.is_local:
         names = location.folders(context)
         return {n: set(location.child(f"{n}/{inside}").folders(context)) for n in names}
-    found: dict[str, set[str]] = {}
+    names_by_folder: dict[str, set[str]] = {}
     for key in keys_below(location, context):  # once for all folders
         folder, *between = key.split("/", 3)
         if between:
-            names_there = found.setdefault(folder, set())
+            names_there = names_by_folder.setdefault(folder, set())
             if len(between) == 3 and between[0] == inside:
                 names_there.add(between[1])
-    return found
+    return names_by_folder
 
 
 def files_by_folder(
@@ -191,14 +191,14 @@ def files_by_folder(
         top = location.path
         below = {name: f"{top}{name}/" for name in location.folders(context)}
         return {name: list(_walk(path, inside)) for name, path in {"": top, **below}.items()}
-    found: dict[str, list[StoredFile]] = {"": []}
+    files: dict[str, list[StoredFile]] = {"": []}
     for key in keys_below(location, context):
-        folder, _, rest = key.partition("/")
-        if folder == inside or not rest:
-            found[""].append(StoredFile(key))
+        folder, _, relative_path = key.partition("/")
+        if folder == inside or not relative_path:
+            files[""].append(StoredFile(key))
         else:
-            found.setdefault(folder, []).append(StoredFile(rest))
-    return found
+            files.setdefault(folder, []).append(StoredFile(relative_path))
+    return files
 
 
 def missing_files(location: Location, files: Iterable[str], context: ts.Context) -> list[str]:
@@ -206,13 +206,13 @@ def missing_files(location: Location, files: Iterable[str], context: ts.Context)
     if not location.is_local:
         keys = set(keys_below(location, context))
         return [file for file in files if file not in keys]
-    there = dict[str, set[str]]()  # one listing for all files of a folder
+    names_by_folder = dict[str, set[str]]()  # one listing for all files of a folder
     gone = []
     for file in files:
         folder, _, name = file.rpartition("/")
-        if folder not in there:
-            there[folder] = set(local_folders.names(location.path + folder))
-        if name not in there[folder]:
+        if folder not in names_by_folder:
+            names_by_folder[folder] = set(local_folders.names(location.path + folder))
+        if name not in names_by_folder[folder]:
             gone.append(file)
     return gone
 

@@ -91,13 +91,13 @@ class Tree:
             Damaged: the tree is damaged, or needs far more memory than its stored bytes justify.
             Failed: the storage failed.
         """
-        wanted = key.encode()
+        key_bytes = key.encode()
         with self._lock:
-            leaf = self._leaf(wanted)
-        at = 0 if leaf is None else bisect_left(leaf.keys, wanted)
-        if leaf is None or at == len(leaf.keys) or leaf.keys[at] != wanted:
+            leaf = self._leaf(key_bytes)
+        position = 0 if leaf is None else bisect_left(leaf.keys, key_bytes)
+        if leaf is None or position == len(leaf.keys) or leaf.keys[position] != key_bytes:
             return None
-        return leaf.find(at)
+        return leaf.find(position)
 
     def find_all(
         self, keys: Sequence[str]
@@ -108,24 +108,24 @@ class Tree:
         Raises:
             Damaged, Failed: as for `find`.
         """
-        wanted = [key.encode() for key in keys]
-        order = sorted(range(len(wanted)), key=wanted.__getitem__)
+        encoded_keys = [key.encode() for key in keys]
+        order = sorted(range(len(encoded_keys)), key=encoded_keys.__getitem__)
         ahead = 0
         while ahead < len(order):
             with self._lock:
-                leaf = self._leaf(wanted[order[ahead]])
+                leaf = self._leaf(encoded_keys[order[ahead]])
             if leaf is None:
                 ahead += 1
                 continue
-            stop = bisect_right(order, leaf.keys[-1], ahead, key=wanted.__getitem__)
+            stop = bisect_right(order, leaf.keys[-1], ahead, key=encoded_keys.__getitem__)
             which: list[int] = []
             positions: list[int] = []
-            at = 0
+            position = 0
             for number in order[ahead:stop]:
-                at = bisect_left(leaf.keys, wanted[number], at)
-                if leaf.keys[at] == wanted[number]:
+                position = bisect_left(leaf.keys, encoded_keys[number], position)
+                if leaf.keys[position] == encoded_keys[number]:
                     which.append(number)
-                    positions.append(at)
+                    positions.append(position)
             if which:
                 yield leaf, which, positions
             ahead = max(stop, ahead + 1)  # beyond the last key of this leaf: no leaf has it
@@ -146,16 +146,18 @@ class Tree:
                 seen.add(node)
                 if node.height == 0:
                     yield node
-                ahead += reversed([self._below(node, at) for at in range(len(node.common))])
+                ahead += reversed(
+                    [self._below(node, position) for position in range(len(node.common))]
+                )
 
-    def _leaf(self, wanted: bytes) -> nodes.BTreeNode | None:
+    def _leaf(self, key: bytes) -> nodes.BTreeNode | None:
         """The leaf that has a key, if any has it."""
         node = self._root
         while node is not None and node.height > 0:
-            at = bisect_right(node.keys, wanted) - 1
-            if at < 0:
+            position = bisect_right(node.keys, key) - 1
+            if position < 0:
                 return None
-            node = self._below(node, at)
+            node = self._below(node, position)
         return node
 
     def files(self, prefix: str) -> set[str]:
@@ -178,44 +180,44 @@ class Tree:
                 if node.height > 0 and low > 0 and first not in node.keys[low : low + 1]:
                     low -= 1
                 which = np.unique(node.which[low:high])
-                named |= {node.files[at][0] for at in which[which >= 0].tolist()}
+                named |= {node.files[index][0] for index in which[which >= 0].tolist()}
                 if node.height > 0:
-                    below = [self._below(node, at) for at in range(low, high)]
-                    ahead += dict.fromkeys(each for each in below if each not in seen)
+                    below = [self._below(node, index) for index in range(low, high)]
+                    ahead += dict.fromkeys(child for child in below if child not in seen)
         return named
 
     @cached_property
     def _root(self) -> nodes.BTreeNode | None:
         data = self._manifest()
-        found = nodes.Manifest() if data is None else nodes.manifest(data)
-        if found.root is None:
+        manifest = nodes.Manifest() if data is None else nodes.manifest(data)
+        if manifest.root is None:
             return None
-        self._top.add(found.root.path)
-        return self._node(found.root, found.height, b"")
+        self._top.add(manifest.root.path)
+        return self._node(manifest.root, manifest.height, b"")
 
-    def _below(self, node: nodes.BTreeNode, at: int) -> nodes.BTreeNode:
+    def _below(self, node: nodes.BTreeNode, position: int) -> nodes.BTreeNode:
         """The node that an entry of an inner node leads to."""
-        reference = node.find(at)
+        reference = node.find(position)
         assert isinstance(reference, DataReference), "inner nodes hold no values"
-        return self._node(reference, node.height - 1, node.keys[at][: node.common[at]])
+        return self._node(reference, node.height - 1, node.keys[position][: node.common[position]])
 
     def _node(self, reference: DataReference, height: int, prefix: bytes) -> nodes.BTreeNode:
-        found = self._nodes.get((reference, prefix))
-        if found is not None:
-            return found
+        node = self._nodes.get((reference, prefix))
+        if node is not None:
+            return node
         data = self.fetch(reference)
         if reference not in self._stored:
             self._stored.add(reference)
             self._budget.earn(len(data))
-        found = nodes.node(data, reference, height, prefix, self._budget)
-        self._nodes[reference, prefix] = found
-        return found
+        node = nodes.node(data, reference, height, prefix, self._budget)
+        self._nodes[reference, prefix] = node
+        return node
 
 
 def _after(prefix: bytes) -> bytes | None:
     """The first key after all keys with a prefix; None if there is none."""
-    kept = prefix.rstrip(b"\xff")
-    return kept[:-1] + bytes([kept[-1] + 1]) if kept else None
+    stem = prefix.rstrip(b"\xff")
+    return stem[:-1] + bytes([stem[-1] + 1]) if stem else None
 
 
 _SMALL = 64 << 10
@@ -239,21 +241,21 @@ class DatabaseReader:
 
     def request(self, key: str) -> Future[ts.KvStore.ReadResult] | ReadyResult:
         """Starts to read a value."""
-        found = self.tree.find(key)
-        if isinstance(found, DataReference):
+        entry = self.tree.find(key)
+        if isinstance(entry, DataReference):
             assert self._store is not None, "local files are read together"
-            return self._store.read(found.path, byte_range=_range(found))
-        return ReadyResult(found)
+            return self._store.read(entry.path, byte_range=_range(entry))
+        return ReadyResult(entry)
 
     def request_all(
         self, keys: Sequence[str]
     ) -> dict[str, Future[ts.KvStore.ReadResult] | ReadyResult]:
         """Starts to read values; leaves out those that cannot be read, so that `read` says why."""
-        found = {}
+        futures = {}
         for key in keys:
             with suppress(Failed):
-                found[key] = self.request(key)
-        return found
+                futures[key] = self.request(key)
+        return futures
 
     def read_into(
         self,
@@ -274,17 +276,17 @@ class DatabaseReader:
             For each whether it was read; for the others, `read` says why not. Here those are read
             that are small: larger ones TensorStore reads with less copies.
         """
-        small = [to.nbytes <= _SMALL for to in out]
-        found, done = self.request_all(list(compress(keys, small))), [False] * len(keys)
-        for at, (key, to) in enumerate(zip(keys, out, strict=True)):
+        small = [buffer.nbytes <= _SMALL for buffer in out]
+        futures, done = self.request_all(list(compress(keys, small))), [False] * len(keys)
+        for index, (key, buffer) in enumerate(zip(keys, out, strict=True)):
             with suppress(Failed):
-                value = found[key].result().value if key in found and small[at] else b""
-                done[at] = key in found and small[at] and len(value) == lengths[at]
-            if done[at]:
+                value = futures[key].result().value if key in futures and small[index] else b""
+                done[index] = key in futures and small[index] and len(value) == lengths[index]
+            if done[index]:
                 # Unlike NumPy, this keeps the GIL, for which other threads would compete.
-                memory = to.reshape(-1).view(np.uint8).data
-                memory[:] = value[: to.nbytes]
-                look = looks[at]
+                memory = buffer.reshape(-1).view(np.uint8).data
+                memory[:] = value[: buffer.nbytes]
+                look = looks[index]
                 if look is not None:
                     look(memory)
         return done
@@ -299,10 +301,10 @@ class DatabaseReader:
         Raises:
             Damaged: it has another length, is incomplete, or the tree is damaged.
         """
-        found = self.tree.find(key)
-        if length is not None and found is not None and length_of(found) != length:
-            raise Damaged(f"{length_of(found)} bytes stored, {length} expected")
-        return self.tree.fetch(found) if isinstance(found, DataReference) else found
+        entry = self.tree.find(key)
+        if length is not None and entry is not None and length_of(entry) != length:
+            raise Damaged(f"{length_of(entry)} bytes stored, {length} expected")
+        return self.tree.fetch(entry) if isinstance(entry, DataReference) else entry
 
     def read_range(
         self, key: str, offset: int, length: int, *, may_be_sparse: bool = False
@@ -319,26 +321,26 @@ class DatabaseReader:
         Raises:
             Damaged: it is missing or has fewer, or the tree is damaged.
         """
-        found = self.tree.find(key)
-        if found is None or length_of(found) < offset + length:
+        entry = self.tree.find(key)
+        if entry is None or length_of(entry) < offset + length:
             raise Damaged(f"bytes {offset} to {offset + length} are missing")
-        if not isinstance(found, DataReference):
-            return found[offset : offset + length]
-        reference = DataReference(found.path, found.offset + offset, length)
+        if not isinstance(entry, DataReference):
+            return entry[offset : offset + length]
+        reference = DataReference(entry.path, entry.offset + offset, length)
         return self.tree.fetch(reference, may_be_sparse)
 
     def length(self, key: str) -> int | None:
         """The length of a value in bytes according to the tree; None if it is missing."""
-        found = self.tree.find(key)
-        return None if found is None else length_of(found)
+        entry = self.tree.find(key)
+        return None if entry is None else length_of(entry)
 
     def has(self, key: str, length: int) -> bool:
         """Whether a value of at least `length` bytes is stored, including its last byte."""
-        found = self.tree.find(key)
-        if found is None or length_of(found) < length:
+        entry = self.tree.find(key)
+        if entry is None or length_of(entry) < length:
             return False
-        if isinstance(found, DataReference):
-            self.tree.fetch(DataReference(found.path, found.offset + length - 1, 1))
+        if isinstance(entry, DataReference):
+            self.tree.fetch(DataReference(entry.path, entry.offset + length - 1, 1))
         return True
 
     def check(self, prefix: str) -> None:
@@ -388,9 +390,9 @@ def fetch(store: KvStore, reference: DataReference, may_be_sparse: bool = False)
     return data
 
 
-def length_of(found: bytes | DataReference) -> int:
+def length_of(entry: bytes | DataReference) -> int:
     """The length in bytes of what `Tree.find` found."""
-    return found.length if isinstance(found, DataReference) else len(found)
+    return entry.length if isinstance(entry, DataReference) else len(entry)
 
 
 def _range(reference: DataReference) -> slice:

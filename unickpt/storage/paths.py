@@ -210,9 +210,9 @@ def _text(path: PathLike) -> str:
 
 def _check_slashes(text: str) -> None:
     """Refuses a local path that was probably meant as a URL."""
-    name, single, rest = text.partition(":/")
+    name, single, path = text.partition(":/")
     if single and schemes.find(name) is not None:
-        meant = f"{name}://{'/' if name.lower() == 'file' else ''}{rest}"
+        meant = f"{name}://{'/' if name.lower() == 'file' else ''}{path}"
         raise InvalidPath(f"{text!r}: a URL has two slashes after its scheme: {meant}")
 
 
@@ -229,8 +229,8 @@ def _checked(location: Location, text: str, or_file: bool) -> Location:
 
 def _meant(name: str) -> str:
     """Which scheme a storage has here that is called otherwise elsewhere."""
-    own = {"gcs": "gs", "s3a": "s3", "s3n": "s3"}.get(name.lower())
-    return f"; did you mean {own}://?" if own else ""
+    scheme = {"gcs": "gs", "s3a": "s3", "s3n": "s3"}.get(name.lower())
+    return f"; did you mean {scheme}://?" if scheme else ""
 
 
 def _known() -> str:

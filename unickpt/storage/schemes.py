@@ -84,9 +84,9 @@ def resources() -> tuple[Mapping[str, Any], Sequence[Callable[[], Mapping[str, A
     """The resources of the schemes that this process uses: constant ones, and functions that
     return those of a new context."""
     all_resources = [scheme.resources for scheme in _used_schemes()]
-    fixed = [each for each in all_resources if not callable(each)]
-    constant = {name: resource for each in fixed for name, resource in each.items()}
-    return constant, [each for each in all_resources if callable(each)]
+    fixed = [source for source in all_resources if not callable(source)]
+    constant = {name: resource for source in fixed for name, resource in source.items()}
+    return constant, [source for source in all_resources if callable(source)]
 
 
 def _credentials() -> str:

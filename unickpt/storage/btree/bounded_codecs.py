@@ -42,8 +42,8 @@ def zstd_prefix(stream: bytes, size: int) -> bytes | None:
         read = KvStore.open(archive, context).read("x").result()
     except Failed:
         return None
-    found: bytes = read.value
-    return found if len(found) == size else None
+    content: bytes = read.value
+    return content if len(content) == size else None
 
 
 def zstd_sizes(stream: bytes) -> tuple[int, int]:
@@ -62,16 +62,18 @@ def zstd_sizes(stream: bytes) -> tuple[int, int]:
         return 0, 0
     kind = stream[4]
     single = kind >> 5 & 1
-    at = 5 + (1 - single) + (0, 1, 2, 4)[kind & 3]
+    offset = 5 + (1 - single) + (0, 1, 2, 4)[kind & 3]
     width = (single, 2, 4, 8)[kind >> 6]
-    declared = int.from_bytes(stream[at : at + width], "little") + (256 if width == 2 else 0)
-    at += width
+    declared = int.from_bytes(stream[offset : offset + width], "little") + (
+        256 if width == 2 else 0
+    )
+    offset += width
     most = 0
-    while at + 3 <= len(stream):
-        header = int.from_bytes(stream[at : at + 3], "little")
+    while offset + 3 <= len(stream):
+        header = int.from_bytes(stream[offset : offset + 3], "little")
         size, packing = header >> 3, header >> 1 & 3
         most += size if packing < 2 else _ZSTD_BLOCK
-        at += 3 + (1 if packing == 1 else size)
+        offset += 3 + (1 if packing == 1 else size)
         if header & 1:
             return min(declared if width else most - _ZSTD_BLOCK, most), most
     return 0, 0

@@ -96,13 +96,17 @@ def build(values: Iterable[tuple[bytes, DataReference]], nodes: str) -> tuple[by
     out = bytearray()
 
     def place(node: bytes) -> DataReference:
-        at = DataReference(nodes, len(out), len(node))
+        reference = DataReference(nodes, len(out), len(node))
         out.extend(node)
-        return at
+        return reference
 
     ordered = sorted(values, key=lambda value: value[0])
-    numbers = {path: n for n, path in enumerate(sorted({at.path for _, at in ordered}))}
-    places = [(numbers[at.path], at.offset, at.length) for _, at in ordered]
+    numbers = {
+        path: n for n, path in enumerate(sorted({reference.path for _, reference in ordered}))
+    }
+    places = [
+        (numbers[reference.path], reference.offset, reference.length) for _, reference in ordered
+    ]
     run = TreeEntries([key for key, _ in ordered], np.array(places, PLACE_DTYPE))
     manifest, _ = encode([run], list(numbers), b"", place)
     return manifest, bytes(out)
@@ -147,7 +151,7 @@ def encode(
     height = 0
     while len(level) > 1:
         height += 1
-        level = [_above(height, some, place) for some in in_batches(level, _ENTRIES)]
+        level = [_above(height, batch, place) for batch in in_batches(level, _ENTRIES)]
     root = level[0] if level else None
     return _manifest(root, height), 0 if root is None else root.keys
 
@@ -156,12 +160,12 @@ def _batches(runs: Iterable[TreeEntries]) -> Iterator[tuple[list[bytes], PlaceAr
     """The entries of each leaf."""
     keys, places = list[bytes](), list[PlaceArray]()
     for run in runs:
-        at = 0
-        while at < len(run.keys):
-            end = at + _ENTRIES - len(keys)
-            keys += run.keys[at:end]
-            places.append(run.places[at:end])
-            at = end
+        start = 0
+        while start < len(run.keys):
+            end = start + _ENTRIES - len(keys)
+            keys += run.keys[start:end]
+            places.append(run.places[start:end])
+            start = end
             if len(keys) == _ENTRIES:
                 yield keys, _joined(places)
                 keys, places = [], []
@@ -174,7 +178,7 @@ def _joined(places: Sequence[PlaceArray]) -> PlaceArray:
     which takes longer than all else for the few chunks of an array; so they are joined as bytes."""
     if len(places) == 1:
         return places[0]
-    return np.concatenate([some.view(_AS_BYTES) for some in places]).view(PLACE_DTYPE)
+    return np.concatenate([batch.view(_AS_BYTES) for batch in places]).view(PLACE_DTYPE)
 
 
 def _above(
@@ -185,9 +189,9 @@ def _above(
     return _Placed(
         nodes[0].first,
         place(node),
-        sum(each.keys for each in nodes),
-        sum(each.tree_bytes for each in nodes) + len(node),
-        sum(each.value_bytes for each in nodes),
+        sum(child.keys for child in nodes),
+        sum(child.tree_bytes for child in nodes) + len(node),
+        sum(child.value_bytes for child in nodes),
     )
 
 
@@ -252,18 +256,18 @@ def _references(nodes: Sequence[_Placed], files: dict[str, int]) -> list[bytes]:
 
 def _keys(keys: Sequence[bytes], *, is_inner: bool) -> list[bytes]:
     """Keys, each without what it shares with the one before; no prefix is shared by all below."""
-    shared, lengths, rest = _without_shared(keys)
+    shared, lengths, suffixes = _without_shared(keys)
     common = bytes(len(keys)) if is_inner else b""
-    return [_numbers(_both(shared[1:], lengths)), common, rest]
+    return [_numbers(_both(shared[1:], lengths)), common, suffixes]
 
 
 def _files(paths: Sequence[bytes]) -> bytes:
     """The table of files; all paths are relative to the database's folder."""
     if not paths:
         return b"\0"
-    shared, lengths, rest = _without_shared(paths)
+    shared, lengths, suffixes = _without_shared(paths)
     numbers = _numbers(_both([len(paths), *shared[1:]], lengths))
-    return b"".join([numbers, bytes(len(paths)), rest])
+    return b"".join([numbers, bytes(len(paths)), suffixes])
 
 
 def _without_shared(texts: Sequence[bytes]) -> tuple[Any, Any, bytes]:
@@ -271,11 +275,11 @@ def _without_shared(texts: Sequence[bytes]) -> tuple[Any, Any, bytes]:
     lengths = np.fromiter(map(len, texts), np.int64, len(texts))
     longest = int(lengths.max())
     if len(texts) < _FEW or longest > _LONG:
-        counts, own = [0], [texts[0]]
+        counts, suffixes = [0], [texts[0]]
         for before, text in pairwise(texts):
             counts.append(_same(before, text))
-            own.append(text[counts[-1] :])
-        return counts, list(map(len, own)), b"".join(own)
+            suffixes.append(text[counts[-1] :])
+        return counts, list(map(len, suffixes)), b"".join(suffixes)
     # One row for each; NumPy pads them with zeros.
     matrix = np.array(texts, f"S{max(1, longest)}").view(np.uint8).reshape(len(texts), -1)
     shared = np.zeros(len(texts), np.int64)
@@ -283,8 +287,8 @@ def _without_shared(texts: Sequence[bytes]) -> tuple[Any, Any, bytes]:
     first = np.where(differs.any(axis=1), differs.argmax(axis=1), longest)
     np.minimum(first, np.minimum(lengths[1:], lengths[:-1]), out=shared[1:])
     column = np.arange(matrix.shape[1])
-    kept = (column >= shared[:, None]) & (column < lengths[:, None])
-    return shared, lengths - shared, matrix[kept].tobytes()
+    mask = (column >= shared[:, None]) & (column < lengths[:, None])
+    return shared, lengths - shared, matrix[mask].tobytes()
 
 
 def _both(first: Any, second: Any) -> Any:
@@ -320,9 +324,9 @@ def _numbers(values: Any) -> bytes:
     shifted = left[:, None] >> (np.arange(columns, dtype=np.uint64) * np.uint64(7))
     more = shifted > 127
     digits = (shifted & np.uint64(127)).astype(np.uint8) | (more << 7).astype(np.uint8)
-    kept = np.ones(digits.shape, np.bool_)
-    kept[:, 1:] = more[:, :-1]
-    return digits[kept].tobytes()
+    mask = np.ones(digits.shape, np.bool_)
+    mask[:, 1:] = more[:, :-1]
+    return digits[mask].tobytes()
 
 
 def _sealed(magic: bytes, body: bytes) -> bytes:

@@ -188,14 +188,14 @@ def node(
     Raises:
         Damaged: it is invalid, has another height, or is too large for its stored bytes.
     """
-    at = f"the B-tree node at byte {where.offset} of {where.path}"
-    body = _open(data, NODE_MAGIC, at, budget)
+    name = f"the B-tree node at byte {where.offset} of {where.path}"
+    body = _open(data, NODE_MAGIC, name, budget)
     if body.take(1)[0] != height:
-        raise Damaged(f"{at} does not have the height {height}")
+        raise Damaged(f"{name} does not have the height {height}")
     files = _files(body, where.path[: where.base], budget)
     (count,) = body.few(1)
     if not 0 < count <= _MOST_ENTRIES:
-        raise Damaged(f"{at} has {count} entries")
+        raise Damaged(f"{name} has {count} entries")
     budget.take(count * _ENTRY_BYTES)
     keys, common = _keys(body, count, prefix, height > 0, budget)
     if height:
@@ -205,11 +205,11 @@ def node(
         return BTreeNode(height, keys, files, which.astype(np.int64), offsets, lengths, common, b"")
     lengths = body.numbers(count)
     apart = np.frombuffer(body.take(count), np.uint8) != 0
-    there = int(apart.sum())
-    found, starts = body.numbers(2, there)
-    _check_references(found, starts, lengths[apart], files)
+    apart_count = int(apart.sum())
+    file_numbers, starts = body.numbers(2, apart_count)
+    _check_references(file_numbers, starts, lengths[apart], files)
     which = np.full(count, -1, np.int64)
-    which[apart] = found
+    which[apart] = file_numbers
     within = np.where(apart, np.uint64(0), lengths)
     if int(within.max()) > budget.left:
         raise body.too_short()
@@ -219,19 +219,19 @@ def node(
     return BTreeNode(0, keys, files, which, offsets, lengths, [], inline)
 
 
-def _open(data: bytes, magic: bytes, at: str, budget: NodeBudget) -> _Body:
+def _open(data: bytes, magic: bytes, name: str, budget: NodeBudget) -> _Body:
     """Checks the header and checksum of a manifest or a node."""
     length = int.from_bytes(data[4:12], "little")
     if data[:4] != magic or length != len(data) or len(data) < _HEADER_BYTES + _ENDING_BYTES:
-        raise Damaged(f"{at} does not begin with the right bytes")
+        raise Damaged(f"{name} does not begin with the right bytes")
     if data[12] != 0 or data[13] > 1:
         raise Damaged(
-            f"{at} has version {data[12]} and compression {data[13]}; supported are version 0 and "
-            "compression 0 and 1"
+            f"{name} has version {data[12]} and compression {data[13]}; supported are version 0 "
+            "and compression 0 and 1"
         )
     if not is_sealed(data):
-        raise Damaged(f"{at} does not match its checksum")
-    return _Body(data[_HEADER_BYTES:-_ENDING_BYTES], data[13] == 1, at, budget)
+        raise Damaged(f"{name} does not match its checksum")
+    return _Body(data[_HEADER_BYTES:-_ENDING_BYTES], data[13] == 1, name, budget)
 
 
 class _Body:
@@ -244,8 +244,8 @@ class _Body:
         budget: for what is unpacked.
     """
 
-    def __init__(self, stored: bytes, packed: bool, at: str, budget: NodeBudget) -> None:
-        self._stored, self._packed, self._name, self._budget = stored, packed, at, budget
+    def __init__(self, stored: bytes, packed: bool, name: str, budget: NodeBudget) -> None:
+        self._stored, self._packed, self._name, self._budget = stored, packed, name, budget
         self._data = b"" if packed else stored
         self._at = 0
         # How much to unpack next; no more than this is unpacked.
@@ -274,50 +274,50 @@ class _Body:
         self._budget.take(end - len(self._data))
         guess = self._guess if likely is None or likely > self._most else likely
         more = min(max(end, guess), end + self._budget.left)
-        found = bounded_codecs.zstd_prefix(self._stored, more)
-        if found is None and more > end:
+        content = bounded_codecs.zstd_prefix(self._stored, more)
+        if content is None and more > end:
             self._most = more - 1
-            found = bounded_codecs.zstd_prefix(self._stored, end)
-        if found is None:
+            content = bounded_codecs.zstd_prefix(self._stored, end)
+        if content is None:
             raise self.too_short()
-        self._budget.take(len(found) - end)
-        self._data = found
-        self._guess = len(found) + (self._most - len(found) + 1) // 2
+        self._budget.take(len(content) - end)
+        self._data = content
+        self._guess = len(content) + (self._most - len(content) + 1) // 2
 
     def take(self, count: int) -> bytes:
         """The next bytes."""
-        at, end = self._at, self._at + count
+        start, end = self._at, self._at + count
         if end > len(self._data):
             self._need(end)
         self._at = end
-        return self._data[at:end]
+        return self._data[start:end]
 
     def few(self, count: int) -> list[int]:
         """The next numbers, with seven bits per byte; all bytes of one except its last are above
         127."""
-        data, at, value, shift = self._data, self._at, 0, 0
-        plain = data[at : at + count]
+        data, position, value, shift = self._data, self._at, 0, 0
+        plain = data[position : position + count]
         if len(plain) == count and plain.isascii():  # as most
             self._at += count
             return [*plain]
-        found: list[int] = []
-        while len(found) < count:
-            if at == len(data):
-                self._need(at + 1)
+        numbers: list[int] = []
+        while len(numbers) < count:
+            if position == len(data):
+                self._need(position + 1)
                 data = self._data
-            byte = data[at]
-            at += 1
+            byte = data[position]
+            position += 1
             value |= (byte & 127) << shift
             shift += 7
             if byte < 128:
-                found.append(value)
+                numbers.append(value)
                 value = shift = 0
             elif shift == 70:
                 break
-        if len(found) < count or max(found, default=0) > _MISSING:
+        if len(numbers) < count or max(numbers, default=0) > _MISSING:
             raise Damaged(f"{self._name} holds a number of more than 64 bits")
-        self._at = at
-        return found
+        self._at = position
+        return numbers
 
     def numbers(self, *shape: int) -> NodeColumn:
         """As `few`: an array, such as of two columns with as many numbers each."""
@@ -345,22 +345,22 @@ class _Body:
             raise Damaged(f"{self._name} holds a number of more than 64 bits")
         out = np.zeros(count, np.uint64)
         for k in range(int(widths.max())):
-            some = widths > k
-            out[some] |= (raw[starts[some] + k].astype(np.uint64) & np.uint64(127)) << np.uint64(
-                7 * k
-            )
+            has_byte = widths > k
+            out[has_byte] |= (
+                raw[starts[has_byte] + k].astype(np.uint64) & np.uint64(127)
+            ) << np.uint64(7 * k)
         self._at += int(ends[-1]) + 1
         return out.reshape(shape)
 
     def lengths(self, count: int) -> list[int]:
         """The next numbers, which are lengths of keys or paths."""
-        found: list[int] = self.few(count) if count < _FEW else self.numbers(count).tolist()
-        longest = max(found, default=0)
+        lengths: list[int] = self.few(count) if count < _FEW else self.numbers(count).tolist()
+        longest = max(lengths, default=0)
         if longest > MOST_KEY_BYTES:
             raise Damaged(
                 f"{self._name} holds a key or a path of {longest} bytes, which is too long"
             )
-        return found
+        return lengths
 
 
 def _files(body: _Body, base: str, budget: NodeBudget) -> list[tuple[str, int]]:
@@ -370,17 +370,23 @@ def _files(body: _Body, base: str, budget: NodeBudget) -> list[tuple[str, int]]:
         raise Damaged(f"a node of the B-tree names {count} files")
     if count == 0:
         return []
-    found = [0, *body.lengths(3 * count - 1)]  # the first path shares nothing with one before it
-    shared, rest, bases = found[:count], found[count : 2 * count], found[2 * count :]
-    budget.take(count * (_ENTRY_BYTES + len(base)) + sum(shared) + sum(rest))
-    out, path, at = [], b"", 0
-    ends = body.take(sum(rest))
-    for again, more, own in zip(shared, rest, bases, strict=True):
-        if again > len(path) or own > again + more:
+    numbers = [0, *body.lengths(3 * count - 1)]  # the first path shares nothing with one before it
+    shared, suffix_lengths, bases = (
+        numbers[:count],
+        numbers[count : 2 * count],
+        numbers[2 * count :],
+    )
+    budget.take(count * (_ENTRY_BYTES + len(base)) + sum(shared) + sum(suffix_lengths))
+    out, path, offset = [], b"", 0
+    ends = body.take(sum(suffix_lengths))
+    for again, more, base_length in zip(shared, suffix_lengths, bases, strict=True):
+        if again > len(path) or base_length > again + more:
             raise Damaged("the paths of files in a node of the B-tree contradict each other")
-        path, at = path[:again] + ends[at : at + more], at + more
+        path, offset = path[:again] + ends[offset : offset + more], offset + more
         name = _text(path)
-        out.append((base + name, len(base) + (len(_text(path[:own])) if own else 0)))
+        out.append(
+            (base + name, len(base) + (len(_text(path[:base_length])) if base_length else 0))
+        )
         if name.startswith("/") or "\0" in name or ".." in out[-1][0].split("/"):
             raise Damaged(f"{out[-1][0][:200]!r} lies outside the database")
     return out
@@ -397,17 +403,21 @@ def _keys(
     body: _Body, count: int, prefix: bytes, is_inner: bool, budget: NodeBudget
 ) -> tuple[list[bytes], list[int]]:
     """The keys of a node; for an inner node also the prefix of the keys below each."""
-    found = [0, *body.lengths((3 if is_inner else 2) * count - 1)]
-    shared, rest, common = found[:count], found[count : 2 * count], found[2 * count :]
-    budget.take(sum(shared) + sum(rest) + count * len(prefix))
-    ends = body.take(sum(rest))
-    whole = list(map(add, shared, rest))
+    numbers = [0, *body.lengths((3 if is_inner else 2) * count - 1)]
+    shared, suffix_lengths, common = (
+        numbers[:count],
+        numbers[count : 2 * count],
+        numbers[2 * count :],
+    )
+    budget.take(sum(shared) + sum(suffix_lengths) + count * len(prefix))
+    ends = body.take(sum(suffix_lengths))
+    whole = list(map(add, shared, suffix_lengths))
     possible = max(whole) <= MOST_KEY_BYTES and all(map(le, shared[1:], whole))
     out: list[bytes] = []
-    key, at = prefix, 0
-    for again, more in zip(shared, rest, strict=True) if possible else ():
-        key = key[: len(prefix) + again] + ends[at : at + more]
-        at += more
+    key, offset = prefix, 0
+    for again, more in zip(shared, suffix_lengths, strict=True) if possible else ():
+        key = key[: len(prefix) + again] + ends[offset : offset + more]
+        offset += more
         out.append(key)
     if not possible or not all(map(lt, out, islice(out, 1, None))):
         raise Damaged("the keys of a node of the B-tree are not in order")
