@@ -71,7 +71,7 @@ class _Growth:
 
     def _grown_dict(self, value: dict[Any, Any], node: tree.Node, is_whole: bool) -> Any:
         children = tree.by_key(node)
-        members = {key: self.grown(held, children.get(key)) for key, held in value.items()}
+        members = {key: self.grown(member, children.get(key)) for key, member in value.items()}
         for key, child in children.items() if not (is_whole and value) else ():
             if key not in value and self._can_make(child, arrays=not value):
                 members[key] = self._made(child)

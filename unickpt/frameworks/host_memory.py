@@ -64,11 +64,11 @@ def prefer_huge_pages(array: Array) -> None:
 
 @cache
 def _madvise() -> Any:
-    found = getattr(ctypes.CDLL(None), "madvise", None)
-    if found is None or not hasattr(mmap, "MADV_HUGEPAGE"):
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    if madvise is None or not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
-    found.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return found
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return madvise
 
 
 class HostBuffers:
@@ -93,9 +93,9 @@ class HostBuffers:
         if nbytes < _SMALL:
             return np.empty(nbytes, np.uint8)
         with self._lock:
-            for at, buffer in enumerate(self._free):
+            for index, buffer in enumerate(self._free):
                 if nbytes <= len(buffer) <= nbytes + nbytes // 4:
-                    return self._free.pop(at)
+                    return self._free.pop(index)
             size = -(-nbytes // _STEP) * _STEP
             while self._free and self._held + size > self.most_bytes:
                 self._held -= len(self._free.pop(0))
@@ -215,8 +215,8 @@ class MemoryBudget:
 
 def node_bytes() -> int:
     """The default of what a node's processes stage, together: depends on what is available now."""
-    found = node_memory()
-    return min(found.total // _PART, found.available // _PART_AVAILABLE)
+    memory = node_memory()
+    return min(memory.total // _PART, memory.available // _PART_AVAILABLE)
 
 
 def share(requested: int | MemoryBudget | None, on_node: int, default: int | None = None) -> int:
@@ -257,8 +257,8 @@ class CommonOptions:
     def working_bytes(self) -> int:
         """Bytes of memory that this process may use to read and write."""
         requested = self.budget_bytes
-        own = isinstance(requested, MemoryBudget) and requested.per == "process"
-        return share(requested, 1 if own else processes_here(self.group))
+        is_per_process = isinstance(requested, MemoryBudget) and requested.per == "process"
+        return share(requested, 1 if is_per_process else processes_here(self.group))
 
     @classmethod
     def or_default(cls, given: object) -> Self:
@@ -285,8 +285,8 @@ class CommonOptions:
         """
         requested = self.budget_bytes
         if requested is not None:
-            given = requested.bytes if isinstance(requested, MemoryBudget) else requested
-            check_number("budget_bytes", given)
+            nbytes = requested.bytes if isinstance(requested, MemoryBudget) else requested
+            check_number("budget_bytes", nbytes)
         check_number("timeout_s", self.timeout_s)
         if self.group is not None and not hasattr(self.group, "next_attempt"):
             object.__setattr__(self, "group", group_named(self.group, adapters()))
@@ -349,9 +349,9 @@ def node_name() -> str:
 
 
 def _of_machine(root: Path) -> tuple[int, int]:
-    found = _table(root / "proc/meminfo")
-    if total := found.get("MemTotal:", 0) << 10:
-        return total, (found.get("MemAvailable:", 0) << 10) or total
+    meminfo = _table(root / "proc/meminfo")
+    if total := meminfo.get("MemTotal:", 0) << 10:
+        return total, (meminfo.get("MemAvailable:", 0) << 10) or total
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return total, total
 
@@ -359,8 +359,8 @@ def _of_machine(root: Path) -> tuple[int, int]:
 def _limits(root: Path) -> Iterator[tuple[Path, int, int]]:
     """The control groups of this process that limit memory: folder, limit and use, in bytes."""
     for line in _text(root / "proc/self/cgroup").splitlines():
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
+        number, _, remainder = line.partition(":")
+        controllers, _, path = remainder.partition(":")
         if number == "0" and not controllers:
             mount, (limits, used, cached) = root / _CGROUP, _V2
         elif "memory" in controllers.split(","):
@@ -369,13 +369,14 @@ def _limits(root: Path) -> Iterator[tuple[Path, int, int]]:
             continue
         # Within a container, the path may be that of the machine, where only the mount is seen.
         for folder in (mount / path.strip("/"), *Path(path.strip("/")).parents):
-            at = mount / folder
-            given = [int(text) for name in limits if (text := _text(at / name)).isdigit()]
-            if given:
-                files = _table(at / "memory.stat")
-                in_use = _text(at / used)
-                taken = int(in_use) if in_use.isdigit() else 0
-                yield at, min(given), max(0, taken - sum(files.get(name, 0) for name in cached))
+            group = mount / folder
+            bounds = [int(text) for name in limits if (text := _text(group / name)).isdigit()]
+            if bounds:
+                files = _table(group / "memory.stat")
+                in_use = _text(group / used)
+                used_bytes = int(in_use) if in_use.isdigit() else 0
+                cached_bytes = sum(files.get(name, 0) for name in cached)
+                yield group, min(bounds), max(0, used_bytes - cached_bytes)
 
 
 def _table(path: Path) -> dict[str, int]:

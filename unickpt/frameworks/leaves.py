@@ -114,34 +114,34 @@ class ArrayFacts:
 
 def by_type(find: Callable[[Any], T]) -> Callable[[Any], T]:
     """A function that decides by an object's type alone, called once for each type."""
-    known: dict[type, T] = {}
+    results: dict[type, T] = {}
 
-    def found(leaf: Any) -> T:
+    def lookup(leaf: Any) -> T:
         kind = type(leaf)
-        if kind not in known:
-            known[kind] = find(leaf)
-        return known[kind]
+        if kind not in results:
+            results[kind] = find(leaf)
+        return results[kind]
 
-    return found
+    return lookup
 
 
 def varying(kind: type, adapters: Sequence[Adapter]) -> Adapter | None:
     """The adapter that takes some objects of a type for arrays, and others for containers."""
-    return next((each for each in adapters if each.varies and each.varies(kind)), None)
+    return next((adapter for adapter in adapters if adapter.varies and adapter.varies(kind)), None)
 
 
 def leaf_test(adapters: Sequence[Adapter]) -> Callable[[Any], bool]:
     """`is_leaf` for the many objects of a tree: what their types alone decide is asked once."""
-    known: dict[type, bool | Callable[[Any], bool]] = dict.fromkeys(tree_json.PLAIN_TYPES, True)
-    known |= dict.fromkeys(_CONTAINERS, False)
+    answers: dict[type, bool | Callable[[Any], bool]] = dict.fromkeys(tree_json.PLAIN_TYPES, True)
+    answers |= dict.fromkeys(_CONTAINERS, False)
 
     def test(obj: Any) -> bool:
         kind = type(obj)
-        found = known.get(kind)
-        if found is None:
-            of = varying(kind, adapters)
-            found = known[kind] = is_leaf(obj, adapters) if of is None else of.is_array
-        return found if found is True or found is False else found(obj)
+        answer = answers.get(kind)
+        if answer is None:
+            adapter = varying(kind, adapters)
+            answer = answers[kind] = is_leaf(obj, adapters) if adapter is None else adapter.is_array
+        return answer if answer is True or answer is False else answer(obj)
 
     return test
 
@@ -365,10 +365,10 @@ class LocalFragments(Described):
             contiguous = data.flags.c_contiguous if hasattr(data, "flags") else data.is_contiguous()
             if not contiguous:
                 raise ValueError("a flat range needs contiguous data, so that it can be filled")
-            at = 0
+            offset = 0
             for box in flat_range_to_boxes(shape, start, start + data.shape[0]):
-                pieces.append((box, data[at : at + box.size].reshape(box.shape)))
-                at += box.size
+                pieces.append((box, data[offset : offset + box.size].reshape(box.shape)))
+                offset += box.size
         return cls(shape, pieces, dtype)
 
     @classmethod
@@ -385,7 +385,7 @@ class LocalFragments(Described):
             if inner.layout is None or any(inner.layout.dims):
                 raise TypeError("LocalFragments can only hold NumPy arrays and plain torch tensors")
             dtype = self._agree(dtype, inner.dtype)
-            fragments += [placed(held, box, (group.index,)) for held in inner.fragments]
+            fragments += [placed(fragment, box, (group.index,)) for fragment in inner.fragments]
         if dtype is None:
             raise TypeError("LocalFragments without any fragment need a dtype, e.g. 'float32'")
         return ArraySource(self.shape, dtype, tuple(fragments), identity=self._identity)
@@ -402,11 +402,11 @@ class LocalFragments(Described):
     def _declared(self) -> dtypes.DType | None:
         return None if self.dtype is None else dtypes.from_name(self.dtype)
 
-    def _agree(self, dtype: dtypes.DType | None, found: dtypes.DType) -> dtypes.DType:
-        found = found.newbyteorder("=")
-        if dtype is not None and dtype != found:
-            raise TypeError(f"LocalFragments mix dtypes {dtype} and {found}")
-        return found
+    def _agree(self, dtype: dtypes.DType | None, other: dtypes.DType) -> dtypes.DType:
+        other = other.newbyteorder("=")
+        if dtype is not None and dtype != other:
+            raise TypeError(f"LocalFragments mix dtypes {dtype} and {other}")
+        return other
 
 
 class LocalTarget:
@@ -432,11 +432,11 @@ class LocalTarget:
 
     @property
     def span(self) -> tuple[int, int] | None:
-        spans = [each.span for each in self.inner if each.span is not None]
+        spans = [target.span for target in self.inner if target.span is not None]
         return (min(spans)[0], max(end for _, end in spans)) if spans else None
 
     def regions(self) -> Sequence[MemoryRegion]:
-        return [region for each in self.inner for region in each.regions()]
+        return [region for target in self.inner for region in target.regions()]
 
     def buffer(self, position: int) -> Array:
         return self.inner[position].buffer(0)
@@ -461,10 +461,10 @@ def _check_data(data: object) -> None:
 
 
 def _adapter(data: Any) -> Adapter:
-    found = adapter_of(data, adapters())
-    if found is None:
+    adapter = adapter_of(data, adapters())
+    if adapter is None:
         raise TypeError(f"a fragment's data is a {type(data).__name__}, not an array")
-    return found
+    return adapter
 
 
 def placed(fragment: Fragment, box: Box, replicas: tuple[int, ...]) -> Fragment:
@@ -480,7 +480,7 @@ def placed(fragment: Fragment, box: Box, replicas: tuple[int, ...]) -> Fragment:
 
 
 def _shifted(read: Read, box: Box) -> Read:
-    return lambda wanted, make_buffer: read(wanted.relative_to(box.start), make_buffer)
+    return lambda requested, make_buffer: read(requested.relative_to(box.start), make_buffer)
 
 
 def _shifted_memory(memory: Memory, box: Box) -> Memory:
@@ -488,8 +488,8 @@ def _shifted_memory(memory: Memory, box: Box) -> Memory:
 
     def shifted_transfer(boxes: Sequence[Box]) -> Transfer | None:
         assert transfer is not None, "else there is none of this"
-        found = transfer([wanted.relative_to(box.start) for wanted in boxes])
-        return None if found is None else found._replace(read=_shifted(found.read, box))
+        inner = transfer([requested.relative_to(box.start) for requested in boxes])
+        return None if inner is None else inner._replace(read=_shifted(inner.read, box))
 
     return replace(
         memory,

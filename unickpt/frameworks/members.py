@@ -34,7 +34,7 @@ class Members:
     @cached_property
     def positions(self) -> Mapping[int, int]:
         """The index in the group of each process of the job that is in it."""
-        return {number: at for at, number in enumerate(self.numbers)}
+        return {number: position for position, number in enumerate(self.numbers)}
 
     def __str__(self) -> str:
         """As "ranks 0, 2, 3 of torch.distributed"."""
@@ -95,8 +95,8 @@ def legend(members: Members | None) -> str:
 
 def explained(error: Exception, members: Members | None) -> Exception:
     """The same error; if it names processes by their index, its message says which these are."""
-    told, message = legend(members), str(error)
+    note, message = legend(members), str(error)
     is_ours = isinstance(error, UnickptError) and "process" in message
     if members is not None and is_ours and str(members) not in message:
-        error.args = (message + told,)
+        error.args = (message + note,)
     return error

@@ -71,8 +71,8 @@ def encode(value: Any, adapters: Sequence[Adapter]) -> Encoded:
     if isinstance(value, Sections):
         _check_section_keys(value.values)
         parts = {
-            tree.plain_key(key): _Part.of(each, adapters, group).binary()
-            for key, each in value.values.items()
+            tree.plain_key(key): _Part.of(section, adapters, group).binary()
+            for key, section in value.values.items()
         }
         return sections.join(parts, _facts(value.facts))
     part = _Part.of(value, adapters, group)
@@ -128,7 +128,7 @@ class _Part:
                 array, extra = _on_host(leaf, adapter, group)
                 pieces, shape = [array], array.shape
             elif isinstance(leaf.value, Joined):
-                pieces = [np.ascontiguousarray(each) for each in leaf.value.arrays]
+                pieces = [np.ascontiguousarray(piece) for piece in leaf.value.arrays]
                 shape = (sum(map(len, pieces)),)
             elif isinstance(leaf.value, list):
                 pieces, shape, extra = [_numbers(leaf.value)], (len(leaf.value),), {"as": "list"}
@@ -156,18 +156,18 @@ class _Part:
             if about.get("as") == "bytes":
                 plain[name] = {"bytes": text}
             else:
-                known = {key: each for key, each in about.items() if key in ("dtype", "shape")}
+                header = {key: fact for key, fact in about.items() if key in ("dtype", "shape")}
                 prng = {"prng": about["prng"]} if "prng" in about else {}
-                arrays[name] = {**known, "data": text, **prng}
+                arrays[name] = {**header, "data": text, **prng}
         return self._text(plain, arrays)
 
     def binary(self) -> tuple[bytes, Sequence[Sequence[memoryview]]]:
         """Its JSON without the elements of arrays, and these."""
-        arrays, at = {}, 0
+        arrays, offset = {}, 0
         for name, about in self.arrays.items():
-            arrays[name] = {**about, "at": at}
+            arrays[name] = {**about, "at": offset}
             size = sum(map(len, self.data[name]))
-            at += size + sections.padding(size)
+            offset += size + sections.padding(size)
         return self._text(self.plain, arrays), list(self.data.values())
 
     def _text(self, plain: Mapping[str, Any], arrays: Mapping[str, Any]) -> bytes:
@@ -263,23 +263,23 @@ def decode(stored: StoredValue, where: str, like: Any, adapters: Sequence[Adapte
 
 def _one(text: bytes, data: memoryview | None, like: Any, adapters: Sequence[Adapter]) -> Any:
     """A value, or a section, of its JSON and its elements."""
-    root, found, about = _decode(text, data)
-    prngs = {name: each.get("prng") for name, each in about.items()}
+    root, values, about = _decode(text, data)
+    prngs = {name: facts.get("prng") for name, facts in about.items()}
     if like is None:
-        found |= {n: _as_said(found[n], each, adapters) for n, each in about.items()}
+        values |= {n: _as_said(values[n], facts, adapters) for n, facts in about.items()}
     else:
         root = tree.flatten(
             like,
             lambda x: _is_leaf(x, adapters) or _is_long_list(x),
-            lambda obj, name: _expand(obj, name, adapters, StoredTree(found, lambda: None)),
+            lambda obj, name: _expand(obj, name, adapters, StoredTree(values, lambda: None)),
             "`like` cannot be loaded into",
         )
-        others = [n for n, each in about.items() if each.get("as") in ("list", "bytes")]
-        found |= {n: _as_said(found[n], about[n], adapters) for n in others}
-        found = _fitted(root, found, prngs, adapters)
+        sequence_names = [n for n, facts in about.items() if facts.get("as") in ("list", "bytes")]
+        values |= {n: _as_said(values[n], about[n], adapters) for n in sequence_names}
+        values = _fitted(root, values, prngs, adapters)
         for node, check in tree.checks(root):
-            check(node, found.__getitem__)
-    return tree.rebuild(root, found.__getitem__)
+            check(node, values.__getitem__)
+    return tree.rebuild(root, values.__getitem__)
 
 
 def _as_said(value: Any, about: Mapping[str, Any], adapters: Sequence[Adapter]) -> Any:
@@ -299,18 +299,18 @@ def _as_said(value: Any, about: Mapping[str, Any], adapters: Sequence[Adapter]) 
 
 def _fitted(
     root: tree.Node | tree.Leaf,
-    found: dict[str, Any],
+    values: dict[str, Any],
     prngs: dict[str, str | None],
     adapters: Sequence[Adapter],
 ) -> dict[str, Any]:
     """The stored leaves as the leaves of `like` request them."""
     templates = {leaf.name: leaf.value for leaf in tree.leaves(root)}
-    if set(templates) != set(found):
-        differ = ", ".join(sorted(set(templates) ^ set(found))[:5])
+    if set(templates) != set(values):
+        differ = ", ".join(sorted(set(templates) ^ set(values))[:5])
         raise _Misfit(f"the stored per-process value and `like` differ in: {differ}")
     return {
         name: _into(templates[name], value, prngs.get(name), name, adapters)
-        for name, value in found.items()
+        for name, value in values.items()
     }
 
 
@@ -325,15 +325,15 @@ def _decode(
     plain, arrays = (_table(body, kind) for kind in ("values", "arrays"))
     try:
         root = tree_json.from_json(body.get("tree"))
-        found: dict[str, Any] = {n: tree_json.value_from_json(each) for n, each in plain.items()}
+        values: dict[str, Any] = {n: tree_json.value_from_json(value) for n, value in plain.items()}
         if tree_json.has_opaque(text):
-            found = tree_json.with_opaque(body.get("tree"), found)
+            values = tree_json.with_opaque(body.get("tree"), values)
     except (tree_json.BadTree, tree_json.BadValue) as error:
         raise Malformed(f"a per-process value is malformed: {error}") from None
-    found |= {name: _array(name, stored, data) for name, stored in arrays.items()}
-    if {leaf.name for leaf in tree.leaves(root)} != set(found):
+    values |= {name: _array(name, stored, data) for name, stored in arrays.items()}
+    if {leaf.name for leaf in tree.leaves(root)} != set(values):
         raise Malformed("a per-process value is malformed: its tree and its leaves do not match")
-    return root, found, arrays
+    return root, values, arrays
 
 
 def _table(body: Any, kind: str) -> dict[str, Any]:
@@ -354,8 +354,8 @@ def _expand(
     """The parts of an array that is stored as its parts."""
     if stored is None and isinstance(obj, PerProcess | LocalFragments):
         raise TypeError(f"{name!r}: a {type(obj).__name__} cannot be inside a PerProcess")
-    of = varying(type(obj), adapters)
-    return None if of is None else of.expand(obj, name, stored)
+    adapter = varying(type(obj), adapters)
+    return None if adapter is None else adapter.expand(obj, name, stored)
 
 
 def _shown(shape: tuple[int, ...], dtype: dtypes.DType, prng: str | None) -> str:
@@ -394,10 +394,10 @@ def _base64(name: str, stored: dict[str, Any]) -> bytes:
 
 
 def _binary(name: str, stored: dict[str, Any], data: memoryview, nbytes: int) -> memoryview:
-    at = stored.get("at")
-    if type(at) is not int or not 0 <= at <= len(data) - nbytes:
-        raise _bad_array(name, f"it is at byte {quoted(at)} of {len(data)}")
-    return data[at : at + nbytes]
+    offset = stored.get("at")
+    if type(offset) is not int or not 0 <= offset <= len(data) - nbytes:
+        raise _bad_array(name, f"it is at byte {quoted(offset)} of {len(data)}")
+    return data[offset : offset + nbytes]
 
 
 def _bad_array(name: str, why: str) -> Malformed:
@@ -415,14 +415,14 @@ def _plain_as_asked(template: Any, value: Any, name: str) -> Any:
         raise _Misfit(f"{name!r}: {error}") from None
 
 
-def _list_as_asked(template: Any, value: Any, name: str) -> Any:
+def _list_as_requested(template: Any, value: Any, name: str) -> Any:
     """A long list of numbers of one type, where another one is asked for."""
-    stored, asked = (
+    stored, requested = (
         f"a list of {len(x)} {type(x[0]).__name__}s" if isinstance(x, list) else type(x).__name__
         for x in (value, template)
     )
-    if stored != asked:
-        raise _Misfit(f"{name!r}: stored {stored}, asked for {asked}")
+    if stored != requested:
+        raise _Misfit(f"{name!r}: stored {stored}, asked for {requested}")
     return value
 
 
@@ -430,7 +430,7 @@ def _into(
     template: Any, value: Any, prng: str | None, name: str, adapters: Sequence[Adapter]
 ) -> Any:
     if isinstance(value, list) or isinstance(template, list):
-        return _list_as_asked(template, value, name)
+        return _list_as_requested(template, value, name)
     adapter = adapter_of(template, adapters)
     target = None if adapter is None else adapter.target(template)
     if target is not None and target.shape == () and tree_json.is_plain(value):

@@ -270,8 +270,8 @@ def all_gather_bytes(group: Group, data: bytes) -> list[bytes]:
     if group.count == 1:
         return [data]
     size = np.array([len(data)], np.int64).view(np.uint8)
-    each = [len(size)] * group.count
-    sizes = group.exchange(np.tile(size, group.count), each, each).view(np.int64).tolist()
+    counts = [len(size)] * group.count
+    sizes = group.exchange(np.tile(size, group.count), counts, counts).view(np.int64).tolist()
     copies = np.tile(np.frombuffer(data, np.uint8), group.count)
     gathered = group.exchange(copies, [len(data)] * group.count, sizes).tobytes()
     ends = itertools.accumulate(sizes)
@@ -304,8 +304,10 @@ def launched_on_node(count: int | None = None) -> int | None:
     Returns:
         None if that is not known, or if it is said of another job.
     """
-    for here, everywhere in _LAUNCHERS:
-        local, world = map(_number, (here, everywhere)) if here in os.environ else (0, 0)
+    for node_variable, world_variable in _LAUNCHERS:
+        local, world = (
+            map(_number, (node_variable, world_variable)) if node_variable in os.environ else (0, 0)
+        )
         if local and (count is None or (local <= world and count in (1, world))):
             return local
     return None
@@ -349,12 +351,12 @@ class NodeCount:
         try:
             arrived = self._counters.add(self._all, 0)
             # In this order: who arrives meanwhile counts twice rather than never.
-            here = self._counters.add(self._here, 0)
+            local_count = self._counters.add(self._here, 0)
         except RuntimeError:  # the store ended with the process that had it
             return self._count
         if arrived == self._count:
-            self._exact = here
-        return here + self._count - arrived
+            self._exact = local_count
+        return local_count + self._count - arrived
 
 
 def launched_together(group: Group | None) -> int:
@@ -368,9 +370,9 @@ def launched_together(group: Group | None) -> int:
         return launched_on_node() or 1
     local, first = _number("LOCAL_WORLD_SIZE"), _number("RANK") - _number("LOCAL_RANK")
     # As torchrun does, which numbers the processes of a node one after the other.
-    known = {"RANK", "LOCAL_RANK"} <= os.environ.keys()
-    own = _number("RANK"), _number("WORLD_SIZE")
-    if not known or own != (members.numbers[group.index], members.job_count):
+    has_ranks = {"RANK", "LOCAL_RANK"} <= os.environ.keys()
+    rank_and_world = _number("RANK"), _number("WORLD_SIZE")
+    if not has_ranks or rank_and_world != (members.numbers[group.index], members.job_count):
         return 1
     return sum(first <= number < first + local for number in members.numbers)
 
@@ -450,9 +452,9 @@ def group_named(given: object, adapters: Sequence[Framework]) -> Group:
         group: Group = given  # type: ignore[assignment]
         return group
     for adapter in adapters:
-        found = adapter.group_of(given)
-        if found is not None:
-            return found
+        named_group = adapter.group_of(given)
+        if named_group is not None:
+            return named_group
     raise TypeError(
         f"group is of type {type(given).__name__}; omit it under torch.distributed and "
         "jax.distributed, where all processes save together. For some of them pass a process group "
@@ -535,5 +537,5 @@ def _apart_text(index: str, count: str) -> str:
 
 def jobs_of(adapters: Sequence[Framework]) -> list[Group]:
     """The jobs of this process, one by framework that has begun one."""
-    found = [adapter.group for adapter in adapters if adapter.group is not None]
-    return [group for own in found if (group := own()) is not None]
+    group_getters = [adapter.group for adapter in adapters if adapter.group is not None]
+    return [group for get_group in group_getters if (group := get_group()) is not None]

@@ -99,13 +99,13 @@ def join(
     size += padding(size)
     # NumPy takes huge pages, which the system hands out several times as fast as those of `bytes`.
     data = memoryview(np.empty(size + sum(sizes.values()), np.uint8).data)
-    at = size
+    offset = size
     for row, pieces in zip(table, values.values(), strict=True):
-        start = at
-        for some in _long(pieces):
-            data[at : at + len(some)] = some
-            at += len(some)
-        row[3] = f"{xxhash.xxh3_64_intdigest(data[start:at]):016x}"
+        start = offset
+        for piece in _long(pieces):
+            data[offset : offset + len(piece)] = piece
+            offset += len(piece)
+        row[3] = f"{xxhash.xxh3_64_intdigest(data[start:offset]):016x}"
     data[:size] = _json(head).ljust(size)
     return Encoded(data, size)
 
@@ -156,18 +156,18 @@ def parse_head(text: bytes, size: int) -> Head:
     facts = body.get("facts") if isinstance(body, dict) else None
     if not isinstance(table, list) or not isinstance(facts, dict | None):
         raise Malformed(f"the head of a per-process value is {quoted(body)}")
-    places, at = dict[str, Place](), len(text)
+    places, offset = dict[str, Place](), len(text)
     for row in table:
         match row:
             case [str(key), int(length), int(start), str(digest)] if (
-                0 <= start <= length <= size - at and key not in places and _is_digest(digest)
+                0 <= start <= length <= size - offset and key not in places and _is_digest(digest)
             ):
-                places[key] = Place(at, length, start, int(digest, 16))
-                at += length
+                places[key] = Place(offset, length, start, int(digest, 16))
+                offset += length
             case _:
                 raise Malformed(f"a section of a per-process value is {quoted(row)}")
-    if at != size:
-        raise Malformed(f"the sections of a per-process value end at byte {at} of {size}")
+    if offset != size:
+        raise Malformed(f"the sections of a per-process value end at byte {offset} of {size}")
     if facts is None and list(places) != [""]:
         raise Malformed("a per-process value has several sections, but no facts")
     return Head(facts, places)
