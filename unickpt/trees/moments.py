@@ -48,9 +48,9 @@ def _has_parameter(
     ends: Mapping[tuple[str, Shape], Collection[str]],
 ) -> bool:
     """Whether an array that is called as a moment has a parameter, and what else moments have."""
-    at = max(i for i, part in enumerate(parts) if part in _TWINS)
-    above, end = "".join(f"{part}/" for part in parts[:at]), "/".join(parts[at + 1 :])
-    other = _TOGETHER.get(parts[at])
+    index = max(i for i, part in enumerate(parts) if part in _TWINS)
+    above, end = "".join(f"{part}/" for part in parts[:index]), "/".join(parts[index + 1 :])
+    other = _TOGETHER.get(parts[index])
     if other is not None and not {f"{above}{other}/{end}", above + _COUNT} & shapes.keys():
         return False
     parameters = ends.get((end, shapes["/".join(parts)]), ())
@@ -59,10 +59,10 @@ def _has_parameter(
 
 def _ends(shapes: Mapping[str, Shape]) -> dict[tuple[str, Shape], list[str]]:
     """The names of arrays that have no slot in their names, by each of their ends and the shape."""
-    found: dict[tuple[str, Shape], list[str]] = {}
+    names_by_end: dict[tuple[str, Shape], list[str]] = {}
     for name, shape in shapes.items():
         parts = name.split("/")
         if _TWINS.isdisjoint(parts):
-            for at in range(len(parts)):
-                found.setdefault(("/".join(parts[at:]), shape), []).append(name)
-    return found
+            for start in range(len(parts)):
+                names_by_end.setdefault(("/".join(parts[start:]), shape), []).append(name)
+    return names_by_end

@@ -83,10 +83,10 @@ def runs(numbers: Sequence[str]) -> list[str]:
         >>> runs(["0", "1", "2", "5"])
         ['0..2', '5']
     """
-    found: list[list[str]] = []
+    groups: list[list[str]] = []
     for number in numbers:
-        if found and int(number) == int(found[-1][-1]) + 1:
-            found[-1].append(number)
+        if groups and int(number) == int(groups[-1][-1]) + 1:
+            groups[-1].append(number)
         else:
-            found.append([number])
-    return [f"{run[0]}..{run[-1]}" if len(run) > 1 else run[0] for run in found]
+            groups.append([number])
+    return [f"{run[0]}..{run[-1]}" if len(run) > 1 else run[0] for run in groups]

@@ -36,10 +36,12 @@ def may_lack(name: str, value: object, names: Collection[str]) -> bool:
         True
     """
     is_flag = value is None or isinstance(value, bool)
-    found = _SETTING.fullmatch(name)
-    if found is not None:
-        group, key = found.groups()
-        return (is_flag or key in _OF_SCHEDULERS) and any(each.startswith(group) for each in names)
+    match = _SETTING.fullmatch(name)
+    if match is not None:
+        group, key = match.groups()
+        return (is_flag or key in _OF_SCHEDULERS) and any(
+            other.startswith(group) for other in names
+        )
     above, slash, key = name.rpartition("/")
     beside = above + slash  # of the leaves of a scheduler's state, if it is one
     is_setting = is_flag or key == _DEFAULT

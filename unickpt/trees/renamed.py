@@ -92,7 +92,7 @@ def _grafted(node: Node | Leaf, whole: Mapping[str, Node], depth: int) -> Node |
     leaf = next(tree.leaves(node), None)
     if leaf is None:
         return whole.get("", node)
-    at = "/".join(leaf.name.split("/")[:depth])
-    if at in whole:
-        return whole[at]
+    prefix = "/".join(leaf.name.split("/")[:depth])
+    if prefix in whole:
+        return whole[prefix]
     return replace(node, children=tuple(_grafted(c, whole, depth + 1) for c in node.children))

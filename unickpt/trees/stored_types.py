@@ -46,8 +46,8 @@ class StoredType:
 
 
 def _defaultdict(stored: Any) -> Any:
-    factory, found = stored
-    return defaultdict(None if factory is None else _FACTORIES[factory], found)
+    factory, members = stored
+    return defaultdict(None if factory is None else _FACTORIES[factory], members)
 
 
 def has_known_factory(value: Any) -> bool:
@@ -106,13 +106,13 @@ def parsed_types(text: Any, where: str, known: Collection[str]) -> dict[str, lis
         {'callbacks/dirpath': ['path']}
     """
     try:
-        found = msgspec.json.decode(text, type=dict[str, list[str]])
+        types = msgspec.json.decode(text, type=dict[str, list[str]])
     except (TypeError, ValueError, RecursionError):
         raise CheckpointCorrupt(f"{where}: {STORED_TYPES!r} is {quoted(text)}") from None
-    strange = [x for kinds in found.values() for x in kinds if x not in known]
+    strange = [x for kinds in types.values() for x in kinds if x not in known]
     if strange:
         raise UnsupportedFormat(
             f"{where} has values of type {quoted(strange[0])}, which this version of "
             "unickpt does not know; install a newer one"
         )
-    return found
+    return types

@@ -165,8 +165,8 @@ def flatten(
     bad: list[str] = []
     root = _flatten(tree, "", is_leaf, expand, bad, ())
     if bad:
-        found = [problem_of(x.name, x.value) for x in leaves(root) if is_leaf(x.value)]
-        bad += [problem for problem in found if problem]
+        problems = [problem_of(x.name, x.value) for x in leaves(root) if is_leaf(x.value)]
+        bad += [problem for problem in problems if problem]
         raise UnsupportedLeaf(f"{what}:\n" + "\n".join(f"  {line}" for line in bad))
     return root
 
@@ -509,12 +509,12 @@ def without(node: Node | Leaf, left_out: Set[str]) -> Node | Leaf | None:
     both = (
         (key, without(child, left_out)) for key, child in zip(node.keys, node.children, strict=True)
     )
-    rest = {key: child for key, child in both if child is not None}
-    if not rest:
+    members = {key: child for key, child in both if child is not None}
+    if not members:
         return None
-    if len(rest) == len(node.children):
-        return replace(node, children=tuple(rest.values()))
-    return dict_of(rest)
+    if len(members) == len(node.children):
+        return replace(node, children=tuple(members.values()))
+    return dict_of(members)
 
 
 def with_values(node: Node | Leaf, value: Callable[[str], Any]) -> Node | Leaf:
@@ -592,8 +592,8 @@ def _skeleton(node: Node, name: str) -> Skeleton | None:
         if below is None and isinstance(child, Node):
             return None
         children.append(below)
-    of = type(node.original)
-    return Skeleton(name, of, node.kind, node.keys, node.type_name, tuple(children))
+    container_type = type(node.original)
+    return Skeleton(name, container_type, node.kind, node.keys, node.type_name, tuple(children))
 
 
 def leaves_of(root: Any, like: Skeleton, level: Expand) -> list[Any] | None:
@@ -607,35 +607,37 @@ def leaves_of(root: Any, like: Skeleton, level: Expand) -> list[Any] | None:
     Returns:
         None if it has another structure.
     """
-    found: list[Any] = []
-    return found if _collect(root, like, level, found) else None
+    values: list[Any] = []
+    return values if _collect(root, like, level, values) else None
 
 
-def _collect(obj: Any, like: Skeleton, level: Expand, found: list[Any]) -> bool:
+def _collect(obj: Any, like: Skeleton, level: Expand, values: list[Any]) -> bool:
     children = _children(obj, like, level)
     if children is None:
         return False
     if not any(like.children):
-        found.extend(children)
+        values.extend(children)
         return True
     for child, below in zip(children, like.children, strict=True):
         if below is None:
-            found.append(child)
-        elif not _collect(child, below, level, found):
+            values.append(child)
+        elif not _collect(child, below, level, values):
             return False
     return True
 
 
 def _children(obj: Any, like: Skeleton, level: Expand) -> Any:
     """The children of a container; None if it has another structure."""
-    of = type(obj)
-    if of is not like.of:
+    container_type = type(obj)
+    if container_type is not like.of:
         return None
-    if of is dict:
+    if container_type is dict:
         return obj.values() if like.is_of("dict", plain_keys(obj), "") else None
-    if of is list or of is tuple:
+    if container_type is list or container_type is tuple:
         return obj if len(obj) == len(like.children) else None
-    found = level(obj, like.name)
-    if found is None or not like.is_of(found.kind, plain_keys(found.keys), found.type_name):
+    expansion = level(obj, like.name)
+    if expansion is None or not like.is_of(
+        expansion.kind, plain_keys(expansion.keys), expansion.type_name
+    ):
         return None
-    return found.children
+    return expansion.children

@@ -200,13 +200,13 @@ def with_opaque(structure: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         BadTree: the structure is invalid.
     """
-    found = dict(values)
+    restored_values = dict(values)
     for leaf in leaves(from_json(structure)):
         if isinstance(leaf.value, Opaque):
-            pickle = found.get(leaf.name)
+            pickle = restored_values.get(leaf.name)
             if type(pickle) is bytes:
-                found[leaf.name] = Opaque(leaf.value.class_name, pickle)
-    return found
+                restored_values[leaf.name] = Opaque(leaf.value.class_name, pickle)
+    return restored_values
 
 
 def has_opaque(data: bytes) -> bool:
@@ -335,9 +335,11 @@ def merge(ours: Any, theirs: Any, name: str = "") -> Any:
         if isinstance(ours, dict) and isinstance(theirs, dict) and kind in ours and kind in theirs:
             mine = {(type(k), k): child for k, child in ours[kind]}
             for key, child in theirs[kind]:
-                at = (type(key), key)
+                typed_key = (type(key), key)
                 inner = join(name, component(key))
-                mine[at] = merge(mine[at], child, inner) if at in mine else child
+                mine[typed_key] = (
+                    merge(mine[typed_key], child, inner) if typed_key in mine else child
+                )
             return {kind: [[key, child] for (_, key), child in mine.items()]}
     if isinstance(ours, dict) and isinstance(theirs, dict) and "wrapper" in ours:
         pair = ours["wrapper"], theirs.get("wrapper")
@@ -363,38 +365,38 @@ def parsed(data: bytes | msgspec.Raw) -> Any:
         BadJSON: it is none, or an object has a key twice.
     """
     with suppress(RecursionError, UnicodeError, msgspec.DecodeError):
-        found = msgspec.json.decode(data)
-        if ENCODER.encode(found) == bytes(data):  # so that no object has a key twice
-            return found
+        body = msgspec.json.decode(data)
+        if ENCODER.encode(body) == bytes(data):  # so that no object has a key twice
+            return body
     try:
         return _DECODER.decode(bytes(data).decode())
     except (RecursionError, ValueError) as error:
         raise BadJSON(str(error)) from None
 
 
-def members(data: bytes | msgspec.Raw, at: str) -> dict[str, msgspec.Raw]:
+def members(data: bytes | msgspec.Raw, subject: str) -> dict[str, msgspec.Raw]:
     """The members of a JSON object, each as the bytes that are stored.
 
     Arguments:
         data: the object.
-        at: what it is, for messages.
+        subject: what it is, for messages.
 
     Raises:
         BadJSON: it is no object, or has a key twice.
     """
     try:
-        found: dict[str, msgspec.Raw] = _MEMBERS.decode(data)
+        raw_members: dict[str, msgspec.Raw] = _MEMBERS.decode(data)
     except (RecursionError, UnicodeError, msgspec.DecodeError):
         body = parsed(data)
         if not isinstance(body, dict):
-            raise BadJSON(f"{at} is {quoted(body)}, not an object") from None
+            raise BadJSON(f"{subject} is {quoted(body)}, not an object") from None
         # It has a text that is not valid Unicode: whoever takes the member says which.
         return {key: msgspec.Raw(json.dumps(value).encode()) for key, value in body.items()}
     # No JSON of the same members is shorter than this, and one with a key twice is longer.
-    shortest = len(ENCODER.encode(list(found))) + len(found)
-    if len(bytes(data)) != shortest + len(b"".join(found.values())):
+    shortest = len(ENCODER.encode(list(raw_members))) + len(raw_members)
+    if len(bytes(data)) != shortest + len(b"".join(raw_members.values())):
         parsed(data)
-    return found
+    return raw_members
 
 
 def decoded(decoder: msgspec.json.Decoder[T], data: bytes, kind: str, name: str) -> T:
@@ -409,16 +411,16 @@ def decoded(decoder: msgspec.json.Decoder[T], data: bytes, kind: str, name: str)
         BadJSON: it does not fit, or has a key twice; names the member and what is stored.
     """
     try:
-        found = decoder.decode(data)
-        if ENCODER.encode(found) == data:  # so that it has no key twice
-            return found
+        struct = decoder.decode(data)
+        if ENCODER.encode(struct) == data:  # so that it has no key twice
+            return struct
     except (RecursionError, UnicodeError, msgspec.DecodeError):
         pass
     checked: T = typed(parsed(data), decoder.type, f"{kind} {quoted(name)}")
     return checked
 
 
-def typed(body: Any, kind: Any, at: str) -> Any:
+def typed(body: Any, kind: Any, subject: str) -> Any:
     """What was parsed, converted to a type that checks it.
 
     Raises:
@@ -434,7 +436,7 @@ def typed(body: Any, kind: Any, at: str) -> Any:
     for key, number in steps:
         body = body[int(number) if number else key]
     names = [key for key, _ in steps if key]
-    where = f"{at}: {names[-1]!r}" if names else at
+    where = f"{subject}: {names[-1]!r}" if names else subject
     if not match[2]:
         raise BadJSON(f"{where}: {said}")
     stored = f"contains {quoted(str(body))}" if steps[-1][1] else f"is {quoted(body)}"
@@ -442,10 +444,10 @@ def typed(body: Any, kind: Any, at: str) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    body = dict(pairs)
+    if len(body) != len(pairs):
         raise BadJSON("a key occurs twice in an object")
-    return found
+    return body
 
 
 def _constant(name: str) -> Any:

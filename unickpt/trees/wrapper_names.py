@@ -52,18 +52,18 @@ def without_wrappers(requested: Iterable[str], stored: Iterable[str]) -> dict[st
         sources[name] = [s for s in wrapped.get(bare(name), ()) if _leaves_out(name, s)]
         for source in sources[name]:
             meant.setdefault(source, []).append(name)
-    pairs = ((name, found[0]) for name, found in sources.items() if len(found) == 1)
+    pairs = ((name, matches[0]) for name, matches in sources.items() if len(matches) == 1)
     return {name: source for name, source in pairs if len(meant[source]) == 1}
 
 
 def _by_bare_name(names: Iterable[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    names_by_bare_name: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(bare(name), []).append(name)
-    return found
+        names_by_bare_name.setdefault(bare(name), []).append(name)
+    return names_by_bare_name
 
 
 def _leaves_out(short: str, long: str) -> bool:
     """Whether `short` is `long` without some of its components."""
-    rest = iter(long.replace("/", ".").split("."))
-    return all(part in rest for part in short.replace("/", ".").split("."))
+    components = iter(long.replace("/", ".").split("."))
+    return all(part in components for part in short.replace("/", ".").split("."))
