@@ -122,17 +122,17 @@ def convert(
         )
         call_metrics(options, report)
         return report
-    ahead, held = budgets(options)
+    ahead, writing_bytes = budgets(options)
     reading = LoadOptions(budget_bytes=MemoryBudget(ahead, "process"))
     metadata = stored.index.metadata
     if isinstance(view, RuledView):
         view.check(reading)
         metadata = view.provenance.merged_into(metadata)
-    writing = replace(options, budget_bytes=MemoryBudget(held, "process"))
+    writing = replace(options, budget_bytes=MemoryBudget(writing_bytes, "process"))
     job = SaveTask(destination, overwrite, writing)
     leaves = leaves_of(view, job.group, "convert")
     job.describe(tree.with_values(view.node(), leaves.__getitem__), metadata)
-    buffers, arrays = HostBuffers(held), view.index.arrays
+    buffers, arrays = HostBuffers(writing_bytes), view.index.arrays
 
     def read(items: Sequence[WriteItem]) -> list[Buffered]:
         boxes = [(arrays[item.entry.name], item.box) for item in items]
@@ -148,8 +148,8 @@ def convert(
 
 def budgets(options: SaveOptions) -> tuple[int, int]:
     """Bytes of this process to make a slab, and for what is being written."""
-    ahead, held = (max(1, options.working_bytes // part) for part in (AHEAD, WRITER))
-    return ahead, held
+    ahead, writing_bytes = (max(1, options.working_bytes // part) for part in (AHEAD, WRITER))
+    return ahead, writing_bytes
 
 
 def write_streamed(
@@ -185,17 +185,19 @@ def check_written(destination: paths.PathLike) -> None:
     Raises:
         CheckpointCorrupt: it is damaged.
     """
-    found = verification.verify(destination)
-    if not found.ok:
-        damage = "\n".join(f"  {d}" for d in found.damage[:10])
+    report = verification.verify(destination)
+    if not report.ok:
+        damage = "\n".join(f"  {d}" for d in report.damage[:10])
         raise CheckpointCorrupt(
-            f"{found.url} was written, but is damaged when read back:\n{damage}"
+            f"{report.url} was written, but is damaged when read back:\n{damage}"
         )
 
 
-def _writer(to: str, format_options: Mapping[str, Any], options: SaveOptions) -> Writer | None:
+def _writer(
+    format_name: str, format_options: Mapping[str, Any], options: SaveOptions
+) -> Writer | None:
     """The writer of another system's format; None for unickpt's own."""
-    if to == writers.OWN:
+    if format_name == writers.OWN:
         if format_options:
             raise TypeError(
                 f"unickpt's own format has no option {quoted(min(format_options))}; say to= which "
@@ -204,9 +206,10 @@ def _writer(to: str, format_options: Mapping[str, Any], options: SaveOptions) ->
         return None
     if options.compression is not None or options.chunk_shape is not None or options.quantize:
         raise ValueError(
-            f"compression, chunk_shape and quantize are options of unickpt's own format, not {to}"
+            "compression, chunk_shape and quantize are options of unickpt's own format, not "
+            f"{format_name}"
         )
-    return writers.make_writer(to, format_options)
+    return writers.make_writer(format_name, format_options)
 
 
 def convertible(stored: Reader, rules: Rules | None, like: Any) -> StoredView | RuledView:
@@ -217,24 +220,25 @@ def convertible(stored: Reader, rules: Rules | None, like: Any) -> StoredView | 
         return StoredView(stored)
     if like is None:
         return through(stored, rules)
-    held: Mapping[str, Any]
+    template_values: Mapping[str, Any]
     if isinstance(like, str | os.PathLike | checkpoint.Checkpoint):
         template = checkpoint.opened(like).reader
-        view, held = through(stored, rules, stored_facts(template).facts), template.index.values
+        view = through(stored, rules, stored_facts(template).facts)
+        template_values = template.index.values
     else:
-        view, wanted = load_view(rules, stored, like, adapters(), Policy())
-        held = wanted.leaves if wanted is not None else {}
-    asked = view.asked
+        view, request = load_view(rules, stored, like, adapters(), Policy())
+        template_values = request.leaves if request is not None else {}
+    requested = view.asked
     # As in a load, `like` keeps what rules drop on purpose, such as hyper-parameters.
-    view.keep({n: held[n] for n in view.kept if asked[n].kind is LeafKind.VALUE})
-    others = [
-        f"  {name!r} is made as {entry.dtype}, but `like` has {asked[name].dtype}; write "
-        f"`as {asked[name].dtype}` in its rule"
+    view.keep({n: template_values[n] for n in view.kept if requested[n].kind is LeafKind.VALUE})
+    mismatches = [
+        f"  {name!r} is made as {entry.dtype}, but `like` has {requested[name].dtype}; write "
+        f"`as {requested[name].dtype}` in its rule"
         for name, entry in view.index.arrays.items()
-        if name in asked and asked[name].is_array and asked[name].dtype != entry.dtype
+        if name in requested and requested[name].is_array and requested[name].dtype != entry.dtype
     ]
-    if others:
-        raise LoadMismatch("\n".join([f"{stored.location} does not fit `like`:", *others[:10]]))
+    if mismatches:
+        raise LoadMismatch("\n".join([f"{stored.location} does not fit `like`:", *mismatches[:10]]))
     return view
 
 

@@ -51,11 +51,11 @@ def folded(rows: Sequence[PreviewRow]) -> list[PreviewRow]:
         groups.setdefault(key, []).append(row)
     out: list[PreviewRow] = []
     for same in groups.values():
-        made, of = fold([row.made for row in same]), fold([row.made_of for row in same])
-        if len(made) > 1 or len(of) > 1:
+        made, sources = fold([row.made for row in same]), fold([row.made_of for row in same])
+        if len(made) > 1 or len(sources) > 1:
             out += same
         else:
-            out.append(replace(same[0], made=made[0], made_of=of[0]))
+            out.append(replace(same[0], made=made[0], made_of=sources[0]))
     return out
 
 
@@ -103,8 +103,8 @@ def preview(path: checkpoint.Source, rules: Rules | None, like: Any = None) -> P
         for n, rule in plan.nameless.items()
     ]
     for name in sorted(plan.kept):
-        taken = name in view.index.values
-        kind, note = ("a plain value", "taken from `like`") if taken else ("", _DROPPED)
+        is_from_like = name in view.index.values
+        kind, note = ("a plain value", "taken from `like`") if is_from_like else ("", _DROPPED)
         rows.append(PreviewRow("-", "", name, kind, "", (note,)))
     return Preview(rows, list(questionable_numbers(rules.rules, plan.made)) if like is None else ())
 
@@ -112,13 +112,13 @@ def preview(path: checkpoint.Source, rules: Rules | None, like: Any = None) -> P
 def _sources(made: Made) -> list[str]:
     if made.carried is not None:
         return [made.carried]
-    sources = [source for one in (made, *made.inputs) for source in one.sources]
+    sources = [source for part in (made, *made.inputs) for source in part.sources]
     return list(dict.fromkeys(source.entry.name for source in sources))
 
 
 def _row(made: Made, facts: Mapping[str, Fact], users: Mapping[str, int]) -> PreviewRow:
     sources = _sources(made)
-    of = ", ".join(fold(sources) if len({*map(skeleton, sources)}) == 1 else sources) or "-"
+    made_of = ", ".join(fold(sources) if len({*map(skeleton, sources)}) == 1 else sources) or "-"
     source = ", ".join(dict.fromkeys(str(facts[name]) for name in sources))
     notes = []
     if not sources:
@@ -136,7 +136,9 @@ def _row(made: Made, facts: Mapping[str, Fact], users: Mapping[str, int]) -> Pre
         notes.append("function")
     if not made.exact:
         notes.append("inexact")
-    return PreviewRow(of, source, made.name, str(made.fact), _position(made.rule), tuple(notes))
+    return PreviewRow(
+        made_of, source, made.name, str(made.fact), _position(made.rule), tuple(notes)
+    )
 
 
 def _what_is_done(made: Made) -> list[str]:

@@ -108,41 +108,43 @@ def copy(
         1
     """
     started = time.monotonic()
-    origin, there = paths.resolve(source, or_file=True), paths.resolve(destination)
-    where = f"copying {origin} to {there}"
+    origin, target = paths.resolve(source, or_file=True), paths.resolve(destination)
+    where = f"copying {origin} to {target}"
     reader = checkpoint.opened(source).reader
     if not isinstance(reader, OcdbtReader):
         raise UnsupportedFormat(
             f"{where}: the source is of the format {reader.format!r}; use unickpt.convert"
         )
     try:
-        found = version.version_at(origin)
-        if found is None or found.digest != reader.manifest_digest:
+        source_version = version.version_at(origin)
+        if source_version is None or source_version.digest != reader.manifest_digest:
             raise SaveConflict(f"{where}: the source was removed or replaced during the copy")
-        if not found.attempt:
+        if not source_version.attempt:
             raise CheckpointCorrupt("its manifest does not say which attempt made it")
-        with reporting(progress, "copying") as told:
-            _copy(reader, found, there, overwrite, budget_bytes, timeout_s, told)
+        with reporting(progress, "copying") as report_progress:
+            _copy(
+                reader, source_version, target, overwrite, budget_bytes, timeout_s, report_progress
+            )
     except CheckpointCorrupt as error:
         raise CheckpointCorrupt(f"{where}: {error}") from error
     except Failed as error:
         nbytes = sum(entry.nbytes for entry in reader.index.arrays.values())
-        room = locations.room_text(there, error, nbytes, there.path)
+        room = locations.room_text(target, error, nbytes, target.path)
         raise errors.writing_failed(error, where, room) from error
     index = reader.index
     nbytes = sum(entry.nbytes for entry in index.arrays.values())
     took = time.monotonic() - started
-    return CopyReport(there.url, len(index.arrays), nbytes, index.borrowed, took)
+    return CopyReport(target.url, len(index.arrays), nbytes, index.borrowed, took)
 
 
 def _copy(
     reader: OcdbtReader,
-    found: Version,
+    source_version: Version,
     destination: Location,
     overwrite: bool,
     budget_bytes: int,
     timeout_s: float,
-    told: ProgressFunction,
+    report_progress: ProgressFunction,
 ) -> None:
     context = paths.context()
     origin, root = reader.location, Root(Database(destination, context))
@@ -154,7 +156,7 @@ def _copy(
             else f"{destination} is the source itself"
         )
     before = root.read()
-    if before.digest and before.digest != found.digest:
+    if before.digest and before.digest != source_version.digest:
         if not overwrite:
             raise CheckpointExists(
                 f"{destination} already holds a checkpoint; pass overwrite=True (--overwrite on "
@@ -165,17 +167,17 @@ def _copy(
             raise CheckpointExists(f"{destination} has chunks of {', '.join(needed[:3])}")
     destination.make(durable=True)
     total = sum(entry.nbytes for entry in reader.index.arrays.values())
-    manifest, _ = VersionCopy(origin, found, reader, destination, budget_bytes).run(
+    manifest, _ = VersionCopy(origin, source_version, reader, destination, budget_bytes).run(
         resume=True,
-        progress=lambda done: told(min(done, total), total),
+        progress=lambda done: report_progress(min(done, total), total),
     )
-    if version.version_at(origin) != found:
+    if version.version_at(origin) != source_version:
         raise SaveConflict(f"{origin}: another save replaced it during the copy")
     if not root.replace(before, manifest, timeout_s):
         raise SaveConflict(f"{destination}: another job committed here during the copy")
     destination.sync(destination)
     for attempt in destination.child("processes").folders(context):
-        if attempt != found.attempt:
+        if attempt != source_version.attempt:
             destination.child(f"processes/{attempt}").remove(context)
 
 
@@ -242,19 +244,19 @@ class VersionCopy:
         self._check(manifest, set())
         return manifest, ()
 
-    def _link(self, held: HeldFiles | None) -> set[str]:
+    def _link(self, held_files: HeldFiles | None) -> set[str]:
         """Links what a checkpoint beside the copy has; returns the files that were linked."""
-        files = None if held is None else held.base.location.regular_files()
+        files = None if held_files is None else held_files.base.location.regular_files()
         linked = set[str]()
-        if held is None or files is None:
+        if held_files is None or files is None:
             return linked
-        for path, there in held.paths.items():
+        for path, base_path in held_files.paths.items():
             folder, _, name = path.rpartition("/")
-            at = self.destination.child(folder)
-            at.make()
+            target = self.destination.child(folder)
+            target.make()
             with suppress(FileNotFoundError, Failed):  # of a copy that was interrupted
-                at.remove_file(name, paths.context())
-            if files.link(there, f"{at.path}{name}", fsync=True):
+                target.remove_file(name, paths.context())
+            if files.link(base_path, f"{target.path}{name}", fsync=True):
                 linked.add(path)
         return linked
 
@@ -273,32 +275,32 @@ class VersionCopy:
             index, changed = _borrowing(index, lent)
         stored = self.reader.chunks.read_key(INDEX_KEY)
         changed[INDEX_KEY] = index_json.with_references(stored, index)
-        own = Database(self.destination, context)
-        draft, held = own.draft(folder)
+        database = Database(self.destination, context)
+        draft, manifest_store = database.draft(folder)
         transaction = ts.Transaction(atomic=True)
         root = draft.with_transaction(transaction)
-        for part in (replace(own, manifest=self.found.manifest), *added):
+        for part in (replace(database, manifest=self.found.manifest), *added):
             part.store().experimental_copy_range_to(root, ts.KvStore.KeyRange()).result()
         for written in [root.write(key, value) for key, value in changed.items()]:
             written.result()
         commit(transaction).result()
         self.destination.child(folder).sync(self.destination)
-        manifest: bytes = held.read(MANIFEST).result().value
+        manifest: bytes = manifest_store.read(MANIFEST).result().value
         return manifest
 
     def _write_borrowed(self, reader: OcdbtReader, context: ts.Context) -> Database:
         """Writes the chunks that bases of the checkpoint have."""
-        at = self.destination.child(f"processes/{self.found.attempt}/{_BORROWED}")
-        at.remove(context)  # of an interrupted copy
-        there = Database(at, context)
-        store = there.store()
-        for some in in_batches(borrowed_values(reader), _CHUNKS_AT_ONCE, 256 << 20, _nbytes):
+        folder = self.destination.child(f"processes/{self.found.attempt}/{_BORROWED}")
+        folder.remove(context)  # of an interrupted copy
+        database = Database(folder, context)
+        store = database.store()
+        for batch in in_batches(borrowed_values(reader), _CHUNKS_AT_ONCE, 256 << 20, _nbytes):
             transaction = ts.Transaction(atomic=True)
             adding = store.with_transaction(transaction)
-            for written in [adding.write(key, value) for key, value in some]:
+            for written in [adding.write(key, value) for key, value in batch]:
                 written.result()
             commit(transaction).result()
-        return there
+        return database
 
     def _check(self, manifest: bytes, spared: Collection[str]) -> None:
         """Checks the copy, except chunks in files that were not sent."""
@@ -312,8 +314,8 @@ class VersionCopy:
             return _none
 
         def skips(chunk: ChunkId) -> bool:
-            at = reader.chunk_values.where(*chunk)
-            return at is not None and at.path in spared
+            reference = reader.chunk_values.where(*chunk)
+            return reference is not None and reference.path in spared
 
         return skips
 
@@ -328,8 +330,8 @@ def _borrowing(index: Index, lent: HeldFiles) -> tuple[Index, dict[str, bytes | 
     table = lent.table.tobytes()
     changed: dict[str, bytes | None] = {
         chunk_grid.chunk_key(chunk.part, chunk.number): None
-        for some in lent.chunks.values()
-        for chunk in some
+        for chunks in lent.chunks.values()
+        for chunk in chunks
     }
     index = replace(
         index,
@@ -374,8 +376,8 @@ def copy_files(
     source, copied = origin.child(folder), destination.child(folder)
     reader, writer = source.store(context), copied.store(context)
     every = sorted(key.decode() for key in reader.list().result() if not key.startswith(_MESSAGES))
-    there = {key.decode() for key in writer.list().result()} if resume else set[str]()
-    keys = [key for key in every if key not in there and f"{folder}/{key}" not in without]
+    existing_keys = {key.decode() for key in writer.list().result()} if resume else set[str]()
+    keys = [key for key in every if key not in existing_keys and f"{folder}/{key}" not in without]
     _copy_values(keys, reader, writer, budget_bytes, progress)
     for below in sorted({key.rpartition("/")[0] for key in every}):
         copied.child(below).sync(destination)

@@ -71,15 +71,15 @@ class DiffReport:
 
     @property
     def same(self) -> bool:
-        return all(found.problem == "layout" for found in self.differences)
+        return all(difference.problem == "layout" for difference in self.differences)
 
     def __repr__(self) -> str:
         return f"DiffReport({self._summary})"
 
     @property
     def _summary(self) -> str:
-        found = Counter(row.problem for row in self.differences)
-        counts = ", ".join(f"{count} {problem}" for problem, count in found.items())
+        problems = Counter(row.problem for row in self.differences)
+        counts = ", ".join(f"{count} {problem}" for problem, count in problems.items())
         same = "the same" if self.same else "different"
         return f"{same}: {self.arrays} arrays compared" + (f", {counts}" if counts else "")
 
@@ -150,15 +150,17 @@ def diff(
         >>> import numpy as np, unickpt
         >>> _ = unickpt.save("memory://run/x", {"w": np.zeros(3)})
         >>> _ = unickpt.save("memory://run/y", {"w": np.array([0, 0, 2.0])})
-        >>> found = unickpt.diff("memory://run/x", "memory://run/y").differences[0]
-        >>> found.name, found.problem, found.unequal, found.max_abs
+        >>> row = unickpt.diff("memory://run/x", "memory://run/y").differences[0]
+        >>> row.name, row.problem, row.unequal, row.max_abs
         ('w', 'value', 1, 2.0)
     """
     started = time.perf_counter()
     options = LoadOptions.or_default(options)
-    with reporting(options.progress if progress is None else progress, "comparing") as told:
+    with reporting(
+        options.progress if progress is None else progress, "comparing"
+    ) as report_progress:
         a, b = _parts_of(first, second, under)
-        rows, arrays, read = _compared(a, b, rules, layout, rtol, options, told)
+        rows, arrays, read = _compared(a, b, rules, layout, rtol, options, report_progress)
     return DiffReport(rows, arrays, read, time.perf_counter() - started)
 
 
@@ -173,17 +175,17 @@ def _parts_of(
     both = [checkpoint.opened(source) for source in (first, second)]
     if not under:
         return both[0].reader, both[1].reader
-    found: list[Reader] = []
+    readers: list[Reader] = []
     refused: list[LoadMismatch] = []
     for opened in both:
         try:
-            found.append(opened.under(under).reader)
+            readers.append(opened.under(under).reader)
         except LoadMismatch as error:
-            found.append(opened.reader)
+            readers.append(opened.reader)
             refused.append(error)
     if len(refused) == len(both):
         raise LoadMismatch("\n".join(map(str, refused)))
-    return found[0], found[1]
+    return readers[0], readers[1]
 
 
 def _compared(
@@ -193,7 +195,7 @@ def _compared(
     layout: bool,
     rtol: float,
     options: LoadOptions,
-    told: ProgressFunction,
+    report_progress: ProgressFunction,
 ) -> tuple[tuple[ArrayDifference, ...], int, int]:
     ours: View = StoredView(a) if rules is None else _through(a, rules, b)
     if isinstance(ours, RuledView):
@@ -217,8 +219,11 @@ def _compared(
                 if row is not None and not small:
                     rows.append(row)
             done += other.nbytes
-            told(done, total)
-    order = {name: at for at, name in enumerate(dict.fromkeys([*_shown(ours), *_shown(theirs)]))}
+            report_progress(done, total)
+    order = {
+        name: position
+        for position, name in enumerate(dict.fromkeys([*_shown(ours), *_shown(theirs)]))
+    }
     rows.sort(key=lambda row: order.get(row.name, -1))
     return tuple(rows), len(both), read
 
@@ -326,15 +331,15 @@ def _shown(view: View) -> dict[str, Any]:
     return {**view.index.entries, **values, **view.index.per_process}
 
 
-def _text(found: Any) -> str:
-    match found:
+def _text(stored: Any) -> str:
+    match stored:
         case None:
             return "-"
         case ArrayEntry():
-            return found.dtype_and_shape
+            return stored.dtype_and_shape
         case tuple():
-            return repr(found[0])
-    return f"a PerProcess of {len(found.blobs)} processes"
+            return repr(stored[0])
+    return f"a PerProcess of {len(stored.blobs)} processes"
 
 
 def _unequal_bits(a: Array, b: Array) -> Any:

@@ -70,12 +70,16 @@ def read_boxes(
     numbers: dict[str, list[int]] = {}
     for number, (entry, _) in enumerate(boxes):
         numbers.setdefault(entry.name, []).append(number)
-    wanted = {
-        name: {name: _BoxesTarget(boxes[of[0]][0], [boxes[n][1] for n in of], buffers)}
-        for name, of in numbers.items()
+    targets = {
+        name: {name: _BoxesTarget(boxes[indices[0]][0], [boxes[n][1] for n in indices], buffers)}
+        for name, indices in numbers.items()
     }
-    found = read_arrays(view.checkpoint, jobs_of(view, wanted), options)
-    read = {n: one for name, of in numbers.items() for n, one in zip(of, found[name], strict=True)}
+    results = read_arrays(view.checkpoint, jobs_of(view, targets), options)
+    read = {
+        n: buffered
+        for name, indices in numbers.items()
+        for n, buffered in zip(indices, results[name], strict=True)
+    }
     return [read[number] for number in range(len(boxes))]
 
 
@@ -104,7 +108,7 @@ class Slabs(Generic[K]):
     ) -> None:
         self._read = read
         self._slabs = list(slabs)
-        self._slab_of = {key: at for at, slab in enumerate(self._slabs) for key in slab}
+        self._slab_of = {key: index for index, slab in enumerate(self._slabs) for key in slab}
         self._reading: dict[int, Future[dict[K, Buffered]]] = {}
         self._ready: dict[K, Buffered] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="unickpt-slabs")
@@ -112,12 +116,12 @@ class Slabs(Generic[K]):
     def take(self, key: K) -> Buffered:
         """The elements of a box; those that were taken before are made again."""
         if key not in self._ready:
-            at = self._slab_of.pop(key, None)
-            if at is None or at not in self._start(at):
+            index = self._slab_of.pop(key, None)
+            if index is None or index not in self._start(index):
                 self._ready.update(self._made([key]))
             else:
-                self._ready.update(self._reading.pop(at).result())
-                self._start(at + 1)
+                self._ready.update(self._reading.pop(index).result())
+                self._start(index + 1)
         return self._ready.pop(key)
 
     def close(self) -> None:
@@ -127,11 +131,11 @@ class Slabs(Generic[K]):
     def _made(self, slab: Sequence[K]) -> dict[K, Buffered]:
         return dict(zip(slab, self._read(slab), strict=True))
 
-    def _start(self, at: int) -> Mapping[int, Any]:
+    def _start(self, index: int) -> Mapping[int, Any]:
         """Starts to read the next slab, if there is one."""
-        if at < len(self._slabs) and self._slabs[at]:
-            slab, self._slabs[at] = self._slabs[at], []
-            self._reading[at] = self._pool.submit(self._made, slab)
+        if index < len(self._slabs) and self._slabs[index]:
+            slab, self._slabs[index] = self._slabs[index], []
+            self._reading[index] = self._pool.submit(self._made, slab)
         return self._reading
 
 

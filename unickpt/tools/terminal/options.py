@@ -102,19 +102,19 @@ def read_rules(name: str | None, inverse: bool, sizes: list[str] | None) -> Rule
         if inverse or sizes:
             fail("--inverse and --size need --rules")
         return None
-    given = _sizes(sizes)
+    axis_sizes = _sizes(sizes)
     if Path(name).is_file():
-        rules = Rules.load(name, sizes=given)
+        rules = Rules.load(name, sizes=axis_sizes)
     elif name in Rules.presets():
-        rules = Rules.preset(name, sizes=given)
+        rules = Rules.preset(name, sizes=axis_sizes)
     else:
         fail(f"{name} is neither a file nor a preset; presets are {', '.join(Rules.presets())}")
     return rules.inverse if inverse else rules
 
 
-def _sizes(given: list[str] | None) -> dict[str, int]:
+def _sizes(assignments: list[str] | None) -> dict[str, int]:
     expected = "an axis and its size, such as heads=8"
-    sizes = named_values("--size", given, expected)
+    sizes = named_values("--size", assignments, expected)
     for axis, size in sizes.items():
         if type(size) is not int or size < 0:
             fail(f"--size {axis}={size}: expected {expected}")
@@ -125,8 +125,8 @@ def source_of(path: str, hints: list[str] | None, under: str = "") -> str | Chec
     """What to read: the path, or the checkpoint opened with the hints, or the part of it."""
     if not hints and not under:
         return path
-    found = checkpoint.open(path, hints=parsed_hints(hints))
-    return found.under(under) if under else found
+    opened = checkpoint.open(path, hints=parsed_hints(hints))
+    return opened.under(under) if under else opened
 
 
 def parsed_hints(hints: list[str] | None) -> dict[str, Any]:
@@ -134,10 +134,14 @@ def parsed_hints(hints: list[str] | None) -> dict[str, Any]:
     return named_values("--hint", hints, "a name and a value, such as dequantize=float32")
 
 
-def _quantize(given: list[str] | None) -> dict[str, Any]:
+def _quantize(assignments: list[str] | None) -> dict[str, Any]:
     """`SaveOptions.quantize` as the options say."""
-    found = named_values("--quantize", given, "a pattern and its codes, such as opt/**=uint8")
-    return {pattern: None if codes == "none" else codes for pattern, codes in found.items()}
+    codes_by_pattern = named_values(
+        "--quantize", assignments, "a pattern and its codes, such as opt/**=uint8"
+    )
+    return {
+        pattern: None if codes == "none" else codes for pattern, codes in codes_by_pattern.items()
+    }
 
 
 def named_values(option: str, given: list[str] | None, expected: str) -> dict[str, Any]:
@@ -148,16 +152,16 @@ def named_values(option: str, given: list[str] | None, expected: str) -> dict[st
         given: its values.
         expected: what each has to be, for the error.
     """
-    found: dict[str, Any] = {}
-    for one in given or ():
-        name, separator, text = one.partition("=")
+    values: dict[str, Any] = {}
+    for assignment in given or ():
+        name, separator, text = assignment.partition("=")
         if not name or not separator:
-            fail(f"{option} {one}: expected {expected}")
+            fail(f"{option} {assignment}: expected {expected}")
         try:
-            found[name] = json.loads(text)
+            values[name] = json.loads(text)
         except ValueError:
-            found[name] = text
-    return found
+            values[name] = text
+    return values
 
 
 def checked_format(to: str | None, destination: str) -> str:

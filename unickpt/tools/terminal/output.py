@@ -155,5 +155,5 @@ def written_json(report: SaveReport) -> dict[str, Any]:
         name: {"largest_error": absolute, "largest_relative_error": relative}
         for name, (absolute, relative) in report.quantized.items()
     }
-    told = {name: getattr(report, name) for name in names}
-    return {**told, "quantized": errors, "left_out": list(report.left_out)}
+    facts = {name: getattr(report, name) for name in names}
+    return {**facts, "quantized": errors, "left_out": list(report.left_out)}

@@ -56,8 +56,8 @@ def print_table(
     if len(first) <= MANY_ROWS:
         table = new_table(columns, right)
         room = max(_LEAST_NAME, out.width - sum(widths[1:]) - 2 * len(widths[1:]))
-        for (name, style), *others in first:
-            cells = [(wrapped(name, room), style), *others]
+        for (name, style), *other_cells in first:
+            cells = [(wrapped(name, room), style), *other_cells]
             table.add_row(*(Text(text, style) for text, style in cells))
         out.print(table)
         return
