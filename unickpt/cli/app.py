@@ -35,9 +35,9 @@ class _CommandGroup(TyperGroup):
         return [*super().list_commands(ctx), *plugins]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        own = super().get_command(ctx, cmd_name)
-        door = None if own is not None else doors.find("commands", cmd_name)
-        return own if door is None else typer.main.get_command(door.open())
+        command = super().get_command(ctx, cmd_name)
+        door = None if command is not None else doors.find("commands", cmd_name)
+        return command if door is None else typer.main.get_command(door.open())
 
     def make_context(self, *args: Any, **options: Any) -> Any:
         try:
@@ -75,8 +75,8 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         print(f"unickpt {unickpt.__version__}")
         raise typer.Exit
 

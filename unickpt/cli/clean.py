@@ -48,22 +48,22 @@ def command(
     if location.link is not None:
         fail(f"{root} is a symbolic link; give {os.path.realpath(str(location))}")
     checkpoints_below(root)  # raises where there is no such folder
-    found = orphans.find(root)
-    if found.holder is not None:
-        fail(f"{root}: a job saves here now ({found.holder}); clean up when it has ended")
-    wanted = [*found.orphans, *(found.unknown if unknown_age else ())]
-    kept = [*found.under_way, *(() if unknown_age else found.unknown)]
+    search = orphans.find(root)
+    if search.holder is not None:
+        fail(f"{root}: a job saves here now ({search.holder}); clean up when it has ended")
+    to_remove = [*search.orphans, *(search.unknown if unknown_age else ())]
+    remaining = [*search.under_way, *(() if unknown_age else search.unknown)]
     if not as_json:
-        _show(root, wanted, found, unknown_age)
-    if wanted and not yes:
-        confirm(f"Remove {counted(len(wanted), 'orphan')}?")
-    removed = orphans.clean(root, wanted) if wanted else []
-    kept += [orphan for orphan in wanted if orphan not in removed]
+        _show(root, to_remove, search, unknown_age)
+    if to_remove and not yes:
+        confirm(f"Remove {counted(len(to_remove), 'orphan')}?")
+    removed = orphans.clean(root, to_remove) if to_remove else []
+    remaining += [orphan for orphan in to_remove if orphan not in removed]
     if as_json:
-        sides = {"removed": removed, "kept": kept}
+        sides = {"removed": removed, "kept": remaining}
         print_json({"root": root, **{side: rows_json(rows) for side, rows in sides.items()}})
         return
-    for orphan in wanted:
+    for orphan in to_remove:
         if orphan not in removed:
             warn(f"{orphan.name} has changed meanwhile, and was not removed")
     if removed:
@@ -71,53 +71,53 @@ def command(
         console().print(f"removed {counted(len(removed), 'orphan')}, {nbytes}")
 
 
-def _show(root: str, wanted: Sequence[Orphan], found: OrphanSearch, unknown_age: bool) -> None:
-    if wanted:
-        print_orphans(wanted)
+def _show(root: str, to_remove: Sequence[Orphan], search: OrphanSearch, unknown_age: bool) -> None:
+    if to_remove:
+        print_orphans(to_remove)
     else:
         print(f"nothing to remove in {clean(root)}")
-    print_kept(found, unknown_age)
+    print_kept(search, unknown_age)
 
 
 # --- also for ls ----------------------------------------------------------------------------------
 
 
-def print_orphans(found: Sequence[Orphan]) -> None:
+def print_orphans(rows: Sequence[Orphan]) -> None:
     """A table of orphans."""
     columns = ("orphan", "kind", "files", "bytes", "written")
-    print_table(columns, map(_cells, found), right=("files", "bytes"))
+    print_table(columns, map(_cells, rows), right=("files", "bytes"))
 
 
-def print_kept(found: OrphanSearch, unknown_age: bool = False) -> None:
+def print_kept(search: OrphanSearch, unknown_age: bool = False) -> None:
     """What is left alone, and why."""
     out = console()
-    if found.under_way and found.holder is None:
-        out.print(Text(f"perhaps of a save in progress, {_summary(found.under_way)}", "dim"))
-    elif found.holder is not None:
-        of_it = f"; perhaps of its saves: {_summary(found.under_way)}" if found.under_way else ""
-        out.print(Text(f"a job saves here now ({clean(found.holder)}){of_it}", "dim"))
-    if found.unknown and not unknown_age:
-        text = f"of unknown age (see clean --unknown-age), {_summary(found.unknown)}"
+    if search.under_way and search.holder is None:
+        out.print(Text(f"perhaps of a save in progress, {_summary(search.under_way)}", "dim"))
+    elif search.holder is not None:
+        of_it = f"; perhaps of its saves: {_summary(search.under_way)}" if search.under_way else ""
+        out.print(Text(f"a job saves here now ({clean(search.holder)}){of_it}", "dim"))
+    if search.unknown and not unknown_age:
+        text = f"of unknown age (see clean --unknown-age), {_summary(search.unknown)}"
         out.print(Text(text, "dim"))
 
 
-def rows_json(found: Sequence[Orphan]) -> list[dict[str, Any]]:
+def rows_json(rows: Sequence[Orphan]) -> list[dict[str, Any]]:
     """Orphans for programs."""
     return [
         {"name": r.name, "kind": r.kind, "files": r.files, "bytes": r.nbytes, "age_s": r.age_s}
-        for r in found
+        for r in rows
     ]
 
 
-def _summary(found: Sequence[Orphan]) -> str:
-    names = ", ".join(clean(remnant.name) for remnant in found[:3])
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return f"{size_text(sum(orphan.nbytes for orphan in found))}: {names}{more}"
+def _summary(rows: Sequence[Orphan]) -> str:
+    names = ", ".join(clean(remnant.name) for remnant in rows[:3])
+    more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
+    return f"{size_text(sum(orphan.nbytes for orphan in rows))}: {names}{more}"
 
 
-def _cells(found: Orphan) -> tuple[str, ...]:
-    age = "unknown" if found.age_s is None else f"{_duration(found.age_s)} ago"
-    return found.name, found.kind, f"{found.files:,}", size_text(found.nbytes), age
+def _cells(orphan: Orphan) -> tuple[str, ...]:
+    age = "unknown" if orphan.age_s is None else f"{_duration(orphan.age_s)} ago"
+    return orphan.name, orphan.kind, f"{orphan.files:,}", size_text(orphan.nbytes), age
 
 
 def _duration(seconds: float) -> str:

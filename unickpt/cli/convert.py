@@ -80,31 +80,31 @@ def command(
     largest_relative_error}}}, or for --dry-run {plan: [{made, made_of, source, destination, rule,
     notes}], doubts: [text]}. Fields are only ever added.
     """
-    wanted = options.read_rules(rules, inverse, size)
+    parsed_rules = options.read_rules(rules, inverse, size)
     opened = options.source_of(source, hint, under)
-    if like is not None and wanted is None:
+    if like is not None and parsed_rules is None:
         output.fail("--like needs --rules")
     if dry_run or os.environ.get("RANK", "0") == "0":
-        found = preview(opened, wanted, like)
-        for doubt in found.doubts:
+        plan = preview(opened, parsed_rules, like)
+        for doubt in plan.doubts:
             output.warn(doubt)
     if dry_run:
-        _print_preview(found, as_json)
+        _print_preview(plan, as_json)
         return
     written_as = options.save_options(budget, compression, quantize)
-    arguments: dict[str, Any] = {"rules": wanted, "like": like, "options": written_as}
+    arguments: dict[str, Any] = {"rules": parsed_rules, "like": like, "options": written_as}
     arguments |= {"overwrite": overwrite, "verify": verify}
-    arguments["to"] = to = options.checked_format(None, destination)
-    if to != writers.OWN and (compression or quantize):
-        output.fail(f"--compression and --quantize are of unickpt's own format, not {to}")
+    arguments["to"] = format_name = options.checked_format(None, destination)
+    if format_name != writers.OWN and (compression or quantize):
+        output.fail(f"--compression and --quantize are of unickpt's own format, not {format_name}")
     _make("converted", opened, destination, as_json, **arguments)
 
 
-def _print_preview(found: Preview, as_json: bool) -> None:
-    rows = found.rows
+def _print_preview(plan: Preview, as_json: bool) -> None:
+    rows = plan.rows
     if as_json:
         output.print_json(
-            {"plan": [dataclasses.asdict(row) for row in rows], "doubts": list(found.doubts)}
+            {"plan": [dataclasses.asdict(row) for row in rows], "doubts": list(plan.doubts)}
         )
         return
     print_table(("stored", "", "made", "", "rule", "notes"), map(_cells, folded(rows)))
@@ -173,7 +173,7 @@ def export(
 
     --json prints {url, arrays, bytes, chunks, processes, seconds}. Fields are only ever added.
     """
-    given = {
+    format_options = {
         "max_shard_size": max_shard_size,
         "dtype": dtype,
         "config": config,
@@ -181,9 +181,9 @@ def export(
         "layout": layout,
         "untrained": untrained or None,
     }
-    of_format: Any = {name: value for name, value in given.items() if value is not None}
-    wanted = options.read_rules(rules, inverse, size)
-    arguments: dict[str, Any] = {"rules": wanted, "overwrite": overwrite}
+    of_format: Any = {name: value for name, value in format_options.items() if value is not None}
+    parsed_rules = options.read_rules(rules, inverse, size)
+    arguments: dict[str, Any] = {"rules": parsed_rules, "overwrite": overwrite}
     to = options.checked_format(to, destination)
     if to == writers.OWN:
         output.fail(f"say with --to which format to write: {', '.join(writers.names())}")
@@ -220,17 +220,18 @@ def import_(
 
     --json prints {url, arrays, bytes, chunks, processes, seconds}. Fields are only ever added.
     """
-    wanted = options.read_rules(rules, inverse, size)
+    parsed_rules = options.read_rules(rules, inverse, size)
     opened = options.source_of(source, hint, under)
 
     def check() -> None:
-        found = unickpt.diff(opened, destination, rules=wanted)
-        if not found.same:
-            row = found.differences[0]
+        report = unickpt.diff(opened, destination, rules=parsed_rules)
+        if not report.same:
+            row = report.differences[0]
             output.fail(f"{row.name!r} differs from the source: {row.problem}; import it again")
 
     written_as = options.save_options(budget)
-    arguments: dict[str, Any] = {"rules": wanted, "overwrite": overwrite, "options": written_as}
+    arguments: dict[str, Any] = {"rules": parsed_rules, "overwrite": overwrite}
+    arguments["options"] = written_as
     arguments["to"] = options.checked_format(writers.OWN, destination)
     _make("imported", opened, destination, as_json, check=check, **arguments)
 

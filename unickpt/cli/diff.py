@@ -53,12 +53,12 @@ def command(
     --json prints {same, arrays, read_bytes, seconds, differences: [{name, problem, first, second,
     unequal, max_abs, max_rel}]}. Fields are only ever added.
     """
-    wanted = options.read_rules(rules, inverse, size)
+    parsed_rules = options.read_rules(rules, inverse, size)
     with transfer() as progress:
         report = unickpt.diff(
             options.source_of(first, hint),
             second,
-            rules=wanted,
+            rules=parsed_rules,
             under=under,
             layout=layout,
             rtol=rtol,

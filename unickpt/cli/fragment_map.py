@@ -73,8 +73,8 @@ class _Drawing:
             out.append((" " * (margin + 1) + " ".join(titles)).rstrip())
         canvas = self._canvas()
         step = self.height + 1
-        for at, line in enumerate(canvas):
-            row, offset = divmod(at, step)
+        for line_number, line in enumerate(canvas):
+            row, offset = divmod(line_number, step)
             head = heads[row] if offset == 1 + (self.height - 1) // 2 else ""
             out.append((head.rjust(margin - 1) + " " if margin else "") + "".join(line))
         return out
@@ -85,8 +85,10 @@ class _Drawing:
         for c, (j, (a, b)) in enumerate(self.columns):
             labels = {o for row in self.owner if (o := row[c]) is not None}
             longest = max((len(t) for o in labels for t in self.texts[o]), default=len(ELIDED))
-            wanted = _WIDTH * (b - a) // total if j is not None else 0
-            widths.append(max(longest + 2, len(fragment_grid.head((j, (a, b)))), wanted))
+            proportional_width = _WIDTH * (b - a) // total if j is not None else 0
+            widths.append(
+                max(longest + 2, len(fragment_grid.head((j, (a, b)))), proportional_width)
+            )
         return widths
 
     def _canvas(self) -> list[list[str]]:
@@ -130,15 +132,15 @@ class _Drawing:
         self, canvas: list[list[str]], r: int, c: int, lefts: Sequence[int], step: int
     ) -> None:
         """The label of a fragment, once, in its middle."""
-        at = self._at(r, c)
-        if at in (self._at(r - 1, c), self._at(r, c - 1)):
+        cell = self._at(r, c)
+        if cell in (self._at(r - 1, c), self._at(r, c - 1)):
             return
         bottom, right = r, c
-        while self._at(bottom + 1, c) == at:
+        while self._at(bottom + 1, c) == cell:
             bottom += 1
-        while self._at(r, right + 1) == at:
+        while self._at(r, right + 1) == cell:
             right += 1
-        text = self.texts[at[0]] if len(at) == 1 else [ELIDED]
+        text = self.texts[cell[0]] if len(cell) == 1 else [ELIDED]
         top = (r * step + 1 + (bottom + 1) * step - len(text)) // 2
         for k, line in enumerate(text):
             x = lefts[c] + 1 + (lefts[right + 1] - lefts[c] - 1 - len(line)) // 2

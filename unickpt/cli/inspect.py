@@ -119,9 +119,9 @@ def command(
     if timing:
         _inspect_timing(checkpoint, everything, as_json)
         return
-    wanted = (name if name is not None else array) or ""
-    if wanted or (name is not None and "" in checkpoint):
-        _inspect_one(checkpoint, wanted.rstrip("/"), everything, as_json)
+    requested_name = (name if name is not None else array) or ""
+    if requested_name or (name is not None and "" in checkpoint):
+        _inspect_one(checkpoint, requested_name.rstrip("/"), everything, as_json)
     elif as_json:
         print_json(_checkpoint_json(checkpoint))
     else:
@@ -129,19 +129,19 @@ def command(
 
 
 def _inspect_timing(checkpoint: Checkpoint, everything: bool, as_json: bool) -> None:
-    found, out = checkpoint.timing, console()
+    timing, out = checkpoint.timing, console()
     if as_json:
-        facts = None if found is None else timing_table.timing_json(found)
+        facts = None if timing is None else timing_table.timing_json(timing)
         print_json({"url": checkpoint.url, "timing": facts})
         return
     out.print(Text(clean(checkpoint.reader.label), "bold"))
-    if found is None:
+    if timing is None:
         why = "that is kept of saves of several processes, and with SaveOptions(timing=True)"
         if checkpoint.reader.format != ocdbt_reader.FORMAT:
             why = f"its format is {clean(_format(checkpoint))}"
         out.print(f"It does not say how long its save took: {why}.")
         return
-    timing_table.print_timing(out, found, everything)
+    timing_table.print_timing(out, timing, everything)
 
 
 def _format(checkpoint: Checkpoint) -> str:
@@ -159,13 +159,13 @@ def _compression(index: Index) -> str:
 
 def _by_dtype(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
     """The number of arrays of each dtype and their bytes, the most bytes first."""
-    found: dict[str, tuple[int, int]] = {}
+    totals: dict[str, tuple[int, int]] = {}
     for name, entry in checkpoint.index.arrays.items():
         block = checkpoint.reader.blocks.get(name)
         dtype = entry.dtype if block is None else block.name
-        count, nbytes = found.get(dtype, (0, 0))
-        found[dtype] = count + 1, nbytes + entry.nbytes
-    return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+        count, nbytes = totals.get(dtype, (0, 0))
+        totals[dtype] = count + 1, nbytes + entry.nbytes
+    return dict(sorted(totals.items(), key=lambda item: -item[1][1]))
 
 
 def _elements(checkpoint: Checkpoint) -> int:
@@ -252,8 +252,8 @@ def _cells(row: tree_table.OutlineRow) -> list[Cell]:
         size = size_text(facts.nbytes) if facts.nbytes else ""  # of what is opaque
         return [(label, ""), "", (clean(facts.dtype), "dim"), "", "", (size, "dim")]
     if facts.kind == "per process":
-        held = counted(facts.fragments or 0, "value")
-        return [(label, ""), held, (facts.dtype, "dim"), "", "", size_text(facts.nbytes)]
+        values = counted(facts.fragments or 0, "value")
+        return [(label, ""), values, (facts.dtype, "dim"), "", "", size_text(facts.nbytes)]
     shape, count = shape_text(facts.shape or ()), str(facts.fragments)
     return [(label, ""), shape, facts.dtype, facts.layout, count, size_text(facts.nbytes)]
 
@@ -279,12 +279,12 @@ def _totals(checkpoint: Checkpoint) -> Text:
         pieces.append(f"{size_text(index.reused)} in {bases}, without which it cannot be read")
     elif index.reused:
         pieces.append(f"{size_text(index.reused)} in files of an earlier checkpoint")
-    others = [
+    counts = [
         (len(index.aliases), "tie", "ties"),
         (len(index.values), "plain value", "plain values"),
         (len(index.per_process), "per-process leaf", "per-process leaves"),
     ]
-    pieces += [counted(n, one, many) for n, one, many in others if n]
+    pieces += [counted(n, singular, plural) for n, singular, plural in counts if n]
     return Text.assemble(("total: ", "bold"), "; ".join(pieces))
 
 
@@ -299,12 +299,12 @@ def _experts(checkpoint: Checkpoint) -> list[Text]:
         older.setdefault(key, {}).setdefault(step, []).append(number)
     lines = []
     for key, steps in steps_of.items():
-        found = sorted(older.get(key, {}).items(), reverse=True)
-        shown = "; ".join(f"{some(numbers)} of step {step}" for step, numbers in found[:8])
-        more = "; ..." if len(found) > 8 else ""
+        by_step = sorted(older.get(key, {}).items(), reverse=True)
+        shown = "; ".join(f"{some(numbers)} of step {step}" for step, numbers in by_step[:8])
+        more = "; ..." if len(by_step) > 8 else ""
         text = f"{clean(key)}: {counted(len(steps), 'expert')}, " + (
-            f"{sum(len(n) for _, n in found)} as of an earlier step: {shown}{more}"
-            if found
+            f"{sum(len(n) for _, n in by_step)} as of an earlier step: {shown}{more}"
+            if by_step
             else "all of this step"
         )
         lines.append(Text.assemble(("experts: ", "bold"), text))
@@ -423,8 +423,8 @@ def _unknown(checkpoint: Checkpoint, name: str) -> str:
     index = checkpoint.index
     if name in tree_table.container_names(index):
         return f"{checkpoint.location}: {name!r} is a container; --json shows one array or value"
-    known = [*checkpoint, *index.values, *index.per_process, *tree_table.container_names(index)]
-    close = difflib.get_close_matches(name, known[:20_000], n=3)
+    names = [*checkpoint, *index.values, *index.per_process, *tree_table.container_names(index)]
+    close = difflib.get_close_matches(name, names[:20_000], n=3)
     hint = f"; did you mean {', '.join(map(repr, close))}?" if close else ""
     return f"{checkpoint.location}: nothing is named {name!r}{hint}"
 

@@ -58,12 +58,12 @@ def command(
     """
     location = paths.resolve(root, or_file=True, whole=True)
     if location.is_local and os.path.isfile(str(location)):
-        found = [_listed_json(Listed(Path(str(location)).name, root))]
+        checkpoints = [_listed_json(Listed(Path(str(location)).name, root))]
         left = OrphanSearch((), (), (), None)
     else:
         with ThreadPoolExecutor(_OPEN_AT_ONCE) as pool:
-            found = _search(root, pool)
-        found.sort(key=lambda facts: natural(facts["name"]))
+            checkpoints = _search(root, pool)
+        checkpoints.sort(key=lambda facts: natural(facts["name"]))
         left = orphans.find(root)
     if as_json:
         beside = {
@@ -72,10 +72,12 @@ def command(
             "unknown_age": rows_json(left.unknown),
             "holder": left.holder,
         }
-        print_json({"root": root, "checkpoints": found, **beside})
+        print_json({"root": root, "checkpoints": checkpoints, **beside})
         return
-    if found:
-        print_table(("name", "format", "created", *_NUMERIC), map(_cells, found), right=_NUMERIC)
+    if checkpoints:
+        print_table(
+            ("name", "format", "created", *_NUMERIC), map(_cells, checkpoints), right=_NUMERIC
+        )
     else:
         print(f"no checkpoints in {clean(root)}")
     if left.orphans:
@@ -89,33 +91,33 @@ def _search(root: str, pool: ThreadPoolExecutor) -> list[dict[str, Any]]:
 
     In object storage only the folder itself is searched: each level costs a listing.
     """
-    found, folders = _level(Listed(".", root), pool)
+    checkpoints, folders = _level(Listed(".", root), pool)
     depth = _MOST_DEPTH if paths.resolve(root, whole=True).is_local else 1
     for _ in range(1, depth):
-        if found:
+        if checkpoints:
             break
         deeper: list[Listed] = []
         for folder in folders[:_MOST_FOLDERS]:
             with suppress(UnickptError):  # such as a folder that this user may not read
                 rows, below = _level(folder, pool)
-                found += rows
+                checkpoints += rows
                 deeper += below
         folders = deeper
-    return found
+    return checkpoints
 
 
 def _level(above: Listed, pool: ThreadPoolExecutor) -> tuple[list[dict[str, Any]], list[Listed]]:
     """The facts of the checkpoints directly in a folder, and the folders that are none."""
-    known = [_below(above, listed) for listed in checkpoints_below(above.path)]
-    found = list(pool.map(_listed_json, known))
+    listings = [_below(above, listed) for listed in checkpoints_below(above.path)]
+    checkpoints = list(pool.map(_listed_json, listings))
     folders = [_below(above, listed) for listed in other_folders(above.path)]
     empty: list[Listed] = []
     for folder, rows in zip(folders, pool.map(_foreign_json, folders), strict=True):
-        names = {facts["name"] for facts in found}
-        found += [facts for facts in rows if facts["name"] not in names]
+        names = {facts["name"] for facts in checkpoints}
+        checkpoints += [facts for facts in rows if facts["name"] not in names]
         if not rows and folder.name != above.name:
             empty.append(folder)
-    return found, empty
+    return checkpoints, empty
 
 
 def _below(above: Listed, listed: Listed) -> Listed:

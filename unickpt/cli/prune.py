@@ -101,6 +101,6 @@ def _show(root: str, plan: PrunePlan) -> None:
 
 
 def _print_json(root: str, plan: PrunePlan, removed: Sequence[int]) -> None:
-    kept = [{"step": step, "reasons": list(reasons)} for step, reasons in plan.kept.items()]
+    kept_steps = [{"step": step, "reasons": list(reasons)} for step, reasons in plan.kept.items()]
     failed = [step for step in plan.removed if step not in removed]
-    print_json({"root": root, "removed": list(removed), "kept": kept, "failed": failed})
+    print_json({"root": root, "removed": list(removed), "kept": kept_steps, "failed": failed})

@@ -82,8 +82,8 @@ def _print_processes(out: Console, timing: Timing, everything: bool) -> None:
 
     print_table(names, map(row, shown), right=names, out=out)
     if len(shown) < timing.processes:
-        rest = timing.processes - len(shown)
-        out.print(Text(f"{rest:,} more were done earlier; --all shows each", "dim"))
+        hidden_count = timing.processes - len(shown)
+        out.print(Text(f"{hidden_count:,} more were done earlier; --all shows each", "dim"))
 
 
 def timing_json(timing: Timing) -> dict[str, Any]:
