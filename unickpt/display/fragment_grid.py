@@ -58,8 +58,8 @@ def grids(
         along the first two dimensions that are split.
     """
     down, across = _plane(shape, fragments)
-    others = [d for d in range(len(shape)) if d not in (down, across)]
-    shown = [f for f in fragments if all(f[0].start[d] == 0 for d in others)]
+    other_dims = [d for d in range(len(shape)) if d not in (down, across)]
+    shown = [f for f in fragments if all(f[0].start[d] == 0 for d in other_dims)]
     devices = _devices(shape, layout) if layout is not None else {}
     rows, columns = _pick(_cuts(shown, down), _MAX_ROWS), _cuts(shown, across)
     labels = [_label(holders, devices.get(box)) for box, holders in shown]
@@ -67,7 +67,7 @@ def grids(
     remarks = []
     if down is not None:
         remarks.append(f"dimension {down} runs down, dimension {across} to the right")
-    split = [d for d in others if len({(f[0].start[d], f[0].stop[d]) for f in fragments}) > 1]
+    split = [d for d in other_dims if len({(f[0].start[d], f[0].stop[d]) for f in fragments}) > 1]
     if split:
         pieces = " x ".join(str(len({f[0].start[d] for f in fragments})) for d in split)
         remarks.append(f"the first of {pieces} pieces along dimension {', '.join(map(str, split))}")
@@ -118,10 +118,10 @@ def _devices(shape: Sequence[int], layout: Layout) -> Mapping[Box, list[int]]:
     """The devices of each box, numbered row-major; empty if they equal the processes."""
     if len(set(layout.mesh.processes)) == len(layout.mesh.processes):
         return {}
-    found: dict[Box, list[int]] = {}
+    devices: dict[Box, list[int]] = {}
     for number, coordinate in enumerate(np.ndindex(layout.mesh.shape)):
-        found.setdefault(layout.box(shape, coordinate), []).append(number)
-    return found
+        devices.setdefault(layout.box(shape, coordinate), []).append(number)
+    return devices
 
 
 def _label(holders: Sequence[int], devices: Sequence[int] | None) -> list[str]:
@@ -147,10 +147,10 @@ def numbers(items: Sequence[int]) -> str:
     if len(whole) < _LABEL_WIDTH:
         return whole
     tail = f",.. ({len(items)})"
-    kept = texts[:1]
-    while len(",".join(texts[: len(kept) + 1])) + len(tail) < _LABEL_WIDTH:
-        kept = texts[: len(kept) + 1]
-    return ",".join(kept) + tail
+    shown_texts = texts[:1]
+    while len(",".join(texts[: len(shown_texts) + 1])) + len(tail) < _LABEL_WIDTH:
+        shown_texts = texts[: len(shown_texts) + 1]
+    return ",".join(shown_texts) + tail
 
 
 def _pick(cuts: list[Interval], limit: int) -> list[GridBand]:
@@ -178,7 +178,7 @@ def _owners(
 def _inside(picked: Sequence[GridBand], interval: Interval) -> list[int]:
     """Positions of the picked intervals within another interval; omitted ones are in none."""
     return [
-        at
-        for at, (number, (a, b)) in enumerate(picked)
+        position
+        for position, (number, (a, b)) in enumerate(picked)
         if number is not None and interval[0] <= a and b <= interval[1]
     ]

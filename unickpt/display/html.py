@@ -61,7 +61,9 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[Cell]], count: int) -
     if not count:
         return ""
     shown = list(islice(rows, MOST_ROWS))
-    right = [all(not isinstance(row[at], str) for row in shown) for at in range(len(headings))]
+    right = [
+        all(not isinstance(row[column], str) for row in shown) for column in range(len(headings))
+    ]
     styles = [_NUMBER if is_right else _CELL for is_right in right]
     heads = "".join(
         f'<th style="{style};{_HEAD}">{_text(head)}</th>'
@@ -97,20 +99,20 @@ def outline(rows: Sequence[OutlineRow]) -> str:
     return table(headings, map(cells, rows), len(rows))
 
 
-def fragments(shape: Sequence[int], count: int, of: BoxHolders, layout: Layout | None) -> str:
+def fragments(shape: Sequence[int], count: int, holders: BoxHolders, layout: Layout | None) -> str:
     """The map of an array's fragments.
 
     Arguments:
         shape: of the array.
         count: of its fragments; if there are too many for a map, a sentence says so.
-        of: the fragments; not looked at if there are too many.
+        holders: the fragments; not looked at if there are too many.
         layout: of the array.
     """
     if not count:
         return _remark("The array has no elements, and so no fragments.")
     if count > MOST_FRAGMENTS:
         return _remark(f"{count:,} fragments: too many for a map.")
-    grid = next(fragment_grid.grids(shape, of, layout))
+    grid = next(fragment_grid.grids(shape, holders, layout))
     heads = "".join(_map_head(fragment_grid.head(column)) for column in grid.columns)
     corner = '<td style="padding:0"></td>' if grid.down is not None else ""
     top = f"<tr>{corner}{heads}</tr>" if grid.across is not None else ""

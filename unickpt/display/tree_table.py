@@ -100,10 +100,10 @@ def outline(
         raise CheckpointCorrupt(f"{where}: the index is damaged: {error}") from None
     root = _item(node, "", "", _Labels(index, _mesh_labels(index), blocks))
     for part in below.split("/") if below else ():
-        found = [child for child in root.children if child.label == part]
-        if not found:
+        matches = [child for child in root.children if child.label == part]
+        if not matches:
             raise KeyError(below)
-        root = found[0]
+        root = matches[0]
     if not unfolded:
         root = _fold(root)
     if below or not root.children:
@@ -113,7 +113,7 @@ def outline(
 
 def container_names(index: Index) -> set[str]:
     """Names of all non-empty containers."""
-    return {name[:at] for name in index.names for at in range(len(name)) if name[at] == "/"}
+    return {name[:end] for name in index.names for end in range(len(name)) if name[end] == "/"}
 
 
 def layout_text(layout: Layout | None) -> str:
