@@ -132,9 +132,9 @@ class OpeningSuite(FormatCase):
         opened = unickpt.open(path)
         for name, array in self.shown().items():
             assert same(opened[name][...], array)
-        found = opened[self.w]
-        assert same(found[3:9, 64:], arrays()["layers/0/w"][3:9, 64:])
-        assert same(found.read(Box((1, 2), (10, 69))), arrays()["layers/0/w"][1:10, 2:69])
+        view = opened[self.w]
+        assert same(view[3:9, 64:], arrays()["layers/0/w"][3:9, 64:])
+        assert same(view.read(Box((1, 2), (10, 69))), arrays()["layers/0/w"][1:10, 2:69])
 
     def test_nothing_there(self, path: Path) -> None:
         with pytest.raises(CheckpointNotFound):
@@ -145,9 +145,9 @@ class LoadingSuite(FormatCase):
     """Tests of loading: into what, onto what, through what."""
 
     def test_load_as_stored(self, path: Path) -> None:
-        found = unickpt.load(path)
-        assert same(at(found, self.w), arrays()["layers/0/w"])
-        assert {n: at(found, self.name(n)) for n in self.values} == dict(self.values)
+        tree = unickpt.load(path)
+        assert same(at(tree, self.w), arrays()["layers/0/w"])
+        assert {n: at(tree, self.name(n)) for n in self.values} == dict(self.values)
 
     def test_load_into_memory_of_any_strides(self, path: Path) -> None:
         expected = arrays()["layers/0/w"]
@@ -157,8 +157,8 @@ class LoadingSuite(FormatCase):
             "every second": np.empty((ROWS, 2 * COLUMNS), np.float32)[:, ::2],
         }
         for like in every.values():
-            found = unickpt.load(path, self.tree("layers/0/w", like), strict=False)
-            assert at(found, self.w) is like
+            loaded = unickpt.load(path, self.tree("layers/0/w", like), strict=False)
+            assert at(loaded, self.w) is like
             assert same(like, expected)
 
     @pytest.mark.parametrize("spec", [("x", "y"), ("y", None), (None, ("x", "y"))])
@@ -172,29 +172,29 @@ class LoadingSuite(FormatCase):
         self.write(path.parent / "even", padded, {})
         leaf = jax.ShapeDtypeStruct((24, 16), np.float32, sharding=sharding)
         loaded = unickpt.load(path.parent / "even", self.tree("x", leaf), strict=False)
-        found = at(loaded, self.name("x"))
-        assert found.sharding == sharding
-        assert same(found, padded["x"])
+        array = at(loaded, self.name("x"))
+        assert array.sharding == sharding
+        assert same(array, padded["x"])
 
     def test_load_into_torch_tensors(self, path: Path) -> None:
         torch = pytest.importorskip("torch")
         like = self.tree("layers/1/w", torch.zeros((13, 7, 5), dtype=torch.int64))
-        found = at(unickpt.load(path, like, strict=False), self.name("layers/1/w"))
-        assert same(found.numpy(), arrays()["layers/1/w"])
+        tensor = at(unickpt.load(path, like, strict=False), self.name("layers/1/w"))
+        assert same(tensor.numpy(), arrays()["layers/1/w"])
 
     def test_load_through_rules(self, path: Path) -> None:
-        one, every = self.name("layers/1/w"), self.name("layers/{l}/w")
-        rules = Rules.parse(f"{every} [i o] <-> h.{{l}} [o i]\n{one} <-> drop")
+        other, every = self.name("layers/1/w"), self.name("layers/{l}/w")
+        rules = Rules.parse(f"{every} [i o] <-> h.{{l}} [o i]\n{other} <-> drop")
         like = {"h.0": np.empty((COLUMNS, ROWS), np.float32)}
-        found = unickpt.load(path, like, rules=rules, strict=False)
-        assert same(found["h.0"], np.ascontiguousarray(arrays()["layers/0/w"].T))
+        loaded = unickpt.load(path, like, rules=rules, strict=False)
+        assert same(loaded["h.0"], np.ascontiguousarray(arrays()["layers/0/w"].T))
 
     def test_load_with_a_cast(self, path: Path) -> None:
         like = self.tree("layers/0/w", np.empty((ROWS, COLUMNS), np.float64))
         with pytest.raises(LoadMismatch, match="float32"):
             unickpt.load(path, like, strict=False)
-        found = unickpt.load(path, like, strict=False, cast=True)
-        assert same(at(found, self.w), arrays()["layers/0/w"].astype(np.float64))
+        loaded = unickpt.load(path, like, strict=False, cast=True)
+        assert same(at(loaded, self.w), arrays()["layers/0/w"].astype(np.float64))
 
     def test_load_together(self, path: Path) -> None:
         expected = arrays()["layers/0/w"]
@@ -204,14 +204,14 @@ class LoadingSuite(FormatCase):
             fragment = np.zeros(box.shape, np.float32)
             like = unickpt.types.LocalFragments(expected.shape, [(box, fragment)])
             tree = self.tree("layers/0/w", like)
-            found = unickpt.load(path, tree, strict=False, options=options)
-            return at(found, self.w).fragments
+            loaded = unickpt.load(path, tree, strict=False, options=options)
+            return at(loaded, self.w).fragments
 
         every = Threads(2).run(part)
-        for found in every:
-            if isinstance(found, Exception):
-                raise found
-            ((box, array),) = found
+        for outcome in every:
+            if isinstance(outcome, Exception):
+                raise outcome
+            ((box, array),) = outcome
             assert same(array, expected[box.slices])
 
     def test_a_part_is_read_without_the_rest(
@@ -244,8 +244,8 @@ class ToolSuite(FormatCase):
     def test_convert_and_diff(self, path: Path, tmp_path: Path) -> None:
         unickpt.convert(path, tmp_path / "own")
         assert unickpt.verify(tmp_path / "own").ok
-        found = unickpt.open(tmp_path / "own")[self.name("layers/1/w")]
-        assert same(found[...], arrays()["layers/1/w"])
+        array = unickpt.open(tmp_path / "own")[self.name("layers/1/w")]
+        assert same(array[...], arrays()["layers/1/w"])
         assert not unickpt.diff(path, tmp_path / "own").differences
 
     def test_verify(self, path: Path) -> None:

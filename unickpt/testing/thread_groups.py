@@ -44,7 +44,7 @@ class Threads:
     def run(self, work: Callable[[int, LoadOptions], Any], **options: Any) -> list[Any]:
         """What each thread returns or raises."""
 
-        def one(index: int) -> Any:
+        def run_thread(index: int) -> Any:
             try:
                 group = self.group(index)
                 return work(index, LoadOptions(exchange=True, group=group, **options))
@@ -52,4 +52,4 @@ class Threads:
                 return error
 
         with ThreadPoolExecutor(self.count) as pool:
-            return list(pool.map(one, range(self.count)))
+            return list(pool.map(run_thread, range(self.count)))
