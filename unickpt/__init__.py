@@ -118,8 +118,8 @@ __getattr__ = _late_names(__name__, _LATER, _OF_PLUGINS)
 
 def __dir__() -> list[str]:
     """What users need: without the wings that `docs/architecture.md` describes."""
-    own = (name for name in globals() if name.startswith("__"))
-    return sorted({*own, *__all__, *_LATER[""].split(", ")})
+    dunders = (name for name in globals() if name.startswith("__"))
+    return sorted({*dunders, *__all__, *_LATER[""].split(", ")})
 
 
 _logging.getLogger("unickpt").addHandler(_logging.NullHandler())  # silent by default

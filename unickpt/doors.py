@@ -163,24 +163,24 @@ def late_names(
     """
     places = dict[str, tuple[str, str]]()
     for home, names in imports.items():
-        for each in names.split(", "):
-            own, _, name = each.partition(" as ")
-            places[name or own] = home, own
+        for clause in names.split(", "):
+            attribute, _, name = clause.partition(" as ")
+            places[name or attribute] = home, attribute
 
     def find(name: str) -> Any:
         if name in of_plugins:
-            found = need("names", name)
+            target = need("names", name)
         elif name in places:
-            home, own = places[name]
-            found = importlib.import_module(f"unickpt.{home or own}")
+            home, attribute = places[name]
+            target = importlib.import_module(f"unickpt.{home or attribute}")
             if home:  # of a package, what is imported may be a module
-                inner = f"unickpt.{home}.{own}"
-                has_it = hasattr(found, own)
-                found = getattr(found, own) if has_it else importlib.import_module(inner)
+                inner = f"unickpt.{home}.{attribute}"
+                has_it = hasattr(target, attribute)
+                target = getattr(target, attribute) if has_it else importlib.import_module(inner)
         else:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        setattr(sys.modules[module], name, found)
-        return found
+        setattr(sys.modules[module], name, target)
+        return target
 
     return find
 
@@ -197,12 +197,12 @@ def _of_packages() -> tuple[Door, ...]:
     """Those that other packages declare; the first of a name on the path counts, as for imports."""
     from importlib import metadata  # here, so that importing unickpt stays fast
 
-    doors, known = list[Door](), {"unickpt"}
+    doors, seen = list[Door](), {"unickpt"}
     for package in metadata.distributions():
         points = [p for p in package.entry_points if p.group.startswith(_PREFIX)]
-        if not points or package.name.lower() in known:
+        if not points or package.name.lower() in seen:
             continue
-        known.add(package.name.lower())
+        seen.add(package.name.lower())
         for point in points:
             group = cast(Group, point.group.removeprefix(_PREFIX))
             if group in GROUPS:

@@ -177,10 +177,10 @@ def out_of_memory(what: str, error: MemoryError) -> OutOfMemory:
     """The error for a lack of memory; see `naming_memory`."""
     if isinstance(error, OutOfMemory):  # it says more
         return error
-    found = OutOfMemory(
+    result = OutOfMemory(
         f"{what}: out of memory{': ' if str(error) else ''}{error}. Take less at once, a smaller "
         "budget_bytes, fewer processes on this machine, or a larger limit (ulimit -v, cgroups)"
     )
     for note in getattr(error, "__notes__", ()):  # such as the array
-        found.add_note(note)
-    return found
+        result.add_note(note)
+    return result

@@ -72,10 +72,10 @@ def joined(policy: P, given: Mapping[str, Any]) -> P:
     Raises:
         ValueError: one is given twice.
     """
-    for each in fields(policy):  # type: ignore[arg-type]
-        if each.name in given and getattr(policy, each.name) != each.default:
+    for option in fields(policy):  # type: ignore[arg-type]
+        if option.name in given and getattr(policy, option.name) != option.default:
             raise ValueError(
-                f"give {each.name} to the Checkpointer or to its {type(policy).__name__}, "
+                f"give {option.name} to the Checkpointer or to its {type(policy).__name__}, "
                 "not to both"
             )
     return replace(policy, **given)  # type: ignore[type-var]
@@ -280,7 +280,7 @@ class SaveOptions(CommonOptions):
         if self.features:
             from unickpt.features import SaveFeature
 
-            if not all(isinstance(each, SaveFeature) for each in self.features):
+            if not all(isinstance(feature, SaveFeature) for feature in self.features):
                 raise TypeError(
                     f"features={quoted(self.features)} must be a list of objects whose classes "
                     "derive from unickpt.extend.SaveFeature"

@@ -64,9 +64,9 @@ def reporting(progress: Progress, what: str, process: int = 0) -> Iterator[Progr
         yield _Guarded(progress)
         return
     bar = _Bar(what)
-    told = _Guarded(bar.show)
+    report = _Guarded(bar.show)
     try:
-        yield told
+        yield report
     except BaseException:
         bar.close(done=False)
         raise

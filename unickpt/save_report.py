@@ -102,12 +102,12 @@ class SaveReport:
         With `mean_bytes` it says how evenly the processes shared the work: replicas of an array
         each write a part of it.
         """
-        return int(max((of["bytes"] for of in self.writers), default=0))
+        return int(max((writer["bytes"] for writer in self.writers), default=0))
 
     @property
     def mean_bytes(self) -> float:
         """On the coordinator, what a process wrote on average; else 0."""
-        return sum(of["bytes"] for of in self.writers) / max(1, len(self.writers))
+        return sum(writer["bytes"] for writer in self.writers) / max(1, len(self.writers))
 
     @property
     def gb_per_s(self) -> float:
@@ -130,7 +130,7 @@ class SaveReport:
             f"{html.seconds_text(self.seconds)} ({self.gb_per_s:.3g} GB/s)",
             f"blocked the caller for {html.seconds_text(self.blocked_s)}",
         ]
-        own = {
+        figures = {
             "written": size_text(self.written_bytes),
             "taken from the base": size_text(self.reused_bytes),
             "staged": size_text(self.staged_bytes),
@@ -140,16 +140,20 @@ class SaveReport:
         from unickpt.trees import name_ranges
 
         differ = {"differ between processes": name_ranges.listed(self.replicas_differ)}
-        slowest = sorted(enumerate(self.writers), key=lambda of: -of[1].get("seconds", 0.0))
+        slowest = sorted(enumerate(self.writers), key=lambda pair: -pair[1].get("seconds", 0.0))
         rows = [
-            (process, html.seconds_text(of.get("seconds", 0.0)), size_text(int(of["bytes"])))
-            for process, of in slowest[:_SLOWEST]
+            (
+                process,
+                html.seconds_text(writer.get("seconds", 0.0)),
+                size_text(int(writer["bytes"])),
+            )
+            for process, writer in slowest[:_SLOWEST]
         ]
         return html.page(
             "SaveReport",
             self.url,
             facts,
-            html.facts_table({"process": self.process, **own}),
+            html.facts_table({"process": self.process, **figures}),
             html.facts_table(needs) if self.bases else "",
             html.facts_table(differ) if self.replicas_differ else "",
             html.table(("slowest process", "wrote for", "bytes"), rows, len(rows))

@@ -88,15 +88,15 @@ def in_batches(
         nbytes_of: the bytes of a piece.
     """
     batch: list[T] = []
-    held = 0
+    batch_bytes = 0
     for item in items:
         nbytes = nbytes_of(item)
-        is_large = most_bytes is not None and held + nbytes > most_bytes
+        is_large = most_bytes is not None and batch_bytes + nbytes > most_bytes
         if batch and (is_large or len(batch) == most):
             yield batch
-            batch, held = [], 0
+            batch, batch_bytes = [], 0
         batch.append(item)
-        held += nbytes
+        batch_bytes += nbytes
     if batch:
         yield batch
 

@@ -128,15 +128,15 @@ class Selection:
 
     def of(self, name: str, box: Box) -> tuple[Unit, bool]:
         """The unit of a chunk of an array with units, and whether it is left out."""
-        held = self.units[name]
-        return (held.key, held.within(box).start), self.borrows(name, box)
+        array_units = self.units[name]
+        return (array_units.key, array_units.within(box).start), self.borrows(name, box)
 
     def borrows(self, name: str, box: Box) -> bool:
         """Whether all units of a box of an array are left out."""
-        held = self.units.get(name)
-        if held is None or self.written is None:
+        array_units = self.units.get(name)
+        if array_units is None or self.written is None:
             return False
-        return not any(map(self.written[held.key].__contains__, held.within(box)))
+        return not any(map(self.written[array_units.key].__contains__, array_units.within(box)))
 
     def writes(self, unit: Unit) -> bool:
         """Whether a unit is written."""
@@ -145,9 +145,11 @@ class Selection:
     def on(self, found: str | None) -> Selection | None:
         """The same units, with the others in that of `earlier` which an attempt made; None if it
         made none of these."""
-        for each in self.earlier:
-            if each.attempt == found:
-                return replace(self, metadata=each.metadata, steps=each.steps, earlier=(each,))
+        for candidate in self.earlier:
+            if candidate.attempt == found:
+                return replace(
+                    self, metadata=candidate.metadata, steps=candidate.steps, earlier=(candidate,)
+                )
         return None
 
     def check(self, found: Index | None, where: object) -> None:
