@@ -18,7 +18,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def _matches(pattern: Sequence[str], components: Sequence[str]) -> bool:
-    ends = {0}  # how many components what was looked at so far can match
+    ends = {0}  # how many components the pattern so far can match
     for part in pattern:
         if part == "**":
             ends = set(range(min(ends, default=len(components) + 1), len(components) + 1))

@@ -76,7 +76,7 @@ NEXT: Mapping[AttemptState, set[AttemptState]] = {
 }
 """The states that may follow each."""
 REMOVABLE = {_S.OPEN, _S.WRITING, _S.MERGING, _S.FAILED}
-"""In these, a process that gives up may remove what it wrote: it is certain that nobody commits it.
+"""In these, a process that gives up may remove what it wrote: it will certainly not be committed.
 In the others only if another process has reported that (`Notes.settled`)."""
 
 

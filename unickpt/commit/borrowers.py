@@ -61,7 +61,7 @@ def need_retired(location: Location, digest: str, context: ts.Context) -> bool:
     if manifest is None:
         return False
     names = borrowed.marked(location, version.version_of(manifest).attempt, context)
-    # The newest of them is probably there, and the others are not looked at.
+    # The newest of them is probably there, so the others are not read.
     newest_first = sorted(names, key=lambda name: (len(name), name), reverse=True)
     return any(_borrows(location, name, digest) for name in newest_first) or bool(
         _renamed(location, names, context, digest)
@@ -76,7 +76,7 @@ def _renamed(
 
     Arguments:
         base: the other one.
-        marked: the names of those that borrowed from it; not looked at again.
+        marked: the names of those that borrowed from it; not read again.
         context: for the storage.
         digest: as for `_borrows`.
     """

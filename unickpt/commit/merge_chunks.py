@@ -192,7 +192,7 @@ class _ListedChunks:
             rows = slice(start, start + len(record.chunks))
             start = rows.stop
             self.process[rows], self.digest[rows] = process, record.chunks["digest"]
-            self.where[rows] = positions.of(names[process], process, record)
+            self.where[rows] = positions.find_rows(names[process], process, record)
             self._place(rows, process, record)
             if winners:
                 self.where[rows][_lost_rows(record, names[process], process, winners)] = -1
@@ -270,7 +270,7 @@ class _Positions:
         self._stops = {name: span.stop for name, span in spans.items()}
         self._known: dict[int, tuple[Column, Column]] = {}
 
-    def of(self, names: Sequence[str], process: int, record: Record) -> Column:
+    def find_rows(self, names: Sequence[str], process: int, record: Record) -> Column:
         """Those of a record's chunks. The boxes of all processes must come in the order of these.
 
         Raises:

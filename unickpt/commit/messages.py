@@ -71,7 +71,7 @@ class Record:
             ascending.
         extra: what codecs say about arrays, by codec and array number (`codecs.Extra`).
         notes: what features say about the save of this process, by their names.
-        units: of which step its units are, by key, if some may be left out of a save.
+        units: the step of each of its units, by key, if a save may leave some out.
     """
 
     description: int

@@ -16,7 +16,7 @@ _SUFFIX = ".at"
 _BYTES = 256
 WRITE, WAIT, COMMIT = "write", "wait", "commit"
 WORDS = {WRITE: "writing", WAIT: "waiting", COMMIT: "committing"}
-"""The phases of which a process reports, and what it does then."""
+"""The phases that a process reports, and what it does in each."""
 NOT_BEGUN, DONE = "not begun", "done"
 
 

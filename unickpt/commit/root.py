@@ -351,7 +351,7 @@ class _ChunkEntries:
 
     def run(self, orders: _Orders) -> TreeEntries:
         """Their entries."""
-        tails, numbers = orders.of(self.part.grid)
+        tails, numbers = orders.sort_keys(self.part.grid)
         prefix, chosen = self.prefix, self.chosen[numbers]
         if not chosen.all():
             tails, numbers = list(compress(tails, chosen.tolist())), numbers[chosen]
@@ -366,7 +366,7 @@ class _Orders:
         self._grid: tuple[int, ...] | None = None
         self._found: tuple[list[bytes], Column] = ([], np.zeros(0, np.int64))
 
-    def of(self, grid: tuple[int, ...]) -> tuple[list[bytes], Column]:
+    def sort_keys(self, grid: tuple[int, ...]) -> tuple[list[bytes], Column]:
         """Those of a grid."""
         if grid != self._grid:
             # "/" and the end of a key come before all digits: the order is that of the components.

@@ -24,8 +24,8 @@ class Version:
     Arguments:
         manifest: its bytes.
         attempt: the name of the attempt that made it; empty if the manifest is damaged.
-        copied: the name of the version of which this is a copy in other files, which has a manifest
-            of its own; empty if it is none.
+        copied: the name of the version that this is a copy of, in other files and with its own
+            manifest; empty if it is no copy.
     """
 
     manifest: bytes
@@ -70,7 +70,7 @@ def copied_folder(attempt: str, name: str) -> str:
 
 def _made_by(manifest: bytes) -> tuple[str, str]:
     """The attempt whose `processes/<attempt>/root/` holds the root of the B-tree, and the version
-    of which it is a copy; see `Version`."""
+    that it is a copy of; see `Version`."""
     try:
         root_node = nodes.manifest(manifest).root
     except Failed:

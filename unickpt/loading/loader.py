@@ -374,7 +374,7 @@ class _Loading(NamedTuple):
 
 
 def _filled(view: View, overlaps: Overlaps, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """What was read, of which leaves with shared memory are filled now.
+    """The arrays that were read; fills those with shared memory now.
 
     Raises:
         LoadMismatch: other values are stored for each of two leaves that share memory.
@@ -414,7 +414,7 @@ def _decode(view: View, name: str, stored: StoredValue, like: Any, among: Sequen
 
 
 def _read(value: Any) -> Any:
-    """A value of which all is read."""
+    """A value, read completely."""
     return Sections(value.facts, dict(value.values)) if isinstance(value, Sections) else value
 
 

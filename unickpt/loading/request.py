@@ -85,7 +85,7 @@ class Selection:
             where: the checkpoint, for messages.
             requested: names of the leaves of `like`, or of all that is stored without it.
             stored: names of what is stored, or of what rules make of it.
-            before_rules: names of what is stored, of which rules make something.
+            before_rules: stored names that rules use.
 
         Raises:
             LoadMismatch: names the patterns that match nothing, and some leaves.
@@ -169,7 +169,7 @@ class LoadRequest(NamedTuple):
                 to it, such as optimizers without state.
             selection: which leaves are requested.
         """
-        stored = cache(lambda: selection.among(stored_tree()))  # of which most trees ask nothing
+        stored = cache(lambda: selection.among(stored_tree()))  # most trees need nothing of it
         node = tree.flatten(
             like,
             leaf_test(among),
@@ -260,7 +260,7 @@ class _Comparison:
     prevent loading. The arguments are those of `compare`, and all names of the checkpoint."""
 
     view: View
-    asked: LoadRequest
+    request: LoadRequest
     policy: Policy
     have: Collection[str]
     rows: list[Difference] = field(default_factory=list)
@@ -272,7 +272,7 @@ class _Comparison:
     def add(self, name: str) -> None:
         """Compares one leaf of `like`."""
         view, index = self.view, self.view.index
-        value, target = self.asked.leaves[name], self.asked.targets.get(name)
+        value, target = self.request.leaves[name], self.request.targets.get(name)
         leaf, keeps = stored_leaf(index, name), not _abstract(value, target)
         if name in view.misfits and keeps:
             source = stored_leaf(view.checkpoint.index, view.misfits[name])
@@ -302,7 +302,7 @@ class _Comparison:
 
     def missing(self, name: str) -> Difference:
         """The row of a leaf of `like` that is not stored."""
-        requested = _asked(self.asked.leaves[name], self.asked.targets.get(name))
+        requested = _asked(self.request.leaves[name], self.request.targets.get(name))
         return Difference(name, "missing", "-", requested)
 
     def _add_array(self, name: str, entry: ArrayEntry, target: ArrayTarget, keep: bool) -> None:
@@ -334,7 +334,7 @@ class _Comparison:
             return False
         if not names:
             return True
-        index, targets = self.view.checkpoint.index, self.asked.targets
+        index, targets = self.view.checkpoint.index, self.request.targets
         return (
             any(name in targets for name in lost)
             and any(isinstance(stored_leaf(index, name), ArrayEntry) for name in skipped)
@@ -490,7 +490,7 @@ def _asked(value: Any, target: ArrayTarget | None) -> str:
 
 
 def _new_objects(node: tree.Node | tree.Leaf, name: str = "") -> Iterator[tuple[str, str]]:
-    """The outermost mutable objects of `like` of which a load returns new ones: name, class."""
+    """The outermost mutable objects of `like` that a load returns as new ones: name, class."""
     if isinstance(node, tree.Leaf):
         return
     if node.kind == "object" and _is_mutable(node.original):

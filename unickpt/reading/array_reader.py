@@ -135,7 +135,7 @@ def read_arrays(
                 for index in stored.read(batch.requests) if batch.requests else ():
                     raise mismatch(stored, batch.requests[index])
             batch.finish(filled, done)
-            whole, sizes, other_jobs = [], [], batch.others
+            whole, sizes, other_jobs = [], [], batch.other_jobs
         if whole or other_jobs:
             chunk_reader = reader or ChunkReader(stored)
             try:
@@ -165,7 +165,7 @@ class Filled:
 
     Arguments:
         jobs: all jobs.
-        told: called with the bytes that are filled, and those of all; None for nobody.
+        progress: called with the bytes that are filled, and those of all, if given.
     """
 
     def __init__(self, jobs: Sequence[Job], progress: ProgressFunction | None = None) -> None:
@@ -201,7 +201,7 @@ class _Batch:
     """
 
     requests: Sequence[Request]
-    others: list[Job]
+    other_jobs: list[Job]
     """Those that have to be read otherwise, because their memory is not contiguous."""
 
     def __init__(
@@ -219,7 +219,7 @@ class _Batch:
             prefer_huge_pages(buffer)
         plain = [buffer.flags.c_contiguous for buffer in memory]
         self._jobs = list(compress(jobs, plain))
-        self.others = [job for job, is_plain in zip(jobs, plain, strict=True) if not is_plain]
+        self.other_jobs = [job for job, is_plain in zip(jobs, plain, strict=True) if not is_plain]
         self.requests = [
             Request(job.entry, _only_part(job.entry), 0, buffer, digest)
             for job, buffer, digest in compress(zip(jobs, memory, digests, strict=True), plain)
@@ -278,7 +278,7 @@ class _Reads:
         slots = slots_of(job)
         fill(slots, buffers, self._planner.verify)
         reads = self._planner.reads(consumers_of(slots, buffers))
-        # Each once, in the order in which they are read: progress is told as they end.
+        # Each once, in the order in which they are read: progress is reported as they end.
         pending = dict.fromkeys(self._reader.submit(read) for read in reads)
 
         def finish() -> None:
@@ -302,7 +302,7 @@ class _Reads:
             batch.finish(self._filled, self._done)
 
         self._window.add(nbytes, finish)
-        return batch.others
+        return batch.other_jobs
 
 
 def buffers_of(stored: Reader, job: Job) -> dict[str, list[Array]]:

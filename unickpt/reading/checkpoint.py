@@ -214,7 +214,7 @@ class Checkpoint(Mapping[str, "StoredArray"]):
     @property
     def timing(self) -> Timing | None:
         """How long the save took, by process and phase; None if that was not kept, as by other
-        systems. Reads it anew.
+        systems. Reads it again.
 
         Raises:
             CheckpointCorrupt: it is damaged; all else may be sound.

@@ -203,7 +203,7 @@ class Arrival:
             else:
                 link.close()
             self._come = [peer for peer in self._come if not _has_left(peer[0])]
-        place.close()  # whoever comes now is one of the next
+        place.close()  # a process that comes now is of the next load
         links, files = [link for link, _ in self._come], [memory, *(file for _, file in self._come)]
         for index, link in enumerate(links, 1):
             try:
@@ -256,7 +256,7 @@ def _has_left(link: socket.socket) -> bool:
 
 
 def _is_own(link: socket.socket) -> bool:
-    """Whether the other process is of this user: anybody may use the name."""
+    """Whether the other process is of this user: any user may use the name."""
     size = struct.calcsize("3i")
     _, user, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return bool(user == os.getuid())

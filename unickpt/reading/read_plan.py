@@ -117,7 +117,7 @@ _KEPT_PLANS, _KEPT_CHUNKS = 1024, 16
 
 
 class Planner:
-    """Plans which chunks are read; small arrays of one shape, of which the same is needed, once.
+    """Plans which chunks are read; once for small arrays of one shape that need the same.
 
     Arguments:
         stored: the checkpoint.

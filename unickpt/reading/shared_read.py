@@ -179,7 +179,7 @@ class SharedRead:
     """One load by several processes.
 
     A round's chunks are read while those of the round before are exchanged and placed. A process
-    that fails keeps taking part until the transport says so, so that nobody waits for it in vain.
+    that fails keeps taking part until the transport says so: no other process waits for it in vain.
 
     Arguments:
         stored: the checkpoint.

@@ -222,7 +222,7 @@ class _Checker(ChunkReader):
         ]
 
     def _check(self, read: ChunkRead) -> Checked:
-        """Checks a chunk of several of which some cannot be read."""
+        """Checks one chunk by itself, where a batch cannot be read as a whole."""
         try:
             reason = _DIFFERS if self._stored.read(self._requests([read])) else ""
         except (CheckpointCorrupt, StorageError) as error:

@@ -39,7 +39,7 @@ class WriteItem:
         nbytes: of its elements in memory; of several chunks, of all.
         fragment: holds its data.
         assumed: as `ArraySource.assumed`.
-        unit: of which it is a part.
+        unit: that it is a part of.
         borrowed: whether the chunk of the step before is saved, not its data.
         count: how many chunks these are.
     """

@@ -33,7 +33,7 @@ class DescribedSave:
         attempt: the name that the save will have in the index.
         entries: the arrays.
         sources: what this process holds of them.
-        units: the names of arrays with units, of which the step before need not have the newest.
+        units: the names of arrays with units; the step before may have older ones.
         arrays: the arrays as the program has them, by name.
         current: some of them as they are now, by name.
     """

@@ -140,7 +140,7 @@ class Checkpointer:
         self._options = SaveOptions.or_default(options)
         self._reuses = reuse is not False
         if self._reuses:
-            _ = self._options.references  # a missing plug-in is told here
+            _ = self._options.references  # a missing plug-in is reported here
         check_changed(self._options.changed, self._reuses)
         if not isinstance(reuse, bool):
             self._options = replace(self._options, reuse=reuse)

@@ -121,8 +121,7 @@ class Cleaning:
                 the run keeps such steps.
 
         Returns:
-            Whether it is not there any more. A failure is told once, and tried again after the next
-            save.
+            Whether it is gone. A failure is logged once, and tried again after the next save.
         """
         try:
             folder.remove(step)

@@ -59,9 +59,8 @@ def record_copied(step: Location, version: Version, *, fsync: bool) -> None:
 def read(step: Location, version: Version) -> Lineage:
     """What a version of a step superseded and followed, as far as it was recorded.
 
-    Where its manifest is damaged, so that nothing tells which attempt made it, it superseded
-    what any attempt that is there did: better damage that is told than an older version in its
-    place.
+    Where its manifest is damaged, so that its attempt is unknown, it superseded what any
+    attempt there did: reported damage is better than an older version in its place.
 
     Raises:
         StorageError: the storage failed.

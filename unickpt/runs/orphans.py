@@ -58,8 +58,8 @@ class Orphan:
         kind: "unfinished": a folder without a committed checkpoint; "unused": an attempt to save a
             checkpoint that another attempt committed; "lock": a lock file; "export": what a killed
             export wrote; "replaced": the checkpoint that a killed export was about to replace,
-            which is missing in its place, and is put back; "retired": a step that was removed but
-            for what others borrowed, of whom none is left.
+            which is missing in its place, and is put back; "retired": a step that was removed
+            except for what others borrowed, and none of these is left.
         files: number of files.
         nbytes: bytes of all files, if known.
         age_s: seconds since the last write; None if the storage does not say.

@@ -94,7 +94,7 @@ class Removal:
         return step in self._steps.in_use.saved()
 
     def _settled(self, step: int, group: Group, drain: Callable[[], None]) -> list[int]:
-        """The committed steps, of which `step` is one, when no process saves and what is stale is
+        """The committed steps, including `step`, once no process saves and stale ones are
         removed."""
         drain()
         self._remove_abandoned(group)

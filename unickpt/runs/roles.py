@@ -26,8 +26,8 @@ class Roles:
     """The folders of all roles, seen from one of them.
 
     Arguments:
-        own: its folder.
-        others: those of the others.
+        folder: of this role.
+        other_folders: of the other roles.
 
     Raises:
         StorageError: the storage failed.

@@ -192,7 +192,7 @@ def check_changed(changed: object, reuses: bool) -> None:
 def knowing(
     options: SaveOptions, changed: Mapping[str, Any] | Literal["tracked"] | None, reuses: bool
 ) -> SaveOptions:
-    """The options of a save of which it is known what changed, before what they say of all saves.
+    """The options of a save with its own `changed`, which overrides that of the options.
 
     Raises:
         TypeError, ValueError: see `SaveOptions.changed` and `check_changed`.

@@ -280,7 +280,7 @@ def copy_version(
         root.lease.check()
     except Exception as error:
         _undo(root, step, version, replaced)
-        with suppress(UnickptError):  # if the storage fails, that is told
+        with suppress(UnickptError):  # if the storage fails, that is reported
             if source.version(step) != version:
                 return False
         if isinstance(error, CheckpointCorrupt):

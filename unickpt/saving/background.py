@@ -388,8 +388,8 @@ class SaveRequest:
         owners: what the optimizers own whose steps wait for staging.
         callbacks, find_base: of this save; see `SaveTask`.
         waits: whether the caller waits for the commit, and so is blocked until then.
-        is_delayed: whether `callbacks.prepare` waits until somebody else has made the destination,
-            who also bounds how many saves are in flight.
+        is_delayed: whether `callbacks.prepare` waits until another party has made the destination,
+            which also bounds how many saves are in flight.
     """
 
     path: paths.PathLike | Location

@@ -246,7 +246,7 @@ def _source(value: Any, group: Group, among: Sequence[Adapter]) -> ArraySource:
 
 
 def _check_chunk(entry: ArrayEntry) -> None:
-    """Checks that readers accept a chunk of which only the index says how large it is."""
+    """Checks that readers accept a chunk whose size only the index says."""
     nbytes, most = math.prod(entry.chunk) * entry.itemsize, chunk_store.COMPRESSED_MOST
     if not entry.encoding or nbytes <= most:
         return

@@ -23,7 +23,7 @@ class KeptChunks:
 
     Arguments:
         area: memory for copies.
-        memory: what of it this save has.
+        memory: this save's share of it.
         changes: what must not change before it is copied.
         direct: reads chunks where they are.
         events: of the save.

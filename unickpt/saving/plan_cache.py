@@ -1,10 +1,10 @@
 """What a save described and planned, for the next one of the same tree.
 
 A training loop saves the same tree again and again: the same names, shapes, dtypes and layouts,
-with other data. Then only the data are looked at: small arrays are copied all at once, into memory
-that is kept for that, and immutable ones are referred to, without a description of each. A save for
-which the caller waits copies nothing, and refers to all arrays in the memory of the host. Of
-units that take turns, only those are looked at whose turn it is.
+with other data. Then only the data are read. Small arrays are copied all at once, into memory that
+is reused for that. Immutable arrays are referred to, without a description of each. A save for
+which the caller waits copies nothing, and refers to all arrays in the memory of the host. Of units
+that take turns, only those whose turn it is are read.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class _Together:
     Arguments:
         adapter: of the framework.
         copied: whether they are copied; else they are referred to.
-        unit: of which all are; None if they are of none.
-        numbers: theirs among the leaves.
+        unit: of all of them; None if they have none.
+        numbers: their numbers among the leaves.
         names: of them.
         sources: the arrays as they are kept.
         reads: read their copies.
@@ -96,8 +96,8 @@ class _Together:
         return sum(source.held_bytes for source in sources) if self.copied else 0
 
     def let_go(self) -> None:
-        """Refers to no memory of the program, and lets nobody read what a later save might leave
-        out; makes room for copies."""
+        """Drops references to the program's memory, so that nothing reads what a later save might
+        leave out; makes room for copies."""
         _forget(self.sources)
         if self.copied and self.copy is None:
             rooms = list(self._rooms())
@@ -121,7 +121,7 @@ class _Other(NamedTuple):
     Arguments:
         number: its number among the leaves.
         name: of it.
-        unit: of which it is; None if it is of none, or of several.
+        unit: of the array; None if it has none, or several.
         adapter: of its framework.
         kept_source: how it is kept.
     """
@@ -254,7 +254,7 @@ def _may_share(sources: Iterable[ArraySource]) -> bool:
 
 
 class SameTree:
-    """The tree of a save, of which a plan is known.
+    """The tree of a save whose plan is cached.
 
     Arguments:
         plan: what is known.
@@ -337,7 +337,7 @@ class SameTree:
                 yield number, now.get(id(kept_source), kept_source), id(kept_source) not in now
 
     def keep(self, capture: SnapshotPolicy, now: Description) -> Mapping[str, ArraySource]:
-        """Keeps the arrays as they are now, of which `now` says what is not saved."""
+        """Keeps the arrays as they are now; `now` says which of them are not saved."""
         capture.methods.update(self.plan.methods)
         for target, fresh in self._fill(
             lambda name, s: capture.keep(s, partial(now.borrows, name))
@@ -475,7 +475,7 @@ class PlanCache:
             methods: how each fragment of them is kept; None if all stay where they are.
 
         Returns:
-            None if it is a tree of which every leaf must be described each time.
+            None if every leaf of the tree must be described each time.
         """
         like, among, described = skeleton(root), job.among, job.description
         if like is None or _may_share(described.sources.values()):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SaveFeatures:
-    """The features of one save, of which the core knows only the seams.
+    """The features of one save; the core knows only their seams.
 
     Arguments:
         options: of the save.
@@ -37,7 +37,7 @@ class SaveFeatures:
         self.all, self.encoding = options.all_features, options.encoding
 
     def observers(self) -> Sequence[PhaseObserver]:
-        """What is told of the phases of the save."""
+        """The observers of the save's phases."""
         if not self.all:
             return ()
         return [observer for feature in self.all if (observer := feature.observer()) is not None]

@@ -175,7 +175,7 @@ def _skipping(job: SaveTask, described: SameTree | Node | Leaf) -> Iterator[None
         last.pop(next(iter(last)))
 
 
-_MOST_KNOWN = 4  # checkpoints of which `save` knows what may have changed since
+_MOST_KNOWN = 4  # checkpoints for which `save` knows what may have changed since
 
 
 @cache

@@ -92,7 +92,7 @@ class Snapshot:
         return SnapshotMethod.COPY_LATER in self._used
 
     def prepare(self) -> None:
-        """Determines what is copied while the caller waits, and what of it is put off."""
+        """Determines what is copied while the caller waits, and what is deferred."""
         if self.has_now:
             deferred = self._planned().deferred
             self._changes.remember(deferred)

@@ -198,8 +198,8 @@ def _read_by(fragment: Fragment, read: Read, memory: Memory) -> Fragment:
 def _lazily(fragment: Fragment) -> Fragment | None:
     """A fragment in host memory to copy in the background; None if that is not possible.
 
-    Its owner waits before it changes the memory. Freed memory is always detected; a change by
-    anybody else by the version counters of torch and a sample of the elements, if these show it.
+    Its owner waits before it changes the memory. Freed memory is always detected. Other
+    changes are detected only if torch's version counters or a sample of the elements show them.
     """
     from unickpt.arrays import guarded_copy
 
@@ -346,9 +346,9 @@ class Changes:
         self._watched = {i.fragment: i for i in items if i.fragment.memory.mutable}
 
     def remember(self, items: Sequence[WriteItem]) -> None:
-        """Hashes chunks whose copies are put off, so that every change of them is noticed.
+        """Hashes chunks whose copies are deferred, so that every change of them is detected.
 
-        Who asks for lazy copies knows what must not change. Here nobody has asked for them.
+        A user who requests lazy copies knows what must not change; these were not requested.
         """
 
         def hash_one(item: WriteItem, _: None) -> None:

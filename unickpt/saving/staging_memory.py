@@ -323,11 +323,11 @@ def _spare_room(own_items: Sequence[WriteItem], memory: CopyMemory) -> int:
 def _deferring(
     own_items: Sequence[WriteItem], capture: SnapshotPolicy, room: int
 ) -> tuple[list[WriteItem], list[WriteItem]]:
-    """What this process writes, and of that what is copied later, because it does not fit.
+    """What this process writes, and the part of it that is copied later because it does not fit.
 
     Arguments:
         own_items: what it writes.
-        capture: knows of which chunks that is safe.
+        capture: knows for which chunks that is safe.
         room: bytes of copies that fit.
     """
     planned_items, deferred = [], []

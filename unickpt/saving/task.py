@@ -59,7 +59,7 @@ class Timings:
     """
 
     observers: Sequence[PhaseObserver] = ()
-    """Are told of each phase."""
+    """Called for each phase."""
 
     def __init__(self) -> None:
         self._started, self._asked = time.perf_counter(), time.time()
@@ -215,7 +215,7 @@ class SaveTask:
             self.describe_leaves(tree, metadata)
 
     def describe_leaves(self, tree: Any, metadata: Mapping[str, Any] | None) -> None:
-        """As `describe`, after `features.choose`, for who has an error fail the save."""
+        """As `describe`, after `features.choose`; the caller fails the save on an error."""
         features = self.features
         description = describe(tree, metadata, self.group, self.options, self.among, features)
         if features.write_filter is not None:
@@ -235,7 +235,7 @@ class SaveTask:
         self.timings.lap("describe")
 
     def describe_again(self, description: Description, assumed: Iterable[Assumed]) -> None:
-        """As `describe`, of a tree of which all but the data is known.
+        """As `describe`, of a tree whose description is cached.
 
         Arguments:
             description: of the tree.
@@ -337,7 +337,7 @@ class SaveTask:
         return report
 
     def _reporting(self) -> AbstractContextManager[ProgressFunction | None]:
-        """What is told of the bytes that are done, if anything is."""
+        """The function that reports the bytes that are done, if there is one."""
         progress = self.options.progress
         if not progress:
             return nullcontext()

@@ -42,7 +42,7 @@ def plan_writes(description: Description, process: int) -> WritePlan:
 
 
 def plan_again(plan: WritePlan, description: Description, process: int) -> WritePlan:
-    """As `plan_writes`, of a tree of which a plan is known: perhaps of a save of other units."""
+    """As `plan_writes`, from an earlier plan of the same tree, perhaps of a save of other units."""
     selection = description.selection
     if selection is None or not description.units:
         return plan
@@ -53,7 +53,7 @@ def plan_again(plan: WritePlan, description: Description, process: int) -> Write
             if borrowed != item.borrowed:
                 changed[id(item)] = item.with_borrowed(borrowed)
     held_items = [changed.get(id(item), item) for item in plan.held]
-    if plan.alone:  # nobody shares anything out
+    if plan.alone:  # replicas are not split
         return WritePlan(held_items, [changed.get(id(item), item) for item in plan.own], True)
     return _plan(held_items, description, process)
 

@@ -63,8 +63,8 @@ class ChunkWriter:
         budget_bytes: memory to write with.
         source: provides the chunks.
         base: what the save refers to instead of writing it.
-        told: called with the bytes that are done and those in total; None for nobody.
-        encoder: encodes the chunks of arrays of which it is not decided how they are stored.
+        progress: called with the bytes that are done and those in total, if given.
+        encoder: encodes the chunks of arrays whose encoding is not decided yet.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class ChunkWriter:
 
     @contextmanager
     def _stopping(self) -> Iterator[None]:
-        """A failure is told when what was begun has ended, not all that waits for its turn."""
+        """On failure, finishes running batches and drops queued ones."""
         try:
             yield
         except BaseException:
