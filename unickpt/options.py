@@ -66,19 +66,19 @@ def take_write_policy(arguments: dict[str, Any]) -> SaveFeature | None:
 P = TypeVar("P")
 
 
-def joined(policy: P, given: Mapping[str, Any]) -> P:
+def joined(policy: P, arguments: Mapping[str, Any]) -> P:
     """A policy with the fields that were given beside it.
 
     Raises:
         ValueError: one is given twice.
     """
     for option in fields(policy):  # type: ignore[arg-type]
-        if option.name in given and getattr(policy, option.name) != option.default:
+        if option.name in arguments and getattr(policy, option.name) != option.default:
             raise ValueError(
                 f"give {option.name} to the Checkpointer or to its {type(policy).__name__}, "
                 "not to both"
             )
-    return replace(policy, **given)  # type: ignore[type-var]
+    return replace(policy, **arguments)  # type: ignore[type-var]
 
 
 class ChoosesCodes(Protocol):

@@ -105,7 +105,7 @@ class _Drawing:
                 self._write(canvas, r, c, lefts, step)
         return canvas
 
-    def _at(self, r: int, c: int) -> tuple[int, ...]:
+    def _cell(self, r: int, c: int) -> tuple[int, ...]:
         """What distinguishes a cell from its neighbours: its owner, or its own position."""
         if not (0 <= r < len(self.rows) and 0 <= c < len(self.columns)):
             return ()
@@ -116,8 +116,8 @@ class _Drawing:
         self, canvas: list[list[str]], r: int, c: int, lefts: Sequence[int], step: int
     ) -> None:
         """A corner with the walls to its right and below it."""
-        nw, ne = self._at(r - 1, c - 1), self._at(r - 1, c)
-        sw, se = self._at(r, c - 1), self._at(r, c)
+        nw, ne = self._cell(r - 1, c - 1), self._cell(r - 1, c)
+        sw, se = self._cell(r, c - 1), self._cell(r, c)
         arms = 8 * (nw != ne) + 4 * (sw != se) + 2 * (nw != sw) + (ne != se)
         y, x = r * step, lefts[c]
         canvas[y][x] = _LINES[arms]
@@ -132,13 +132,13 @@ class _Drawing:
         self, canvas: list[list[str]], r: int, c: int, lefts: Sequence[int], step: int
     ) -> None:
         """The label of a fragment, once, in its middle."""
-        cell = self._at(r, c)
-        if cell in (self._at(r - 1, c), self._at(r, c - 1)):
+        cell = self._cell(r, c)
+        if cell in (self._cell(r - 1, c), self._cell(r, c - 1)):
             return
         bottom, right = r, c
-        while self._at(bottom + 1, c) == cell:
+        while self._cell(bottom + 1, c) == cell:
             bottom += 1
-        while self._at(r, right + 1) == cell:
+        while self._cell(r, right + 1) == cell:
             right += 1
         text = self.texts[cell[0]] if len(cell) == 1 else [ELIDED]
         top = (r * step + 1 + (bottom + 1) * step - len(text)) // 2

@@ -265,7 +265,7 @@ class ChunkValues:
         for value, key in list(zip(chain, keys, strict=True))[1:]:
             length = value.store.values.length(key)
             if length is None:
-                raise Damaged(f"no bytes stored of a patch{_of(value)}")
+                raise Damaged(f"no bytes stored of a patch{_base_note(value)}")
             if length > most:
                 raise Damaged(f"a patch of {length} bytes for a chunk of {most}")
             values = value.store.values
@@ -276,7 +276,9 @@ class ChunkValues:
             data = response.result().value if self._is_slow else response
             if data is None or len(data) != length:
                 stored = "no" if data is None else len(data)
-                raise Damaged(f"{stored} bytes stored of a patch, {length} expected{_of(value)}")
+                raise Damaged(
+                    f"{stored} bytes stored of a patch, {length} expected{_base_note(value)}"
+                )
             additions.append(bytes(data))
         return additions
 
@@ -290,14 +292,14 @@ def read_full(entry: ArrayEntry, number: int, chain: Sequence[Value], out: Array
             return out
         data = store.stored_bytes(entry, part, number)
     except Damaged as error:
-        raise Damaged(f"{error}{_of(chain[0])}") from error
+        raise Damaged(f"{error}{_base_note(chain[0])}") from error
     if out.dtype == np.uint8 and out.shape == data.shape:
         out[:] = data
         return out
     return data.copy()
 
 
-def _of(value: Value) -> str:
+def _base_note(value: Value) -> str:
     """Whose a value is, and what to do without it, for messages."""
     if value.base is None:
         return ""

@@ -206,14 +206,14 @@ def _refusal(
     return None
 
 
-def check_hints(reader: Reader, hints: Mapping[str, Any], known: Collection[str] = ()) -> None:
+def check_hints(reader: Reader, hints: Mapping[str, Any], allowed: Collection[str] = ()) -> None:
     """Checks that a format takes all hints. Raises HintError."""
-    unknown = [name for name in hints if name not in known]
+    unknown = [name for name in hints if name not in allowed]
     if unknown:
         import difflib  # here, so that importing unickpt stays fast
 
-        takes = f"the hints {', '.join(known)}" if known else "no hints"
-        near = difflib.get_close_matches(unknown[0], known, 1)
+        takes = f"the hints {', '.join(allowed)}" if allowed else "no hints"
+        near = difflib.get_close_matches(unknown[0], allowed, 1)
         raise errors.HintError(
             f"{reader.location} is of the format {reader.format!r}, which takes {takes}; leave out "
             f"{some(list(map(quoted, unknown)))}{f' (did you mean {near[0]!r}?)' if near else ''}"

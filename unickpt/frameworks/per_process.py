@@ -71,11 +71,11 @@ def encode(value: Any, adapters: Sequence[Adapter]) -> Encoded:
     if isinstance(value, Sections):
         _check_section_keys(value.values)
         parts = {
-            tree.plain_key(key): _Part.of(section, adapters, group).binary()
+            tree.plain_key(key): _Part.from_value(section, adapters, group).binary()
             for key, section in value.values.items()
         }
         return sections.join(parts, _facts(value.facts))
-    part = _Part.of(value, adapters, group)
+    part = _Part.from_value(value, adapters, group)
     if part.nbytes < _BINARY_LEAST:
         return Encoded(part.json())
     return sections.join({"": part.binary()}, None)
@@ -112,7 +112,7 @@ class _Part:
     data: Mapping[str, Sequence[memoryview]]
 
     @classmethod
-    def of(cls, value: Any, adapters: Sequence[Adapter], group: Group) -> _Part:
+    def from_value(cls, value: Any, adapters: Sequence[Adapter], group: Group) -> _Part:
         root = tree.flatten(
             value,
             lambda x: _is_leaf(x, adapters) or _is_long_list(x) or isinstance(x, Joined),
@@ -241,10 +241,10 @@ def decode(stored: StoredValue, where: str, like: Any, adapters: Sequence[Adapte
         if stored.is_empty:
             raise _Misfit("this process saved no value of its own, `like` asks for one")
         if stored.is_json:
-            return _one(stored.json(), None, like, adapters)
+            return _decode_value(stored.json(), None, like, adapters)
         facts = stored.head().facts
         if facts is None:
-            return _one(*stored.section(""), like, adapters)
+            return _decode_value(*stored.section(""), like, adapters)
         if like is not None and not isinstance(like, Sections):
             raise _Misfit("the stored per-process value is in Sections, `like` is not")
     except Malformed as error:
@@ -254,14 +254,16 @@ def decode(stored: StoredValue, where: str, like: Any, adapters: Sequence[Adapte
 
     def section(key: str) -> Any:
         try:
-            return _one(*stored.section(key), None, adapters)
+            return _decode_value(*stored.section(key), None, adapters)
         except Malformed as error:
             raise CheckpointCorrupt(f"{where}: section {quoted(key)}: {error}") from None
 
     return Sections(facts, LazyMapping(stored, section))
 
 
-def _one(text: bytes, data: memoryview | None, like: Any, adapters: Sequence[Adapter]) -> Any:
+def _decode_value(
+    text: bytes, data: memoryview | None, like: Any, adapters: Sequence[Adapter]
+) -> Any:
     """A value, or a section, of its JSON and its elements."""
     root, values, about = _decode(text, data)
     prngs = {name: facts.get("prng") for name, facts in about.items()}

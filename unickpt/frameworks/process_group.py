@@ -441,22 +441,22 @@ class Framework(Protocol):
     def group_of(self, given: Any) -> Group | None: ...
 
 
-def group_named(given: object, adapters: Sequence[Framework]) -> Group:
+def group_named(option: object, adapters: Sequence[Framework]) -> Group:
     """The processes that `SaveOptions.group` or `LoadOptions.group` names.
 
     Raises:
         TypeError: it names none.
         ValueError: this process is not one of them.
     """
-    if hasattr(given, "next_attempt"):
-        group: Group = given  # type: ignore[assignment]
+    if hasattr(option, "next_attempt"):
+        group: Group = option  # type: ignore[assignment]
         return group
     for adapter in adapters:
-        named_group = adapter.group_of(given)
+        named_group = adapter.group_of(option)
         if named_group is not None:
             return named_group
     raise TypeError(
-        f"group is of type {type(given).__name__}; omit it under torch.distributed and "
+        f"group is of type {type(option).__name__}; omit it under torch.distributed and "
         "jax.distributed, where all processes save together. For some of them pass a process group "
         "of torch.distributed (dist.new_group([0, 2, 3]), or mesh.get_group()), or a jax Mesh or a "
         "list of jax devices; elsewhere unickpt.ProcessGroup(index, count, session)"

@@ -174,7 +174,9 @@ def resolve(path: PathLike | Location, *, whole: bool = False, or_file: bool = F
         return _checked(local, text, or_file)
     scheme = schemes.find(name)
     if scheme is None:
-        raise InvalidPath(f"{text!r}: unknown scheme {name!r}; known are {_known()}{_meant(name)}")
+        raise InvalidPath(
+            f"{text!r}: unknown scheme {name!r}; known are {_known_schemes()}{_meant(name)}"
+        )
     try:
         parts = urlsplit(text)
     except ValueError as error:
@@ -204,7 +206,9 @@ def _text(path: PathLike) -> str:
             f"the path is of type {type(path).__name__}; pass the path first, as a str or a Path"
         ) from None
     if not isinstance(text, str) or not text or "\0" in text:
-        raise InvalidPath(f"{path!r} is not a path; give a local path or a URL ({_known()})")
+        raise InvalidPath(
+            f"{path!r} is not a path; give a local path or a URL ({_known_schemes()})"
+        )
     return str.__str__(text)  # of a member of an enumeration of strings, its text
 
 
@@ -233,7 +237,7 @@ def _meant(name: str) -> str:
     return f"; did you mean {scheme}://?" if scheme else ""
 
 
-def _known() -> str:
+def _known_schemes() -> str:
     return ", ".join(f"{name}://" for name in schemes.names())
 
 

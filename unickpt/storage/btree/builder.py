@@ -70,14 +70,14 @@ class _Placed(NamedTuple):
 
     Arguments:
         first: its first key.
-        at: where it is.
+        place: where it is.
         keys: number of keys below it.
         tree_bytes: of it and of all nodes below it.
         value_bytes: of all values in files below it.
     """
 
     first: bytes
-    at: DataReference
+    place: DataReference
     keys: int
     tree_bytes: int
     value_bytes: int
@@ -201,9 +201,9 @@ def _manifest(root: _Placed | None, height: int) -> bytes:
         b"\0",  # everything about the versions is in this file
         _numbers([MOST_INLINE, _MOST_DECODED]),
         bytes([_ARITY_LOG2, 0]),  # no compression
-        _files([b"" if root is None else root.at.path.encode()]),
+        _files([b"" if root is None else root.place.path.encode()]),
         bytes([1, 1, height]),
-        *_references([root] if root is not None else [], {root.at.path: 0} if root else {}),
+        *_references([root] if root is not None else [], {root.place.path: 0} if root else {}),
         time.time_ns().to_bytes(8, "little"),
         b"\0",  # no older versions
     ]
@@ -231,7 +231,7 @@ def _leaf(
 
 
 def _inner(height: int, nodes: Sequence[_Placed]) -> bytes:
-    ordered = sorted({node.at.path for node in nodes})
+    ordered = sorted({node.place.path for node in nodes})
     numbers = {path: number for number, path in enumerate(ordered)}
     body = [
         bytes([height]),
@@ -248,7 +248,7 @@ def _references(nodes: Sequence[_Placed], files: dict[str, int]) -> list[bytes]:
     if not nodes:
         return [_numbers([0, _MISSING, _MISSING, 0, 0, 0])]
     rows = [
-        (files[x.at.path], x.at.offset, x.at.length, x.keys, x.tree_bytes, x.value_bytes)
+        (files[x.place.path], x.place.offset, x.place.length, x.keys, x.tree_bytes, x.value_bytes)
         for x in nodes
     ]
     return [_numbers(list(chain.from_iterable(zip(*rows, strict=True))))]
