@@ -79,7 +79,7 @@ class StorageError(UnickptError, OSError):
 
 
 class OutOfMemory(UnickptError, MemoryError):
-    """There is no memory for what was asked; the message says for what, and how much."""
+    """There is not enough memory; the message says for what, and how much."""
 
 
 class ForkedProcess(UnickptError, RuntimeError):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class PhaseObserver(Protocol):
-    """Is told of the phases of one save in this process, such as a tracer."""
+    """Records the phases of one save in this process, such as a tracer."""
 
     def phase(self, name: str, began: float, ended: float) -> None:
         """Records a phase that has ended, on the thread that it was on. An error is logged.
@@ -53,7 +53,7 @@ class SaveFeature:
         return None
 
     def observer(self) -> PhaseObserver | None:
-        """What is told of the phases of a save that begins now; None for nobody. Called on each
+        """Records the phases of the save that begins now; None for no observer. Called on each
         process, in the call that saves."""
         return None
 
@@ -87,7 +87,7 @@ class Run:
 
 @dataclass
 class SaveCall:
-    """A call of `Checkpointer.save`, out of which features take what is theirs.
+    """A call of `Checkpointer.save`; features take their own arguments out of it.
 
     Arguments:
         step: that is saved.

@@ -146,7 +146,7 @@ class SaveOptions(CommonOptions):
             shards of 2, 4 or 8 processes would.
         chunk_shape: chunk shape for all arrays with this number of dimensions, reduced where a
             chunk would cross a fragment's boundary; other arrays use `chunk_bytes`.
-        compression: None; "auto": arrays of at least 64 KiB of which a sample says that they become
+        compression: None; "auto": arrays of at least 64 KiB that a sample predicts to become
             smaller by 5 % and more are stored as byte planes, each compressed by zstd, which
             TensorStore and zarr-python read; all others as they are (docs/compression.md). With
             `unickpt[zstd]`, writing is more than twice as fast. Arrays that `base` has keep what it
@@ -169,8 +169,8 @@ class SaveOptions(CommonOptions):
             borrowed from, the new checkpoint may need several checkpoints beside it. TensorStore
             alone cannot read patched arrays.
         kept_cost: with `reuse="patch"`: what it costs to keep a byte on the storage until the next
-            save, if it costs 1 to write it. A save writes everything anew where going on with
-            patches is predicted to cost more, from how they grew: the sooner, the higher this is.
+            save, if it costs 1 to write it. A save writes everything again where further
+            patches are predicted to cost more, from how they grew: the sooner, the higher this is.
         changed: what changed since `base`, or since the step before of a `Checkpointer(reuse=...)`:
             what did not is neither staged nor read nor hashed. A dict of patterns of names (as of
             `quantize`; the first that matches counts), with False for arrays that did not change,

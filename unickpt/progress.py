@@ -1,4 +1,4 @@
-"""Progress of long saves and loads: a function that is told of bytes, or a bar of tqdm.
+"""Progress of long saves and loads: a callback with byte counts, or a bar of tqdm.
 
 This is the only module that imports tqdm, and only for `progress=True`.
 """
@@ -74,7 +74,7 @@ def reporting(progress: Progress, what: str, process: int = 0) -> Iterator[Progr
 
 
 def nothing(done: int, total: int) -> None:
-    """Tells nobody."""
+    """Reports nothing."""
 
 
 class _Guarded:
@@ -92,7 +92,7 @@ class _Guarded:
 
 
 def _has_viewer() -> bool:
-    """Whether somebody looks: on a terminal, or in a notebook."""
+    """Whether a bar can be seen: on a terminal, or in a notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is not None and "IPKernelApp" in shell.config:
         return True

@@ -27,7 +27,7 @@ class SerialExecutor:
     Arguments:
         name: of the thread.
         failed: called with the error that a piece of work raises; also with a SystemExit, which
-            would end the thread, and nobody could wait for the rest.
+            would end the thread and leave the rest waiting.
     """
 
     def __init__(self, name: str, failed: Callable[[BaseException], object]) -> None:

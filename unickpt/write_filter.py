@@ -94,7 +94,7 @@ class Earlier:
         path: of the checkpoint.
         attempt: that made it, by which another checkpoint at this path is noticed.
         metadata: of the checkpoint that is saved, if this one has them.
-        steps: of which step the units of this process then are.
+        steps: the steps of this process's units if they are in this checkpoint.
     """
 
     path: str
@@ -110,7 +110,7 @@ class Selection:
     Arguments:
         units: those that this process has in each array with units.
         metadata: of the checkpoint that is saved.
-        steps: of which step the units of this process are once they are saved.
+        steps: the steps of this process's units once they are saved.
         what: what messages call the units.
         written: the numbers of those that are written, by key; None if all are.
         earlier: which checkpoints may have the others, the right one first; the next ones if the

@@ -105,7 +105,7 @@ def fragments(shape: Sequence[int], count: int, holders: BoxHolders, layout: Lay
     Arguments:
         shape: of the array.
         count: of its fragments; if there are too many for a map, a sentence says so.
-        holders: the fragments; not looked at if there are too many.
+        holders: the fragments; not used if there are too many.
         layout: of the array.
     """
     if not count:

@@ -199,7 +199,7 @@ def free_chunk(
 
 
 def _for_shards(extent: int, limit: int, least: int, shards: int) -> int:
-    """The largest extent from `least` to `limit` of which a shard is a multiple; if there is none,
+    """The largest extent from `least` to `limit` that divides a shard; if there is none,
     for half as many shards, and so on. Frameworks make all shards equal but the last."""
     while shards > 1:
         shard = -(-extent // shards)
@@ -250,7 +250,7 @@ class _Target:
         return _Grid(tuple(chunk), tuple(cut), self.itemsize * math.prod(chunk))
 
     def near(self, nbytes: float) -> _Target:
-        """The same with chunks of about so many bytes, if that is less."""
+        """The same with chunks of about this many bytes, if that is less."""
         return replace(self, chunk_bytes=max(1, min(self.chunk_bytes, int(nbytes))))
 
 

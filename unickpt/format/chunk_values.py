@@ -144,7 +144,7 @@ class ChunkValues:
     def place(self, entry: ArrayEntry, value: Value, number: int) -> bytes | DataReference | None:
         """The file and the bytes of a value of a chunk; of one in the B-tree, its bytes. Raises as
         `chain`."""
-        try:  # not `_naming`: it is asked for each chunk
+        try:  # not `_naming`: this runs for each chunk
             return value.store.values.tree.find(chunk_key(value.part, number))
         except Failed as error:
             raise self._own.explained(error, f"array {entry.name!r}") from error

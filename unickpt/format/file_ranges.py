@@ -32,7 +32,7 @@ CHUNK_BYTES = 16 << 20
 """What one thread reads at a time: of a chunk only what is needed is read, so that small chunks
 would only cost planning."""
 WHOLE = 1 << 62
-"""As the most bytes of a chunk: boxes of which no part can be read."""
+"""As the most bytes of a chunk: each box can only be read as a whole."""
 # A range with this many times the bytes of a chunk is read as a whole; beyond it, in pieces.
 _WASTE = 4
 # Memory for what is read to be put in another order.
@@ -224,7 +224,7 @@ class RangeReader(Reader):
         return (other_bytes or 0) + _joint_length(ranges)
 
     def _reaches(self, entry: ArrayEntry, file: str, end: int) -> bool:
-        """Whether a file has so many bytes."""
+        """Whether a file has at least this many bytes."""
         with reading(f"{self.location}: array {entry.name!r}"):
             if file not in self._sizes:  # once: reading finds out if a file is shorter by then
                 self._sizes[file] = self._files.size(file)

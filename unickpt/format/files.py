@@ -47,7 +47,7 @@ class Files:
         self.heads: dict[str, bytes] = {}
         """What `head` has returned, by file."""
         self.summed = ChecksummedRanges()
-        """The ranges of the files that have a checksum; whoever parses a file adds them."""
+        """The ranges of the files that have a checksum; the parser of a file adds them."""
         self._inside = {self.single}
         """The files that are known not to lie elsewhere: at first the one that the user gave."""
 
@@ -291,11 +291,11 @@ class CheckedFiles(Files):
                 raise Damaged(f"{file}: {range_.name} does not match its checksum")
 
     def begun(self, index: int = 0, count: int = 1) -> Iterator[Range]:
-        """The ranges of which only some has been read.
+        """The ranges that have been read in part.
 
         Arguments:
-            index, count: which process this is of how many that share the work: of what several
-                read, one is to complete it.
+            index, count: this process's number, and how many processes share the work; a range
+                that several of them read is completed by one.
         """
         for number, range_ in enumerate(self.summed):
             parts = self._parts.get(range_)
@@ -303,7 +303,7 @@ class CheckedFiles(Files):
                 continue
             if count == 1:
                 is_own = parts is not None
-            else:  # of some nobody reads the beginning; others are only known to who read them
+            else:  # no process may have read its beginning; not all processes know all ranges
                 has_begin = parts is not None and parts.gaps[0][0] > range_.begin
                 is_own = has_begin or number % count == index
             if is_own:

@@ -1,4 +1,4 @@
-"""The registry of other systems' formats: what is at a location is asked of each."""
+"""The registry of other systems' formats; each is asked whether a location holds it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Format(Protocol):
 
 
 class SeveralCheckpoints(errors.UnsupportedFormat):
-    """A location holds several checkpoints, of which none comes first: `paths`, by name."""
+    """A location holds several checkpoints, and none has priority: `paths`, by name."""
 
     paths: Mapping[str, str] = {}
 
@@ -48,7 +48,7 @@ _registered: list[Format] = []
 
 
 def register(format: Format) -> None:
-    """Adds a format, which is asked after unickpt's own and before those of other systems. A
+    """Adds a format, which is tried after unickpt's own and before those of other systems. A
     package brings one for all programs by an entry point: see `unickpt.doors`.
 
     Example:
@@ -224,7 +224,7 @@ def _formats(files: Files, failed: list[errors.PluginError]) -> Iterator[Format]
     """Formats of other systems; a module is imported only if those before it know nothing.
 
     Arguments:
-        files: if there is not even a folder, no other package is asked.
+        files: without even a folder, no other package is tried.
         failed: gets the errors of those that cannot be imported.
     """
     yield from _registered

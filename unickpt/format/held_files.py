@@ -94,8 +94,8 @@ class HeldFiles:
 
 
 def linked_chunks(reader: OcdbtReader) -> Linked:
-    """The chunks of a checkpoint that are in linked files; without the files with values of
-    composed chunks, of which no digest in the table tells what they hold.
+    """The chunks of a checkpoint that are in linked files. Leaves out files with values of
+    composed chunks: no digest in the table covers these.
 
     Raises:
         CheckpointCorrupt, StorageError: it cannot be read.

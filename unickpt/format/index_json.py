@@ -86,7 +86,7 @@ class _TriedBody(msgspec.Struct):
 
 
 class _ArrayExtra(msgspec.Struct):
-    """What is known in `_ArrayBody.extra`; what codecs say is there, too, by their names."""
+    """The known members of `_ArrayBody.extra`; beside them are notes of codecs, by name."""
 
     compress: _TriedBody | UnsetType = UNSET
     patches: _PatchesBody | UnsetType = UNSET
@@ -110,7 +110,7 @@ _ARRAY = msgspec.json.Decoder(_ArrayBody)
 
 
 class _ReusedBody(msgspec.Struct):
-    """What is there that an earlier checkpoint has, too."""
+    """How many bytes an earlier checkpoint also has."""
 
     reused: _Extent = 0
 
@@ -360,7 +360,7 @@ def _known_members(data: bytes, where: str) -> dict[str, msgspec.Raw]:
 
     Raises:
         UnsupportedFormat: they are not.
-        BadJSON: they cannot be told.
+        BadJSON: they are malformed.
     """
     stored = tree_json.members(data, "index")
     format = tree_json.parsed(stored.get("format", b"null"))

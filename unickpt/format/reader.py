@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 U = TypeVar("U")
 
-# Whatever is stored, this much can always be asked for.
+# Arrays may always take this many bytes, however few are stored.
 _ALWAYS = 1 << 30
 _SHOWN = 3  # of the largest arrays, in a message
 
@@ -171,7 +171,7 @@ class Reader(Protocol):
         return
 
     def stored_bytes(self) -> int | None:
-        """The bytes in which all arrays are stored, at most; None if that cannot be told."""
+        """At most how many bytes store all arrays; None if that is not known."""
         return None
 
     def check_total(self, entries: Collection[ArrayEntry]) -> None:
@@ -253,7 +253,7 @@ class Reader(Protocol):
         return iter(())
 
     def unchecked(self) -> Sequence[str]:
-        """The arrays of which a changed byte would not be noticed, known once they are read."""
+        """The arrays without digests, in which damage goes unnoticed; known once they are read."""
         return [name for name in self.index.arrays if self.digests_of(name) is None]
 
     def part_url(self, part: Part) -> str:

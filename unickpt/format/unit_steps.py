@@ -83,10 +83,10 @@ def merged(
 
     Arguments:
         metadata: as process 0 describes it.
-        written: processes, and of which step what each wrote of a unit is.
+        written: processes, each with the steps of the units that it wrote.
 
     Raises:
-        CoverageError: what two processes wrote of a unit is of different steps.
+        CoverageError: two processes wrote a unit at different steps.
     """
     steps_by_key: dict[str, dict[int, int]] = {}
     first: dict[tuple[str, int], int] = {}

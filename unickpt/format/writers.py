@@ -56,7 +56,7 @@ def names() -> list[str]:
 
 
 def _maker(format: str) -> Callable[..., Writer] | None:
-    """What makes the writer of a format; None if there is none.
+    """The function that makes the writer of a format; None if there is none.
 
     Raises:
         PluginError: it is another package's, which cannot be imported.

@@ -34,7 +34,7 @@ class CheckedStructures:
             return digest in self._digests
 
     def add(self, digest: bytes) -> None:
-        """Remembers a structure; forgets the one that was asked for longest ago."""
+        """Remembers a structure; forgets the least recently used one."""
         with self._lock:
             self._digests[digest] = None
             if len(self._digests) > _MOST_CHECKED:

@@ -100,7 +100,7 @@ class _Growth:
         entry = self._stored[name]
         if not hasattr(entry, "shape"):
             return entry
-        assert self._make is not None, "_can_make was asked"
+        assert self._make is not None, "_can_make was checked"
         return self._make(entry)
 
 

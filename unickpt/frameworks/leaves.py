@@ -131,7 +131,7 @@ def varying(kind: type, adapters: Sequence[Adapter]) -> Adapter | None:
 
 
 def leaf_test(adapters: Sequence[Adapter]) -> Callable[[Any], bool]:
-    """`is_leaf` for the many objects of a tree: what their types alone decide is asked once."""
+    """`is_leaf` for the many objects of a tree; what a type alone decides is cached."""
     answers: dict[type, bool | Callable[[Any], bool]] = dict.fromkeys(tree_json.PLAIN_TYPES, True)
     answers |= dict.fromkeys(_CONTAINERS, False)
 
@@ -247,11 +247,11 @@ class PerProcess:
 
 @dataclass(frozen=True)
 class Sections:
-    """A value for `PerProcess` in sections, of which a process that loads reads those it needs.
+    """A value for `PerProcess` in sections; a process that loads reads those it needs.
 
     With one in `like`, `redistribute` is called for the same number of processes too, and gets for
     each process that saved a `Sections`, or None for one that saved none of its own. Facts are read
-    at once, a section when it is asked for.
+    at once, a section on request.
 
     Arguments:
         facts: what is known of a value without reading its sections: a dict that JSON holds.

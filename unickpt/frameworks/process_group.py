@@ -388,7 +388,7 @@ def processes_on_node(group: Group) -> int:
 
 
 def _job_count(group: Group) -> int:
-    """How many processes the job has of which a group may be a part."""
+    """How many processes the job of a group has."""
     members = members_of(group)
     return group.count if members is None else members.job_count
 
@@ -400,7 +400,7 @@ class JobSession:
     Arguments:
         name: that the job has used for nothing else.
         nodes: counts the processes on this node; None if the launcher says how many there are, or
-            if nobody can count them.
+            if they cannot be counted.
     """
 
     name: str

@@ -178,7 +178,7 @@ def _is_digest(text: str) -> bool:
 
 
 class StoredValue:
-    """The stored value of one process, of which only what is asked for is read; untrusted.
+    """The stored value of one process; sections are read on request. Untrusted.
 
     Arguments:
         size: of all of it.
@@ -266,7 +266,7 @@ class StoredValue:
 
 
 class LazyMapping(Mapping[str, Any]):
-    """Sections by their keys, each read and decoded when it is asked for."""
+    """Sections by their keys, each read and decoded on request."""
 
     def __init__(self, stored: StoredValue, decode: Callable[[str], Any]) -> None:
         self._stored, self._decode = stored, decode

@@ -80,7 +80,7 @@ class DataFile(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Writes what still waits; the file is complete, and flushed if that was asked.
+        """Writes what is still buffered; the file is then complete, and flushed if requested.
 
         Raises:
             Failed: it cannot be written.
@@ -137,7 +137,7 @@ class _LocalFile(DataFile):
         if len(part) > _TOGETHER_BYTES:
             self._flush()
             pieces = [part[start : start + self._most] for start in range(0, len(part), self._most)]
-            # Here, so that next to no Python runs between the pieces.
+            # Here, so that hardly any Python runs between the pieces.
             with system_calls("write", self._at):
                 self._open()
                 for piece in pieces:

@@ -94,8 +94,8 @@ class LocalDatabaseReader(ocdbt.DatabaseReader):
         """As `DatabaseReader.read_into`, of any size: small values that lie beside each other in a
         file together, large ones in pieces.
 
-        Between these, next to no Python runs: what the processor's cache has lost since it ran last
-        takes many times as long, and other threads wait for the GIL meanwhile.
+        Hardly any Python runs between these: with a cold processor cache it takes many times as
+        long, while other threads wait for the GIL.
         """
         done, expected = np.zeros(len(keys), bool), np.array(lengths, np.int64)
         nbytes = np.array([buffer.nbytes for buffer in out], np.int64)

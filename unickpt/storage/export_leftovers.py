@@ -10,8 +10,8 @@ from unickpt.storage import local_folders
 from unickpt.storage.local_files import system_calls
 
 # What killed exports leave beside local destinations: what was written, or what it was exchanged
-# for; the checkpoint that was there, where names cannot be exchanged; and what processes told each
-# other.
+# for; the checkpoint that was there, where names cannot be exchanged; and messages between
+# processes.
 _LEFT = re.compile(r"\.(?P<of>.+)\.[^.]+-\d{6,}\.(?P<kind>partial|old|notes)", re.DOTALL)
 _OLD = "old"
 

@@ -36,7 +36,7 @@ class FolderBoundary:
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
-        # Folders without a link on the way, as they were looked at: many files are in few of them.
+        # Folders without a link on the way, as they were when checked: few folders hold many files.
         self._no_links: dict[str, tuple[int, int]] = {}
 
     @cached_property
@@ -258,7 +258,7 @@ class RegularFiles(FolderBoundary):
 
 
 class _OpenFile:
-    """A file descriptor, closed once nobody uses it any more."""
+    """A file descriptor, closed after its last use."""
 
     def __init__(self, handle: int) -> None:
         self.handle = handle

@@ -112,7 +112,7 @@ class Location:
         return None
 
     def regular_files(self) -> RegularFiles | None:
-        """Reads the files here, of which some may be devices or pipes; None if all are objects."""
+        """Reads the files here; some may be devices or pipes. None if all are objects."""
         return None
 
     def foreign_files(self) -> list[str]:

@@ -264,7 +264,7 @@ class DatabaseReader:
         lengths: Sequence[int],
         looks: Sequence[OnRead | None],
     ) -> Sequence[bool]:
-        """Reads values into memory, as far as that is good for them.
+        """Reads small values into memory; larger ones TensorStore reads with fewer copies.
 
         Arguments:
             keys: of the values.
@@ -273,8 +273,7 @@ class DatabaseReader:
             looks: called with what was read, while it is in the processor's cache; None for none.
 
         Returns:
-            For each whether it was read; for the others, `read` says why not. Here those are read
-            that are small: larger ones TensorStore reads with less copies.
+            For each whether it was read; for the others, `read` says why not.
         """
         small = [buffer.nbytes <= _SMALL for buffer in out]
         futures, done = self.request_all(list(compress(keys, small))), [False] * len(keys)

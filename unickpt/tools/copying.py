@@ -81,7 +81,7 @@ def copy(
     """Copies a checkpoint, completely or not at all.
 
     The files are copied as they are, then read back and checked against the digests; only then the
-    copy appears. If a copy was interrupted, the next one goes on with what is there. Chunks that
+    copy appears. If a copy was interrupted, the next one resumes it. Chunks that
     the source shares with checkpoints beside it (docs/reuse.md) are in the copy itself.
 
     Arguments:

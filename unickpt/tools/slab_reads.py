@@ -23,8 +23,8 @@ from unickpt.reading.targets import NewTarget
 from unickpt.references.chunks import WriteItem
 from unickpt.saving.write_plan import Staged, StagedChunk
 
-# Shares of the budget of a conversion or a merge: two slabs, of which one is read ahead, and what
-# the writer holds.
+# Shares of the budget of a conversion or a merge: two slabs, one of them read ahead, and the
+# writer's memory.
 AHEAD, WRITER = 6, 2
 
 _MOST_DAMAGE = 10

@@ -390,7 +390,7 @@ def members(data: bytes | msgspec.Raw, subject: str) -> dict[str, msgspec.Raw]:
         body = parsed(data)
         if not isinstance(body, dict):
             raise BadJSON(f"{subject} is {quoted(body)}, not an object") from None
-        # It has a text that is not valid Unicode: whoever takes the member says which.
+        # It has a text that is not valid Unicode: the parser of that member says which.
         return {key: msgspec.Raw(json.dumps(value).encode()) for key, value in body.items()}
     # No JSON of the same members is shorter than this, and one with a key twice is longer.
     shortest = len(ENCODER.encode(list(raw_members))) + len(raw_members)
