@@ -174,7 +174,7 @@ class Base:
         """Of the base."""
         return self._reader.index
 
-    def offer(self, chunks: Iterable[Chunk], asked: Sequence[Span] = ()) -> Spans:
+    def offer(self, chunks: Iterable[Chunk], requested: Sequence[Span] = ()) -> Spans:
         """Finds what the base has of the chunks that this process is going to write.
 
         A unit of which they use too little is left alone: its other bytes would stay on the disk,
@@ -183,15 +183,15 @@ class Base:
 
         Arguments:
             chunks: array, part and number of each.
-            asked: others, which are taken whatever they hold.
+            requested: others, which are taken whatever they hold.
 
         Returns:
-            Those of `asked` that `take_spans` takes; of the others, each chunk is as if it were
+            Those of `requested` that `take_spans` takes; of the others, each chunk is as if it were
             among `chunks`.
         """
         if self.share is None:
             return Spans.none()
-        return self._candidates.offer(chunks, asked, starts_anew=self._starts_anew)
+        return self._candidates.offer(chunks, requested, starts_anew=self._starts_anew)
 
     def _warn(self, why: object) -> None:
         """Says once what is wrong with the base."""
@@ -202,15 +202,15 @@ class Base:
     def is_settled(self, part: Part, number: int) -> bool:
         """Whether a chunk was equal in the base and in the checkpoint before it, as frozen ones
         are; after `offer`."""
-        found = self._candidates.get(part, number)
-        if found is None or found.places is None or self.share is None:
+        candidate = self._candidates.get(part, number)
+        if candidate is None or candidate.places is None or self.share is None:
             return False
-        return self.share.is_older(found.places[-1])
+        return self.share.is_older(candidate.places[-1])
 
     def stored_digest(self, entry: ArrayEntry, part: Part, number: int) -> int | None:
         """The digest of a chunk, if the base has one at the same place and of the same kind."""
-        found = next(self._candidates.find([(entry, part, number)]))
-        return None if found is None else found.digest
+        candidate = next(self._candidates.find([(entry, part, number)]))
+        return None if candidate is None else candidate.digest
 
     def compare(self, entry: ArrayEntry, part: Part, number: int, chunk: Array) -> Compared:
         """Takes a chunk, or what differs little from it, if the base has that; several threads may
@@ -221,21 +221,23 @@ class Base:
             chunk: its elements, or the bytes that its codec stores if that is none of Zarr's.
         """
         digest = chunk_digest(chunk)
-        found = self._candidates.get(part, number)
-        if found is None:
+        candidate = self._candidates.get(part, number)
+        if candidate is None:
             return Compared(digest)
-        if digest == found.digest and len(found.places or ()) == 1:
-            is_equal = not self._how.compare or self._is_equal(found, number, chunk)
-            return Compared(digest, self._take(found, found.places or ()) if is_equal else ())
+        if digest == candidate.digest and len(candidate.places or ()) == 1:
+            is_equal = not self._how.compare or self._is_equal(candidate, number, chunk)
+            return Compared(
+                digest, self._take(candidate, candidate.places or ()) if is_equal else ()
+            )
         if not self.patches(entry) or self._starts_anew:
             return Compared(digest)
-        patch, places = self._patch(found, number, chunk, digest)
-        taken = self._take(found, places, patch) if places else ()
-        return Compared(digest, taken, patch if taken else None)
+        patch, places = self._patch(candidate, number, chunk, digest)
+        references = self._take(candidate, places, patch) if places else ()
+        return Compared(digest, references, patch if references else None)
 
     def _take(
         self,
-        found: Candidate,
+        candidate: Candidate,
         places: Sequence[Place],
         patch: bytes | None = None,
         *,
@@ -244,67 +246,73 @@ class Base:
         """Takes values of a chunk; nothing if one of them can no longer be referred to.
 
         Arguments:
-            found: the chunk.
+            candidate: the chunk.
             places: of the values.
             patch: what is written beside them.
             rewrites: whether patches may be written again.
         """
-        number = found.number
+        number = candidate.number
         if self.share is None:
             return ()
         copied = {}
         if rewrites:
             try:
-                for at, place in enumerate(places):
-                    if at and place.unit in self._candidates.sparse:
-                        copied[at] = self._reader.chunk_values.read_value(
-                            found.entry, place.value, number
+                for position, place in enumerate(places):
+                    if position and place.unit in self._candidates.sparse:
+                        copied[position] = self._reader.chunk_values.read_value(
+                            candidate.entry, place.value, number
                         )
             except UnickptError as error:
                 self._warn(error)
                 return ()
         with self._lock:
-            taken = []
-            for at, place in enumerate(places):
-                each = copied[at] if at in copied else self._take_of_unit(self.share, place)
-                if each is None:
+            references = []
+            for position, place in enumerate(places):
+                reference = (
+                    copied[position]
+                    if position in copied
+                    else self._take_of_unit(self.share, place)
+                )
+                if reference is None:
                     return ()
-                taken.append(each)
+                references.append(reference)
             self.nbytes += (
-                found.elements
+                candidate.elements
                 - len(patch or b"")
-                - sum(len(each) for each in taken if isinstance(each, bytes))
+                - sum(len(reference) for reference in references if isinstance(reference, bytes))
             )
-            return taken
+            return references
 
     def _take_of_unit(self, share: Share, place: Place) -> Taken | None:
         """Takes a value, and counts what stays alive for it; None if it can no longer be."""
-        taken = share.take(place)
-        if taken is None:
+        reference = share.take(place)
+        if reference is None:
             self._warn("a file of it can no longer be linked")
             return None
-        known = self._units.get(place.unit, 0)
-        if not known or place.of is not None:
-            self._units[place.unit] = max(known, share.unit_bytes(place))
-        return taken
+        counted_bytes = self._units.get(place.unit, 0)
+        if not counted_bytes or place.of is not None:
+            self._units[place.unit] = max(counted_bytes, share.unit_bytes(place))
+        return reference
 
-    def take_spans(self, some: Spans) -> dict[int, Taken | None]:
+    def take_spans(self, spans: Spans) -> dict[int, Taken | None]:
         """Takes what `offer` found.
 
         Returns:
-            By the units (of `some`), where what is in them is now, at the offsets and lengths of
+            By the units (of `spans`), where what is in them is now, at the offsets and lengths of
             the chunks; None if it must be copied.
         """
         if self.share is None:
             return {}
         with self._lock:
-            taken = {
+            references = {
                 unit: self._take_of_unit(self.share, place)
-                for unit, (place, _) in some.last().items()
+                for unit, (place, _) in spans.last().items()
             }
-            is_taken = np.array([taken.get(unit) is not None for unit in range(len(some.units))])
-            self.nbytes += int(some.elements[is_taken[some.unit]].sum()) if taken else 0
-        return taken
+            is_taken = np.array(
+                [references.get(unit) is not None for unit in range(len(spans.units))]
+            )
+            self.nbytes += int(spans.elements[is_taken[spans.unit]].sum()) if references else 0
+        return references
 
     @property
     def kept_bytes(self) -> int:
@@ -331,18 +339,20 @@ class Base:
         return self._how.budget_bytes // (_COPIES * max(1, nbytes))
 
     def _patch(
-        self, found: Candidate, number: int, chunk: Array, digest: int
+        self, candidate: Candidate, number: int, chunk: Array, digest: int
     ) -> tuple[bytes | None, Sequence[Place]]:
         """What differs from an earlier state, if anything does, and the values of that; no values
         if it is too much, or cannot be told."""
-        places = found.places or ()
+        places = candidate.places or ()
         if self.comparable_at_once(chunk.nbytes) < 1 or not places or self.growth is None:
             return None, ()
         before = self._scratch.array(chunk.shape, chunk.dtype)
         generation = self.growth.saves + 1
-        known = KnownChunk(found.digest, digest, generation)
+        known_chunk = KnownChunk(candidate.digest, digest, generation)
         try:
-            parent = read_parent(self._reader, found.entry, found.part, number, known, before)
+            parent = read_parent(
+                self._reader, candidate.entry, candidate.part, number, known_chunk, before
+            )
         except UnickptError as error:  # it is damaged, and must not be referred to
             self._warn(error)
             return None, ()
@@ -360,23 +370,23 @@ class Base:
 
     def may_lend(self, part: Part, number: int) -> bool:
         """Whether a chunk can be borrowed, as far as is known; after `offer`."""
-        found = self._candidates.get(part, number)
-        places = () if found is None else found.places or ()
+        candidate = self._candidates.get(part, number)
+        places = () if candidate is None else candidate.places or ()
         # Patches in the nodes of a B-tree that is not beside have to be written again.
         return bool(places) and not any(isinstance(p.at, bytes) and p.of is None for p in places)
 
     def borrow(self, part: Part, number: int) -> Compared | None:
         """Takes a chunk that may be lent, whatever it holds; None if it must be copied."""
-        found = self._candidates.get(part, number)
-        assert found is not None, "only what may be lent is taken"
-        taken = self._take(found, found.places or (), rewrites=False)
-        return Compared(found.digest, taken) if taken else None
+        candidate = self._candidates.get(part, number)
+        assert candidate is not None, "only what may be lent is taken"
+        references = self._take(candidate, candidate.places or (), rewrites=False)
+        return Compared(candidate.digest, references) if references else None
 
     def digest(self, entry: ArrayEntry, part: Part, number: int) -> int:
         """The digest of a chunk as the base has it. Raises as `read`."""
         with self._naming(entry, part, number):
-            found = self.stored_digest(entry, part, number)
-        return chunk_digest(self.read(entry, part, number)) if found is None else found
+            digest = self.stored_digest(entry, part, number)
+        return chunk_digest(self.read(entry, part, number)) if digest is None else digest
 
     def read_stored(self, entry: ArrayEntry, part: Part, number: int) -> Array:
         """Reads the bytes that are stored of a chunk whose codec is none of Zarr's: its elements
@@ -387,14 +397,14 @@ class Base:
                 damaged.
         """
         with self._naming(entry, part, number):
-            found = next(self._candidates.find([(entry, part, number)]))
-            if found is None:
+            candidate = next(self._candidates.find([(entry, part, number)]))
+            if candidate is None:
                 raise CheckpointCorrupt(
                     "it is not there in the same chunks, and its codec does not encode elements "
                     "a second time"
                 )
-            data = self._reader.chunk_values.encoded_bytes(found.entry, found.part, number)
-            if chunk_digest(data) != found.digest:
+            data = self._reader.chunk_values.encoded_bytes(candidate.entry, candidate.part, number)
+            if chunk_digest(data) != candidate.digest:
                 raise CheckpointCorrupt("it does not match its digest")
             return data
 
@@ -411,8 +421,8 @@ class Base:
             if theirs is None or (theirs.shape, theirs.dtype) != (entry.shape, entry.dtype):
                 raise CheckpointCorrupt("it is not there")
             for first, stored in numbered_parts(theirs):
-                for at in stored.chunks_in(box):
-                    self._read_into(out, box, (theirs, stored, at), first)
+                for chunk_number in stored.chunks_in(box):
+                    self._read_into(out, box, (theirs, stored, chunk_number), first)
         return out
 
     @contextmanager
@@ -448,13 +458,15 @@ class Base:
             inside = common.relative_to(have.start).slices
             out[common.relative_to(box.start).slices] = data[inside]
 
-    def _is_equal(self, found: Candidate, number: int, chunk: Array) -> bool:
+    def _is_equal(self, candidate: Candidate, number: int, chunk: Array) -> bool:
         try:
-            if found.entry.codec is not None:
-                stored = self._reader.chunk_values.encoded_bytes(found.entry, found.part, number)
+            if candidate.entry.codec is not None:
+                stored = self._reader.chunk_values.encoded_bytes(
+                    candidate.entry, candidate.part, number
+                )
                 return np.array_equal(stored, chunk)
-            out = np.empty(chunk.shape, dtype_from_name(found.entry.dtype))
-            self._reader.read([Request(found.entry, found.part, number, out)])
+            out = np.empty(chunk.shape, dtype_from_name(candidate.entry.dtype))
+            self._reader.read([Request(candidate.entry, candidate.part, number, out)])
         except UnickptError as error:  # it is damaged, and must not be referred to
             self._warn(error)
             return False

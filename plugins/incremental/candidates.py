@@ -81,11 +81,11 @@ class _Same:
 
     def span(self, numbers: range) -> spans.Same:
         """Chunks that follow each other."""
-        some = slice(numbers.start, numbers.stop)
-        elements = nbytes = self.part.sizes()[some] * self.entry.itemsize
+        rows = slice(numbers.start, numbers.stop)
+        elements = nbytes = self.part.sizes()[rows] * self.entry.itemsize
         if self.entry.codec is not None:
             nbytes = np.array([self.bytes_of(number) for number in numbers], np.int64)
-        return spans.Same(self.entry, self.digests[some], elements, nbytes)
+        return spans.Same(self.entry, self.digests[rows], elements, nbytes)
 
 
 class Candidates:
@@ -121,48 +121,48 @@ class Candidates:
         return self._found.get((part.key, number))
 
     def offer(
-        self, chunks: Iterable[Chunk], asked: Sequence[Span] = (), *, starts_anew: bool
+        self, chunks: Iterable[Chunk], requested: Sequence[Span] = (), *, starts_anew: bool
     ) -> Spans:
         """Finds what the base has of some chunks; see `Base.offer`.
 
         Arguments:
             chunks: which.
-            asked: others, which are not looked at.
+            requested: others, which are not looked at.
             starts_anew: whether none with patches is taken.
         """
         try:
-            return self._offer(list(chunks), asked, starts_anew)
+            return self._offer(list(chunks), requested, starts_anew)
         except UnickptError as error:
             self._warn(error)
             self._found.clear()
             return Spans.none()
 
-    def _offer(self, chunks: list[Chunk], asked: Sequence[Span], starts_anew: bool) -> Spans:
-        together = spans.find(asked, self._same_span, self._share)
-        apart = set(range(len(asked))) - set(together.which.tolist())
-        chunks += [chunk for number in sorted(apart) for chunk in asked[number].chunks()]
+    def _offer(self, chunks: list[Chunk], requested: Sequence[Span], starts_anew: bool) -> Spans:
+        together = spans.find(requested, self._same_span, self._share)
+        apart = set(range(len(requested))) - set(together.which.tolist())
+        chunks += [chunk for number in sorted(apart) for chunk in requested[number].chunks()]
         used: dict[Any, int] = {}
         ends: dict[Any, tuple[Place, ArrayEntry, int]] = {}
         wholes, last_of = set[Any](), together.last()
         for number, nbytes in together.used().items():
-            place, (entry, _, at) = last_of[number]
-            used[place.unit], ends[place.unit] = nbytes, (place, entry, at)
+            place, (entry, _, last_number) = last_of[number]
+            used[place.unit], ends[place.unit] = nbytes, (place, entry, last_number)
             wholes.add(place.unit)
-        for found in self.find(chunks):
-            if found is None or found.places is None:
+        for candidate in self.find(chunks):
+            if candidate is None or candidate.places is None:
                 continue
-            if starts_anew and len(found.places) > 1:
+            if starts_anew and len(candidate.places) > 1:
                 continue
-            self._found[found.part.key, found.number] = found
+            self._found[candidate.part.key, candidate.number] = candidate
             # Neither what compression saves nor padding counts.
-            for at, place in enumerate(found.places):
+            for position, place in enumerate(candidate.places):
                 unit = place.unit
-                used[unit] = used.get(unit, 0) + (place.nbytes if at else found.nbytes)
-                if not at:
+                used[unit] = used.get(unit, 0) + (place.nbytes if position else candidate.nbytes)
+                if not position:
                     wholes.add(unit)
                 last = ends.get(unit)
                 if last is None or place.end > last[0].end:
-                    ends[unit] = place, found.entry, found.number
+                    ends[unit] = place, candidate.entry, candidate.number
         left, self.sparse = set[Any](), set[Any]()
         for unit, nbytes in used.items():
             is_used = self._serves(nbytes, *ends[unit])
@@ -171,19 +171,21 @@ class Candidates:
             elif not is_used:
                 self.sparse.add(unit)
                 left |= {unit} & wholes
-        return self._without(left, together, asked) if left else together
+        return self._without(left, together, requested) if left else together
 
-    def _without(self, left: set[Any], together: Spans, asked: Sequence[Span]) -> Spans:
+    def _without(self, left: set[Any], together: Spans, requested: Sequence[Span]) -> Spans:
         """Withdraws what is in some units; of spans that have some there, asks chunk by chunk."""
-        kept = together.without(left)
-        lost = set(together.which.tolist()) - set(kept.which.tolist())
-        for found in self.find([chunk for n in sorted(lost) for chunk in asked[n].chunks()]):
-            if found is not None:  # some of its chunks may be elsewhere
-                self._found[found.part.key, found.number] = found
-        for key, found in list(self._found.items()):
-            if not left.isdisjoint(place.unit for place in found.places or ()):
+        remaining = together.without(left)
+        lost = set(together.which.tolist()) - set(remaining.which.tolist())
+        for candidate in self.find(
+            [chunk for n in sorted(lost) for chunk in requested[n].chunks()]
+        ):
+            if candidate is not None:  # some of its chunks may be elsewhere
+                self._found[candidate.part.key, candidate.number] = candidate
+        for key, candidate in list(self._found.items()):
+            if not left.isdisjoint(place.unit for place in candidate.places or ()):
                 del self._found[key]
-        return kept
+        return remaining
 
     def _serves(self, nbytes: int, place: Place, entry: ArrayEntry, number: int) -> bool | None:
         """Whether enough of a unit is used; None if it is not there up to its last value."""
@@ -205,28 +207,39 @@ class Candidates:
         """
         same = [self._same(entry, part) for entry, part, _ in chunks]
         pairs = zip(same, chunks, strict=True)
-        there = [(of.entry, of.part, number) for of, (_, _, number) in pairs if of is not None]
-        places = iter(self._share.find_all(there) if self._share is not None else ())
-        for of, (_, _, number) in zip(same, chunks, strict=True):
-            if of is None:
+        base_chunks = [
+            (base_part.entry, base_part.part, number)
+            for base_part, (_, _, number) in pairs
+            if base_part is not None
+        ]
+        places = iter(self._share.find_all(base_chunks) if self._share is not None else ())
+        for base_part, (_, _, number) in zip(same, chunks, strict=True):
+            if base_part is None:
                 yield None
                 continue
-            at = next(places, None)
-            if at is not None and len(at) > 1 and not self._patches:
-                at = None  # it is written whole again
-            digest = int(of.digests[number])
-            yield Candidate(of.entry, of.part, number, digest, of.bytes_of(number), at)
+            chunk_places = next(places, None)
+            if chunk_places is not None and len(chunk_places) > 1 and not self._patches:
+                chunk_places = None  # it is written whole again
+            digest = int(base_part.digests[number])
+            yield Candidate(
+                base_part.entry,
+                base_part.part,
+                number,
+                digest,
+                base_part.bytes_of(number),
+                chunk_places,
+            )
 
     def _same_span(self, span: Span) -> spans.Same | None:
-        found = self._same(span.entry, span.part)
-        return None if found is None else found.span(span.numbers)
+        same = self._same(span.entry, span.part)
+        return None if same is None else same.span(span.numbers)
 
     def _same(self, entry: ArrayEntry, part: Part) -> _Same | None:
         if part.key not in self._parts:
             self._parts[part.key] = self._find_part(entry, part)
-        found = self._parts[part.key]
+        same = self._parts[part.key]
         # It is asked for each chunk, mostly with the same objects.
-        return found if found is None or found.part is part or found.part == part else None
+        return same if same is None or same.part is part or same.part == part else None
 
     def _find_part(self, entry: ArrayEntry, part: Part) -> _Same | None:
         theirs = self._reader.index.arrays.get(entry.name)
@@ -237,9 +250,11 @@ class Candidates:
             return None
         if entry.name not in self._numbered:
             numbered = numbered_parts(theirs)
-            self._numbered[entry.name] = {each.key: (first, each) for first, each in numbered}
-        first, each = self._numbered[entry.name].get(part.key, (0, None))
-        if each != part:
+            self._numbered[entry.name] = {
+                base_part.key: (first, base_part) for first, base_part in numbered
+            }
+        first, base_part = self._numbered[entry.name].get(part.key, (0, None))
+        if base_part != part:
             return None
         digests = self._reader.digests_of(entry.name)["digest"][first : first + part.count]
         return _Same(theirs, part, digests)

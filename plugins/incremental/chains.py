@@ -33,9 +33,9 @@ def parent_generation(generation: int) -> int:
     return generation & (generation - 1)
 
 
-def is_on_the_way(generation: int, to: int) -> bool:
+def is_on_the_way(generation: int, target: int) -> bool:
     """Whether a generation is one of those that lead to another, or that one itself."""
-    return to & -(generation & -generation) == generation
+    return target & -(generation & -generation) == generation
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def read_parent(
     entry: ArrayEntry,
     part: Part,
     number: int,
-    known: KnownChunk,
+    chunk: KnownChunk,
     out: Array,
 ) -> Parent:
     """Reads the state of a chunk to which its next patch refers.
@@ -81,26 +81,28 @@ def read_parent(
     Arguments:
         reader: of the base.
         entry, part, number: which chunk.
-        known: what the writer knows of it.
+        chunk: what the writer knows of it.
         out: contiguous memory for its elements, or for what its codec stores.
 
     Raises:
         CheckpointCorrupt: that state does not match its digest, or cannot be read.
         StorageError: the storage failed.
     """
-    values, to = reader.chunk_values, parent_generation(known.generation)
+    values, target = reader.chunk_values, parent_generation(chunk.generation)
     chain = values.of(entry, part, number)
     try:
-        found = values.additions(entry, part, number, chain)
-        states = [patches.state_of(patch) for patch in found]  # each: of the state before it
-        on_the_way = (is_on_the_way(state.generation, to) for state in states)
+        stored_patches = values.additions(entry, part, number, chain)
+        states = [
+            patches.state_of(patch) for patch in stored_patches
+        ]  # each: of the state before it
+        on_the_way = (is_on_the_way(state.generation, target) for state in states)
         used = sum(1 for _ in itertools.takewhile(bool, on_the_way))
         # A patch says what it refers to.
-        expected = states[used].digest if used < len(states) else known.before
-        if expected == known.now:
+        expected = states[used].digest if used < len(states) else chunk.before
+        if expected == chunk.now:
             return Parent(State(expected), 1 + used, False)
         read_full_chunk(entry, number, chain, out)
-        for patch in found[:used]:
+        for patch in stored_patches[:used]:
             patches.apply(patch, out)
     except (Failed, NotDecodable) as error:
         raise reader.chunks.naming(error, entry, part, number) from error

@@ -62,25 +62,27 @@ class LinkedFiles:
         """Where each chunk is, if it is in data files, except for short patches."""
         if self._reader.index.bases or any(entry.composed for entry, _, _ in chunks):
             return [self._find(*chunk) for chunk in chunks]
-        found = list[Places | None]()
+        places = list[Places | None]()
         value = None
-        for chunk, at in zip(chunks, self._reader.chunk_values.whole_places(chunks), strict=True):
-            if not isinstance(at, DataReference):
-                found.append(None)
+        for chunk, location in zip(
+            chunks, self._reader.chunk_values.whole_places(chunks), strict=True
+        ):
+            if not isinstance(location, DataReference):
+                places.append(None)
                 continue
             if value is None or value.part is not chunk[1]:
                 (value,) = self._reader.chunk_values.of(*chunk)  # the same for all of a part
-            found.append((Place(value, at),))
-        return found
+            places.append((Place(value, location),))
+        return places
 
     def _find(self, entry: ArrayEntry, part: Part, number: int) -> Places | None:
-        found, values = list[Place](), self._reader.chunk_values
+        places, values = list[Place](), self._reader.chunk_values
         for value in values.of(entry, part, number):
-            at = None if value.base is not None else values.place(entry, value, number)
-            if at is None or (not found and isinstance(at, bytes)):
+            location = None if value.base is not None else values.place(entry, value, number)
+            if location is None or (not places and isinstance(location, bytes)):
                 return None
-            found.append(Place(value, at))
-        return tuple(found)
+            places.append(Place(value, location))
+        return tuple(places)
 
     def lender(
         self, entry: ArrayEntry, part: Part, numbers: range
@@ -131,6 +133,8 @@ class LinkedFiles:
             if name in self._taken:
                 name = f"{len(self._names)}-{name}"
             self._taken.add(name)
-            at = f"{self._folder.path}{name}"
-            self._names[path] = name if self._files.link(path, at, fsync=self._fsync) else None
+            link_path = f"{self._folder.path}{name}"
+            self._names[path] = (
+                name if self._files.link(path, link_path, fsync=self._fsync) else None
+            )
         return self._names[path]

@@ -50,13 +50,13 @@ class State:
     generation: int = 0
 
 
-def encode(old: Array, new: Array, of: State, generation: int, most: int) -> bytes | None:
+def encode(old: Array, new: Array, state: State, generation: int, most: int) -> bytes | None:
     """What of a chunk differs from an earlier state of it, bit by bit.
 
     Arguments:
         old: the elements of the earlier state.
         new: those of the chunk, of the same shape and dtype.
-        of: what is known of the earlier state.
+        state: what is known of the earlier state.
         generation: of the chunk.
         most: how many bytes the patch may have.
 
@@ -77,8 +77,8 @@ def encode(old: Array, new: Array, of: State, generation: int, most: int) -> byt
     count = len(stored) - values.itemsize
     patch = b"".join(
         [
-            _HEADER.pack(of.digest, generation, len(gaps), mode, count, 0),
-            *(_SIZE.pack(len(each)) for each in stored),
+            _HEADER.pack(state.digest, generation, len(gaps), mode, count, 0),
+            *(_SIZE.pack(len(packed)) for packed in stored),
             *stored,
         ]
     )
@@ -110,9 +110,9 @@ def apply(patch: bytes, out: Array) -> None:
         BadPatch: its numbers contradict each other, or a position is outside the chunk.
     """
     words = words_of(out)
-    _, _, count, mode, gap_bytes, rest = _header(patch)
-    if mode not in (_PLAIN, _DIFFERENCES) or gap_bytes > _MOST_GAP_BYTES or rest:
-        raise BadPatch(f"a patch of kind {mode}, {gap_bytes}, {rest}")
+    _, _, count, mode, gap_bytes, reserved = _header(patch)
+    if mode not in (_PLAIN, _DIFFERENCES) or gap_bytes > _MOST_GAP_BYTES or reserved:
+        raise BadPatch(f"a patch of kind {mode}, {gap_bytes}, {reserved}")
     if count > len(words):
         raise BadPatch(f"a patch of {count} words for a chunk of {len(words)}")
     planes = _unpacked(patch, gap_bytes + words.itemsize, count)
@@ -139,12 +139,12 @@ def words_of(array: Array) -> Array:
 def _differing(before: Array, after: Array) -> Array:
     """The positions of the words that differ."""
     dtype = np.dtype(np.int32 if len(after) < 1 << 31 else np.int64)
-    found: list[Array] = [np.empty(0, dtype)]
+    positions: list[Array] = [np.empty(0, dtype)]
     for first in range(0, len(after), _AT_ONCE):
-        some = slice(first, first + _AT_ONCE)
-        differ: Array = np.flatnonzero(before[some] != after[some])
-        found.append((differ + first).astype(dtype))
-    return np.concatenate(found)
+        block = slice(first, first + _AT_ONCE)
+        differ: Array = np.flatnonzero(before[block] != after[block])
+        positions.append((differ + first).astype(dtype))
+    return np.concatenate(positions)
 
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -152,9 +152,9 @@ def _differing(before: Array, after: Array) -> Array:
 
 def _cheaper(was: Array, now: Array) -> tuple[int, Array]:
     """How words are stored in fewer bytes, and what is stored of them then."""
-    some = slice(None, None, max(1, len(now) // _SAMPLE))
-    apart = _to_zigzag(now[some] - was[some])
-    if _bits(apart, apart.itemsize) <= _bits(now[some], now.itemsize):
+    sample = slice(None, None, max(1, len(now) // _SAMPLE))
+    apart = _to_zigzag(now[sample] - was[sample])
+    if _bits(apart, apart.itemsize) <= _bits(now[sample], now.itemsize):
         return _DIFFERENCES, _to_zigzag(now - was)
     return _PLAIN, now
 
@@ -162,14 +162,16 @@ def _cheaper(was: Array, now: Array) -> tuple[int, Array]:
 def _to_zigzag(words: Array) -> Array:
     """Small numbers of either sign as small numbers without: 0, -1, 1, -2, ..."""
     signed = words.view(f"<i{words.itemsize}")
-    found: Array = ((signed << 1) ^ (signed >> (8 * words.itemsize - 1))).view(words.dtype)
-    return found
+    zigzag: Array = ((signed << 1) ^ (signed >> (8 * words.itemsize - 1))).view(words.dtype)
+    return zigzag
 
 
 def _from_zigzag(words: Array) -> Array:
-    one = words.dtype.type(1)
-    found: Array = (words >> one) ^ (words & one) * words.dtype.type(-1 % (1 << 8 * words.itemsize))
-    return found
+    low_bit = words.dtype.type(1)
+    decoded: Array = (words >> low_bit) ^ (words & low_bit) * words.dtype.type(
+        -1 % (1 << 8 * words.itemsize)
+    )
+    return decoded
 
 
 def _bytes_needed(gaps: Array) -> int:
@@ -179,14 +181,14 @@ def _bytes_needed(gaps: Array) -> int:
 def _planes(numbers: Array, count: int) -> list[Array]:
     """The lowest bytes of all numbers, then the bytes above these, and so on."""
     split = np.ascontiguousarray(numbers).view(np.uint8).reshape(-1, numbers.itemsize)
-    return [np.ascontiguousarray(split[:, at]) for at in range(count)]
+    return [np.ascontiguousarray(split[:, byte]) for byte in range(count)]
 
 
 def _joined(planes: list[Array], count: int, dtype: np.dtype[np.unsignedinteger]) -> Array:
     """The numbers whose bytes are in planes."""
     split = np.zeros((count, dtype.itemsize), np.uint8)
-    for at, plane in enumerate(planes):
-        split[:, at] = plane
+    for byte, plane in enumerate(planes):
+        split[:, byte] = plane
     return split.view(dtype).reshape(-1)
 
 
@@ -208,9 +210,9 @@ def _entropy(plane: Array) -> float:
 
 def _probable_bytes(gaps: Array, values: Array) -> float:
     """About how many bytes the numbers of a patch take."""
-    some = slice(None, None, max(1, len(gaps) // _SAMPLE))
-    bits = _bits(gaps[some].astype("<u4"), _bytes_needed(gaps))
-    return (bits + _bits(values[some], values.itemsize)) * len(gaps) / 8
+    sample = slice(None, None, max(1, len(gaps) // _SAMPLE))
+    bits = _bits(gaps[sample].astype("<u4"), _bytes_needed(gaps))
+    return (bits + _bits(values[sample], values.itemsize)) * len(gaps) / 8
 
 
 def _packed(plane: Array) -> bytes:
@@ -218,8 +220,8 @@ def _packed(plane: Array) -> bytes:
     if not plane.any():
         return b""
     raw = plane.tobytes()
-    some = plane[:: max(1, len(plane) // _SAMPLE)]
-    if _entropy(some) > _MOST_BITS and not _has_runs(plane):
+    sample = plane[:: max(1, len(plane) // _SAMPLE)]
+    if _entropy(sample) > _MOST_BITS and not _has_runs(plane):
         return raw
     deflate = zlib.compressobj(6, zlib.DEFLATED, -zlib.MAX_WBITS, 9, _STRATEGY)
     short = deflate.compress(raw) + deflate.flush()
@@ -227,8 +229,8 @@ def _packed(plane: Array) -> bytes:
 
 
 def _has_runs(plane: Array) -> bool:
-    some = plane[:_SAMPLE]
-    return bool(np.count_nonzero(some[1:] == some[:-1]) * 8 > len(some))
+    sample = plane[:_SAMPLE]
+    return bool(np.count_nonzero(sample[1:] == sample[:-1]) * 8 > len(sample))
 
 
 def _unpacked(patch: bytes, count: int, length: int) -> list[Array]:
@@ -237,16 +239,16 @@ def _unpacked(patch: bytes, count: int, length: int) -> list[Array]:
     Raises:
         BadPatch: it has not as many, or of another length.
     """
-    at = _HEADER.size + count * _SIZE.size
-    if len(patch) < at:
-        raise BadPatch(f"a patch of {len(patch)} bytes, at least {at} expected")
-    sizes = [size for (size,) in _SIZE.iter_unpack(patch[_HEADER.size : at])]
-    if len(patch) != at + sum(sizes):
-        raise BadPatch(f"a patch of {len(patch)} bytes, {at + sum(sizes)} expected")
+    offset = _HEADER.size + count * _SIZE.size
+    if len(patch) < offset:
+        raise BadPatch(f"a patch of {len(patch)} bytes, at least {offset} expected")
+    sizes = [size for (size,) in _SIZE.iter_unpack(patch[_HEADER.size : offset])]
+    if len(patch) != offset + sum(sizes):
+        raise BadPatch(f"a patch of {len(patch)} bytes, {offset + sum(sizes)} expected")
     planes = []
     for size in sizes:
-        planes.append(_plane(patch[at : at + size], length))
-        at += size
+        planes.append(_plane(patch[offset : offset + size], length))
+        offset += size
     return planes
 
 

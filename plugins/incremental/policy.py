@@ -75,9 +75,9 @@ class Incremental(ReferencePolicy):
             chained=bool(earlier),
             encoder=save.encoder,
         )
-        given: list[PathLike] = [] if save.base is None else [save.base]
+        base_paths: list[PathLike] = [] if save.base is None else [save.base]
         base = None
-        for path in [each.path for each in earlier] or given:
+        for path in [checkpoint.path for checkpoint in earlier] or base_paths:
             try:
                 base = open_base(
                     *(resolve_path(path), save.location, save.folder, save.compression),
@@ -116,7 +116,7 @@ class Incremental(ReferencePolicy):
         if 0 not in notes:
             return {}
         names = "stored_bytes", "kept_bytes"
-        sums = [int(sum(of.get(name, 0) for of in statistics)) for name in names]
+        sums = [int(sum(counts.get(name, 0) for counts in statistics)) for name in names]
         return {"growth": Growth(*notes[0]).then(*sums).stored}
 
 

@@ -58,16 +58,16 @@ class Siblings:
         return [self._find(*chunk) for chunk in chunks]
 
     def _find(self, entry: ArrayEntry, part: Part, number: int) -> Places | None:
-        found = list[Place]()
+        places = list[Place]()
         for value in self._reader.chunk_values.of(entry, part, number):
-            at = self._reader.chunk_values.place(entry, value, number)
-            if at is None:
+            location = self._reader.chunk_values.place(entry, value, number)
+            if location is None:
                 return None
-            of = self._own if value.base is None else self._reader.index.bases[value.base]
-            found.append(Place(value, at, of))
-        if not self._chained and (len(found) > 1 or found[0].of != self.base):
+            owner = self._own if value.base is None else self._reader.index.bases[value.base]
+            places.append(Place(value, location, owner))
+        if not self._chained and (len(places) > 1 or places[0].of != self.base):
             return None
-        return tuple(found)
+        return tuple(places)
 
     def lender(
         self, entry: ArrayEntry, part: Part, numbers: range
@@ -80,8 +80,8 @@ class Siblings:
             if len(lent) not in (0, len(numbers)) or (lent["base"] != lent["base"][:1]).any():
                 return None
         (value,) = self._reader.chunk_values.of(entry, part, numbers.start)  # the same for all
-        of = self._own if value.base is None else self._reader.index.bases[value.base]
-        return None if not self._chained and of != self.base else (value, of)
+        owner = self._own if value.base is None else self._reader.index.bases[value.base]
+        return None if not self._chained and owner != self.base else (value, owner)
 
     def unit_bytes(self, place: Place) -> int:
         """The size of the data file, if its name says it; else at least the value's end. If it is

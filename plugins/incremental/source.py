@@ -48,31 +48,31 @@ class BaseChunks(ReferenceSource):
 
     def claim(self, items: Sequence[WriteItem], *, in_order: bool) -> Claimed:
         """Takes the chunks that are not looked at; the others are written, if they differ."""
-        asked = [item for item in items if item.borrowed]
-        some = [item for item in items if not item.borrowed] if self.compares else ()
+        requested = [item for item in items if item.borrowed]
+        comparable = [item for item in items if not item.borrowed] if self.compares else ()
         spans = self._base.offer(
-            ((item.entry, item.part, item.number) for item in some),
-            [Span(item.entry, item.part, item.numbers) for item in asked],
+            ((item.entry, item.part, item.number) for item in comparable),
+            [Span(item.entry, item.part, item.numbers) for item in requested],
         )
-        together = [asked[number] for number in spans.which.tolist()]
-        written, lent, known = list[WriteItem](), list[WriteItem](), set(map(id, together))
+        together = [requested[number] for number in spans.which.tolist()]
+        written, lent, span_ids = list[WriteItem](), list[WriteItem](), set(map(id, together))
         for item in items:
-            if id(item) not in known:
+            if id(item) not in span_ids:
                 for chunk in item.chunks():
                     is_lent = chunk.borrowed and self._base.may_lend(chunk.part, chunk.number)
                     (lent if is_lent else written).append(chunk)
         if not in_order:
             written.sort(key=self._is_unlikely)
-        return Claimed(self._base, written, lent, together, asked, spans)
+        return Claimed(self._base, written, lent, together, requested, spans)
 
     def compare(self, item: WriteItem, data: Array) -> Compared:
         """Takes a chunk that is as in the base, or differs little; see `ReferenceSource`."""
         entry, part, number = item.entry, item.part, item.number
         compared = self._base.compare(entry, part, number, data)
-        told = self._unchanged
-        if told is not None and told.claims(entry.name, item.box):
+        unchanged = self._unchanged
+        if unchanged is not None and unchanged.claims(entry.name, item.box):
             before = self._base.stored_digest(entry, part, number)
-            told.check(entry.name, item.box, before, compared.digest)
+            unchanged.check(entry.name, item.box, before, compared.digest)
         return compared
 
     def most_at_once(self, items: Sequence[WriteItem]) -> int | None:
@@ -92,8 +92,8 @@ class BaseChunks(ReferenceSource):
     def _is_unlikely(self, item: WriteItem) -> tuple[Any, bool]:
         """What is probably written comes first: the disk has time for it while the rest, which is
         only hashed, keeps the CPUs busy. Units stay together."""
-        told = self._unchanged
-        is_looked_at = told is not None and told.claims(item.entry.name, item.box)
+        unchanged = self._unchanged
+        is_looked_at = unchanged is not None and unchanged.claims(item.entry.name, item.box)
         is_settled = is_looked_at or self._base.is_settled(item.part, item.number)
         return item.unit or ("", -1), is_settled
 
@@ -106,7 +106,7 @@ class Claimed(Claim):
         written: the chunks that are written, unless they are equal there.
         lent: those that are taken one by one.
         together: those that are taken span by span.
-        asked: all that are not looked at.
+        requested: all that are not looked at.
         spans: where `together` are.
     """
 
@@ -116,15 +116,15 @@ class Claimed(Claim):
         written: Sequence[WriteItem],
         lent: Sequence[WriteItem],
         together: Sequence[WriteItem],
-        asked: Sequence[WriteItem],
+        requested: Sequence[WriteItem],
         spans: Spans,
     ) -> None:
-        self._base, self._lent, self._asked, self._spans = base, lent, asked, spans
+        self._base, self._lent, self._requested, self._spans = base, lent, requested, spans
         self.written = written
         self.taken: Sequence[WriteItem] = [*lent, *together]
         self.notes: Sequence[tuple[int, str, Any]] = [
             (array, entry.codec, theirs.extra[entry.codec])
-            for array, entry in {item.array: item.entry for item in asked}.items()
+            for array, entry in {item.array: item.entry for item in requested}.items()
             if entry.codec is not None
             and (theirs := base.index.arrays.get(entry.name)) is not None
             and entry.codec in theirs.extra
@@ -134,47 +134,47 @@ class Claimed(Claim):
         """Takes what is taken; returns what has to be written after all."""
         compared, left = dict[int, Compared](), dict[int, WriteItem]()
         for row, item in enumerate(self._lent, first):
-            each = self._base.borrow(item.part, item.number)
-            if each is None:  # its file can no longer be linked
+            comparison = self._base.borrow(item.part, item.number)
+            if comparison is None:  # its file can no longer be linked
                 left[row] = item
             else:
-                compared[row] = each
+                compared[row] = comparison
         places.note(compared)
         first += len(self._lent)
         for row in _note_spans(places, first, self._spans, self._base.take_spans(self._spans)):
             number, (_, _, chunk) = self._spans.chunk(row)
-            at = chunk - self._asked[number].number
-            left[first + row] = self._asked[number].some(range(at, at + 1))
+            offset = chunk - self._requested[number].number
+            left[first + row] = self._requested[number].some(range(offset, offset + 1))
         return left
 
 
 def _note_spans(
-    places: ValuePlaces, first: int, some: Spans, taken: Mapping[int, Taken | None]
+    places: ValuePlaces, first: int, spans: Spans, references: Mapping[int, Taken | None]
 ) -> Sequence[int]:
     """Notes where chunks are that were taken together.
 
     Arguments:
         places: where it is noted.
         first: row of the first of them there.
-        some: what they are.
-        taken: where each unit is; see `Base.take_spans`.
+        spans: what they are.
+        references: where each unit is; see `Base.take_spans`.
 
     Returns:
-        Those that were not taken, as rows of `some`.
+        Those that were not taken, as rows of `spans`.
     """
-    if not len(some.unit):
+    if not len(spans.unit):
         return ()
-    file, offset = np.zeros(len(some.units), np.int64), np.zeros(len(some.units), np.int64)
+    file, offset = np.zeros(len(spans.units), np.int64), np.zeros(len(spans.units), np.int64)
     is_apart, is_taken = np.zeros(len(file), np.bool_), np.zeros(len(file), np.bool_)
-    for unit, each in taken.items():
-        if each is not None:
-            assert not isinstance(each, bytes), "what is in files stays there"
-            file[unit], offset[unit], _ = places.place(each)
-            is_taken[unit], is_apart[unit] = True, isinstance(each, BaseEntry)
-    rows = slice(first, first + len(some.unit))
-    apart = is_apart[some.unit]
-    places.chunks["digest"][rows] = some.digest
-    places.chunks["file"][rows] = file[some.unit]
-    places.chunks["offset"][rows] = np.where(apart, offset[some.unit], some.offset)
-    places.chunks["length"][rows] = np.where(apart, 0, some.length)
-    return np.flatnonzero(~is_taken[some.unit]).tolist()
+    for unit, reference in references.items():
+        if reference is not None:
+            assert not isinstance(reference, bytes), "what is in files stays there"
+            file[unit], offset[unit], _ = places.place(reference)
+            is_taken[unit], is_apart[unit] = True, isinstance(reference, BaseEntry)
+    rows = slice(first, first + len(spans.unit))
+    apart = is_apart[spans.unit]
+    places.chunks["digest"][rows] = spans.digest
+    places.chunks["file"][rows] = file[spans.unit]
+    places.chunks["offset"][rows] = np.where(apart, offset[spans.unit], spans.offset)
+    places.chunks["length"][rows] = np.where(apart, 0, spans.length)
+    return np.flatnonzero(~is_taken[spans.unit]).tolist()

@@ -109,8 +109,8 @@ class Spans:
         """Some of the spans."""
         rows, number = keeps[self.span], np.cumsum(keeps) - 1
         columns = "digest", "elements", "nbytes", "unit", "offset", "length"
-        some = {name: getattr(self, name)[rows] for name in columns}
-        return replace(self, which=self.which[keeps], span=number[self.span[rows]], **some)
+        selection = {name: getattr(self, name)[rows] for name in columns}
+        return replace(self, which=self.which[keeps], span=number[self.span[rows]], **selection)
 
     def used(self) -> dict[int, int]:
         """By the units of which something is used, how many bytes."""
@@ -124,18 +124,18 @@ class Spans:
 
     def last(self) -> dict[int, tuple[Place, Chunk]]:
         """By these units, what ends last of what is used, and of which chunk that is."""
-        found = {}
+        ends = {}
         order = np.argsort(self.offset + self.length, kind="stable")
         row = np.zeros(len(self.units), np.int64)
         row[self.unit[order]] = order  # the last one stays
         for unit in self._used_units():
-            at, (of, path) = int(row[unit]), self.units[unit]
-            number, chunk = self.chunk(at)
+            last_row, (owner, path) = int(row[unit]), self.units[unit]
+            number, chunk = self.chunk(last_row)
             value = self.values[number]
             assert value is not None, "it was found there"
-            reference = DataReference(path, int(self.offset[at]), int(self.length[at]))
-            found[unit] = Place(value, reference, of), chunk
-        return found
+            reference = DataReference(path, int(self.offset[last_row]), int(self.length[last_row]))
+            ends[unit] = Place(value, reference, owner), chunk
+        return ends
 
     def chunk(self, row: int) -> tuple[int, Chunk]:
         """Of a row of the columns the number of its span among those asked for, and its chunk."""
@@ -158,25 +158,25 @@ def find(spans: Sequence[Span], same: Callable[[Span], Same | None], share: Shar
         CheckpointCorrupt, StorageError: the base cannot be read.
     """
     values: list[ChunkValue | None] = [None] * len(spans)
-    there, lenders = dict[int, Same](), dict[ChunkStore, tuple[BaseEntry | None, list[int]]]()
+    matches, lenders = dict[int, Same](), dict[ChunkStore, tuple[BaseEntry | None, list[int]]]()
     for number, span in enumerate(spans):
-        of = None if share is None else same(span)
-        lender = of and share and share.lender(of.entry, span.part, span.numbers)
-        if of is not None and lender:
-            there[number], values[number] = of, lender[0]
+        match = None if share is None else same(span)
+        lender = match and share and share.lender(match.entry, span.part, span.numbers)
+        if match is not None and lender:
+            matches[number], values[number] = match, lender[0]
             lenders.setdefault(lender[0].store, (lender[1], []))[1].append(number)
-    if not there:
+    if not matches:
         return Spans.none()
     order = [number for _, numbers in lenders.values() for number in numbers]
     counts = [len(spans[number].numbers) for number in order]
     unit, offset, length, units = _places(spans, lenders, sum(counts))
-    found = Spans(
+    result = Spans(
         asked=spans,
         which=np.array(order),
         span=np.repeat(np.arange(len(order)), counts),
-        digest=np.concatenate([there[number].digest for number in order]),
-        elements=np.concatenate([there[number].elements for number in order]),
-        nbytes=np.concatenate([there[number].nbytes for number in order]),
+        digest=np.concatenate([matches[number].digest for number in order]),
+        elements=np.concatenate([matches[number].elements for number in order]),
+        nbytes=np.concatenate([matches[number].nbytes for number in order]),
         unit=unit,
         offset=offset,
         length=length,
@@ -184,8 +184,8 @@ def find(spans: Sequence[Span], same: Callable[[Span], Same | None], share: Shar
         values=values,
     )
     keeps = np.ones(len(order), np.bool_)
-    keeps[found.span[unit == _NOWHERE]] = False
-    return found if keeps.all() else found._only(keeps)
+    keeps[result.span[unit == _NOWHERE]] = False
+    return result if keeps.all() else result._only(keeps)
 
 
 def _places(
@@ -197,15 +197,15 @@ def _places(
     units = dict[tuple[BaseEntry | None, str], int]()
     unit, first = np.full(count, _NOWHERE), 0
     offset, length = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    for store, (of, numbers) in lenders.items():
+    for store, (owner, numbers) in lenders.items():
         keys = [key for n in numbers for key in chunk_keys(*spans[n][1:])]
         for leaf, which, positions in store.values.tree.find_all(keys):
-            files = [units.setdefault((of, path), len(units)) for path, _ in leaf.files]
-            rows, at = first + np.array(which), np.array(positions)
-            file = leaf.which[at]
+            files = [units.setdefault((owner, path), len(units)) for path, _ in leaf.files]
+            rows, leaf_rows = first + np.array(which), np.array(positions)
+            file = leaf.which[leaf_rows]
             is_apart = file >= 0
-            rows, at = rows[is_apart], at[is_apart]
+            rows, leaf_rows = rows[is_apart], leaf_rows[is_apart]
             unit[rows] = np.array(files, np.int64)[file[is_apart]]
-            offset[rows], length[rows] = leaf.offsets[at], leaf.lengths[at]
+            offset[rows], length[rows] = leaf.offsets[leaf_rows], leaf.lengths[leaf_rows]
         first += len(keys)
     return unit, offset, length, list(units)

@@ -248,18 +248,18 @@ def find_unchanged(
         StateChanged: the program is wrong about an array.
     """
     rows = dict[str, Array | None]()
-    told = {name: source for name, (_, source) in arrays.items() if name not in tokens}
-    sampler = Sampler(told)
-    known = SeenState("", "") if before is None else before
+    untracked_sources = {name: source for name, (_, source) in arrays.items() if name not in tokens}
+    sampler = Sampler(untracked_sources)
+    previous = SeenState("", "") if before is None else before
     for name in arrays:
         word = words[name]
         if name in tokens:
-            if tokens[name] is not None and known.tokens.get(name) == tokens[name]:
+            if tokens[name] is not None and previous.tokens.get(name) == tokens[name]:
                 rows[name] = None
         elif word is not True:
-            some = word if isinstance(word, np.ndarray) else None
-            if sampler.compare(name, known.samples.get(name), some):
-                rows[name] = some
+            changed_rows = word if isinstance(word, np.ndarray) else None
+            if sampler.compare(name, previous.samples.get(name), changed_rows):
+                rows[name] = changed_rows
     samples, wrong = sampler.finish()
     if wrong is not None:
         raise wrong_word(*wrong)
