@@ -81,12 +81,12 @@ class PartialSaves(RunFeature):
         if not self._is_predicted:
             self._run.wait_ended()
         with self._lock:
-            known, save.forgotten = self._known, self._forgotten
+            newest, save.forgotten = self._known, self._forgotten
         return PartialSave(
-            *(self._keys, save.step, known.record, known.base, self._choose, seen, layers),
-            earlier=known.earlier,
+            *(self._keys, save.step, newest.record, newest.base, self._choose, seen, layers),
+            earlier=newest.earlier,
             most_bases=self._most,
-            selected=lambda chosen: self._selected(save, known, chosen),
+            selected=lambda chosen: self._selected(save, newest, chosen),
         )
 
     def after_save(self, feature: SaveFeature | None, error: BaseException | None) -> None:
@@ -96,7 +96,7 @@ class PartialSaves(RunFeature):
         elif isinstance(feature, _ExpertsOfSave):
             self._committed(feature.save)
 
-    def _selected(self, save: _Save, known: _Known, chosen: Chosen) -> None:
+    def _selected(self, save: _Save, newest: _Known, chosen: Chosen) -> None:
         """Records what a save will have once it has ended."""
         index, base, written = chosen.index, chosen.base, chosen.written
         after = None
@@ -112,19 +112,19 @@ class PartialSaves(RunFeature):
             self._is_predicted = after is not None
             if after is not None:
                 record = replace(chosen.record, steps=after.steps)
-                save.known = self._known = _Known(save.step, record, after, known.record)
+                save.outcome = self._known = _Known(save.step, record, after, newest.record)
 
     def _committed(self, save: _Save) -> None:
         with self._lock:
             if save.forgotten != self._forgotten:
                 return
-            if save.known is not None:
-                if self._known is save.known and save.known.base is not None:
-                    base = save.known.base.without_before()
-                    self._known = replace(save.known, base=base)
+            if save.outcome is not None:
+                if self._known is save.outcome and save.outcome.base is not None:
+                    base = save.outcome.base.without_before()
+                    self._known = replace(save.outcome, base=base)
                 return
-        own = resolve_path(save.path)
-        self._remember(save.step, save.path, lambda: open_own(own), restarted=False)
+        location = resolve_path(save.path)
+        self._remember(save.step, save.path, lambda: open_own(location), restarted=False)
 
     def after_load(self, step: int, path: str, stored: Reader | None) -> None:
         """Records that the run goes on from a step; if it was loaded from elsewhere than where the
@@ -151,12 +151,12 @@ class PartialSaves(RunFeature):
         record = ExpertRecord({})
         try:
             reader = opened()
-            found = None if reader is None else stored_record(reader.index.metadata, path)
-            if reader is not None and found is not None:
-                record = found.restarted(self._plt_budget) if restarted else found
+            previous = None if reader is None else stored_record(reader.index.metadata, path)
+            if reader is not None and previous is not None:
+                record = previous.restarted(self._plt_budget) if restarted else previous
                 is_known = True
                 if path == self._run.path(step):
-                    base = PartialBase.read(path, reader, found.steps, self._keys)
+                    base = PartialBase.read(path, reader, previous.steps, self._keys)
         except (UnickptError, ValueError) as error:
             _log.warning("%s: the next save writes all experts: %s", path, error)
             record = record if is_known else self._known.record
@@ -190,14 +190,14 @@ class _Save:
         step, path: of the checkpoint.
         attempt: that makes it.
         forgotten: see `PartialSaves`.
-        known: what it will have; None if that is read once it has ended.
+        outcome: what it will have; None if that is read once it has ended.
     """
 
     step: int
     path: str
     attempt: str = ""
     forgotten: int = -1
-    known: _Known | None = None
+    outcome: _Known | None = None
 
 
 class _ExpertsOfSave(SaveFeature):

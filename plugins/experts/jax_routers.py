@@ -51,12 +51,12 @@ class RouterTokens(SeenBefore):
         Raises:
             ValueError: nothing matches, or it is not what it should be.
         """
-        found = False
+        has_match = False
         for path, leaf in jax.tree_util.tree_leaves_with_path(intermediates):
             name = _name(path)
             if not is_router(self._sown, name):
                 continue
-            found = True
+            has_match = True
             layer = layer_beside(name, self._experts, "/")
             counts = leaf if self._counted else self._of(name, leaf)
             if counts.shape != (self._count,):
@@ -66,7 +66,7 @@ class RouterTokens(SeenBefore):
                 )
             before = self._counts.get(layer)
             self._counts[layer] = counts if before is None else before + counts
-        if not found:
+        if not has_match:
             raise ValueError(f"nothing that was sown matches {self._sown!r}")
 
     def _of(self, name: str, numbers: Any) -> Any:

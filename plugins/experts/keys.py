@@ -112,22 +112,24 @@ class ExpertKeys:
         Raises:
             ValueError: two keys match it.
         """
-        known = self._known.get(name)  # each save of a run asks again, in the call
-        if known is not None and known[0] == tuple(shape) and known[1] == layout:
-            return known[2]
-        found = self._find(name, shape, layout)
-        self._known[name] = tuple(shape), layout, found
-        return found
+        cached = self._known.get(name)  # each save of a run asks again, in the call
+        if cached is not None and cached[0] == tuple(shape) and cached[1] == layout:
+            return cached[2]
+        units = self._find(name, shape, layout)
+        self._known[name] = tuple(shape), layout, units
+        return units
 
     def _find(self, name: str, shape: Sequence[int], layout: Layout | None) -> ArrayUnits | None:
-        matching = [(key, found) for key, at in self._names if (found := at.fullmatch(f"/{name}"))]
+        matching = [
+            (key, match) for key, pattern in self._names if (match := pattern.fullmatch(f"/{name}"))
+        ]
         if len(matching) > 1:
             both = " and ".join(repr(key.text) for key, _ in matching)
             raise ValueError(f"several keys of `experts` match it: {both}")
-        for key, found in matching:
-            text = key.of_layer(found.groupdict().get("l"))
+        for key, match in matching:
+            text = key.of_layer(match.groupdict().get("l"))
             if key.axis is None:
-                number = int(found["x"])
+                number = int(match["x"])
                 return ArrayUnits(text, range(number, number + 1))
             axis = _dimension(key.axis, len(shape), layout)
             if axis is not None:
@@ -144,8 +146,8 @@ class ExpertKeys:
         if text in self._texts:
             return self._texts[text], 0
         for key, pattern in self._layered:
-            if found := pattern.fullmatch(text):
-                return key, int(found["l"])
+            if match := pattern.fullmatch(text):
+                return key, int(match["l"])
         return None
 
     def key_of_layer(self, layer: str) -> str | None:
@@ -160,11 +162,11 @@ class ExpertKeys:
         """
         if self.key_of(layer) is not None:
             return layer
-        matching = [(key, at.fullmatch(f"/{layer}")) for key, at in self._layers]
-        found = [key.of_layer(m.groupdict().get("l")) for key, m in matching if m is not None]
-        if len(found) > 1:
-            raise ValueError(f"several keys of `experts` match it: {', '.join(map(repr, found))}")
-        return found[0] if found else None
+        matching = [(key, pattern.fullmatch(f"/{layer}")) for key, pattern in self._layers]
+        texts = [key.of_layer(m.groupdict().get("l")) for key, m in matching if m is not None]
+        if len(texts) > 1:
+            raise ValueError(f"several keys of `experts` match it: {', '.join(map(repr, texts))}")
+        return texts[0] if texts else None
 
     def check(self, found: Mapping[str, ArrayUnits]) -> None:
         """Checks that all arrays that are stacked under one key have the same experts.
@@ -173,13 +175,13 @@ class ExpertKeys:
             ValueError: names two arrays that differ.
         """
         first: dict[str, str] = {}
-        for name, held in found.items():
-            if held.axis is not None:
-                other = first.setdefault(held.key, name)
-                if found[other].numbers != held.numbers:
+        for name, units in found.items():
+            if units.axis is not None:
+                other = first.setdefault(units.key, name)
+                if found[other].numbers != units.numbers:
                     raise ValueError(
                         f"{len(found[other].numbers)} experts are stacked in {other!r}, but "
-                        f"{len(held.numbers)} in {name!r}; give them different keys of `experts`"
+                        f"{len(units.numbers)} in {name!r}; give them different keys of `experts`"
                     )
 
 
@@ -199,7 +201,7 @@ def _layer(key: ExpertKey) -> list[str]:
     parts = _parts(key.text)
     if key.axis is not None:
         return parts
-    return parts[: next(at for at, part in enumerate(parts) if _MARK in part)]
+    return parts[: next(position for position, part in enumerate(parts) if _MARK in part)]
 
 
 def _layered(key: ExpertKey) -> re.Pattern[str]:

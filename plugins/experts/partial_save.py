@@ -77,16 +77,18 @@ class PartialBase:
             CheckpointCorrupt, StorageError: it cannot be read.
         """
         index = reader.index
-        found = cls.of(path, index.attempt, index, steps, keys)
+        base = cls.of(path, index.attempt, index, steps, keys)
         if index.processes == 1:
-            return found
+            return base
         writers = turns.writers(reader, _held(index, keys))
         orders = turns.orders(steps, keys, writers)
-        return replace(found, orders=orders, writers=writers)
+        return replace(base, orders=orders, writers=writers)
 
     def followed_by(self, path: str, attempt: str, chosen: UnitSteps) -> PartialBase:
         """What there will be once a save that refers to this one has ended."""
-        steps = {key: {**of, **chosen.get(key, {})} for key, of in self.steps.items()}
+        steps = {
+            key: {**expert_steps, **chosen.get(key, {})} for key, expert_steps in self.steps.items()
+        }
         return replace(self, path=path, attempt=attempt, steps=steps, before=self.without_before())
 
     def without_before(self) -> PartialBase:
@@ -107,19 +109,19 @@ class PartialBase:
             chosen: the experts that are written.
             processes: how many save them.
         """
-        found: dict[int, int] = {}
+        totals: dict[int, int] = {}
         if self.processes != processes:
-            return found
+            return totals
         for key, numbers in chosen.items():
             for number in numbers:
                 for process, nbytes in self.writers.get(key, {}).get(number, {}).items():
-                    found[process] = found.get(process, 0) + nbytes
-        return found
+                    totals[process] = totals.get(process, 0) + nbytes
+        return totals
 
 
 def _held(index: Index, keys: ExpertKeys) -> dict[str, ArrayUnits]:
-    found = {name: keys.find(name, e.shape, e.layout) for name, e in index.arrays.items()}
-    return {name: held for name, held in found.items() if held is not None}
+    units_by_name = {name: keys.find(name, e.shape, e.layout) for name, e in index.arrays.items()}
+    return {name: units for name, units in units_by_name.items() if units is not None}
 
 
 @dataclass(frozen=True)
@@ -184,39 +186,41 @@ class PartialSave:
         if base is None or chosen is None or self._needs_too_many(base, chosen):
             base = chosen = None
         record = self.before.saving(chosen, self.seen, self.layers)
-        others = self.earlier.saving(chosen, self.seen, self.layers)
-        found = Chosen(index, record, self._steps(units, chosen, base), chosen, base)
-        self.selected(found)
+        earlier_record = self.earlier.saving(chosen, self.seen, self.layers)
+        choice = Chosen(index, record, self._steps(units, chosen, base), chosen, base)
+        self.selected(choice)
         metadata, earlier = recorded(index.metadata, record), list[Earlier]()
-        for each in () if base is None else base.chain():
-            told = metadata if each is base else recorded(index.metadata, others)
-            steps = self._steps(units, chosen, each)
-            earlier.append(Earlier(each.path, each.attempt, told, steps))
+        for candidate in () if base is None else base.chain():
+            step_metadata = (
+                metadata if candidate is base else recorded(index.metadata, earlier_record)
+            )
+            steps = self._steps(units, chosen, candidate)
+            earlier.append(Earlier(candidate.path, candidate.attempt, step_metadata, steps))
         nbytes = {} if base is None or chosen is None else base.bytes_of(chosen, index.processes)
-        return Selection(units, metadata, found.steps, "experts", chosen, earlier, nbytes)
+        return Selection(units, metadata, choice.steps, "experts", chosen, earlier, nbytes)
 
     def _steps(
         self, units: Mapping[str, ArrayUnits], chosen: UnitSteps | None, base: PartialBase | None
     ) -> UnitSteps:
         """Of which step the experts of this process are once they are saved."""
-        found: dict[str, dict[int, int]] = {}
-        for held in units.values():
-            of = found.setdefault(held.key, {})
+        steps: dict[str, dict[int, int]] = {}
+        for array_units in units.values():
+            expert_steps = steps.setdefault(array_units.key, {})
             if base is None or chosen is None:
-                of.update(dict.fromkeys(held.numbers, self.step))
+                expert_steps.update(dict.fromkeys(array_units.numbers, self.step))
             else:
-                written, before = chosen[held.key], base.steps[held.key]
-                of.update({n: written.get(n, before[n]) for n in held.numbers})
-        return found
+                written, before = chosen[array_units.key], base.steps[array_units.key]
+                expert_steps.update({n: written.get(n, before[n]) for n in array_units.numbers})
+        return steps
 
     def _chosen(self, base: PartialBase) -> dict[str, dict[int, int]]:
         chosen = {}
         record = replace(self.before, steps=base.steps)
         for text in base.steps:
-            found = self.units.key_of(text)
-            if found is not None:
+            match = self.units.key_of(text)
+            if match is not None:
                 order = base.orders.get(text)
-                chosen[text] = choose(found[0], text, record, self.step, self.choose, order)
+                chosen[text] = choose(match[0], text, record, self.step, self.choose, order)
         return chosen
 
     def _needs_too_many(self, base: PartialBase, chosen: UnitSteps) -> bool:
@@ -225,8 +229,8 @@ class PartialSave:
             return False
         needed = {
             step
-            for key, of in base.steps.items()
-            for number, step in of.items()
+            for key, expert_steps in base.steps.items()
+            for number, step in expert_steps.items()
             if number not in chosen.get(key, {})
         }
         return len(needed) > self.most_bases
@@ -239,10 +243,10 @@ class PartialSave:
         if self.base is None:
             return False
         arrays, steps = index.arrays, self.base.steps
-        known = self.base.arrays
-        for name, held in units.items():
-            if known.get(name) != _stored_as(arrays[name], index):
+        base_arrays = self.base.arrays
+        for name, array_units in units.items():
+            if base_arrays.get(name) != _stored_as(arrays[name], index):
                 return False
-            if not all(map(steps.get(held.key, {}).__contains__, held.numbers)):
+            if not all(map(steps.get(array_units.key, {}).__contains__, array_units.numbers)):
                 return False
         return True

@@ -89,12 +89,12 @@ class ExpertRecord:
 
     def lost_of(self, key: str) -> dict[int, float]:
         """The tokens that each expert of a key lacks, over all layers."""
-        found: dict[int, float] = {}
+        totals: dict[int, float] = {}
         for layer, counts in self.layers.items():
             if self.keys.get(layer) == key:
                 for number, lost in counts.lost.items():
-                    found[number] = found.get(number, 0.0) + lost
-        return found
+                    totals[number] = totals.get(number, 0.0) + lost
+        return totals
 
     def restarted(self, budget: float | None) -> ExpertRecord:
         """The record of a run that goes on from this step.
@@ -157,7 +157,7 @@ class ExpertRecord:
     def to_json(self) -> dict[str, Any]:
         """The record as in the metadata."""
         made: dict[str, Any] = {
-            "steps": {key: _texts(of) for key, of in self.steps.items()},
+            "steps": {key: _texts(expert_steps) for key, expert_steps in self.steps.items()},
             "doublings": self.doublings,
         }
         if self.layers:
@@ -179,8 +179,8 @@ def _texts(counts: Mapping[int, _Count]) -> dict[str, _Count]:
 
 
 def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found) if found else 0.0
+    numbers = list(values)
+    return sum(numbers) / len(numbers) if numbers else 0.0
 
 
 # --- choosing -------------------------------------------------------------------------------------
@@ -233,9 +233,9 @@ def _in_turn(experts: Sequence[int], steps: Mapping[int, int]) -> list[int]:
     """All experts, the oldest first; those of one step in the order in which they had it."""
     oldest = min(steps.values(), default=0)
     first = 0  # after the last one, the turn goes back to the first
-    for at, number in enumerate(experts):
-        if steps[number] == oldest != steps[experts[at - 1]]:
-            first = at
+    for position, number in enumerate(experts):
+        if steps[number] == oldest != steps[experts[position - 1]]:
+            first = position
     return sorted([*experts[first:], *experts[:first]], key=steps.__getitem__)
 
 
@@ -252,8 +252,8 @@ def stored(metadata: Mapping[str, Any], where: str) -> ExpertRecord | None:
     if steps is None:
         return None
     try:
-        found = metadata[RESERVED_METADATA][_MEMBER]
-        layers = found.get("layers", {})
+        body = metadata[RESERVED_METADATA][_MEMBER]
+        layers = body.get("layers", {})
         return ExpertRecord(
             steps,
             {
@@ -262,7 +262,7 @@ def stored(metadata: Mapping[str, Any], where: str) -> ExpertRecord | None:
                 )
                 for name, t in layers.items()
             },
-            _count(found.get("doublings", 0)),
+            _count(body.get("doublings", 0)),
             {name: _text(t["key"]) for name, t in layers.items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -279,8 +279,8 @@ def recorded(metadata: Mapping[str, Any], record: ExpertRecord) -> dict[str, Any
     }
 
 
-def _numbered(found: Mapping[str, Any]) -> dict[int, float]:
-    return {int(_text(number)): _amount(each) for number, each in found.items()}
+def _numbered(counts: Mapping[str, Any]) -> dict[int, float]:
+    return {int(_text(number)): _amount(count) for number, count in counts.items()}
 
 
 def _text(value: Any) -> str:

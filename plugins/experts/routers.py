@@ -21,8 +21,8 @@ class SeenBefore:
             metadata: of the step that was loaded, such as
                 `unickpt.open(run.path(step)).metadata`; without counts, those before are zero.
         """
-        own = metadata.get("unickpt")
-        experts = own.get("experts") if isinstance(own, Mapping) else None
+        reserved = metadata.get("unickpt")
+        experts = reserved.get("experts") if isinstance(reserved, Mapping) else None
         layers = experts.get("layers") if isinstance(experts, Mapping) else None
         self._before = {
             name: {int(number): float(count) for number, count in layer["seen"].items()}
@@ -42,8 +42,8 @@ def layer_beside(router: str, experts: str, separator: str) -> str:
         >>> layer_beside("layers.0.moe.gate", "experts", ".")
         'layers.0.moe.experts'
     """
-    above, found, _ = router.rpartition(separator)
-    return f"{above}{found}{experts}"
+    above, joint, _ = router.rpartition(separator)
+    return f"{above}{joint}{experts}"
 
 
 def is_router(pattern: str, name: str) -> bool:

@@ -32,16 +32,16 @@ def tokens_among(
     """
     if tokens is not None and not isinstance(tokens, Mapping):
         raise UnsupportedLeaf(f"tokens must be a dict, not of type {type(tokens).__name__}")
-    rest, found = {}, dict[str, dict[int, float]]()
+    other_metrics, tokens_by_layer = {}, dict[str, dict[int, float]]()
     for name, value in metrics.items():
         if not str(name).startswith(_TOKENS):
-            rest[name] = value
+            other_metrics[name] = value
             continue
         layer, _, number = name.removeprefix(_TOKENS).rpartition("/")
         if not number.isdecimal() or not number.isascii() or len(number) > 9:
             raise UnsupportedLeaf(f"metrics: {name!r} must be tokens/<layer>/<number of an expert>")
-        found.setdefault(layer, {})[int(number)] = value
-    return rest, {**found, **(tokens or {})} or tokens
+        tokens_by_layer.setdefault(layer, {})[int(number)] = value
+    return other_metrics, {**tokens_by_layer, **(tokens or {})} or tokens
 
 
 def key_of(layer: str, keys: ExpertKeys) -> str:
@@ -51,10 +51,10 @@ def key_of(layer: str, keys: ExpertKeys) -> str:
     except ValueError as error:
         raise UnsupportedLeaf(f"tokens: {layer!r}: {error}") from None
     if key is None:
-        known = ", ".join(repr(key.text) for key in keys)
+        key_names = ", ".join(repr(key.text) for key in keys)
         raise UnsupportedLeaf(
-            f"tokens: {layer!r} is neither a key of `experts` ({known}), nor what stands in the "
-            "names of arrays before an expert's number, nor an array of experts"
+            f"tokens: {layer!r} is neither a key of `experts` ({key_names}), nor what stands in "
+            "the names of arrays before an expert's number, nor an array of experts"
         )
     return key
 

@@ -113,12 +113,12 @@ class RouterTokens(SeenBefore):
         joined = torch.cat([self._counts[layer] for layer in layers])
         if group is not None:
             torch.distributed.all_reduce(joined, group=group)
-        found, at = {}, 0
+        totals, offset = {}, 0
         counts = joined.tolist()
         for layer in layers:
-            end = at + len(self._counts[layer])
-            found[layer], at = self.added(layer, counts[at:end]), end
-        return found
+            end = offset + len(self._counts[layer])
+            totals[layer], offset = self.added(layer, counts[offset:end]), end
+        return totals
 
     def remove(self) -> None:
         """Removes the hooks."""

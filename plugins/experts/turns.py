@@ -28,41 +28,45 @@ def writers(reader: Reader, arrays: Mapping[str, ArrayUnits]) -> Writers:
     Raises:
         CheckpointCorrupt, StorageError: it cannot be read.
     """
-    found: dict[str, dict[int, dict[int, int]]] = {}
-    for name, held in arrays.items():
+    result: dict[str, dict[int, dict[int, int]]] = {}
+    for name, units in arrays.items():
         entry = reader.index.arrays[name]
         table = reader.digests_of(name)
         assert table is not None, "a checkpoint of our own format has digests"
         rows = table["process"]
-        of_key = found.setdefault(held.key, {})
-        for number, processes in _by_expert(entry, held, rows):
+        of_key = result.setdefault(units.key, {})
+        for number, processes in _by_expert(entry, units, rows):
             # All chunks count as equally large: nothing depends on a few bytes.
-            each = entry.nbytes // max(1, len(held.numbers) * len(processes))
+            chunk_bytes = entry.nbytes // max(1, len(units.numbers) * len(processes))
             into = of_key.setdefault(number, {})
             for process, count in zip(*np.unique(processes, return_counts=True), strict=True):
-                into[int(process)] = into.get(int(process), 0) + each * int(count)
-    return found
+                into[int(process)] = into.get(int(process), 0) + chunk_bytes * int(count)
+    return result
 
 
 def _by_expert(
-    entry: ArrayEntry, held: ArrayUnits, rows: np.ndarray
+    entry: ArrayEntry, units: ArrayUnits, rows: np.ndarray
 ) -> Iterator[tuple[int, np.ndarray]]:
     """The experts of an array, with what `rows` says of their chunks."""
-    if held.axis is None:
-        yield held.numbers.start, rows
+    if units.axis is None:
+        yield units.numbers.start, rows
         return
     experts = np.zeros(len(rows), np.int64)
     for first, part in numbered_parts(entry):
-        along = np.arange(part.grid[held.axis]) * part.chunk[held.axis] + part.box.start[held.axis]
-        shape = [-1 if d == held.axis else 1 for d in range(len(part.grid))]
+        along = (
+            np.arange(part.grid[units.axis]) * part.chunk[units.axis] + part.box.start[units.axis]
+        )
+        shape = [-1 if d == units.axis else 1 for d in range(len(part.grid))]
         experts[first : first + part.count] = np.broadcast_to(
             along.reshape(shape), part.grid
         ).reshape(-1)
-    for number in held.numbers:
+    for number in units.numbers:
         yield number, rows[experts == number]
 
 
-def orders(steps: UnitSteps, keys: ExpertKeys, by: Writers) -> dict[str, tuple[int, ...]]:
+def orders(
+    steps: UnitSteps, keys: ExpertKeys, writers_by_key: Writers
+) -> dict[str, tuple[int, ...]]:
     """For each key, its experts in the order in which they take their turns, the first one first.
 
     In it the processes alternate, so that those of one save are of as many of them as possible. And
@@ -73,7 +77,7 @@ def orders(steps: UnitSteps, keys: ExpertKeys, by: Writers) -> dict[str, tuple[i
     Arguments:
         steps: the keys, and their experts.
         keys: say how many each save writes.
-        by: who wrote them; of those that are not named, nothing is known.
+        writers_by_key: who wrote them; of those that are not named, nothing is known.
 
     Example:
         >>> keys = ExpertKeys({"layers/{l}/experts/{x}/*": 1})
@@ -83,21 +87,21 @@ def orders(steps: UnitSteps, keys: ExpertKeys, by: Writers) -> dict[str, tuple[i
         {'layers/0/experts/{x}/*': (0, 2, 1, 3), 'layers/1/experts/{x}/*': (2, 1, 3, 0)}
     """
     alike: dict[tuple[str, frozenset[int]], list[tuple[int, str, int, tuple[int, ...]]]] = {}
-    for text, of in steps.items():
-        known = keys.key_of(text)
-        if known is None:
+    for text, experts in steps.items():
+        match = keys.key_of(text)
+        if match is None:
             continue
-        key, layer = known
-        writer = {number: _main(by.get(text, {}).get(number, {})) for number in of}
-        order = _alternating(sorted(of), writer)
+        key, layer = match
+        writer = {number: _main(writers_by_key.get(text, {}).get(number, {})) for number in experts}
+        order = _alternating(sorted(experts), writer)
         group = key.text, frozenset(writer.values())
         alike.setdefault(group, []).append((layer, text, key.k, order))
-    found = {}
+    orders_by_key = {}
     for layers in alike.values():
         for number, (_, text, k, order) in enumerate(sorted(layers)):
             first = number * k % max(1, len(order))
-            found[text] = order[first:] + order[:first]
-    return dict(sorted(found.items()))
+            orders_by_key[text] = order[first:] + order[:first]
+    return dict(sorted(orders_by_key.items()))
 
 
 def _main(written: Mapping[int, int]) -> int:
@@ -107,12 +111,12 @@ def _main(written: Mapping[int, int]) -> int:
 
 def _alternating(experts: Sequence[int], writer: Mapping[int, int]) -> tuple[int, ...]:
     """Experts in an order in which their processes alternate."""
-    own: dict[int, list[int]] = {}
+    experts_by_process: dict[int, list[int]] = {}
     for number in experts:
-        own.setdefault(writer[number], []).append(number)
+        experts_by_process.setdefault(writer[number], []).append(number)
     place = {
-        number: ((at + 0.5) / len(numbers), process)
-        for process, numbers in own.items()
-        for at, number in enumerate(numbers)
+        number: ((position + 0.5) / len(numbers), process)
+        for process, numbers in experts_by_process.items()
+        for position, number in enumerate(numbers)
     }
     return tuple(sorted(experts, key=place.__getitem__))
