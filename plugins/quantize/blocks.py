@@ -59,7 +59,7 @@ class Blocks:
 
     def tiles(self) -> Iterator[Tile]:
         """All blocks, a bounded number of elements at a time."""
-        whole, rest = divmod(self.length, BLOCK)
+        whole, remainder = divmod(self.length, BLOCK)
         wide = min(whole, _TILE // BLOCK)
         high = max(1, _TILE // max(1, wide * BLOCK))
         for row in range(0, self.rows, high):
@@ -68,9 +68,9 @@ class Blocks:
                 last = min(first + wide, whole)
                 elements = slice(first * BLOCK, last * BLOCK)
                 yield Tile(rows, elements, slice(first, last), BLOCK)
-            if rest:
+            if remainder:
                 elements = slice(whole * BLOCK, self.length)
-                yield Tile(rows, elements, slice(whole, whole + 1), rest)
+                yield Tile(rows, elements, slice(whole, whole + 1), remainder)
 
 
 def stored_bytes(shape: Sequence[int], dtype: str, codes: str) -> int:

@@ -82,13 +82,13 @@ def check_used(patterns: QuantizePatterns, names: Iterable[str]) -> None:
     """
     if not patterns:
         return
-    known = list(names)
-    unused = patterns.keys() - {_first(patterns, name) for name in known}
+    all_names = list(names)
+    unused = patterns.keys() - {_first(patterns, name) for name in all_names}
     if unused:
         shown = ", ".join(repr(pattern) for pattern in patterns if pattern in unused)
         raise ValueError(
             f"SaveOptions.quantize: {shown} match{'es' * (len(unused) == 1)} no array, or only "
-            f"arrays that an earlier pattern matches; there are {quoted(known)}"
+            f"arrays that an earlier pattern matches; there are {quoted(all_names)}"
         )
 
 

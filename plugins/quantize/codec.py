@@ -54,7 +54,7 @@ class Quantize(SaveFeature):
 
     def in_run(self, run: Run) -> RunFeature | None:
         """Counts restores, if a pattern asks for that."""
-        counts = any(isinstance(each, Restores) for each in self.patterns.values())
+        counts = any(isinstance(code, Restores) for code in self.patterns.values())
         return RestoreCount(self.patterns, Quantize, NAME) if counts else None
 
     # --- a codec ----------------------------------------------------------------------------------

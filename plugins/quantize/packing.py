@@ -16,8 +16,8 @@ def pack(codes: Array, bits: int) -> Array:
     groups = np.zeros((-(-codes.size // _GROUP), _GROUP), np.uint8)
     groups.reshape(-1)[: codes.size] = codes
     words = np.zeros(len(groups), "<u4")
-    for at in range(_GROUP):
-        words |= groups[:, at].astype("<u4") << np.uint32(bits * at)
+    for position in range(_GROUP):
+        words |= groups[:, position].astype("<u4") << np.uint32(bits * position)
     packed = words.view(np.uint8).reshape(-1, 4)[:, :bits].reshape(-1)
     return packed[: -(-codes.size * bits // 8)]
 
@@ -33,6 +33,6 @@ def unpack(packed: Array, bits: int, count: int) -> Array:
     spread[:, :bits] = whole
     words = spread.view("<u4").reshape(-1)
     codes = np.empty((groups, _GROUP), np.uint8)
-    for at in range(_GROUP):
-        codes[:, at] = (words >> np.uint32(bits * at)) & np.uint32((1 << bits) - 1)
+    for position in range(_GROUP):
+        codes[:, position] = (words >> np.uint32(bits * position)) & np.uint32((1 << bits) - 1)
     return codes.reshape(-1)[:count]

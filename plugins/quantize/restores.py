@@ -77,8 +77,8 @@ class RestoreCount(RunFeature):
     def before_save(self, call: SaveCall) -> tuple[SaveFeature, Mapping[str, Any]]:
         """The patterns with the codes to store after the restores that happened."""
         patterns = {
-            pattern: each.codes(self._happened) if isinstance(each, Restores) else each
-            for pattern, each in self._patterns.items()
+            pattern: choice.codes(self._happened) if isinstance(choice, Restores) else choice
+            for pattern, choice in self._patterns.items()
         }
         return self._make(patterns), {_KEY: self._happened}
 
@@ -87,7 +87,7 @@ class RestoreCount(RunFeature):
         if stored is None:
             return
         index = stored.index
-        own = index.metadata.get("unickpt")
-        before = own.get(_KEY) if isinstance(own, Mapping) else None
+        reserved = index.metadata.get("unickpt")
+        before = reserved.get(_KEY) if isinstance(reserved, Mapping) else None
         is_quantized = any(entry.codec == self._name for entry in index.arrays.values())
         self._happened = (before if type(before) is int else 0) + is_quantized

@@ -38,8 +38,8 @@ def _normal(values: Array, low: Array, high: Array) -> Array:
     """The elements as parts of the range, in float32: enough to compare errors."""
     span = high - low
     with np.errstate(over="ignore", invalid="ignore"):
-        found = (values - low[:, None]) / np.where(span > 0, span, 1)[:, None]
-    return found.astype(np.float32, copy=False)
+        normal = (values - low[:, None]) / np.where(span > 0, span, 1)[:, None]
+    return normal.astype(np.float32, copy=False)
 
 
 def _greedy(normal: Array, bins: int, steps: int, bits: int) -> tuple[Array, Array]:
@@ -54,9 +54,9 @@ def _greedy(normal: Array, bins: int, steps: int, bits: int) -> tuple[Array, Arr
         second = _loss(normal, left, right + 1, bins, levels, work)
         moves = first < second
         left, right = left + moves, right + ~moves
-        found = np.where(moves, first, second)
-        better = found < best
-        best = np.where(better, found, best)
+        loss = np.where(moves, first, second)
+        better = loss < best
+        best = np.where(better, loss, best)
         best_left = np.where(better, left, best_left)
         best_right = np.where(better, right, best_right)
     return best_left.astype(np.float64), best_right.astype(np.float64)
@@ -74,5 +74,5 @@ def _loss(
     np.clip(rounded, 0, levels, out=rounded)
     np.subtract(steps, rounded, out=steps)
     np.multiply(steps, steps, out=steps)
-    found: Array = steps.sum(axis=1) * width * width
-    return found
+    loss: Array = steps.sum(axis=1) * width * width
+    return loss

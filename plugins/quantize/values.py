@@ -68,16 +68,16 @@ def encode(chunk: Array, codes: str) -> QuantizedChunk:
             low, high = values.min(axis=1), values.max(axis=1)
             _check_finite("it has elements that are not finite", low, high)
             if scales is None:
-                found = values.astype(coded.dtype)
-                error = _worst(values, found.astype(work))
+                tile_codes = values.astype(coded.dtype)
+                error = _worst(values, tile_codes.astype(work))
             else:
-                start, scale, found, error = _quantized(values, low, high, chunk.dtype, codes)
+                start, scale, tile_codes, error = _quantized(values, low, high, chunk.dtype, codes)
                 shape = scales[0][tile.rows, tile.blocks].shape
                 scales[0][tile.rows, tile.blocks] = start.reshape(shape)
                 scales[1][tile.rows, tile.blocks] = scale.reshape(shape)
             _check_finite(f"the range of its elements is too large for {codes}", error)
-            at = coded[tile.rows, tile.elements]
-            at[...] = found.reshape(at.shape)
+            destination = coded[tile.rows, tile.elements]
+            destination[...] = tile_codes.reshape(destination.shape)
             largest = np.maximum(np.abs(low), np.abs(high))
             absolute = max(absolute, float(error.max()))
             relative = max(relative, float((error / np.where(largest > 0, largest, 1)).max()))
@@ -111,13 +111,13 @@ def _quantized(
     if bits not in search.BINS:
         return whole
     begin, end = search.shrunk(values, low, high, bits)
-    found = _in_range(values, begin, end, dtype, bits)
+    narrow = _in_range(values, begin, end, dtype, bits)
     span = np.where(high > low, high - low, 1)
     # The search compares errors only roughly.
-    keep = ~(_squares(values, found, dtype, span) < _squares(values, whole, dtype, span))
-    for mine, other in zip(found, whole, strict=True):
+    keep = ~(_squares(values, narrow, dtype, span) < _squares(values, whole, dtype, span))
+    for mine, other in zip(narrow, whole, strict=True):
         mine[keep] = other[keep]
-    return found
+    return narrow
 
 
 def _in_range(
@@ -130,13 +130,13 @@ def _in_range(
     steps /= np.where(scale > 0, scale, 1)[:, None]
     np.rint(steps, out=steps)
     np.clip(steps, 0, levels, out=steps)
-    found = steps.astype(np.uint8)
-    return low.copy(), scale, found, _worst(values, _decoded(steps, low, scale, dtype))
+    codes = steps.astype(np.uint8)
+    return low.copy(), scale, codes, _worst(values, _decoded(steps, low, scale, dtype))
 
 
-def _squares(values: Array, found: tuple[Array, ...], dtype: DType, span: Array) -> Array:
+def _squares(values: Array, quantized: tuple[Array, ...], dtype: DType, span: Array) -> Array:
     """The sum of squared errors of each block, in relation to its range."""
-    low, scale, codes, _ = found
+    low, scale, codes, _ = quantized
     apart = _decoded(codes.astype(values.dtype), low, scale, dtype)
     apart -= values
     apart /= span[:, None]
@@ -157,13 +157,13 @@ def _scale(low: Array, high: Array, levels: int) -> Array:
     span = high.astype(np.float64) - low
     scale = (span / levels).astype(low.dtype)
     short = scale.astype(np.float64) * levels < span
-    found: Array = np.where(short, np.nextafter(scale, low.dtype.type(np.inf)), scale)
-    return found
+    rounded_up: Array = np.where(short, np.nextafter(scale, low.dtype.type(np.inf)), scale)
+    return rounded_up
 
 
 def _worst(values: Array, decoded: Array) -> Array:
-    found: Array = np.abs(values - decoded).max(axis=1)
-    return found
+    largest: Array = np.abs(values - decoded).max(axis=1)
+    return largest
 
 
 def decode(data: Array, out: Array, codes: str) -> None:
@@ -193,8 +193,8 @@ def decode(data: Array, out: Array, codes: str) -> None:
             values = coded[tile.rows, tile.elements].astype(work).reshape(-1, tile.extent)
             values *= scale[tile.rows, tile.blocks].reshape(-1, 1)
             values += low[tile.rows, tile.blocks].reshape(-1, 1)
-            at = target[tile.rows, tile.elements]
-            at[...] = values.reshape(at.shape)
+            destination = target[tile.rows, tile.elements]
+            destination[...] = values.reshape(destination.shape)
 
 
 def _round_back(data: Array, target: Array) -> None:
