@@ -89,7 +89,7 @@ class Auto(EncodingPolicy):
             for number, is_compressed in note["follows"].items():
                 followed.setdefault(names[int(number)], set()).add(is_compressed)
         is_known = all(note["knows_base"] for _, note in notes)
-        found = dict[str, Settled]()
+        settled_arrays = dict[str, Settled]()
         for name, entry in arrays.items():
             if not is_undecided(entry):
                 continue
@@ -105,16 +105,16 @@ class Auto(EncodingPolicy):
                 raise _contradiction(name, said)
             # Who did not know what the base says has not looked: the next save shall.
             encoding = () if is_known or said else None
-            found[name] = encoding, HEADER_BYTES * (is_framed & ~is_raw)
-        return found
+            settled_arrays[name] = encoding, HEADER_BYTES * (is_framed & ~is_raw)
+        return settled_arrays
 
 
 def _raw_lengths(entry: ArrayEntry) -> Column:
     """The bytes that are stored of each chunk without compression."""
     parts = parts_of_array(entry)
     lengths = [math.prod(part.chunk) * entry.itemsize for part in parts]
-    found: Column = np.repeat(np.array(lengths, np.int64), [part.count for part in parts])
-    return found
+    chunk_lengths: Column = np.repeat(np.array(lengths, np.int64), [part.count for part in parts])
+    return chunk_lengths
 
 
 def _contradiction(name: str, said: Sequence[bool] | set[bool]) -> CoverageError:
@@ -158,8 +158,10 @@ class Compressing(SaveEncoder):
     def note(self, entries: Sequence[ArrayEntry]) -> dict[str, Any]:
         """Of those arrays that the base has, by their numbers, whether they are compressed there;
         and whether this process knew that."""
-        found = ((number, self._followed(entry)) for number, entry in enumerate(entries))
-        follows = {number: known for number, known in found if known is not None}
+        choices = ((number, self._followed(entry)) for number, entry in enumerate(entries))
+        follows = {
+            number: is_compressed for number, is_compressed in choices if is_compressed is not None
+        }
         return {"follows": follows, "knows_base": self._is_known}
 
     def _followed(self, entry: ArrayEntry) -> bool | None:
@@ -204,9 +206,9 @@ def pays(entry: ArrayEntry, chunk: Array) -> bool:
     sample = data
     if len(data) > _PIECES * _PIECE_BYTES:
         whole = len(data) // entry.itemsize
-        own = _PIECE_BYTES // entry.itemsize
-        starts = np.linspace(0, whole - own, _PIECES).astype(np.int64) * entry.itemsize
-        sample = np.concatenate([data[at : at + _PIECE_BYTES] for at in starts.tolist()])
+        piece_elements = _PIECE_BYTES // entry.itemsize
+        starts = np.linspace(0, whole - piece_elements, _PIECES).astype(np.int64) * entry.itemsize
+        sample = np.concatenate([data[start : start + _PIECE_BYTES] for start in starts.tolist()])
     elements = sample.view(chunk.dtype)
     part = Part.whole(entry.name, elements.shape, elements.shape)
     short = shorter(entry, part, elements, (sample.data,))
@@ -228,5 +230,5 @@ def shorter(
     if zstd is not None:
         data = np.frombuffer(value[0] if len(value) == 1 else b"".join(value), np.uint8)
         return blosc_frames.compressed(data, entry.itemsize, zstd)
-    found = compressed_chunk(entry, part, chunk)
-    return found if blosc_frames.is_shorter(len(found), nbytes) else None
+    frame = compressed_chunk(entry, part, chunk)
+    return frame if blosc_frames.is_shorter(len(frame), nbytes) else None

@@ -92,11 +92,13 @@ def compressed(data: Array, itemsize: int, zstd: Any) -> memoryview | None:
     shrank = [True] * itemsize
     for number in range(count):
         starts[number] = end
-        some = data[number * block : (number + 1) * block]
-        own = planes[:, : len(some) // itemsize]
-        _split(some, itemsize, own)
-        is_split = len(some) == block and block // itemsize >= _LEAST_SPLIT
-        streams = list(own) if is_split else [np.ascontiguousarray(own).reshape(-1)]
+        piece = data[number * block : (number + 1) * block]
+        block_planes = planes[:, : len(piece) // itemsize]
+        _split(piece, itemsize, block_planes)
+        is_split = len(piece) == block and block // itemsize >= _LEAST_SPLIT
+        streams = (
+            list(block_planes) if is_split else [np.ascontiguousarray(block_planes).reshape(-1)]
+        )
         for plane, stream in enumerate(streams):
             coded = None
             if shrank[plane] or not is_split or _may_shrink(stream, zstd):
@@ -118,14 +120,14 @@ def compressed(data: Array, itemsize: int, zstd: Any) -> memoryview | None:
 def _may_shrink(stream: Array, zstd: Any) -> bool:
     """Whether a few places of a stream say that it shrinks."""
     size, step = len(stream) // _PROBE_SHARE, len(stream) // _PROBES
-    probes = [stream[at : at + size] for at in range(step - size, len(stream), step)]
+    probes = [stream[start : start + size] for start in range(step - size, len(stream), step)]
     return _coded(np.concatenate(probes), zstd) is not None
 
 
 def _coded(stream: Array, zstd: Any) -> bytes | None:
     """A stream as zstd has it; None if it is stored, which Blosc knows by its length."""
-    found: bytes = zstd.compress(stream.data)
-    return found if len(found) < _MOST_OF_PLANE * len(stream) else None
+    coded: bytes = zstd.compress(stream.data)
+    return coded if len(coded) < _MOST_OF_PLANE * len(stream) else None
 
 
 def _split(data: Array, itemsize: int, planes: Array) -> None:
@@ -133,9 +135,9 @@ def _split(data: Array, itemsize: int, planes: Array) -> None:
     word = min(itemsize, 8)
     words = data.view(f"<u{word}").reshape(-1, itemsize // word)
     for plane, out in enumerate(planes):
-        own = words[:, plane // word]
+        column = words[:, plane // word]
         # By shifts, of which compilers make vector instructions; a copy by strides is slow.
-        np.copyto(out, own >> (8 * (plane % word)) if plane % word else own, casting="unsafe")
+        np.copyto(out, column >> (8 * (plane % word)) if plane % word else column, casting="unsafe")
 
 
 def _header(flags: int, itemsize: int, nbytes: int, length: int) -> bytes:
