@@ -40,14 +40,14 @@ class Span:
     def positions(self) -> Array:
         """The row-major numbers of the elements in the whole array."""
         within = np.arange(self.first, self.stop, dtype=np.uint64)
-        found, stride = np.zeros_like(within), 1
+        positions, stride = np.zeros_like(within), 1
         for n, extent, start in zip(
             reversed(self.box.shape), reversed(self.shape), reversed(self.box.start), strict=True
         ):
             within, index = np.divmod(within, np.uint64(n))
-            found += (index + np.uint64(start)) * np.uint64(stride)
+            positions += (index + np.uint64(start)) * np.uint64(stride)
             stride *= extent
-        return found
+        return positions
 
 
 Formula = Callable[[Sequence[Array], Span], Array]
@@ -94,8 +94,8 @@ def add_random_differences(
     *sources, base = inputs
     total: Array = base.copy()
     for number, (weight, block) in enumerate(zip(weights, sources, strict=True)):
-        kept = is_kept(method, name, number, span.positions)
-        total += np.where(kept, (block - base) * (weight / (1 - method.drop)), 0)
+        mask = is_kept(method, name, number, span.positions)
+        total += np.where(mask, (block - base) * (weight / (1 - method.drop)), 0)
     return total
 
 
@@ -116,10 +116,10 @@ def add_elected(
         difference = block - base
         trimmed.append(np.where(magnitudes(difference, wide) >= threshold, difference, 0))
     sign = np.sign(sum(trimmed))
-    agreeing = [np.where(np.sign(one) == sign, one, 0) for one in trimmed]
-    count = sum((one != 0).astype(np.float64) for one in agreeing)
-    found: Array = base + scale * (sum(agreeing) / np.maximum(count, 1))
-    return found
+    agreeing = [np.where(np.sign(part) == sign, part, 0) for part in trimmed]
+    count = sum((part != 0).astype(np.float64) for part in agreeing)
+    merged: Array = base + scale * (sum(agreeing) / np.maximum(count, 1))
+    return merged
 
 
 def magnitudes(difference: Array, wide: bool) -> Array:
@@ -153,8 +153,8 @@ def is_kept(method: Dare, name: str, source: int, positions: Array) -> Array:
         z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX[0])
         z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX[1])
     z ^= z >> np.uint64(31)
-    found: Array = (z >> np.uint64(11)) >= np.uint64(math.ceil(method.drop * 2**53))
-    return found
+    mask: Array = (z >> np.uint64(11)) >= np.uint64(math.ceil(method.drop * 2**53))
+    return mask
 
 
 def wide_dtype(dtype: DType) -> DType:
@@ -192,20 +192,20 @@ def merge_box(
         box: of the array.
         out: contiguous; receives the result, cast once to its dtype.
     """
-    flat, to = [one.reshape(-1) for one in inputs], out.reshape(-1)
+    flat, target = [array.reshape(-1) for array in inputs], out.reshape(-1)
     outcome = Outcome(set())
     limit = _saturates_above(out.dtype)
     with np.errstate(all="ignore"):
-        for first in range(0, len(to), BLOCK):
-            stop = min(first + BLOCK, len(to))
-            blocks = [one[first:stop].astype(wide_dtype(one.dtype)) for one in flat]
+        for first in range(0, len(target), BLOCK):
+            stop = min(first + BLOCK, len(target))
+            blocks = [array[first:stop].astype(wide_dtype(array.dtype)) for array in flat]
             bad = {number for number, block in enumerate(blocks) if not is_finite(block)}
             outcome.nonfinite |= bad
             made = formula(blocks, Span(shape, box, first, stop))
-            to[first:stop] = made.astype(out.dtype)
+            target[first:stop] = made.astype(out.dtype)
             if not bad:
-                held = is_finite(to[first:stop].astype(wide_dtype(out.dtype)))
-                outcome.overflows |= not held or bool((np.abs(made) > limit).any())
+                is_representable = is_finite(target[first:stop].astype(wide_dtype(out.dtype)))
+                outcome.overflows |= not is_representable or bool((np.abs(made) > limit).any())
     return outcome
 
 
@@ -237,7 +237,7 @@ def blocks_of(pieces: ElementPieces) -> Iterator[list[Array]]:
     """
     for piece in pieces():
         for first in range(0, len(piece[0]), BLOCK):
-            blocks = [one[first : first + BLOCK] for one in piece]
+            blocks = [array[first : first + BLOCK] for array in piece]
             with np.errstate(all="ignore"):
                 wide = [block.astype(wide_dtype(block.dtype)) for block in blocks]
                 for number, block in enumerate(wide):
@@ -278,19 +278,21 @@ def ties_statistics(method: Ties, pieces: ElementPieces, size: int, wide: bool) 
     Raises:
         NotFinite: an element is NaN or infinite.
     """
-    kept = max(1, math.floor(method.density * size))
+    k = max(1, math.floor(method.density * size))
     bits = 64 if wide else 32
     selections: list[KthLargest] = []
     for _ in range(bits // _BITS):
         for *sources, base in blocks_of(pieces):
-            selections = selections or [KthLargest(kept, bits) for _ in sources]
+            selections = selections or [KthLargest(k, bits) for _ in sources]
             for selection, source in zip(selections, sources, strict=True):
-                found = magnitudes(source - base, wide)
-                selection.add(found.view(np.uint64 if wide else np.uint32))
+                magnitude = magnitudes(source - base, wide)
+                selection.add(magnitude.view(np.uint64 if wide else np.uint32))
         for selection in selections:
             selection.end_pass()
     floats = np.float64 if wide else np.float32
-    keys = np.array([one.prefix for one in selections], np.uint64 if wide else np.uint32)
+    keys = np.array(
+        [selection.prefix for selection in selections], np.uint64 if wide else np.uint32
+    )
     return [float(value) for value in keys.view(floats)]
 
 
@@ -321,8 +323,8 @@ class KthLargest:
     def end_pass(self) -> None:
         """Ends a pass over all integers."""
         above = np.cumsum(self._counts[::-1])
-        at = int(np.searchsorted(above, self._k))
-        self._k -= int(above[at - 1]) if at else 0
-        self.prefix = self.prefix << _BITS | (1 << _BITS) - 1 - at
+        position = int(np.searchsorted(above, self._k))
+        self._k -= int(above[position - 1]) if position else 0
+        self.prefix = self.prefix << _BITS | (1 << _BITS) - 1 - position
         self._first, self._shift = False, self._shift - _BITS
         self._counts[:] = 0

@@ -93,24 +93,36 @@ def command(
         terminal.fail(
             "--hint is for checkpoints of other systems, not for the steps of a run (--last)"
         )
-    given: Any = sources[0]
+    merge_sources: Any = sources[0]
     if last is None:
-        given = [options.source_of(source, hint) for source in sources]
-    wanted = options.read_rules(rules, inverse, size)
+        merge_sources = [options.source_of(source, hint) for source in sources]
+    source_rules = options.read_rules(rules, inverse, size)
     try:
         values = options.named_values("--with", parameters, _PARAMETER)
         method = methods.method_of(cast(Any, how), values)
         written_as = options.save_options(budget, compression, quantize)
-        asked: dict[str, Any] = {"weights": weights, "base": base, "last": last, "rules": wanted}
-        asked["integers"] = integers
+        arguments: dict[str, Any] = {
+            "weights": weights,
+            "base": base,
+            "last": last,
+            "rules": source_rules,
+        }
+        arguments["integers"] = integers
         if dry_run:
-            plan = preview(given, method, budget_bytes=written_as.working_bytes, **asked)
+            plan = preview(
+                merge_sources, method, budget_bytes=written_as.working_bytes, **arguments
+            )
             _print_plan(plan, as_json)
             return
-        asked |= {"allow_nonfinite": allow_nonfinite, "overwrite": overwrite, "verify": verify}
+        arguments |= {"allow_nonfinite": allow_nonfinite, "overwrite": overwrite, "verify": verify}
         with terminal.job() as first, terminal.transfer(shown=first) as progress:
             report = merge(
-                given, destination, how=method, options=written_as, progress=progress, **asked
+                merge_sources,
+                destination,
+                how=method,
+                options=written_as,
+                progress=progress,
+                **arguments,
             )
     except ValueError as error:
         if isinstance(error, UnickptError):

@@ -33,14 +33,14 @@ def svg(
         return ""
     places = [_Scale([p[axis] for p in finite.values()]) for axis in (0, 1)]
 
-    def at(number: int) -> tuple[float, float]:
+    def position(number: int) -> tuple[float, float]:
         x, y = (places[axis](finite[number][axis]) for axis in (0, 1))
         wide, high = _WIDTH - 2 * _MARGIN, _HEIGHT - 2 * _MARGIN
         return _MARGIN + x * wide, _HEIGHT - _MARGIN - y * high
 
     on_front = sorted((n for n in front if n in finite), key=lambda n: finite[n][0])
-    line = " ".join("{:.1f},{:.1f}".format(*at(n)) for n in on_front)
-    dots = "".join(_dot(*at(n), n in set(on_front), n == chosen) for n in finite)
+    line = " ".join("{:.1f},{:.1f}".format(*position(n)) for n in on_front)
+    dots = "".join(_dot(*position(n), n in set(on_front), n == chosen) for n in finite)
     low, high = _MARGIN - 8, _HEIGHT - _MARGIN + 8
     names = [escape(shortened(name, 40)) for name in axes]
     limits = [f"{f(p[axis] for p in finite.values()):.4g}" for axis in (0, 1) for f in (min, max)]

@@ -137,13 +137,13 @@ def merge(
         raise ValueError(f"how={method.name!r} cannot merge NaN and infinite elements")
     chosen_format(OWN_FORMAT, destination)  # refuses names of files
     budget, _ = conversion_budgets(options)
-    asked = MergeRequest(sources, method, weights, base, last, rules, integers, budget)
-    plan = plan_merge(asked)
-    to = resolve_path(destination).url
-    if any(source.view.checkpoint.location.url == to for source in plan.inputs):
-        raise CheckpointExists(f"{to} is one of the sources; choose another path")
+    request = MergeRequest(sources, method, weights, base, last, rules, integers, budget)
+    plan = plan_merge(request)
+    url = resolve_path(destination).url
+    if any(source.view.checkpoint.location.url == url for source in plan.inputs):
+        raise CheckpointExists(f"{url} is one of the sources; choose another path")
     if isinstance(method, Search):
-        plan = _searched(plan, method, options, allow_nonfinite, to, overwrite)
+        plan = _searched(plan, method, options, allow_nonfinite, url, overwrite)
     report = _write(plan, destination, overwrite, options, allow_nonfinite)
     if verify and report.saved.process == 0:
         check_written(destination)
@@ -159,9 +159,9 @@ def _write(
 ) -> MergeReport:
     """Writes what a plan makes."""
     view = plan.last.view
-    budget, held = conversion_budgets(options)
-    merger = Merger(plan, budget, held, allow_nonfinite)
-    writing = replace(options, budget_bytes=MemoryBudget(held, "process"))
+    budget, held_bytes = conversion_budgets(options)
+    merger = Merger(plan, budget, held_bytes, allow_nonfinite)
+    writing = replace(options, budget_bytes=MemoryBudget(held_bytes, "process"))
     job = SaveTask(destination, overwrite, writing)
     leaves = leaves_of_view(view, job.group, "merge")
     job.describe(tree_with_values(view.node(), leaves.__getitem__), _metadata(plan))
@@ -189,7 +189,7 @@ def _searched(
     method: Search,
     options: SaveOptions,
     allow_nonfinite: bool,
-    to: str,
+    url: str,
     overwrite: bool,
 ) -> MergePlan:
     """A plan with the weights that a search finds.
@@ -197,11 +197,11 @@ def _searched(
     Raises:
         CheckpointExists: the destination is in use.
     """
-    if not overwrite and _exists(to):
-        raise CheckpointExists(f"{to} already holds a checkpoint; pass overwrite=True")
+    if not overwrite and _exists(url):
+        raise CheckpointExists(f"{url} already holds a checkpoint; pass overwrite=True")
     group = within(options.group or current_group(adapters()), options.timeout_s)
     name = all_gather_bytes(group, f"trial-{new_session()}".encode())[0].decode()
-    parent, _, last = to.rstrip("/").rpartition("/")
+    parent, _, last = url.rstrip("/").rpartition("/")
     trials = f"{parent}/{last}.{name}" if method.scratch is None else f"{method.scratch}/{name}"
     quiet = replace(options, fsync=False, metrics=None, base=None, progress=None)
 
@@ -211,13 +211,13 @@ def _searched(
 
     try:
         about = [
-            {k: v for k, v in each.items() if k != "weight"} for each in plan.record["sources"]
+            {k: v for k, v in facts.items() if k != "weight"} for facts in plan.record["sources"]
         ]
-        found = search(method, group, plan.weights, merged, about)
+        best = search(method, group, plan.weights, merged, about)
     finally:
         if group.index == 0:
             resolve_path(trials).remove(storage_context())
-    return replace(plan, weights=found.weights, score=found.score, trials=found.trials)
+    return replace(plan, weights=best.weights, score=best.score, trials=best.trials)
 
 
 def _check_rest(plan: MergePlan, group: Group) -> None:
@@ -239,11 +239,13 @@ def _metadata(plan: MergePlan) -> dict[str, Any]:
     metadata = view.checkpoint.index.metadata
     if isinstance(view, RuledView):
         metadata = view.provenance.merged_into(metadata)
-    own = metadata.get(RESERVED_METADATA)
-    kept = (
-        {k: v for k, v in own.items() if k == CONVERSION_METADATA} if isinstance(own, dict) else {}
+    reserved = metadata.get(RESERVED_METADATA)
+    conversion = (
+        {k: v for k, v in reserved.items() if k == CONVERSION_METADATA}
+        if isinstance(reserved, dict)
+        else {}
     )
-    return {**metadata, RESERVED_METADATA: {**kept, RECORD: plan.record}}
+    return {**metadata, RESERVED_METADATA: {**conversion, RECORD: plan.record}}
 
 
 class Merger:
@@ -284,8 +286,10 @@ class Merger:
         arrays = self.plan.last.view.index.arrays
         names = sorted(self.plan.merged, key=lambda name: (-arrays[name].nbytes, name))
         mine = names[group.index :: group.count]
-        for found in on_all(group, lambda: {name: self._statistics(arrays[name]) for name in mine}):
-            self._found |= found
+        for statistics in on_all(
+            group, lambda: {name: self._statistics(arrays[name]) for name in mine}
+        ):
+            self._found |= statistics
         self._inputs = HostBuffers(self.budget_bytes)  # chunks are of other sizes
 
     def _statistics(self, entry: ArrayEntry) -> list[float]:
@@ -297,40 +301,40 @@ class Merger:
             if isinstance(method, Ties):
                 return arithmetic.ties_statistics(method, pieces, size, self._is_wide(entry.name))
             assert isinstance(method, Slerp), "other methods look at no whole arrays"
-            found = arithmetic.slerp_statistics(method, pieces)
+            weights = arithmetic.slerp_statistics(method, pieces)
         except NotFinite as error:
             raise self._refused(self.plan.inputs[error.args[0]], entry.name) from None
-        if not all(map(math.isfinite, found)):
+        if not all(map(math.isfinite, weights)):
             raise MergeError(f"array {entry.name!r}: its elements are too large for SLERP")
-        return found
+        return weights
 
     def _is_wide(self, name: str) -> bool:
         return any(source.entry(name).dtype == "float64" for source in self.plan.inputs)
 
     def _pieces(self, entry: ArrayEntry, size: int) -> ElementPieces:
         """Reads an array from beginning to end in all inputs; only once if it fits into memory."""
-        each = 2 * sum(source.entry(entry.name).itemsize for source in self.plan.inputs)
-        count = max(BLOCK, self.budget_bytes // each // BLOCK * BLOCK)
-        held: list[Sequence[Array]] = []
+        element_bytes = 2 * sum(source.entry(entry.name).itemsize for source in self.plan.inputs)
+        count = max(BLOCK, self.budget_bytes // element_bytes // BLOCK * BLOCK)
+        cache: list[Sequence[Array]] = []
 
         def pieces() -> Iterator[Sequence[Array]]:
-            if held:
-                yield from held
+            if cache:
+                yield from cache
                 return
             for first in range(0, size, count):
                 boxes = flat_range_to_boxes(entry.shape, first, min(first + count, size))
                 piece = [self._flat(source, entry.name, boxes) for source in self.plan.inputs]
                 if count >= size:
-                    held.append(piece)
+                    cache.append(piece)
                 yield piece
 
         return pieces
 
     def _flat(self, source: MergeSource, name: str, boxes: Sequence[Box]) -> Array:
-        wanted = [(source.entry(name), box) for box in boxes]
-        found = read_boxes(source.view, wanted, self._reading, self._inputs)
-        flat = np.concatenate([data.reshape(-1) for data, _ in found])
-        self._give_back(found)
+        entry_boxes = [(source.entry(name), box) for box in boxes]
+        parts = read_boxes(source.view, entry_boxes, self._reading, self._inputs)
+        flat = np.concatenate([data.reshape(-1) for data, _ in parts])
+        self._give_back(parts)
         return flat
 
     def _formula(self, name: str) -> Formula:
@@ -386,25 +390,27 @@ class Merger:
         """Makes boxes of chunks."""
         inputs: list[list[Buffered]] = [[] for _ in batch]
         for source in self.plan.inputs:
-            here = [n for n, (i, _) in enumerate(batch) if source in self._inputs_of(i.entry.name)]
-            boxes = [(source.entry(batch[n][0].entry.name), batch[n][1]) for n in here]
-            found = read_boxes(source.view, boxes, self._reading, self._inputs)
-            for number, read in zip(here, found, strict=True):
+            numbers = [
+                n for n, (i, _) in enumerate(batch) if source in self._inputs_of(i.entry.name)
+            ]
+            boxes = [(source.entry(batch[n][0].entry.name), batch[n][1]) for n in numbers]
+            buffers = read_boxes(source.view, boxes, self._reading, self._inputs)
+            for number, read in zip(numbers, buffers, strict=True):
                 inputs[number].append(read)
         for (item, box), read_of in zip(batch, inputs, strict=True):
-            to = out[item][0][box.relative_to(item.box.start).slices]
+            target = out[item][0][box.relative_to(item.box.start).slices]
             if item.entry.name in self._from_last:
-                np.copyto(to, read_of[0][0], casting="no")
+                np.copyto(target, read_of[0][0], casting="no")
             else:
-                self._merge(item, box, [data for data, _ in read_of], to)
+                self._merge(item, box, [data for data, _ in read_of], target)
             self._give_back(read_of)
 
-    def _merge(self, item: WriteItem, box: Box, inputs: Sequence[Array], to: Array) -> None:
+    def _merge(self, item: WriteItem, box: Box, inputs: Sequence[Array], target: Array) -> None:
         name, shape = item.entry.name, item.entry.shape
-        made = to if to.flags.c_contiguous else np.empty(to.shape, to.dtype)
+        made = target if target.flags.c_contiguous else np.empty(target.shape, target.dtype)
         outcome = arithmetic.merge_box(self._formula(name), inputs, shape, box, made)
-        if made is not to:
-            np.copyto(to, made)
+        if made is not target:
+            np.copyto(target, made)
         for number in sorted(outcome.nonfinite):
             source = self.plan.inputs[number]
             if not self._allowed:
@@ -412,7 +418,7 @@ class Merger:
             self.nonfinite.add((source.url, name))
         if outcome.overflows:
             raise MergeError(
-                f"array {name!r} {box}: its merge has elements that {dtype_name(to.dtype)}, "
+                f"array {name!r} {box}: its merge has elements that {dtype_name(target.dtype)}, "
                 f"its dtype in {self.plan.last.url}, cannot hold"
             )
 

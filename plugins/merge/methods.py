@@ -251,8 +251,8 @@ class Search(Method):
     @property
     def parameters(self) -> dict[str, Any]:
         names = ("better", "trials", "low", "high")
-        found = {name: getattr(self, name) for name in names}
-        return found if isinstance(self.better, str) else {**found, "better": dict(self.better)}
+        values = {name: getattr(self, name) for name in names}
+        return values if isinstance(self.better, str) else {**values, "better": dict(self.better)}
 
     def better_of(self, tasks: Sequence[str]) -> dict[str, str]:
         """By task whether "higher" or "lower" scores are better.
@@ -298,16 +298,16 @@ def method_of(how: MethodName | Method, parameters: Mapping[str, Any] | None = N
     """
     if isinstance(how, Method):
         return how
-    found = {kind.name: kind for kind in METHODS}.get(how) if isinstance(how, str) else None
-    if found is None:
-        known = ", ".join(kind.name for kind in METHODS)
-        raise ValueError(f"how={how!r} is no method; methods are {known}")
-    has = [field.name for field in fields(found)]
+    method = {kind.name: kind for kind in METHODS}.get(how) if isinstance(how, str) else None
+    if method is None:
+        names = ", ".join(kind.name for kind in METHODS)
+        raise ValueError(f"how={how!r} is no method; methods are {names}")
+    has = [field.name for field in fields(method)]
     unknown = sorted(set(parameters or {}) - set(has))
     if unknown:
         takes = f"its parameters are {', '.join(has)}" if has else "it has no parameters"
         raise ValueError(f"{how} has no parameter {unknown[0]!r}; {takes}")
-    return found(**(parameters or {}))
+    return method(**(parameters or {}))
 
 
 def _check_range(name: str, value: Any, low: float, high: float) -> None:
@@ -321,22 +321,22 @@ def _check_range(name: str, value: Any, low: float, high: float) -> None:
 
 
 def weights_of(
-    method: Method, sources: Sequence[SourceFacts], given: Sequence[float] | None
+    method: Method, sources: Sequence[SourceFacts], weights: Sequence[float] | None
 ) -> tuple[float, ...]:
     """The weight of each source; 1 each for methods without.
 
     Arguments:
         method: how to merge.
         sources: in their order.
-        given: by the user.
+        weights: by the user.
 
     Raises:
         ValueError: the method takes no weights, or others.
         MergeError: a source has no step or metric that the method needs.
     """
     count = len(sources)
-    if given is not None:
-        return _checked_weights(method, given, count)
+    if weights is not None:
+        return _checked_weights(method, weights, count)
     match method:
         case Weighted():
             raise ValueError("how='weighted' needs weights=, a number for each source")
@@ -353,11 +353,11 @@ def weights_of(
     return (1.0,) * count
 
 
-def _checked_weights(method: Method, given: Sequence[float], count: int) -> tuple[float, ...]:
+def _checked_weights(method: Method, numbers: Sequence[float], count: int) -> tuple[float, ...]:
     if not method.takes_weights:
         hint = "; for a weighted sum say how='weighted'" if method.is_linear else ""
         raise ValueError(f"how={method.name!r} takes no weights{hint}")
-    weights = tuple(given)
+    weights = tuple(numbers)
     for weight in weights:
         _check_range("a weight", weight, -math.inf, math.inf)
     if len(weights) != count:
@@ -376,9 +376,9 @@ def _step(source: SourceFacts) -> float:
 
 def _metric(source: SourceFacts, name: str) -> float:
     if name not in source.metrics:
-        known = ", ".join(sorted(source.metrics)) or "none"
+        names = ", ".join(sorted(source.metrics)) or "none"
         raise MergeError(
-            f"{source.url}: no metric {name!r} is recorded in it (recorded: {known}); save with "
+            f"{source.url}: no metric {name!r} is recorded in it (recorded: {names}); save with "
             "Checkpointer.save(metrics=), or give weights= with how='weighted'"
         )
     return _positive(source, f"metric {name!r}", source.metrics[name])
@@ -399,7 +399,7 @@ def _shares(values: Sequence[float], power: float) -> tuple[float, ...]:
     largest = max(logs)
     scaled = [math.exp(log - largest) for log in logs]
     total = math.fsum(scaled)
-    return tuple(one / total for one in scaled)
+    return tuple(weight / total for weight in scaled)
 
 
 def slerp_weights(

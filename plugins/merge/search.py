@@ -119,16 +119,17 @@ def pareto_front(trials: Sequence[Trial], better: Mapping[str, str]) -> tuple[in
         better: by task, "higher" or "lower".
     """
     costs = [_costs(trial, better) for trial in trials]
-    found = []
-    for number, own in enumerate(costs):
+    front = []
+    for number, cost in enumerate(costs):
         worse = any(
-            all(a <= b for a, b in zip(other, own, strict=True)) and (other != own or at < number)
-            for at, other in enumerate(costs)
-            if at != number
+            all(a <= b for a, b in zip(other, cost, strict=True))
+            and (other != cost or index < number)
+            for index, other in enumerate(costs)
+            if index != number
         )
-        if not worse and all(map(math.isfinite, own)):
-            found.append(number)
-    return tuple(found)
+        if not worse and all(map(math.isfinite, cost)):
+            front.append(number)
+    return tuple(front)
 
 
 def balanced(trials: Sequence[Trial], better: Mapping[str, str], front: Sequence[int]) -> int:
@@ -266,9 +267,9 @@ def search(
             _minimise(method, first, trials)
         else:
             _find_front(method, first, list(tasks), trials)
-        found = trials.found()
+        best = trials.best()
         trials.order({"known": [[list(w), scores] for w, scores in trials.tried.items()]})
-        return found
+        return best
     except _TrialFailed as failed:
         raise failed.args[0] from None
     except Exception as error:
@@ -303,7 +304,7 @@ def _find_front(
     names = [f"w{number}" for number in range(len(first))]
     starts = [first]
     for number in range(len(first)):
-        alone = (1.0 if at == number else 0.0 for at in range(len(first)))
+        alone = (1.0 if source == number else 0.0 for source in range(len(first)))
         starts.append(tuple(min(max(weight, method.low), method.high) for weight in alone))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
@@ -317,15 +318,15 @@ def _find_front(
         for weights in dict.fromkeys(starts):
             study.enqueue_trial(dict(zip(names, weights, strict=True)))
         for _ in range(method.trials):
-            asked = study.ask()
-            weights = tuple(asked.suggest_float(n, method.low, method.high) for n in names)
+            trial = study.ask()
+            weights = tuple(trial.suggest_float(n, method.low, method.high) for n in names)
             scores = trials.scores(weights)
             if scores.keys() != set(tasks):
                 raise MergeError(
                     f"the scores of the weights {list(weights)} are of the tasks {sorted(scores)}, "
                     f"those of the first trial of {sorted(tasks)}"
                 )
-            study.tell(asked, [scores[task] for task in tasks])
+            study.tell(trial, [scores[task] for task in tasks])
     finally:
         optuna.logging.set_verbosity(verbosity)
 
@@ -337,14 +338,17 @@ def on_all(group: Group, work: Callable[[], Any]) -> list[Any]:
         Exception: that of this process's work.
         ProcessFailed: another process's work failed.
     """
-    found: Any = None
+    output: Any = None
     error: Exception | None = None
     try:
-        found = work()
+        output = work()
     except Exception as raised:
         error = raised
-    told = {"found": found, "error": "" if error is None else f"{type(error).__name__}: {error}"}
-    everyone = [json.loads(said) for said in all_gather_bytes(group, json.dumps(told).encode())]
+    message = {
+        "found": output,
+        "error": "" if error is None else f"{type(error).__name__}: {error}",
+    }
+    everyone = [json.loads(said) for said in all_gather_bytes(group, json.dumps(message).encode())]
     if error is not None:
         raise error
     for process, said in enumerate(everyone):
@@ -384,7 +388,7 @@ class _Trying:
         """In this search, in their order."""
         self.log = TrialLog(None, {})
 
-    def found(self) -> Found:
+    def best(self) -> Found:
         """What is best of what was tried; of equal ones the first.
 
         Raises:
@@ -406,8 +410,8 @@ class _Trying:
         if choose is not None:
             candidates = [trials[number] for number in front]
             chosen = front[candidates.index(choose(candidates))]
-        kept = Trials(self._urls, better, tuple(trials), chosen)
-        return Found(trials[chosen].weights, None, kept)
+        all_trials = Trials(self._urls, better, tuple(trials), chosen)
+        return Found(trials[chosen].weights, None, all_trials)
 
     def scores(self, weights: SourceWeights) -> Scores:
         """The scores of weights, tried unless they are known.
@@ -431,14 +435,14 @@ class _Trying:
                 raise ProcessFailed(f"process 0 failed: {order['error']}")
             self._try(tuple(order["weights"]))
         self.tried = {tuple(weights): scores for weights, scores in order["known"]}
-        return self.found()
+        return self.best()
 
     def order(self, mine: dict[str, Any]) -> dict[str, Any]:
         """What process 0 says is next: weights to try; all trials at the end; or its error."""
-        found: dict[str, Any] = json.loads(
+        instruction: dict[str, Any] = json.loads(
             all_gather_bytes(self._group, json.dumps(mine).encode())[0]
         )
-        return found
+        return instruction
 
     def _try(self, weights: SourceWeights) -> None:
         try:
@@ -448,13 +452,13 @@ class _Trying:
         self.tried[weights] = scores[0]
 
     def _score(self, weights: SourceWeights) -> Scores:
-        given = self._method.score(self._merged(weights))
-        process_names = given if isinstance(given, Mapping) else {ONLY: given}
-        scores = {str(task): float(score) for task, score in process_names.items()}
+        answer = self._method.score(self._merged(weights))
+        score_by_task = answer if isinstance(answer, Mapping) else {ONLY: answer}
+        scores = {str(task): float(score) for task, score in score_by_task.items()}
         if not scores:
             raise MergeError("score returned no scores; return a number, or one for each task")
         for task, score in scores.items():
             if math.isnan(score):
-                of = f" of {task!r}" if task else ""
-                raise MergeError(f"the score{of} of the weights {list(weights)} is nan")
+                suffix = f" of {task!r}" if task else ""
+                raise MergeError(f"the score{suffix} of the weights {list(weights)} is nan")
         return scores

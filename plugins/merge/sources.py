@@ -108,30 +108,30 @@ class MergePlan:
     @property
     def merged(self) -> tuple[str, ...]:
         """The arrays that are merged."""
-        taken = set(self.from_last)
-        return tuple(name for name in self.last.view.index.arrays if name not in taken)
+        unmerged = set(self.from_last)
+        return tuple(name for name in self.last.view.index.arrays if name not in unmerged)
 
     @property
     def record(self) -> dict[str, Any]:
         """What metadata tells of the merge."""
         sources = [
-            {**_told(source), "weight": weight}
+            {**_source_record(source), "weight": weight}
             for source, weight in zip(self.sources, self.weights, strict=True)
         ]
         record = {"method": self.method.name, "parameters": self.method.parameters}
         return {
             **record,
             "sources": sources,
-            **({} if self.base is None else {"base": _told(self.base)}),
+            **({} if self.base is None else {"base": _source_record(self.base)}),
             **({} if self.score is None else {"score": self.score}),
             **({} if self.trials is None else {"front": self.trials.recorded}),
         }
 
 
-def _told(source: MergeSource) -> dict[str, Any]:
+def _source_record(source: MergeSource) -> dict[str, Any]:
     index, step = source.view.checkpoint.index, source.facts.step
-    told = {"url": source.url, "step": step, "created": index.created, "attempt": index.attempt}
-    return {name: value for name, value in told.items() if value not in (None, "")}
+    facts = {"url": source.url, "step": step, "created": index.created, "attempt": index.attempt}
+    return {name: value for name, value in facts.items() if value not in (None, "")}
 
 
 @dataclass(frozen=True)
@@ -168,33 +168,35 @@ def preview(sources: Sources, method: Method, **asked: Any) -> MergePlan:
     return plan_merge(MergeRequest(sources, method, **asked))
 
 
-def plan_merge(asked: MergeRequest) -> MergePlan:
+def plan_merge(request: MergeRequest) -> MergePlan:
     """Opens and compares the sources; reads their indices, and arrays that are not merged.
 
     Raises: as `merge`, before anything is written.
     """
-    given = _sources(asked)
-    least = 1 if asked.method.needs_base else 2
-    if len(given) < least or (asked.method.name == "slerp" and len(given) != 2):
-        needs = "two sources" if asked.method.name == "slerp" else f"at least {least} sources"
+    inputs = _sources(request)
+    least = 1 if request.method.needs_base else 2
+    if len(inputs) < least or (request.method.name == "slerp" and len(inputs) != 2):
+        needs = "two sources" if request.method.name == "slerp" else f"at least {least} sources"
         raise ValueError(
-            f"how={asked.method.name!r} takes {needs}, not {len(given)}. For the steps of a run, "
-            "give its folder, and their number as last= (--last on the command line)"
+            f"how={request.method.name!r} takes {needs}, not {len(inputs)}. For the steps of a "
+            "run, give its folder, and their number as last= (--last on the command line)"
         )
-    has_base = asked.base is not None
-    rules = _rules(asked.rules, len(given), has_base)
-    sources = tuple(_source(one, r) for one, r in zip(given, rules, strict=False))
-    base = None if asked.base is None else _source(asked.base, rules[-1])
+    has_base = request.base is not None
+    rules = _rules(request.rules, len(inputs), has_base)
+    sources = tuple(_source(source, r) for source, r in zip(inputs, rules, strict=False))
+    base = None if request.base is None else _source(request.base, rules[-1])
     facts = [source.facts for source in sources]
-    plan = MergePlan(asked.method, sources, base, weights_of(asked.method, facts, asked.weights))
+    plan = MergePlan(
+        request.method, sources, base, weights_of(request.method, facts, request.weights)
+    )
     _check(plan)
-    options = LoadOptions(budget_bytes=MemoryBudget(asked.budget_bytes, "process"))
+    options = LoadOptions(budget_bytes=MemoryBudget(request.budget_bytes, "process"))
     for source in plan.inputs:
         if isinstance(source.view, RuledView):
             source.view.check(options)
     return replace(
         plan,
-        from_last=_from_last(plan, asked.integers, options),
+        from_last=_from_last(plan, request.integers, options),
         values_differ=tuple(_values_that_differ(sources)),
         dtypes_differ=tuple(_dtypes_that_differ(plan)),
     )
@@ -203,54 +205,54 @@ def plan_merge(asked: MergeRequest) -> MergePlan:
 # --- opening --------------------------------------------------------------------------------------
 
 
-def _sources(asked: MergeRequest) -> list[Source]:
-    one = isinstance(asked.sources, str | os.PathLike | Checkpoint)
-    if asked.last is None:
-        if one:
+def _sources(request: MergeRequest) -> list[Source]:
+    is_single = isinstance(request.sources, str | os.PathLike | Checkpoint)
+    if request.last is None:
+        if is_single:
             raise ValueError(
                 "merge takes a sequence of checkpoints; give a run's folder with last=, the number "
                 "of its steps to merge"
             )
-        return list(asked.sources)  # type: ignore[arg-type]
-    if isinstance(asked.last, bool) or not isinstance(asked.last, int) or asked.last < 1:
-        raise ValueError(f"last={asked.last!r} must be a number of steps, at least 1")
-    if not isinstance(asked.sources, str | os.PathLike):
+        return list(request.sources)  # type: ignore[arg-type]
+    if isinstance(request.last, bool) or not isinstance(request.last, int) or request.last < 1:
+        raise ValueError(f"last={request.last!r} must be a number of steps, at least 1")
+    if not isinstance(request.sources, str | os.PathLike):
         raise ValueError("last= takes the folder of one run as the source")
-    steps = [one for one in checkpoints_below(asked.sources) if _STEP.fullmatch(one.name)]
-    if len(steps) < asked.last:
+    steps = [step for step in checkpoints_below(request.sources) if _STEP.fullmatch(step.name)]
+    if len(steps) < request.last:
         raise CheckpointNotFound(
-            f"{resolve_path(asked.sources)}: {len(steps)} steps are committed there, and "
-            f"last={asked.last} asks for more"
+            f"{resolve_path(request.sources)}: {len(steps)} steps are committed there, and "
+            f"last={request.last} asks for more"
         )
-    return [step.path for step in steps[-asked.last :]]
+    return [step.path for step in steps[-request.last :]]
 
 
-def _rules(given: ManyRules, count: int, has_base: bool) -> list[Rules | None]:
+def _rules(rules: ManyRules, count: int, has_base: bool) -> list[Rules | None]:
     """The rules of each source, and then those of the base."""
-    if given is None or isinstance(given, Rules):
-        return [given] * (count + 1)
-    found = list(given)
-    if len(found) != count + has_base:
+    if rules is None or isinstance(rules, Rules):
+        return [rules] * (count + 1)
+    all_rules = list(rules)
+    if len(all_rules) != count + has_base:
         base = " and one for the base" if has_base else ""
         raise ValueError(
-            f"rules= has {len(found)} items; give Rules for all, or a list with Rules or None for "
-            f"each of the {count} sources{base}"
+            f"rules= has {len(all_rules)} items; give Rules for all, or a list with Rules or None "
+            f"for each of the {count} sources{base}"
         )
-    return found if has_base else [*found, None]
+    return all_rules if has_base else [*all_rules, None]
 
 
-def _source(given: Source, rules: Rules | None) -> MergeSource:
-    stored = opened_checkpoint(given).reader.checking()
+def _source(source: Source, rules: Rules | None) -> MergeSource:
+    stored = opened_checkpoint(source).reader.checking()
     stored.check_total(stored.index.arrays.values())
-    own = stored.index.metadata.get(RESERVED_METADATA)
-    recorded = own if isinstance(own, Mapping) else {}
+    reserved = stored.index.metadata.get(RESERVED_METADATA)
+    recorded = reserved if isinstance(reserved, Mapping) else {}
     step, metrics = recorded.get("step"), recorded.get("metrics")
     if type(step) is not int:
         step = None
     numbers = {n: _number(v) for n, v in metrics.items()} if isinstance(metrics, Mapping) else {}
-    known = {name: value for name, value in numbers.items() if value is not None}
+    known_metrics = {name: value for name, value in numbers.items() if value is not None}
     return MergeSource(
-        convertible(stored, rules, None), SourceFacts(stored.location.url, step, known)
+        convertible(stored, rules, None), SourceFacts(stored.location.url, step, known_metrics)
     )
 
 
@@ -295,30 +297,38 @@ def _check(plan: MergePlan) -> None:
 def _rows(plan: MergePlan, other: MergeSource) -> Iterator[str]:
     """How a source differs from the last one."""
     ours, theirs = plan.last.view.index, other.view.index
-    mine, found = ours.entries, theirs.entries
-    for name in dict.fromkeys([*mine, *found]):
-        if name not in found:
+    mine, their_entries = ours.entries, theirs.entries
+    for name in dict.fromkeys([*mine, *their_entries]):
+        if name not in their_entries:
             instead = stored_leaf(theirs, name)
             has = "is missing" if instead is None else f"is {leaf_text(instead)}"
             yield f"  {name!r}: {mine[name].dtype_and_shape}; {has} in {other.url}"
         elif name not in mine:
             yield f"  {name!r}: only in {other.url}"
-        elif mine[name].shape != found[name].shape or _kind(mine[name]) != _kind(found[name]):
+        elif _differs(mine[name], their_entries[name]):
             yield (
-                f"  {name!r}: {mine[name].dtype_and_shape}; {found[name].dtype_and_shape} in "
-                f"{other.url}"
+                f"  {name!r}: {mine[name].dtype_and_shape}; "
+                f"{their_entries[name].dtype_and_shape} in {other.url}"
             )
     for alias, target in ours.aliases.items():
-        if {alias, target} <= found.keys() and found[alias].name != found[target].name:
+        pair = their_entries.get(alias), their_entries.get(target)
+        if pair[0] is not None and pair[1] is not None and pair[0].name != pair[1].name:
             yield f"  {alias!r}: tied to {target!r}; another array in {other.url}"
-    conventions, known = plan.last.provenance.conventions, other.provenance.conventions
-    for name in conventions.keys() & known.keys():
-        if conventions[name] != known[name]:
-            yield f"  convention {name!r}: {conventions[name]!r}; {known[name]!r} in {other.url}"
+    conventions, their_conventions = plan.last.provenance.conventions, other.provenance.conventions
+    for name in conventions.keys() & their_conventions.keys():
+        if conventions[name] != their_conventions[name]:
+            yield (
+                f"  convention {name!r}: {conventions[name]!r}; {their_conventions[name]!r} in "
+                f"{other.url}"
+            )
     arithmetic, done = plan.last.provenance.arithmetic, other.provenance.arithmetic
     for name in arithmetic.keys() & done.keys():
         if arithmetic[name] != done[name]:
             yield f"  {name!r}: converted with other arithmetic in {other.url}"
+
+
+def _differs(first: ArrayEntry, second: ArrayEntry) -> bool:
+    return first.shape != second.shape or _kind(first) != _kind(second)
 
 
 def _kind(entry: ArrayEntry) -> str:
@@ -333,15 +343,15 @@ def _dtypes_that_differ(plan: MergePlan) -> Iterator[str]:
 
 def _values_that_differ(sources: Sequence[MergeSource]) -> Iterator[str]:
     """The names of plain and per-process values that are not the same in all sources."""
-    held = [
+    values_by_source = [
         {
             **{name: (type(v), repr(v)) for name, v in source.view.index.values.items()},
             **{name: entry.blobs for name, entry in source.view.index.per_process.items()},
         }
         for source in sources
     ]
-    for name in dict.fromkeys(name for one in reversed(held) for name in one):
-        if any(one.get(name) != held[-1].get(name) for one in held):
+    for name in dict.fromkeys(name for values in reversed(values_by_source) for name in values):
+        if any(values.get(name) != values_by_source[-1].get(name) for values in values_by_source):
             yield name
 
 
@@ -371,8 +381,8 @@ def _from_last(plan: MergePlan, integers: str, options: LoadOptions) -> tuple[st
                 f"{', ...' if len(named) > _MOST_ROWS else ''}; take those of the last source "
                 "with integers='last', or drop them by rules"
             )
-    taken = {*whole, *counts}
-    return tuple(name for name in arrays if name in taken)
+    from_last = {*whole, *counts}
+    return tuple(name for name in arrays if name in from_last)
 
 
 def _counts(plan: MergePlan, options: LoadOptions) -> dict[str, list[float]]:
@@ -384,7 +394,7 @@ def _counts(plan: MergePlan, options: LoadOptions) -> dict[str, list[float]]:
     values: dict[str, list[float]] = {name: [] for name in names}
     for source in plan.sources:
         boxes = [(source.entry(name), Box((), ())) for name in names]
-        found = read_boxes(source.view, boxes, options, buffers)
-        for name, (element, _) in zip(names, found, strict=True):
+        elements = read_boxes(source.view, boxes, options, buffers)
+        for name, (element, _) in zip(names, elements, strict=True):
             values[name].append(float(element.astype(np.float64)))
-    return {n: found for n, found in values.items() if all(map(float.is_integer, found))}
+    return {n: elements for n, elements in values.items() if all(map(float.is_integer, elements))}
