@@ -98,21 +98,21 @@ def find_nonfinite(path: Source, *, progress: Progress = None) -> NonfiniteRepor
         >>> unickpt.find_nonfinite("memory://run/nan").arrays
         (NonfiniteArray(name='w', nan=1, infinite=1, elements=3, first=(1,)),)
     """
-    with reporting(progress, "reading") as told:
+    with reporting(progress, "reading") as notify:
         try:
-            return reading_again(lambda: _report(path, told))
+            return reading_again(lambda: _report(path, notify))
         except CheckpointNotFound:
             steps = [] if isinstance(path, Checkpoint) else checkpoints_below(path)
             if not steps:
                 raise
         for count, step in enumerate(steps, 1):
-            report = replace(reading_again(partial(_report, step.path, told)), checkpoints=count)
+            report = replace(reading_again(partial(_report, step.path, notify)), checkpoints=count)
             if not report.ok:
                 break
         return report
 
 
-def _report(path: Source, told: Callable[[int, int], None]) -> NonfiniteReport:
+def _report(path: Source, notify: Callable[[int, int], None]) -> NonfiniteReport:
     opened = opened_checkpoint(path)
     stored = opened.reader
     entries = [entry for entry in stored.index.arrays.values() if _has_nonfinite(entry)]
@@ -124,17 +124,19 @@ def _report(path: Source, told: Callable[[int, int], None]) -> NonfiniteReport:
         if bad.any():
             counts[entry.name] += int(np.isnan(data).sum()), int(np.isinf(data).sum())
             place = np.unravel_index(int(bad.argmax()), bad.shape)
-            index = tuple(int(start + at) for start, at in zip(box.start, place, strict=True))
+            index = tuple(
+                int(start + offset) for start, offset in zip(box.start, place, strict=True)
+            )
             first.setdefault(entry.name, index)
         done += data.nbytes
-        told(done, total)
-    found = []
+        notify(done, total)
+    arrays = []
     for entry in entries:
         if entry.name in first:
             nan, infinite = map(int, counts[entry.name])
             elements = math.prod(entry.shape)
-            found.append(NonfiniteArray(entry.name, nan, infinite, elements, first[entry.name]))
-    return NonfiniteReport(opened.url, tuple(found), len(entries))
+            arrays.append(NonfiniteArray(entry.name, nan, infinite, elements, first[entry.name]))
+    return NonfiniteReport(opened.url, tuple(arrays), len(entries))
 
 
 def _has_nonfinite(entry: ArrayEntry) -> bool:
