@@ -30,7 +30,7 @@ MOST_BYTES = 1 << 63
 """An index may claim any size; the page counts in floats."""
 
 
-def describe_arrays(found: Checkpoint) -> dict[str, Any]:
+def describe_arrays(checkpoint: Checkpoint) -> dict[str, Any]:
     """The arrays of a checkpoint for the page, the largest first.
 
     Returns:
@@ -38,10 +38,10 @@ def describe_arrays(found: Checkpoint) -> dict[str, Any]:
         of its map or -1]; `layouts`, texts; `maps`, see `_map`; `more` and `more_bytes`, of the
         arrays that are left out.
     """
-    index = found.index
+    index = checkpoint.index
     entries = sorted(index.arrays.values(), key=lambda entry: -entry.nbytes)
     shown = entries[:_MOST_ARRAYS]
-    layouts, maps = dict[str, int](), _Maps(found)
+    layouts, maps = dict[str, int](), _Maps(checkpoint)
     several = len(meshes_of(index)) > 1
     rows = [
         [
@@ -66,27 +66,27 @@ def describe_arrays(found: Checkpoint) -> dict[str, Any]:
 
 def mesh_facts(meshes: Iterable[Mesh], processes: int) -> list[dict[str, Any]]:
     """The meshes on which something of each process can be shown, the largest first."""
-    found = []
+    facts = []
     for mesh in sorted(meshes, key=lambda mesh: -len(mesh.processes)):
         if max(mesh.processes) >= processes:
             continue
         in_order = mesh.processes == tuple(range(len(mesh.processes)))
-        found.append(
+        facts.append(
             {
                 "axes": [shown_text(axis, 40) for axis in mesh.axes],
                 "shape": list(mesh.shape),
                 "processes": None if in_order else list(mesh.processes),
             }
         )
-    return found
+    return facts
 
 
 class _Maps:
     """The maps of arrays; equal ones are drawn once, and not more than a browser should get."""
 
-    def __init__(self, found: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint) -> None:
         self.drawn: list[dict[str, Any]] = []
-        self._found, self._left = found, _MOST_FRAGMENTS
+        self._checkpoint, self._left = checkpoint, _MOST_FRAGMENTS
         self._numbers: dict[Any, int] = {}
 
     def number(self, entry: ArrayEntry) -> int:
@@ -98,7 +98,7 @@ class _Maps:
         self._left -= min(count, MOST_FRAGMENTS_SHOWN)
         if not 0 < count <= MOST_FRAGMENTS_SHOWN or self._left < 0 or len(self.drawn) >= _MOST_MAPS:
             return -1
-        fragments = self._found[entry.name].fragments
+        fragments = self._checkpoint[entry.name].fragments
         self.drawn.append(_map(next(fragment_grids(entry.shape, fragments, entry.layout))))
         self._numbers[key] = len(self.drawn) - 1
         return self._numbers[key]
@@ -107,7 +107,7 @@ class _Maps:
 def _map(grid: FragmentGrid) -> dict[str, Any]:
     """A grid with the labels of those fragments alone that are in it."""
     used = sorted({owner for row in grid.owner for owner in row if owner is not None})
-    place = {owner: at for at, owner in enumerate(used)}
+    place = {owner: number for number, owner in enumerate(used)}
     return {
         "down": None if grid.down is None else _heads(grid.rows),
         "across": None if grid.across is None else _heads(grid.columns),

@@ -53,27 +53,27 @@ def headline(
         series: the metrics.
         cost: of saving, if it is known.
     """
-    found = _notable(run, names, series, cost)
-    return next(found, None) or Headline(FINE, f"Nothing stands out{_usual(run, cost)}.")
+    headlines = _notable(run, names, series, cost)
+    return next(headlines, None) or Headline(FINE, f"Nothing stands out{_usual(run, cost)}.")
 
 
 def _notable(
     run: RunFacts, names: Sequence[str], series: Sequence[Series], cost: LoopCost | None
 ) -> Iterator[Headline]:
     yield from _unreadable(run)
-    for one in series:
-        if (since := one.broken_since) is not None:
-            value = one.values[since]
+    for metric in series:
+        if (since := metric.broken_since) is not None:
+            value = metric.values[since]
             kind = "NaN" if value is None or math.isnan(value) else "infinite"
-            yield Headline(BAD, f"{one.name} is {kind} since {names[since]}.")
+            yield Headline(BAD, f"{metric.name} is {kind} since {names[since]}.")
     yield from _slow_process(run.steps)
     if cost is not None and cost.share >= _SHARE and cost.waited >= _LEAST_S:
         yield Headline(NOTICE, f"The loop waited for saves {cost_text(cost)}.")
     yield from _left(run)
-    for one in series:
-        if places := one.not_finite:
+    for metric in series:
+        if places := metric.not_finite:
             where = f"in {counted(len(places), 'step')}, the last time in {names[places[-1]]}"
-            yield Headline(NOTICE, f"{one.name} was NaN or infinite {where}.")
+            yield Headline(NOTICE, f"{metric.name} was NaN or infinite {where}.")
     yield from _slow_save(run.steps)
 
 
@@ -136,12 +136,11 @@ def _slow_process(steps: Sequence[StepFacts]) -> Iterator[Headline]:
 
 
 def _left(run: RunFacts) -> Iterator[Headline]:
-    found = (
-        [] if run.left is None else [one for one in run.left.orphans if one.kind != ORPHANS_LOCK]
-    )
-    if found:
-        many = counted(len(found), "failed save")
-        size = size_text(sum(orphan.nbytes for orphan in found))
+    every = [] if run.left is None else run.left.orphans
+    orphans = [orphan for orphan in every if orphan.kind != ORPHANS_LOCK]
+    if orphans:
+        many = counted(len(orphans), "failed save")
+        size = size_text(sum(orphan.nbytes for orphan in orphans))
         path = shlex.quote(run.url.removeprefix("file://"))
         yield Headline(NOTICE, f"{many} left {size}: unickpt clean {path}")
 

@@ -48,43 +48,43 @@ class LoopCost:
         return min(1.0, self.waited / self.total)
 
 
-def waited_for(step: StepFacts, told: SavedLine | None) -> float | None:
+def waited_for(step: StepFacts, line: SavedLine | None) -> float | None:
     """For how long the loop waited for a save, in seconds: the longest that a process's call
     blocked its caller.
 
     A call that returned only after the commit blocked it until then. Of this the storage knows how
     long it took until process 0 had merged what all wrote.
     """
-    found = [] if told is None else [told.blocked_s]
+    waits = [] if line is None else [line.blocked_s]
     if step.durations is not None:
         blocked = step.durations.blocked
-        found.append(step.durations.merged if blocked is None else blocked)
-    return max(found, default=None)
+        waits.append(step.durations.merged if blocked is None else blocked)
+    return max(waits, default=None)
 
 
 def calls_of(
-    step: StepFacts, told: SavedLine | None, created: datetime | None
+    step: StepFacts, line: SavedLine | None, created: datetime | None
 ) -> Iterable[SaveCall]:
     """The call that saved a step, if it is known when it was made, and what it cost.
 
     Arguments:
         step: a committed checkpoint.
-        told: the line of metrics about its save, if there is one.
+        line: the line of metrics about its save, if there is one.
         created: when it was committed, by its index.
     """
-    waited = waited_for(step, told)
+    waited = waited_for(step, line)
     if waited is None:
         return
-    if told is not None:
-        yield call_told(told, waited)
+    if line is not None:
+        yield call_told(line, waited)
     elif created is not None and step.durations is not None:
         yield SaveCall(created.timestamp() - step.durations.merged, waited, False)
 
 
 def call_told(line: SavedLine, waited: float | None = None) -> SaveCall:
     """The call that a line of metrics tells of."""
-    asked = line.time.timestamp() - line.seconds
-    return SaveCall(asked, line.blocked_s if waited is None else waited, True)
+    called_at = line.time.timestamp() - line.seconds
+    return SaveCall(called_at, line.blocked_s if waited is None else waited, True)
 
 
 def loop_cost(calls: Sequence[SaveCall], *, is_least: bool) -> LoopCost | None:

@@ -87,16 +87,16 @@ def read(files: Iterable[FilePath]) -> Lines:
     for file in files:
         for line in _lines(file):
             try:
-                found = _decoded(line)
+                record = _decoded(line)
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 unread += 1
                 continue
-            if isinstance(found, LoadedLine):
-                loads.append(found)
-            elif found is not None:
-                saves.append(found)
-    saves.sort(key=lambda one: one.time)
-    loads.sort(key=lambda one: one.time)
+            if isinstance(record, LoadedLine):
+                loads.append(record)
+            elif record is not None:
+                saves.append(record)
+    saves.sort(key=lambda save: save.time)
+    loads.sort(key=lambda load: load.time)
     return Lines(saves, loads[-_MOST_LOADS:], unread, max(0, len(loads) - _MOST_LOADS))
 
 
@@ -119,19 +119,19 @@ def _decoded(line: bytes) -> SavedLine | LoadedLine | None:
     Raises:
         ValueError, TypeError, KeyError: it is not such a line.
     """
-    found = json.loads(line)
-    time, url = datetime.fromisoformat(found["time"]), _text(found["url"])
+    record = json.loads(line)
+    time, url = datetime.fromisoformat(record["time"]), _text(record["url"])
     if time.tzinfo is None:
         raise ValueError("a time without its zone")
-    if found.get("kind") == "load":
-        counts = {_text(name): _count(count) for name, count in found["counts"].items()}
-        rows = [(_text(a), _text(b), _text(c)) for a, b, c in found["rows"]]
+    if record.get("kind") == "load":
+        counts = {_text(name): _count(count) for name, count in record["counts"].items()}
+        rows = [(_text(a), _text(b), _text(c)) for a, b, c in record["rows"]]
         return LoadedLine(time, url, counts, rows)
-    if found["process"] != 0:
+    if record["process"] != 0:
         return None
-    seconds, blocked_s = _number(found["seconds"]), _number(found["blocked_s"])
-    nbytes, processes = _count(found["bytes"]), _count(found["processes"])
-    return SavedLine(time, url, nbytes, processes, seconds, blocked_s, step_metrics(found))
+    seconds, blocked_s = _number(record["seconds"]), _number(record["blocked_s"])
+    nbytes, processes = _count(record["bytes"]), _count(record["processes"])
+    return SavedLine(time, url, nbytes, processes, seconds, blocked_s, step_metrics(record))
 
 
 def _text(value: Any) -> str:

@@ -45,21 +45,25 @@ class Series:
     @property
     def not_finite(self) -> list[int]:
         """The places of NaN and infinities."""
-        return [at for at, v in enumerate(self.values) if v is not None and not math.isfinite(v)]
+        return [
+            position
+            for position, v in enumerate(self.values)
+            if v is not None and not math.isfinite(v)
+        ]
 
     @property
     def broken_since(self) -> int | None:
         """The place since which no value was finite; None if the last one is."""
-        known = [at for at, value in enumerate(self.values) if value is not None]
+        positions = [position for position, value in enumerate(self.values) if value is not None]
         broken, since = set(self.not_finite), None
-        while known and known[-1] in broken:
-            since = known.pop()
+        while positions and positions[-1] in broken:
+            since = positions.pop()
         return since
 
     def _best(self, sign: int) -> int | None:
         finite = [
-            (sign * value, at)
-            for at, value in enumerate(self.values)
+            (sign * value, position)
+            for position, value in enumerate(self.values)
             if value is not None and math.isfinite(value)
         ]
         return max(finite)[1] if finite else None

@@ -68,7 +68,7 @@ def collect_page_data(run: RunFacts, lines: Lines, path: PathLike) -> dict[str, 
         "on_disk": run.on_disk,
         "cost": cost and {**asdict(cost), "share": share_text(cost.share)},
         "steps": rows,
-        "metrics": [_series(one) for one in series],
+        "metrics": [_series(metric) for metric in series],
         "more_metrics": more,
         "details": details,
         "arrays": arrays,
@@ -83,8 +83,8 @@ def _rows(
     run: RunFacts, saves: Mapping[str, Sequence[SavedLine]]
 ) -> tuple[list[dict[str, Any]], tuple[list[Series], int]]:
     """The rows of all steps in natural order, also of those that are removed; and their metrics."""
-    there = {step.name for step in run.steps} | run.others
-    gone = [name for name in saves if name not in there][-MOST_STEPS:]
+    existing = {step.name for step in run.steps} | run.others
+    gone = [name for name in saves if name not in existing][-MOST_STEPS:]
     rows = [
         ({"id": number, **_stored(step, saves.get(step.name, ()))}, step.metrics)
         for number, step in enumerate(run.steps)
@@ -98,28 +98,30 @@ def _cost(run: RunFacts, saves: Mapping[str, Sequence[SavedLine]]) -> LoopCost |
     """What the saves of a run cost its loop."""
     if not run.is_run:
         return None
-    told = {step.name: _told(step, saves.get(step.name, ())) for step in run.steps}
+    line_by_step = {step.name: _told(step, saves.get(step.name, ())) for step in run.steps}
     calls = [
-        call for step in run.steps for call in calls_of(step, told[step.name], _time(step.created))
+        call
+        for step in run.steps
+        for call in calls_of(step, line_by_step[step.name], _time(step.created))
     ]
     calls += [
         call_told(line)
-        for name, found in saves.items()
-        for line in found
-        if line is not told.get(name)  # of a step that is removed, or was saved again
+        for name, step_lines in saves.items()
+        for line in step_lines
+        if line is not line_by_step.get(name)  # of a step that is removed, or was saved again
     ]
-    return loop_cost(calls, is_least=bool(run.others) or None in told.values())
+    return loop_cost(calls, is_least=bool(run.others) or None in line_by_step.values())
 
 
-def _series(one: Series) -> dict[str, Any]:
+def _series(metric: Series) -> dict[str, Any]:
     """A metric for the page, with as many digits as it shows; JSON has no NaN."""
-    rounded = [v if v is None else finite_or_text(float(f"{v:.6g}")) for v in one.values]
+    rounded = [v if v is None else finite_or_text(float(f"{v:.6g}")) for v in metric.values]
     return {
-        "name": shown_text(one.name),
+        "name": shown_text(metric.name),
         "values": rounded,
-        "lowest": one.lowest,
-        "highest": one.highest,
-        "better": one.better,
+        "lowest": metric.lowest,
+        "highest": metric.highest,
+        "better": metric.better,
     }
 
 
@@ -127,44 +129,49 @@ def _of_this(
     run: RunFacts, lines: Lines
 ) -> tuple[dict[str, list[SavedLine]], list[LoadedLine], list[str]]:
     """The lines about checkpoints of this run: saves by the name of the folder, and loads."""
-    saves, others = dict[str, list[SavedLine]](), Counter[str]()
+    saves, folders = dict[str, list[SavedLine]](), Counter[str]()
     for line in lines.saves:
         name = _name_in(run, line.url)
         if name is None:
             folder = line.url.rstrip("/").rpartition("/")[0]
-            others[folder] += 1
+            folders[folder] += 1
         else:
             saves.setdefault(name, []).append(line)
     loads = [line for line in lines.loads if _name_in(run, line.url) is not None]
-    named = ", ".join(list(others)[:_NAMED]) + (", ..." if len(others) > _NAMED else "")
+    named = ", ".join(list(folders)[:_NAMED]) + (", ..." if len(folders) > _NAMED else "")
     elsewhere = len(lines.loads) - len(loads)
     counts = [
         (len(run.others), "earlier checkpoint is", "earlier checkpoints are", "not shown"),
-        (others.total(), "line is", "lines are", f"of saves elsewhere, and not shown: {named}"),
+        (folders.total(), "line is", "lines are", f"of saves elsewhere, and not shown: {named}"),
         (elsewhere, "load is", "loads are", "of other checkpoints, and not shown"),
         (lines.left_out, "older load is", "older loads are", "left out"),
         (lines.unread, "line", "lines", "of the files of metrics could not be understood"),
     ]
-    notes = [f"{counted(count, one, many)} {what}" for count, one, many, what in counts if count]
+    notes = [
+        f"{counted(count, singular, many)} {what}"
+        for count, singular, many, what in counts
+        if count
+    ]
     return saves, loads, notes
 
 
 def _name_in(run: RunFacts, url: str) -> str | None:
     """The name of a checkpoint in this run; None if it is elsewhere."""
     try:
-        asked = resolve_path(url).url.rstrip("/")  # loads tell the path that they were given
+        # Loads tell the path that they were given.
+        checkpoint_url = resolve_path(url).url.rstrip("/")
     except UnickptError:
         return None
-    own = run.url.rstrip("/")
+    run_url = run.url.rstrip("/")
     if not run.is_run:
-        return "." if asked == own else None
-    folder, _, name = asked.rpartition("/")
-    return name if folder == own and name else None
+        return "." if checkpoint_url == run_url else None
+    folder, _, name = checkpoint_url.rpartition("/")
+    return name if folder == run_url and name else None
 
 
 def _stored(step: StepFacts, lines: Sequence[SavedLine]) -> dict[str, Any]:
     """The row of a checkpoint that exists, with what was told of its save, not of earlier ones."""
-    told, durations = _told(step, lines), step.durations
+    line, durations = _told(step, lines), step.durations
     rate = step.new_bytes / durations.done if durations is not None and durations.done > 0 else 0
     return {
         "name": shown_text(step.name),
@@ -178,8 +185,8 @@ def _stored(step: StepFacts, lines: Sequence[SavedLine]) -> dict[str, Any]:
         "after": step.after,
         "durations": None if durations is None else asdict(durations),
         "rate": min(rate, MOST_BYTES) or None,
-        "waited": waited_for(step, told),
-        "committed": None if told is None else told.seconds,
+        "waited": waited_for(step, line),
+        "committed": None if line is None else line.seconds,
         "saved_times": max(1, len(lines)),
         "error": shown_text(step.error, _MOST_ERROR),
     }
@@ -188,23 +195,23 @@ def _stored(step: StepFacts, lines: Sequence[SavedLine]) -> dict[str, Any]:
 def _told(step: StepFacts, lines: Sequence[SavedLine]) -> SavedLine | None:
     """The line about the save of a checkpoint that exists, not about an earlier one."""
     created = _time(step.created)
-    found = [
+    matches = [
         line
         for line in lines
         if created is not None
         and line.time >= created  # whole seconds, so it is compared what was saved, too
         and (line.nbytes, line.processes) == (step.nbytes, step.processes)
     ]
-    return found[-1] if found else None
+    return matches[-1] if matches else None
 
 
 def _time(created: str) -> datetime | None:
     """When a checkpoint was committed, by its index, which is untrusted."""
     try:
-        found = datetime.fromisoformat(created)
+        moment = datetime.fromisoformat(created)
     except ValueError:
         return None
-    return None if found.tzinfo is None else found
+    return None if moment.tzinfo is None else moment
 
 
 def _gone(name: str, lines: Sequence[SavedLine]) -> dict[str, Any]:
@@ -236,13 +243,13 @@ def _details(run: RunFacts, path: PathLike) -> tuple[list[dict[str, Any]], dict[
         if not is_first and (step.durations is None or left < step.processes):
             continue
         try:
-            read = partial(_of, attempt=step.attempt, with_arrays=is_first)
-            detail, found = reading_checkpoint(source, read)
+            read = partial(_timing_and_arrays, attempt=step.attempt, with_arrays=is_first)
+            detail, array_facts = reading_checkpoint(source, read)
         except UnickptError:
             continue  # its row says why, or it was removed meanwhile
         name = shown_text(step.name)
-        if found is not None:
-            arrays = {"of": name, **found}
+        if array_facts is not None:
+            arrays = {"of": name, **array_facts}
         if detail is None:
             continue
         used = _timing_size(detail[0])
@@ -255,34 +262,34 @@ def _details(run: RunFacts, path: PathLike) -> tuple[list[dict[str, Any]], dict[
     return details, arrays
 
 
-def _of(found: Checkpoint, *, attempt: str, with_arrays: bool) -> Any:
+def _timing_and_arrays(checkpoint: Checkpoint, *, attempt: str, with_arrays: bool) -> Any:
     """The timing and the meshes of a checkpoint, if it has them; and its arrays, if asked for.
 
     Nothing of one that has replaced what its row is about.
     """
-    if found.index.attempt != attempt:
+    if checkpoint.index.attempt != attempt:
         return None, None
-    arrays = describe_arrays(found) if with_arrays else None
-    if found.index.processes > _MOST_PROCESSES:
+    arrays = describe_arrays(checkpoint) if with_arrays else None
+    if checkpoint.index.processes > _MOST_PROCESSES:
         return None, arrays
     try:
-        timing = found.timing
+        timing = checkpoint.timing
     except UnickptError:
         timing = None
     if timing is None:
         return None, arrays
-    meshes = mesh_facts(meshes_of(found.index), timing.processes)
+    meshes = mesh_facts(meshes_of(checkpoint.index), timing.processes)
     return (timing, meshes), arrays
 
 
-def _left(found: OrphanSearch | None) -> list[dict[str, Any]]:
+def _left(search: OrphanSearch | None) -> list[dict[str, Any]]:
     """What failed saves left, and what is being written."""
-    if found is None:
+    if search is None:
         return []
     kinds: Mapping[str, Sequence[Orphan]] = {
-        "left by a failed save": found.orphans,
-        "may be under way": found.under_way,
-        "of unknown age": found.unknown,
+        "left by a failed save": search.orphans,
+        "may be under way": search.under_way,
+        "of unknown age": search.unknown,
     }
     rows = [
         {
@@ -325,8 +332,8 @@ def _timing_columns(timing: Timing) -> dict[str, Any]:
 
     Example:
         >>> from unickpt.format.timing import from_columns
-        >>> found = _timing_columns(from_columns(1.5, 2, {"write_s": np.array([1.25, 0.5])}, 2))
-        >>> found["unit"], found["write_s"], found["merged"]
+        >>> columns = _timing_columns(from_columns(1.5, 2, {"write_s": np.array([1.25, 0.5])}, 2))
+        >>> columns["unit"], columns["write_s"], columns["merged"]
         (100000, [125000, 50000], 200000)
     """
     unit = _COARSE if max(float(timing.done.max()), timing.merged) > _LONG_S else _FINE
@@ -338,13 +345,13 @@ def _timing_columns(timing: Timing) -> dict[str, Any]:
     }
     scaled = {name: np.rint(column.astype(float) * unit) for name, column in every.items()}
     sizes = {name: getattr(timing, name) for name in _SIZES}
-    found = {name: column.astype(int) for name, column in scaled.items()} | sizes
+    columns = {name: column.astype(int) for name, column in scaled.items()} | sizes
     return {
         "unit": unit,
         "processes": timing.processes,
         "collected": round(timing.collected * unit),
         "merged": round(timing.merged * unit),
-        **{name: column.tolist() for name, column in found.items() if column.any()},
+        **{name: column.tolist() for name, column in columns.items() if column.any()},
     }
 
 

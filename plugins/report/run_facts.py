@@ -128,21 +128,23 @@ def look(path: PathLike) -> RunFacts:
     """
     listed = _listed(path)
     if listed is None:
-        step = reading_checkpoint(path, lambda found: (found.url, facts_of(".", "", found)))
+        step = reading_checkpoint(
+            path, lambda checkpoint: (checkpoint.url, facts_of(".", "", checkpoint))
+        )
         return RunFacts(step[0], False, [step[1]])
     with ThreadPoolExecutor(_OPEN_AT_ONCE) as pool:
-        found = pool.map(_step, listed[-MOST_STEPS:])
-        steps = [step for step in found if step is not None]
+        facts = pool.map(_step, listed[-MOST_STEPS:])
+        steps = [step for step in facts if step is not None]
     url = resolve_path(path, whole=True).url
-    others = frozenset(one.name for one in listed[:-MOST_STEPS])
-    return RunFacts(url, True, steps, others, find_orphans(path), bytes_on_disk(path))
+    older_names = frozenset(entry.name for entry in listed[:-MOST_STEPS])
+    return RunFacts(url, True, steps, older_names, find_orphans(path), bytes_on_disk(path))
 
 
-def facts_of(name: str, path: str, found: Checkpoint) -> StepFacts:
+def facts_of(name: str, path: str, checkpoint: Checkpoint) -> StepFacts:
     """The facts of an opened checkpoint."""
-    index = found.index
+    index = checkpoint.index
     try:
-        timing, error = found.timing, ""
+        timing, error = checkpoint.timing, ""
     except CheckpointCorrupt as damage:
         timing, error = None, str(damage)
     return StepFacts(
@@ -150,8 +152,8 @@ def facts_of(name: str, path: str, found: Checkpoint) -> StepFacts:
         path,
         index.attempt,
         index.created,
-        found.nbytes,
-        max(0, found.nbytes - index.reused),
+        checkpoint.nbytes,
+        max(0, checkpoint.nbytes - index.reused),
         len(index.arrays),
         index.processes,
         tuple(base.name for base in index.bases),
@@ -168,14 +170,14 @@ def _listed(path: PathLike) -> list[Listed] | None:
         listed = checkpoints_below(path)
     except (CheckpointNotFound, InvalidPath):  # or a file, which may be another system's
         return None
-    return None if not listed or any(one.name == "." for one in listed) else listed
+    return None if not listed or any(entry.name == "." for entry in listed) else listed
 
 
 def _step(listed: Listed) -> StepFacts | None:
     """The facts of a checkpoint; None if it was removed meanwhile."""
     try:
         return reading_checkpoint(
-            listed.path, lambda found: facts_of(listed.name, listed.path, found)
+            listed.path, lambda checkpoint: facts_of(listed.name, listed.path, checkpoint)
         )
     except CheckpointNotFound:
         return None
@@ -186,6 +188,6 @@ def _step(listed: Listed) -> StepFacts | None:
 def _after(index: Index) -> int | None:
     """The step after which the job went on, as the `Checkpointer` put it into the metadata, which
     is untrusted."""
-    own = index.metadata.get(RESERVED_METADATA)
-    after = own.get("after") if isinstance(own, dict) else None
+    reserved = index.metadata.get(RESERVED_METADATA)
+    after = reserved.get("after") if isinstance(reserved, dict) else None
     return after if type(after) is int else None

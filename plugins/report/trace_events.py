@@ -25,7 +25,7 @@ def trace(data: Mapping[str, Any]) -> dict[str, Any]:
     """
     created = {step["id"]: step["created"] for step in data["steps"]}
     begins = [_begin(created[save["id"]], save) for save in data["details"]]
-    unknown = min((at for at in begins if at is not None), default=0)
+    unknown = min((time for time in begins if time is not None), default=0)
     events = [
         event
         for save, begin in zip(data["details"], begins, strict=True)
@@ -76,15 +76,19 @@ def _events(save: Mapping[str, Any], begin: int) -> Iterator[Event]:
             where = {"cat": "save", "pid": pid, "tid": tid, "args": of_it}
             return {"name": name, "ph": "X", "ts": begin + start, "dur": end - start, **where}
 
-        starts = [began[process] + at[process] for at, _ in phases.values()]
-        ends = [at + took[process] for at, (_, took) in zip(starts, phases.values(), strict=True)]
+        starts = [began[process] + column[process] for column, _ in phases.values()]
+        ends = [
+            start + took[process] for start, (_, took) in zip(starts, phases.values(), strict=True)
+        ]
         end = max(done[process], *ends)
         every = {**sizes, "blocked_us": blocked[process]}
         yield event("save", min(began[process], *starts), end, every)
         for number, phase in enumerate(SAVE_PHASES):
             if ends[number] > starts[number]:
                 # Rounded times must not overlap: viewers would draw one phase within another.
-                limit = min([at for at in starts[number + 1 :] if at > starts[number]] or [end])
+                limit = min(
+                    [start for start in starts[number + 1 :] if start > starts[number]] or [end]
+                )
                 nbytes = {"bytes": sizes[_PHASE_BYTES[phase]]} if phase in _PHASE_BYTES else {}
                 yield event(phase, starts[number], min(ends[number], limit), nbytes)
         if last > end:
