@@ -47,7 +47,7 @@ def command(
     unickpt watch runs/llama --once --json
 
     A save that nobody works on any more looks like one under way in which nothing changes; `unickpt
-    terminal.clean` removes what such saves left.
+    clean` removes what such saves left.
 
     --json prints an object for each look, one a line: {committed: [{name, created, nbytes,
     new_bytes, processes, seconds, error}], under_way: [{name, attempt, processes, phases, nbytes,
@@ -58,13 +58,13 @@ def command(
         while True:
             began = time.monotonic()
             try:
-                found = watching.look()
+                look = watching.look()
                 if as_json:
-                    print(json.dumps(asdict(found)), flush=True)
+                    print(json.dumps(asdict(look)), flush=True)
                 elif live is None:
-                    out.print(_drawn(run, found))
+                    out.print(_drawn(run, look))
                 else:
-                    live.update(_drawn(run, found), refresh=True)
+                    live.update(_drawn(run, look), refresh=True)
                 if once:
                     return
                 time.sleep(max(every, _SHARE * (time.monotonic() - began)))
@@ -72,13 +72,13 @@ def command(
                 return
 
 
-def _drawn(run: str, found: Look) -> Any:
-    if not found.committed and not found.under_way:
+def _drawn(run: str, look: Look) -> Any:
+    if not look.committed and not look.under_way:
         return Text(f"nothing is saved in {terminal.clean(run)}, and nothing is being saved")
     table = tables.new_table(_COLUMNS, right=("processes", "bytes", "rate", "for"))
-    for committed in found.committed:
+    for committed in look.committed:
         _add(table, _committed_row(committed), "red" if committed.error else "")
-    for under_way in found.under_way:
+    for under_way in look.under_way:
         failed = FAILED in under_way.phases
         _add(table, _under_way_row(under_way), "red" if failed else "bold")
     return Group(Text(terminal.clean(run), "bold"), table)
@@ -88,37 +88,37 @@ def _add(table: Table, row: list[str], style: str) -> None:
     table.add_row(*(Text(terminal.clean(text), style) for text in row))
 
 
-def _committed_row(found: Committed) -> list[str]:
-    if found.error:
-        return [found.name, "cannot be opened", "", "", "", "", found.error]
-    seconds = found.seconds
+def _committed_row(checkpoint: Committed) -> list[str]:
+    if checkpoint.error:
+        return [checkpoint.name, "cannot be opened", "", "", "", "", checkpoint.error]
+    seconds = checkpoint.seconds
     return [
-        found.name,
-        tables.date_text(found.created),
-        f"{found.processes:,}",
-        size_text(found.new_bytes),
-        "" if not seconds else f"{size_text(int(found.new_bytes / seconds))}/s",
+        checkpoint.name,
+        tables.date_text(checkpoint.created),
+        f"{checkpoint.processes:,}",
+        size_text(checkpoint.new_bytes),
+        "" if not seconds else f"{size_text(int(checkpoint.new_bytes / seconds))}/s",
         "" if seconds is None else f"{seconds:.1f} s",
         "",
     ]
 
 
-def _under_way_row(found: UnderWay) -> list[str]:
-    done = len(found.phases.get("done", ()))
-    share = f" of {size_text(found.total)}" if found.total else ""
-    rate = f"{size_text(int(found.nbytes / found.seconds))}/s" if found.seconds else ""
-    quiet = f"; nothing changed for {found.quiet_s:.0f} s" if found.quiet_s > _QUIET_S else ""
+def _under_way_row(save: UnderWay) -> list[str]:
+    done = len(save.phases.get("done", ()))
+    share = f" of {size_text(save.total)}" if save.total else ""
+    rate = f"{size_text(int(save.nbytes / save.seconds))}/s" if save.seconds else ""
+    quiet = f"; nothing changed for {save.quiet_s:.0f} s" if save.quiet_s > _QUIET_S else ""
     who = [
         f"{first_few(processes)} {phase}"
-        for phase, processes in sorted(found.phases.items(), key=lambda item: len(item[1]))
+        for phase, processes in sorted(save.phases.items(), key=lambda item: len(item[1]))
         if phase != "done"
     ]
     return [
-        found.name,
-        FAILED if FAILED in found.phases else "saving",
-        f"{done:,}/{found.processes:,}",
-        f"{size_text(found.nbytes)}{share}" if found.total else "",
+        save.name,
+        FAILED if FAILED in save.phases else "saving",
+        f"{done:,}/{save.processes:,}",
+        f"{size_text(save.nbytes)}{share}" if save.total else "",
         rate,
-        f"{found.seconds:.1f} s" if found.seconds else "",
+        f"{save.seconds:.1f} s" if save.seconds else "",
         ", ".join(who) + quiet,
     ]

@@ -128,15 +128,15 @@ class Watch:
             attempts = _attempts(location, context)
             listed = self._listed(location)
             under_way = [
-                found
+                save
                 for name, names in attempts.items()
-                for found in self._under_way(location, name, names, name in listed, context)
+                for save in self._under_way(location, name, names, name in listed, context)
             ]
             newest = list(listed.values())[-self.most :] if self.most else []
-            committed = [self._committed(each) for each in newest]
-        now = {(found.name, found.attempt) for found in under_way}
+            committed = [self._committed(entry) for entry in newest]
+        now = {(save.name, save.attempt) for save in under_way}
         self._signs = {key: signs for key, signs in self._signs.items() if key in now}
-        return Look(committed, sorted(under_way, key=lambda found: natural_key(found.name)))
+        return Look(committed, sorted(under_way, key=lambda save: natural_key(save.name)))
 
     def _listed(self, location: Location) -> dict[str, Listed]:
         try:
@@ -146,16 +146,16 @@ class Watch:
 
     def _committed(self, listed: Listed) -> Committed:
         """The facts of a checkpoint; read anew only if it was replaced."""
-        found = version_at(resolve_path(listed.path))
-        known = self._opened.get(listed.name)
-        if known is not None and found is not None and known[0] == found.digest:
-            return known[1]
+        version = version_at(resolve_path(listed.path))
+        cached = self._opened.get(listed.name)
+        if cached is not None and version is not None and cached[0] == version.digest:
+            return cached[1]
         try:
             facts = _opened(listed)
         except UnickptError as error:
             return Committed(listed.name, error=str(error))
-        if found is not None:
-            self._opened[listed.name] = found.digest, facts
+        if version is not None:
+            self._opened[listed.name] = version.digest, facts
         return facts
 
     def _under_way(
@@ -166,43 +166,43 @@ class Watch:
         is_committed: bool,
         context: ts.Context,
     ) -> Iterable[UnderWay]:
-        at = location if name == "." else location.child(name)
+        folder = location if name == "." else location.child(name)
         names = set(attempts)
         if is_committed and names:
-            found = version_at(at)
-            names.discard("" if found is None else found.attempt)
+            version = version_at(folder)
+            names.discard("" if version is None else version.attempt)
         for attempt in sorted(names):
-            seen = _attempt(at.child(f"{ATTEMPTS_FOLDER}/{attempt}"), name, attempt, context)
+            seen = _attempt(folder.child(f"{ATTEMPTS_FOLDER}/{attempt}"), name, attempt, context)
             if seen is not None:
                 yield self._with_quiet(seen)
 
-    def _with_quiet(self, found: UnderWay) -> UnderWay:
-        key, now = (found.name, found.attempt), self.clock()
-        known, since = self._signs.get(key, (None, now))
-        if known != found:
+    def _with_quiet(self, save: UnderWay) -> UnderWay:
+        key, now = (save.name, save.attempt), self.clock()
+        previous, since = self._signs.get(key, (None, now))
+        if previous != save:
             since = now
-        self._signs[key] = found, since
-        return replace(found, quiet_s=now - since)
+        self._signs[key] = save, since
+        return replace(save, quiet_s=now - since)
 
 
 def _attempts(location: Location, context: ts.Context) -> dict[str, set[str]]:
     """The attempts in the folder of each checkpoint, committed or not."""
-    found = folders_below(location, ATTEMPTS_FOLDER, context)
-    found["."] = set(location.child(ATTEMPTS_FOLDER).folders(context))
+    folders = folders_below(location, ATTEMPTS_FOLDER, context)
+    folders["."] = set(location.child(ATTEMPTS_FOLDER).folders(context))
     return {
-        name: attempts for name, attempts in found.items() if attempts and name != ATTEMPTS_FOLDER
+        name: attempts for name, attempts in folders.items() if attempts and name != ATTEMPTS_FOLDER
     }
 
 
 def _opened(listed: Listed) -> Committed:
-    found = opened_checkpoint(listed.path)
-    timing = found.timing
+    checkpoint = opened_checkpoint(listed.path)
+    timing = checkpoint.timing
     return Committed(
         listed.name,
-        found.index.created,
-        found.nbytes,
-        max(0, found.nbytes - found.index.reused),
-        found.index.processes,
+        checkpoint.index.created,
+        checkpoint.nbytes,
+        max(0, checkpoint.nbytes - checkpoint.index.reused),
+        checkpoint.index.processes,
         None if timing is None else timing.collected,
     )
 
@@ -213,15 +213,15 @@ def _attempt(folder: Location, name: str, attempt: str, context: ts.Context) -> 
     if not keys:
         return None
     done, failed = _matching(_RECORD, keys), _matching(_ERROR, keys)
-    begun, told = _matching(_OF_PROCESS, keys), _matching(_REPORT, keys)
-    found = _read(folder, told, done, context)
-    known = [report.processes for report in found.values()]
-    last = max([*known, *(p + 1 for p in done | failed | begun | told)], default=0)
+    begun, reporters = _matching(_OF_PROCESS, keys), _matching(_REPORT, keys)
+    reports = _read(folder, reporters, done, context)
+    counts = [report.processes for report in reports.values()]
+    last = max([*counts, *(p + 1 for p in done | failed | begun | reporters)], default=0)
     processes = min(last, _MOST_PROCESSES)
     phases: dict[str, list[int]] = {}
-    begun |= told
+    begun |= reporters
     for process in range(processes):
-        report = found.get(process)
+        report = reports.get(process)
         if process in failed:
             phase = FAILED
         elif process in done and (report is None or report.phase == WRITE or process):
@@ -236,22 +236,22 @@ def _attempt(folder: Location, name: str, attempt: str, context: ts.Context) -> 
         attempt,
         processes,
         phases,
-        sum(report.nbytes for report in found.values()),
-        sum(report.total for report in found.values()),
-        max((report.seconds for report in found.values()), default=0.0),
+        sum(report.nbytes for report in reports.values()),
+        sum(report.total for report in reports.values()),
+        max((report.seconds for report in reports.values()), default=0.0),
     )
 
 
 def _matching(pattern: re.Pattern[str], keys: Iterable[str]) -> set[int]:
     """The processes whose files match."""
     matches = (pattern.match(key) for key in keys)
-    found = {int(match[1]) for match in matches if match}
-    return {process for process in found if process < _MOST_PROCESSES}
+    processes = {int(match[1]) for match in matches if match}
+    return {process for process in processes if process < _MOST_PROCESSES}
 
 
 def _read(
-    folder: Location, told: set[int], done: set[int], context: ts.Context
+    folder: Location, reporters: set[int], done: set[int], context: ts.Context
 ) -> dict[int, progress_reports.Report]:
     """Their reports; first of those that are not done, if there are too many."""
-    first = sorted(told, key=lambda process: (process in done, process))[:_MOST_READ]
+    first = sorted(reporters, key=lambda process: (process in done, process))[:_MOST_READ]
     return progress_reports.read(folder.child("records").store(context), first)
