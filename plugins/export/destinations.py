@@ -242,30 +242,30 @@ class LocalDestination(ExportDestination):
 
     @contextmanager
     def opened(self, file: PlannedFile) -> Iterator[Write]:
-        at = os.path.join(self._work, file.name)
-        local_folders.make(os.path.dirname(at))
+        path = os.path.join(self._work, file.name)
+        local_folders.make(os.path.dirname(path))
         with system_calls():
-            handle = os.open(at, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
         def write(offset: int, data: memoryview) -> None:
-            with system_calls("write", at):
+            with system_calls("write", path):
                 while data:
                     count = os.pwrite(handle, data, offset)
                     offset, data = offset + count, data[count:]
 
-        with closing_file(handle, at):
+        with closing_file(handle, path):
             yield write
-            with system_calls("write", at):
+            with system_calls("write", path):
                 # Only ever to its full size, whoever does it.
                 if os.fstat(handle).st_size < file.size:
                     os.ftruncate(handle, file.size)
             if self.fsync:
-                with system_calls("flush", at):
+                with system_calls("flush", path):
                     os.fsync(handle)
 
     def read(self, file: str) -> bytes:
-        with system_calls(), open(os.path.join(self._work, file), "rb") as there:
-            return there.read()
+        with system_calls(), open(os.path.join(self._work, file), "rb") as stream:
+            return stream.read()
 
     def commit(self, files: Sequence[PlannedFile]) -> None:
         if not files:
@@ -292,8 +292,8 @@ class LocalDestination(ExportDestination):
     def _check_written(self, files: Sequence[PlannedFile]) -> None:
         """Looks at the files once more: under this lock, `clean` removes what seems forgotten."""
         for file in files:
-            at = os.path.join(self._work, file.name)
-            if not os.path.isfile(at) or os.path.getsize(at) != file.size:
+            path = os.path.join(self._work, file.name)
+            if not os.path.isfile(path) or os.path.getsize(path) != file.size:
                 raise StorageError(
                     f"{self.name}: {file.name} was removed or changed while it was exported; "
                     "nothing was replaced, export again"
@@ -335,10 +335,10 @@ class ObjectDestination(ExportDestination):
         above = self.notes.parent
         assert above is not None, "notes are in a folder"
         name = self._beside.removesuffix(f".{attempt}")
-        told = f"another export to {self.name} is under way {{who}}; {_WAIT}"
-        here = told.replace("{who}", "in this process")
+        template = f"another export to {self.name} is under way {{who}}; {_WAIT}"
+        in_process = template.replace("{who}", "in this process")
         self._lease = Lease(
-            above, LeaseUse(f"{name}{_LEASE}", here, told.replace("{who}", "({who})"))
+            above, LeaseUse(f"{name}{_LEASE}", in_process, template.replace("{who}", "({who})"))
         )
 
     def most_bytes(self, budget_bytes: int) -> int:
@@ -372,8 +372,8 @@ class ObjectDestination(ExportDestination):
         self.folder.store(self.context).write(file.name, bytes(buffer)).result()
 
     def read(self, file: str) -> bytes:
-        found = self.folder.store(self.context).read(file).result()
-        return bytes(found.value or b"")
+        result = self.folder.store(self.context).read(file).result()
+        return bytes(result.value or b"")
 
     def commit(self, files: Sequence[PlannedFile]) -> None:
         """The last file is there already."""

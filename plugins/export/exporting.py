@@ -81,10 +81,10 @@ def export(
     """
     started = time.perf_counter()
     group = within(options.group or current_group(adapters()), options.timeout_s)
-    to = destination(path, writer.suffixes, group.next_attempt(), options.fsync)
+    target = destination(path, writer.suffixes, group.next_attempt(), options.fsync)
     source = view.checkpoint.location
-    if to.file is None and source.url.startswith(to.folder.url):
-        raise CheckpointExists(f"{to.name} contains the source, {source}; choose another path")
+    if target.file is None and source.url.startswith(target.folder.url):
+        raise CheckpointExists(f"{target.name} contains the source, {source}; choose another path")
     structured = replace(view.index, tree=tree_to_json(view.node()))  # rules make no tree
     left_out = set(writer.left_out(structured)) if isinstance(writer, LeavesOut) else set()
     budget_bytes = options.working_bytes
@@ -94,22 +94,22 @@ def export(
     index = _with_per_process(view, structured)
     # All processes must plan the same files, whatever their nodes have.
     requested = MemoryBudget.of(options.budget_bytes)
-    most = to.most_bytes(requested.share(group.count))
+    most = target.most_bytes(requested.share(group.count))
     try:
         _check_leaves(view.index, left_out, getattr(writer, "per_process", False))
         writer = with_needed(writer, view, index, budget_bytes, reading)
-        plan = writer.plan(index, most, to.file)
+        plan = writer.plan(index, most, target.file)
     except UnsupportedLeaf as error:
         raise UnsupportedLeaf(f"{_parts_text(view, str(source))}{error}") from error
-    with reporting(options.progress, "exporting", group.index) as told:
-        job = ExportJob(view, plan, to, group, budget_bytes, options.timeout_s, told)
+    with reporting(options.progress, "exporting", group.index) as notify:
+        job = ExportJob(view, plan, target, group, budget_bytes, options.timeout_s, notify)
         job.check(most, requested)
-        job.run(overwrite, lambda: _verify(view, plan, to, group, reading) if verify else None)
-    kept = [entry for name, entry in index.arrays.items() if name not in left_out]
+        job.run(overwrite, lambda: _verify(view, plan, target, group, reading) if verify else None)
+    exported = [entry for name, entry in index.arrays.items() if name not in left_out]
     return SaveReport(
-        url=to.name,
-        arrays=len(kept),
-        bytes=sum(entry.nbytes for entry in kept),
+        url=target.name,
+        arrays=len(exported),
+        bytes=sum(entry.nbytes for entry in exported),
         written_bytes=job.written_bytes,
         chunks=job.count,
         processes=group.count,
@@ -148,12 +148,12 @@ def _check_leaves(index: Index, left_out: Set[str], per_process: bool) -> None:
     values = index.values.items()
     opaque = {n: v.class_name for n, v in values if isinstance(v, Opaque) and n not in left_out}
     apart = set() if per_process else index.per_process.keys() - left_out
-    found = [f"{name!r} differs by process" for name in sorted(apart)]
-    found += [f"{name!r} is an object of the class {kind}" for name, kind in opaque.items()]
-    if found:
+    problems = [f"{name!r} differs by process" for name in sorted(apart)]
+    problems += [f"{name!r} is an object of the class {kind}" for name, kind in opaque.items()]
+    if problems:
         name = min(apart, default="") or next(iter(opaque))
         raise UnsupportedLeaf(
-            f"{first_few(found)}, which only unickpt's own format can hold; drop it by a rule: "
+            f"{first_few(problems)}, which only unickpt's own format can hold; drop it by a rule: "
             f"{name} <-> drop"
         )
 
@@ -185,31 +185,31 @@ def _is_optimizers(part: str) -> bool:
 def _parts_of_arrays(index: Index) -> Counter[str]:
     """The largest containers in which all leaves are arrays, and how many these are."""
     mixed = {
-        name[:at]
+        name[:end]
         for name in (*index.values, *index.per_process)
-        for at in range(len(name))
-        if name[at] == "/"
+        for end in range(len(name))
+        if name[end] == "/"
     }
     counts = Counter[str]()
     for name in index.entries:
-        ends = [at for at in range(len(name)) if name[at] == "/"]
-        part = next((name[:at] for at in ends if name[:at] not in mixed), None)
+        ends = [end for end in range(len(name)) if name[end] == "/"]
+        part = next((name[:end] for end in ends if name[:end] not in mixed), None)
         if part is not None:
             counts[part] += 1
     return counts
 
 
-def written(to: ExportDestination, part: str = "") -> Reader:
+def written(target: ExportDestination, part: str = "") -> Reader:
     """What was written, as a checkpoint.
 
     Arguments:
-        to: where.
+        target: where.
         part: the file of a part that is a checkpoint; none for all of it.
 
     Raises:
         CheckpointCorrupt: it is none.
     """
-    name, readable = to.name, to.readable
+    name, readable = target.name, target.readable
     if part:
         name, readable = f"{name.rstrip('/')}/{part}", f"{str(readable).rstrip('/')}/{part}"
     reader = open_reader(resolve_path(readable, or_file=True))
@@ -219,20 +219,22 @@ def written(to: ExportDestination, part: str = "") -> Reader:
 
 
 def _verify(
-    view: View, plan: Plan, to: ExportDestination, group: Group, options: LoadOptions
+    view: View, plan: Plan, target: ExportDestination, group: Group, options: LoadOptions
 ) -> None:
     """Compares what was written with the source; each process some of it."""
-    known = [file for file in plan.files if not file.data and file.copied is None]
+    dataless = [file for file in plan.files if not file.data and file.copied is None]
     lines = [
         f"  {file.name} has other bytes"
-        for file in known[group.index :: group.count]
-        if to.read(file.name) != _bytes_of(file)
+        for file in dataless[group.index :: group.count]
+        if target.read(file.name) != _bytes_of(file)
     ]
     for part, of_part in (plan.parts or {"": plan}).items():
-        lines += _differences(view, of_part, written(to, part).checking(), group, options)
+        lines += _differences(view, of_part, written(target, part).checking(), group, options)
     if lines:
-        told = "\n".join(lines[:_MOST_LINES])
-        raise CheckpointCorrupt(f"{to.name} was written, but differs when read back:\n{told}")
+        differences = "\n".join(lines[:_MOST_LINES])
+        raise CheckpointCorrupt(
+            f"{target.name} was written, but differs when read back:\n{differences}"
+        )
 
 
 def _differences(
@@ -270,33 +272,35 @@ def _unequal(
     Returns:
         A line for each array that differs.
     """
-    theirs, found = StoredView(written), list[str]()
+    theirs, differences = StoredView(written), list[str]()
     with ComparedViews(ours, theirs, options) as pair:
         for name, shown in names.items():
             mine, other = ours.index.entry(name), theirs.index.entry(shown)
             mine = replace(mine, dtype=casts.get(mine.name, mine.dtype))
             if (mine.dtype, mine.shape) != (other.dtype, other.shape):
-                found.append(f"  {name!r}: {mine.dtype_and_shape} became {other.dtype_and_shape}")
+                differences.append(
+                    f"  {name!r}: {mine.dtype_and_shape} became {other.dtype_and_shape}"
+                )
             elif (row := pair.difference(name, mine, other)) is not None:
-                found.append(f"  {name!r}: {row.unequal} elements differ")
-    return found
+                differences.append(f"  {name!r}: {row.unequal} elements differ")
+    return differences
 
 
 def _bytes_of(file: PlannedFile) -> bytes:
     """The bytes of a file without data, which are known before it is written."""
-    found = bytearray(file.size)
+    contents = bytearray(file.size)
     ending = file.ending([]) if file.ending is not None else {}
     for offset, text in {**file.texts, **ending}.items():
-        found[offset : offset + len(text)] = text
-    return bytes(found)
+        contents[offset : offset + len(text)] = text
+    return bytes(contents)
 
 
-def _other_names(plan: Plan, found: Mapping[str, Any]) -> list[str]:
+def _other_names(plan: Plan, names: Mapping[str, Any]) -> list[str]:
     expected = {*plan.arrays.values(), *plan.values.values(), *plan.made}
-    missing = [f"  {name!r} is missing" for name in expected if name not in found]
+    missing = [f"  {name!r} is missing" for name in expected if name not in names]
     if plan.others:
         return missing
-    return missing + [f"  {name!r} is not expected" for name in found if name not in expected]
+    return missing + [f"  {name!r} is not expected" for name in names if name not in expected]
 
 
 # --- small arrays that a writer must know to plan its files ---------------------------------------

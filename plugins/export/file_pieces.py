@@ -80,41 +80,46 @@ class FileSplitter:
         bounds = [self._bound(files, ends, total * k // count, total // count, whole)
                   for k in range(count + 1)]  # fmt: skip
         low, high = bounds[process], bounds[process + 1]
-        found = []
+        shares = []
         for file, end in zip(files, ends, strict=True):
             start = end - self.nbytes(file)
             begin, stop = max(low, start), min(high, end)
             if begin < stop:
-                found.append(FileShare(file, begin - start, stop - start))
-        return found
+                shares.append(FileShare(file, begin - start, stop - start))
+        return shares
 
     def _bound(
-        self, files: Sequence[PlannedFile], ends: Sequence[int], at: int, share: int, whole: bool
+        self,
+        files: Sequence[PlannedFile],
+        ends: Sequence[int],
+        position: int,
+        share: int,
+        whole: bool,
     ) -> int:
         """Moves a bound between two processes to the beginning of a file, if one is near."""
         for file, end in zip(files, ends, strict=True):
-            if at < end:
+            if position < end:
                 start = end - self.nbytes(file)
                 if whole:
-                    return start if at - start <= end - at else end
-                if at - start <= share // _TOLERANCE:
+                    return start if position - start <= end - position else end
+                if position - start <= share // _TOLERANCE:
                     return start
-                if end - at <= share // _TOLERANCE:
+                if end - position <= share // _TOLERANCE:
                     return end
-                return start + self._aligned(file, at - start)
-        return at
+                return start + self._aligned(file, position - start)
+        return position
 
-    def _aligned(self, file: PlannedFile, at: int) -> int:
+    def _aligned(self, file: PlannedFile, position: int) -> int:
         """Moves a bound within the data of a file to the beginning of a page, of an element, and of
         an array."""
         before = 0
         for data, size in zip(file.data, self._sizes(file), strict=True):
-            if at < before + size:
-                page = (data.offset + at - before) // _ALIGN * _ALIGN - data.offset
+            if position < before + size:
+                page = (data.offset + position - before) // _ALIGN * _ALIGN - data.offset
                 itemsize = self._itemsizes[data.array]
                 return before + max(0, page) // itemsize * itemsize
             before += size
-        return at
+        return position
 
     def cut(self, share: FileShare, most_bytes: int) -> Iterator[FilePiece]:
         """The pieces of a share, by ascending offsets.

@@ -148,7 +148,7 @@ class ExportJob:
         if self._group.index == 0:
             self._notes.put(note, b"")
         else:
-            self._wait(self._notes, lambda there: note in there)
+            self._wait(self._notes, lambda notes: note in notes)
 
     def _from_all(self, note: str, data: bytes) -> Iterable[bytes]:
         """What all processes say, for the first one, which waits for all; read when it is used."""
@@ -158,7 +158,7 @@ class ExportJob:
         self._notes.put(names[self._group.index], data)
         if self._group.index > 0:
             return []
-        self._wait(self._notes, lambda there: there.issuperset(names))
+        self._wait(self._notes, lambda notes: notes.issuperset(names))
         return map(self._notes.get, names)
 
     def _check_others(self) -> None:
@@ -229,11 +229,11 @@ class ExportJob:
         sums: Sums = {}
         for share in shares:
             with self._to.opened(share.file) as write:
-                found = self._write_share(share, write)
+                share_sums = self._write_share(share, write)
                 if self._to.whole_files:
-                    self._write_texts(share.file, [found], write)
+                    self._write_texts(share.file, [share_sums], write)
                 elif share.file.ending is not None:
-                    sums[share.file.name] = found
+                    sums[share.file.name] = share_sums
         for file in [file for file in files if not file.data][index::count]:
             self._write_dataless(file)
             self._check_others()
@@ -275,7 +275,9 @@ class ExportJob:
         for file in self._plan.files:
             if file.data and not self._to.whole_files:
                 with self._to.opened(file) as write:
-                    self._write_texts(file, [found.get(file.name, {}) for found in sums], write)
+                    self._write_texts(
+                        file, [process_sums.get(file.name, {}) for process_sums in sums], write
+                    )
         self._to.check_ours()
         for file in filter(self._is_left, self._plan.files):
             if not file.data:
@@ -291,12 +293,12 @@ class ExportJob:
             if file.copied is None:
                 self._write_texts(file, [], write)
                 return
-            at = 0
+            offset = 0
             with system_calls(), open(file.copied, "rb") as source:
                 while part := source.read(_COPIED_AT_ONCE):
-                    write(at, memoryview(part))
-                    at += len(part)
-            if at != file.size:
+                    write(offset, memoryview(part))
+                    offset += len(part)
+            if offset != file.size:
                 raise errors.StorageError(f"{file.copied} changed while it was copied")
 
     def _write_texts(
