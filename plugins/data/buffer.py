@@ -81,11 +81,11 @@ class Buffer(Resumable):
     def choose(self, saved: Saved) -> list[Any]:
         rank, count = self.ranks.rank, self.ranks.count
         if saved.count == count:
-            own = [saved.rank(rank).values[str(i)] for i in range(_blocks(saved, rank))]
+            blocks = [saved.rank(rank).values[str(i)] for i in range(_blocks(saved, rank))]
         else:
             every = [(r, i) for r in range(saved.count) for i in range(_blocks(saved, r))]
-            own = [saved.rank(r).values[str(i)] for r, i in every[rank::count]]
-        return [sample for block in own for sample in _unpack(block)]
+            blocks = [saved.rank(r).values[str(i)] for r, i in every[rank::count]]
+        return [sample for block in blocks for sample in _unpack(block)]
 
     def resume(self, chosen: list[Any]) -> None:
         self._samples = deque(chosen)
@@ -104,7 +104,7 @@ def _pack(samples: Sequence[Any]) -> dict[str, Any]:
     tokens = [np.asarray(sample) for sample in samples]
     return {
         "kind": kind,
-        "lengths": np.array([len(each) for each in tokens], np.int64),
+        "lengths": np.array([len(array) for array in tokens], np.int64),
         "tokens": JoinedParts(tokens),
     }
 
@@ -128,9 +128,9 @@ def _unpack(block: Mapping[str, Any]) -> list[Any]:
     tokens = np.split(block["tokens"], np.cumsum(block["lengths"])[:-1])
     match block["kind"]:
         case "list":
-            return [each.tolist() for each in tokens]
+            return [array.tolist() for array in tokens]
         case "torch":
             import torch  # which made them
 
-            return [torch.from_numpy(each) for each in tokens]
+            return [torch.from_numpy(array) for array in tokens]
     return tokens

@@ -71,31 +71,33 @@ class Ranks:
         missing = [axis for axis in axes if axis not in names]
         if missing or not axes:
             raise ValueError(f"the mesh has no axis {missing[:1] or axes}; its axes are {names}")
-        at = [names.index(axis) for axis in axes]
+        axis_numbers = [names.index(axis) for axis in axes]
         if hasattr(mesh, "axis_names"):
-            return cls._of_jax(mesh, at)
-        here, shape = mesh.get_coordinate(), tuple(mesh.shape)
-        if here is None:
+            return cls._of_jax(mesh, axis_numbers)
+        coordinate, shape = mesh.get_coordinate(), tuple(mesh.shape)
+        if coordinate is None:
             raise ValueError("this process is not in the mesh")
-        own, sizes = [here[a] for a in at], [shape[a] for a in at]
-        others = [c for a, c in enumerate(here) if a not in at]
-        return cls(int(np.ravel_multi_index(own, sizes)), int(np.prod(sizes)), not any(others))
+        indices, sizes = [coordinate[a] for a in axis_numbers], [shape[a] for a in axis_numbers]
+        other_indices = [c for a, c in enumerate(coordinate) if a not in axis_numbers]
+        return cls(
+            int(np.ravel_multi_index(indices, sizes)), int(np.prod(sizes)), not any(other_indices)
+        )
 
     @classmethod
-    def _of_jax(cls, mesh: Any, at: list[int]) -> Self:
+    def _of_jax(cls, mesh: Any, axis_numbers: list[int]) -> Self:
         seen: dict[int, set[tuple[int, ...]]] = {}
         for index, device in np.ndenumerate(mesh.devices):
-            seen.setdefault(device.process_index, set()).add(tuple(index[a] for a in at))
+            seen.setdefault(device.process_index, set()).add(tuple(index[a] for a in axis_numbers))
         local = {device.process_index for device in mesh.local_devices}
         if not local:
             raise ValueError("no device of this process is in the mesh")
-        parts = sorted({tuple(sorted(each)) for each in seen.values()})
+        parts = sorted({tuple(sorted(coordinates)) for coordinates in seen.values()})
         if sum(map(len, parts)) != len(set().union(*parts)):
             raise ValueError(
                 "along these axes, processes of the mesh have some samples in common, but not all: "
                 "give Ranks(rank, count, writes)"
             )
         (process,) = local
-        own = tuple(sorted(seen[process]))
-        first = min(p for p, each in seen.items() if tuple(sorted(each)) == own)
-        return cls(parts.index(own), len(parts), process == first)
+        part = tuple(sorted(seen[process]))
+        first = min(p for p, coordinates in seen.items() if tuple(sorted(coordinates)) == part)
+        return cls(parts.index(part), len(parts), process == first)

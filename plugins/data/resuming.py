@@ -34,13 +34,13 @@ class Saved:
 
     def __init__(self, values: Sequence[Any], kind: str) -> None:
         self._values, self._kind = values, kind
-        there = [p for p in range(len(values)) if not is_empty(values, p)]
-        if not there:
+        processes = [p for p in range(len(values)) if not is_empty(values, p)]
+        if not processes:
             raise LoadMismatch("no process saved a state of the loader")
-        first = self._at(there[0])
+        first = self._sections_of(processes[0])
         self.count: int = _fact(first, "ranks", int)
         self._processes = (
-            dict(enumerate(there)) if len(there) == self.count else self._by_rank(there)
+            dict(enumerate(processes)) if len(processes) == self.count else self._by_rank(processes)
         )
         self.facts = first.facts
         missing = [rank for rank in range(self.count) if rank not in self._processes]
@@ -52,17 +52,17 @@ class Saved:
 
     def rank(self, rank: int) -> Sections:
         """What a rank saved."""
-        found = self._at(self._processes[rank])
-        if _fact(found, "rank", int) != rank:  # the ranks do not ascend with the processes
-            there = list(self._processes.values())
-            self._processes = self._by_rank(there)
+        sections = self._sections_of(self._processes[rank])
+        if _fact(sections, "rank", int) != rank:  # the ranks do not ascend with the processes
+            processes = list(self._processes.values())
+            self._processes = self._by_rank(processes)
             if rank not in self._processes:
                 raise LoadMismatch(
                     f"data-parallel rank {rank} of {self.count} saved no state of the loader, and "
                     "another rank did twice: give each process its own Ranks"
                 )
-            found = self._at(self._processes[rank])
-        return found
+            sections = self._sections_of(self._processes[rank])
+        return sections
 
     def find(self, key: str, first: int) -> Any:
         """The section of a key, of whichever rank saved it.
@@ -81,19 +81,19 @@ class Saved:
         raise LoadMismatch(f"none of the {self.count} data-parallel ranks saved shard {key}")
 
     def _by_rank(self, processes: Sequence[int]) -> dict[int, int]:
-        found: dict[int, int] = {}
+        process_by_rank: dict[int, int] = {}
         for process in processes:
-            found.setdefault(_fact(self._at(process), "rank", int), process)
-        return found
+            process_by_rank.setdefault(_fact(self._sections_of(process), "rank", int), process)
+        return process_by_rank
 
-    def _at(self, process: int) -> Sections:
+    def _sections_of(self, process: int) -> Sections:
         value: Any = self._values[process]
         kind = value.facts.get("loader") if isinstance(value, Sections) else None
         if not isinstance(value, Sections) or kind != self._kind:
-            found = f"of unickpt.data.{kind}" if kind else "no state of unickpt.data"
+            description = f"of unickpt.data.{kind}" if kind else "no state of unickpt.data"
             raise LoadMismatch(
-                f"process {process} saved {found}, which unickpt.data.{self._kind} cannot take; "
-                "load it with the class that saved it"
+                f"process {process} saved {description}, which unickpt.data.{self._kind} cannot "
+                "take; load it with the class that saved it"
             )
         return value
 
@@ -105,10 +105,10 @@ def is_empty(values: Sequence[Any], process: int) -> bool:
 
 
 def _fact(value: Sections, name: str, kind: type) -> Any:
-    found = value.facts.get(name)
-    if type(found) is not kind:
-        raise LoadMismatch(f"the loader's state is malformed: its {name!r} is {found!r}")
-    return found
+    fact = value.facts.get(name)
+    if type(fact) is not kind:
+        raise LoadMismatch(f"the loader's state is malformed: its {name!r} is {fact!r}")
+    return fact
 
 
 class Resumable(ABC):

@@ -70,14 +70,14 @@ class Samples(Resumable):
         return next(self._own()) // self._length
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, positions, taken = self.epoch, self._positions, self._taken
-        here = takewhile(lambda position: position // self._length == epoch, self._own())
+        epoch, positions, start = self.epoch, self._positions, self._taken
+        epoch_positions = takewhile(lambda position: position // self._length == epoch, self._own())
         order = self._order(epoch)
-        indexes = [int(order[position % self._length]) for position in here]
+        indexes = [int(order[position % self._length]) for position in epoch_positions]
         batches = iter(self._make(indexes))
         for first in range(0, len(indexes), self._batch):
             with self._changing():
-                if (self._positions, self._taken) != (positions, taken + first):
+                if (self._positions, self._taken) != (positions, start + first):
                     raise RuntimeError("a state was loaded since, or another iterator drew batches")
                 batch = next(batches, _NONE)
                 if batch is _NONE:
@@ -85,7 +85,7 @@ class Samples(Resumable):
                         f"`make` gave fewer batches of {self._batch} than its {len(indexes)} "
                         "samples have: it must neither drop the last batch nor sample anew"
                     )
-                self._taken = taken + min(first + self._batch, len(indexes))
+                self._taken = start + min(first + self._batch, len(indexes))
             yield batch
 
     def _own(self) -> Iterator[int]:

@@ -66,20 +66,20 @@ class Shards(Resumable):
                 "at least as many shards as ranks, best a multiple"
             )
         self.count = count
-        own = range(self.ranks.rank, count, self.ranks.count)
-        self._shards = {number: _Shard(make, number, count) for number in own}
+        numbers = range(self.ranks.rank, count, self.ranks.count)
+        self._shards = {number: _Shard(make, number, count) for number in numbers}
 
     def __iter__(self) -> Iterator[Any]:
         shards = self._shards.values()
         epoch = min(shard.epoch for shard in shards)
-        while here := [shard for shard in shards if shard.epoch == epoch]:
-            shard = min(here, key=lambda each: (each.taken, each.number))
+        while current := [shard for shard in shards if shard.epoch == epoch]:
+            shard = min(current, key=lambda shard: (shard.taken, shard.number))
             with self._changing():
                 batches = shard.draw()
             yield from batches
 
     def collect(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        return {"shards": self.count}, {str(n): each.state() for n, each in self._shards.items()}
+        return {"shards": self.count}, {str(n): shard.state() for n, shard in self._shards.items()}
 
     def choose(self, saved: Saved) -> dict[int, Any]:
         count = saved.facts.get("shards")
@@ -141,9 +141,9 @@ class _Shard:
         # So torch's samplers shuffle each epoch in another way, and datasets of Hugging Face begin
         # at their beginning, not where they were loaded.
         inner = (getattr(loader, name, None) for name in ("dataset", "sampler"))
-        for each in (loader, *inner):
-            if hasattr(each, "set_epoch"):
-                each.set_epoch(self.epoch)
+        for component in (loader, *inner):
+            if hasattr(component, "set_epoch"):
+                component.set_epoch(self.epoch)
         if self._state is None:
             return iter(loader)
         if hasattr(loader, "load_state_dict"):
@@ -184,7 +184,9 @@ class _Shard:
         still = {k for k, fresh in self._fresh.items() if workers.get(k) == fresh and k in loaded}
         if not still:
             return state
-        workers = {k: loaded[k] if k in still else each for k, each in workers.items()}
+        workers = {
+            k: loaded[k] if k in still else worker_state for k, worker_state in workers.items()
+        }
         return {**state, "_snapshot": {**state["_snapshot"], "_worker_snapshots": workers}}
 
     def go_on(self, saved: Mapping[str, Any]) -> None:
