@@ -101,9 +101,9 @@ def _write(folder: str) -> None:
 
 
 def _link(folder: str) -> None:
-    one, other = (os.path.join(folder, name) for name in ("file", "link"))
-    os.link(one, other)
-    if not os.path.samefile(one, other):
+    source, other = (os.path.join(folder, name) for name in ("file", "link"))
+    os.link(source, other)
+    if not os.path.samefile(source, other):
         raise OSError("a hard link is another file")
 
 
@@ -117,10 +117,10 @@ def _lock(folder: str) -> None:
 
 
 def _exchange(folder: str) -> None:
-    one, other = (os.path.join(folder, name) for name in ("one", "other"))
-    for name in (one, other):
+    first, other = (os.path.join(folder, name) for name in ("one", "other"))
+    for name in (first, other):
         os.mkdir(name)
-    if not local_folders.exchange(one, other):
+    if not local_folders.exchange(first, other):
         raise OSError("not supported here")
 
 
@@ -133,8 +133,8 @@ def _of_store(location: Location) -> Iterator[Ability]:
         yield Ability("write", False, error.reason, is_needed=True)
         return
     try:
-        found = bytes(store.read(name).result().value)
-        yield Ability("write and read", found == b"unickpt", "", is_needed=True)
+        content = bytes(store.read(name).result().value)
+        yield Ability("write and read", content == b"unickpt", "", is_needed=True)
         keys = ts.KvStore.KeyRange(name, name + "\0")
         yield Ability("list", bool(store.list(range=keys).result()), "", is_needed=True)
         store.write(name, b"newer").result()

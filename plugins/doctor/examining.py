@@ -111,12 +111,12 @@ def _packages() -> Iterator[Package]:
         requirements = metadata.requires("unickpt") or []
     except metadata.PackageNotFoundError:  # a tree of sources on the path
         return
-    known = set[str]()
+    seen_names = set[str]()
     for text in requirements:
         match = _REQUIREMENT.match(text)
-        if match is None or (match[2] or "") in _DEVELOPERS or match[1] in {"unickpt", *known}:
+        if match is None or (match[2] or "") in _DEVELOPERS or match[1] in {"unickpt", *seen_names}:
             continue
-        known.add(match[1])
+        seen_names.add(match[1])
         try:
             version = metadata.version(match[1])
         except metadata.PackageNotFoundError:
