@@ -37,35 +37,35 @@ def through(
     """What rules make of arrays, beside values that are no arrays; what they can if not strict."""
     value = LeafFact(kind=LeafKind.VALUE)
     stored = stored_leaves(facts_of(have) | dict.fromkeys(values, value))
-    asked = facts_of(want) | dict.fromkeys(wanted_values, value)
-    plan = plan_rules(rules, stored, asked, where="the example", strict=strict)
+    requested = facts_of(want) | dict.fromkeys(wanted_values, value)
+    plan = plan_rules(rules, stored, requested, where="the example", strict=strict)
     return apply_rules(plan, have)
 
 
-def same(found: Mapping[str, Array], expected: Mapping[str, Array], scaled: set[str]) -> None:
+def same(made: Mapping[str, Array], expected: Mapping[str, Array], scaled: set[str]) -> None:
     """Raises RuleError if arrays are not the same.
 
     Arguments:
-        found: what rules made.
+        made: what rules made.
         expected: what it should be.
         scaled: those that arithmetic may have changed in the last bits.
     """
-    for name, one in expected.items():
-        other = found.get(name)
+    for name, array in expected.items():
+        other = made.get(name)
         if other is None:
             raise RuleError(f"no rule makes {name!r}")
-        if one.dtype == other.dtype and one.tobytes() == other.tobytes():
+        if array.dtype == other.dtype and array.tobytes() == other.tobytes():
             continue
-        if name not in scaled or not _is_near(one, other):
+        if name not in scaled or not _is_near(array, other):
             raise RuleError(f"rules make other elements of {name!r}")
 
 
-def _is_near(one: Array, other: Array) -> bool:
-    if one.shape != other.shape or dtype_kind(one.dtype) != "float":
+def _is_near(array: Array, other: Array) -> bool:
+    if array.shape != other.shape or dtype_kind(array.dtype) != "float":
         return False
-    a, b = one.astype(np.float64), other.astype(np.float64)
+    a, b = array.astype(np.float64), other.astype(np.float64)
     size = float(np.abs(a).max(initial=1.0))
-    return bool((np.abs(a - b) <= max(step(one.dtype), 2e-6) * 8 * size).all())
+    return bool((np.abs(a - b) <= max(step(array.dtype), 2e-6) * 8 * size).all())
 
 
 def step(dtype: DType) -> float:
@@ -81,16 +81,18 @@ def taken_apart(lines: Sequence[Written], text: str, error: Exception) -> list[W
         error: why they do not do as the converter does.
     """
     if isinstance(error, RuleSyntaxError):
-        at_fault = {at for at, line in enumerate(lines) if not _is_rule(line)}
+        at_fault = {number for number, line in enumerate(lines) if not _is_rule(line)}
     else:
         before = text.count("\n") - len(lines)
         at_fault = {int(n) - 1 - before for n in re.findall(r", line ([0-9]+):", str(error))}
         names = set(re.findall(r"'([^']+)'", str(error)))
-        at_fault |= {at for at, line in enumerate(lines) if line.parts and _is_about(line, names)}
+        at_fault |= {
+            number for number, line in enumerate(lines) if line.parts and _is_about(line, names)
+        }
     return [
-        one
-        for at, line in enumerate(lines)
-        for one in (line.parts if at in at_fault and line.parts else (line,))
+        part
+        for number, line in enumerate(lines)
+        for part in (line.parts if number in at_fault and line.parts else (line,))
     ]
 
 
@@ -115,22 +117,22 @@ def names_of(line: Written, is_left: bool, names: Mapping[str, Array]) -> set[st
 
 
 def wrong_with(
-    line: Written, given: Mapping[str, Array], made: Mapping[str, Array], scaled: set[str]
+    line: Written, inputs: Mapping[str, Array], made: Mapping[str, Array], scaled: set[str]
 ) -> str:
     """Why a rule by itself does not do as a converter does; "" if it does.
 
     Arguments:
         line: the rule, of arrays on both sides.
-        given: what the converter was given.
+        inputs: what the converter was given.
         made: what it made of that.
         scaled: see `same`.
     """
     try:
         rules = Rules.parse(str(line))
-        have = {name: given[name] for name in names_of(line, True, given)}
+        have = {name: inputs[name] for name in names_of(line, True, inputs)}
         want = {name: made[name] for name in names_of(line, False, made)}
-        found = through(rules, have, want, strict=False)
-        same(found, {name: want[name] for name in found}, scaled)
+        arrays = through(rules, have, want, strict=False)
+        same(arrays, {name: want[name] for name in arrays}, scaled)
     except (RuleError, LoadMismatch) as error:
         return str(error).partition("\n")[0]
-    return "" if found else "its names fit no rule"
+    return "" if arrays else "its names fit no rule"

@@ -28,23 +28,23 @@ class Axis:
 
     def leaves(self) -> Iterator[Axis]:
         """The axes that it is the product of, outermost first."""
-        own = self.representative
-        if own._parts is None:
-            yield own
+        representative = self.representative
+        if representative._parts is None:
+            yield representative
             return
-        for part in own._parts:
+        for part in representative._parts:
             yield from part.leaves()
 
     def split(self, outer: int) -> None:
         """Makes it the product of two; only of one that is not."""
-        own = self.representative
-        own._parts = Axis(outer), Axis(own.extent // outer)
+        representative = self.representative
+        representative._parts = Axis(outer), Axis(representative.extent // outer)
 
     def unify(self, other: Axis) -> None:
         """Makes it the same as another of the same extent, both without parts."""
-        own, other = self.representative, other.representative
-        if own is not other:
-            own._same = other
+        representative, other = self.representative, other.representative
+        if representative is not other:
+            representative._same = other
 
 
 @dataclass(frozen=True)
@@ -187,26 +187,28 @@ class Dimensions:
         if len(places) < len(parts) or any(p.stride != 1 for p in places):
             return None
         common = math.gcd(*(p.axis.extent for p in places))
-        others = [p.stride for part in parts for p in part.places[:-1]]
-        common = math.gcd(common, extent, *others, *(part.offset for part in parts))
+        strides = [p.stride for part in parts for p in part.places[:-1]]
+        common = math.gcd(common, extent, *strides, *(part.offset for part in parts))
         if common == 1 or len({p.reverse for p in places}) > 1:
             return None
         return self._peeled(parts, -1, common, extent // common)
 
-    def _peeled(self, parts: Sequence[Part], at: int, common: int, rest: int) -> list[Item]:
+    def _peeled(
+        self, parts: Sequence[Part], position: int, common: int, remaining_extent: int
+    ) -> list[Item]:
         """What a dimension is made of: one axis of all parts, and the rest."""
         for part in parts:
-            leaves = list(part.places[at].axis.leaves())
+            leaves = list(part.places[position].axis.leaves())
             if len(leaves) == 1 and leaves[0].extent != common:
-                leaves[0].split(common if at == 0 else leaves[0].extent // common)
+                leaves[0].split(common if position == 0 else leaves[0].extent // common)
         opened = [part.opened() for part in parts]
-        axis = opened[0].places[at].axis
+        axis = opened[0].places[position].axis
         for part in opened[1:]:
-            part.places[at].axis.unify(axis)
-        single = Single(axis, opened[0].places[at].reverse)
-        if at == 0:
+            part.places[position].axis.unify(axis)
+        single = Single(axis, opened[0].places[position].reverse)
+        if position == 0:
             inner = [replace(part, places=part.places[1:]) for part in opened]
-            return [single, *self.factors(rest, inner)]
+            return [single, *self.factors(remaining_extent, inner)]
         outer = [
             Part(
                 part.block,
@@ -215,13 +217,13 @@ class Dimensions:
             )
             for part in opened
         ]
-        return [*self.factors(rest, outer), single]
+        return [*self.factors(remaining_extent, outer), single]
 
     def _sum(self, extent: int, groups: Sequence[tuple[int, int, list[Part]]]) -> Sum:
-        found, end = Sum(), 0
+        result, end = Sum(), 0
         for start, stop, parts in groups:
             if start > end:
-                found.segments.append(Padding(start - end))
+                result.segments.append(Padding(start - end))
             inner = [replace(part, offset=part.offset - start) for part in parts]
             items = self.factors(stop - start, inner)
             blocks = frozenset(part.block for part in parts)
@@ -229,23 +231,23 @@ class Dimensions:
                 axis = Axis(1)
                 self.units.append((axis, blocks))
                 items = [Single(axis)]
-            found.segments.append(Segment(blocks, items))
+            result.segments.append(Segment(blocks, items))
             end = stop
         if end < extent:
-            found.segments.append(Padding(extent - end))
-        return found
+            result.segments.append(Padding(extent - end))
+        return result
 
 
 def _groups(parts: Sequence[Part]) -> list[tuple[int, int, list[Part]]]:
     """Parts by the intervals that they occupy: those that overlap are in one."""
-    found: list[tuple[int, int, list[Part]]] = []
+    groups: list[tuple[int, int, list[Part]]] = []
     for part in sorted(parts, key=lambda part: part.offset):
-        if found and part.offset < found[-1][1]:
-            start, stop, members = found[-1]
-            found[-1] = start, max(stop, part.stop), [*members, part]
+        if groups and part.offset < groups[-1][1]:
+            start, stop, members = groups[-1]
+            groups[-1] = start, max(stop, part.stop), [*members, part]
         else:
-            found.append((part.offset, part.stop, [part]))
-    return found
+            groups.append((part.offset, part.stop, [part]))
+    return groups
 
 
 def insert(items: list[Item], unit: Axis, blocks: frozenset[int]) -> None:

@@ -53,18 +53,18 @@ class Side:
     values: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, given: Any, where: str) -> Side:
+    def of(cls, source: Any, where: str) -> Side:
         """A tree of arrays, or a checkpoint: a path, a URL, or what `unickpt.open` returned."""
-        if isinstance(given, str | PathLike | Checkpoint):
-            opened = opened_checkpoint(given)
+        if isinstance(source, str | PathLike | Checkpoint):
+            opened = opened_checkpoint(source)
             index = opened.reader.index
             facts = {
                 name: LeafFact(entry.shape, entry.dtype) for name, entry in index.entries.items()
             }
             facts |= dict.fromkeys(index.values, LeafFact(kind=LeafKind.VALUE))
             facts |= dict.fromkeys(index.per_process, LeafFact(kind=LeafKind.PROCESS))
-            return cls(facts, lambda name, box: opened[name].read(box), str(given), index.values)
-        arrays, values = leaves_in(given)
+            return cls(facts, lambda name, box: opened[name].read(box), str(source), index.values)
+        arrays, values = leaves_in(source)
         facts = facts_of(arrays) | dict.fromkeys(values, LeafFact(kind=LeafKind.VALUE))
         return cls(facts, lambda name, box: arrays[name][box.slices], where, values)
 
@@ -84,7 +84,7 @@ def check(rules: Rules, left: Any, right: Any, *, probes: int, rtol: float) -> R
     plan = plan_rules(rules, stored, want.facts, where=have.where)
     random = np.random.default_rng(0)
     names = {**{name: name for name in plan.made}, **plan.aliases}
-    found: dict[str, str] = {}
+    differences: dict[str, str] = {}
     compared, arrays = 0, 0
     for name, made_as in names.items():
         made = plan.made[made_as]
@@ -92,20 +92,20 @@ def check(rules: Rules, left: Any, right: Any, *, probes: int, rtol: float) -> R
             differing = _unequal_values(name, made, have, want)
             if differing is not None:
                 theirs, ours = map(repr, differing)
-                found[name] = f"it is {theirs}, and would be made as {ours} by `{made.rule}`"
+                differences[name] = f"it is {theirs}, and would be made as {ours} by `{made.rule}`"
             continue
         if made.carried is not None or made.function is not None:
             continue
         arrays += 1
         for box in _boxes(made.fact.shape, probes, random):
             compared += math.prod(box.shape)
-            one, other = ruled_elements(made, box, have.read), want.read(name, box)
-            bad = np.argwhere(~_equal(one, other, 0 if made.exact else max(rtol, 1e-5)))
+            array, other = ruled_elements(made, box, have.read), want.read(name, box)
+            bad = np.argwhere(~_equal(array, other, 0 if made.exact else max(rtol, 1e-5)))
             if len(bad):
-                at = tuple(int(i + o) for i, o in zip(bad[0], box.start, strict=True))
-                found[name] = _difference(name, made, at, have, want)
+                element = tuple(int(i + o) for i, o in zip(bad[0], box.start, strict=True))
+                differences[name] = _difference(name, made, element, have, want)
                 break
-    return RulesCheck(arrays, compared, found)
+    return RulesCheck(arrays, compared, differences)
 
 
 def _unequal_values(name: str, made: MadeLeaf, have: Side, want: Side) -> tuple[Any, Any] | None:
@@ -133,15 +133,15 @@ def _number(array: Array, other: Any) -> Any:
     return other if _equal(array, np.asarray(other, array.dtype), 0) else array.item()
 
 
-def _equal(one: Array, other: Array, rtol: float) -> Array:
-    if one.shape != other.shape:
-        return np.zeros(one.shape, bool)
+def _equal(array: Array, other: Array, rtol: float) -> Array:
+    if array.shape != other.shape:
+        return np.zeros(array.shape, bool)
     if rtol:
-        wide = np.complex128 if one.dtype.kind == "c" else np.float64
-        return np.isclose(one.astype(wide), other.astype(wide), rtol, rtol, equal_nan=True)
-    same = one == other
-    if one.dtype.kind not in "biu":
-        same |= (one != one) & (other != other)
+        wide = np.complex128 if array.dtype.kind == "c" else np.float64
+        return np.isclose(array.astype(wide), other.astype(wide), rtol, rtol, equal_nan=True)
+    same = array == other
+    if array.dtype.kind not in "biu":
+        same |= (array != array) & (other != other)
     return np.asarray(same)
 
 
@@ -163,12 +163,12 @@ def _boxes(shape: tuple[int, ...], probes: int, random: np.random.Generator) -> 
         yield Box(start, tuple(a + e for a, e in zip(start, extent, strict=True)))
 
 
-def _difference(name: str, made: MadeLeaf, at: tuple[int, ...], have: Side, want: Side) -> str:
+def _difference(name: str, made: MadeLeaf, element: tuple[int, ...], have: Side, want: Side) -> str:
     """What is not the same, and why it may be."""
-    one = Box(at, tuple(i + 1 for i in at))
-    ours = ruled_elements(made, one, have.read).reshape(())
-    theirs = want.read(name, one).reshape(())
-    text = f"element {list(at)} is {theirs}, and would be made as {ours} by `{made.rule}`"
+    box = Box(element, tuple(i + 1 for i in element))
+    ours = ruled_elements(made, box, have.read).reshape(())
+    theirs = want.read(name, box).reshape(())
+    text = f"element {list(element)} is {theirs}, and would be made as {ours} by `{made.rule}`"
     if math.prod(made.fact.shape) > _SMALL or want.facts[name].shape != made.fact.shape:
         return text
     whole = ruled_elements(made, Box.whole(made.fact.shape), have.read)
@@ -178,10 +178,10 @@ def _difference(name: str, made: MadeLeaf, at: tuple[int, ...], have: Side, want
 
 def _reason(name: str, made: Array, want: Side) -> str:
     """The likely mistake in a rule."""
-    asked = want.whole(name)
+    expected = want.whole(name)
     for order in itertools.permutations(range(made.ndim)):
         turned = made.transpose(order)
-        if turned.shape == asked.shape and _equal(turned, asked, 0).all():
+        if turned.shape == expected.shape and _equal(turned, expected, 0).all():
             letters = "abcdefgh"[: made.ndim]
             return (
                 f"it is the same with its axes exchanged, [{' '.join(letters)}] as "
@@ -191,7 +191,9 @@ def _reason(name: str, made: Array, want: Side) -> str:
     for other, fact in want.arrays.items():
         if other != name and fact.shape == made.shape and _equal(made, want.whole(other), 0).all():
             return f"it is what {other!r} holds: two names are exchanged"
-    if made.dtype == asked.dtype and np.array_equal(np.sort(made, None), np.sort(asked, None)):
+    if made.dtype == expected.dtype and np.array_equal(
+        np.sort(made, None), np.sort(expected, None)
+    ):
         return (
             "both hold the same numbers in another order: look at how heads, or pairs of rotary "
             "dimensions, are ordered"

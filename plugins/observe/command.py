@@ -72,14 +72,14 @@ def observe(
     --json prints {rules, report: {moved, scaled, constant, not_made, dropped, refused, runs,
     lines}}. Fields are only ever added.
     """
-    found = Rules.observe(
+    rules = Rules.observe(
         _function(function),
         _example(example, under),
         strict=not partial,
         framework=framework,
         name=function,
     )
-    _write(found, output, as_json)
+    _write(rules, output, as_json)
 
 
 @app.command("draft")
@@ -92,7 +92,7 @@ def draft(
 ) -> None:
     """Write rules from two checkpoints that belong together, by values, names and shapes.
 
-    terminal.Where both hold the same weights, values decide, also which axes of a square array are
+    Where both hold the same weights, values decide, also which axes of a square array are
     exchanged. What names and sizes leave open is written as a comment that begins with `#?`: remove
     that from the lines that are right.
 
@@ -133,19 +133,19 @@ def check(
 
     --json prints {same, arrays, elements, differences: {name: why}}. Fields are only ever added.
     """
-    wanted = options.read_rules(rules, inverse, size)
-    assert wanted is not None
-    found = wanted.check(options.source_of(left, hint), right, probes=probes)
-    with terminal.verdict(0 if found else terminal.DIFFERENT):
+    parsed_rules = options.read_rules(rules, inverse, size)
+    assert parsed_rules is not None
+    result = parsed_rules.check(options.source_of(left, hint), right, probes=probes)
+    with terminal.verdict(0 if result else terminal.DIFFERENT):
         if as_json:
-            terminal.print_json({"same": bool(found), **asdict(found)})
+            terminal.print_json({"same": bool(result), **asdict(result)})
         else:
-            terminal.console().print(str(found))
+            terminal.console().print(str(result))
 
 
-def _write(found: Rules, output: Path | None, as_json: bool) -> None:
+def _write(rules: Rules, output: Path | None, as_json: bool) -> None:
     """Writes rules that were found, and prints what they cover."""
-    report = found.report
+    report = rules.report
     assert report is not None
     if output is not None:
         output.write_text(report.text, encoding="utf-8")
@@ -158,21 +158,21 @@ def _write(found: Rules, output: Path | None, as_json: bool) -> None:
     terminal.console(stderr=True).print(str(report))
 
 
-def _function(given: str) -> Callable[[Any], Any]:
+def _function(target: str) -> Callable[[Any], Any]:
     """The function of a module or of a file."""
-    module_name, colon, path = given.rpartition(":")
+    module_name, colon, path = target.rpartition(":")
     if not colon or not path:
-        terminal.fail(f"{given} is not MODULE:FUNCTION, such as convert_llama:to_hf")
+        terminal.fail(f"{target} is not MODULE:FUNCTION, such as convert_llama:to_hf")
     sys.path.insert(0, os.getcwd())
     try:
-        found = attrgetter(path)(_module(module_name))
+        attribute = attrgetter(path)(_module(module_name))
     except ImportError as error:
         terminal.fail(f"{module_name} cannot be imported: {error}")
     except AttributeError:
         terminal.fail(f"{module_name} has no {path}")
-    if not callable(found):
-        terminal.fail(f"{given} is of type {type(found).__name__}, not a function")
-    function: Callable[[Any], Any] = found
+    if not callable(attribute):
+        terminal.fail(f"{target} is of type {type(attribute).__name__}, not a function")
+    function: Callable[[Any], Any] = attribute
     return function
 
 
@@ -190,18 +190,18 @@ def _module(name: str) -> Any:
     return module
 
 
-def _example(given: str, under: str) -> Any:
+def _example(source: str, under: str) -> Any:
     """A checkpoint or a part of it, or a tree of shapes."""
-    if not given.endswith(".json") or not Path(given).is_file():
-        checkpoint = unickpt.open(given)
+    if not source.endswith(".json") or not Path(source).is_file():
+        checkpoint = unickpt.open(source)
         return checkpoint.under(under) if under else checkpoint
     if under:
-        terminal.fail(f"--under is for a checkpoint; {given} is a file of shapes")
+        terminal.fail(f"--under is for a checkpoint; {source} is a file of shapes")
     try:
-        shapes = json.loads(Path(given).read_text(encoding="utf-8"))
+        shapes = json.loads(Path(source).read_text(encoding="utf-8"))
         leaves = {name: _leaf(shape) for name, shape in shapes.items()}
     except (ValueError, TypeError, AttributeError, KeyError) as error:
-        terminal.fail(f"{given} must have {{name: shape}}, or {{name: {{shape, dtype}}}}: {error}")
+        terminal.fail(f"{source} must have {{name: shape}}, or {{name: {{shape, dtype}}}}: {error}")
     return rebuild_tree(tree_from_names(list(leaves)), leaves.__getitem__)
 
 

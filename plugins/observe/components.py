@@ -45,18 +45,18 @@ def drafts(
     """
     for lefts, rights in _components(len(inputs), outputs, together):
         try:
-            yield from list(_draft(inputs, lefts, [outputs[at] for at in rights]))
+            yield from list(_draft(inputs, lefts, [outputs[number] for number in rights]))
             continue
         except Irregular as error:
             why = str(error)
         if together is None:
-            names = [inputs[at].name for at in lefts]
-            alone = [at for at in rights if _has_copies(outputs[at])] or rights
-            yield Misfit(names, [outputs[at].name for at in alone], why)
+            names = [inputs[number].name for number in lefts]
+            alone = [number for number in rights if _has_copies(outputs[number])] or rights
+            yield Misfit(names, [outputs[number].name for number in alone], why)
             # What an array with copies is made of may be in others as it is.
-            yield from drafts(inputs, [outputs[at] for at in rights if at not in alone])
+            yield from drafts(inputs, [outputs[number] for number in rights if number not in alone])
         else:
-            yield from drafts(inputs, [outputs[at] for at in rights])
+            yield from drafts(inputs, [outputs[number] for number in rights])
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ def _components(
     """Inputs and outputs that share elements, or belong together by their names."""
     parent = list(range(count + len(outputs)))
 
-    def find(at: int) -> int:
-        while parent[at] != at:
-            parent[at] = parent[parent[at]]
-            at = parent[at]
-        return at
+    def find(node: int) -> int:
+        while parent[node] != node:
+            parent[node] = parent[parent[node]]
+            node = parent[node]
+        return node
 
     first: dict[str, int] = {}
     for number, output in enumerate(outputs):
@@ -87,28 +87,30 @@ def _components(
         if together is not None:
             other = first.setdefault(together(output.name), count + number)
             parent[find(count + number)] = find(other)
-    found: dict[int, tuple[list[int], list[int]]] = {}
-    for at in range(count):
-        found.setdefault(find(at), ([], []))[0].append(at)
+    components: dict[int, tuple[list[int], list[int]]] = {}
+    for node in range(count):
+        components.setdefault(find(node), ([], []))[0].append(node)
     for number in range(len(outputs)):
         root = find(count + number)
-        if root in found:
-            found[root][1].append(number)
-    yield from (pair for pair in found.values() if pair[1])
+        if root in components:
+            components[root][1].append(number)
+    yield from (pair for pair in components.values() if pair[1])
 
 
 def _draft(
     every: Sequence[Input], lefts: Sequence[int], outputs: Sequence[Traced]
 ) -> Iterator[Draft]:
-    inputs = [(at, every[at]) for at in lefts]
+    inputs = [(number, every[number]) for number in lefts]
     if len(inputs) == len(outputs) == 1 and _is_whole(inputs[0][1], outputs[0]):
         yield _whole(inputs[0][1], outputs[0])
         return
-    left = _grouped([(at, one.name, one.shape) for at, one in inputs])
+    left = _grouped([(number, source.name, source.shape) for number, source in inputs])
     right = [
         group
         for together in _copies(outputs)
-        for group in _grouped([(at, outputs[at].name, outputs[at].shape) for at in together])
+        for group in _grouped(
+            [(number, outputs[number].name, outputs[number].shape) for number in together]
+        )
     ]
     _check_shares(outputs)
     pieces = list(_pieces(left, right, outputs))
@@ -121,20 +123,20 @@ def _draft(
         yield from Fit(left, right, fewer).drafts()
 
 
-def _is_whole(one: Input, output: Traced) -> bool:
+def _is_whole(source: Input, output: Traced) -> bool:
     return (
-        one.shape == output.shape
+        source.shape == output.shape
         and bool((output.scale == 1).all() and (output.offset == 0).all())
         and np.array_equal(output.index, np.arange(output.index.size))
     )
 
 
-def _whole(one: Input, output: Traced) -> Draft:
+def _whole(source: Input, output: Traced) -> Draft:
     return Draft(
-        [Term((one.name,), [], frozenset({0}), frozenset({one.name}))],
+        [Term((source.name,), [], frozenset({0}), frozenset({source.name}))],
         [[Term((output.name,), [], frozenset({0}), frozenset({output.name}))]],
         is_whole=True,
-        shape=one.shape,
+        shape=source.shape,
     )
 
 
@@ -144,34 +146,34 @@ def _check_shares(outputs: Sequence[Traced]) -> None:
         raise Irregular("an element is copied to several places of one array")
 
 
-def _has_copies(one: Traced) -> bool:
+def _has_copies(output: Traced) -> bool:
     """Whether an element of an input is more than once in an output."""
-    taken = one.source >= 0
-    index = one.index[taken].astype(np.int64)
-    places = one.source[taken].astype(np.int64) * (int(index.max(initial=0)) + 1) + index
+    is_element = output.source >= 0
+    index = output.index[is_element].astype(np.int64)
+    places = output.source[is_element].astype(np.int64) * (int(index.max(initial=0)) + 1) + index
     return len(np.unique(places)) < places.size
 
 
 def _copies(outputs: Sequence[Traced]) -> list[list[int]]:
     """Outputs in groups: the first ones of those with the same elements, the second ones, ..."""
     seen: dict[bytes, int] = {}
-    found: list[list[int]] = []
-    for at, one in enumerate(outputs):
-        key = hashlib.sha256(np.sort((one.source << _SOURCE_BITS) + one.index).data).digest()
+    groups: list[list[int]] = []
+    for number, output in enumerate(outputs):
+        key = hashlib.sha256(np.sort((output.source << _SOURCE_BITS) + output.index).data).digest()
         count = seen[key] = seen.get(key, -1) + 1
-        if count == len(found):
-            found.append([])
-        found[count].append(at)
-    return found
+        if count == len(groups):
+            groups.append([])
+        groups[count].append(number)
+    return groups
 
 
 def _grouped(arrays: Sequence[tuple[int, str, tuple[int, ...]]]) -> list[Group]:
     """Arrays of equal shape whose names differ only in numbers, together."""
     by_text: dict[tuple[tuple[str, ...], tuple[int, ...]], list[tuple[int, list[str]]]] = {}
-    for at, name, shape in arrays:
+    for number, name, shape in arrays:
         pieces = _NUMBER.split(name)
-        by_text.setdefault((tuple(pieces[::2]), shape), []).append((at, pieces))
-    found = []
+        by_text.setdefault((tuple(pieces[::2]), shape), []).append((number, pieces))
+    groups = []
     for (_, shape), members in by_text.items():
         varying = {
             place
@@ -185,29 +187,30 @@ def _grouped(arrays: Sequence[tuple[int, str, tuple[int, ...]]]) -> list[Group]:
             else:
                 texts[-1] = f"{texts[-1]}{text}"
         numbers = {
-            at: tuple(int(pieces[place]) for place in sorted(varying)) for at, pieces in members
+            number: tuple(int(pieces[place]) for place in sorted(varying))
+            for number, pieces in members
         }
         names = ["".join(pieces) for _, pieces in members]
-        found.append(Group(tuple(texts), numbers, shape, names))
-    return found
+        groups.append(Group(tuple(texts), numbers, shape, names))
+    return groups
 
 
 def _pieces(
     left: Sequence[Group], right: Sequence[Group], outputs: Sequence[Traced]
 ) -> Iterator[Pieced]:
     """The blocks that each two groups share."""
-    of_left = {at: number for number, group in enumerate(left) for at in group.members}
+    of_left = {member: number for number, group in enumerate(left) for member in group.members}
     for number, group in enumerate(right):
         rows: dict[tuple[int, float, float], list[Array]] = {}
-        for at, numbers in group.members.items():
-            _collect(outputs[at], numbers, group, of_left, left, rows)
+        for member, numbers in group.members.items():
+            _collect(outputs[member], numbers, group, of_left, left, rows)
         by_left: dict[int, int] = {}
         for key in rows:
             by_left[key[0]] = by_left.get(key[0], 0) + 1
         if any(count > 8 for count in by_left.values()):
             raise Irregular("its elements are scaled by many numbers")
-        for (source, scale, offset), found in rows.items():
-            together = np.concatenate(found)
+        for (source, scale, offset), chunks in rows.items():
+            together = np.concatenate(chunks)
             width = left[source].numbers + len(left[source].shape)
             order = np.lexsort(together[:, :width].T[::-1]) if width else slice(None)
             for block in blocks_of(together[order], width):
@@ -217,8 +220,10 @@ def _pieces(
 def _repeated(pieces: Sequence[Pieced]) -> Iterator[Pieced]:
     """Blocks of which those are one that repeat on both sides."""
     by_key: dict[tuple[int, int, float, float], list[Block]] = {}
-    for one in pieces:
-        by_key.setdefault((one.left, one.right, one.scale, one.offset), []).append(one.block)
+    for piece in pieces:
+        by_key.setdefault((piece.left, piece.right, piece.scale, piece.offset), []).append(
+            piece.block
+        )
     for (left, right, scale, offset), blocks in by_key.items():
         for block in combined(blocks):
             yield Pieced(left, right, block, scale, offset)
@@ -238,16 +243,18 @@ def _collect(
         mine = output.source == source
         pairs = np.stack([scales[mine], offsets[mine]], 1)
         for scale, offset in np.unique(pairs, axis=0).tolist():
-            at = np.flatnonzero(mine & (scales == scale) & (offsets == offset))
-            there = left[of_left[source]]
+            positions = np.flatnonzero(mine & (scales == scale) & (offsets == offset))
+            left_group = left[of_left[source]]
             columns = [
-                *_constants(there.members[source], len(at)),
-                *np.unravel_index(output.index[at], there.shape or (1,))[: len(there.shape)],
-                *_constants(numbers, len(at)),
-                *np.unravel_index(at, group.shape or (1,))[: len(group.shape)],
+                *_constants(left_group.members[source], len(positions)),
+                *np.unravel_index(output.index[positions], left_group.shape or (1,))[
+                    : len(left_group.shape)
+                ],
+                *_constants(numbers, len(positions)),
+                *np.unravel_index(positions, group.shape or (1,))[: len(group.shape)],
             ]
             rows.setdefault((of_left[source], scale, offset), []).append(
-                np.stack(columns, 1) if columns else np.zeros((len(at), 0), np.int64)
+                np.stack(columns, 1) if columns else np.zeros((len(positions), 0), np.int64)
             )
 
 

@@ -54,34 +54,34 @@ class Example:
     framework: str
 
     @classmethod
-    def of(cls, given: Any, framework: str | None) -> Example:
+    def of(cls, source: Any, framework: str | None) -> Example:
         """The example that a user gives.
 
         Arguments:
-            given: a tree of arrays, or of what has a shape and a dtype, or of shapes; or a
+            source: a tree of arrays, or of what has a shape and a dtype, or of shapes; or a
                 checkpoint.
-            framework: of the arrays that the converter gets; None for that of `given`.
+            framework: of the arrays that the converter gets; None for that of `source`.
 
         Raises:
             RuleError: there is no array in it, or the framework is not known.
         """
-        if isinstance(given, str | PathLike | Checkpoint):
-            return cls._of_checkpoint(opened_checkpoint(given), framework or "numpy")
-        node = _flattened(given, is_example=True)
-        arrays, plain, found = {}, {}, set()
+        if isinstance(source, str | PathLike | Checkpoint):
+            return cls._of_checkpoint(opened_checkpoint(source), framework or "numpy")
+        node = _flattened(source, is_example=True)
+        arrays, plain, frameworks = {}, {}, set()
         for leaf in leaves_of_tree(node):
             shape = _shape_of(leaf.value)
             if shape is None:
                 plain[leaf.name] = leaf.value
                 continue
             arrays[leaf.name] = shape, _dtype_of(leaf.value, leaf.name)
-            found.add(_framework_of(leaf.value))
+            frameworks.add(_framework_of(leaf.value))
         if not arrays:
             raise RuleError(
                 "the example has no arrays: give a dict of arrays, or of shapes such as "
                 "{'layers.0.weight': (4, 6)}"
             )
-        return cls(node, arrays, plain, framework or max(found, key=FRAMEWORKS.index))
+        return cls(node, arrays, plain, framework or max(frameworks, key=FRAMEWORKS.index))
 
     @classmethod
     def _of_checkpoint(cls, opened: Checkpoint, framework: str) -> Example:
@@ -119,14 +119,14 @@ class Converter:
         """All arrays that it returns; of one that returns None, what it made of its argument."""
         example = self._example
         values = {name: example.array(x) for name, x in arrays.items()}
-        given = rebuild_tree(
+        argument = rebuild_tree(
             example.node, lambda name: values[name] if name in values else example.plain[name]
         )
         try:
-            found = self._function(given)
+            result = self._function(argument)
         except Exception as error:
             raise RuleError(self._failure(error)) from error
-        arrays_found, self.plain = leaves_in(given if found is None else found)
+        arrays_found, self.plain = leaves_in(argument if result is None else result)
         return arrays_found
 
     def _failure(self, error: Exception) -> str:
@@ -143,17 +143,17 @@ class Converter:
         )
 
 
-def arrays_in(found: Any) -> dict[str, Array]:
+def arrays_in(tree: Any) -> dict[str, Array]:
     """All arrays of what a converter returns, by name."""
-    return leaves_in(found)[0]
+    return leaves_in(tree)[0]
 
 
-def leaves_in(found: Any) -> tuple[dict[str, Array], dict[str, Any]]:
+def leaves_in(tree: Any) -> tuple[dict[str, Array], dict[str, Any]]:
     """All arrays of what a converter returns, and all that is no array, by name."""
-    if not hasattr(found, "shape") and _is_pairs(found):
-        found = dict(found)
+    if not hasattr(tree, "shape") and _is_pairs(tree):
+        tree = dict(tree)
     arrays, plain = {}, {}
-    for leaf in leaves_of_tree(_flattened(found)):
+    for leaf in leaves_of_tree(_flattened(tree)):
         if hasattr(leaf.value, "shape") and hasattr(leaf.value, "dtype"):
             arrays[leaf.name] = to_numpy(leaf.value)
         else:
@@ -161,18 +161,18 @@ def leaves_in(found: Any) -> tuple[dict[str, Array], dict[str, Any]]:
     return arrays, plain
 
 
-def _is_pairs(found: Any) -> bool:
+def _is_pairs(tree: Any) -> bool:
     """Whether it is a series of names with arrays, as the loaders of engines take and give."""
-    if isinstance(found, Iterator):
+    if isinstance(tree, Iterator):
         return True
     return (
-        isinstance(found, list | tuple)
-        and bool(found)
-        and all(isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], str) for x in found)
+        isinstance(tree, list | tuple)
+        and bool(tree)
+        and all(isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], str) for x in tree)
     )
 
 
-def _flattened(given: Any, *, is_example: bool = False) -> Node | Leaf:
+def _flattened(tree: Any, *, is_example: bool = False) -> Node | Leaf:
     among = adapters()
 
     def is_leaf(obj: Any) -> bool:
@@ -193,7 +193,7 @@ def _flattened(given: Any, *, is_example: bool = False) -> Node | Leaf:
             )
         return level
 
-    return flatten_tree(given, is_leaf, expand, "a converter's arrays cannot be named")
+    return flatten_tree(tree, is_leaf, expand, "a converter's arrays cannot be named")
 
 
 def _is_shape(obj: Any) -> bool:
@@ -236,8 +236,8 @@ def to_numpy(array: Any) -> Array:
     if dtype.isbuiltin == 1:
         return np.array(tensor.numpy())
     bits = torch.uint8 if dtype.itemsize == 1 else torch.int16
-    found: Array = np.array(tensor.view(bits).numpy()).view(dtype)
-    return found
+    copy: Array = np.array(tensor.view(bits).numpy()).view(dtype)
+    return copy
 
 
 def _to_torch(array: Array) -> Any:

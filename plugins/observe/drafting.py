@@ -46,13 +46,13 @@ def draft(first: Any, second: Any, *, name: str = "draft") -> Rules:
     return drafted.rules(name)
 
 
-def _side(given: Any, where: str) -> tuple[Side, bool]:
+def _side(source: Any, where: str) -> tuple[Side, bool]:
     """A side, and whether it has values: shapes alone, or a model without memory, have none."""
-    if isinstance(given, str | PathLike | Checkpoint):
-        return Side.of(given, where), True
-    example = Example.of(given, None)
+    if isinstance(source, str | PathLike | Checkpoint):
+        return Side.of(source, where), True
+    example = Example.of(source, None)
     try:
-        side = Side.of(given, where)
+        side = Side.of(source, where)
         if side.arrays.keys() == example.arrays.keys():
             return side, True
     except (TypeError, NotImplementedError):  # what stands for an array without memory
@@ -66,7 +66,7 @@ class _Guess:
     """A rule that may be meant, and others that may be as well."""
 
     rule: Written
-    others: list[str]
+    alternatives: list[str]
 
 
 @dataclass
@@ -87,7 +87,7 @@ class _Drafted:
 
     def __post_init__(self) -> None:
         self._open = {True: self.left.arrays, False: self.right.arrays}
-        self._order = {name: at for at, name in enumerate(self.left.facts)}
+        self._order = {name: position for position, name in enumerate(self.left.facts)}
         self._values = {True: Values(self.left), False: Values(self.right)}
 
     # --- values -------------------------------------------------------------------------------
@@ -122,31 +122,33 @@ class _Drafted:
                 self._pair(lefts[0], rights)
 
     def _pair(self, left: str, rights: Sequence[str]) -> None:
-        one, terms = self._values[True].array(left), []
+        array, terms = self._values[True].array(left), []
         for right in rights:
-            found = equal_orders(one, self._values[False].array(right))
-            if found:
-                terms.append((right, found))
+            candidates = equal_orders(array, self._values[False].array(right))
+            if candidates:
+                terms.append((right, candidates))
         if not terms:
             return
         shape = self.left.facts[left].shape
         whole = all(
-            found[0].many
-            and found[0].order == tuple(range(len(shape)))
+            candidates[0].many
+            and candidates[0].order == tuple(range(len(shape)))
             and self.right.facts[right].shape == shape
-            for right, found in terms
+            for right, candidates in terms
         )
         if whole and len(terms) == 1:
             rule = Written((WrittenTerm(tokens(left)),), ((WrittenTerm(tokens(terms[0][0])),),))
-        elif len(terms) == 1 or all(found[0].many for _, found in terms):
-            rule = self._of_orders(left, [(right, found[0]) for right, found in terms])
+        elif len(terms) == 1 or all(candidates[0].many for _, candidates in terms):
+            rule = self._of_orders(left, [(right, candidates[0]) for right, candidates in terms])
         else:
             terms = terms[:1]
             rule = self._of_orders(left, [(terms[0][0], terms[0][1][0])])
         names = [right for right, _ in terms]
-        others = [str(self._of_orders(left, [(terms[0][0], order)])) for order in terms[0][1][1:]]
-        if others:
-            self._guess(rule, [left], names, others)
+        alternatives = [
+            str(self._of_orders(left, [(terms[0][0], order)])) for order in terms[0][1][1:]
+        ]
+        if alternatives:
+            self._guess(rule, [left], names, alternatives)
         else:
             self._take(rule, [left], names)
 
@@ -166,37 +168,37 @@ class _Drafted:
         many, few = (shape, dims[0]) if first.many else (right_shape, left_dims)
         sizes = usual_sizes([few], dict(zip(letters, many, strict=True)))
         names = tuple(
-            WrittenTerm(tokens(right), tail_of(one))
-            for (right, _), one in zip(rights, dims, strict=True)
+            WrittenTerm(tokens(right), tail_of(term_dims))
+            for (right, _), term_dims in zip(rights, dims, strict=True)
         )
         return Written((WrittenTerm(tokens(left), tail_of(left_dims)),), (names,), sizes)
 
     def _parts(self, is_left: bool, name: str) -> None:
         """An array whose parts are arrays of the other side."""
-        wanted = self._sums(not is_left)
-        if not wanted or name not in self._sums(is_left):
+        sums = self._sums(not is_left)
+        if not sums or name not in self._sums(is_left):
             return
         facts = self._open[not is_left]
-        found = list(regions(name, self._values[is_left], wanted, facts))
-        size = sum(math.prod(facts[other].shape) for other, _ in found)
-        if not found or size != math.prod(self._open[is_left][name].shape):
+        parts = list(regions(name, self._values[is_left], sums, facts))
+        size = sum(math.prod(facts[other].shape) for other, _ in parts)
+        if not parts or size != math.prod(self._open[is_left][name].shape):
             return
-        rule = self._of_regions(is_left, name, found)
+        rule = self._of_regions(is_left, name, parts)
         if rule is not None:
-            others = [other for other, _ in found]
-            self._take(rule, *(([name], others) if is_left else (others, [name])))
+            part_names = [other for other, _ in parts]
+            self._take(rule, *(([name], part_names) if is_left else (part_names, [name])))
 
     def _of_regions(
-        self, is_left: bool, name: str, found: Sequence[tuple[str, Region]]
+        self, is_left: bool, name: str, parts: Sequence[tuple[str, Region]]
     ) -> Written | None:
         """The rule for an array and its parts; None if they are not of one pattern."""
-        if len({(region.stacked, region.along) for _, region in found}) > 1:
+        if len({(region.stacked, region.along) for _, region in parts}) > 1:
             return None
-        region = found[0][1]
+        region = parts[0][1]
         x, shape = self._values[is_left].array(name), self._open[is_left][name].shape
         pieces: dict[int, list[tuple[str, Region]]] = defaultdict(list)
-        for other, one in found:
-            pieces[one.start].append((other, one))
+        for other, part in parts:
+            pieces[part.start].append((other, part))
         letters = axis_letters(shape)
         sizes = dict(zip(letters, shape, strict=True))
         free = iter(c for c in LETTERS if c not in letters)
@@ -208,20 +210,22 @@ class _Drafted:
             order = self._order_of(is_left, x, members)
             if captured is None or order is None or not order.many:
                 return None
-            own = list(letters)
+            part_letters = list(letters)
             if region.along is not None:
-                own[region.along] = next(free)
-                sizes[own[region.along]] = members[0][1].stop - members[0][1].start
-                segments.append(own[region.along])
-            inner = [letter for axis, letter in enumerate(own) if axis not in region.stacked]
+                part_letters[region.along] = next(free)
+                sizes[part_letters[region.along]] = members[0][1].stop - members[0][1].start
+                segments.append(part_letters[region.along])
+            inner = [
+                letter for axis, letter in enumerate(part_letters) if axis not in region.stacked
+            ]
             terms.append(WrittenTerm(captured, tail_of(grouped_axes(inner, order))))
         if region.along is not None:
             dims[region.along] = f"({' + '.join(segments)})"
         large = WrittenTerm(tokens(name), tail_of(dims))
-        given = usual_sizes([dims, *([t.tail] for t in terms)], sizes)
+        axis_sizes = usual_sizes([dims, *([t.tail] for t in terms)], sizes)
         if is_left:
-            return Written((large,), tuple((term,) for term in terms), given)
-        return Written(tuple(terms), ((large,),), given)
+            return Written((large,), tuple((term,) for term in terms), axis_sizes)
+        return Written(tuple(terms), ((large,),), axis_sizes)
 
     def _order_of(
         self, is_left: bool, x: Array, members: Sequence[tuple[str, Region]]
@@ -229,8 +233,8 @@ class _Drafted:
         """The order that parts have on the other side, if all have the same one, and no other."""
         common: list[Order] | None = None
         for other, region in members:
-            found = equal_orders(region.of(x), self._values[not is_left].array(other))
-            common = found if common is None else [order for order in common if order in found]
+            matches = equal_orders(region.of(x), self._values[not is_left].array(other))
+            common = matches if common is None else [order for order in common if order in matches]
         return common[0] if common is not None and len(common) == 1 else None
 
     # --- names --------------------------------------------------------------------------------
@@ -244,19 +248,19 @@ class _Drafted:
                 parents[parent_of(left)].add(parent_of(right))
                 back[parent_of(right)].add(parent_of(left))
             for left, fact in list(self._open[True].items()):
-                there = parents.get(parent_of(left), set())
-                if len(there) != 1 or not parent_of(left):
+                candidates = parents.get(parent_of(left), set())
+                if len(candidates) != 1 or not parent_of(left):
                     continue
-                (parent,) = there
+                (parent,) = candidates
                 if back[parent] != {parent_of(left)}:
                     continue
-                found = [r for r, f in self._open[False].items()
+                matches = [r for r, f in self._open[False].items()
                          if parent_of(r) == parent and orders(fact.shape, f.shape)]  # fmt: skip
                 rivals = [n for n, f in self._open[True].items()
-                          if n != left and parent_of(n) == parent_of(left) and found
-                          and orders(f.shape, self._open[False][found[0]].shape)]  # fmt: skip
-                if len(found) == 1 and not rivals:
-                    self._by_shape(left, found[0], is_sure=True, others=[])
+                          if n != left and parent_of(n) == parent_of(left) and matches
+                          and orders(f.shape, self._open[False][matches[0]].shape)]  # fmt: skip
+                if len(matches) == 1 and not rivals:
+                    self._by_shape(left, matches[0], is_sure=True, alternatives=[])
 
     def by_names(self) -> None:
         """Takes what names and shapes decide, and guesses the rest."""
@@ -265,56 +269,58 @@ class _Drafted:
             return
         likeness = Likeness([f.example for f in (*lefts, *rights)])
         table: list[tuple[float, int, int]] = []
-        for i, one in enumerate(lefts):
+        for i, family in enumerate(lefts):
             for j, other in enumerate(rights):
-                if _fits(one, other):
-                    table.append((likeness.of(one.example, other.example), i, j))
+                if _fits(family, other):
+                    table.append((likeness.of(family.example, other.example), i, j))
         table.sort(reverse=True)
-        taken: tuple[set[int], set[int]] = set(), set()
+        used: tuple[set[int], set[int]] = set(), set()
         for score, i, j in table:
-            if i in taken[0] or j in taken[1] or score <= 0:
+            if i in used[0] or j in used[1] or score <= 0:
                 continue
             rivals = [
                 (s, a, b) for s, a, b in table
-                if (a == i) != (b == j) and a not in taken[0] and b not in taken[1]
+                if (a == i) != (b == j) and a not in used[0] and b not in used[1]
             ]  # fmt: skip
             apart = score - max((s for s, _, _ in rivals), default=0.0)
             is_sure = score >= _NEAR and apart >= _APART and not self.has_values
             names = [rights[b].example for _, a, b in rivals[:3] if a == i]
             if score >= _NEAR / 2 or not rivals:
-                taken[0].add(i)
-                taken[1].add(j)
+                used[0].add(i)
+                used[1].add(j)
                 self._family(lefts[i], rights[j], is_sure, names)
 
-    def _family(self, left: _Family, right: _Family, is_sure: bool, others: Sequence[str]) -> None:
+    def _family(
+        self, left: _Family, right: _Family, is_sure: bool, alternatives: Sequence[str]
+    ) -> None:
         if len(left.names) == len(right.names):
             pairs = zip(sorted(left.names.items()), sorted(right.names.items()), strict=True)
-            for (_, one), (_, other) in pairs:
-                self._by_shape(one, other, is_sure, others)
+            for (_, left_name), (_, other) in pairs:
+                self._by_shape(left_name, other, is_sure, alternatives)
             return
         large, small = (left, right) if len(left.names) == 1 else (right, left)
         (name,) = large.names.values()
         count = len(small.names)
         axes = [axis for axis, n in enumerate(large.shape) if n == count]
-        found: list[Written] = []
+        rules: list[Written] = []
         for axis in axes:
-            rest = tuple(n for k, n in enumerate(large.shape) if k != axis)
-            found += [self._stacked(large is left, name, axis, small, order)
-                      for order in orders(rest, small.shape) if order.many]  # fmt: skip
-        if found:
+            other_extents = tuple(n for k, n in enumerate(large.shape) if k != axis)
+            rules += [self._stacked(large is left, name, axis, small, order)
+                      for order in orders(other_extents, small.shape) if order.many]  # fmt: skip
+        if rules:
             lefts, rights = list(left.names.values()), list(right.names.values())
-            if is_sure and len(found) == 1:
-                self._take(found[0], lefts, rights)
+            if is_sure and len(rules) == 1:
+                self._take(rules[0], lefts, rights)
             else:
-                self._guess(found[0], lefts, rights, [*map(str, found[1:]), *others])
+                self._guess(rules[0], lefts, rights, [*map(str, rules[1:]), *alternatives])
 
     def _stacked(
         self, is_left: bool, name: str, axis: int, small: _Family, order: Order
     ) -> Written:
         letters = axis_letters(self._open[is_left][name].shape)
         inner = [letter for k, letter in enumerate(letters) if k != axis]
-        members = [(other, Region(name, (axis,), (at,)))
-                   for at, (_, other) in enumerate(sorted(small.names.items()))]  # fmt: skip
+        members = [(other, Region(name, (axis,), (index,)))
+                   for index, (_, other) in enumerate(sorted(small.names.items()))]  # fmt: skip
         captured = captured_name(members, [letters[axis]]) or tokens(small.example)
         large = WrittenTerm(tokens(name), tail_of(letters))
         dims = grouped_axes(inner, order)
@@ -328,12 +334,12 @@ class _Drafted:
             else Written((term,), ((large,),), sizes)
         )
 
-    def _by_shape(self, left: str, right: str, is_sure: bool, others: Sequence[str]) -> None:
+    def _by_shape(self, left: str, right: str, is_sure: bool, alternatives: Sequence[str]) -> None:
         """A pair by names: the rule for it, if only one order of axes fits the shapes."""
         shapes = self._open[True][left].shape, self._open[False][right].shape
-        found = orders(*shapes)
+        fitting = orders(*shapes)
         rules = []
-        for order in found:
+        for order in fitting:
             is_same = order.many and order.order == tuple(range(len(shapes[0])))
             rules.append(
                 Written((WrittenTerm(tokens(left)),), ((WrittenTerm(tokens(right)),),))
@@ -345,7 +351,7 @@ class _Drafted:
         if is_sure and len(rules) == 1:
             self._take(rules[0], [left], [right])
         else:
-            also = [f"{left} <-> {other} ..." for other in others]
+            also = [f"{left} <-> {other} ..." for other in alternatives]
             self._guess(rules[0], [left], [right], [*map(str, rules[1:]), *also])
 
     # --- result -------------------------------------------------------------------------------
@@ -355,10 +361,10 @@ class _Drafted:
         self._close(lefts, rights)
 
     def _guess(
-        self, rule: Written, lefts: Sequence[str], rights: Sequence[str], others: list[str]
+        self, rule: Written, lefts: Sequence[str], rights: Sequence[str], alternatives: list[str]
     ) -> None:
         order = min(self._order[name] for name in lefts)
-        self.guesses.append(_Guess(replace(rule, order=order), others))
+        self.guesses.append(_Guess(replace(rule, order=order), alternatives))
         self._close(lefts, rights)
 
     def _close(self, lefts: Sequence[str], rights: Sequence[str]) -> None:
@@ -423,13 +429,13 @@ class _Family:
 
 
 def _families(facts: Mapping[str, LeafFact]) -> list[_Family]:
-    found: dict[object, dict[tuple[int, ...], str]] = defaultdict(dict)
+    families: dict[object, dict[tuple[int, ...], str]] = defaultdict(dict)
     for name, fact in facts.items():
         pieces = tokens(name)
         skeleton = tuple(None if str(t).isdecimal() else t for t in pieces)
         numbers = tuple(int(str(t)) for t in pieces if str(t).isdecimal())
-        found[skeleton, fact.shape][numbers] = name
-    return [_Family(names, facts[next(iter(names.values()))].shape) for names in found.values()]
+        families[skeleton, fact.shape][numbers] = name
+    return [_Family(names, facts[next(iter(names.values()))].shape) for names in families.values()]
 
 
 def _fits(left: _Family, right: _Family) -> bool:
@@ -451,14 +457,14 @@ def _merged_guesses(guesses: Sequence[_Guess]) -> dict[str, tuple[str, ...]]:
     """Guesses as lines, those that differ only in numbers as one, with what else may be meant."""
     by_form: dict[object, list[_Guess]] = defaultdict(list)
     for guess in guesses:
-        others = tuple(re.sub(r"\d+", "#", other) for other in guess.others)
-        by_form[others].append(guess)
-    found: dict[str, tuple[str, ...]] = {}
+        alternatives = tuple(re.sub(r"\d+", "#", other) for other in guess.alternatives)
+        by_form[alternatives].append(guess)
+    lines: dict[str, tuple[str, ...]] = {}
     for alike in by_form.values():
         for rule in merged([guess.rule for guess in alike], words=False):
             first = next((g for g in alike if g.rule.order == rule.order), alike[0])
-            found[str(rule)] = tuple(first.others)
-    return found
+            lines[str(rule)] = tuple(first.alternatives)
+    return lines
 
 
 def _text(name: str, report: DraftReport) -> str:
@@ -469,9 +475,9 @@ def _text(name: str, report: DraftReport) -> str:
     ]
     if report.guesses:
         lines += ["", "# Guesses: remove `#?` from those that are right."]
-        for line, others in report.guesses.items():
+        for line, alternatives in report.guesses.items():
             lines.append(f"#? {line}")
-            lines += [f"#     or: {other}" for other in others]
+            lines += [f"#     or: {other}" for other in alternatives]
     for side, names in (("left", report.left_over), ("right", report.right_over)):
         if names:
             lines += ["", f"# Left over on the {side}:", *(f"#   {n}" for n in names)]
@@ -504,8 +510,10 @@ def words(name: str) -> frozenset[str]:
         ['attn', 'layer', 'params', 'q', 'weight']
     """
     text = re.sub(r"([a-z])([A-Z])", r"\1_\2", name.replace("wi_0", "wi0").replace("wi_1", "wi1"))
-    found = re.findall(r"[a-z]+\d?(?![a-z])|[a-z]+", text.lower())
-    return frozenset(_SAME.get(word, _SAME.get(word.rstrip("0123456789"), word)) for word in found)
+    matches = re.findall(r"[a-z]+\d?(?![a-z])|[a-z]+", text.lower())
+    return frozenset(
+        _SAME.get(word, _SAME.get(word.rstrip("0123456789"), word)) for word in matches
+    )
 
 
 class Likeness:
@@ -517,29 +525,29 @@ class Likeness:
 
     def __init__(self, names: Iterable[str]) -> None:
         self._words: dict[str, frozenset[str]] = {name: words(name) for name in names}
-        counts = Counter(word for each in self._words.values() for word in each)
+        counts = Counter(word for name_words in self._words.values() for word in name_words)
         self._weights: Mapping[str, float] = {
             word: (0.2 if word in _SAID_BY_NONE else 1.0) / math.sqrt(count)
             for word, count in counts.items()
         }
 
-    def of(self, one: str, other: str) -> float:
+    def of(self, name: str, other: str) -> float:
         """From 0 to 1."""
-        a, b = self._words[one], self._words[other]
+        a, b = self._words[name], self._words[other]
         total = sum(self._weights[word] for word in a | b)
         return sum(self._weights[word] for word in a & b) / total if total else 0.0
 
-    def best(self, one: str, others: Sequence[str]) -> list[tuple[float, str]]:
+    def best(self, name: str, candidates: Sequence[str]) -> list[tuple[float, str]]:
         """Others, those that come nearest first."""
-        return sorted(((self.of(one, other), other) for other in others), reverse=True)
+        return sorted(((self.of(name, other), other) for other in candidates), reverse=True)
 
 
 # --- pieces of drafted rules ----------------------------------------------------------------------
 
 
 def parent_of(name: str) -> str:
-    found = re.split(r"[/.](?=[^/.]*$)", name)
-    return found[0] if len(found) > 1 else ""
+    parts = re.split(r"[/.](?=[^/.]*$)", name)
+    return parts[0] if len(parts) > 1 else ""
 
 
 def axis_letters(shape: Sequence[int]) -> list[str]:
@@ -551,12 +559,12 @@ def axis_letters(shape: Sequence[int]) -> list[str]:
 
 
 def grouped_axes(letters: Sequence[str], order: Order) -> list[str]:
-    found, at = [], 0
+    dims, position = [], 0
     for count in order.groups:
-        part = [letters[axis] for axis in order.order[at : at + count]]
-        at += count
-        found.append("1" if not part else part[0] if len(part) == 1 else f"({' '.join(part)})")
-    return found
+        part = [letters[axis] for axis in order.order[position : position + count]]
+        position += count
+        dims.append("1" if not part else part[0] if len(part) == 1 else f"({' '.join(part)})")
+    return dims
 
 
 def tail_of(dims: Iterable[str]) -> str:
@@ -567,13 +575,13 @@ def usual_sizes(
     groups: Iterable[Sequence[str]], sizes: Mapping[str, int]
 ) -> tuple[tuple[str, int | str], ...]:
     """The usual sizes of axes in parentheses, without the largest of each."""
-    found: dict[str, int | str] = {}
+    usual: dict[str, int | str] = {}
     for dims in groups:
         for inside in re.findall(r"\(([^)]*)\)", " ".join(dims)):
             letters = [c for c in re.findall(r"[A-Za-z]\w*", inside) if c in sizes]
             for letter in sorted(letters, key=lambda c: sizes[c])[:-1]:
-                found[letter] = f"{sizes[letter]}?"
-    return tuple(sorted(found.items()))
+                usual[letter] = f"{sizes[letter]}?"
+    return tuple(sorted(usual.items()))
 
 
 def captured_name(
@@ -581,25 +589,31 @@ def captured_name(
 ) -> tuple[Token, ...] | None:
     """The name of parts with their indices as axes; None if they are not in the names."""
     pieces = [tokens(other) for other, _ in members]
-    if len({len(each) for each in pieces}) > 1:
+    if len({len(name_tokens) for name_tokens in pieces}) > 1:
         return None
-    found: list[Token] = []
+    result: list[Token] = []
     used: set[int] = set()
     for column in zip(*pieces, strict=True):
         if len(set(column)) == 1:
-            found.append(column[0])
+            result.append(column[0])
             continue
         if not all(str(token).isdecimal() for token in column):
             return None
         numbers = [int(str(token)) for token in column]
-        for at, letter in enumerate(letters):
-            shift = {n - region.index[at] for n, (_, region) in zip(numbers, members, strict=True)}
-            if len(shift) == 1 and at not in used:
-                used.add(at)
+        for position, letter in enumerate(letters):
+            shift = {
+                n - region.index[position] for n, (_, region) in zip(numbers, members, strict=True)
+            }
+            if len(shift) == 1 and position not in used:
+                used.add(position)
                 (constant,) = shift
-                found.append(Capture(letter + (f"{constant:+d}" if constant else "")))
+                result.append(Capture(letter + (f"{constant:+d}" if constant else "")))
                 break
         else:
             return None
-    varying = {at for at in range(len(letters)) if len({r.index[at] for _, r in members}) > 1}
-    return tuple(found) if used >= varying else None
+    varying = {
+        position
+        for position in range(len(letters))
+        if len({r.index[position] for _, r in members}) > 1
+    }
+    return tuple(result) if used >= varying else None

@@ -90,13 +90,13 @@ class _Class:
     def _mask(self) -> np.uint64:
         return np.uint64((1 << self.bits * self.digits) - 1)
 
-    def _codes(self, at: int) -> Array:
-        numbers = np.arange(self.starts[at], self.starts[at + 1], dtype=np.uint64)
+    def _codes(self, position: int) -> Array:
+        numbers = np.arange(self.starts[position], self.starts[position + 1], dtype=np.uint64)
         return (numbers * np.uint64(_ODD)) & self._mask
 
-    def digit(self, at: int, place: int) -> Array:
+    def digit(self, position: int, place: int) -> Array:
         """A digit of the codes of a member's elements, from 1."""
-        codes = self._codes(at) >> np.uint64(place * self.bits)
+        codes = self._codes(position) >> np.uint64(place * self.bits)
         return (codes & np.uint64((1 << self.bits) - 1)).astype(np.int64) + 1
 
     def numbers(self, digits: Sequence[Array]) -> Array:
@@ -105,8 +105,8 @@ class _Class:
         for place, digit in enumerate(digits):
             codes |= digit.astype(np.uint64) << np.uint64(place * self.bits)
         inverse = np.uint64(pow(_ODD, -1, 1 << self.bits * self.digits))
-        found = ((codes * inverse) & self._mask).astype(np.int64)
-        return np.where(found < self.starts[-1], found, -1)
+        numbers = ((codes * inverse) & self._mask).astype(np.int64)
+        return np.where(numbers < self.starts[-1], numbers, -1)
 
 
 @dataclass
@@ -134,10 +134,10 @@ class Tracer:
         """
         random = np.random.default_rng(self.seed)
         fixed = [_still(x, random) for x in self.inputs]
-        found: dict[str, Traced] = {}
+        traced: dict[str, Traced] = {}
         for members in self._classes():
-            self._trace_class(members, fixed, found)
-        return list(found.values())
+            self._trace_class(members, fixed, traced)
+        return list(traced.values())
 
     def _classes(self) -> Iterator[list[int]]:
         """The inputs by kind of dtype, whose digits have the same number of bits."""
@@ -149,7 +149,7 @@ class Tracer:
             yield []
 
     def _trace_class(
-        self, members: Sequence[int], fixed: Sequence[Array], found: dict[str, Traced]
+        self, members: Sequence[int], fixed: Sequence[Array], all_traced: dict[str, Traced]
     ) -> None:
         bits = min([bits_of(self.inputs[m].dtype) for m in members], default=1)
         coded = _Class.of(members, self.inputs, bits)
@@ -165,15 +165,15 @@ class Tracer:
         else:
             rounds = [self._call(coded, fixed, place) for place in range(coded.digits)]
             rounds.append(self._call(coded, fixed, 0, factor=-1, shift=3))  # the other digit
-        check_names(rounds, [*found.values()])
+        check_names(rounds, [*all_traced.values()])
         for name, out in rounds[0].items():
-            outs = [_flat(each[name]) for each in rounds]
-            one = (_decode if bits > 1 else _decode_bits)(coded, outs)
-            traced = found.get(name)
+            outs = [_flat(outputs[name]) for outputs in rounds]
+            decoded = (_decode if bits > 1 else _decode_bits)(coded, outs)
+            traced = all_traced.get(name)
             if traced is None:
-                found[name] = Traced(name, out.shape, *one)
+                all_traced[name] = Traced(name, out.shape, *decoded)
             else:
-                _combine(traced, *one)
+                _combine(traced, *decoded)
 
     def _series(self, coded: _Class, fixed: Sequence[Array]) -> list[Mapping[str, Array]]:
         shift = 1 << coded.bits
@@ -186,15 +186,15 @@ class Tracer:
     def _call(
         self, coded: _Class, fixed: Sequence[Array], place: int, factor: int = 1, shift: int = 0
     ) -> Mapping[str, Array]:
-        given = list(fixed)
-        for at, member in enumerate(coded.members):
+        arrays = list(fixed)
+        for position, member in enumerate(coded.members):
             x = self.inputs[member]
-            digit = coded.digit(at, place) * factor + shift
+            digit = coded.digit(position, place) * factor + shift
             if coded.bits == 1:
                 digit -= 1
-            given[member] = digit.astype(x.dtype).reshape(x.shape)
+            arrays[member] = digit.astype(x.dtype).reshape(x.shape)
         self.runs += 1
-        return self.run(dict(zip(self.names, given, strict=True)))
+        return self.run(dict(zip(self.names, arrays, strict=True)))
 
 
 def bits_of(dtype: DType) -> int:
@@ -208,8 +208,8 @@ def bits_of(dtype: DType) -> int:
 def _still(x: Array, random: np.random.Generator) -> Array:
     """What an input holds while others are traced: small whole numbers that differ."""
     least, most = (0, 2) if x.dtype.kind == "b" else (1, 1 << max(1, bits_of(x.dtype)))
-    found: Array = random.integers(least, most, x.shape).astype(x.dtype)
-    return found
+    values: Array = random.integers(least, most, x.shape).astype(x.dtype)
+    return values
 
 
 def _flat(x: Array) -> Array:
@@ -217,19 +217,19 @@ def _flat(x: Array) -> Array:
     return np.asarray(wide, np.float64).reshape(-1)
 
 
-def check_names(rounds: Sequence[Mapping[str, Array]], known: Sequence[Traced]) -> None:
+def check_names(rounds: Sequence[Mapping[str, Array]], traced: Sequence[Traced]) -> None:
     """Checks that a converter returned the same arrays each time.
 
     Arguments:
         rounds: what it returned.
-        known: what it returned before.
+        traced: what it returned before.
 
     Raises:
         NamesDiffer: says which array differs.
     """
-    before = {one.name: one.shape for one in known}
-    for each in rounds:
-        shapes = {name: out.shape for name, out in each.items()}
+    before = {output.name: output.shape for output in traced}
+    for outputs in rounds:
+        shapes = {name: out.shape for name, out in outputs.items()}
         before = before or shapes
         if shapes == before:
             continue
@@ -257,8 +257,8 @@ def _decode(coded: _Class, outs: Sequence[Array]) -> _Decoded:
         for out in further:
             still &= out == plain
         digits, off = [], np.zeros(len(plain))
-        for at, out in enumerate([double - plain, *further]):
-            place = (out if at == 0 else out - offset) / scale
+        for number, out in enumerate([double - plain, *further]):
+            place = (out if number == 0 else out - offset) / scale
             digit = np.rint(place)
             off = np.maximum(off, np.abs(place - digit))
             digits.append(digit - 1)
@@ -289,10 +289,10 @@ def _decode_bits(coded: _Class, outs: Sequence[Array]) -> _Decoded:
 
 
 def _places(coded: _Class, numbers: Array, good: Array) -> tuple[Array, Array]:
-    at = np.searchsorted(coded.starts, numbers, side="right") - 1
+    position = np.searchsorted(coded.starts, numbers, side="right") - 1
     members = np.asarray([*coded.members, -1], np.int64)
-    source = np.where(good, members[np.where(good, at, -1)], -1)
-    index = np.where(good, numbers - coded.starts[np.where(good, at, 0)], 0)
+    source = np.where(good, members[np.where(good, position, -1)], -1)
+    index = np.where(good, numbers - coded.starts[np.where(good, position, 0)], 0)
     return source, index
 
 
@@ -301,9 +301,9 @@ def _fault(fine: Array) -> str:
     return "" if not len(bad) else str(int(bad[0]))
 
 
-def _combine(traced: Traced, *one: Any) -> None:
+def _combine(traced: Traced, *decoded: Any) -> None:
     """Adds what another class of inputs shows of an output."""
-    source, index, scale, offset, fault = one
+    source, index, scale, offset, fault = decoded
     both = np.flatnonzero((source >= 0) & (traced.source >= 0))
     if len(both) or fault or traced.fault:
         first = min([int(f) for f in (fault, traced.fault) if f] + both[:1].tolist())

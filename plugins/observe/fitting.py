@@ -110,9 +110,9 @@ class Fit:
     def drafts(self) -> Iterator[Draft]:
         self.axes = [[Axis(radix) for radix, _ in piece.block.digits] for piece in self.pieces]
         dims = Dimensions()
-        lefts = [t for at in range(len(self.left)) for t in self._terms(True, at, dims)]
+        lefts = [t for group in range(len(self.left)) for t in self._terms(True, group, dims)]
         done = len(dims.units)
-        rights = [t for at in range(len(self.right)) for t in self._terms(False, at, dims)]
+        rights = [t for group in range(len(self.right)) for t in self._terms(False, group, dims)]
         for number, (unit, blocks) in enumerate(dims.units):
             for term in rights if number < done else lefts:
                 mine = blocks & term.blocks
@@ -123,12 +123,12 @@ class Fit:
         for lefts_of, rights_of in _joined(lefts, rights):
             yield self._draft(lefts_of, rights_of)
 
-    def _terms(self, is_left: bool, at: int, dims: Dimensions) -> Iterator[Term]:
+    def _terms(self, is_left: bool, group_number: int, dims: Dimensions) -> Iterator[Term]:
         """The terms of a group: its blocks by the numbers that they have in the names."""
-        group = (self.left if is_left else self.right)[at]
+        group = (self.left if is_left else self.right)[group_number]
         by_numbers: dict[object, list[int]] = {}
         for number, piece in enumerate(self.pieces):
-            if (piece.left if is_left else piece.right) != at:
+            if (piece.left if is_left else piece.right) != group_number:
                 continue
             before = 0 if is_left else self._width_of(self.left[piece.left])
             key = tuple(
@@ -168,8 +168,8 @@ class Fit:
         offset = piece.block.first[column]
         places = []
         for (radix, steps), axis in zip(piece.block.digits, self.axes[member], strict=True):
-            own = steps[:width] if is_left else steps[width:]
-            moved = sum(step != 0 for step in own)
+            side_steps = steps[:width] if is_left else steps[width:]
+            moved = sum(step != 0 for step in side_steps)
             if moved != 1:
                 raise Irregular(
                     "an axis of it runs along two dimensions at once"
@@ -197,13 +197,13 @@ class Fit:
 
     def _taken(self, term: Term) -> object:
         """What of the left side a term takes; equal for ties."""
-        found = []
+        blocks = []
         for member in sorted(term.blocks):
             piece = self.pieces[member]
             width = self._width_of(self.left[piece.left])
             extent = np.prod([radix for radix, _ in piece.block.digits], dtype=np.int64)
-            found.append((piece.left, piece.block.first[:width], int(extent)))
-        return tuple(sorted(found))
+            blocks.append((piece.left, piece.block.first[:width], int(extent)))
+        return tuple(sorted(blocks))
 
     def _add_arithmetic(self, draft: Draft) -> None:
         """Puts arithmetic on a term of the left side whose blocks all have it, or of the right."""
@@ -220,10 +220,10 @@ class Fit:
         kinds = set()
         for member in term.blocks:
             piece = self.pieces[member]
-            of = next(left for left in lefts if member in left.blocks)
-            if (of.scale, of.offset) == (piece.scale, piece.offset):
+            source = next(left for left in lefts if member in left.blocks)
+            if (source.scale, source.offset) == (piece.scale, piece.offset):
                 kinds.add((1.0, 0.0))
-            elif (of.scale, of.offset) == (1.0, 0.0):
+            elif (source.scale, source.offset) == (1.0, 0.0):
                 kinds.add((1 / piece.scale, -piece.offset / piece.scale))
             else:
                 raise Irregular("parts of it are scaled by several numbers on both sides")
@@ -250,20 +250,20 @@ def _joined(
     lefts: Sequence[Term], rights: Sequence[Term]
 ) -> Iterator[tuple[list[Term], list[Term]]]:
     """Terms that share blocks."""
-    rest = [*((True, term) for term in lefts), *((False, term) for term in rights)]
-    while rest:
-        blocks, found = set(rest[0][1].blocks), [rest.pop(0)]
+    remaining = [*((True, term) for term in lefts), *((False, term) for term in rights)]
+    while remaining:
+        blocks, component = set(remaining[0][1].blocks), [remaining.pop(0)]
         grown = True
         while grown:
-            near = [one for one in rest if one[1].blocks & blocks]
-            rest = [one for one in rest if not one[1].blocks & blocks]
-            found += near
+            near = [member for member in remaining if member[1].blocks & blocks]
+            remaining = [member for member in remaining if not member[1].blocks & blocks]
+            component += near
             grown = bool(near)
             for _, term in near:
                 blocks |= term.blocks
         yield (
-            [term for is_left, term in found if is_left],
-            [term for is_left, term in found if not is_left],
+            [term for is_left, term in component if is_left],
+            [term for is_left, term in component if not is_left],
         )
 
 

@@ -68,9 +68,9 @@ def observe_loader(
     """
     if not 0 <= rank < size:
         raise RuleError(f"rank={rank} is not one of size={size} ranks")
-    given = Example.of(example, framework)
-    loader = _Loader(model, load_weights, given)
-    return RankLoad(rank, size, observed(loader, given, f"the loader of rank {rank}"))
+    parsed_example = Example.of(example, framework)
+    loader = _Loader(model, load_weights, parsed_example)
+    return RankLoad(rank, size, observed(loader, parsed_example, f"the loader of rank {rank}"))
 
 
 class _Loader:
@@ -101,7 +101,7 @@ class _Loader:
 
 def _parameters(model: Any) -> dict[str, Any]:
     if hasattr(model, "named_parameters"):
-        return {name: each.data for name, each in model.named_parameters()}
+        return {name: parameter.data for name, parameter in model.named_parameters()}
     return dict(model)
 
 
@@ -148,9 +148,9 @@ def rules_of_ranks(loads: Sequence[RankLoad], *, strict: bool = True, name: str 
         under, seen = f"ranks/{load.rank}/", load.seen
         if seen.inputs != joined.inputs:
             raise RuleError(f"rank {load.rank} was observed with another example than rank 0")
-        joined.traced += [replace(one, name=under + one.name) for one in seen.traced]
-        joined.made |= {under + one: x for one, x in seen.made.items()}
-        joined.refused |= {under + one: why for one, why in seen.refused.items()}
+        joined.traced += [replace(output, name=under + output.name) for output in seen.traced]
+        joined.made |= {under + output: x for output, x in seen.made.items()}
+        joined.refused |= {under + output: why for output, why in seen.refused.items()}
         joined.runs = max(joined.runs, seen.runs)
     return rules_of(joined, name, strict=strict)
 
@@ -183,13 +183,13 @@ def _digests(load: RankLoad, side: Side) -> Iterator[tuple[str, str]]:
     seen = load.seen
     for name, why in seen.refused.items():
         raise RuleError(f"rank {load.rank}: {name!r} {why}")
-    for one in seen.inputs:
-        fact = side.facts.get(one.name)
-        if fact is None or fact.shape != one.shape:
-            found = "missing" if fact is None else f"of shape {list(fact.shape)}"
+    for expected in seen.inputs:
+        fact = side.facts.get(expected.name)
+        if fact is None or fact.shape != expected.shape:
+            actual = "missing" if fact is None else f"of shape {list(fact.shape)}"
             raise RuleError(
-                f"{one.name!r} is {found} in {side.where}, and of shape {list(one.shape)} in the "
-                "example with which the loader was observed"
+                f"{expected.name!r} is {actual} in {side.where}, and of shape "
+                f"{list(expected.shape)} in the example with which the loader was observed"
             )
     for traced in seen.traced:
         dtype = seen.made[traced.name].dtype

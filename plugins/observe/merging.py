@@ -65,18 +65,18 @@ class Overlaps:
             group: its number.
             captures: gives for the number of a term the captures, by their places.
         """
-        found: set[Values] = set()
-        for at, form in enumerate(self.forms[group]):
-            columns = captures(at)
+        restricted: set[Values] = set()
+        for term_number, form in enumerate(self.forms[group]):
+            columns = captures(term_number)
             if not columns:
                 continue
             for number, other in self._by_pieces[form.is_left, form.pieces]:
                 if number != group:
-                    found |= _apart(form, other, columns)
+                    restricted |= _apart(form, other, columns)
             if self._matches_others(form, columns):
                 inner = {values for place, values in columns.items() if not _is_whole(form, place)}
-                found |= inner or set(columns.values())
-        return found
+                restricted |= inner or set(columns.values())
+        return restricted
 
     def _matches_others(self, form: NameForm, columns: Iterable[int]) -> bool:
         """Whether a name of another form matches, as a capture stands for words too."""
@@ -116,10 +116,10 @@ _MOST_MERGED = 2000
 def merged(rules: Sequence[Written], *, words: bool = True, phrases: bool = True) -> list[Written]:
     """Rules, those that differ only in numbers as one, and those that differ in one word, or in a
     phrase, too."""
-    found = _merge_numbers(rules)
-    if words and len(found) <= _MOST_MERGED:
-        found = merge_words(found, phrases=phrases)
-    return sorted(found, key=lambda rule: rule.order)
+    result = _merge_numbers(rules)
+    if words and len(result) <= _MOST_MERGED:
+        result = merge_words(result, phrases=phrases)
+    return sorted(result, key=lambda rule: rule.order)
 
 
 def _skeleton(name: Sequence[Token]) -> tuple[object, ...]:
@@ -151,10 +151,10 @@ def _merge_numbers(rules: Sequence[Written]) -> list[Written]:
     for rule in rules:
         groups.setdefault(_form(rule), []).append(rule)
     overlaps = Overlaps([list(_forms_of(members)) for members in groups.values()])
-    found = []
+    result = []
     for number, members in enumerate(groups.values()):
-        found += _fewest(members, members, overlaps, number)
-    return found
+        result += _fewest(members, members, overlaps, number)
+    return result
 
 
 def _fewest(
@@ -170,18 +170,18 @@ def _fewest(
     """
     if len(members) < 2:
         return [*members]
-    one = _as_one(members, alike, overlaps, group)
-    if one is not None:
-        return [one]
+    single = _as_one(members, alike, overlaps, group)
+    if single is not None:
+        return [single]
     best: list[Written] = [*members]
     for keys in _divisions(members):
         parts: dict[object, list[Written]] = {}
         for rule, key in zip(members, keys, strict=True):
             parts.setdefault(key, []).append(rule)
         if 1 < len(parts) < min(len(members), len(best) + 1):
-            found = [x for part in parts.values() for x in _fewest(part, alike, overlaps, group)]
-            if len(found) < len(best):
-                best = found
+            smaller = [x for part in parts.values() for x in _fewest(part, alike, overlaps, group)]
+            if len(smaller) < len(best):
+                best = smaller
     return best
 
 
@@ -201,12 +201,12 @@ def _forms_of(members: Sequence[Written]) -> Iterator[NameForm]:
     """The names of rules of one form, term by term."""
     for is_left in (True, False):
         every = [_side(rule, is_left) for rule in members]
-        for at, term in enumerate(every[0]):
+        for number, term in enumerate(every[0]):
             pieces = tuple(
                 None if isinstance(t, str) and DIGITS.fullmatch(t) else str(t) for t in term.name
             )
             numbers = {
-                place: frozenset(int(str(terms[at].name[place])) for terms in every)
+                place: frozenset(int(str(terms[number].name[place])) for terms in every)
                 for place, piece in enumerate(pieces)
                 if piece is None
             }
@@ -223,19 +223,19 @@ def _as_one(
     if is_one_sided and first.nothing not in ("drop",):
         return _constants(members, columns)
     left, right = _values(columns)
-    found = formulas(left | right, left | right) if is_one_sided else formulas(left, right)
-    if found is None or not (is_one_sided or _pairs_all(first, columns, found)):
+    solved = formulas(left | right, left | right) if is_one_sided else formulas(left, right)
+    if solved is None or not (is_one_sided or _pairs_all(first, columns, solved)):
         return None
     narrow = {
         variable
         for values in _restricted(columns, first, overlaps, group)
-        for variable, _ in found.of[values].terms
+        for variable, _ in solved.of[values].terms
     }
-    if not _takes_only(members, alike, columns, found, narrow):
-        narrow = {*range(len(found.variables))}
-        if not _takes_only(members, alike, columns, found, narrow):
+    if not _takes_only(members, alike, columns, solved, narrow):
+        narrow = {*range(len(solved.variables))}
+        if not _takes_only(members, alike, columns, solved, narrow):
             return None
-    return _written(members, columns, found, narrow)
+    return _written(members, columns, solved, narrow)
 
 
 _Columns = dict[tuple[bool, int, int], Values]
@@ -251,11 +251,11 @@ def _numbers(members: Sequence[Written]) -> Iterator[tuple[tuple[bool, int, int]
     """All numbers in names."""
     for is_left in (True, False):
         every = [_side(rule, is_left) for rule in members]
-        for at, term in enumerate(every[0]):
+        for term_number, term in enumerate(every[0]):
             for place, token in enumerate(term.name):
                 if number_of(token) is not None:
-                    found = (number_of(terms[at].name[place]) for terms in every)
-                    yield (is_left, at, place), tuple(n for n in found if n is not None)
+                    numbers = (number_of(terms[term_number].name[place]) for terms in every)
+                    yield (is_left, term_number, place), tuple(n for n in numbers if n is not None)
 
 
 def _values(columns: _Columns) -> tuple[set[Values], set[Values]]:
@@ -270,26 +270,28 @@ def _side(rule: Written, is_left: bool) -> tuple[WrittenTerm, ...]:
     return rule.left if is_left else tuple(itertools.chain(*rule.right))
 
 
-def _pairs_all(rule: Written, columns: _Columns, found: Formulas) -> bool:
+def _pairs_all(rule: Written, columns: _Columns, solved: Formulas) -> bool:
     """Whether the numbers of each name tell all variables."""
-    terms = [(side, at) for side in (True, False) for at in range(len(_side(rule, side)))]
-    told: dict[tuple[bool, int], set[int]] = {term: set() for term in terms}
-    for (is_left, at, _), values in columns.items():
-        told[is_left, at] |= {variable for variable, _ in found.of[values].terms}
-    return all(len(each) == len(found.variables) for each in told.values())
+    terms = [(side, number) for side in (True, False) for number in range(len(_side(rule, side)))]
+    variables_by_term: dict[tuple[bool, int], set[int]] = {term: set() for term in terms}
+    for (is_left, number, _), values in columns.items():
+        variables_by_term[is_left, number] |= {variable for variable, _ in solved.of[values].terms}
+    return all(len(variables) == len(solved.variables) for variables in variables_by_term.values())
 
 
 def _restricted(columns: _Columns, rule: Written, overlaps: Overlaps, group: int) -> set[Values]:
     """The numbers that must be told their values, lest names of other forms match."""
     before = len(rule.left)
     plain = {
-        (at if is_left else before + at, place): values
-        for (is_left, at, place), values in columns.items()
-        if isinstance(_side(rule, is_left)[at].name[place], str)
+        (term_number if is_left else before + term_number, place): values
+        for (is_left, term_number, place), values in columns.items()
+        if isinstance(_side(rule, is_left)[term_number].name[place], str)
     }
     return overlaps.restricted(
         group,
-        lambda number: {place: values for (at, place), values in plain.items() if at == number},
+        lambda number: {
+            place: values for (term_number, place), values in plain.items() if term_number == number
+        },
     )
 
 
@@ -297,59 +299,61 @@ def _takes_only(
     members: Sequence[Written],
     alike: Sequence[Written],
     columns: _Columns,
-    found: Formulas,
+    solved: Formulas,
     narrow: set[int],
 ) -> bool:
     """Whether captures for variables, some of them with given values only, match no other rule."""
     if len(members) == len(alike) and not narrow:
         return True
-    known = [found.variables[variable] for variable in sorted(narrow)]
+    narrow_values = [solved.variables[variable] for variable in sorted(narrow)]
     fixed = dict(_numbers(members[:1]))
     places = [
-        (found.of[columns[where]] if where in columns else Formula((), fixed[where][0]), values)
+        (solved.of[columns[where]] if where in columns else Formula((), fixed[where][0]), values)
         for where, values in _numbers(alike)
     ]
-    answers = solutions(found, iter(places))
-    options = [{*values} for values in known]
-    taken = sum(
+    answers = solutions(solved, iter(places))
+    options = [{*values} for values in narrow_values]
+    matches = sum(
         answer is not None
         and all(answer[v] in those for v, those in zip(sorted(narrow), options, strict=True))
         for answer in answers
     )
-    return taken == len(members)
+    return matches == len(members)
 
 
 def _written(
-    members: Sequence[Written], columns: _Columns, found: Formulas, narrow: set[int]
+    members: Sequence[Written], columns: _Columns, solved: Formulas, narrow: set[int]
 ) -> Written | None:
     """A rule with captures for numbers; None where the notation cannot say it."""
     first = members[0]
     letters: dict[int, str] = {}
     numbers: set[int] = set()
-    taken = letters_of(first)
-    for (is_left, at, place), values in columns.items():
-        formula, name = found.of[values], _side(first, is_left)[at].name
+    used_letters = letters_of(first)
+    for (is_left, term_number, place), values in columns.items():
+        formula, name = solved.of[values], _side(first, is_left)[term_number].name
         if formula.lone is None or isinstance(name[place], NumberCapture):
             numbers |= {variable for variable, _ in formula.terms}
         for variable, _ in formula.terms:
             if variable not in letters and len(formula.terms) == 1:
-                letters[variable] = _letter(name, place, taken)
-    for (is_left, at, place), values in columns.items():
-        for variable, _ in found.of[values].terms:
+                letters[variable] = _letter(name, place, used_letters)
+    for (is_left, term_number, place), values in columns.items():
+        for variable, _ in solved.of[values].terms:
             if variable not in letters:
-                letters[variable] = _letter(_side(first, is_left)[at].name, place, taken)
-    if _is_twice_in_one_name(columns, found, numbers):
+                letters[variable] = _letter(
+                    _side(first, is_left)[term_number].name, place, used_letters
+                )
+    if _is_twice_in_one_name(columns, solved, numbers):
         return None
     sizes: dict[str, int | str] = dict(first.sizes)
-    sizes |= {letters[variable]: size for variable, size in found.sizes.items()}
+    sizes |= {letters[variable]: size for variable, size in solved.sizes.items()}
     for variable in narrow & numbers:
-        values = found.variables[variable]
+        values = solved.variables[variable]
         if {*values} != {*range(max(values) + 1)}:
             return None
         sizes[letters[variable]] = max(values) + 1
 
     def capture(where: tuple[bool, int, int], values: Values) -> Token:
-        formula = found.of[values]
+        formula = solved.of[values]
         token = _side(first, where[0])[where[1]].name[where[2]]
         terms = [(letters[variable], factor) for variable, factor in formula.terms]
         if isinstance(token, NumberCapture):
@@ -361,19 +365,19 @@ def _written(
             return Capture(f"{letters[formula.lone]}={options}")
         return NumberCapture.of(sorted(terms, key=lambda term: -term[1]), formula.constant)
 
-    one = _with(first, {where: capture(where, values) for where, values in columns.items()})
+    result = _with(first, {where: capture(where, values) for where, values in columns.items()})
     parts = tuple(part for rule in members for part in (rule.parts or (rule,)))
-    one = replace(one, sizes=tuple(sorted(sizes.items())), parts=parts)
-    options = {letters[v]: sorted({*values}) for v, values in enumerate(found.variables)}
-    return _apart_in_components(one, options)
+    result = replace(result, sizes=tuple(sorted(sizes.items())), parts=parts)
+    options = {letters[v]: sorted({*values}) for v, values in enumerate(solved.variables)}
+    return _apart_in_components(result, options)
 
 
-def _is_twice_in_one_name(columns: _Columns, found: Formulas, numbers: set[int]) -> bool:
+def _is_twice_in_one_name(columns: _Columns, solved: Formulas, numbers: set[int]) -> bool:
     """Whether a name has a variable in two sums, which the notation does not take."""
     uses = Counter(
-        (is_left, at, variable)
-        for (is_left, at, _), values in columns.items()
-        for variable, _ in found.of[values].terms
+        (is_left, number, variable)
+        for (is_left, number, _), values in columns.items()
+        for variable, _ in solved.of[values].terms
         if variable in numbers
     )
     return max(uses.values(), default=0) > 1
@@ -410,8 +414,8 @@ def _apart_in_components(rule: Written, options: Mapping[str, Sequence[int]]) ->
                 return Capture(f"{key}:" + "|".join(map(str, options[key])))
         return token
 
-    one = rule.renamed(lambda name: tuple(map(changed, name)))
-    return replace(one, sizes=tuple(sorted({**dict(rule.sizes), **sizes}.items())))
+    renamed = rule.renamed(lambda name: tuple(map(changed, name)))
+    return replace(renamed, sizes=tuple(sorted({**dict(rule.sizes), **sizes}.items())))
 
 
 def _is_twice(key: str, rule: Written) -> bool:
@@ -423,13 +427,13 @@ def _is_twice(key: str, rule: Written) -> bool:
 def _with(rule: Written, captures: Mapping[tuple[bool, int, int], Token]) -> Written:
     """A rule with captures at some places of its names."""
 
-    def changed(is_left: bool, at: int, term: WrittenTerm) -> WrittenTerm:
+    def changed(is_left: bool, number: int, term: WrittenTerm) -> WrittenTerm:
         name = tuple(
-            captures.get((is_left, at, place), token) for place, token in enumerate(term.name)
+            captures.get((is_left, number, place), token) for place, token in enumerate(term.name)
         )
         return replace(term, name=name)
 
-    left = tuple(changed(True, at, term) for at, term in enumerate(rule.left))
+    left = tuple(changed(True, number, term) for number, term in enumerate(rule.left))
     count, right = 0, []
     for names in rule.right:
         right.append(tuple(changed(False, count + k, term) for k, term in enumerate(names)))
@@ -437,12 +441,12 @@ def _with(rule: Written, captures: Mapping[tuple[bool, int, int], Token]) -> Wri
     return replace(rule, left=left, right=tuple(right))
 
 
-def _letter(name: Sequence[Token], place: int, taken: set[str]) -> str:
+def _letter(name: Sequence[Token], place: int, used: set[str]) -> str:
     """A name for a capture, after the word before it."""
     before = [re.sub("[^A-Za-z]", "", t) for t in name[:place] if isinstance(t, str)]
     word = next((text for text in reversed(before) if text), "n")
     first = "x" if word.startswith("expert") else word[0].lower()
-    return fresh_letter(first + "lnx", taken)
+    return fresh_letter(first + "lnx", used)
 
 
 def _is_grid(base: Sequence[Values]) -> bool:
@@ -456,10 +460,10 @@ def _constants(members: Sequence[Written], columns: _Columns) -> Written | None:
     base = sorted(set(columns.values()))
     if not base or not _is_grid(base) or any(min(values) for values in base):
         return None
-    taken, axes = letters_of(members[0]), {}
-    for (is_left, at, place), values in columns.items():
+    letters, axes = letters_of(members[0]), {}
+    for (is_left, number, place), values in columns.items():
         if values not in axes:
-            axes[values] = _letter(_side(members[0], is_left)[at].name, place, taken)
+            axes[values] = _letter(_side(members[0], is_left)[number].name, place, letters)
     sizes = {**dict(members[0].sizes), **{axes[v]: max(v) + 1 for v in base}}
     captures = {where: Capture(axes[values]) for where, values in columns.items()}
     parts = tuple(members)

@@ -129,19 +129,22 @@ def written(draft: Draft, order: int, dtype_of: Callable[[Term, bool], str | Non
     sides = [draft.left, [term for terms in draft.right for term in terms]]
     sizes = {} if draft.is_whole else names.sizes(sides)
 
-    def term(one: Term, is_left: bool) -> WrittenTerm:
-        tail = "" if draft.is_whole else names.tail(one)
-        dtype = dtype_of(one, is_left)
-        return WrittenTerm(names.name(one), tail + (f" as {dtype}" if dtype else ""))
+    def term(draft_term: Term, is_left: bool) -> WrittenTerm:
+        tail = "" if draft.is_whole else names.tail(draft_term)
+        dtype = dtype_of(draft_term, is_left)
+        return WrittenTerm(names.name(draft_term), tail + (f" as {dtype}" if dtype else ""))
 
     return Written(
-        tuple(term(one, True) for one in draft.left),
-        tuple(tuple(term(one, False) for one in terms) for terms in draft.right),
+        tuple(term(draft_term, True) for draft_term in draft.left),
+        tuple(tuple(term(draft_term, False) for draft_term in terms) for terms in draft.right),
         tuple(sizes.items()),
         order=order,
         shape=draft.shape
         or tuple(
-            leaf.extent for one in draft.left for axis in all_axes(one) for leaf in axis.leaves()
+            leaf.extent
+            for draft_term in draft.left
+            for axis in all_axes(draft_term)
+            for leaf in axis.leaves()
         ),
     )
 
@@ -157,10 +160,10 @@ class _AxisNames:
             for term in terms:
                 self._name_numbers(term, alone)
         leaves = [axis for term in terms for axis in all_axes(term)]
-        rest = list({id(axis): axis for axis in leaves if id(axis) not in self._names}.values())
-        letters: Iterable[str] = "io" if len(rest) == 2 and not self._names else LETTERS
+        unnamed = list({id(axis): axis for axis in leaves if id(axis) not in self._names}.values())
+        letters: Iterable[str] = "io" if len(unnamed) == 2 and not self._names else LETTERS
         free = (x for x in itertools.chain(letters, more_letters()) if x not in self._taken)
-        for axis, letter in zip(rest, free, strict=False):
+        for axis, letter in zip(unnamed, free, strict=False):
             self._names[id(axis)] = letter
 
     def _name_numbers(self, term: Term, alone: bool) -> None:
@@ -180,22 +183,22 @@ class _AxisNames:
 
     def _fresh(self, word: str) -> str:
         first = "x" if word.startswith("expert") else word[0].lower()
-        found = next(
+        letter = next(
             n
             for n in itertools.chain(first, "lnx", LETTERS, more_letters())
             if n not in self._taken
         )
-        self._taken.add(found)
-        return found
+        self._taken.add(letter)
+        return letter
 
     def name(self, term: Term) -> tuple[Token, ...]:
-        found: list[Token] = []
+        pieces: list[Token] = []
         for item in term.name:
             if isinstance(item, str):
-                found += tokens(item)
+                pieces += tokens(item)
             else:
-                found.append(self._number(item))
-        return tuple(found)
+                pieces.append(self._number(item))
+        return tuple(pieces)
 
     def _number(self, number: NumberExpr) -> Token:
         parts = []
@@ -262,9 +265,9 @@ class _AxisNames:
         alone = _alone(together)
         grown = True
         while grown:
-            told = _told(together, alone)
-            grown = bool(told - alone)
-            alone |= told
+            new_axes = _deducible(together, alone)
+            grown = bool(new_axes - alone)
+            alone |= new_axes
         for term in together:
             for items in term.dims:
                 self._sizes_of(items, alone, firm)
@@ -274,19 +277,19 @@ class _AxisNames:
             for term in terms:
                 for items in term.dims:
                     self._sizes_of(items, one_side, usual)
-        found: dict[str, int | str] = {axis: f"{size}?" for axis, size in usual.items()}
-        return dict(sorted((found | firm).items()))
+        all_sizes: dict[str, int | str] = {axis: f"{size}?" for axis, size in usual.items()}
+        return dict(sorted((all_sizes | firm).items()))
 
-    def _sizes_in_name(self, term: Term, found: dict[str, int]) -> None:
+    def _sizes_in_name(self, term: Term, sizes: dict[str, int]) -> None:
         for item in term.name:
             if not isinstance(item, NumberExpr):
                 continue
             leaves = [leaf for axis, _ in item.terms for leaf in axis.leaves()]
             if len(leaves) > 1 or item.constant or term.is_one_of_several:
                 for leaf in leaves:
-                    found[self._names[id(leaf)]] = leaf.extent
+                    sizes[self._names[id(leaf)]] = leaf.extent
 
-    def _sizes_of(self, items: Sequence[Item], alone: set[int], found: dict[str, int]) -> None:
+    def _sizes_of(self, items: Sequence[Item], alone: set[int], sizes: dict[str, int]) -> None:
         """Adds the sizes of a dimension that nothing else tells, but that of the largest axis."""
         leaves = _leaves(items)
         pads = {piece.extent for item in items for piece in _paddings(item)}
@@ -296,9 +299,9 @@ class _AxisNames:
         if len(leaves) + len(pads) < 2 or len(unknown) + len(pads) < 2:
             return
         if pads:
-            (found["_"],) = pads
+            (sizes["_"],) = pads
         for leaf in sorted(unknown.values(), key=lambda leaf: leaf.extent)[: None if pads else -1]:
-            found[self._names[id(leaf)]] = leaf.extent
+            sizes[self._names[id(leaf)]] = leaf.extent
 
 
 def _leaves(items: Sequence[Item]) -> list[Axis]:
@@ -318,15 +321,15 @@ def _alone(terms: Sequence[Term]) -> set[int]:
     return {id(leaves[0]) for leaves in every if len(leaves) == 1}
 
 
-def _told(terms: Sequence[Term], known: set[int]) -> set[int]:
+def _deducible(terms: Sequence[Term], known_axes: set[int]) -> set[int]:
     """The axes whose sizes follow from a dimension in which they alone are not known."""
-    found = set()
+    axes = set()
     for term in terms:
         for items in term.dims:
-            unknown = {id(leaf) for leaf in _leaves(items)} - known
+            unknown = {id(leaf) for leaf in _leaves(items)} - known_axes
             if len(unknown) == 1 and not any(True for item in items for _ in _paddings(item)):
-                found |= unknown
-    return found
+                axes |= unknown
+    return axes
 
 
 def _has_sum(items: Sequence[Item]) -> bool:
@@ -349,12 +352,12 @@ def letters_of(rule: Written) -> set[str]:
     return set(re.findall(r"[A-Za-z_][A-Za-z0-9_]*", " ".join(texts)))
 
 
-def fresh_letter(first: str, taken: set[str]) -> str:
+def fresh_letter(first: str, used: set[str]) -> str:
     """A letter that is not taken, which it is then; one of the first if possible."""
     letters = itertools.chain(first, LETTERS, more_letters())
-    found = next(letter for letter in letters if letter not in taken)
-    taken.add(found)
-    return found
+    fresh = next(letter for letter in letters if letter not in used)
+    used.add(fresh)
+    return fresh
 
 
 def more_letters() -> Iterator[str]:

@@ -59,16 +59,18 @@ def formulas(left: Iterable[Values], right: Iterable[Values]) -> Formulas | None
     for values in sorted(sides[0] | sides[1]):
         classes.setdefault(_direction(values), []).append(values)
     shared = [c for c in classes.values() if {*c} & sides[0] and {*c} & sides[1]]
-    rest = [[v for c in classes.values() if c not in shared for v in c if v in s] for s in sides]
-    if not any(rest):
+    unshared = [
+        [v for c in classes.values() if c not in shared for v in c if v in s] for s in sides
+    ]
+    if not any(unshared):
         return _found([_line(members) for members in shared])
-    for odd, base in (rest, rest[::-1]):
+    for odd, base in (unshared, unshared[::-1]):
         lines = [_line(members) for members in (*shared, *([v] for v in base))]
-        found = _found(lines)
-        if all(_express(values, found) for values in odd):
-            return found
-    if not shared and len(rest[0]) == len(rest[1]) == 1:
-        return _in_two_digits(rest[0][0], rest[1][0])
+        result = _found(lines)
+        if all(_express(values, result) for values in odd):
+            return result
+    if not shared and len(unshared[0]) == len(unshared[1]) == 1:
+        return _in_two_digits(unshared[0][0], unshared[1][0])
     return None
 
 
@@ -91,53 +93,53 @@ def _line(members: Sequence[Values]) -> _Line:
     direction = _direction(members[0])
     low = min(direction)
     unit = tuple(value - low for value in direction)
-    at, first = unit.index(max(unit)), unit.index(0)
-    of = {v: ((v[at] - v[first]) // unit[at], v[first]) for v in members}
-    common = math.gcd(*(factor for factor, _ in of.values()))
+    highest, first = unit.index(max(unit)), unit.index(0)
+    factors = {v: ((v[highest] - v[first]) // unit[highest], v[first]) for v in members}
+    common = math.gcd(*(factor for factor, _ in factors.values()))
     unit = tuple(value * common for value in unit)
-    of = {v: (factor // common, constant) for v, (factor, constant) in of.items()}
+    factors = {v: (factor // common, constant) for v, (factor, constant) in factors.items()}
     # As small as the constants can be: `{l+1}` beside `{l}`, and not `{l}` beside `{l-1}`.
-    shift = min((c // f for f, c in of.values() if f > 0), default=0)
-    if shift > 0 and all(f > 0 for f, _ in of.values()):
+    shift = min((c // f for f, c in factors.values() if f > 0), default=0)
+    if shift > 0 and all(f > 0 for f, _ in factors.values()):
         unit = tuple(value + shift for value in unit)
-        of = {values: (f, c - f * shift) for values, (f, c) in of.items()}
-    return _Line(unit, of)
+        factors = {values: (f, c - f * shift) for values, (f, c) in factors.items()}
+    return _Line(unit, factors)
 
 
 def _found(lines: Sequence[_Line]) -> Formulas:
-    found = Formulas()
+    result = Formulas()
     for number, line in enumerate(lines):
-        found.variables.append(line.values)
+        result.variables.append(line.values)
         for values, (factor, constant) in line.of.items():
-            found.of[values] = Formula(((number, factor),), constant)
-    return found
+            result.of[values] = Formula(((number, factor),), constant)
+    return result
 
 
-def _express(values: Values, found: Formulas) -> bool:
+def _express(values: Values, known_formulas: Formulas) -> bool:
     """Adds the formula for a number as a sum of multiples of the variables, if there is one."""
-    if not found.variables:
+    if not known_formulas.variables:
         return False
-    matrix = np.asarray([[*each, 1] for each in zip(*found.variables, strict=True)], float)
+    matrix = np.asarray([[*row, 1] for row in zip(*known_formulas.variables, strict=True)], float)
     factors = np.rint(np.linalg.lstsq(matrix, np.asarray(values, float), rcond=None)[0])
     if (matrix @ factors != values).any() or (factors[:-1] < 0).any():
         return False
-    terms = tuple((at, int(f)) for at, f in enumerate(factors[:-1]) if f)
+    terms = tuple((variable, int(f)) for variable, f in enumerate(factors[:-1]) if f)
     if not terms or factors[-1] < 0:
         return False
-    found.of[values] = Formula(terms, int(factors[-1]))
-    return _add_sizes(terms, found)
+    known_formulas.of[values] = Formula(terms, int(factors[-1]))
+    return _add_sizes(terms, known_formulas)
 
 
-def _add_sizes(terms: Sequence[tuple[int, int]], found: Formulas) -> bool:
+def _add_sizes(terms: Sequence[tuple[int, int]], known_formulas: Formulas) -> bool:
     """Adds the sizes of all variables but that of the largest factor; False if they overlap."""
     ordered, reach = sorted(terms, key=lambda term: term[1]), 0
-    for at, (variable, factor) in enumerate(ordered):
-        size = max(found.variables[variable]) + 1
+    for position, (variable, factor) in enumerate(ordered):
+        size = max(known_formulas.variables[variable]) + 1
         if factor <= reach:
             return False
         reach += factor * (size - 1)
-        if at < len(ordered) - 1:
-            found.sizes[variable] = size
+        if position < len(ordered) - 1:
+            known_formulas.sizes[variable] = size
     return True
 
 
@@ -151,57 +153,65 @@ def _in_two_digits(left: Values, right: Values) -> Formulas | None:
         if len(left) % inner:
             continue
         outer, digit = np.divmod(np.arange(len(left)), inner)
-        found = Formulas([_put(outer, order), _put(digit, order)])
+        result = Formulas([_put(outer, order), _put(digit, order)])
         for values, ordered in zip((left, right), sides, strict=True):
             first, big, small = ordered[0], ordered[inner] - ordered[0], ordered[1] - ordered[0]
             if (ordered != first + big * outer + small * digit).any() or min(big, small) <= 0:
                 break
             terms = (0, int(big)), (1, int(small))
-            found.of[values] = Formula(terms, int(first))
-            if not _add_sizes(terms, found):
+            result.of[values] = Formula(terms, int(first))
+            if not _add_sizes(terms, result):
                 break
         else:
-            return found
+            return result
     return None
 
 
 def _put(values: np.ndarray, order: np.ndarray) -> Values:
-    found = np.empty(len(order), np.int64)
-    found[order] = values
-    return tuple(map(int, found))
+    result = np.empty(len(order), np.int64)
+    result[order] = values
+    return tuple(map(int, result))
 
 
-def solutions(found: Formulas, numbers: Iterator[tuple[Formula, Values]]) -> list[Values | None]:
+def solutions(
+    known_formulas: Formulas, numbers: Iterator[tuple[Formula, Values]]
+) -> list[Values | None]:
     """For each of several names the values of all variables that its numbers have; None where no
     values do.
 
     Arguments:
-        found: the formulas.
+        known_formulas: the formulas.
         numbers: the number at each place of the names, for all of these, and what it should be.
     """
     places = sorted(numbers, key=lambda place: len(place[0].terms))
     count = len(places[0][1]) if places else 0
     answers: list[Values | None] = []
-    for at in range(count):
-        known: dict[int, int] = {}
+    for number in range(count):
+        value_by_variable: dict[int, int] = {}
         for formula, values in places:
-            for variable, value in _solved(formula, values[at], found.sizes, known):
-                if known.setdefault(variable, value) != value:
-                    known[-1] = 0
-        is_solved = -1 not in known and len(known) == len(found.variables)
-        answers.append(tuple(known[v] for v in sorted(known)) if is_solved else None)
+            for variable, value in _solved(
+                formula, values[number], known_formulas.sizes, value_by_variable
+            ):
+                if value_by_variable.setdefault(variable, value) != value:
+                    value_by_variable[-1] = 0
+        is_solved = -1 not in value_by_variable and len(value_by_variable) == len(
+            known_formulas.variables
+        )
+        answers.append(
+            tuple(value_by_variable[v] for v in sorted(value_by_variable)) if is_solved else None
+        )
     return answers
 
 
 def _solved(
-    formula: Formula, number: int, sizes: dict[int, int], known: dict[int, int]
+    formula: Formula, number: int, sizes: dict[int, int], value_by_variable: dict[int, int]
 ) -> Iterator[tuple[int, int]]:
     """The values of a formula's variables; -1 with another than itself where there are none."""
-    rest = number - formula.constant
+    remainder = number - formula.constant
     for variable, factor in sorted(formula.terms, key=lambda term: -term[1]):
-        value, rest = divmod(rest, factor)
+        value, remainder = divmod(remainder, factor)
         if value < 0 or value >= sizes.get(variable, value + 1):
-            known[-1] = 0
+            value_by_variable[-1] = 0
         yield variable, value
-    if rest:
-        known[-1] = 0
+    if remainder:
+        value_by_variable[-1] = 0

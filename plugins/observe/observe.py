@@ -38,9 +38,11 @@ def observe(
     name: str | None = None,
 ) -> Rules:
     """See `Rules.observe`."""
-    given = Example.of(example, framework)
+    parsed_example = Example.of(example, framework)
     title = name or f"{function.__module__}:{getattr(function, '__qualname__', function)}"
-    return rules_of(observed(Converter(function, given), given, title), title, strict=strict)
+    return rules_of(
+        observed(Converter(function, parsed_example), parsed_example, title), title, strict=strict
+    )
 
 
 def rules_of(seen: Seen, title: str, *, strict: bool) -> Rules:
@@ -121,9 +123,13 @@ def observed(converter: Callable[..., dict[str, Array]], example: Example, title
         if isinstance(error, NamesDiffer):
             raise RuleError(f"{title}: {error}") from None
         raise
-    given, found = example.plain, getattr(converter, "plain", {})
-    kept = [name for name, value in given.items() if name in found and found[name] == value]
-    seen.values = Values(tuple(given), tuple(found), tuple(kept))
+    plain_values, returned_values = example.plain, getattr(converter, "plain", {})
+    unchanged = [
+        name
+        for name, value in plain_values.items()
+        if name in returned_values and returned_values[name] == value
+    ]
+    seen.values = Values(tuple(plain_values), tuple(returned_values), tuple(unchanged))
     return seen
 
 
@@ -131,21 +137,21 @@ def _traced(
     converter: Callable[..., dict[str, Array]], example: Example, inputs: list[Input]
 ) -> Seen:
     """Where all elements come from; in float32 where the converter takes that."""
-    own = [np.zeros(shape, dtype) for shape, dtype in example.arrays.values()]
-    wide = [np.zeros(x.shape, np.float32) if _is_narrow(x) else x for x in own]
+    native = [np.zeros(shape, dtype) for shape, dtype in example.arrays.values()]
+    wide = [np.zeros(x.shape, np.float32) if _is_narrow(x) else x for x in native]
     names = list(example.arrays)
-    for given in (wide, own) if any(map(_is_narrow, own)) else (own,):
-        tracer = Tracer(converter, given, names)
+    for arrays in (wide, native) if any(map(_is_narrow, native)) else (native,):
+        tracer = Tracer(converter, arrays, names)
         try:
             traced = tracer.trace()
         except NamesDiffer:
             raise
         except Exception:
-            if given is own:
+            if arrays is native:
                 raise
             continue
         break
-    refused = {one.name: _of_several(one) for one in traced if one.fault}
+    refused = {output.name: _of_several(output) for output in traced if output.fault}
     return Seen(inputs, traced, {}, {}, refused, tracer.runs)
 
 
@@ -153,19 +159,19 @@ def _test(converter: Callable[..., dict[str, Array]], example: Example, seen: Se
     """Runs the converter on fresh numbers, and refuses what is not as it was traced."""
     random = np.random.default_rng(1)
     for scale in _SCALES:
-        given = {
+        arrays = {
             name: _fresh(random, shape, dtype, scale)
             for name, (shape, dtype) in example.arrays.items()
         }
-        found = converter(given)
+        made = converter(arrays)
         seen.runs += 1
-        check_names([found], seen.traced)
+        check_names([made], seen.traced)
         if not seen.own:
-            seen.own, seen.made = given, found
-        for one in seen.traced:
-            why = "" if one.name in seen.refused else _differs(one, given, seen.inputs, found)
+            seen.own, seen.made = arrays, made
+        for output in seen.traced:
+            why = "" if output.name in seen.refused else _differs(output, arrays, seen.inputs, made)
             if why:
-                seen.refused[one.name] = why
+                seen.refused[output.name] = why
 
 
 class _Writer:
@@ -188,19 +194,19 @@ class _Writer:
             RuleError: there are none, though each array is clear.
         """
         seen = self._seen
-        return self._write([one for one in seen.traced if one.name not in seen.refused])
+        return self._write([output for output in seen.traced if output.name not in seen.refused])
 
     # --- writing ------------------------------------------------------------------------------
 
     def _write(self, traced: Sequence[Traced]) -> Rules:
         inputs = self._seen.inputs
-        of_inputs = [one for one in traced if (one.source >= 0).any()]
-        numbers = {one.name: at for at, one in enumerate(inputs)}
+        of_inputs = [array for array in traced if (array.source >= 0).any()]
+        numbers = {array.name: number for number, array in enumerate(inputs)}
         rules: list[Written] = []
         used: set[str] = set()
-        found = list(drafts(inputs, of_inputs, self._seen.together))
-        _tell_apart([draft for draft in found if isinstance(draft, Draft)])
-        for draft in found:
+        all_drafts = list(drafts(inputs, of_inputs, self._seen.together))
+        _tell_apart([draft for draft in all_drafts if isinstance(draft, Draft)])
+        for draft in all_drafts:
             if isinstance(draft, Misfit):
                 self._refuse(draft.right, draft.why)
                 continue
@@ -215,12 +221,12 @@ class _Writer:
             used |= {name for term in draft.left for name in term.names}
         constant: list[str] = []
         not_made: list[str] = []
-        for one in traced:
-            if (one.source >= 0).any() or one.name in self._seen.refused:
+        for array in traced:
+            if (array.source >= 0).any() or array.name in self._seen.refused:
                 continue
-            rules.append(self._constant(one, len(inputs) + len(rules)))
-            (constant if rules[-1].nothing != "drop" else not_made).append(one.name)
-        unused = [one.name for one in inputs if one.name not in used]
+            rules.append(self._constant(array, len(inputs) + len(rules)))
+            (constant if rules[-1].nothing != "drop" else not_made).append(array.name)
+        unused = [array.name for array in inputs if array.name not in used]
         # Of what the refused arrays are made is not known, so then nothing counts as lost.
         dropped = [] if self._seen.refused else unused
         rules += [
@@ -232,11 +238,13 @@ class _Writer:
         not_made += [name for name in values.returned if name not in values.kept]
         self._used = self._used_elements(inputs, of_inputs)
         scaled = [
-            one.name for one in of_inputs if _is_scaled(one) and one.name not in self._seen.refused
+            array.name
+            for array in of_inputs
+            if _is_scaled(array) and array.name not in self._seen.refused
         ]
-        known = {*scaled, *constant, *not_made, *self._seen.refused}
+        reported = {*scaled, *constant, *not_made, *self._seen.refused}
         report = ObservedReport(
-            tuple(one.name for one in traced if one.name not in known),
+            tuple(array.name for array in traced if array.name not in reported),
             tuple(scaled), tuple(constant), tuple(not_made), tuple(dropped),
             tuple(name for name, is_used in self._used.items() if not is_used.all()),
             self._seen.refused, self._seen.runs,
@@ -245,26 +253,26 @@ class _Writer:
 
     def _of_values(self, order: int) -> list[Written]:
         """Rules for what is no array."""
-        values, found = self._seen.values, list[Written]()
+        values, rules = self._seen.values, list[Written]()
         for name in dict.fromkeys([*values.taken, *values.returned]):
             term = WrittenTerm(tokens(name))
             left = (term,) if name in values.taken else ()
             right = ((term,),) if name in values.kept or not left else ()
-            found.append(Written(left, right, order=order + len(found)))
+            rules.append(Written(left, right, order=order + len(rules)))
             if left and not right and name in values.returned:
-                found.append(Written((), ((term,),), order=order + len(found)))
-        return found
+                rules.append(Written((), ((term,),), order=order + len(rules)))
+        return rules
 
     def _used_elements(self, inputs: Sequence[Input], traced: Sequence[Traced]) -> dict[str, Array]:
         """For each input of which something is made, which of its elements are."""
-        found: dict[int, Array] = {}
-        for one in traced:
-            for source in one.sources:
-                if one.name not in self._seen.refused:
+        used: dict[int, Array] = {}
+        for output in traced:
+            for source in output.sources:
+                if output.name not in self._seen.refused:
                     size = math.prod(inputs[source].shape)
-                    is_used = found.setdefault(source, np.zeros(size, bool))
-                    is_used[one.index[one.source == source]] = True
-        return {inputs[at].name: found[at] for at in sorted(found)}
+                    is_used = used.setdefault(source, np.zeros(size, bool))
+                    is_used[output.index[output.source == source]] = True
+        return {inputs[source].name: used[source] for source in sorted(used)}
 
     def _refuse(self, names: Sequence[str], why: str) -> None:
         self._seen.refused |= dict.fromkeys(names, f"cannot be made by a rule: {why}")
@@ -279,7 +287,7 @@ class _Writer:
         if left != right and len(right) == 1:
             self._casts |= {n: next(iter(right)) for term in draft.left for n in term.names}
 
-        def found(term: Term, is_left: bool) -> str | None:
+        def dtype_of(term: Term, is_left: bool) -> str | None:
             if left == right and len(left) == 1:
                 return None
             arrays = self._seen.own if is_left else self._seen.made
@@ -288,21 +296,21 @@ class _Writer:
                 raise Irregular("arrays of several dtypes become one")
             return dtype_name(kinds.pop())
 
-        return found
+        return dtype_of
 
-    def _constant(self, one: Traced, order: int) -> Written:
+    def _constant(self, output: Traced, order: int) -> Written:
         """A rule for an array that the converter makes of nothing."""
-        values = np.unique(one.offset)
+        values = np.unique(output.offset)
         if len(values) != 1 or not np.isfinite(values[0]):
-            return Written((), ((WrittenTerm(tokens(one.name)),),), order=order)
-        axes = [f"a{n}" for n in range(len(one.shape))]
+            return Written((), ((WrittenTerm(tokens(output.name)),),), order=order)
+        axes = [f"a{n}" for n in range(len(output.shape))]
         tail = f" [{' '.join(axes)}]"
-        dtype = self._seen.made[one.name].dtype
+        dtype = self._seen.made[output.name].dtype
         if dtype != np.float32:
             tail += f" as {dtype_name(dtype)}"
-        sizes = tuple(zip(axes, one.shape, strict=True))
+        sizes = tuple(zip(axes, output.shape, strict=True))
         number = f"{values[0]:.17g}"
-        return Written((), ((WrittenTerm(tokens(one.name), tail),),), sizes, number, order)
+        return Written((), ((WrittenTerm(tokens(output.name), tail),),), sizes, number, order)
 
     # --- checking -----------------------------------------------------------------------------
 
@@ -318,8 +326,8 @@ class _Writer:
             while True:
                 text = _text(self._title, lines, report)
                 try:
-                    found = Rules.parse(text, name=self._title)
-                    self._compare(found, report, ruled)
+                    parsed = Rules.parse(text, name=self._title)
+                    self._compare(parsed, report, ruled)
                 except (RuleError, LoadMismatch) as error:
                     problem = str(error)
                     apart = taken_apart(lines, text, error)
@@ -327,17 +335,17 @@ class _Writer:
                         break
                     lines = apart
                     continue
-                return replace(found, report=replace(report, lines=len(lines), text=text))
-        own, made, scaled = self._seen.own, self._seen.made, {*report.scaled}
+                return replace(parsed, report=replace(report, lines=len(lines), text=text))
+        inputs, made, scaled = self._seen.own, self._seen.made, {*report.scaled}
         both = [rule for rule in rules if rule.left and rule.right]
-        faults = [(rule, wrong_with(rule, own, made, scaled)) for rule in both]
+        faults = [(rule, wrong_with(rule, inputs, made, scaled)) for rule in both]
         wrong = [rule for rule, why in faults if why]
         if not wrong or len(wrong) == len(rules):
             raise RuleError(
                 f"{self._title}: no rules say what it does, though each array is clear: {problem}"
             )
         good = [rule for rule in rules if rule not in wrong]
-        lost = {name for rule in wrong for name in names_of(rule, True, own)}
+        lost = {name for rule in wrong for name in names_of(rule, True, inputs)}
         for rule, why in faults:
             if why:
                 self._refuse(sorted(names_of(rule, False, made)), why)
@@ -372,17 +380,17 @@ class _Writer:
         return np.where(self._used[name].reshape(x.shape), left, np.zeros((), x.dtype))
 
 
-def _tell_apart(found: Sequence[Draft]) -> None:
+def _tell_apart(all_drafts: Sequence[Draft]) -> None:
     """Marks names with numbers that several rules have, so that sizes tell whose they are."""
     seen: dict[object, list[Term]] = {}
-    for draft in found:
-        own: dict[object, Term] = {}
+    for draft in all_drafts:
+        terms_of_draft: dict[object, Term] = {}
         for is_left, terms in ((True, draft.left), (False, [t for ts in draft.right for t in ts])):
             for term in terms:
                 if any(not isinstance(item, str) for item in term.name):
                     texts = tuple(item if isinstance(item, str) else None for item in term.name)
-                    own[is_left, texts] = term
-        for key, term in own.items():
+                    terms_of_draft[is_left, texts] = term
+        for key, term in terms_of_draft.items():
             seen.setdefault(key, []).append(term)
     for alike in seen.values():
         for term in alike:
@@ -408,49 +416,51 @@ def _fresh(
     return random.integers(0, 3 << bits_of(dtype) - 1, shape).astype(dtype)
 
 
-def _is_scaled(one: Traced) -> bool:
-    of = one.source >= 0
-    return bool((one.scale[of] != 1).any() or (one.offset[of] != 0).any())
+def _is_scaled(output: Traced) -> bool:
+    is_element = output.source >= 0
+    return bool((output.scale[is_element] != 1).any() or (output.offset[is_element] != 0).any())
 
 
-def _place(one: Traced, flat: int) -> str:
-    where = np.unravel_index(flat, one.shape or (1,))
-    return str([int(i) for i in where][: len(one.shape)])
+def _place(output: Traced, flat: int) -> str:
+    where = np.unravel_index(flat, output.shape or (1,))
+    return str([int(i) for i in where][: len(output.shape)])
 
 
-def _of_several(one: Traced) -> str:
+def _of_several(output: Traced) -> str:
     return (
-        f"depends on values: element {_place(one, int(one.fault))} is not one element of an input, "
-        "multiplied by a number or with one added"
+        f"depends on values: element {_place(output, int(output.fault))} is not one element of an "
+        "input, multiplied by a number or with one added"
     )
 
 
 def _differs(
-    one: Traced, given: Mapping[str, Array], inputs: Sequence[Input], made: Mapping[str, Array]
+    output: Traced, arrays: Mapping[str, Array], inputs: Sequence[Input], made: Mapping[str, Array]
 ) -> str:
     """Why an output is not what was traced; "" if it is."""
-    found = made[one.name]
-    expected = np.array(one.offset, np.float64)
-    for source in one.sources:
-        mine = one.source == source
-        x = given[inputs[source].name].reshape(-1)[one.index[mine]]
+    result = made[output.name]
+    expected = np.array(output.offset, np.float64)
+    for source in output.sources:
+        mine = output.source == source
+        x = arrays[inputs[source].name].reshape(-1)[output.index[mine]]
         wide = x.real if x.dtype.kind == "c" else x
-        expected[mine] += one.scale[mine] * wide.astype(np.float64)
-    flat = np.asarray(found.real if found.dtype.kind == "c" else found).reshape(-1)
+        expected[mine] += output.scale[mine] * wide.astype(np.float64)
+    flat = np.asarray(result.real if result.dtype.kind == "c" else result).reshape(-1)
     with np.errstate(all="ignore"):
         cast = expected.astype(flat.dtype)
         good = (cast == flat) | (np.isnan(cast.astype(np.float64)) & np.isnan(flat.astype(float)))
-        if _is_scaled(one) and dtype_kind(flat.dtype) == "float":
-            size = np.maximum(np.abs(expected), np.abs(one.offset)) + np.abs(expected - one.offset)
+        if _is_scaled(output) and dtype_kind(flat.dtype) == "float":
+            size = np.maximum(np.abs(expected), np.abs(output.offset)) + np.abs(
+                expected - output.offset
+            )
             last = max(step(flat.dtype), 2e-6)
             good |= np.abs(flat.astype(np.float64) - expected) <= 4 * last * size
     bad = np.flatnonzero(~good)
     if not len(bad):
         return ""
-    at = int(bad[0])
+    position = int(bad[0])
     return (
-        f"depends on values: element {_place(one, at)} would be {expected[at]:.9g} by what other "
-        f"numbers showed, and is {float(flat[at]):.9g}"
+        f"depends on values: element {_place(output, position)} would be "
+        f"{expected[position]:.9g} by what other numbers showed, and is {float(flat[position]):.9g}"
     )
 
 

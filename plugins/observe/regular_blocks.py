@@ -42,19 +42,19 @@ def blocks_of(rows: Array, left: int) -> list[Block]:
     Raises:
         Irregular: they are too many, so this is no order that axes give.
     """
-    found: list[Block] = []
+    blocks: list[Block] = []
     open_rows = [rows]
     while open_rows:
-        rest = open_rows.pop()
-        if len(found) >= _MOST_BLOCKS:
+        part = open_rows.pop()
+        if len(blocks) >= _MOST_BLOCKS:
             raise Irregular("its elements are in an order that no axes give")
-        block = _nested(rest)
+        block = _nested(part)
         if block is not None:
-            found.append(block)
+            blocks.append(block)
             continue
-        begin, end = _parted(rest, left)
+        begin, end = _parted(part, left)
         open_rows += [end, begin]
-    return found
+    return blocks
 
 
 def combined(blocks: list[Block]) -> list[Block]:
@@ -63,15 +63,15 @@ def combined(blocks: list[Block]) -> list[Block]:
     Of heads that each have a query, a key and a value, there is one block for each head and kind
     at first, and then one for each kind, if that is how the other side has them.
     """
-    found = list(blocks)
+    current = list(blocks)
     while True:
         alike: dict[object, list[Block]] = {}
-        for block in found:
+        for block in current:
             alike.setdefault(block.digits, []).append(block)
-        joined = [one for members in alike.values() for one in _repeated(members)]
-        if len(joined) == len(found):
-            return found
-        found = joined
+        joined = [block for members in alike.values() for block in _repeated(members)]
+        if len(joined) == len(current):
+            return current
+        current = joined
 
 
 def _repeated(blocks: list[Block]) -> list[Block]:
@@ -80,8 +80,8 @@ def _repeated(blocks: list[Block]) -> list[Block]:
     steps = np.diff(np.asarray([block.first for block in ordered], np.int64), axis=0)
     if not len(steps):
         return ordered
-    others = np.flatnonzero((steps != steps[0]).any(axis=1))
-    radix = len(ordered) if not len(others) else int(others[0]) + 1
+    breaks = np.flatnonzero((steps != steps[0]).any(axis=1))
+    radix = len(ordered) if not len(breaks) else int(breaks[0]) + 1
     if radix < 2 or len(ordered) % radix:
         return ordered
     if (_inner_steps(steps, radix) != steps[0]).any():
@@ -97,8 +97,8 @@ def _nested(rows: Array) -> Block | None:
     while len(rows) > 1:
         steps = np.diff(rows, axis=0)
         step = steps[0]
-        others = np.flatnonzero((steps != step).any(axis=1))
-        radix = len(rows) if not len(others) else int(others[0]) + 1
+        breaks = np.flatnonzero((steps != step).any(axis=1))
+        radix = len(rows) if not len(breaks) else int(breaks[0]) + 1
         if len(rows) % radix:
             return None
         starts = rows[::radix]
@@ -119,8 +119,8 @@ def _inner_steps(steps: Array, radix: int) -> Array:
 def _parted(rows: Array, left: int) -> tuple[Array, Array]:
     """The elements in two parts, of which the first is a block, cut along one coordinate."""
     for coordinate in range(left):
-        for at in _cuts(rows, coordinate):
-            is_before = rows[:, coordinate] < at
+        for cut in _cuts(rows, coordinate):
+            is_before = rows[:, coordinate] < cut
             before = rows[is_before]
             if _nested(before) is not None:
                 return before, rows[~is_before]
@@ -135,8 +135,8 @@ def _cuts(rows: Array, coordinate: int) -> list[int]:
     order = np.argsort(rows[:, coordinate], kind="stable")
     runs = np.split(rows[order], np.cumsum(counts)[:-1])
     cuts, before = [], None
-    for value, one, two in zip(values[1:], runs, runs[1:], strict=False):
-        step = None if one.shape != two.shape else two - one
+    for value, run, next_run in zip(values[1:], runs, runs[1:], strict=False):
+        step = None if run.shape != next_run.shape else next_run - run
         if step is None or (step != step[0]).any():
             cuts.append(int(value))
             before = None

@@ -38,8 +38,8 @@ class Order:
     def apply(self, x: Array, shape: tuple[int, ...]) -> Array:
         """An array of the first shape as one of the second."""
         if self.many:
-            found: Array = x.transpose(self.order).reshape(shape)
-            return found
+            result: Array = x.transpose(self.order).reshape(shape)
+            return result
         inner = [shape[axis] for axis in self.order]
         back = np.argsort(self.order)
         split: Array = x.reshape(inner).transpose(back).reshape(shape)
@@ -48,7 +48,7 @@ class Order:
 
 def orders(first: tuple[int, ...], second: tuple[int, ...]) -> list[Order]:
     """All orders in which the axes of one shape make up the other, those that keep them first."""
-    found = []
+    result = []
     for many, (large, small) in ((True, (first, second)), (False, (second, first))):
         if len(large) < len(small) or (not many and len(large) == len(small)):
             continue
@@ -57,22 +57,22 @@ def orders(first: tuple[int, ...], second: tuple[int, ...]) -> list[Order]:
         for order in itertools.islice(itertools.permutations(axes), _MOST_ORDERS):
             groups = _groups([large[axis] for axis in order], small)
             if groups is not None:
-                found.append(Order(many, (*order, *ones), groups))
-    return found
+                result.append(Order(many, (*order, *ones), groups))
+    return result
 
 
 def _groups(sizes: Sequence[int], shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """How many of the sizes, in order, make up each dimension; None if they do not."""
-    found, at = [], 0
+    counts, position = [], 0
     for extent in shape:
-        product, begin = 1, at
-        while product < extent and at < len(sizes):
-            product *= sizes[at]
-            at += 1
+        product, begin = 1, position
+        while product < extent and position < len(sizes):
+            product *= sizes[position]
+            position += 1
         if product != extent:
             return None
-        found.append(at - begin)
-    return tuple(found) if at == len(sizes) else None
+        counts.append(position - begin)
+    return tuple(counts) if position == len(sizes) else None
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,10 @@ class Region:
         where: list[int | slice] = [slice(None)] * x.ndim
         if self.along is not None:
             where[self.along] = slice(self.start, self.stop)
-        for axis, at in zip(self.stacked, self.index, strict=True):
-            where[axis] = at
-        found: Array = x[tuple(where)]
-        return found
+        for axis, position in zip(self.stacked, self.index, strict=True):
+            where[axis] = position
+        part: Array = x[tuple(where)]
+        return part
 
 
 class Values:
@@ -136,11 +136,11 @@ class Values:
     @cached_property
     def is_constant(self) -> dict[str, bool]:
         """Whether all elements of an array are the same, so that values tell nothing."""
-        found = {}
+        result = {}
         for name in self.sums:
             flat = self.array(name).reshape(-1)
-            found[name] = bool((flat == flat[0]).all())
-        return found
+            result[name] = bool((flat == flat[0]).all())
+        return result
 
 
 def hashes(x: Array) -> Array:
@@ -152,24 +152,24 @@ def hashes(x: Array) -> Array:
     else:
         bits = x.astype(np.int64).view(np.uint64)
     mixed = (bits ^ (bits >> np.uint64(32))) * np.uint64(0x9FB21C651E98DF25)
-    found: Array = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xD6E8FEB86659FD93)
-    return found
+    result: Array = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xD6E8FEB86659FD93)
+    return result
 
 
 def regions(
-    name: str, values: Values, wanted: Mapping[str, int], facts: Mapping[str, LeafFact]
+    name: str, values: Values, sums: Mapping[str, int], facts: Mapping[str, LeafFact]
 ) -> Iterator[tuple[str, Region]]:
     """Which arrays of the other side are parts of an array: slices, or pieces along an axis.
 
     Arguments:
         name: of the large array.
         values: its side.
-        wanted: the sums of the arrays that are looked for, by name.
+        sums: the sums of the arrays that are looked for, by name.
         facts: of these.
     """
     x = values.array(name)
     mixed = hashes(x)
-    left = dict(wanted)
+    left = dict(sums)
     sizes = {other: math.prod(facts[other].shape) for other in left}
     for stacked in _stacks(x.ndim):
         count = math.prod(x.shape[axis] for axis in stacked)
@@ -191,10 +191,10 @@ def _stacks(rank: int) -> Iterator[tuple[int, ...]]:
         yield from itertools.combinations(range(rank), count)
 
 
-def _sums(mixed: Array, kept: tuple[int, ...]) -> Array:
-    others = tuple(axis for axis in range(mixed.ndim) if axis not in kept)
-    found: Array = mixed.sum(axis=others, dtype=np.uint64)
-    return found
+def _sums(mixed: Array, axes: tuple[int, ...]) -> Array:
+    summed_axes = tuple(axis for axis in range(mixed.ndim) if axis not in axes)
+    sums: Array = mixed.sum(axis=summed_axes, dtype=np.uint64)
+    return sums
 
 
 def _pieces(
@@ -213,8 +213,8 @@ def _pieces(
     }
     if not lengths:
         return
-    kept = tuple(sorted((*stacked, along)))
-    table = np.moveaxis(_sums(mixed, kept), kept.index(along), -1)
+    axes = tuple(sorted((*stacked, along)))
+    table = np.moveaxis(_sums(mixed, axes), axes.index(along), -1)
     rows = table.reshape(-1, extent)
     sums = np.concatenate([np.zeros((len(rows), 1), np.uint64), np.cumsum(rows, 1, np.uint64)], 1)
     by_length: dict[int, list[str]] = {}
@@ -225,10 +225,10 @@ def _pieces(
         flat = differences.reshape(-1)
         order = np.argsort(flat, kind="stable")
         for other in names:
-            at = np.searchsorted(flat[order], np.uint64(left[other]))
-            if at == len(flat) or int(flat[order[at]]) != left[other]:
+            position = np.searchsorted(flat[order], np.uint64(left[other]))
+            if position == len(flat) or int(flat[order[position]]) != left[other]:
                 continue
-            row, start = divmod(int(order[at]), differences.shape[1])
+            row, start = divmod(int(order[position]), differences.shape[1])
             index = np.unravel_index(row, table.shape[:-1]) if stacked else ()
             del left[other]
             yield (
@@ -237,11 +237,11 @@ def _pieces(
             )
 
 
-def equal_orders(one: Array, other: Array) -> list[Order]:
+def equal_orders(array: Array, other: Array) -> list[Order]:
     """The orders in which the elements of an array are those of another."""
-    wide = one.dtype != other.dtype
-    a, b = (one.astype(np.float64), other.astype(np.float64)) if wide else (one, other)
+    wide = array.dtype != other.dtype
+    a, b = (array.astype(np.float64), other.astype(np.float64)) if wide else (array, other)
     return [
-        order for order in orders(one.shape, other.shape)
+        order for order in orders(array.shape, other.shape)
         if np.array_equal(order.apply(a, other.shape), b)
     ]  # fmt: skip

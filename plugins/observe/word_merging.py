@@ -44,10 +44,10 @@ def merge_words(rules: Sequence[Written], *, phrases: bool = True) -> list[Writt
         rules: no two of which differ only in numbers.
         phrases: whether those that differ in a phrase are merged too.
     """
-    found = _merged([rule.renamed(_joined) for rule in rules], _variants)
-    if not phrases or len(found) > _MOST_PHRASED:
-        return found
-    return _merged(found, _phrases)
+    result = _merged([rule.renamed(_joined) for rule in rules], _variants)
+    if not phrases or len(result) > _MOST_PHRASED:
+        return result
+    return _merged(result, _phrases)
 
 
 def _merged(
@@ -55,64 +55,64 @@ def _merged(
     variants_of: Callable[[int, Written], Iterator[tuple[object, _Variant]]],
 ) -> list[Written]:
     """Rules of which those are one that differ in one variant; as many as can be at first."""
-    found: list[Written | None] = [*rules]
+    current: list[Written | None] = [*rules]
     groups: dict[object, tuple[int, list[_Variant]]] = {}
     several: dict[int, list[_Variant]] = {}
 
-    def add(at: int, rule: Written) -> None:
-        for key, variant in variants_of(at, rule):
+    def add(rule_number: int, rule: Written) -> None:
+        for key, variant in variants_of(rule_number, rule):
             number, members = groups.setdefault(key, (len(groups), []))
             members.append(variant)
             if len(members) > 1:
                 several[number] = members
 
-    for at, rule in enumerate(rules):
-        add(at, rule)
+    for rule_number, rule in enumerate(rules):
+        add(rule_number, rule)
     while True:
         for variants in several.values():
-            variants[:] = [v for v in variants if found[v.rule] is not None]
+            variants[:] = [v for v in variants if current[v.rule] is not None]
         ordered = (several[number] for number in sorted(several) if several[number])
         best = max(map(_distinct, ordered), key=_worth, default=[])
         if len(best) < 2:
-            return [rule for rule in found if rule is not None]
-        members = [one for v in best if (one := found[v.rule]) is not None]
+            return [rule for rule in current if rule is not None]
+        members = [rule for v in best if (rule := current[v.rule]) is not None]
         parts = tuple(part for rule in members for part in (rule.parts or (rule,)))
         joined = replace(_as_one(members[0], best), parts=parts)
         for variant in best:
-            found[variant.rule] = None
-        found.append(joined)
-        add(len(found) - 1, joined)
+            current[variant.rule] = None
+        current.append(joined)
+        add(len(current) - 1, joined)
 
 
 def _joined(name: Sequence[Token]) -> tuple[Token, ...]:
     """A name whose words are whole: `w1` in place of `w` and `1`."""
-    found: list[Token] = []
+    pieces: list[Token] = []
     for token in name:
-        before = found[-1] if found else "/"
+        before = pieces[-1] if pieces else "/"
         if any(isinstance(t, Capture) or t in _SEPARATORS for t in (before, token)):
-            found.append(token)
+            pieces.append(token)
         else:
-            found[-1] = f"{before}{token}"
-    return tuple(found)
+            pieces[-1] = f"{before}{token}"
+    return tuple(pieces)
 
 
-def _variants(at: int, rule: Written) -> Iterator[tuple[object, _Variant]]:
+def _variants(rule_number: int, rule: Written) -> Iterator[tuple[object, _Variant]]:
     """The rule without a word of its own, and that word on each side."""
     if not (rule.left and rule.right):
         return
     for word in sorted(_words(rule)):
         shape = _replaced(rule, word, Capture(""))
-        yield (True, shape.left, shape.right, shape.sizes), _Variant(at, word, word)
+        yield (True, shape.left, shape.right, shape.sizes), _Variant(rule_number, word, word)
     if len(rule.left) == len(rule.right) == len(rule.right[0]) == 1:
         left, right = rule.left[0], rule.right[0][0]
         for places in itertools.product(_places(left.name), _places(right.name)):
             names = _masked(left.name, places[0]), _masked(right.name, places[1])
             key = False, *names, left.tail, right.tail, rule.sizes
-            own = str(left.name[places[0]]), str(right.name[places[1]])
-            yield key, _Variant(at, *own, places)
+            pair = str(left.name[places[0]]), str(right.name[places[1]])
+            yield key, _Variant(rule_number, *pair, places)
 
 
-def _phrases(at: int, rule: Written) -> Iterator[tuple[object, _Variant]]:
+def _phrases(rule_number: int, rule: Written) -> Iterator[tuple[object, _Variant]]:
     """The rule without a word, a number or two components of each side, and these."""
     if len(rule.left) != 1 or len(rule.right) != 1 or len(rule.right[0]) != 1:
         return
@@ -122,23 +122,23 @@ def _phrases(at: int, rule: Written) -> Iterator[tuple[object, _Variant]]:
         key = *names, left.tail, right.tail, rule.sizes
         ours = "".join(map(str, left.name[place : place + count]))
         theirs = "".join(map(str, right.name[other : other + size]))
-        yield key, _Variant(at, ours, theirs, (place, other), (count, size))
+        yield key, _Variant(rule_number, ours, theirs, (place, other), (count, size))
 
 
 def _spans(name: Sequence[Token]) -> list[tuple[int, int]]:
     """Where one or two whole components of a name begin, and how many of its pieces they are; an
     enumeration takes no `/`."""
 
-    def is_whole(at: int) -> bool:
-        around = ["/", *name, "/"][at : at + 3]
+    def is_whole(position: int) -> bool:
+        around = ["/", *name, "/"][position : position + 3]
         return all(
             isinstance(token, str) and (token in _SEPARATORS) == is_separator
             for token, is_separator in zip(around, (True, False, True), strict=True)
         )
 
-    whole = [at for at in range(len(name)) if is_whole(at)]
-    pairs = [at for at in whole if at + 2 in whole and name[at + 1] == "."]
-    return [(at, 1) for at in whole] + [(at, 3) for at in pairs]
+    whole = [position for position in range(len(name)) if is_whole(position)]
+    pairs = [position for position in whole if position + 2 in whole and name[position + 1] == "."]
+    return [(position, 1) for position in whole] + [(position, 3) for position in pairs]
 
 
 def _words(rule: Written) -> set[str]:
@@ -146,7 +146,9 @@ def _words(rule: Written) -> set[str]:
     sides = []
     for terms in (rule.left, tuple(itertools.chain(*rule.right))):
         words = [[t for t in x.name if isinstance(t, str) and _WORD.fullmatch(t)] for x in terms]
-        sides.append({w for each in words for w in each if all(e.count(w) == 1 for e in words)})
+        sides.append(
+            {w for name_words in words for w in name_words if all(e.count(w) == 1 for e in words)}
+        )
     return sides[0] & sides[1]
 
 
@@ -156,7 +158,9 @@ def _replaced(rule: Written, word: str, capture: Capture) -> Written:
 
 
 def _places(name: Sequence[Token]) -> list[int]:
-    return [at for at, t in enumerate(name) if isinstance(t, str) and _WORD.fullmatch(t)]
+    return [
+        position for position, t in enumerate(name) if isinstance(t, str) and _WORD.fullmatch(t)
+    ]
 
 
 def _masked(name: Sequence[Token], place: int, count: int = 1) -> tuple[Token, ...]:
@@ -165,11 +169,11 @@ def _masked(name: Sequence[Token], place: int, count: int = 1) -> tuple[Token, .
 
 def _distinct(variants: Sequence[_Variant]) -> list[_Variant]:
     """Those of a group that can be one rule: no word of a side twice, and not too many."""
-    found: list[_Variant] = []
+    distinct: list[_Variant] = []
     for v in variants:
-        if all(v.rule != o.rule and v.left != o.left and v.right != o.right for o in found):
-            found.append(v)
-    return found if found[0].places is None else found[:_MOST_PAIRED]
+        if all(v.rule != o.rule and v.left != o.left and v.right != o.right for o in distinct):
+            distinct.append(v)
+    return distinct if distinct[0].places is None else distinct[:_MOST_PAIRED]
 
 
 def _worth(variants: Sequence[_Variant]) -> tuple[int, bool]:
@@ -186,12 +190,12 @@ def _as_one(first: Written, variants: Sequence[_Variant]) -> Written:
     left, right = first.left[0], first.right[0][0]
     is_named = any("|" in t.text for t in left.name if isinstance(t, Capture))
     name = f"{fresh_letter('nmk', letters_of(first))}:" if is_named else ""
-    at, to = variants[0].places
-    own, other = variants[0].lengths
-    ours = _enumerated(left.name, at, own, [v.left for v in variants], name)
-    theirs = _enumerated(right.name, to, other, [v.right for v in variants], name)
-    one = replace(left, name=ours), replace(right, name=theirs)
-    return replace(first, left=(one[0],), right=((one[1],),))
+    left_place, right_place = variants[0].places
+    left_length, other = variants[0].lengths
+    ours = _enumerated(left.name, left_place, left_length, [v.left for v in variants], name)
+    theirs = _enumerated(right.name, right_place, other, [v.right for v in variants], name)
+    terms = replace(left, name=ours), replace(right, name=theirs)
+    return replace(first, left=(terms[0],), right=((terms[1],),))
 
 
 def _enumerated(
@@ -212,5 +216,5 @@ def _enumerated(
 
 
 def _common_start(words: Sequence[str]) -> str:
-    letters = itertools.takewhile(lambda each: len({*each}) == 1, zip(*words, strict=False))
-    return "".join(each[0] for each in letters)
+    letters = itertools.takewhile(lambda column: len({*column}) == 1, zip(*words, strict=False))
+    return "".join(column[0] for column in letters)
