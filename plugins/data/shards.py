@@ -72,8 +72,8 @@ class Shards(Resumable):
     def __iter__(self) -> Iterator[Any]:
         shards = self._shards.values()
         epoch = min(shard.epoch for shard in shards)
-        while current := [shard for shard in shards if shard.epoch == epoch]:
-            shard = min(current, key=lambda shard: (shard.taken, shard.number))
+        while current_shards := [shard for shard in shards if shard.epoch == epoch]:
+            shard = min(current_shards, key=lambda shard: (shard.taken, shard.number))
             with self._changing():
                 batches = shard.draw()
             yield from batches

@@ -46,8 +46,8 @@ def _print(report: DoctorReport) -> None:
             how = f"not installed, and needed: pip install {package.name}"
         print(f"  {package.name:<14}{package.version or how}")
     print("\nplug-ins")
-    bundled = [plugin for plugin in report.plugins if plugin.package == "unickpt"]
-    print(f"  {len(bundled)} of unickpt; formats: {_names(report, 'formats')}")
+    bundled_plugins = [plugin for plugin in report.plugins if plugin.package == "unickpt"]
+    print(f"  {len(bundled_plugins)} of unickpt; formats: {_names(report, 'formats')}")
     print(f"  schemes: {_names(report, 'schemes')}; formats to write: {_names(report, 'writers')}")
     for plugin in report.plugins:
         if plugin.package != "unickpt" or plugin.error:

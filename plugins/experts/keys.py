@@ -112,9 +112,13 @@ class ExpertKeys:
         Raises:
             ValueError: two keys match it.
         """
-        cached = self._known.get(name)  # each save of a run asks again, in the call
-        if cached is not None and cached[0] == tuple(shape) and cached[1] == layout:
-            return cached[2]
+        cached_entry = self._known.get(name)  # each save of a run asks again, in the call
+        if (
+            cached_entry is not None
+            and cached_entry[0] == tuple(shape)
+            and cached_entry[1] == layout
+        ):
+            return cached_entry[2]
         units = self._find(name, shape, layout)
         self._known[name] = tuple(shape), layout, units
         return units

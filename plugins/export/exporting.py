@@ -105,11 +105,11 @@ def export(
         job = ExportJob(view, plan, target, group, budget_bytes, options.timeout_s, notify)
         job.check(most, requested)
         job.run(overwrite, lambda: _verify(view, plan, target, group, reading) if verify else None)
-    exported = [entry for name, entry in index.arrays.items() if name not in left_out]
+    exported_entries = [entry for name, entry in index.arrays.items() if name not in left_out]
     return SaveReport(
         url=target.name,
-        arrays=len(exported),
-        bytes=sum(entry.nbytes for entry in exported),
+        arrays=len(exported_entries),
+        bytes=sum(entry.nbytes for entry in exported_entries),
         written_bytes=job.written_bytes,
         chunks=job.count,
         processes=group.count,
@@ -222,10 +222,10 @@ def _verify(
     view: View, plan: Plan, target: ExportDestination, group: Group, options: LoadOptions
 ) -> None:
     """Compares what was written with the source; each process some of it."""
-    dataless = [file for file in plan.files if not file.data and file.copied is None]
+    dataless_files = [file for file in plan.files if not file.data and file.copied is None]
     lines = [
         f"  {file.name} has other bytes"
-        for file in dataless[group.index :: group.count]
+        for file in dataless_files[group.index :: group.count]
         if target.read(file.name) != _bytes_of(file)
     ]
     for part, of_part in (plan.parts or {"": plan}).items():

@@ -175,8 +175,8 @@ class Candidates:
 
     def _without(self, left: set[Any], together: Spans, requested: Sequence[Span]) -> Spans:
         """Withdraws what is in some units; of spans that have some there, asks chunk by chunk."""
-        remaining = together.without(left)
-        lost = set(together.which.tolist()) - set(remaining.which.tolist())
+        remaining_spans = together.without(left)
+        lost = set(together.which.tolist()) - set(remaining_spans.which.tolist())
         for candidate in self.find(
             [chunk for n in sorted(lost) for chunk in requested[n].chunks()]
         ):
@@ -185,7 +185,7 @@ class Candidates:
         for key, candidate in list(self._found.items()):
             if not left.isdisjoint(place.unit for place in candidate.places or ()):
                 del self._found[key]
-        return remaining
+        return remaining_spans
 
     def _serves(self, nbytes: int, place: Place, entry: ArrayEntry, number: int) -> bool | None:
         """Whether enough of a unit is used; None if it is not there up to its last value."""

@@ -78,7 +78,7 @@ def encode(old: Array, new: Array, state: State, generation: int, most: int) -> 
     patch = b"".join(
         [
             _HEADER.pack(state.digest, generation, len(gaps), mode, count, 0),
-            *(_SIZE.pack(len(packed)) for packed in stored),
+            *(_SIZE.pack(len(plane)) for plane in stored),
             *stored,
         ]
     )

@@ -49,9 +49,9 @@ class BaseChunks(ReferenceSource):
     def claim(self, items: Sequence[WriteItem], *, in_order: bool) -> Claimed:
         """Takes the chunks that are not looked at; the others are written, if they differ."""
         requested = [item for item in items if item.borrowed]
-        comparable = [item for item in items if not item.borrowed] if self.compares else ()
+        comparable_items = [item for item in items if not item.borrowed] if self.compares else ()
         spans = self._base.offer(
-            ((item.entry, item.part, item.number) for item in comparable),
+            ((item.entry, item.part, item.number) for item in comparable_items),
             [Span(item.entry, item.part, item.numbers) for item in requested],
         )
         together = [requested[number] for number in spans.which.tolist()]

@@ -108,8 +108,8 @@ class MergePlan:
     @property
     def merged(self) -> tuple[str, ...]:
         """The arrays that are merged."""
-        unmerged = set(self.from_last)
-        return tuple(name for name in self.last.view.index.arrays if name not in unmerged)
+        unmerged_names = set(self.from_last)
+        return tuple(name for name in self.last.view.index.arrays if name not in unmerged_names)
 
     @property
     def record(self) -> dict[str, Any]:

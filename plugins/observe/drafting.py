@@ -274,20 +274,20 @@ class _Drafted:
                 if _fits(family, other):
                     table.append((likeness.of(family.example, other.example), i, j))
         table.sort(reverse=True)
-        used: tuple[set[int], set[int]] = set(), set()
+        used_families: tuple[set[int], set[int]] = set(), set()
         for score, i, j in table:
-            if i in used[0] or j in used[1] or score <= 0:
+            if i in used_families[0] or j in used_families[1] or score <= 0:
                 continue
             rivals = [
                 (s, a, b) for s, a, b in table
-                if (a == i) != (b == j) and a not in used[0] and b not in used[1]
+                if (a == i) != (b == j) and a not in used_families[0] and b not in used_families[1]
             ]  # fmt: skip
             apart = score - max((s for s, _, _ in rivals), default=0.0)
             is_sure = score >= _NEAR and apart >= _APART and not self.has_values
             names = [rights[b].example for _, a, b in rivals[:3] if a == i]
             if score >= _NEAR / 2 or not rivals:
-                used[0].add(i)
-                used[1].add(j)
+                used_families[0].add(i)
+                used_families[1].add(j)
                 self._family(lefts[i], rights[j], is_sure, names)
 
     def _family(
@@ -337,9 +337,9 @@ class _Drafted:
     def _by_shape(self, left: str, right: str, is_sure: bool, alternatives: Sequence[str]) -> None:
         """A pair by names: the rule for it, if only one order of axes fits the shapes."""
         shapes = self._open[True][left].shape, self._open[False][right].shape
-        fitting = orders(*shapes)
+        fitting_orders = orders(*shapes)
         rules = []
-        for order in fitting:
+        for order in fitting_orders:
             is_same = order.many and order.order == tuple(range(len(shapes[0])))
             rules.append(
                 Written((WrittenTerm(tokens(left)),), ((WrittenTerm(tokens(right)),),))

@@ -149,7 +149,7 @@ class Tracer:
             yield []
 
     def _trace_class(
-        self, members: Sequence[int], fixed: Sequence[Array], all_traced: dict[str, Traced]
+        self, members: Sequence[int], fixed: Sequence[Array], traced_by_name: dict[str, Traced]
     ) -> None:
         bits = min([bits_of(self.inputs[m].dtype) for m in members], default=1)
         coded = _Class.of(members, self.inputs, bits)
@@ -165,13 +165,13 @@ class Tracer:
         else:
             rounds = [self._call(coded, fixed, place) for place in range(coded.digits)]
             rounds.append(self._call(coded, fixed, 0, factor=-1, shift=3))  # the other digit
-        check_names(rounds, [*all_traced.values()])
+        check_names(rounds, [*traced_by_name.values()])
         for name, out in rounds[0].items():
             outs = [_flat(outputs[name]) for outputs in rounds]
             decoded = (_decode if bits > 1 else _decode_bits)(coded, outs)
-            traced = all_traced.get(name)
+            traced = traced_by_name.get(name)
             if traced is None:
-                all_traced[name] = Traced(name, out.shape, *decoded)
+                traced_by_name[name] = Traced(name, out.shape, *decoded)
             else:
                 _combine(traced, *decoded)
 

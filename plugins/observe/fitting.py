@@ -250,13 +250,15 @@ def _joined(
     lefts: Sequence[Term], rights: Sequence[Term]
 ) -> Iterator[tuple[list[Term], list[Term]]]:
     """Terms that share blocks."""
-    remaining = [*((True, term) for term in lefts), *((False, term) for term in rights)]
-    while remaining:
-        blocks, component = set(remaining[0][1].blocks), [remaining.pop(0)]
+    remaining_terms = [*((True, term) for term in lefts), *((False, term) for term in rights)]
+    while remaining_terms:
+        blocks, component = set(remaining_terms[0][1].blocks), [remaining_terms.pop(0)]
         grown = True
         while grown:
-            near = [member for member in remaining if member[1].blocks & blocks]
-            remaining = [member for member in remaining if not member[1].blocks & blocks]
+            near = [member for member in remaining_terms if member[1].blocks & blocks]
+            remaining_terms = [
+                member for member in remaining_terms if not member[1].blocks & blocks
+            ]
             component += near
             grown = bool(near)
             for _, term in near:

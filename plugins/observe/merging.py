@@ -170,18 +170,20 @@ def _fewest(
     """
     if len(members) < 2:
         return [*members]
-    single = _as_one(members, alike, overlaps, group)
-    if single is not None:
-        return [single]
+    single_rule = _as_one(members, alike, overlaps, group)
+    if single_rule is not None:
+        return [single_rule]
     best: list[Written] = [*members]
     for keys in _divisions(members):
         parts: dict[object, list[Written]] = {}
         for rule, key in zip(members, keys, strict=True):
             parts.setdefault(key, []).append(rule)
         if 1 < len(parts) < min(len(members), len(best) + 1):
-            smaller = [x for part in parts.values() for x in _fewest(part, alike, overlaps, group)]
-            if len(smaller) < len(best):
-                best = smaller
+            fewer_rules = [
+                x for part in parts.values() for x in _fewest(part, alike, overlaps, group)
+            ]
+            if len(fewer_rules) < len(best):
+                best = fewer_rules
     return best
 
 
@@ -223,19 +225,19 @@ def _as_one(
     if is_one_sided and first.nothing not in ("drop",):
         return _constants(members, columns)
     left, right = _values(columns)
-    solved = formulas(left | right, left | right) if is_one_sided else formulas(left, right)
-    if solved is None or not (is_one_sided or _pairs_all(first, columns, solved)):
+    solution = formulas(left | right, left | right) if is_one_sided else formulas(left, right)
+    if solution is None or not (is_one_sided or _pairs_all(first, columns, solution)):
         return None
     narrow = {
         variable
         for values in _restricted(columns, first, overlaps, group)
-        for variable, _ in solved.of[values].terms
+        for variable, _ in solution.of[values].terms
     }
-    if not _takes_only(members, alike, columns, solved, narrow):
-        narrow = {*range(len(solved.variables))}
-        if not _takes_only(members, alike, columns, solved, narrow):
+    if not _takes_only(members, alike, columns, solution, narrow):
+        narrow = {*range(len(solution.variables))}
+        if not _takes_only(members, alike, columns, solution, narrow):
             return None
-    return _written(members, columns, solved, narrow)
+    return _written(members, columns, solution, narrow)
 
 
 _Columns = dict[tuple[bool, int, int], Values]
@@ -270,13 +272,17 @@ def _side(rule: Written, is_left: bool) -> tuple[WrittenTerm, ...]:
     return rule.left if is_left else tuple(itertools.chain(*rule.right))
 
 
-def _pairs_all(rule: Written, columns: _Columns, solved: Formulas) -> bool:
+def _pairs_all(rule: Written, columns: _Columns, solution: Formulas) -> bool:
     """Whether the numbers of each name tell all variables."""
     terms = [(side, number) for side in (True, False) for number in range(len(_side(rule, side)))]
     variables_by_term: dict[tuple[bool, int], set[int]] = {term: set() for term in terms}
     for (is_left, number, _), values in columns.items():
-        variables_by_term[is_left, number] |= {variable for variable, _ in solved.of[values].terms}
-    return all(len(variables) == len(solved.variables) for variables in variables_by_term.values())
+        variables_by_term[is_left, number] |= {
+            variable for variable, _ in solution.of[values].terms
+        }
+    return all(
+        len(variables) == len(solution.variables) for variables in variables_by_term.values()
+    )
 
 
 def _restricted(columns: _Columns, rule: Written, overlaps: Overlaps, group: int) -> set[Values]:
@@ -299,19 +305,19 @@ def _takes_only(
     members: Sequence[Written],
     alike: Sequence[Written],
     columns: _Columns,
-    solved: Formulas,
+    solution: Formulas,
     narrow: set[int],
 ) -> bool:
     """Whether captures for variables, some of them with given values only, match no other rule."""
     if len(members) == len(alike) and not narrow:
         return True
-    narrow_values = [solved.variables[variable] for variable in sorted(narrow)]
+    narrow_values = [solution.variables[variable] for variable in sorted(narrow)]
     fixed = dict(_numbers(members[:1]))
     places = [
-        (solved.of[columns[where]] if where in columns else Formula((), fixed[where][0]), values)
+        (solution.of[columns[where]] if where in columns else Formula((), fixed[where][0]), values)
         for where, values in _numbers(alike)
     ]
-    answers = solutions(solved, iter(places))
+    answers = solutions(solution, iter(places))
     options = [{*values} for values in narrow_values]
     matches = sum(
         answer is not None
@@ -322,7 +328,7 @@ def _takes_only(
 
 
 def _written(
-    members: Sequence[Written], columns: _Columns, solved: Formulas, narrow: set[int]
+    members: Sequence[Written], columns: _Columns, solution: Formulas, narrow: set[int]
 ) -> Written | None:
     """A rule with captures for numbers; None where the notation cannot say it."""
     first = members[0]
@@ -330,30 +336,30 @@ def _written(
     numbers: set[int] = set()
     used_letters = letters_of(first)
     for (is_left, term_number, place), values in columns.items():
-        formula, name = solved.of[values], _side(first, is_left)[term_number].name
+        formula, name = solution.of[values], _side(first, is_left)[term_number].name
         if formula.lone is None or isinstance(name[place], NumberCapture):
             numbers |= {variable for variable, _ in formula.terms}
         for variable, _ in formula.terms:
             if variable not in letters and len(formula.terms) == 1:
                 letters[variable] = _letter(name, place, used_letters)
     for (is_left, term_number, place), values in columns.items():
-        for variable, _ in solved.of[values].terms:
+        for variable, _ in solution.of[values].terms:
             if variable not in letters:
                 letters[variable] = _letter(
                     _side(first, is_left)[term_number].name, place, used_letters
                 )
-    if _is_twice_in_one_name(columns, solved, numbers):
+    if _is_twice_in_one_name(columns, solution, numbers):
         return None
     sizes: dict[str, int | str] = dict(first.sizes)
-    sizes |= {letters[variable]: size for variable, size in solved.sizes.items()}
+    sizes |= {letters[variable]: size for variable, size in solution.sizes.items()}
     for variable in narrow & numbers:
-        values = solved.variables[variable]
+        values = solution.variables[variable]
         if {*values} != {*range(max(values) + 1)}:
             return None
         sizes[letters[variable]] = max(values) + 1
 
     def capture(where: tuple[bool, int, int], values: Values) -> Token:
-        formula = solved.of[values]
+        formula = solution.of[values]
         token = _side(first, where[0])[where[1]].name[where[2]]
         terms = [(letters[variable], factor) for variable, factor in formula.terms]
         if isinstance(token, NumberCapture):
@@ -368,16 +374,16 @@ def _written(
     result = _with(first, {where: capture(where, values) for where, values in columns.items()})
     parts = tuple(part for rule in members for part in (rule.parts or (rule,)))
     result = replace(result, sizes=tuple(sorted(sizes.items())), parts=parts)
-    options = {letters[v]: sorted({*values}) for v, values in enumerate(solved.variables)}
+    options = {letters[v]: sorted({*values}) for v, values in enumerate(solution.variables)}
     return _apart_in_components(result, options)
 
 
-def _is_twice_in_one_name(columns: _Columns, solved: Formulas, numbers: set[int]) -> bool:
+def _is_twice_in_one_name(columns: _Columns, solution: Formulas, numbers: set[int]) -> bool:
     """Whether a name has a variable in two sums, which the notation does not take."""
     uses = Counter(
         (is_left, number, variable)
         for (is_left, number, _), values in columns.items()
-        for variable, _ in solved.of[values].terms
+        for variable, _ in solution.of[values].terms
         if variable in numbers
     )
     return max(uses.values(), default=0) > 1
@@ -414,8 +420,8 @@ def _apart_in_components(rule: Written, options: Mapping[str, Sequence[int]]) ->
                 return Capture(f"{key}:" + "|".join(map(str, options[key])))
         return token
 
-    renamed = rule.renamed(lambda name: tuple(map(changed, name)))
-    return replace(renamed, sizes=tuple(sorted({**dict(rule.sizes), **sizes}.items())))
+    result = rule.renamed(lambda name: tuple(map(changed, name)))
+    return replace(result, sizes=tuple(sorted({**dict(rule.sizes), **sizes}.items())))
 
 
 def _is_twice(key: str, rule: Written) -> bool:
@@ -441,12 +447,12 @@ def _with(rule: Written, captures: Mapping[tuple[bool, int, int], Token]) -> Wri
     return replace(rule, left=left, right=tuple(right))
 
 
-def _letter(name: Sequence[Token], place: int, used: set[str]) -> str:
+def _letter(name: Sequence[Token], place: int, used_letters: set[str]) -> str:
     """A name for a capture, after the word before it."""
     before = [re.sub("[^A-Za-z]", "", t) for t in name[:place] if isinstance(t, str)]
     word = next((text for text in reversed(before) if text), "n")
     first = "x" if word.startswith("expert") else word[0].lower()
-    return fresh_letter(first + "lnx", used)
+    return fresh_letter(first + "lnx", used_letters)
 
 
 def _is_grid(base: Sequence[Values]) -> bool:

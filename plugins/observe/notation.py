@@ -160,10 +160,12 @@ class _AxisNames:
             for term in terms:
                 self._name_numbers(term, alone)
         leaves = [axis for term in terms for axis in all_axes(term)]
-        unnamed = list({id(axis): axis for axis in leaves if id(axis) not in self._names}.values())
-        letters: Iterable[str] = "io" if len(unnamed) == 2 and not self._names else LETTERS
+        unnamed_axes = list(
+            {id(axis): axis for axis in leaves if id(axis) not in self._names}.values()
+        )
+        letters: Iterable[str] = "io" if len(unnamed_axes) == 2 and not self._names else LETTERS
         free = (x for x in itertools.chain(letters, more_letters()) if x not in self._taken)
-        for axis, letter in zip(unnamed, free, strict=False):
+        for axis, letter in zip(unnamed_axes, free, strict=False):
             self._names[id(axis)] = letter
 
     def _name_numbers(self, term: Term, alone: bool) -> None:
@@ -352,12 +354,12 @@ def letters_of(rule: Written) -> set[str]:
     return set(re.findall(r"[A-Za-z_][A-Za-z0-9_]*", " ".join(texts)))
 
 
-def fresh_letter(first: str, used: set[str]) -> str:
+def fresh_letter(first: str, used_letters: set[str]) -> str:
     """A letter that is not taken, which it is then; one of the first if possible."""
     letters = itertools.chain(first, LETTERS, more_letters())
-    fresh = next(letter for letter in letters if letter not in used)
-    used.add(fresh)
-    return fresh
+    letter = next(letter for letter in letters if letter not in used_letters)
+    used_letters.add(letter)
+    return letter
 
 
 def more_letters() -> Iterator[str]:

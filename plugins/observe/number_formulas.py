@@ -59,18 +59,18 @@ def formulas(left: Iterable[Values], right: Iterable[Values]) -> Formulas | None
     for values in sorted(sides[0] | sides[1]):
         classes.setdefault(_direction(values), []).append(values)
     shared = [c for c in classes.values() if {*c} & sides[0] and {*c} & sides[1]]
-    unshared = [
+    unshared_values = [
         [v for c in classes.values() if c not in shared for v in c if v in s] for s in sides
     ]
-    if not any(unshared):
+    if not any(unshared_values):
         return _found([_line(members) for members in shared])
-    for odd, base in (unshared, unshared[::-1]):
+    for odd, base in (unshared_values, unshared_values[::-1]):
         lines = [_line(members) for members in (*shared, *([v] for v in base))]
         result = _found(lines)
         if all(_express(values, result) for values in odd):
             return result
-    if not shared and len(unshared[0]) == len(unshared[1]) == 1:
-        return _in_two_digits(unshared[0][0], unshared[1][0])
+    if not shared and len(unshared_values[0]) == len(unshared_values[1]) == 1:
+        return _in_two_digits(unshared_values[0][0], unshared_values[1][0])
     return None
 
 

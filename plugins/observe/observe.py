@@ -124,12 +124,12 @@ def observed(converter: Callable[..., dict[str, Array]], example: Example, title
             raise RuleError(f"{title}: {error}") from None
         raise
     plain_values, returned_values = example.plain, getattr(converter, "plain", {})
-    unchanged = [
+    unchanged_names = [
         name
         for name, value in plain_values.items()
         if name in returned_values and returned_values[name] == value
     ]
-    seen.values = Values(tuple(plain_values), tuple(returned_values), tuple(unchanged))
+    seen.values = Values(tuple(plain_values), tuple(returned_values), tuple(unchanged_names))
     return seen
 
 
@@ -137,17 +137,19 @@ def _traced(
     converter: Callable[..., dict[str, Array]], example: Example, inputs: list[Input]
 ) -> Seen:
     """Where all elements come from; in float32 where the converter takes that."""
-    native = [np.zeros(shape, dtype) for shape, dtype in example.arrays.values()]
-    wide = [np.zeros(x.shape, np.float32) if _is_narrow(x) else x for x in native]
+    native_arrays = [np.zeros(shape, dtype) for shape, dtype in example.arrays.values()]
+    wide = [np.zeros(x.shape, np.float32) if _is_narrow(x) else x for x in native_arrays]
     names = list(example.arrays)
-    for arrays in (wide, native) if any(map(_is_narrow, native)) else (native,):
+    for arrays in (
+        (wide, native_arrays) if any(map(_is_narrow, native_arrays)) else (native_arrays,)
+    ):
         tracer = Tracer(converter, arrays, names)
         try:
             traced = tracer.trace()
         except NamesDiffer:
             raise
         except Exception:
-            if arrays is native:
+            if arrays is native_arrays:
                 raise
             continue
         break
@@ -242,9 +244,9 @@ class _Writer:
             for array in of_inputs
             if _is_scaled(array) and array.name not in self._seen.refused
         ]
-        reported = {*scaled, *constant, *not_made, *self._seen.refused}
+        reported_names = {*scaled, *constant, *not_made, *self._seen.refused}
         report = ObservedReport(
-            tuple(array.name for array in traced if array.name not in reported),
+            tuple(array.name for array in traced if array.name not in reported_names),
             tuple(scaled), tuple(constant), tuple(not_made), tuple(dropped),
             tuple(name for name, is_used in self._used.items() if not is_used.all()),
             self._seen.refused, self._seen.runs,
@@ -326,8 +328,8 @@ class _Writer:
             while True:
                 text = _text(self._title, lines, report)
                 try:
-                    parsed = Rules.parse(text, name=self._title)
-                    self._compare(parsed, report, ruled)
+                    parsed_rules = Rules.parse(text, name=self._title)
+                    self._compare(parsed_rules, report, ruled)
                 except (RuleError, LoadMismatch) as error:
                     problem = str(error)
                     apart = taken_apart(lines, text, error)
@@ -335,7 +337,7 @@ class _Writer:
                         break
                     lines = apart
                     continue
-                return replace(parsed, report=replace(report, lines=len(lines), text=text))
+                return replace(parsed_rules, report=replace(report, lines=len(lines), text=text))
         inputs, made, scaled = self._seen.own, self._seen.made, {*report.scaled}
         both = [rule for rule in rules if rule.left and rule.right]
         faults = [(rule, wrong_with(rule, inputs, made, scaled)) for rule in both]

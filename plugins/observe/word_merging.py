@@ -75,7 +75,7 @@ def _merged(
         best = max(map(_distinct, ordered), key=_worth, default=[])
         if len(best) < 2:
             return [rule for rule in current if rule is not None]
-        members = [rule for v in best if (rule := current[v.rule]) is not None]
+        members = [member for v in best if (member := current[v.rule]) is not None]
         parts = tuple(part for rule in members for part in (rule.parts or (rule,)))
         joined = replace(_as_one(members[0], best), parts=parts)
         for variant in best:
@@ -169,11 +169,17 @@ def _masked(name: Sequence[Token], place: int, count: int = 1) -> tuple[Token, .
 
 def _distinct(variants: Sequence[_Variant]) -> list[_Variant]:
     """Those of a group that can be one rule: no word of a side twice, and not too many."""
-    distinct: list[_Variant] = []
+    distinct_variants: list[_Variant] = []
     for v in variants:
-        if all(v.rule != o.rule and v.left != o.left and v.right != o.right for o in distinct):
-            distinct.append(v)
-    return distinct if distinct[0].places is None else distinct[:_MOST_PAIRED]
+        if all(
+            v.rule != o.rule and v.left != o.left and v.right != o.right for o in distinct_variants
+        ):
+            distinct_variants.append(v)
+    return (
+        distinct_variants
+        if distinct_variants[0].places is None
+        else distinct_variants[:_MOST_PAIRED]
+    )
 
 
 def _worth(variants: Sequence[_Variant]) -> tuple[int, bool]:

@@ -83,8 +83,8 @@ def _rows(
     run: RunFacts, saves: Mapping[str, Sequence[SavedLine]]
 ) -> tuple[list[dict[str, Any]], tuple[list[Series], int]]:
     """The rows of all steps in natural order, also of those that are removed; and their metrics."""
-    existing = {step.name for step in run.steps} | run.others
-    gone = [name for name in saves if name not in existing][-MOST_STEPS:]
+    existing_names = {step.name for step in run.steps} | run.others
+    gone = [name for name in saves if name not in existing_names][-MOST_STEPS:]
     rows = [
         ({"id": number, **_stored(step, saves.get(step.name, ()))}, step.metrics)
         for number, step in enumerate(run.steps)

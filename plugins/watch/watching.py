@@ -147,9 +147,9 @@ class Watch:
     def _committed(self, listed: Listed) -> Committed:
         """The facts of a checkpoint; read anew only if it was replaced."""
         version = version_at(resolve_path(listed.path))
-        cached = self._opened.get(listed.name)
-        if cached is not None and version is not None and cached[0] == version.digest:
-            return cached[1]
+        cached_entry = self._opened.get(listed.name)
+        if cached_entry is not None and version is not None and cached_entry[0] == version.digest:
+            return cached_entry[1]
         try:
             facts = _opened(listed)
         except UnickptError as error:
