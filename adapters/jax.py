@@ -84,8 +84,8 @@ def source(leaf: Any, group: Group) -> ArraySource:
 
 
 def facts(leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Hashable]]:
-    said = list(map(attrgetter("shape", "dtype", "sharding"), leaves))
-    return (said, [leaf.is_deleted() for leaf in leaves]), list(map(id, leaves))
+    properties = list(map(attrgetter("shape", "dtype", "sharding"), leaves))
+    return (properties, [leaf.is_deleted() for leaf in leaves]), list(map(id, leaves))
 
 
 def tokens(leaves: Sequence[Any]) -> Sequence[Hashable]:
@@ -267,10 +267,10 @@ def expand(obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion |
         raise UnsupportedLeaf(
             f"{name!r}: {type(obj).__name__} gives several of its children the same key: {keys}"
         )
-    shown = [i for i, key in enumerate(keys) if not _is_internal(key, children[i])]
+    visible_indices = [i for i, key in enumerate(keys) if not _is_internal(key, children[i])]
 
     def rebuild(values: list[Any]) -> Any:
-        values_by_index = dict(zip(shown, values, strict=True))
+        values_by_index = dict(zip(visible_indices, values, strict=True))
         # Children that are not shown have no leaves; they are copied, so that they are not shared.
         fresh = [
             values_by_index[i]
@@ -283,8 +283,8 @@ def expand(obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion |
     # Wrappers of one value (nnx.Variable, flax.linen.Partitioned) are not part of the name.
     return Expansion(
         "wrapper" if keys == ["value"] else "object",
-        tuple(keys[i] for i in shown),
-        tuple(children[i] for i in shown),
+        tuple(keys[i] for i in visible_indices),
+        tuple(children[i] for i in visible_indices),
         rebuild,
         type(obj).__name__,
     )

@@ -56,14 +56,14 @@ class _Arriving:
                 return None
             cls._bytes += nbytes
         try:
-            made = cls(parts, shardings)
+            arriving = cls(parts, shardings)
         except BaseException as error:  # such as an array that was deleted
             cls._gone(nbytes)
             if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
                 return None
             raise
-        weakref.finalize(made, cls._gone, nbytes)
-        return made
+        weakref.finalize(arriving, cls._gone, nbytes)
+        return arriving
 
     @classmethod
     def _gone(cls, nbytes: int) -> None:

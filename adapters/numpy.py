@@ -34,11 +34,11 @@ def source(leaf: Any, group: Group) -> ArraySource:
 
 
 def facts(leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Hashable]]:
-    said = list(map(attrgetter("shape", "dtype", "strides"), leaves))
+    properties = list(map(attrgetter("shape", "dtype", "strides"), leaves))
     if all(map(attrgetter("flags.owndata"), leaves)):
         # Then no two share memory, and to ask for its address takes most of the time.
-        return said, list(map(_key, leaves, range(len(leaves))))
-    return said, [_begin(leaf) or -number for number, leaf in enumerate(leaves)]
+        return properties, list(map(_key, leaves, range(len(leaves))))
+    return properties, [_begin(leaf) or -number for number, leaf in enumerate(leaves)]
 
 
 def _key(leaf: Any, number: int) -> int:

@@ -113,7 +113,7 @@ def facts(leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Hashable]]:
         both = [(x, None) if type(x) in _PLAIN_TYPES else _plain_local(x) for x in leaves]
         local_tensors, specs = zip(*both, strict=True)
     storages = list(map(torch.Tensor.untyped_storage, local_tensors))
-    said = (
+    properties = (
         specs,
         list(map(attrgetter("shape", "dtype", "device"), local_tensors)),
         list(map(torch.Tensor.stride, local_tensors)),
@@ -122,7 +122,7 @@ def facts(leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Hashable]]:
         list(map(torch.Tensor.is_conj, local_tensors)),
         list(map(torch.Tensor.is_neg, local_tensors)),
     )
-    return said, list(map(attrgetter("_cdata"), storages))
+    return properties, list(map(attrgetter("_cdata"), storages))
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

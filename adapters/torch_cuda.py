@@ -104,8 +104,8 @@ def transfer(
             out = pinned(part.numel() * dtype.itemsize).view(dtype).reshape(box.shape)
             part.record_stream(stream)  # what is freed meanwhile is not given to others before
             # Else torch would conjugate or negate the copy on the host, before it is there.
-            made = part.resolve_conj().resolve_neg()
-            as_torch(out, part.dtype).copy_(made, non_blocking=True)
+            resolved_part = part.resolve_conj().resolve_neg()
+            as_torch(out, part.dtype).copy_(resolved_part, non_blocking=True)
             copied: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             copied.record(stream)
             copies[box] = out, copied

@@ -38,11 +38,11 @@ def with_extra_states(
     if not isinstance(node, Node):
         return state
     children = by_key(node)
-    made = copy.copy(state)  # with the versions of modules
+    new_state = copy.copy(state)  # with the versions of modules
     for key in keys:
         if names[key] in children:
-            made[key] = _made(state[key], children[names[key]], stored)
-    return made
+            new_state[key] = _made(state[key], children[names[key]], stored)
+    return new_state
 
 
 def _made(value: Any, node: Node | Leaf, stored: StoredTree) -> Any:

@@ -123,22 +123,22 @@ def _places(leaf: Any) -> tuple[Layout | None, dict[Box, tuple[int, ...]]]:
     groups hold the same array, and know nothing of each other: a layout says the same for each.
     Without one, if shards are not equal pieces of a dimension, a single group holds the array.
     """
-    said = []
+    shards = []
     for metadata in leaf.metadata().shards_metadata:
         rank = metadata.placement.rank()
         if rank is None:
             raise TypeError(f"the shard {_box(metadata)} is on {metadata.placement}, not on a rank")
-        said.append((rank, tuple(metadata.shard_offsets), tuple(metadata.shard_sizes)))
-    return _places_of(tuple(leaf.size()), _ranks(leaf), tuple(said))
+        shards.append((rank, tuple(metadata.shard_offsets), tuple(metadata.shard_sizes)))
+    return _places_of(tuple(leaf.size()), _ranks(leaf), tuple(shards))
 
 
 @lru_cache(maxsize=4096)  # a model has few, and each is looked up at every save
 def _places_of(
-    shape: tuple[int, ...], ranks: tuple[int, ...], said: tuple[Any, ...]
+    shape: tuple[int, ...], ranks: tuple[int, ...], shards: tuple[Any, ...]
 ) -> tuple[Layout | None, dict[Box, tuple[int, ...]]]:
     ranks_by_box: dict[Box, tuple[int, ...]] = {
         Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True))): (rank,)
-        for rank, start, sizes in said
+        for rank, start, sizes in shards
         if 0 not in sizes
     }
     mesh = Mesh(("shard",), (len(ranks),), ranks)
@@ -232,8 +232,10 @@ def _fresh_state(
     """The stored slots of parameters without any, sharded like the parameters."""
     slots_of = slots_by_key(stored, name)
     param_names = [param for group in state["param_groups"] for param in group["params"]]
-    lacking = {component(p): p for p in param_names if not state["state"].get(p)}
-    slots_to_make = {lacking[key]: slots for key, slots in slots_of.items() if key in lacking}
+    lacking_names = {component(p): p for p in param_names if not state["state"].get(p)}
+    slots_to_make = {
+        lacking_names[key]: slots for key, slots in slots_of.items() if key in lacking_names
+    }
     params = module.state_dict() if slots_to_make else {}
     fresh = {}
     for param, slots in slots_to_make.items():

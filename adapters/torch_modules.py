@@ -150,9 +150,9 @@ def expand_module(obj: torch.nn.Module, name: str, stored: StoredTree | None) ->
         return obj
 
     def check(node: Node, value: Callable[[str], Any]) -> None:
-        (shown,) = node.children
-        assert isinstance(shown, Node), "a state_dict"
-        leaves = zip(shown.keys, shown.children, strict=True)
+        (state_node,) = node.children
+        assert isinstance(state_node, Node), "a state_dict"
+        leaves = zip(state_node.keys, state_node.children, strict=True)
         loaded = {
             old_names[str(k)]: value(leaf.name) for k, leaf in leaves if isinstance(leaf, Leaf)
         }
@@ -165,8 +165,10 @@ def expand_module(obj: torch.nn.Module, name: str, stored: StoredTree | None) ->
                     "two arrays; untie them, or load both into a plain dict and choose"
                 )
 
-    shown, kind = _renamed(state, names), type(obj).__name__
-    return Expansion("wrapper", ("state_dict",), (shown,), rebuild, kind, check if meta else None)
+    new_state, kind = _renamed(state, names), type(obj).__name__
+    return Expansion(
+        "wrapper", ("state_dict",), (new_state,), rebuild, kind, check if meta else None
+    )
 
 
 def _is_meta(value: Any) -> bool:

@@ -74,11 +74,11 @@ class NamedOptimizer:
         canonical = canonical_names(module, parameters_of)
         name_by_id = {id(parameter): canonical[name] for name, parameter in parameters_of.items()}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        strange = [tuple(p.shape) for p in parameters if id(p) not in name_by_id]
-        if strange:
+        foreign_shapes = [tuple(p.shape) for p in parameters if id(p) not in name_by_id]
+        if foreign_shapes:
             raise ValueError(
-                f"the optimizer has {len(strange)} parameters that are not the module's, the first "
-                f"of shape {strange[0]}; pass the module that holds them all"
+                f"the optimizer has {len(foreign_shapes)} parameters that are not the module's, "
+                f"the first of shape {foreign_shapes[0]}; pass the module that holds them all"
             )
         self.optimizer, self.names = optimizer, [name_by_id[id(p)] for p in parameters]
         self.module = module

@@ -39,8 +39,8 @@ def expand_sparse(obj: torch.Tensor, name: str, stored: Mapping[str, Any] | None
         parts = {key: _room(part, stored.get(names[key])) for key, part in parts.items()}
 
     def rebuild(loaded_parts: list[Any]) -> Any:
-        *filled, said = loaded_parts
-        new = _made(obj, [part.as_subclass(torch.Tensor) for part in filled], said, name)
+        *filled, loaded_context = loaded_parts
+        new = _made(obj, [part.as_subclass(torch.Tensor) for part in filled], loaded_context, name)
         if obj.is_meta:
             if isinstance(obj, torch.nn.Parameter):
                 return torch.nn.Parameter(new, requires_grad=obj.requires_grad)
@@ -84,7 +84,7 @@ def _room(part: torch.Tensor, entry: Any) -> torch.Tensor:
 
 
 def _made(
-    obj: torch.Tensor, parts: list[torch.Tensor], said: Mapping[str, Any], name: str
+    obj: torch.Tensor, parts: list[torch.Tensor], context: Mapping[str, Any], name: str
 ) -> torch.Tensor:
     """A sparse tensor of parts that were loaded.
 
@@ -95,7 +95,7 @@ def _made(
     try:
         if obj.layout is torch.sparse_coo:
             indices, values = parts
-            flag = bool(said["coalesced"]) or None
+            flag = bool(context["coalesced"]) or None
             return torch.sparse_coo_tensor(indices, values, obj.shape, is_coalesced=flag, **checked)
         compressed, plain, values = parts
         return torch.sparse_compressed_tensor(

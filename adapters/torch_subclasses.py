@@ -56,8 +56,8 @@ def expand_subclass(obj: Any, name: str) -> Expansion:
     for attribute, part in parts.items():
         _check_part(local, attribute, part, name)
     keys = _keys(list(parts), name, kind)
-    said = _said(whole, context, name)
-    children = _alone(parts) if whole.shard is None else _spread(whole, parts, said, name)
+    plain_context = _plain_context(whole, context, name)
+    children = _alone(parts) if whole.shard is None else _spread(whole, parts, plain_context, name)
     abstract = any(part.is_meta for part in parts.values())
     if abstract and _has_meta_device(context):
         raise UnsupportedLeaf(
@@ -78,7 +78,9 @@ def expand_subclass(obj: Any, name: str) -> Expansion:
     def check(node: Node, value: Callable[[str], Any]) -> None:
         check_context(node, value, name, f"a {kind}")
 
-    return Expansion("object", (*keys, _CONTEXT), (*children.values(), said), rebuild, kind, check)
+    return Expansion(
+        "object", (*keys, _CONTEXT), (*children.values(), plain_context), rebuild, kind, check
+    )
 
 
 def _placed_tensor(obj: Any) -> PlacedTensor:
@@ -100,10 +102,10 @@ def check_context(node: Node, value: Callable[[str], Any], name: str, kind: str)
     Raises:
         LoadMismatch: names all that differs.
     """
-    said = [(leaf.name, value(leaf.name), leaf.value) for leaf in leaves(node.children[-1])]
+    rows = [(leaf.name, value(leaf.name), leaf.value) for leaf in leaves(node.children[-1])]
     wrong = [
         f"{path.removeprefix(join(name, ''))} is {quoted(stored)}, asked for is {quoted(requested)}"
-        for path, stored, requested in said
+        for path, stored, requested in rows
         if type(stored) is not type(requested) or stored != requested
     ]
     if wrong:
@@ -165,14 +167,14 @@ def _plain_part(part: Any) -> torch.Tensor:
 def _made(obj: Any, local: torch.Tensor, inner: dict[str, torch.Tensor], context: Any) -> Any:
     """A tensor, like one on the meta device, of parts that are filled."""
     make: Any = type(local)
-    made = make.__tensor_unflatten__(inner, context, local.shape, local.stride())
+    tensor = make.__tensor_unflatten__(inner, context, local.shape, local.stride())
     if type(obj) is PlacedTensor:
-        return made
+        return tensor
     if is_dtensor(obj):
-        made = type(obj.detach())(made, obj._spec, requires_grad=False)
+        tensor = type(obj.detach())(tensor, obj._spec, requires_grad=False)
     if isinstance(obj, torch.nn.Parameter):
-        return torch.nn.Parameter(made, requires_grad=obj.requires_grad)
-    return made.requires_grad_() if obj.requires_grad else made
+        return torch.nn.Parameter(tensor, requires_grad=obj.requires_grad)
+    return tensor.requires_grad_() if obj.requires_grad else tensor
 
 
 # --- the context --------------------------------------------------------------------------------
@@ -185,7 +187,7 @@ class _Unstorable(Exception):
     """A value of a context cannot be stored."""
 
 
-def _said(tensor: PlacedTensor, context: Any, name: str) -> dict[str, Any]:
+def _plain_context(tensor: PlacedTensor, context: Any, name: str) -> dict[str, Any]:
     """A context as plain values, with the class, the shape and the dtype of the whole tensor."""
     local, whole = tuple(tensor.local.shape), tensor.shape
     kind = type(tensor.local).__name__
@@ -254,7 +256,10 @@ def _has_meta_device(value: Any) -> bool:
 
 
 def _spread(
-    tensor: PlacedTensor, parts: Mapping[str, torch.Tensor], said: Mapping[str, Any], name: str
+    tensor: PlacedTensor,
+    parts: Mapping[str, torch.Tensor],
+    plain_context: Mapping[str, Any],
+    name: str,
 ) -> dict[str, Any]:
     """The parts of this rank's part of a tensor, as parts of the whole.
 
@@ -270,7 +275,7 @@ def _spread(
         )
     sizes = dict(zip(shard.layout.mesh.axes, shard.layout.mesh.shape, strict=True))
     cut = [d for d, axes in enumerate(shard.layout.dims) if any(sizes[a] > 1 for a in axes)]
-    follows = {d: _follows(local, parts, d, repr(said), name) for d in cut}
+    follows = {d: _follows(local, parts, d, repr(plain_context), name) for d in cut}
     return {
         attribute: _placed(
             part,
@@ -306,9 +311,9 @@ def _placed(
         if dims[e] or any(end.denominator > 1 for end in ends):
             raise UnsupportedLeaf(
                 f"{name!r}: this rank has {shard.box} of shape {list(outer)}, of which dimension "
-                f"{d} is {_spoken(ratio)} of dimension {e} of the part of shape {list(part.shape)}"
-                ": the shards do not begin and end with blocks. Shard in multiples of the blocks, "
-                "or along another dimension"
+                f"{d} is {_ratio_text(ratio)} of dimension {e} of the part of shape "
+                f"{list(part.shape)}: the shards do not begin and end with blocks. "
+                "Shard in multiples of the blocks, or along another dimension"
             )
         whole[e], start[e], stop[e] = map(int, ends)
         dims[e] = shard.layout.dims[d]
@@ -327,7 +332,7 @@ def _placed(
     return Part.wrap(part, tuple(whole), place, tensor.kind)
 
 
-def _spoken(ratio: Fraction) -> str:
+def _ratio_text(ratio: Fraction) -> str:
     return f"{ratio.numerator} elements for {ratio.denominator}"
 
 
@@ -343,11 +348,11 @@ def _layout(
             describes its own, so that the commit compares them.
     """
     mesh, (coordinates,) = outer.mesh, outer.mesh.coordinates(dist.get_rank())
-    left = {axis for d in same for axis in outer.dims[d]}
+    same_axes = {axis for d in same for axis in outer.dims[d]}
     selection = tuple(
-        n if a in left else slice(None) for a, n in zip(mesh.axes, coordinates, strict=True)
+        n if a in same_axes else slice(None) for a, n in zip(mesh.axes, coordinates, strict=True)
     )
-    mesh_dims = [m for m, axis in enumerate(mesh.axes) if axis not in left]
+    mesh_dims = [m for m, axis in enumerate(mesh.axes) if axis not in same_axes]
     processes = tuple(map(int, mesh.grid[selection].ravel()))
     inner = Mesh(
         tuple(mesh.axes[m] for m in mesh_dims), tuple(mesh.shape[m] for m in mesh_dims), processes
@@ -360,7 +365,7 @@ _MOST_CACHED = 4096
 
 
 def _follows(
-    local: torch.Tensor, parts: Mapping[str, torch.Tensor], dim: int, said: str, name: str
+    local: torch.Tensor, parts: Mapping[str, torch.Tensor], dim: int, context_text: str, name: str
 ) -> dict[str, _Follows | None]:
     """How a dimension of a tensor continues in its parts: found by slicing it, because only its
     class knows (some parts are transposed, flat, or the same for all slices).
@@ -369,7 +374,7 @@ def _follows(
         UnsupportedLeaf: that cannot be found.
     """
     shapes = tuple((attribute, part.shape) for attribute, part in parts.items())
-    key = type(local), local.shape, shapes, dim, said
+    key = type(local), local.shape, shapes, dim, context_text
     if key not in _follows_cache:
         if len(_follows_cache) >= _MOST_CACHED:
             _follows_cache.clear()

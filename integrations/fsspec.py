@@ -177,10 +177,10 @@ class MirroredCheckpointer(Checkpointer):
                 downloaded_steps.append(target)
 
         on_process_0(group, root.location, f"download a step from {self._mirror}", download)
-        got = downloaded_steps[0] if downloaded_steps else -1
+        restored_step = downloaded_steps[0] if downloaded_steps else -1
         if group.count > 1:
-            got = group.agree(got + 1) - 1
-        return got if got >= 0 else None
+            restored_step = group.agree(restored_step + 1) - 1
+        return restored_step if restored_step >= 0 else None
 
     def drop_later_steps(self, step: int | None = None) -> list[int]:
         """As `Checkpointer.drop_later_steps`; in the mirror, too."""

@@ -351,10 +351,10 @@ def _bytes(node: Node | Leaf, values: ValuesByName) -> io.BytesIO:
     value = value_of(node, values)
     if isinstance(node, Node) and node.type_name == BYTES:
         return io.BytesIO(value)
-    made = io.BytesIO()
-    torch.save(value, made)
-    made.seek(0)
-    return made
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return buffer
 
 
 def _box(offsets: torch.Size, sizes: torch.Size) -> Box:

@@ -86,7 +86,7 @@ def use_unickpt(
         >>> engine.save_checkpoint("run")  # doctest: +SKIP
         True
     """
-    made = EngineCheckpoints(
+    checkpoints = EngineCheckpoints(
         engine,
         options=options,
         load_options=load_options,
@@ -94,9 +94,10 @@ def use_unickpt(
         hints=hints,
         background=background,
     )
-    engine.save_checkpoint, engine.load_checkpoint = made.save_checkpoint, made.load_checkpoint
-    vars(engine)[_OURS] = made
-    return made
+    engine.save_checkpoint = checkpoints.save_checkpoint
+    engine.load_checkpoint = checkpoints.load_checkpoint
+    vars(engine)[_OURS] = checkpoints
+    return checkpoints
 
 
 def checkpoints_of(engine: Any) -> EngineCheckpoints:

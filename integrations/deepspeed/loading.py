@@ -259,8 +259,8 @@ def _plain_values(stored: Checkpoint) -> dict[str, Any]:
 def _is_of_no_step(plain: Mapping[str, Any]) -> bool:
     """Whether the run had made no step of the optimizer yet: none, or gradients in float16 were too
     large in all of them."""
-    made = plain.get("global_steps")
-    return made is not None and made == plain.get("skipped_steps")
+    global_steps = plain.get("global_steps")
+    return global_steps is not None and global_steps == plain.get("skipped_steps")
 
 
 def _after_a_step(base: Any, dtype: torch.dtype) -> dict[str, Any]:

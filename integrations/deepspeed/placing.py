@@ -140,10 +140,10 @@ class Place:
 
     def _local_box(self, piece: RankPiece) -> Box:
         """The box of what this rank has that a piece of the array is."""
-        start, left = [], piece.first
+        start, remainder = [], piece.first
         for step in row_major(self.local):
-            start.append(left // step if step else 0)
-            left -= start[-1] * step
+            start.append(remainder // step if step else 0)
+            remainder -= start[-1] * step
         stop = [a + n for a, n in zip(start, piece.box.shape, strict=True)]
         return Box(tuple(start), tuple(stop))
 

@@ -85,11 +85,13 @@ class EngineArrays:
         self.updated = {param: updated for updated in parts.updated for param in updated.ranges}
         """By parameter, the tensor that has its masters."""
         param_names = getattr(parts.engine, "param_names", {})
-        gone = [param_names.get(param, "?") for param in self.updated if param not in self._names]
-        if gone:
+        lost_names = [
+            param_names.get(param, "?") for param in self.updated if param not in self._names
+        ]
+        if lost_names:
             raise UnsupportedLeaf(
                 f"rank {dist.get_rank()}: the optimizer updates parameters that engine.module does "
-                f"not have: {first_few(gone)}. They were removed from it, or replaced, after "
+                f"not have: {first_few(lost_names)}. They were removed from it, or replaced, after "
                 "deepspeed.initialize; change the module before, and the same on all ranks"
             )
         self.masters = {

@@ -220,18 +220,18 @@ def read(
     types = parsed_types(
         stored.index.values.get(STORED_TYPES, "{}"), str(stored.location), _BY_NAME
     )
-    index, made = stored.index, dict[str, Any]()
+    index, leaves = stored.index, dict[str, Any]()
     top = children_by_key(node)
     chosen = (top.keys() if only is None else only) - skip - {STORED_TYPES}
     nodes_by_key = {key: x for key, x in top.items() if key in chosen}
     for leaf in (leaf for below in nodes_by_key.values() for leaf in leaves_of_tree(below)):
         if leaf.name in index.values:
-            made[leaf.name] = index.values[leaf.name]
+            leaves[leaf.name] = index.values[leaf.name]
         else:
-            made[leaf.name] = _empty(stored, leaf.name, types.get(leaf.name, []), device)
-    like = {key: rebuild_tree(below, made.__getitem__) for key, below in nodes_by_key.items()}
+            leaves[leaf.name] = _empty(stored, leaf.name, types.get(leaf.name, []), device)
+    like = {key: rebuild_tree(below, leaves.__getitem__) for key, below in nodes_by_key.items()}
     unickpt.load(stored, like, unexpected="skip", options=options)
-    restored = _Restored(made, types, str(stored.location))
+    restored = _Restored(leaves, types, str(stored.location))
     return {key: restored.value(below, name_component(key)) for key, below in nodes_by_key.items()}
 
 
@@ -252,13 +252,15 @@ class _Restored:
         where: for errors.
     """
 
-    def __init__(self, made: Mapping[str, Any], types: Mapping[str, list[str]], where: str) -> None:
-        self._made, self._types, self._where = made, types, where
+    def __init__(
+        self, leaves: Mapping[str, Any], types: Mapping[str, list[str]], where: str
+    ) -> None:
+        self._leaves, self._types, self._where = leaves, types, where
 
     def value(self, node: Node | Leaf, name: str) -> Any:
         """A value as it was before it was taken apart."""
         if isinstance(node, Leaf):
-            result = self._made[node.name]
+            result = self._leaves[node.name]
         else:
             names = child_names(node.kind, node.keys, name)
             pairs = zip(node.children, names, strict=True)

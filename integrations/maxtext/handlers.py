@@ -123,11 +123,11 @@ class _Version0:
         **options: Any,
     ) -> Any:
         """Orbax's manager, with a registry instead of the handlers of items."""
-        made = registry(ITEMS, handler=Version0Handler())
+        handlers = registry(ITEMS, handler=Version0Handler())
         for name in {*item_handlers} - {ITEMS}:
             for kind in get_registered_args_cls(item_handlers[name]):
-                made.add(name, kind, item_handlers[name])
-        return ocp.CheckpointManager(directory, handler_registry=made, **options)
+                handlers.add(name, kind, item_handlers[name])
+        return ocp.CheckpointManager(directory, handler_registry=handlers, **options)
 
 
 _VERSION_0 = _Version0()

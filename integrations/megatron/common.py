@@ -43,8 +43,8 @@ def tree(folder: str) -> dict[str, Any]:
         return {}
     # This process has written it a moment ago, so that it may unpickle it.
     state = torch.load(_path(folder), map_location="cpu", weights_only=False)
-    made = {key: stored_form(value, key) for key, value in state.items()}
-    return {**made, _DIGEST: _digest(folder)}
+    tree = {key: stored_form(value, key) for key, value in state.items()}
+    return {**tree, _DIGEST: _digest(folder)}
 
 
 def belongs(folder: str, stored: Checkpoint) -> bool:

@@ -87,7 +87,7 @@ class LoadStrategy(megatron_torch.TorchDistLoadShardedStrategy):
         folder = os.fspath(checkpoint_dir)
         if not is_ours(folder):
             return super().load(sharded_state_dict, checkpoint_dir, *megatrons)
-        made: list[Any] = []
+        results: list[Any] = []
 
         def read(stored: Checkpoint) -> None:
             _check_version(folder)
@@ -95,7 +95,7 @@ class LoadStrategy(megatron_torch.TorchDistLoadShardedStrategy):
                 common.check(folder, stored)
             items = StoredItems(stored, folder)
             request = _Request(sharded_state_dict, items, self._buckets)
-            made[:] = [request.filled(self._cast, self._unpickle, self.options)]
+            results[:] = [request.filled(self._cast, self._unpickle, self.options)]
 
         # No rank goes on while another fails: it would wait for it elsewhere.
         group = job_group(self.options.group, self.options.timeout_s)
@@ -105,7 +105,7 @@ class LoadStrategy(megatron_torch.TorchDistLoadShardedStrategy):
             except Exception as error:
                 error.add_note(f"unickpt: on rank {dist.get_rank()} of {dist.get_world_size()}")
                 raise
-        return made[0]
+        return results[0]
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path, *megatrons: Any) -> dict[str, Any]:
         """The stored tensors, without data, by key."""
@@ -186,9 +186,9 @@ class _Request:
             copies += [(p, first[p.box]) for p in pieces if p is not first[p.box]]
             place(like, key, fragments(key, list(first.values())))
         sharded_objects = [x for x in self._values(ShardedObject) if not is_geometry(x.key)]
-        lacking = [text for value in sharded_objects if (text := self._add_object(like, value))]
-        if lacking:
-            raise LoadMismatch("\n".join([_LACKING.format(self._items.stored.url), *lacking]))
+        errors = [text for value in sharded_objects if (text := self._add_object(like, value))]
+        if errors:
+            raise LoadMismatch("\n".join([_LACKING.format(self._items.stored.url), *errors]))
         unickpt.load(self._items.stored, like, unexpected="skip", cast=cast, options=options)
         with torch.no_grad():
             for piece, same in copies:

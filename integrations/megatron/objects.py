@@ -160,13 +160,13 @@ def restored(
             )
         return pickle.loads(value.pickle)
     children = [restored(child, values, arrays, unpickle) for child in node.children]
-    made, name = node.rebuild(children), _kind(node)
+    container, name = node.rebuild(children), _kind(node)
     if not name:
-        return made
+        return container
     try:
         if name.startswith(_SCALAR):
-            return np.dtype(name.removeprefix(_SCALAR)).type(made)
-        return _BY_NAME[name].restore(made)
+            return np.dtype(name.removeprefix(_SCALAR)).type(container)
+        return _BY_NAME[name].restore(container)
     except Exception as error:
         raise UnsupportedFormat(
             f"a value is stored as {quoted(name)}, which this version of unickpt cannot restore: "

@@ -108,12 +108,12 @@ class SaveStrategy(megatron_torch.TorchDistSaveShardedStrategy):  # as Megatron 
     def _prepared(self, state: dict[str, Any], folder: str) -> tuple[Destination, _State]:
         """Where to save, and what."""
         sharded_objects = (x for x in nested_values(state) if isinstance(x, ShardedObject))
-        handed = [x for x in sharded_objects if x.key == common.COMMON_KEY]
+        common_objects = [x for x in sharded_objects if x.key == common.COMMON_KEY]
         first = dist.get_rank() == 0
-        if first and handed:
-            common.write(folder, handed[0].data)
-        made = _State(state, folder, self._buckets, first)
-        return Destination.at_path(folder, torch_files, _KEPT), made
+        if first and common_objects:
+            common.write(folder, common_objects[0].data)
+        tree = _State(state, folder, self._buckets, first)
+        return Destination.at_path(folder, torch_files, _KEPT), tree
 
     def _owners(self, state: dict[str, Any]) -> set[Hashable] | None:
         """The memory that only steps of the optimizer change."""
@@ -121,8 +121,8 @@ class SaveStrategy(megatron_torch.TorchDistSaveShardedStrategy):  # as Megatron 
             return None
         tensors = [x for x in nested_values(state) if isinstance(x, ShardedTensor)]
         slots = [x.data for x in tensors if "optimizer." in x.key]
-        guarded = [*optimizers.model_parameters(self._optimizer), *slots]
-        return {x.untyped_storage()._cdata for x in guarded if isinstance(x, torch.Tensor)}
+        tensors_of_steps = [*optimizers.model_parameters(self._optimizer), *slots]
+        return {x.untyped_storage()._cdata for x in tensors_of_steps if isinstance(x, torch.Tensor)}
 
 
 class _State(SavedOnly):
@@ -153,26 +153,26 @@ class _State(SavedOnly):
             raise UnsupportedLeaf(f"rank {dist.get_rank()}: {error}") from error
 
     def _tree(self) -> dict[str, Any]:
-        made: dict[str, Any] = {}
+        tree: dict[str, Any] = {}
         pieces_by_key: dict[str, list[Piece]] = {}
         for value in nested_values(self._sharded_state_dict):
             if isinstance(value, ShardedObject):
                 if _is_saved(value):
                     name = value.unique_key
-                    place(made, name, stored_form(value.data, name))
+                    place(tree, name, stored_form(value.data, name))
                 continue
             for piece in self._pieces(value):
                 pieces_by_key.setdefault(piece.key, []).append(piece)
         for key, pieces in pieces_by_key.items():
-            place(made, key, fragments(key, pieces))
+            place(tree, key, fragments(key, pieces))
         shared = common.tree(self._folder) if self._with_common else {}
         for key, value in shared.items():
-            if key in made:
+            if key in tree:
                 raise UnsupportedLeaf(
                     f"{key!r} is both in {common.COMMON} and a key of sharded values; rename one"
                 )
-            made[key] = value
-        return made
+            tree[key] = value
+        return tree
 
     def _pieces(self, value: ShardedTensor) -> list[Piece]:
         """What this rank saves of a `ShardedTensor`."""

@@ -205,7 +205,7 @@ def registry(*items: str, handler: Handler | None = None) -> Any:
         >>> manager = ocp.CheckpointManager("/tmp/run", handler_registry=registry())
     """
     handler = Handler() if handler is None else handler
-    made = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    result = ocp.handlers.DefaultCheckpointHandlerRegistry()
     kinds = (
         ocp.args.StandardSave,
         ocp.args.StandardRestore,
@@ -216,8 +216,8 @@ def registry(*items: str, handler: Handler | None = None) -> Any:
     )
     for item in (None, "default", *items):
         for kind in kinds:
-            made.add(item, kind, handler)
-    return made
+            result.add(item, kind, handler)
+    return result
 
 
 def _dtypes_of(save_args: Any) -> Callable[[Any, Any], Any]:

@@ -155,5 +155,5 @@ def _of_processes(processes: Sequence[int]) -> list[Any]:
     of_process: dict[int, list[Any]] = {}
     for device in jax.devices():
         of_process.setdefault(device.process_index, []).append(device)
-    left = {process: iter(devices) for process, devices in of_process.items()}
-    return [next(left.get(process, iter(())), None) for process in processes]
+    unused_devices = {process: iter(devices) for process, devices in of_process.items()}
+    return [next(unused_devices.get(process, iter(())), None) for process in processes]

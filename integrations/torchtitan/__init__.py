@@ -30,8 +30,8 @@ def manager(config: BaseCheckpointManager.Config, **settings: Any) -> Checkpoint
     Example, on the command line:
         --override.imports 'unickpt.integrations.torchtitan.manager={"local": "/dev/shm/run"}'
     """
-    made: CheckpointManager.Config = derive(config, CheckpointManager.Config, **settings)
-    return made
+    result: CheckpointManager.Config = derive(config, CheckpointManager.Config, **settings)
+    return result
 
 
 override(target=BaseCheckpointManager.Config, description="checkpoints by unickpt")(manager)

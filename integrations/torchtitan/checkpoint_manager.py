@@ -183,19 +183,21 @@ class TorchtitanCheckpointManager(base.BaseCheckpointManager):
     def _save_hf(self, step: int, state: dict[str, Any]) -> None:
         """Writes files as transformers reads them; also into object storage."""
         where = filesystem.join(self.folder, f"step-{step}")
-        made = resolve_path(f"{where}.unickpt")  # first so: any process can write any file of it
-        unickpt.save(str(made), state, overwrite=True, options=self._options)
+        # First in our format, of which any process can write any file.
+        temporary = resolve_path(f"{where}.unickpt")
+        unickpt.save(str(temporary), state, overwrite=True, options=self._options)
         assets = getattr(self.sd_adapter, "hf_assets_path", None)
         unickpt.convert(
-            str(made), where, to="hf", overwrite=True, options=self._options, config=assets
+            str(temporary), where, to="hf", overwrite=True, options=self._options, config=assets
         )
 
         def remove() -> None:
             context = storage_context()
-            made.remove_file(MANIFEST, context)  # so that no reader ever takes a part for a whole
-            made.remove(context)
+            # First, so that no reader ever takes a part for a whole.
+            temporary.remove_file(MANIFEST, context)
+            temporary.remove(context)
 
-        on_process_0(self._group(), made, "remove what the HF files were made of", remove)
+        on_process_0(self._group(), temporary, "remove what the HF files were made of", remove)
 
     def _drop_later_steps(self) -> None:
         """Removes the steps that a run abandoned with `load_step`; else they would be mixed."""
