@@ -118,7 +118,7 @@ class Attempt:
 
             self.arrivals = Arrivals(group.count)
         self.record: Record | None = None
-        """What this process wrote, when it has written it."""
+        """What this process wrote, if it saves alone: nobody else needs to read it."""
         self.has_reports = False
         self._missing = local_folders.count_missing(location.path) if location.is_local else 0
         self._state = AttemptState.OPEN
@@ -222,9 +222,11 @@ class Attempt:
                 self.sync(self.own.child(data_files.LINKED_FOLDER))
         is_coordinator = self.group.index == 0
         self.become(AttemptState.MERGING if is_coordinator else AttemptState.PUBLISHED)
-        self.record = replace(record, replaces=self.digest_found)
-        if not self.is_alone:
-            self.notes.publish(self.record, kind)
+        record = replace(record, replaces=self.digest_found)
+        if self.is_alone:
+            self.record = record
+        else:
+            self.notes.publish(record, kind)
         if self.arrivals is not None:
             self.arrivals.published()
 
