@@ -199,22 +199,22 @@ class _Collecting:
 
     def __init__(self, collect: Any, step: int) -> None:
         self.step, self._collect = step, collect
-        self._found: EncodedValue | BaseException | None = None
+        self._outcome: EncodedValue | BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="unickpt-data", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            self._found = self._collect()
+            self._outcome = self._collect()
         except BaseException as error:  # raised where the state is asked for
-            self._found = error
+            self._outcome = error
 
     def wait(self) -> None:
         self._thread.join()
 
     def result(self) -> EncodedValue:
         self.wait()
-        if not isinstance(self._found, EncodedValue):
-            assert self._found is not None, "the thread has ended"
-            raise self._found
-        return self._found
+        if not isinstance(self._outcome, EncodedValue):
+            assert self._outcome is not None, "the thread has ended"
+            raise self._outcome
+        return self._outcome

@@ -67,11 +67,13 @@ class Samples(Resumable):
     @property
     def epoch(self) -> int:
         """Of the next batch of this rank."""
-        return next(self._own()) // self._length
+        return next(self._rank_positions()) // self._length
 
     def __iter__(self) -> Iterator[Any]:
         epoch, positions, start = self.epoch, self._positions, self._taken
-        epoch_positions = takewhile(lambda position: position // self._length == epoch, self._own())
+        epoch_positions = takewhile(
+            lambda position: position // self._length == epoch, self._rank_positions()
+        )
         order = self._order(epoch)
         indexes = [int(order[position % self._length]) for position in epoch_positions]
         batches = iter(self._make(indexes))
@@ -88,7 +90,7 @@ class Samples(Resumable):
                 self._taken = start + min(first + self._batch, len(indexes))
             yield batch
 
-    def _own(self) -> Iterator[int]:
+    def _rank_positions(self) -> Iterator[int]:
         return self._positions.of(self.ranks.rank, self.ranks.count, self._taken)
 
     def _order(self, epoch: int) -> Any:

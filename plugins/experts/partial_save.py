@@ -65,7 +65,7 @@ class PartialBase:
             steps: of which step its experts are.
             keys: name the experts.
         """
-        stored = {n: _stored_as(index.arrays[n], index) for n in _held(index, keys)}
+        stored = {n: _stored_as(index.arrays[n], index) for n in _arrays_with_experts(index, keys)}
         orders = turns.orders(steps, keys, {})
         return cls(path, attempt, stored, steps, orders, processes=index.processes)
 
@@ -80,7 +80,7 @@ class PartialBase:
         base = cls.of(path, index.attempt, index, steps, keys)
         if index.processes == 1:
             return base
-        writers = turns.writers(reader, _held(index, keys))
+        writers = turns.writers(reader, _arrays_with_experts(index, keys))
         orders = turns.orders(steps, keys, writers)
         return replace(base, orders=orders, writers=writers)
 
@@ -119,7 +119,7 @@ class PartialBase:
         return totals
 
 
-def _held(index: Index, keys: ExpertKeys) -> dict[str, ArrayUnits]:
+def _arrays_with_experts(index: Index, keys: ExpertKeys) -> dict[str, ArrayUnits]:
     units_by_name = {name: keys.find(name, e.shape, e.layout) for name, e in index.arrays.items()}
     return {name: units for name, units in units_by_name.items() if units is not None}
 

@@ -308,13 +308,13 @@ class ExportJob:
             write(offset, memoryview(text))
         if file.ending is not None:
             every = [
-                _joined(of_process.get(n) for of_process in sums) for n in range(len(file.data))
+                _join_sums(of_process.get(n) for of_process in sums) for n in range(len(file.data))
             ]
             for offset, text in file.ending(every).items():
                 write(offset, memoryview(text))
 
 
-def _joined(parts: Iterator[tuple[int, int] | None]) -> int:
+def _join_sums(parts: Iterator[tuple[int, int] | None]) -> int:
     """The CRC-32 of what several processes wrote, one after the other."""
     crc = 0
     for part in parts:

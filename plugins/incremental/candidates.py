@@ -112,13 +112,13 @@ class Candidates:
         self._reader, self._share, self._patches, self._warn = reader, share, patches, warn
         self._numbered: dict[str, dict[str, tuple[int, Part]]] = {}
         self._parts: dict[str, _Same | None] = {}
-        self._found: dict[tuple[str, int], Candidate] = {}
+        self._candidates: dict[tuple[str, int], Candidate] = {}
         self.sparse = set[Any]()
         """The units of which too little is used: patches in them are written again."""
 
     def get(self, part: Part, number: int) -> Candidate | None:
         """What was offered of a chunk, if it may be taken."""
-        return self._found.get((part.key, number))
+        return self._candidates.get((part.key, number))
 
     def offer(
         self, chunks: Iterable[Chunk], requested: Sequence[Span] = (), *, starts_anew: bool
@@ -134,7 +134,7 @@ class Candidates:
             return self._offer(list(chunks), requested, starts_anew)
         except UnickptError as error:
             self._warn(error)
-            self._found.clear()
+            self._candidates.clear()
             return Spans.none()
 
     def _offer(self, chunks: list[Chunk], requested: Sequence[Span], starts_anew: bool) -> Spans:
@@ -153,7 +153,7 @@ class Candidates:
                 continue
             if starts_anew and len(candidate.places) > 1:
                 continue
-            self._found[candidate.part.key, candidate.number] = candidate
+            self._candidates[candidate.part.key, candidate.number] = candidate
             # Neither what compression saves nor padding counts.
             for position, place in enumerate(candidate.places):
                 unit = place.unit
@@ -181,10 +181,10 @@ class Candidates:
             [chunk for n in sorted(lost) for chunk in requested[n].chunks()]
         ):
             if candidate is not None:  # some of its chunks may be elsewhere
-                self._found[candidate.part.key, candidate.number] = candidate
-        for key, candidate in list(self._found.items()):
+                self._candidates[candidate.part.key, candidate.number] = candidate
+        for key, candidate in list(self._candidates.items()):
             if not left.isdisjoint(place.unit for place in candidate.places or ()):
-                del self._found[key]
+                del self._candidates[key]
         return remaining_spans
 
     def _serves(self, nbytes: int, place: Place, entry: ArrayEntry, number: int) -> bool | None:

@@ -40,7 +40,7 @@ class LinkedFiles:
         self._reader, self._files = reader, files
         self._folder, self._fsync = folder.child(LINKED_FOLDER), fsync
         self._names: dict[str, str | None] = {}
-        self._taken = set[str]()
+        self._used_names = set[str]()
         self._sizes: dict[str, int] = {}
 
     def are_possible(self) -> bool:
@@ -130,9 +130,9 @@ class LinkedFiles:
             if not self._names:
                 self._folder.make()
             name = path.rpartition("/")[2]
-            if name in self._taken:
+            if name in self._used_names:
                 name = f"{len(self._names)}-{name}"
-            self._taken.add(name)
+            self._used_names.add(name)
             link_path = f"{self._folder.path}{name}"
             self._names[path] = (
                 name if self._files.link(path, link_path, fsync=self._fsync) else None

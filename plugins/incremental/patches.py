@@ -72,7 +72,10 @@ def encode(old: Array, new: Array, state: State, generation: int, most: int) -> 
     mode, values = _cheaper(was, now)
     if _probable_bytes(gaps, values) * _LESS_THAN_ENTROPY > most:
         return None
-    spread = [*_planes(gaps.astype("<u4"), _bytes_needed(gaps)), *_planes(values, values.itemsize)]
+    spread = [
+        *_split_planes(gaps.astype("<u4"), _bytes_needed(gaps)),
+        *_split_planes(values, values.itemsize),
+    ]
     stored = [_packed(plane) for plane in spread]
     count = len(stored) - values.itemsize
     patch = b"".join(
@@ -116,11 +119,11 @@ def apply(patch: bytes, out: Array) -> None:
     if count > len(words):
         raise BadPatch(f"a patch of {count} words for a chunk of {len(words)}")
     planes = _unpacked(patch, gap_bytes + words.itemsize, count)
-    gaps = _joined(planes[:gap_bytes], count, np.dtype("<u4"))
+    gaps = _join_planes(planes[:gap_bytes], count, np.dtype("<u4"))
     positions = np.cumsum(gaps.astype(np.int64) + 1) - 1
     if count and positions[-1] >= len(words):
         raise BadPatch(f"a patch of word {positions[-1]} of {len(words)}")
-    values = _joined(planes[gap_bytes:], count, words.dtype)
+    values = _join_planes(planes[gap_bytes:], count, words.dtype)
     words[positions] = values if mode == _PLAIN else words[positions] + _from_zigzag(values)
 
 
@@ -178,13 +181,13 @@ def _bytes_needed(gaps: Array) -> int:
     return (int(gaps.max()).bit_length() + 7) // 8 if len(gaps) else 0
 
 
-def _planes(numbers: Array, count: int) -> list[Array]:
+def _split_planes(numbers: Array, count: int) -> list[Array]:
     """The lowest bytes of all numbers, then the bytes above these, and so on."""
     split = np.ascontiguousarray(numbers).view(np.uint8).reshape(-1, numbers.itemsize)
     return [np.ascontiguousarray(split[:, byte]) for byte in range(count)]
 
 
-def _joined(planes: list[Array], count: int, dtype: np.dtype[np.unsignedinteger]) -> Array:
+def _join_planes(planes: list[Array], count: int, dtype: np.dtype[np.unsignedinteger]) -> Array:
     """The numbers whose bytes are in planes."""
     split = np.zeros((count, dtype.itemsize), np.uint8)
     for byte, plane in enumerate(planes):
@@ -197,7 +200,7 @@ def _joined(planes: list[Array], count: int, dtype: np.dtype[np.unsignedinteger]
 
 def _bits(numbers: Array, count: int) -> float:
     """How many bits the bytes of a number have on average, if each is coded by how often it is."""
-    return sum(map(_entropy, _planes(numbers, count)))
+    return sum(map(_entropy, _split_planes(numbers, count)))
 
 
 def _entropy(plane: Array) -> float:

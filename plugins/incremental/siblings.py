@@ -38,8 +38,8 @@ class Siblings:
         self, reader: OcdbtReader, *, chained: bool = False, counted: bool = False
     ) -> None:
         self._reader, self._chained, self._counted = reader, chained, counted
-        self._own = BaseEntry(base_name(reader.location), reader.manifest_digest)
-        self.base = reader.index.bases[0] if reader.index.bases else self._own
+        self._reader_entry = BaseEntry(base_name(reader.location), reader.manifest_digest)
+        self.base = reader.index.bases[0] if reader.index.bases else self._reader_entry
 
     def is_worthwhile(self) -> bool:
         """Whether enough of the base is still in use. All processes find the same."""
@@ -63,7 +63,9 @@ class Siblings:
             location = self._reader.chunk_values.place(entry, value, number)
             if location is None:
                 return None
-            owner = self._own if value.base is None else self._reader.index.bases[value.base]
+            owner = (
+                self._reader_entry if value.base is None else self._reader.index.bases[value.base]
+            )
             places.append(Place(value, location, owner))
         if not self._chained and (len(places) > 1 or places[0].of != self.base):
             return None
@@ -80,7 +82,7 @@ class Siblings:
             if len(lent) not in (0, len(numbers)) or (lent["base"] != lent["base"][:1]).any():
                 return None
         (value,) = self._reader.chunk_values.of(entry, part, numbers.start)  # the same for all
-        owner = self._own if value.base is None else self._reader.index.bases[value.base]
+        owner = self._reader_entry if value.base is None else self._reader.index.bases[value.base]
         return None if not self._chained and owner != self.base else (value, owner)
 
     def unit_bytes(self, place: Place) -> int:
@@ -97,7 +99,7 @@ class Siblings:
 
     def is_older(self, place: Place) -> bool:
         """Whether the base borrowed it, too."""
-        return place.of != self._own
+        return place.of != self._reader_entry
 
     def take(self, place: Place) -> BaseEntry | None:
         """Borrows a value."""

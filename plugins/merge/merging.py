@@ -269,7 +269,7 @@ class Merger:
         self._reading = LoadOptions(budget_bytes=MemoryBudget(budget_bytes, "process"))
         self._allowed = allow_nonfinite
         self._from_last = frozenset(plan.from_last)
-        self._found: dict[str, list[float]] = {}
+        self._statistics_by_name: dict[str, list[float]] = {}
 
     # --- what has to be known of whole arrays --------------------------------------------------
 
@@ -289,7 +289,7 @@ class Merger:
         for statistics in on_all(
             group, lambda: {name: self._statistics(arrays[name]) for name in mine}
         ):
-            self._found |= statistics
+            self._statistics_by_name |= statistics
         self._inputs = HostBuffers(self.budget_bytes)  # chunks are of other sizes
 
     def _statistics(self, entry: ArrayEntry) -> list[float]:
@@ -343,9 +343,9 @@ class Merger:
             case methods.Mean():
                 return arithmetic.average
             case Slerp():
-                return partial(arithmetic.weighted_sum, self._found[name])
+                return partial(arithmetic.weighted_sum, self._statistics_by_name[name])
             case Ties():
-                thresholds, wide = self._found[name], self._is_wide(name)
+                thresholds, wide = self._statistics_by_name[name], self._is_wide(name)
                 return partial(arithmetic.add_elected, thresholds, method.scale, wide)
             case methods.Dare():
                 return partial(arithmetic.add_random_differences, weights, method, name)

@@ -120,7 +120,7 @@ class Fit:
                     if not term.dims:
                         raise Irregular("numbers without dimensions become elements of an array")
                     insert(term.dims[0], unit, mine)
-        for lefts_of, rights_of in _joined(lefts, rights):
+        for lefts_of, rights_of in _connected_terms(lefts, rights):
             yield self._draft(lefts_of, rights_of)
 
     def _terms(self, is_left: bool, group_number: int, dims: Dimensions) -> Iterator[Term]:
@@ -187,7 +187,7 @@ class Fit:
     def _draft(self, lefts: list[Term], rights: list[Term]) -> Draft:
         ties: dict[object, list[Term]] = {}
         for term in rights:
-            ties.setdefault(self._taken(term), []).append(term)
+            ties.setdefault(self._left_elements(term), []).append(term)
         for terms in ties.values():
             if len(terms) > 1 and len({len(t.names) for t in terms}) > 1:
                 raise Irregular("an element is copied to several arrays")
@@ -195,7 +195,7 @@ class Fit:
         self._add_arithmetic(draft)
         return draft
 
-    def _taken(self, term: Term) -> object:
+    def _left_elements(self, term: Term) -> object:
         """What of the left side a term takes; equal for ties."""
         blocks = []
         for member in sorted(term.blocks):
@@ -246,7 +246,7 @@ def _number(parts: Sequence[Part]) -> NumberExpr:
     return NumberExpr(first.offset, tuple((place.axis, place.stride) for place in first.places))
 
 
-def _joined(
+def _connected_terms(
     lefts: Sequence[Term], rights: Sequence[Term]
 ) -> Iterator[tuple[list[Term], list[Term]]]:
     """Terms that share blocks."""

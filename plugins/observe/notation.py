@@ -154,7 +154,7 @@ class _AxisNames:
 
     def __init__(self, draft: Draft) -> None:
         self._names: dict[int, str] = {}
-        self._taken: set[str] = set()
+        self._used_letters: set[str] = set()
         terms = [*draft.left, *itertools.chain(*draft.right)]
         for alone in (True, False):  # an axis that is a number by itself has the better name
             for term in terms:
@@ -164,7 +164,7 @@ class _AxisNames:
             {id(axis): axis for axis in leaves if id(axis) not in self._names}.values()
         )
         letters: Iterable[str] = "io" if len(unnamed_axes) == 2 and not self._names else LETTERS
-        free = (x for x in itertools.chain(letters, more_letters()) if x not in self._taken)
+        free = (x for x in itertools.chain(letters, more_letters()) if x not in self._used_letters)
         for axis, letter in zip(unnamed_axes, free, strict=False):
             self._names[id(axis)] = letter
 
@@ -188,9 +188,9 @@ class _AxisNames:
         letter = next(
             n
             for n in itertools.chain(first, "lnx", LETTERS, more_letters())
-            if n not in self._taken
+            if n not in self._used_letters
         )
-        self._taken.add(letter)
+        self._used_letters.add(letter)
         return letter
 
     def name(self, term: Term) -> tuple[Token, ...]:

@@ -63,10 +63,10 @@ def formulas(left: Iterable[Values], right: Iterable[Values]) -> Formulas | None
         [v for c in classes.values() if c not in shared for v in c if v in s] for s in sides
     ]
     if not any(unshared_values):
-        return _found([_line(members) for members in shared])
+        return _formulas_of([_line(members) for members in shared])
     for odd, base in (unshared_values, unshared_values[::-1]):
         lines = [_line(members) for members in (*shared, *([v] for v in base))]
-        result = _found(lines)
+        result = _formulas_of(lines)
         if all(_express(values, result) for values in odd):
             return result
     if not shared and len(unshared_values[0]) == len(unshared_values[1]) == 1:
@@ -106,7 +106,7 @@ def _line(members: Sequence[Values]) -> _Line:
     return _Line(unit, factors)
 
 
-def _found(lines: Sequence[_Line]) -> Formulas:
+def _formulas_of(lines: Sequence[_Line]) -> Formulas:
     result = Formulas()
     for number, line in enumerate(lines):
         result.variables.append(line.values)

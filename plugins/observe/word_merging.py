@@ -44,7 +44,7 @@ def merge_words(rules: Sequence[Written], *, phrases: bool = True) -> list[Writt
         rules: no two of which differ only in numbers.
         phrases: whether those that differ in a phrase are merged too.
     """
-    result = _merged([rule.renamed(_joined) for rule in rules], _variants)
+    result = _merged([rule.renamed(_join_words) for rule in rules], _variants)
     if not phrases or len(result) > _MOST_PHRASED:
         return result
     return _merged(result, _phrases)
@@ -84,7 +84,7 @@ def _merged(
         add(len(current) - 1, joined)
 
 
-def _joined(name: Sequence[Token]) -> tuple[Token, ...]:
+def _join_words(name: Sequence[Token]) -> tuple[Token, ...]:
     """A name whose words are whole: `w1` in place of `w` and `1`."""
     pieces: list[Token] = []
     for token in name:

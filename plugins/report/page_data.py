@@ -98,7 +98,7 @@ def _cost(run: RunFacts, saves: Mapping[str, Sequence[SavedLine]]) -> LoopCost |
     """What the saves of a run cost its loop."""
     if not run.is_run:
         return None
-    line_by_step = {step.name: _told(step, saves.get(step.name, ())) for step in run.steps}
+    line_by_step = {step.name: _line_of_save(step, saves.get(step.name, ())) for step in run.steps}
     calls = [
         call
         for step in run.steps
@@ -171,7 +171,7 @@ def _name_in(run: RunFacts, url: str) -> str | None:
 
 def _stored(step: StepFacts, lines: Sequence[SavedLine]) -> dict[str, Any]:
     """The row of a checkpoint that exists, with what was told of its save, not of earlier ones."""
-    line, durations = _told(step, lines), step.durations
+    line, durations = _line_of_save(step, lines), step.durations
     rate = step.new_bytes / durations.done if durations is not None and durations.done > 0 else 0
     return {
         "name": shown_text(step.name),
@@ -192,7 +192,7 @@ def _stored(step: StepFacts, lines: Sequence[SavedLine]) -> dict[str, Any]:
     }
 
 
-def _told(step: StepFacts, lines: Sequence[SavedLine]) -> SavedLine | None:
+def _line_of_save(step: StepFacts, lines: Sequence[SavedLine]) -> SavedLine | None:
     """The line about the save of a checkpoint that exists, not about an earlier one."""
     created = _time(step.created)
     matches = [
