@@ -373,7 +373,7 @@ def _client_state(plain: Mapping[str, Any], path: str) -> dict[str, Any]:
     if isinstance(state, PerProcessValues):
         every, rank = state.values, dist.get_rank()
         same_ranks = len(every) == dist.get_world_size()
-        if not same_ranks and any(other != every[0] for other in every):
+        if not same_ranks and not state.all_equal:
             _log.warning(
                 "%s: the client_state of %d ranks differs, and there are %d now: all get that of "
                 "rank 0", *(path, len(every), dist.get_world_size()),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from unickpt.integrations.keras.state import KerasState, random_state, set_random_state
+from unickpt.types import PerProcessValues
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ def _draw(iterator: Any, most: int) -> int:
 
 def shared(saved: Sequence[Any], index: int, count: int) -> Any:
     """The random states of another number of processes: theirs if all had the same."""
-    if all(_equal(state, saved[0]) for state in saved):
+    if PerProcessValues(tuple(saved)).all_equal:
         return saved[0]
     warnings.warn(
         f"the random generators of the {len(saved)} processes that saved differ, so they are not "
@@ -144,11 +143,3 @@ def shared(saved: Sequence[Any], index: int, count: int) -> Any:
         stacklevel=2,
     )
     return None
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Mapping):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    return bool(np.array_equal(a, b)) if isinstance(a, np.ndarray) else bool(a == b)

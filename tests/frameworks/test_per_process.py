@@ -7,6 +7,7 @@ dataset, none twice and none missing.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
@@ -601,3 +602,24 @@ def test_a_key_keeps_its_implementation(tmp_path: Path) -> None:
 def test_a_mark_inside_a_mark_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedLeaf, match=r"'b': a PerProcess cannot be inside"):
         unickpt.save(tmp_path / "c", {"a": PerProcess({"b": PerProcess(3)})})
+
+
+STATE = {"ema": {"torch.Tensor": np.ones(3), "dtype": "float32"}, "steps": [1, (2.0, None)]}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {**STATE, "steps": [1, (2.5, None)]},
+        {**STATE, "steps": [1, [2.0, None]]},
+        {**STATE, "ema": {"torch.Tensor": np.arange(3.0), "dtype": "float32"}},
+        {**STATE, "ema": {"torch.Tensor": np.ones(3, np.float32), "dtype": "float32"}},
+        {"steps": STATE["steps"]},
+    ],
+)
+def test_it_is_told_whether_all_processes_saved_the_same(other: Any) -> None:
+    """As DeepSpeed's client_state and Keras's generators are compared, which hold arrays."""
+    assert PerProcessValues((STATE, copy.deepcopy(STATE))).all_equal
+    assert not PerProcessValues((STATE, other)).all_equal
+    nan = {"loss": np.array([np.nan, 1.0])}
+    assert PerProcessValues((nan, copy.deepcopy(nan))).all_equal

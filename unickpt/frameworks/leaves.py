@@ -11,6 +11,8 @@ from functools import cache
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import numpy as np
+
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, flat_range_to_boxes, overlap
 from unickpt.arrays.dtypes import Array
@@ -275,6 +277,23 @@ class PerProcessValues:
     """What `load` without `like` returns for a `PerProcess` leaf: the value of every process."""
 
     values: tuple[Any, ...]
+
+    @property
+    def all_equal(self) -> bool:
+        """Whether all processes saved the same value; arrays are compared bit for bit."""
+        return all(_are_equal(value, self.values[0]) for value in self.values[1:])
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(_are_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_are_equal, a, b))
+    if isinstance(a, np.ndarray):
+        return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
+    return bool(a == b)
 
 
 class Described(ABC):
