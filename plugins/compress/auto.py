@@ -1,9 +1,9 @@
 """`compression="auto"`: which arrays are stored compressed, and what is stored of their chunks.
 
-Each process looks at a sample of the first chunk that it writes of an array. Whether the array is
-compressed is decided only when all have written (`Auto.settle`), and nobody waits for it:
-a chunk that is not compressed is written as a Blosc frame, too, of the bytes as they are behind 16
-of a header. If no process has compressed any chunk of the array, it is stored raw, without these.
+Each process compresses a sample of the first chunk that it writes of an array. Whether the array
+is compressed is decided only when all have written (`Auto.settle`), without any waiting: a chunk
+that is not compressed is a Blosc frame too, of the raw bytes behind a header of 16 bytes. If no
+process compressed any chunk of the array, it is stored raw, without these headers.
 """
 
 from __future__ import annotations

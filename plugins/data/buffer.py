@@ -1,4 +1,4 @@
-"""`Buffer`: samples that were read and not used yet, divided anew among other ranks."""
+"""`Buffer`: samples that were read but not used yet; divided again if the ranks change."""
 
 from __future__ import annotations
 

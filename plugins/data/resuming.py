@@ -1,4 +1,4 @@
-"""What all loaders here have in common: how they collect their state, and take what was saved."""
+"""What all loaders share: how they collect their state, and resume from a saved one."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Resumable(ABC):
         """Collects the state of a step that will save, while the step computes.
 
         Call it once the batch of the step is drawn, on all ranks; the save of the step then finds
-        the state's bytes. If more is drawn before the save, the state is collected anew.
+        the state's bytes. If more is drawn before the save, the state is collected again.
 
         Arguments:
             step: the step that saves. Only the first call for a step does something.
@@ -187,7 +187,7 @@ class Resumable(ABC):
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Around what changes the state: waits for who collects it, whose result is old then."""
+        """Around a change of the state: waits for the thread that collects it; drops its result."""
         if self._ahead is not None:
             self._ahead.wait()
             self._ahead = None

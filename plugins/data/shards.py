@@ -19,7 +19,7 @@ class Shards(Resumable):
 
     Each shard has a loader, which `make` makes, and its state. A rank has every `ranks.count`-th
     shard, and draws from the one with the fewest batches so far. Another number of ranks deals the
-    shards anew, and each reads only the states of its own. Iterating gives the batches of one
+    shards again, and each reads only the states of its own. Iterating gives the batches of one
     epoch, or of the rest of it.
 
     Arguments:

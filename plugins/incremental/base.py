@@ -327,7 +327,7 @@ class Base:
 
     @property
     def adds_patches(self) -> bool:
-        """Whether patches are added to those that the base has; not if all is written anew."""
+        """Whether patches are added to those of the base; not if everything is written again."""
         return self._may_patch and self.growth is not None
 
     @property

@@ -127,7 +127,7 @@ class Candidates:
 
         Arguments:
             chunks: which.
-            requested: others, which are not looked at.
+            requested: others, which are reused without being hashed.
             starts_anew: whether none with patches is taken.
         """
         try:
@@ -174,7 +174,7 @@ class Candidates:
         return self._without(left, together, requested) if left else together
 
     def _without(self, left: set[Any], together: Spans, requested: Sequence[Span]) -> Spans:
-        """Withdraws what is in some units; of spans that have some there, asks chunk by chunk."""
+        """Withdraws chunks in some units; spans with chunks there are decided chunk by chunk."""
         remaining_spans = together.without(left)
         lost = set(together.which.tolist()) - set(remaining_spans.which.tolist())
         for candidate in self.find(
@@ -238,7 +238,7 @@ class Candidates:
         if part.key not in self._parts:
             self._parts[part.key] = self._find_part(entry, part)
         same = self._parts[part.key]
-        # It is asked for each chunk, mostly with the same objects.
+        # Called for each chunk, mostly with the same objects.
         return same if same is None or same.part is part or same.part == part else None
 
     def _find_part(self, entry: ArrayEntry, part: Part) -> _Same | None:

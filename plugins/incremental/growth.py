@@ -1,4 +1,4 @@
-"""How the checkpoints grow that refer to one that was written in full; when to start anew.
+"""How checkpoints grow that refer to a full one, and when to write a full one again.
 
 Each save by patches keeps the full checkpoint, and what has been written since and is still needed.
 Check-N-Run (arXiv 2010.08679) takes a full checkpoint where the increments to come, as large as the

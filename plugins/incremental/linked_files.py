@@ -51,10 +51,10 @@ class LinkedFiles:
             return False
         probe = f"{self._folder.path}{_PROBE}"
         is_linked = self._files.link(MANIFEST, probe, fsync=False)
-        with suppress(OSError):  # what stays here is in no checkpoint
+        with suppress(OSError):  # a file left here is in no checkpoint
             if is_linked:
                 os.unlink(probe)
-            else:  # else it is about to be used
+            else:  # if links work, the folder is about to be used
                 os.rmdir(self._folder.path)
         return is_linked
 
@@ -100,7 +100,7 @@ class LinkedFiles:
         if not isinstance(place.at, DataReference):
             return 0
         path = place.at.path
-        if path not in self._sizes:  # it is asked for before and when a file is taken
+        if path not in self._sizes:  # used before and when a file is linked
             self._sizes[path] = self._files.size(path)
         return self._sizes[path]
 

@@ -1,9 +1,8 @@
 """A patch: a chunk as the words in which it differs from an earlier state of the same chunk.
 
-Where elements change scattered over an array, every chunk of it changes, but little of each. What
-is stored of such a chunk takes little more than information theory asks for: how far the words that
-differ are apart, and how much each differs, byte by byte of these numbers, deflated where that
-pays. Nothing here does I/O.
+Where elements change scattered over an array, every chunk changes, but little of each. A patch
+stores the gaps between the words that differ and how much each differs, byte by byte of these
+numbers, deflated where that pays: little more than the entropy. Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from unickpt.extend import Array, NotDecodable
 
 _HEADER = struct.Struct("<QIIBBH")
 _PLAIN, _DIFFERENCES = 0, 1
-"""What is stored of the words that differ: the words, or by how much they differ."""
+"""How the words that differ are stored: as they are, or as differences."""
 _MOST_GAP_BYTES = 4
 _SIZE = struct.Struct("<I")
 # Compared while they are in the processor's cache.

@@ -112,7 +112,7 @@ class Incremental(ReferencePolicy):
     def merge(
         self, notes: Mapping[int, Any], statistics: Sequence[Mapping[str, float]]
     ) -> dict[str, Any]:
-        """How checkpoints have grown with this one; nothing if process 0 has begun anew."""
+        """How checkpoints have grown with this one; nothing if process 0 wrote a full one."""
         if 0 not in notes:
             return {}
         names = "stored_bytes", "kept_bytes"

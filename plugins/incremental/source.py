@@ -47,7 +47,7 @@ class BaseChunks(ReferenceSource):
         return self._base.kept_bytes
 
     def claim(self, items: Sequence[WriteItem], *, in_order: bool) -> Claimed:
-        """Takes the chunks that are not looked at; the others are written, if they differ."""
+        """Reuses the chunks that are not hashed; the others are written, if they differ."""
         requested = [item for item in items if item.borrowed]
         comparable_items = [item for item in items if not item.borrowed] if self.compares else ()
         spans = self._base.offer(
@@ -90,8 +90,8 @@ class BaseChunks(ReferenceSource):
         return self._base.digest(item.entry, item.part, item.number)
 
     def _is_unlikely(self, item: WriteItem) -> tuple[Any, bool]:
-        """What is probably written comes first: the disk has time for it while the rest, which is
-        only hashed, keeps the CPUs busy. Units stay together."""
+        """Chunks that are probably written come first: the disk works on them while the CPUs hash
+        the rest. Units stay together."""
         unchanged = self._unchanged
         is_looked_at = unchanged is not None and unchanged.claims(item.entry.name, item.box)
         is_settled = is_looked_at or self._base.is_settled(item.part, item.number)
@@ -106,7 +106,7 @@ class Claimed(Claim):
         written: the chunks that are written, unless they are equal there.
         lent: those that are taken one by one.
         together: those that are taken span by span.
-        requested: all that are not looked at.
+        requested: all that are reused without being hashed.
         spans: where `together` are.
     """
 

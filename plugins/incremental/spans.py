@@ -1,8 +1,8 @@
-"""Chunks that follow each other in a part of the base, and are taken all at once, not looked at.
+"""Unchanged consecutive chunks of the base, which are reused in bulk without being hashed.
 
-Of a state of which little changes, nearly all chunks are such ones. To decide for each of them, and
-to keep an object for each, took most of the time of a save that writes little. Here each *span* is
-one piece of work, and what has to be known of every chunk is in columns.
+Nearly all chunks of a state that changes little are such chunks. To decide for each of them, and to
+keep an object for each, took most of the time of a save that writes little. Here each *span* is one
+work item, and the facts of its chunks are columns.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Spans:
         return cls((), no, no, no.astype(np.uint64), no, no, no, no, no, (), ())
 
     def without(self, units: Collection[Hashable]) -> Spans:
-        """Those spans of which no chunk is in some units."""
+        """The spans without a chunk in some units."""
         lost = np.array([unit in units for unit in self.units], np.bool_)
         if not lost.any():
             return self
@@ -123,7 +123,7 @@ class Spans:
         return used
 
     def last(self) -> dict[int, tuple[Place, Chunk]]:
-        """By these units, what ends last of what is used, and of which chunk that is."""
+        """By unit, the place that ends last among those used, and its chunk."""
         ends = {}
         order = np.argsort(self.offset + self.length, kind="stable")
         row = np.zeros(len(self.units), np.int64)
@@ -138,7 +138,7 @@ class Spans:
         return ends
 
     def chunk(self, row: int) -> tuple[int, Chunk]:
-        """Of a row of the columns the number of its span among those asked for, and its chunk."""
+        """The number of the requested span that a row of the columns is in, and the row's chunk."""
         position = int(self.span[row])
         number, first = int(self.which[position]), int(np.searchsorted(self.span, position))
         span = self.asked[number]

@@ -55,7 +55,7 @@ def observe(
     ] = False,
     as_json: terminal.AsJson = False,
 ) -> None:
-    """Write the rules that do what somebody's converter does, by running it.
+    """Write the rules that do what a converter does, by running it.
 
     The converter takes a dict of arrays and returns another. It is called a few times with numbered
     elements, then with random ones, on which the rules must do the same in both directions. Its

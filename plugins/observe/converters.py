@@ -1,4 +1,4 @@
-"""Converters: somebody's function on trees of arrays, called with arrays of our own."""
+"""Converters: a user's function on trees of arrays, called with our own arrays."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from unickpt.plugins.report.run_facts import RunFacts, StepFacts
 _SHARE = 0.05
 """Of the loop's time: what saves may cost."""
 _LEAST_S = 1.0
-"""What is shorter stands out for nobody."""
+"""A shorter wait does not stand out."""
 _OTHERS = 3
 """Saves that show how long one usually takes."""
 _TIMES = 2.0

@@ -130,7 +130,7 @@ def _target(out: FilePath) -> Path:
 
 
 def _replace(target: Path, text: str) -> None:
-    """Writes a file, or where a link leads; nobody sees a part of it."""
+    """Writes a file, or the target of a link, atomically."""
     final = Path(os.path.realpath(target))
     name = final.parent / f".{final.name}-{secrets.token_hex(4)}"
     try:

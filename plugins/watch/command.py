@@ -38,16 +38,16 @@ def command(
 ) -> None:
     """Show how far the saves of a run are, until Ctrl-C; from the storage alone.
 
-    Processes tell how far they are once a save takes more than a few seconds. Of a shorter one, it
-    is only seen who has written something, and who is done.
+    Processes report their progress once a save takes more than a few seconds. A shorter one only
+    shows which processes have written something, and which are done.
 
     \b
     unickpt watch runs/llama
     unickpt watch s3://bucket/runs/llama --every 30
     unickpt watch runs/llama --once --json
 
-    A save that nobody works on any more looks like one under way in which nothing changes; `unickpt
-    clean` removes what such saves left.
+    An abandoned save looks like one under way in which nothing changes; `unickpt clean` removes
+    what such saves left.
 
     --json prints an object for each look, one a line: {committed: [{name, created, nbytes,
     new_bytes, processes, seconds, error}], under_way: [{name, attempt, processes, phases, nbytes,

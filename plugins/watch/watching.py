@@ -145,7 +145,7 @@ class Watch:
             return {}  # the first save will make it
 
     def _committed(self, listed: Listed) -> Committed:
-        """The facts of a checkpoint; read anew only if it was replaced."""
+        """The facts of a checkpoint; read again only if it was replaced."""
         version = version_at(resolve_path(listed.path))
         cached_entry = self._opened.get(listed.name)
         if cached_entry is not None and version is not None and cached_entry[0] == version.digest:
